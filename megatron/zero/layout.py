@@ -1,0 +1,89 @@
+"""Which slice of which parameter lives where: pure arithmetic, no torch.
+
+A *slot* is one parameter's place in a flat buffer. A *layout* is the list of slots of one bucket, cut into `shards`
+equal shards; the tail of the last one is padding. A *segment* is the part of one slot that falls into one shard.
+Norms, weight-decay groups, checkpoint pieces and resharding are all loops over `segments(rank)`.
+
+Slots are ordered by hyper-parameter group, so each group is one contiguous span of every shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from mpu.split import Partition
+
+SLOT_ALIGNMENT = 16
+"""Parameters start at multiples of this many elements, so that no odd-sized neighbour spoils a fast matrix product."""
+ALIGNMENT = 64
+"""Shards start at multiples of this many elements, so every view is aligned for vector loads and for the wire."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter: its name, local shape, hyper-parameter group, tensor-parallel cut and place in the buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+    group: int = 0
+    partition: Partition | None = None
+    offset: int = 0
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True)
+class Segment:
+    """`count` elements from `slot_offset` of the slot stand at `shard_offset` of the shard."""
+
+    slot: Slot
+    slot_offset: int
+    shard_offset: int
+    count: int
+
+
+class FlatLayout:
+    """The slots of one bucket in one flat buffer of `shards` equal shards."""
+
+    def __init__(self, slots: Sequence[Slot], shards: int = 1) -> None:
+        self.slots = _place(slots)
+        self.shards = shards
+        used = self.slots[-1].end if self.slots else 0
+        self.shard_numel = -(-used // (shards * ALIGNMENT)) * ALIGNMENT
+        self.numel = self.shard_numel * shards
+
+    def segments(self, rank: int) -> Iterator[Segment]:
+        """The parts of every slot that fall into shard `rank`, in order."""
+        start, stop = rank * self.shard_numel, (rank + 1) * self.shard_numel
+        for slot in self.slots:
+            low, high = max(start, slot.offset), min(stop, slot.end)
+            if low < high:
+                yield Segment(slot, low - slot.offset, low - start, high - low)
+
+    def group_spans(self, rank: int) -> list[tuple[int, int, int]]:
+        """(group, start, stop) in shard `rank`: every hyper-parameter group present is one contiguous span."""
+        spans: list[tuple[int, int, int]] = []
+        for segment in self.segments(rank):
+            stop = segment.shard_offset + segment.count
+            if spans and spans[-1][0] == segment.slot.group:
+                spans[-1] = (segment.slot.group, spans[-1][1], stop)
+            else:
+                spans.append((segment.slot.group, segment.shard_offset, stop))
+        return spans
+
+
+def _place(slots: Sequence[Slot]) -> tuple[Slot, ...]:
+    """Give each slot its offset: grouped by hyper-parameters, otherwise in the order given."""
+    placed, offset = [], 0
+    for slot in sorted(slots, key=lambda s: s.group):
+        placed.append(replace(slot, offset=offset))
+        offset += -(-slot.numel // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+    return tuple(placed)
