@@ -28,10 +28,41 @@ class Partition:
 
 
 def ensure_divisibility(numerator: int, denominator: int, what: str = "value") -> None:
-    if numerator % denominator:
-        raise ParallelError(f"{what} {numerator} is not divisible by {denominator}")
+    if denominator < 1 or numerator % denominator:
+        raise ParallelError(
+            f"{what} {numerator} is not divisible by {denominator}: choose a multiple of {denominator}, "
+            f"or a divisor of {numerator} in its place"
+        )
 
 
 def divide(numerator: int, denominator: int, what: str = "value") -> int:
     ensure_divisibility(numerator, denominator, what)
     return numerator // denominator
+
+
+def split_range(rank: int, parts: int, length: int) -> tuple[int, int]:
+    """The `rank`-th of `parts` equal, consecutive ranges of [0, length)."""
+    if not 0 <= rank < parts:
+        raise ParallelError(f"rank {rank} is outside 0..{parts - 1}")
+    each = divide(length, parts, "length")
+    return rank * each, (rank + 1) * each
+
+
+def pad_vocab(vocab_size: int, multiple: int, tp: int) -> int:
+    """The smallest size >= vocab_size that is a multiple of multiple * tp: every rank's rows are a multiple of it."""
+    if vocab_size < 1 or multiple < 1 or tp < 1:
+        raise ParallelError(f"vocabulary {vocab_size}, multiple {multiple} and tp {tp} must be at least 1")
+    block = multiple * tp
+    return -(-vocab_size // block) * block
+
+
+def rank_grid(world: int, tp: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """(tp groups, dp groups): tp groups are consecutive ranks, dp groups the ranks with the same place in theirs."""
+    if tp < 1 or world < 1 or world % tp:
+        raise ParallelError(
+            f"tensor-parallel size {tp} does not divide the world size {world}: "
+            f"start a multiple of {tp} ranks, or choose a divisor of {world}"
+        )
+    tp_groups = [tuple(range(start, start + tp)) for start in range(0, world, tp)]
+    dp_groups = [tuple(range(place, world, tp)) for place in range(tp)]
+    return tp_groups, dp_groups

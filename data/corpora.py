@@ -1,0 +1,184 @@
+"""From what the user names to datasets: `open_datasets`.
+
+A *source* is what `--train-data` and its sisters take: the prefix of a corpus, a `.jsonl` file (tokenised once into a
+cache), or the names `default` and `webtext`. Several sources are blended: with `weight source` pairs in those
+proportions, without weights in proportion to their sizes. `--split` cuts every training source into three parts by
+documents; `--valid-data` and `--test-data` replace a part, which then takes nothing away from the training data.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+
+from data.default_corpus import DEFAULT_FOLDER
+from data.gpt2_dataset import BlendedDataset, Dataset, GPT2Dataset, MockDataset
+from data.indexed import IndexedCorpus
+from data.preprocess import build_corpus
+from data.sample_index import digest, samples_in
+from data.sampling import parse_number, parse_split, split_documents
+from data.storage import DataError, crc32_file, exclusive, make_folder
+from data.tokenizer import Tokenizer
+
+PARTS = ("train", "valid", "test")
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """One dataset per part; None where there is no data for it."""
+
+    train: Dataset | None
+    valid: Dataset | None
+    test: Dataset | None
+    notes: tuple[str, ...] = ()
+    """What the user should know: why a part of the split is empty."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal on two ranks exactly when they will read the same samples."""
+        return digest((part.fingerprint if part else "none").encode() for part in (self.train, self.valid, self.test))
+
+
+@dataclass(frozen=True)
+class Source:
+    """One corpus of a list and its weight, None when none was given."""
+
+    name: str
+    weight: Fraction | None = None
+
+
+def parse_sources(words: Sequence[str], flag: str = "--train-data") -> list[Source]:
+    """`weight name weight name ...` or names alone."""
+    weights = [parse_number(word) for word in words[::2]]
+    if len(words) < 2 or not any(weight is not None for weight in weights):
+        return [Source(word) for word in words]
+    if len(words) % 2 or not all(weight is not None and weight > 0 for weight in weights):
+        raise DataError(f"{flag} {' '.join(words)}: expected weight and name in turn, every weight greater than 0")
+    return [Source(name, weight) for name, weight in zip(words[1::2], weights)]
+
+
+def open_datasets(*, train_data: Sequence[str], valid_data: Sequence[str] = (), test_data: Sequence[str] = (),
+                  split: str = "949,50,1", seq_length: int, seed: int, tokenizer: Tokenizer,
+                  cache_path: str | None = None, mock: bool = False, append_eod: bool = True,
+                  json_key: str = "text") -> Datasets:
+    """Open, check and cut everything that training will read, before its first step."""
+    if mock:
+        return Datasets(*(MockDataset(tokenizer.vocab_size, seq_length, seed + k, name)
+                          for k, name in enumerate(PARTS)))
+    opener = _Opener(seq_length, seed, tokenizer, cache_path, append_eod, json_key)
+    given = {"valid": list(valid_data), "test": list(test_data)}
+    shares = [share for part, share in zip(PARTS, parse_split(split)) if not given.get(part)]
+    sources = [(source, opener.corpus(source.name)) for source in parse_sources(train_data)]
+    cut: dict[str, list[Piece]] = {part: [] for part in PARTS}
+    for source, corpus in sources:
+        ranges = iter(split_documents(shares, corpus.num_documents) if any(shares) else [range(0)] * 3)
+        for part in PARTS:
+            if not given.get(part):
+                cut[part].append(Piece(corpus, next(ranges), source.weight))
+    for part, words in given.items():
+        for source in parse_sources(words, f"--{part}-data"):
+            corpus = opener.corpus(source.name)
+            cut[part].append(Piece(corpus, range(corpus.num_documents), source.weight))
+    # A part the user asked for must be usable; one that the split left too small is merely absent, with a note.
+    required = {"train"} | {part for part, words in given.items() if words}
+    return Datasets(*(opener.dataset(part, cut[part], part in required and bool(train_data or part != "train"))
+                      for part in PARTS), notes=tuple(opener.notes))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some documents of a corpus."""
+
+    corpus: IndexedCorpus
+    documents: range
+    weight: Fraction | None
+
+    def tokens(self) -> int:
+        return int(self.corpus.sizes[self.documents.start:self.documents.stop].sum(dtype="int64"))
+
+
+@dataclass
+class _Opener:
+    """What all sources of one run have in common."""
+
+    seq_length: int
+    seed: int
+    tokenizer: Tokenizer
+    cache_path: str | None
+    append_eod: bool
+    json_key: str
+    notes: list[str] = field(default_factory=list)
+    opened: dict[str, IndexedCorpus] = field(default_factory=dict)
+
+    def corpus(self, name: str) -> IndexedCorpus:
+        """The corpus of a source, checked against the tokenizer."""
+        if name not in self.opened:
+            corpus = IndexedCorpus(NAMED[name]() if name in NAMED else
+                                   self.tokenised(name) if name.endswith((".jsonl", ".jsonl.gz")) else name)
+            made_by = corpus.facts and corpus.facts.tokenizer
+            if made_by and made_by.fingerprint != self.tokenizer.fingerprint:
+                raise DataError(
+                    f"{corpus.prefix}: made with {made_by.name} {made_by.fingerprint} ({made_by.vocab_size} ids), but "
+                    f"this run uses {self.tokenizer.name} {self.tokenizer.fingerprint} ({self.tokenizer.vocab_size} "
+                    "ids); change --tokenizer-type and its files, or preprocess the text again")
+            corpus.check_vocabulary(self.tokenizer.vocab_size)
+            self.opened[name] = corpus
+        return self.opened[name]
+
+    def tokenised(self, path: str) -> str:
+        """The prefix of the corpus of a JSONL file, built at the first use by whichever process comes first."""
+        try:
+            content = f"{os.path.getsize(path)}-{crc32_file(path)}"
+        except OSError as error:
+            raise DataError(f"{path}: cannot read: {error.strerror}") from error
+        key = digest(map(str.encode, (content, self.tokenizer.fingerprint, self.json_key, str(self.append_eod))))
+        folder = make_folder(self.cache_path or f"{path}.cache")
+        prefix = folder / f"{Path(path).name.split('.')[0]}-{key}"
+        with exclusive(folder / f".{prefix.name}.lock"):
+            if not prefix.with_name(prefix.name + ".idx").exists():
+                build_corpus([path], prefix, self.tokenizer, append_eod=self.append_eod, key=self.json_key)
+        return str(prefix)
+
+    def dataset(self, part: str, pieces: Sequence[Piece], required: bool) -> Dataset | None:
+        """The pieces of one part, blended."""
+        if not required:
+            pieces = [piece for piece in pieces if self.fills_a_sample(part, piece)]
+        if not pieces:
+            return None
+        # Two corpora of equal sizes must not be shuffled alike, and evaluation must not follow training.
+        seeds = [self.seed + PARTS.index(part) + len(PARTS) * k for k in range(len(pieces))]
+        datasets = [GPT2Dataset(piece.corpus, piece.documents, self.seq_length, seed, part, self.cache_path,
+                                self.tokenizer.vocab_size) for piece, seed in zip(pieces, seeds)]
+        if len(datasets) == 1:
+            return datasets[0]
+        weights = [piece.weight or Fraction(dataset.samples_per_epoch) for piece, dataset in zip(pieces, datasets)]
+        return BlendedDataset(datasets, weights, part)
+
+    def fills_a_sample(self, part: str, piece: Piece) -> bool:
+        tokens = piece.tokens()
+        enough = samples_in(tokens, self.seq_length) > 0
+        if not enough and piece.documents:
+            self.notes.append(f"{part}: the split leaves {len(piece.documents)} documents with {tokens} tokens of "
+                              f"{piece.corpus.prefix}, one sample needs {self.seq_length + 1}: not used")
+        return enough
+
+
+def _default_prefix() -> str:
+    prefix = DEFAULT_FOLDER / "corpus"
+    if not prefix.with_suffix(".idx").exists():
+        raise DataError(f"default corpus: {prefix}.idx is missing; build it: python -m data.default_corpus")
+    return str(prefix)
+
+
+def _webtext_prefix() -> str:
+    prefix = os.environ.get("WEBTEXT_PREFIX") or str(Path(__file__).resolve().parent / "webtext" / "corpus")
+    if not os.path.exists(prefix + ".idx"):
+        raise DataError(f"webtext: {prefix}.idx is missing; set WEBTEXT_PREFIX, or build it: python -m data.preprocess "
+                        f"--input webtext.jsonl --output-prefix {prefix} --append-eod")
+    return prefix
+
+
+NAMED: dict[str, Callable[[], str]] = {"default": _default_prefix, "webtext": _webtext_prefix}

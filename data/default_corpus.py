@@ -1,0 +1,172 @@
+"""The default corpus: the English documentation inside the Python, NumPy and PyTorch that run this program.
+
+`python -m data.default_corpus --output-dir DIR` needs no network. It reads the installed `.py` files without importing
+them and leaves in DIR
+
+    corpus.jsonl             one document per topic, module docstring, function, or class with its methods
+    tokenizer.model          SentencePiece trained on it
+    corpus.bin, .idx, .json  the same documents as token ids
+    source.json              what it was made from; written last, so its presence means complete
+
+Documents stand in the order of their hash: without repetition, mixed, and the same on every machine with the same
+packages. About 9 MB, 10,000 documents and 2.5 million tokens: enough to see a small model learn, far too little to train a large one.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import platform
+import sys
+import sysconfig
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata, util
+from pathlib import Path
+
+from data.cli import Parser, positive, run
+from data.parallel import ordered_map
+from data.preprocess import build_corpus
+from data.storage import DataError, exclusive, make_folder, staged_file, write_json_atomic
+from data.tokenizer import SentencePieceTokenizer, train_sentencepiece
+
+DEFAULT_FOLDER = Path(__file__).resolve().parent.parent / ".cache" / "default-corpus"
+PACKAGES = ("python", "numpy", "torch")
+VOCAB_SIZE = 8192
+REVISION = 1
+"""Raised whenever the same packages would give other documents."""
+
+SHORTEST = 80
+"""Characters; shorter docstrings hold little but the name again."""
+
+SKIPPED_FOLDERS = {"test", "tests", "testing", "site-packages", "dist-packages", "idlelib", "lib2to3", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """All that the files depend on."""
+
+    revision: int
+    packages: dict[str, str]
+    """Name to version."""
+    vocab_size: int
+
+
+def installed(packages: Sequence[str], vocab_size: int) -> Source:
+    """What a build would be made from now."""
+    versions = {name: platform.python_version() if name == "python" else metadata.version(name) for name in packages}
+    return Source(REVISION, versions, vocab_size)
+
+
+def source_files(package: str) -> list[tuple[str, Path]]:
+    """The modules of an installed package in the order of their names, tests left out."""
+    prefix: tuple[str, ...] = ()
+    if package == "python":
+        root = Path(sysconfig.get_paths()["stdlib"])
+    else:
+        spec = util.find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            raise DataError(f"default corpus: package {package} is not installed")
+        root, prefix = Path(spec.submodule_search_locations[0]), (package,)
+    found = []
+    for path in root.rglob("*.py"):
+        parts = path.relative_to(root).with_suffix("").parts
+        if not SKIPPED_FOLDERS.intersection(parts):
+            found.append((".".join((*prefix, *parts)).removesuffix(".__init__"), path))
+    return sorted(found)
+
+
+def documents_in(module: tuple[str, Path]) -> list[str]:
+    """The documents of one source file: its docstring, then each definition's, methods with their class."""
+    name, path = module
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # old escapes in other people's strings
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (SyntaxError, ValueError):  # templates and samples that are not Python
+            return []
+    if name == "pydoc_data.topics":
+        return list(_topics(tree))
+    written = [_entry(name, tree), *(_definition(f"{name}.{node.name}", node) for node in tree.body
+                                     if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef))]
+    return [text for text in written if text]
+
+
+def _topics(tree: ast.Module) -> Iterator[str]:
+    """The language reference that `help()` shows: one dict of strings."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+            yield from (text for text in ast.literal_eval(node.value).values() if isinstance(text, str))
+
+
+def _definition(name: str, node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    members = node.body if isinstance(node, ast.ClassDef) else []
+    entries = [_entry(name, node), *(_definition(f"{name}.{member.name}", member) for member in members
+                                     if isinstance(member, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef))]
+    return "\n\n".join(entry for entry in entries if entry)
+
+
+def _entry(name: str, node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    text = ast.get_docstring(node) or ""
+    return f"{name}\n\n{text}" if len(text) >= SHORTEST else ""
+
+
+def collect(packages: Sequence[str], workers: int) -> list[str]:
+    """All documents, each once, in the order of their hashes."""
+    modules = [module for package in packages for module in source_files(package)]
+    by_hash: dict[bytes, str] = {}
+    for documents in ordered_map(documents_in, modules, workers):
+        for text in documents:
+            raw = text.encode("utf-8", "ignore")  # a lone surrogate in an example
+            by_hash[hashlib.sha256(raw).digest()] = raw.decode("utf-8")
+    return [by_hash[key] for key in sorted(by_hash)]
+
+
+def paragraphs(texts: Iterable[str]) -> Iterator[str]:
+    """Training sentences: what stands between blank lines, line ends kept so that their tokens are learnt."""
+    for text in texts:
+        yield from (f"{part}\n\n" for part in text.split("\n\n") if part)
+
+
+def build(folder: str | Path = DEFAULT_FOLDER, vocab_size: int = VOCAB_SIZE, packages: Sequence[str] = PACKAGES,
+          workers: int = 2) -> Path:
+    """Build the corpus unless it is there and made from the same packages. Returns its prefix."""
+    folder = make_folder(folder)
+    source = installed(packages, vocab_size)
+    with exclusive(folder / ".lock"):
+        if not is_complete(folder, source):
+            (folder / "source.json").unlink(missing_ok=True)
+            texts = collect(packages, workers)
+            print(f"default corpus: {len(texts)} documents, {sum(map(len, texts)) / 1e6:.1f} MB", file=sys.stderr)
+            with staged_file(folder / "corpus.jsonl", "w") as file:
+                file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+            train_sentencepiece(paragraphs(texts), folder / "tokenizer.model", vocab_size)
+            tokenizer = SentencePieceTokenizer(str(folder / "tokenizer.model"))
+            build_corpus([folder / "corpus.jsonl"], folder / "corpus", tokenizer, workers=workers)
+            write_json_atomic(folder / "source.json", asdict(source))
+    return folder / "corpus"
+
+
+def is_complete(folder: Path, source: Source) -> bool:
+    """Whether everything is there and was made from `source`."""
+    try:
+        made_from = json.loads((folder / "source.json").read_text())
+    except (OSError, ValueError):
+        return False
+    names = ("corpus.jsonl", "tokenizer.model", "corpus.bin", "corpus.idx", "corpus.json")
+    return bool(made_from == asdict(source)) and all((folder / name).is_file() for name in names)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser("data.default_corpus", "Build the default corpus from the documentation of installed packages.")
+    parser.add_argument("--output-dir", default=str(DEFAULT_FOLDER), metavar="DIR")
+    parser.add_argument("--vocab-size", type=positive, default=VOCAB_SIZE, metavar="N")
+    parser.add_argument("--workers", type=positive, default=2, metavar="N", help="processes; same output")
+    args = parser.parse_args(argv)
+    print(build(args.output_dir, args.vocab_size, workers=args.workers))
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,98 @@
+"""JSONL text to a corpus of token ids: `python -m data.preprocess`.
+
+Chunks of lines are tokenised by worker processes and written in the order of the input, so the files are the same, byte
+for byte, for any number of workers.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data import tokenizer as tokenizers
+from data.cli import Parser, Progress, positive, run
+from data.facts import TokenizerFacts
+from data.format import token_dtype
+from data.indexed import CorpusWriter
+from data.jsonl import Chunk, read_chunks, texts
+from data.parallel import ordered_map
+from data.storage import DataError, make_folder
+from data.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The documents of one chunk."""
+
+    tokens: NDArray[np.generic]
+    sizes: NDArray[np.int32]
+    size_read: int
+    """Bytes of the lines."""
+    refused: list[DataError]
+
+
+def encode_chunk(chunk: Chunk, tokenizer: Tokenizer, key: str, append_eod: bool) -> Encoded:
+    """Tokenise the lines of a chunk; what is malformed is left out and named."""
+    dtype = token_dtype(tokenizer.vocab_size)
+    documents, refused = [], []
+    for text in texts(chunk, key):
+        if isinstance(text, DataError):
+            refused.append(text)
+        else:
+            ids = tokenizer.encode(text)
+            documents.append(np.array([*ids, tokenizer.eod] if append_eod else ids, dtype))
+    sizes = np.array([len(document) for document in documents], np.int32)
+    return Encoded(np.concatenate(documents or [np.empty(0, dtype)]), sizes, sum(map(len, chunk.lines)), refused)
+
+
+def build_corpus(inputs: Iterable[str | Path], prefix: str | Path, tokenizer: Tokenizer, *, append_eod: bool = True,
+                 key: str = "text", workers: int = 1, skip_malformed: bool = False, log_interval: int = 0
+                 ) -> tuple[Progress, int]:
+    """Write the corpus of some JSONL files. Returns the progress made and how many lines were skipped.
+
+    A malformed line is an error that names it, unless `skip_malformed`.
+    """
+    make_folder(Path(prefix).parent)
+    facts = TokenizerFacts(tokenizer.name, tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eod)
+    encode = partial(encode_chunk, tokenizer=tokenizer, key=key, append_eod=append_eod)
+    progress, skipped = Progress(log_interval), 0
+    chunks = (chunk for path in inputs for chunk in read_chunks(path))
+    with CorpusWriter(prefix, tokenizer=facts) as writer:
+        for encoded in ordered_map(encode, chunks, workers):
+            if encoded.refused and not skip_malformed:
+                raise encoded.refused[0]
+            skipped += len(encoded.refused)
+            writer.add_documents(encoded.tokens, encoded.sizes)
+            progress.add(len(encoded.sizes), encoded.size_read)
+    return progress, skipped
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser("data.preprocess", "Tokenise JSONL files into PREFIX.bin, PREFIX.idx and PREFIX.json.")
+    parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="JSONL files, plain or .gz")
+    parser.add_argument("--output-prefix", required=True, metavar="PREFIX")
+    parser.add_argument("--json-key", default="text", help="which key holds the text (default: text)")
+    parser.add_argument("--tokenizer-type", default="GPT2BPETokenizer", help=f"one of {', '.join(tokenizers.KINDS)}")
+    parser.add_argument("--vocab-file", help="GPT-2's vocab.json, or the text of a character vocabulary")
+    parser.add_argument("--merge-file", help="GPT-2's merges; without it the packaged vocabulary is used")
+    parser.add_argument("--tokenizer-path", help="a SentencePiece model")
+    parser.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document id")
+    parser.add_argument("--workers", type=positive, default=1, metavar="N", help="processes; same output")
+    parser.add_argument("--on-error", choices=("strict", "skip"), default="strict", help="what a malformed line does")
+    parser.add_argument("--log-interval", type=int, default=10_000, metavar="N", help="documents per progress line")
+    args = parser.parse_args(argv)
+    tokenizer = tokenizers.build(args.tokenizer_type, args.vocab_file, args.merge_file, args.tokenizer_path)
+    progress, skipped = build_corpus(
+        args.input, args.output_prefix, tokenizer, append_eod=args.append_eod, key=args.json_key, workers=args.workers,
+        skip_malformed=args.on_error == "skip", log_interval=args.log_interval)
+    print(f"{args.output_prefix}: {progress}; {skipped} malformed lines skipped", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    run(main)

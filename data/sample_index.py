@@ -1,0 +1,119 @@
+"""The order of one epoch: which document and which token every sample begins with.
+
+The documents of an epoch are shuffled and joined; sample s holds tokens s*L to s*L + L of the joined stream (L the
+sequence length), so neighbours share one token: the last target of one is the first input of the next. Tokens at the
+end that fill no sample are dropped. The samples are then shuffled in turn. All arrays are a pure function of
+(sizes, documents, L, seed, epoch); nothing depends on how long the training will be.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data.sampling import epoch_permutation, index_dtype
+from data.storage import make_folder, staged_file
+
+BLOCK = 1 << 20
+STORE_FROM = 1 << 16
+"""Smaller epochs are computed faster than their files are opened; they are not stored."""
+
+KEPT_EPOCHS = 2
+"""An epoch and its neighbour: ranks and prefetching readers cross the border a little apart."""
+
+
+def samples_in(tokens: int, seq_length: int) -> int:
+    """How many samples of seq_length + 1 tokens a stream holds, neighbours sharing one token."""
+    return max(0, tokens - 1) // seq_length
+
+
+def sample_starts(sizes: NDArray[np.integer], order: NDArray[np.integer], seq_length: int) -> NDArray[np.integer]:
+    """[samples, 2]: position in `order` and offset in that document of the first token of each sample.
+
+    Block by block, so the working memory stays small for any corpus.
+    """
+    total = int(sum(sizes[order[at:at + BLOCK]].sum(dtype=np.int64) for at in range(0, len(order), BLOCK)))
+    samples = samples_in(total, seq_length)
+    starts = np.empty((samples, 2), index_dtype(len(order)))  # an offset fits: the format has int32 lengths
+    before, done = 0, 0  # tokens in the blocks before this one; samples that begin in them
+    for at in range(0, len(order), BLOCK):
+        lengths = sizes[order[at:at + BLOCK]].astype(np.int64)
+        ends = before + np.cumsum(lengths)
+        stop = min(samples, -(-int(ends[-1]) // seq_length))
+        tokens = np.arange(done, stop) * seq_length
+        # "right" steps over zero-length documents and over one that ends exactly here.
+        where = np.searchsorted(ends, tokens, side="right")
+        starts[done:stop, 0] = at + where
+        starts[done:stop, 1] = tokens - (ends[where] - lengths[where])
+        before, done = int(ends[-1]), stop
+    return starts
+
+
+@dataclass(frozen=True)
+class EpochIndex:
+    """One epoch, ready to be served."""
+
+    documents: NDArray[np.integer]
+    """Document numbers in the shuffled order."""
+    starts: NDArray[np.integer]
+    """[samples, 2]: position in `documents` and offset of the first token, in the order of serving."""
+
+
+def build_epoch(sizes: NDArray[np.integer], documents: NDArray[np.integer], seq_length: int,
+                seed: int, epoch: int) -> EpochIndex:
+    """Shuffle documents, cut samples, shuffle samples."""
+    order = documents[epoch_permutation(len(documents), seed, epoch, stream=0)]
+    starts = sample_starts(sizes, order, seq_length)
+    return EpochIndex(order, starts[epoch_permutation(len(starts), seed, epoch, stream=1)])
+
+
+class EpochStore:
+    """Epochs by number: the last two in memory, and all of them as files when there is a folder for it.
+
+    Files are named after everything they depend on and appear by rename, so any number of processes may
+    build one at the same time, and a name that exists is right.
+    """
+
+    def __init__(self, sizes: NDArray[np.integer], documents: NDArray[np.integer], seq_length: int, seed: int,
+                 samples: int, folder: str | None = None) -> None:
+        self._sizes, self._documents, self._seq_length, self._seed = sizes, documents, seq_length, seed
+        self._folder = make_folder(folder) if folder is not None and samples >= STORE_FROM else None
+        self._kept: OrderedDict[int, EpochIndex] = OrderedDict()
+
+    def __getitem__(self, epoch: int) -> EpochIndex:
+        index = self._kept.get(epoch)
+        if index is None:
+            index = self._build(epoch) if self._folder is None else self._stored(epoch, self._folder)
+            self._kept[epoch] = index
+        self._kept.move_to_end(epoch)
+        while len(self._kept) > KEPT_EPOCHS:
+            self._kept.popitem(last=False)
+        return index
+
+    def _build(self, epoch: int) -> EpochIndex:
+        return build_epoch(self._sizes, self._documents, self._seq_length, self._seed, epoch)
+
+    def _stored(self, epoch: int, folder: Path) -> EpochIndex:
+        key = digest([self._sizes.tobytes(), self._documents.tobytes(),
+                      repr((self._seq_length, self._seed, epoch)).encode()])
+        paths = folder / f"{key}-documents.npy", folder / f"{key}-starts.npy"
+        if not all(path.exists() for path in paths):
+            index = self._build(epoch)
+            for path, values in zip(paths, (index.documents, index.starts)):
+                with staged_file(path) as file:
+                    np.save(file, values, allow_pickle=False)
+        return EpochIndex(*(np.load(path, mmap_mode="r", allow_pickle=False) for path in paths))
+
+
+def digest(parts: Iterable[bytes]) -> str:
+    """16 hexadecimal digits that name a sequence of byte strings."""
+    whole = hashlib.sha256()
+    for part in parts:
+        whole.update(len(part).to_bytes(8, "little") + part)
+    return whole.hexdigest()[:16]

@@ -1,0 +1,131 @@
+"""Files that are either whole or absent: stage, fsync, rename, checksum. No knowledge of what is in them.
+
+A *staged* file is written under a hidden temporary name beside its target and takes the target's name only when
+every byte is on the disk. A process killed at any moment leaves the old file or none under the final name.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import secrets
+import zlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any, Literal, overload
+
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS}
+"""What a write can meet; any other OSError raised inside a `staged_file` block has nothing to do with the target."""
+
+CHUNK = 1 << 22
+
+
+class DataError(Exception):
+    """Data that cannot be used as it is (the user's to mend): names file, field, expected and found. Exit code 3."""
+
+
+class StorageFault(OSError):
+    """A disk or folder that cannot be written. Exit code 7."""
+
+
+@contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Any OSError of the block means that `path` cannot be written."""
+    try:
+        yield
+    except StorageFault:
+        raise
+    except OSError as error:
+        raise StorageFault(f"{os.fspath(path)}: cannot write: {error.strerror or error}") from error
+
+
+def fsync_file(path: str | os.PathLike[str]) -> None:
+    """Wait until the content of a file (or the entries of a folder) is on the disk."""
+    with writing(path):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def fsync_directory(path: str | os.PathLike[str]) -> None:
+    """Wait until the names in a folder are on the disk: a renamed file survives a power cut only after this."""
+    fsync_file(path)
+
+
+@overload
+def staged_file(path: str | os.PathLike[str], mode: Literal["wb"] = ...) -> AbstractContextManager[IO[bytes]]: ...
+
+
+@overload
+def staged_file(path: str | os.PathLike[str], mode: Literal["w"]) -> AbstractContextManager[IO[str]]: ...
+
+
+@contextmanager
+def staged_file(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[Any]]:
+    """Write a file that appears under its name complete and durable, or not at all.
+
+    Mode "wb" or "w" (UTF-8). The folder must exist. Concurrent writers of one name do not meet: the last rename wins.
+    """
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    with writing(target):
+        file = open(temporary, mode.replace("w", "x"), encoding=None if "b" in mode else "utf-8")
+    try:
+        yield file
+        with writing(target):
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+            os.replace(temporary, target)
+            fsync_directory(target.parent)
+    except OSError as error:
+        if error.errno in DISK_ERRORS:
+            raise StorageFault(f"{target}: cannot write: {error.strerror}") from error
+        raise
+    finally:
+        with suppress(OSError):  # a full disk fails once more here, when the buffer is flushed
+            file.close()
+        with suppress(FileNotFoundError):  # gone after a good rename
+            os.unlink(temporary)
+
+
+def write_json_atomic(path: str | os.PathLike[str], value: object) -> None:
+    """One JSON document, indented, keys in the order given."""
+    with staged_file(path, "w") as file:
+        json.dump(value, file, indent=1, allow_nan=False)
+        file.write("\n")
+
+
+def crc32_file(path: str | os.PathLike[str]) -> str:
+    """CRC-32 of a whole file as 8 hexadecimal digits."""
+    crc = 0
+    with open(path, "rb") as file:
+        while chunk := file.read(CHUNK):
+            crc = zlib.crc32(chunk, crc)
+    return f"{crc:08x}"
+
+
+def make_folder(path: str | os.PathLike[str]) -> Path:
+    """The folder, created with its parents where missing."""
+    with writing(path):
+        os.makedirs(path, exist_ok=True)
+    return Path(path)
+
+
+@contextmanager
+def exclusive(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Hold an advisory lock: of several processes that would build the same thing one builds, the others wait.
+
+    The lock goes with the process, so a killed holder never blocks anyone. The empty lock file stays.
+    """
+    with writing(path):
+        file = open(path, "ab")
+    with file:
+        with writing(path):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

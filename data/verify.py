@@ -1,0 +1,43 @@
+"""Check a corpus completely: `python -m data.verify PREFIX`. Reads every byte, changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from data.cli import Parser, positive, run
+from data.indexed import IndexedCorpus
+from data.storage import DataError, crc32_file
+
+
+def verify(prefix: str, vocab_size: int | None = None) -> str:
+    """Everything `IndexedCorpus` checks, then the checksum, then every id; a summary of what was found."""
+    corpus = IndexedCorpus(prefix)
+    facts = corpus.facts
+    if facts:
+        found = crc32_file(f"{prefix}.bin")
+        if found != facts.crc32:
+            raise DataError(f"{prefix}.bin: crc32: expected {facts.crc32} ({prefix}.json), found {found}; "
+                            "preprocess the text again")
+        if vocab_size is None and facts.tokenizer:
+            vocab_size = facts.tokenizer.vocab_size
+    lowest, highest = corpus.scan_range()
+    if lowest < 0 or (vocab_size is not None and highest >= vocab_size):
+        corpus.refuse_token(highest + 1 if vocab_size is None else vocab_size)
+    if facts and highest != facts.max_token:
+        raise DataError(f"{prefix}.json: max_token: expected {highest} (the tokens), found {facts.max_token}")
+    made_by = f"{facts.tokenizer.name} {facts.tokenizer.fingerprint}" if facts and facts.tokenizer else "unknown"
+    return (f"{prefix}: {corpus.num_documents} documents, {corpus.num_tokens} tokens ({corpus.dtype.name}), "
+            f"ids {lowest} to {highest} of {vocab_size or 'an unknown vocabulary'}, tokenizer {made_by}, "
+            f"checksum {facts.crc32 if facts else 'unknown'}: good")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser("data.verify", "Check the index, the checksum and every token id of a corpus.")
+    parser.add_argument("prefix")
+    parser.add_argument("--vocab-size", type=positive, metavar="N", help="default: what the corpus says of itself")
+    args = parser.parse_args(argv)
+    print(verify(args.prefix, args.vocab_size))
+
+
+if __name__ == "__main__":
+    run(main)

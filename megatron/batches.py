@@ -1,0 +1,120 @@
+"""Samples -> micro-batches: which sample ids a step uses, and the tensors a forward takes.
+
+Ids are consecutive: step k of a run with global batch B uses [consumed, consumed + B), whatever the number of ranks; the dataset maps an id
+to shuffled text as a pure function. So `consumed` is the only data state. Micro-batch m of data parallel rank r takes the
+ids at (m x dp + r) x micro ... + micro of the step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Samples(Protocol):
+    """A dataset: any non-negative id -> seq_length + 1 tokens."""
+
+    def __getitem__(self, index: int) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch, [b, s] each; the optional parts are None where the plain causal case holds."""
+
+    tokens: Tensor
+    targets: Tensor
+    loss_weight: Tensor | None = None
+    positions: Tensor | None = None
+    segments: Tensor | None = None
+
+    def to(self, device: torch.device) -> Batch:
+        if device.type == "cpu":
+            return self
+        return Batch(*(None if t is None else t.pin_memory().to(device, non_blocking=True)  # type: ignore[arg-type]
+                       for t in (self.tokens, self.targets, self.loss_weight, self.positions, self.segments)))
+
+
+@dataclass(frozen=True)
+class BatchRule:
+    """How samples become micro-batches on this rank."""
+
+    micro_batch: int
+    accumulation: int
+    dp_rank: int
+    dp_size: int
+    eod: int
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    eod_mask_loss: bool = False
+
+    @property
+    def global_batch(self) -> int:
+        return self.micro_batch * self.accumulation * self.dp_size
+
+    def micro_batch_ids(self, first: int) -> list[range]:
+        """The ids of each micro-batch of this rank, for the step whose first id is `first`."""
+        starts = (first + (m * self.dp_size + self.dp_rank) * self.micro_batch for m in range(self.accumulation))
+        return [range(start, start + self.micro_batch) for start in starts]
+
+    def build(self, samples: Samples, ids: range) -> Batch:
+        rows = torch.from_numpy(np.stack([samples[i] for i in ids]))  # [b, s + 1]
+        tokens, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        segments = document_numbers(tokens, self.eod) if self.reset_position_ids or self.reset_attention_mask else None
+        return Batch(tokens, targets,
+                     loss_weight=(tokens != self.eod).float() if self.eod_mask_loss else None,
+                     positions=positions_in_document(segments) if self.reset_position_ids and segments is not None else None,
+                     segments=segments if self.reset_attention_mask else None)
+
+
+def document_numbers(tokens: Tensor, eod: int) -> Tensor:
+    """[b, s] -> which document of its row each token belongs to; an end-of-document token closes the one before it."""
+    ends = (tokens == eod).long()
+    return ends.cumsum(1) - ends
+
+
+def positions_in_document(segments: Tensor) -> Tensor:
+    """[b, s] document numbers -> positions counted from the start of each document."""
+    index = torch.arange(segments.shape[1]).expand_as(segments)
+    starts = torch.where(segments.diff(dim=1, prepend=segments[:, :1] - 1) != 0, index, 0)
+    return index - starts.cummax(1).values
+
+
+def samples_digest(first: int, count: int) -> str:
+    """sha256 of the ordered sample ids of a step, as little-endian int64."""
+    return hashlib.sha256(np.arange(first, first + count, dtype="<i8").tobytes()).hexdigest()
+
+
+class BatchStream:
+    """The micro-batches of one step after the other, read ahead by background threads."""
+
+    def __init__(self, samples: Samples, rule: BatchRule, first: int, steps: int, workers: int) -> None:
+        self._samples, self._rule = samples, rule
+        self._firsts = iter(range(first, first + steps * rule.global_batch, rule.global_batch))
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="batches") if workers else None
+        self._ahead: deque[Future[list[Batch]]] = deque()
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        if self._pool is None:
+            yield from (self._read(first) for first in self._firsts)
+            return
+        for first in self._firsts:
+            self._ahead.append(self._pool.submit(self._read, first))
+            if len(self._ahead) > 2:
+                yield self._ahead.popleft().result()
+        while self._ahead:
+            yield self._ahead.popleft().result()
+
+    def _read(self, first: int) -> list[Batch]:
+        return [self._rule.build(self._samples, ids) for ids in self._rule.micro_batch_ids(first)]
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)

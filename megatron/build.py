@@ -1,0 +1,105 @@
+"""Config -> the parts of a run: tokenizer, datasets, model, engine. Each function builds one part; pretrain_gpt2.py puts them together."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+import data.tokenizer
+from data.corpora import Datasets, open_datasets
+from data.tokenizer import Tokenizer
+from megatron import recompute
+from megatron.batches import BatchRule
+from megatron.config import Config, TrainConfig, require
+from megatron.errors import ConfigError
+from megatron.model import GPT2
+from megatron.optim.schedule import Schedule, build_schedule
+from megatron.zero.engine import ZeroEngine
+from mpu.collectives import all_gather_json
+from mpu.groups import Groups
+from mpu.random import model_parallel_cuda_manual_seed
+
+DEFAULT_TOKENIZER = "GPT2BPETokenizer"
+
+
+def tokenizer(config: Config) -> Tokenizer:
+    section = config.data
+    return data.tokenizer.build(section.tokenizer_type or DEFAULT_TOKENIZER, vocab_file=section.vocab_file, merge_file=section.merge_file,
+                                tokenizer_path=section.tokenizer_path)
+
+
+def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
+    """The config with the vocabulary size filled in."""
+    size = config.model.vocab_size
+    require(size is None or size >= tokenizer.vocab_size,
+            f"--vocab-size {size} is smaller than the {tokenizer.vocab_size} tokens of {tokenizer.name}; leave the flag out")
+    return replace(config, model=replace(config.model, vocab_size=size or tokenizer.vocab_size))
+
+
+def datasets(config: Config, tokenizer: Tokenizer, groups: Groups) -> Datasets:
+    """Training, validation and test samples; every rank must see the same corpus."""
+    section = config.data
+    if not section.mock_data and not section.train_data:
+        raise ConfigError("no training text: give --train-data PREFIX, a .jsonl file, or --mock-data")
+    found = open_datasets(train_data=section.train_data, valid_data=section.valid_data, test_data=section.test_data, split=section.split,
+                          seq_length=config.seq_length, seed=config.train.seed, tokenizer=tokenizer, cache_path=section.data_cache_path,
+                          mock=section.mock_data, json_key=section.text_key)
+    seen = all_gather_json(found.fingerprint, groups.world)
+    strange = [rank for rank, fingerprint in enumerate(seen) if fingerprint != seen[0]]
+    require(not strange, f"--train-data differs between ranks: ranks {strange} do not see the corpus of rank 0; copy the same files to every node")
+    return found
+
+
+def seed_everything(train: TrainConfig, groups: Groups, device: torch.device) -> None:
+    """Dropout streams: the same within a tensor parallel group, different over data parallel."""
+    random.seed(train.seed)
+    np.random.seed(train.seed % 2**32)
+    model_parallel_cuda_manual_seed(train.seed, groups, vary_over_dp=True)
+    if train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+
+
+def model(config: Config, groups: Groups, device: torch.device) -> GPT2:
+    """GPT-2 in fp32 on its device, with recomputation and compilation put on its blocks."""
+    gpt2 = GPT2(config.model, groups.tp, config.train.seed).to(device)
+    if config.recompute.checkpoint_activations:
+        gpt2.run_blocks = recompute.in_chunks(config.recompute.checkpoint_num_layers)
+    if config.train.compile:
+        for block in gpt2.blocks:
+            block.forward = torch.compile(block.forward)  # the hooks of the engine stay outside
+    return gpt2
+
+
+def engine(config: Config, model: GPT2, groups: Groups) -> ZeroEngine:
+    return ZeroEngine(model, groups, zero=config.zero, optim=config.optim, precision=config.precision,
+                      accumulation=config.accumulation(groups.dp.size))
+
+
+def schedule(config: Config) -> Schedule:
+    section = config.schedule
+    return build_schedule(style=section.lr_decay_style, lr=section.lr, min_lr=section.min_lr, warmup=section.warmup,
+                          decay_iters=section.lr_decay_iters or max(1, config.train.train_iters))
+
+
+def batch_rule(config: Config, groups: Groups, tokenizer: Tokenizer) -> BatchRule:
+    section = config.data
+    return BatchRule(config.train.batch_size, config.accumulation(groups.dp.size), groups.dp.rank, groups.dp.size, tokenizer.eod,
+                     section.reset_position_ids, section.reset_attention_mask, section.eod_mask_loss)
+
+
+def summary(config: Config, groups: Groups, device: torch.device, engine: ZeroEngine) -> str:
+    """The resolved configuration, once: one dotted line a field, then what the run amounts to."""
+    rows: list[tuple[str, Any]] = [(f"{section}.{key}", value) for section, values in config.as_dict().items() for key, value in values.items()]
+    lines = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in rows]
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    facts = (f"GPT-2 with {config.model.parameters():,} parameters in {config.precision.name} on {groups.world.size} x {where}: "
+             f"tensor parallel {groups.tp.size}, data parallel {groups.dp.size}, ZeRO stage {config.zero.zero_stage}; global batch "
+             f"{config.global_batch_size(groups.dp.size)} = {config.train.batch_size} x {engine.accumulation} x {groups.dp.size}")
+    return "\n".join(["configuration", *lines, facts])

@@ -1,0 +1,109 @@
+"""python -m megatron.checkpoint list|verify|digest|merge DIR [--tag T]
+
+DIR is a save root, or the folder of one tag. Without --tag: `verify` checks every tag, the others take the newest.
+`list` and `verify` import no torch. Exit codes: 0 good, 2 usage, 4 damaged or no checkpoint, 7 output not writable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from data.storage import StorageFault
+from megatron.checkpoint.manifest import MANIFEST, Manifest
+from megatron.checkpoint.tags import complete, manifest_of, newest_first, verify
+from megatron.errors import EXIT_CONFIG, CheckpointError, ConfigError, TrainerError, exit_code
+
+
+def list_tags(root: Path, tag: str | None) -> None:
+    """One line a complete tag, the oldest first: name, iteration, layout, bytes."""
+    manifests = complete(root) if tag is None else [manifest_of(root, tag)]
+    if not manifests:
+        raise CheckpointError(f"no committed checkpoint under {root}")
+    for manifest in manifests:
+        print(_line(manifest))
+
+
+def _line(manifest: Manifest) -> str:
+    layout = " ".join(f"{key}={value}" for key, value in manifest.layout.items())
+    return f"{manifest.tag}  iteration {manifest.iteration}  {layout}  {_bytes(manifest)} bytes"
+
+
+def _bytes(manifest: Manifest) -> int:
+    return sum(entry.size for entry in manifest.files.values())
+
+
+def verify_tags(root: Path, tag: str | None) -> None:
+    """Check every tag, then fail with the first that is damaged."""
+    damaged: list[CheckpointError] = []
+    for name in [tag] if tag is not None else reversed(newest_first(root)):
+        try:
+            manifest = verify(root, name)
+            print(f"{name}: ok, {len(manifest.files)} files, {_bytes(manifest)} bytes", flush=True)
+        except CheckpointError as error:
+            damaged.append(error)
+    if damaged:
+        more = f" (and {len(damaged) - 1} more damaged tags)" if len(damaged) > 1 else ""
+        raise CheckpointError(f"{damaged[0]}{more}")
+
+
+def print_digest(root: Path, tag: str | None) -> None:
+    from megatron.checkpoint.export import digest
+    from megatron.checkpoint.reader import open_checkpoint
+
+    for line in digest(open_checkpoint(root, tag)):
+        print(line, flush=True)
+
+
+def merge_weights(root: Path, tag: str | None, output: str) -> None:
+    from megatron.checkpoint.export import merge
+    from megatron.checkpoint.reader import open_checkpoint
+
+    checkpoint = open_checkpoint(root, tag)
+    print(f"{output}: weights of {checkpoint.tag} as fp32, {merge(checkpoint, output)} bytes")
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are ours: one `error:` line, exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see --help")
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = Parser(prog="python -m megatron.checkpoint", description=__doc__,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["list", "verify", "digest", "merge"])
+    parser.add_argument("dir", type=Path, metavar="DIR", help="save root, or the folder of one tag")
+    parser.add_argument("--tag", metavar="T", help="the checkpoint to take")
+    parser.add_argument("--output", metavar="FILE", help="merge: the safetensors file to write")
+    chosen = parser.parse_args(arguments)
+    if (chosen.command == "merge") != (chosen.output is not None):
+        parser.error("--output FILE belongs to merge, and merge needs it")
+    if chosen.tag is None and (chosen.dir / MANIFEST).exists():
+        folder = chosen.dir.resolve()
+        chosen.dir, chosen.tag = folder.parent, folder.name
+    return chosen
+
+
+def run(arguments: list[str]) -> None:
+    chosen = parse(arguments)
+    if chosen.command == "merge":
+        merge_weights(chosen.dir, chosen.tag, chosen.output)
+    else:
+        {"list": list_tags, "verify": verify_tags, "digest": print_digest}[chosen.command](chosen.dir, chosen.tag)
+
+
+def main(arguments: list[str]) -> int:
+    try:
+        run(arguments)
+    except (TrainerError, StorageFault) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return exit_code(error) or EXIT_CONFIG
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,40 @@
+"""All ranks succeed, or all raise the same error: one collective after each step that can fail.
+
+Without it a full disk on rank 3 would leave the others waiting in the next collective until its time-out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from megatron.errors import CheckpointError, ConfigError, NumericsError, PeerError, StorageError, TrainerError
+from mpu.collectives import all_gather_json
+from mpu.groups import Group
+
+T = TypeVar("T")
+
+_FAMILY = {cls.__name__: cls for cls in (CheckpointError, ConfigError, NumericsError, PeerError, StorageError)}
+
+
+def agree(action: Callable[[], T], world: Group) -> T:
+    """This rank's result of `action` if every rank succeeds; otherwise the first failing rank's error, on every rank.
+
+    Only errors of the family are shared. Anything else is a bug: it ends this rank with its traceback, and so the job.
+    """
+    failure: TrainerError | None = None
+    try:
+        result = action()
+    except TrainerError as error:
+        failure = error
+    report = None if failure is None else {"error": type(failure).__name__, "message": str(failure)}
+    for other in all_gather_json(report, world):
+        if other is not None:
+            raise _FAMILY.get(other["error"], PeerError)(other["message"]) from failure
+    return result
+
+
+def on_rank_0(action: Callable[[], Any], world: Group) -> Any:
+    """`action` on rank 0 alone; its JSON value, or its error, on every rank."""
+    value = agree(action, world) if world.rank == 0 else agree(lambda: None, world)
+    return all_gather_json(value, world)[0]

@@ -1,0 +1,142 @@
+"""How a folder becomes a checkpoint: stage, rename, tidy. What a kill may leave behind, and who removes it. No torch.
+
+Names under the save root (only the first two mean anything to a reader)
+
+    <tag>                    a committed checkpoint
+    .aside-<tag>             the old copy of a tag that is being replaced; it *is* the tag while no `<tag>` exists
+    .staging-<tag>-<run>     a save under way; never read
+    .trash-<name>            on its way out; never read
+
+A commit is: all files and the manifest fsynced in staging, fsync staging, [rename <tag> to aside], rename staging
+to <tag>, fsync the root, write `latest`, [trash the aside copy]. Killed before the second rename, the old copy is
+found under its own name or aside; killed after it, the new one is. Nothing is deleted in place: a folder is first
+renamed to trash, so no half-deleted folder ever stands under a name that is read. `sweep` takes up what was left, at
+the next save.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from data.storage import fsync_directory, staged_file
+from megatron.checkpoint.manifest import LATEST, MANIFEST, safe_name, step_of
+from megatron.checkpoint.tags import ASIDE, Say, complete, folder_of, manifest_of, say_stderr
+from megatron.errors import CheckpointError, StorageError
+
+STAGING, TRASH = ".staging-", ".trash-"
+
+
+@contextmanager
+def storing(path: Path, needed: int) -> Iterator[None]:
+    """An OSError inside is a StorageError naming path, reason, bytes needed and bytes free."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise StorageError(f"--save: cannot write {path}: {reason}; {needed} bytes needed, {_free(path)} free; "
+                           "earlier checkpoints are untouched") from error
+
+
+def _free(path: Path) -> int | str:
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    with suppress(OSError):
+        return shutil.disk_usage(path).free
+    return "unknown"
+
+
+def probe(root: Path) -> None:
+    """Create `root` if need be and write into it: a bad --save fails before the first step, not at the first save."""
+    root = Path(root)
+    if root.is_symlink() and not root.exists():
+        raise StorageError(f"--save {root}: dangling symbolic link to {os.readlink(root)}")
+    if not root.parent.is_dir():
+        raise StorageError(f"--save {root}: parent folder {root.parent} does not exist; create it or choose another")
+    if root.exists() and not root.is_dir():
+        raise StorageError(f"--save {root}: is a file; a folder is needed")
+    try:
+        root.mkdir(exist_ok=True)
+        trial = root / f"{TRASH}probe-{secrets.token_hex(8)}"
+        trial.mkdir()
+        trial.rmdir()
+    except OSError as error:
+        raise StorageError(f"--save {root}: cannot be written ({error.strerror})") from error
+
+
+def stage(root: Path, tag: str, run_id: str, say: Say = say_stderr) -> Path:
+    """An empty staging folder for `tag`, after tidying what an interrupted save left."""
+    staging = root / f"{STAGING}{safe_name(tag, 'tag')}-{safe_name(run_id, 'run id')}"
+    with storing(staging, 0):
+        if not root.is_dir():
+            root.mkdir()
+            fsync_directory(root.parent)
+        sweep(root, say)
+        staging.mkdir()
+    return staging
+
+
+def sweep(root: Path, say: Say = say_stderr) -> None:
+    """Remove what a killed save left, and give a tag that stands aside its name back."""
+    for name in sorted(os.listdir(root)):
+        if name.startswith(ASIDE):
+            _settle(root, name.removeprefix(ASIDE), say)
+        elif name.startswith(STAGING):
+            say(f"removing {root / name}, left by an interrupted save")
+            discard(root / name)
+        elif name.startswith(TRASH):
+            shutil.rmtree(root / name, ignore_errors=True)
+        elif name.startswith(f".{LATEST}."):
+            (root / name).unlink(missing_ok=True)
+
+
+def _settle(root: Path, tag: str, say: Say) -> None:
+    """Finish a replacement that was cut short: forward when the new copy stands, otherwise back."""
+    folder, aside = root / tag, root / (ASIDE + tag)
+    if not folder.exists() and (aside / MANIFEST).exists():
+        say(f"restoring {folder}, moved aside by an interrupted save")
+        os.rename(aside, folder)
+        fsync_directory(root)
+        return
+    with suppress(CheckpointError):  # a damaged new copy: the old one stays aside
+        manifest_of(root, tag)
+        discard(aside)
+
+
+def commit(staging: Path, root: Path, tag: str) -> None:
+    """Make the complete folder `staging` the checkpoint `tag`, replacing one of that name."""
+    folder, aside = root / tag, root / (ASIDE + tag)
+    with storing(folder, 0):
+        fsync_directory(staging)
+        if folder.exists() and aside.exists():
+            discard(folder)  # `sweep` kept the aside copy because this one is damaged
+        elif folder.exists():
+            os.rename(folder, aside)
+        os.rename(staging, folder)
+        fsync_directory(root)
+        with staged_file(root / LATEST, "w") as file:
+            file.write(f"{tag}\n")
+        if aside.exists():
+            discard(aside)
+
+
+def discard(folder: Path) -> None:
+    """Delete a folder so that no part of it is ever seen under its name; what cannot be deleted waits in the trash."""
+    trash = folder.with_name(f"{TRASH}{folder.name.lstrip('.')}-{secrets.token_hex(4)}")
+    os.rename(folder, trash)
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+def prune(root: Path, keep_last: int) -> list[str]:
+    """Delete all but the newest `keep_last` complete step tags (tags of the user's own stay); the names deleted."""
+    assert keep_last >= 1, keep_last
+    steps = [manifest.tag for manifest in complete(root) if step_of(manifest.tag) is not None]
+    doomed = steps[:-keep_last]
+    with storing(root, 0):
+        for tag in doomed:
+            discard(folder_of(root, tag))
+    return doomed

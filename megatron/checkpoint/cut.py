@@ -1,0 +1,97 @@
+"""Local index <-> logical index under any tensor-parallel cut: pure arithmetic, no torch.
+
+A *logical* tensor is what one process without tensor parallelism or padding would hold. Cut along `dim` with stride s
+over tp ranks it is a row of equal *blocks*, one for each index of the dimensions before `dim` and each of the s
+parts. Flattened, rank r holds in every block the elements [r * local, (r + 1) * local), whatever the shape was: the
+whole cut is two numbers, the length of a block on one rank and the length of a logical block. Padding is where the
+first, times tp, exceeds the second: it stands at the end of each block, on the last ranks.
+
+    qkv weight [3 * 4, h], stride 3, tp 2:   block q   block k   block v      local = 2 * h
+                                             0 0 1 1   0 0 1 1   0 0 1 1      logical = 4 * h   (digits: owner of a row)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from megatron.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Run:
+    """`count` elements that stand together in both the local tensor of `tp_rank` and the logical tensor."""
+
+    tp_rank: int
+    local: int
+    logical: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Block lengths of one tensor: `local` elements on one rank are part of `logical` ones."""
+
+    local: int
+    logical: int
+
+    def to_logical(self, tp_rank: int, start: int, stop: int) -> Iterator[Run]:
+        """The runs of [start, stop) of rank `tp_rank`'s flattened tensor, in order; padding belongs to no run."""
+        if self.local == 0 or self.logical == 0:
+            return
+        for block in range(start // self.local, -(-stop // self.local)):
+            low, high = max(start, block * self.local), min(stop, (block + 1) * self.local)
+            shift = tp_rank * self.local - block * self.local
+            first, last = low + shift, min(high + shift, self.logical)
+            if first < last:
+                yield Run(tp_rank, low, block * self.logical + first, last - first)
+
+    def to_local(self, start: int, stop: int) -> Iterator[Run]:
+        """The runs of [start, stop) of the flattened logical tensor, in order, with the ranks that hold them."""
+        while start < stop:
+            block, within = divmod(start, self.logical)
+            tp_rank, beyond = divmod(within, self.local)
+            count = min(stop - start, self.logical - within, self.local - beyond)
+            yield Run(tp_rank, block * self.local + beyond, start, count)
+            start += count
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How one tensor is cut: mpu's Partition as plain numbers, with the local shape and the number of ranks."""
+
+    local_shape: tuple[int, ...]
+    dim: int | None
+    """None: every rank holds the whole tensor (then stride is 1, size None and tp_size 1)."""
+    stride: int
+    size: int | None
+    """Logical length along `dim` where the tensor is padded."""
+    tp_size: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The logical, unpadded shape."""
+        if self.dim is None:
+            return self.local_shape
+        length = self.local_shape[self.dim] * self.tp_size if self.size is None else self.size
+        return self.local_shape[:self.dim] + (length,) + self.local_shape[self.dim + 1:]
+
+    @property
+    def cut(self) -> Cut:
+        if self.dim is None:
+            return Cut(prod(self.local_shape), prod(self.local_shape))
+        inner = prod(self.local_shape[self.dim + 1:])
+        local = self.local_shape[self.dim] // self.stride * inner
+        return Cut(local, local * self.tp_size if self.size is None else self.size * inner)
+
+    def check(self) -> None:
+        """The numbers describe a cut that can exist."""
+        if self.dim is None:
+            good = (self.stride, self.size, self.tp_size) == (1, None, 1)
+        else:
+            good = self.tp_size >= 1 and self.dim < len(self.local_shape) and self.stride >= 1 \
+                and self.local_shape[self.dim] % self.stride == 0 \
+                and (self.size is None or self.stride == 1 and self.size <= self.local_shape[self.dim] * self.tp_size)
+        if not good:
+            raise CheckpointError(f"no such cut: {self}")

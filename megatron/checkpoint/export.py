@@ -1,0 +1,65 @@
+"""Layout-free views of a checkpoint: a digest of every logical tensor, and one fp32 weights file.
+
+Both read unpadded logical tensors as fp32, a bounded part at a time (the digest a fixed block, the export one tensor),
+and give the same bytes for every layout that holds the same state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from hashlib import sha256
+from math import prod
+from pathlib import Path
+
+import torch
+
+from data.storage import staged_file
+from megatron.checkpoint.commit import storing
+from megatron.checkpoint.reader import Checkpoint
+from megatron.checkpoint.tensorfile import Item, write_items
+from megatron.errors import CheckpointError
+
+BLOCK = 1 << 22
+"""Elements of a tensor in memory at a time while it is digested."""
+
+
+def digest(checkpoint: Checkpoint) -> Iterator[str]:
+    """A line `<sha256> <kind> <shape> <name>` for each logical tensor, in order, then `total <sha256 of those lines>`."""
+    total = sha256()
+    for kind in checkpoint.kinds:
+        for name in checkpoint.names(kind):
+            shape = "x".join(map(str, checkpoint.shape(kind, name)))
+            line = f"{_tensor_digest(checkpoint, kind, name)} {kind} {shape} {name}"
+            total.update(f"{line}\n".encode())
+            yield line
+    yield f"total {total.hexdigest()}"
+
+
+def _tensor_digest(checkpoint: Checkpoint, kind: str, name: str) -> str:
+    numel, hashed = prod(checkpoint.shape(kind, name)), sha256()
+    for start in range(0, numel, BLOCK):
+        hashed.update(logical(checkpoint, kind, name, start, min(BLOCK, numel - start)).numpy().data)
+    return hashed.hexdigest()
+
+
+def logical(checkpoint: Checkpoint, kind: str, name: str, start: int, count: int) -> torch.Tensor:
+    """`count` elements from `start` of the flattened logical tensor, as fp32."""
+    out = torch.empty(count, dtype=torch.float32)
+    shape = checkpoint.shape(kind, name)
+    checkpoint.read(kind, name, shape=shape, partition=None, tp_rank=0, tp_size=1, offset=start, out=out)
+    return out
+
+
+def merge(checkpoint: Checkpoint, output: str | Path) -> int:
+    """Write all weights as one fp32 safetensors file, which appears complete or not at all; its size in bytes."""
+    if not checkpoint.has("weight"):
+        raise CheckpointError(f"tag {checkpoint.tag}: expected weights, found only {checkpoint.kinds}")
+    items = [_weight(checkpoint, name) for name in checkpoint.names("weight")]
+    path = Path(output)
+    with storing(path, sum(item.nbytes for item in items)), staged_file(path) as file:
+        return write_items(file, items).size
+
+
+def _weight(checkpoint: Checkpoint, name: str) -> Item:
+    shape = checkpoint.shape("weight", name)
+    return Item(name, torch.float32, shape, lambda: logical(checkpoint, "weight", name, 0, prod(shape)))

@@ -1,0 +1,75 @@
+"""A piece: a run of one parameter's state, as the engine hands it over. See docs/architecture.md.
+
+What a kind means is the engine's affair; here "weight" differs from "exp_avg" only by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megatron.checkpoint.cut import Sharding
+from megatron.checkpoint.manifest import PieceEntry, TensorEntry
+from megatron.checkpoint.tensorfile import DTYPE_NAMES, Item
+from megatron.errors import NumericsError
+from mpu.split import Partition
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """Data that is fetched when it is written (from NVMe, say), so that a rank never holds all of it at once."""
+
+    count: int
+    dtype: torch.dtype
+    load: Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The elements from `offset` of the flattened local tensor of a tensor-parallel rank."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    """Local (tensor-parallel) shape of the whole parameter."""
+    partition: Partition | None
+    tp_rank: int
+    tp_size: int
+    offset: int
+    data: torch.Tensor | Deferred
+    """1-D, on any device."""
+
+    @property
+    def count(self) -> int:
+        return self.data.count if isinstance(self.data, Deferred) else self.data.numel()
+
+    @property
+    def key(self) -> str:
+        """Unique in a checkpoint: for a replicated tensor tp_rank is 0 for every piece that is written."""
+        return f"{self.kind}/{self.name}/{self.tp_rank}/{self.offset}"
+
+    def load(self) -> torch.Tensor:
+        """The data, which must be finite: a checkpoint one cannot train on is never committed."""
+        data = self.data.load() if isinstance(self.data, Deferred) else self.data
+        # The sum meets every non-finite element at memory speed; it can overflow by itself, hence the second look.
+        if data.is_floating_point() and not data.sum().isfinite() and not data.isfinite().all():
+            raise NumericsError(f"{self.kind} {self.name!r} holds a non-finite value; not saved")
+        return data
+
+    def item(self) -> Item:
+        return Item(self.key, self.data.dtype, (self.count,), self.load)
+
+    def entry(self, file: str) -> TensorEntry:
+        """The tensor this is a piece of, as far as this piece knows it."""
+        here = PieceEntry(self.tp_rank, self.offset, self.count, file, self.key)
+        return TensorEntry(self.kind, self.name, DTYPE_NAMES[self.data.dtype],
+                           sharding_of(self.shape, self.partition, self.tp_size), (here,))
+
+
+def sharding_of(shape: tuple[int, ...], partition: Partition | None, tp_size: int) -> Sharding:
+    """mpu's description of a cut in the manifest's words."""
+    if partition is None:
+        return Sharding(tuple(shape), None, 1, None, 1)
+    return Sharding(tuple(shape), partition.dim % len(shape), partition.stride, partition.size, tp_size)

@@ -1,0 +1,147 @@
+"""Which checkpoints stand under a save root, which one is the newest, and are they intact. Reads only; no torch.
+
+The truth is the set of folders with a valid manifest; the file `latest` is a hint for people and other tools, and a
+wrong hint costs one warning line. A folder gets its final name in one rename, after its last byte is on the disk
+(commit.py), so a visible `global_step<N>` without a valid manifest is damaged, not unfinished: choosing it is an error
+and choosing silently an older one would lose work, unless the caller asks to fall back.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from data.storage import crc32_file
+from megatron.checkpoint.manifest import LATEST, MANIFEST, Manifest, read_manifest, safe_name, step_of
+from megatron.errors import CheckpointError
+
+Say = Callable[[str], None]
+
+ASIDE = ".aside-"
+"""Prefix of a committed tag that was moved out of the way of its successor of the same name (commit.py)."""
+
+
+def say_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def folder_of(root: Path, tag: str) -> Path:
+    """Where `tag` stands: under its own name, or aside if a kill fell between the two renames of its replacement."""
+    folder, aside = root / safe_name(tag, "tag"), root / (ASIDE + tag)
+    return aside if not folder.exists() and (aside / MANIFEST).exists() else folder
+
+
+def manifest_of(root: Path, tag: str) -> Manifest:
+    """The valid manifest of one tag."""
+    folder = folder_of(root, tag)
+    if not (folder / MANIFEST).is_file():
+        raise CheckpointError(f"tag {tag}: {MANIFEST} missing in {folder}")
+    manifest = read_manifest(folder)
+    if manifest.tag != tag:
+        raise CheckpointError(f"tag {tag}: {MANIFEST} is of tag {manifest.tag}")
+    return manifest
+
+
+def tag_names(root: Path) -> list[str]:
+    """Names that look like tags, the oldest first: every folder named global_step<N>, and any other with a manifest."""
+    found: dict[str, tuple[int, str]] = {}
+    for name in _folders(root):
+        tag = name.removeprefix(ASIDE)
+        step = step_of(tag)
+        if step is None and (root / name / MANIFEST).is_file():
+            step = _own_iteration(root, tag)
+        if step is not None:
+            found[tag] = (step, tag)
+    return sorted(found, key=found.__getitem__)
+
+
+def _folders(root: Path) -> Iterator[str]:
+    try:
+        with os.scandir(root) as entries:
+            yield from (entry.name for entry in entries
+                        if entry.is_dir() and (not entry.name.startswith(".") or entry.name.startswith(ASIDE)))
+    except OSError:
+        return  # an absent or unreadable root holds no checkpoint; the caller says so
+
+
+def _own_iteration(root: Path, tag: str) -> int | None:
+    """The step of a tag whose name does not tell it; None when it is not a valid one of ours."""
+    try:
+        return manifest_of(root, tag).iteration
+    except CheckpointError:
+        return None
+
+
+def complete(root: Path) -> list[Manifest]:
+    """The manifests of all complete tags, the oldest first."""
+    manifests = []
+    for tag in tag_names(root):
+        try:
+            manifests.append(manifest_of(root, tag))
+        except CheckpointError:
+            continue
+    return manifests
+
+
+def newest_first(root: Path) -> list[str]:
+    """The tags a resume may choose from, at least one; any may be damaged, which is for the caller to find out."""
+    names = [name for name in reversed(tag_names(root)) if not _is_empty(root / name)]
+    if not names:
+        raise CheckpointError(f"no committed checkpoint under {root}")
+    return names
+
+
+def _is_empty(folder: Path) -> bool:
+    return folder.is_dir() and not any(folder.iterdir())
+
+
+def check_hint(root: Path, newest: str, say: Say) -> None:
+    """One line when `latest` does not name the newest tag; it is never followed."""
+    try:
+        hint = (root / LATEST).read_bytes()[:256].decode("utf-8", "replace").strip()
+    except OSError:
+        hint = ""
+    if hint != newest:
+        say(f"warning: {root / LATEST} says {hint!r:.60}; the newest complete tag is {newest}")
+
+
+def verify(root: Path, tag: str) -> Manifest:
+    """Every byte of the tag against its manifest, and no file too many."""
+    manifest = manifest_of(root, tag)
+    check_files(folder_of(root, tag), manifest)
+    return manifest
+
+
+def check_files(folder: Path, manifest: Manifest, part: int = 0, parts: int = 1) -> None:
+    """Check every `parts`-th file, so that ranks can share the reading; names and sizes are checked by all."""
+    if extra := sorted(set(os.listdir(folder)) - set(manifest.files) - {MANIFEST}):
+        raise CheckpointError(f"tag {manifest.tag}: file {extra[0]!r} does not belong to this checkpoint")
+    for name, entry in manifest.files.items():
+        _check_size(folder / name, entry.size, manifest)
+    for name in sorted(manifest.files)[part::parts]:
+        _check_content(folder / name, manifest)
+
+
+def _check_size(path: Path, expected: int, manifest: Manifest) -> None:
+    if not path.is_file():
+        raise CheckpointError(f"tag {manifest.tag}: file {path.name}{_rank_of(path.name, manifest)} missing")
+    if (found := path.stat().st_size) != expected:
+        raise CheckpointError(f"tag {manifest.tag}: file {path.name}: size expected {expected} bytes, found {found}")
+
+
+def _check_content(path: Path, manifest: Manifest) -> None:
+    try:
+        found = crc32_file(path)
+    except OSError as error:
+        raise CheckpointError(f"tag {manifest.tag}: file {path.name}: cannot be read ({error.strerror})") from error
+    if found != (expected := manifest.files[path.name].crc32):
+        raise CheckpointError(f"tag {manifest.tag}: file {path.name}: damaged, crc32 expected {expected}, found {found}")
+
+
+def _rank_of(name: str, manifest: Manifest) -> str:
+    """' (rank r of n)' for a file of one rank."""
+    rank = name.removeprefix("rank").partition(".")[0].partition("-")[0]
+    world = sum(other.startswith("rank") and other.endswith(".json") for other in manifest.files)
+    return f" (rank {rank} of {world})" if name.startswith("rank") else ""

@@ -1,0 +1,159 @@
+"""Safetensors files, written tensor by tensor and read through a memory map.
+
+A file is an 8-byte little-endian header length, a JSON header (dtype, shape and byte range of each key), and the bytes.
+Any safetensors library reads it. We write it ourselves because the library wants every tensor in memory at once and
+returns no checksum; ours holds one tensor at a time, wherever it comes from, and computes the crc32 on the way.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import IO
+from zlib import crc32
+
+import torch
+
+from megatron.checkpoint.manifest import FileEntry
+from megatron.checkpoint.strict import Record, parse_json
+from megatron.errors import CheckpointError
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+          "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+FILE_BYTES = 4 << 30
+"""A file is closed when the next tensor would make it larger: lost or damaged files stay small, copies resume."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One tensor to be written: its size is known now, its data is fetched when its turn comes."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    load: Callable[[], torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def split_files(items: Sequence[Item], limit: int | None = None) -> Iterator[list[Item]]:
+    """The items of each file: filled in order, wide dtypes first, so that every tensor starts at a multiple of its width."""
+    ordered = sorted(items, key=lambda item: -item.dtype.itemsize)
+    batch: list[Item] = []
+    used = 0
+    for item in ordered:
+        if batch and used + item.nbytes > (limit or FILE_BYTES):
+            yield batch
+            batch, used = [], 0
+        batch.append(item)
+        used += item.nbytes
+    if batch:
+        yield batch
+
+
+class _Sink:
+    """A file being written, and what its manifest entry will say."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file, self.size, self.crc = file, 0, 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        self.file.write(data)
+        self.size += len(data)
+        self.crc = crc32(data, self.crc)
+
+
+def write_file(path: Path, items: Sequence[Item]) -> FileEntry:
+    """Write and fsync a new safetensors file."""
+    with open(path, "xb") as file:
+        return write_items(file, items)
+
+
+def write_items(file: IO[bytes], items: Sequence[Item]) -> FileEntry:
+    sink = _Sink(file)
+    sink.write(_header(items))
+    for item in items:
+        sink.write(_bytes_of(item))
+    return _finish(sink)
+
+
+def write_blob(path: Path, data: bytes) -> FileEntry:
+    """Write and fsync a new file of other content."""
+    with open(path, "xb") as file:
+        sink = _Sink(file)
+        sink.write(data)
+        return _finish(sink)
+
+
+def _finish(sink: _Sink) -> FileEntry:
+    sink.file.flush()
+    os.fsync(sink.file.fileno())
+    return FileEntry(sink.size, f"{sink.crc:08x}")
+
+
+def _header(items: Sequence[Item]) -> bytes:
+    entries, end = {}, 0
+    for item in items:
+        start, end = end, end + item.nbytes
+        entries[item.key] = {"dtype": DTYPE_NAMES[item.dtype], "shape": list(item.shape), "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # data starts aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+def _bytes_of(item: Item) -> memoryview:
+    tensor = item.load()
+    assert tensor.dtype == item.dtype and tensor.numel() == prod(item.shape), f"{item.key}: not what was announced"
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+class TensorFile:
+    """A safetensors file under reading; touching a run of a tensor reads only its pages."""
+
+    def __init__(self, path: Path, where: str) -> None:
+        self.where = where
+        with open(path, "rb") as file:
+            # A private map is writable, which torch wants; nobody writes to it, so no page is ever copied.
+            self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        length = int.from_bytes(self.map[:8], "little")
+        self.start = 8 + length
+        if self.start > len(self.map):
+            raise CheckpointError(f"{where}: header of {length} bytes in a file of {len(self.map)}")
+        header = Record(parse_json(self.map[8:self.start], where), where)
+        self.entries = {key: self._entry(header, key) for key in list(header.fields) if key != "__metadata__"}
+
+    def _entry(self, header: Record, key: str) -> tuple[torch.dtype, tuple[int, ...], int]:
+        """(dtype, shape, first byte) of a tensor, checked against the file."""
+        entry = Record(header.take(key, dict), f"{self.where}: {key!r}")
+        name, shape, offsets = entry.take("dtype", str), entry.counts("shape"), entry.counts("data_offsets")
+        entry.done()
+        if name not in DTYPES or len(offsets) != 2 or offsets[1] - offsets[0] != prod(shape) * DTYPES[name].itemsize \
+                or self.start + offsets[1] > len(self.map):
+            raise CheckpointError(f"{entry.where}: {name} {list(shape)} at {list(offsets)} does not fit the file")
+        return DTYPES[name], shape, self.start + offsets[0]
+
+    def tensor(self, key: str) -> torch.Tensor:
+        """The whole tensor, as a view of the map."""
+        if key not in self.entries:
+            raise CheckpointError(f"{self.where}: no tensor {key!r}")
+        dtype, shape, start = self.entries[key]
+        if prod(shape) == 0:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(self.map, dtype=dtype, count=prod(shape), offset=start).view(shape)
+
+    def run(self, key: str, start: int, count: int) -> torch.Tensor:
+        """Elements [start, start + count) of the flattened tensor."""
+        flat = self.tensor(key).view(-1)
+        if start + count > flat.numel():
+            raise CheckpointError(f"{self.where}: {key!r} has {flat.numel()} elements, {start + count} expected")
+        return flat[start:start + count]

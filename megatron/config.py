@@ -1,0 +1,344 @@
+"""The frozen configuration tree: what a run is, decided once, before anything heavy is imported.
+
+Each section is a dataclass; each field is one command-line flag of the same name (`num_layers` is `--num-layers`), and its
+help text stands beside it. A section checks itself in `__post_init__`; what needs the world size is checked in
+`Config.check_world`. Not here: parsing (arguments.py), the JSON file's keys (ds_config.py), anything that opens a file.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
+
+from megatron.errors import ConfigError
+
+
+def flag(default: Any, help: str, *aliases: str) -> Any:
+    """A field that is also a flag; `aliases` are further spellings of it."""
+    return field(default=default, metadata={"help": help, "aliases": aliases})
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+def flag_name(field_name: str) -> str:
+    return "--" + field_name.replace("_", "-")
+
+
+def _require_range(section: Any, names: str, low: float, high: float = math.inf, *, open_low: bool = False) -> None:
+    """Every named field that is set lies in [low, high] (or (low, high] with open_low), and is a number at all."""
+    for name in names.split():
+        value = getattr(section, name)
+        if value is None:
+            continue
+        inside = (low < value if open_low else low <= value) and value <= high and math.isfinite(value)
+        bounds = f"{'>' if open_low else '>='} {low:g}" + ("" if high == math.inf else f" and <= {high:g}")
+        require(inside, f"{flag_name(name)} is {value}: expected a number {bounds}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The shape of the GPT-2; `--preset` fills it in, explicit flags win."""
+
+    num_layers: int = flag(24, "transformer blocks")
+    hidden_size: int = flag(1024, "width of the residual stream")
+    num_attention_heads: int = flag(16, "attention heads; must divide the hidden size")
+    intermediate_size: int | None = flag(None, "width of the MLP (default: 4 x hidden size)", "ffn-hidden-size")
+    max_position_embeddings: int = flag(1024, "longest sequence the position table holds")
+    vocab_size: int | None = flag(None, "tokens in the vocabulary, without padding (default: the tokenizer's)")
+    make_vocab_size_divisible_by: int = flag(128, "pad the vocabulary to a multiple of this times the tensor parallel size")
+    attention_dropout: float = flag(0.1, "dropout on attention weights")
+    hidden_dropout: float = flag(0.1, "dropout on embeddings and block outputs")
+    layernorm_epsilon: float = flag(1e-5, "epsilon of every LayerNorm")
+    init_method_std: float = flag(0.02, "standard deviation of the initial weights")
+
+    def __post_init__(self) -> None:
+        _require_range(self, "num_layers hidden_size num_attention_heads intermediate_size", 1)
+        _require_range(self, "max_position_embeddings vocab_size make_vocab_size_divisible_by", 1)
+        _require_range(self, "attention_dropout hidden_dropout", 0, 0.999)
+        _require_range(self, "layernorm_epsilon init_method_std", 0, open_low=True)
+        require(self.hidden_size % self.num_attention_heads == 0,
+                f"--hidden-size {self.hidden_size} is not divisible by --num-attention-heads {self.num_attention_heads}")
+
+    @property
+    def ffn_size(self) -> int:
+        return self.intermediate_size or 4 * self.hidden_size
+
+    @property
+    def tokens(self) -> int:
+        """The vocabulary size once the tokenizer is known."""
+        assert self.vocab_size is not None, "the vocabulary size is filled in from the tokenizer first"
+        return self.vocab_size
+
+    def parameters(self, vocab_size: int | None = None) -> int:
+        """Exact parameter count (tied embeddings once), without vocabulary padding."""
+        h, ffn = self.hidden_size, self.ffn_size
+        block = (4 * h + 2 * h * ffn) + 4 * h * h + (5 * h + ffn)
+        return (vocab_size or self.tokens) * h + self.max_position_embeddings * h + self.num_layers * block + 2 * h
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which text, cut how."""
+
+    train_data: tuple[str, ...] = flag((), "corpus prefix, .jsonl file, `webtext`, `default`, or weights and prefixes in turn",
+                                       "data-path", "train-data-path")
+    valid_data: tuple[str, ...] = flag((), "validation corpus (default: the second part of --split)", "val-data-path")
+    test_data: tuple[str, ...] = flag((), "test corpus (default: the third part of --split)", "test-data-path")
+    split: str = flag("949,50,1", "train, validation and test shares of --train-data, by documents")
+    seq_length: int | None = flag(None, "tokens in a sample (default: --max-position-embeddings)")
+    tokenizer_type: str | None = flag(None, "GPT2BPETokenizer, SentencePieceTokenizer, ByteLevelTokenizer or CharacterLevelTokenizer")
+    vocab_file: str | None = flag(None, "GPT-2 encoder.json (default: the packaged one)")
+    merge_file: str | None = flag(None, "GPT-2 vocab.bpe (default: the packaged one)")
+    tokenizer_path: str | None = flag(None, "SentencePiece model or character vocabulary")
+    mock_data: bool = flag(False, "random tokens instead of a corpus, for benchmarks")
+    data_cache_path: str | None = flag(None, "folder for sample indices and tokenised .jsonl files")
+    text_key: str = flag("text", "key of the text in .jsonl files", "json-key")
+    num_workers: int = flag(2, "background readers; 0 reads in the training thread")
+    lazy_loader: bool = flag(False, "accepted for old scripts: corpora are always memory-mapped")
+    reset_position_ids: bool = flag(False, "count positions from the start of each document")
+    reset_attention_mask: bool = flag(False, "attend only within a document")
+    eod_mask_loss: bool = flag(False, "no loss on predicting what follows an end-of-document token")
+
+    def __post_init__(self) -> None:
+        _require_range(self, "num_workers", 0)
+        _require_range(self, "seq_length", 1)
+        require(not (self.mock_data and self.train_data), "--mock-data and --train-data exclude each other: give one of them")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How the ranks are arranged; the data parallel size is what remains of the world."""
+
+    model_parallel_size: int = flag(1, "tensor parallel size", "tensor-model-parallel-size")
+    distributed_backend: Literal["nccl", "gloo"] | None = flag(None, "default: nccl with GPUs, gloo without")
+    distributed_timeout_seconds: float = flag(600.0, "longest wait for a peer in one collective")
+    local_rank: int | None = flag(None, "accepted for old launchers; LOCAL_RANK in the environment is what counts")
+
+    def __post_init__(self) -> None:
+        _require_range(self, "model_parallel_size", 1)
+        _require_range(self, "distributed_timeout_seconds", 0, open_low=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW; matrices and embeddings decay, biases and LayerNorms do not."""
+
+    weight_decay: float = flag(0.01, "decoupled weight decay")
+    adam_beta1: float = flag(0.9, "Adam's first moment")
+    adam_beta2: float = flag(0.999, "Adam's second moment")
+    adam_eps: float = flag(1e-8, "Adam's epsilon")
+    clip_grad: float = flag(1.0, "largest global gradient norm; 0 switches clipping off")
+
+    def __post_init__(self) -> None:
+        _require_range(self, "weight_decay clip_grad", 0)
+        _require_range(self, "adam_beta1 adam_beta2", 0, 0.9999999)
+        _require_range(self, "adam_eps", 0, open_low=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """Learning rate as a function of the step: warm up linearly, then decay until --lr-decay-iters."""
+
+    lr: float = flag(1.5e-4, "peak learning rate")
+    min_lr: float = flag(0.0, "learning rate at the end of the decay")
+    lr_decay_style: Literal["constant", "linear", "cosine", "exponential", "inverse-square-root"] = flag("cosine", "shape of the decay")
+    lr_decay_iters: int | None = flag(None, "step at which --min-lr is reached (default: --train-iters)")
+    warmup: float = flag(0.01, "share of --lr-decay-iters spent warming up")
+    override_lr_scheduler: bool = flag(False, "on resume, these flags win over the checkpoint's schedule")
+    use_checkpoint_lr_scheduler: bool = flag(False, "on resume, the checkpoint's schedule wins over these flags",
+                                             "use-checkpoint-opt-param-scheduler")
+
+    def __post_init__(self) -> None:
+        _require_range(self, "lr min_lr", 0)
+        _require_range(self, "warmup", 0, 1)
+        _require_range(self, "lr_decay_iters", 1)
+        require(self.min_lr <= self.lr, f"--min-lr {self.min_lr:g} is above --lr {self.lr:g}")
+        require(not (self.override_lr_scheduler and self.use_checkpoint_lr_scheduler),
+                "--override-lr-scheduler and --use-checkpoint-lr-scheduler exclude each other: give at most one")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """Working precision of the weights; masters and moments are fp32 always."""
+
+    fp16: bool = flag(False, "fp16 with loss scaling")
+    bf16: bool = flag(False, "bf16")
+    loss_scale: float | None = flag(None, "fp16: fixed loss scale (default: dynamic)")
+    initial_loss_scale: float = flag(2.0**16, "fp16: first dynamic loss scale")
+    loss_scale_window: int = flag(1000, "fp16: clean steps before the scale doubles")
+    hysteresis: int = flag(2, "fp16: overflows before the scale halves")
+    min_scale: float = flag(1.0, "fp16: the smallest loss scale; an overflow there ends the run")
+    fp32_allreduce: bool = flag(False, "reduce 16-bit gradients over data parallel in fp32")
+
+    def __post_init__(self) -> None:
+        require(not (self.fp16 and self.bf16), "--fp16 and --bf16 exclude each other: give one (--no-bf16 takes one back)")
+        _require_range(self, "loss_scale initial_loss_scale min_scale", 0, 2.0**64, open_low=True)
+        _require_range(self, "loss_scale_window hysteresis", 1)
+        require(self.loss_scale is None or self.fp16, f"--loss-scale {self.loss_scale} needs --fp16: other precisions are not scaled")
+        require(self.min_scale <= self.initial_loss_scale,
+                f"--min-scale {self.min_scale:g} is above --initial-loss-scale {self.initial_loss_scale:g}")
+
+    @property
+    def name(self) -> Literal["fp32", "fp16", "bf16"]:
+        return "fp16" if self.fp16 else "bf16" if self.bf16 else "fp32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroConfig:
+    """What is split over data parallel (see zero/policy.py)."""
+
+    zero_stage: int = flag(0, "0: nothing split; 1: optimizer state; 2: and gradients; 3: and parameters")
+
+    def __post_init__(self) -> None:
+        require(self.zero_stage in (0, 1, 2, 3), f"--zero-stage is {self.zero_stage}: expected 0, 1, 2 or 3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeConfig:
+    """Activation checkpointing: keep the input of each chunk of blocks, recompute the rest in backward."""
+
+    checkpoint_activations: bool = flag(False, "recompute activations in backward", "deepspeed-activation-checkpointing")
+    checkpoint_num_layers: int = flag(1, "blocks per recomputed chunk")
+
+    def __post_init__(self) -> None:
+        _require_range(self, "checkpoint_num_layers", 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How long, in which batches, and how reproducibly."""
+
+    batch_size: int = flag(4, "samples of one data parallel rank in one forward", "micro-batch-size")
+    global_batch_size: int | None = flag(None, "samples of one optimizer step (default: batch size x data parallel size)")
+    train_iters: int = flag(1000, "optimizer steps of the whole run")
+    eval_interval: int = flag(1000, "evaluate every so many steps; 0 switches it off")
+    eval_iters: int = flag(100, "global batches of one evaluation")
+    exit_interval: int = flag(0, "leave after steps divisible by this; 0 switches it off")
+    seed: int = flag(1234, "seed of weights, dropout and data order")
+    compile: bool = flag(False, "torch.compile each block")
+    deterministic: bool = flag(False, "refuse kernels whose result varies from run to run")
+
+    def __post_init__(self) -> None:
+        _require_range(self, "batch_size global_batch_size", 1)
+        _require_range(self, "train_iters eval_interval exit_interval", 0)
+        _require_range(self, "eval_iters", 1)
+        _require_range(self, "seed", 0, 2**63 - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveConfig:
+    """Where checkpoints go and come from."""
+
+    save: str | None = flag(None, "folder for checkpoints")
+    load: str | None = flag(None, "folder to resume from; must hold a checkpoint unless it is an empty --save")
+    save_interval: int = flag(1000, "save every so many steps; 0 saves only at the end")
+    keep_last: int | None = flag(None, "keep only the newest so many checkpoints")
+    no_save_optim: bool = flag(False, "leave optimizer state out of checkpoints")
+    no_save_rng: bool = flag(False, "leave random number state out of checkpoints")
+    no_load_optim: bool = flag(False, "do not load optimizer state")
+    no_load_rng: bool = flag(False, "do not load random number state")
+    finetune: bool = flag(False, "load the weights only, and start at iteration 0")
+    resume_dataloader: bool = flag(False, "accepted for old scripts: the data position is always restored")
+
+    def __post_init__(self) -> None:
+        _require_range(self, "save_interval", 0)
+        _require_range(self, "keep_last", 1)
+        for name in ("no_load_optim", "no_load_rng", "finetune"):
+            require(not getattr(self, name) or self.load is not None, f"{flag_name(name)} needs --load: there is nothing to load")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """What the run tells, and where."""
+
+    log_interval: int = flag(100, "steps between console lines; 0 switches them off")
+    metrics_file: str | None = flag(None, "append one JSON object per step to this file")
+    tensorboard_dir: str | None = flag(None, "write tensorboard scalars here")
+    peak_tflops: float | None = flag(None, "peak of one device for MFU (default: by device name)")
+    sample_tokens: int = flag(64, "tokens of the text sample at the end; 0 switches it off")
+    sample_prompt: str = flag("The", "prompt of the text sample at the end")
+    debug: bool = flag(False, "print tracebacks")
+
+    def __post_init__(self) -> None:
+        _require_range(self, "log_interval sample_tokens", 0)
+        _require_range(self, "peak_tflops", 0, open_low=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The whole tree."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    save: SaveConfig = field(default_factory=SaveConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        length, table = self.seq_length, self.model.max_position_embeddings
+        require(length <= table, f"--seq-length {length} is above --max-position-embeddings {table}: the position table is too short")
+        tp = self.parallel.model_parallel_size
+        for name in ("num_attention_heads", "hidden_size"):
+            value = getattr(self.model, name)
+            require(value % tp == 0, f"{flag_name(name)} {value} is not divisible by --model-parallel-size {tp}")
+        require(self.model.ffn_size % tp == 0,
+                f"the MLP width {self.model.ffn_size} (--intermediate-size) is not divisible by --model-parallel-size {tp}")
+
+    @property
+    def seq_length(self) -> int:
+        return self.data.seq_length or self.model.max_position_embeddings
+
+    def check_world(self, world_size: int) -> None:
+        """Refuse a world this configuration cannot fill, with every factor named."""
+        tp, micro = self.parallel.model_parallel_size, self.train.batch_size
+        require(world_size % tp == 0, f"{world_size} ranks cannot be arranged in groups of --model-parallel-size {tp}: "
+                f"{world_size} is not divisible by {tp}")
+        dp, batch = world_size // tp, self.train.global_batch_size
+        require(batch is None or batch % (micro * dp) == 0,
+                f"--global-batch-size {batch} is not divisible by --batch-size {micro} x data parallel size {dp} = {micro * dp}")
+
+    def global_batch_size(self, dp_size: int) -> int:
+        return self.train.global_batch_size or self.train.batch_size * dp_size
+
+    def accumulation(self, dp_size: int) -> int:
+        """Micro-batches of one optimizer step."""
+        return self.global_batch_size(dp_size) // (self.train.batch_size * dp_size)
+
+    def as_dict(self) -> dict[str, dict[str, Any]]:
+        """Plain JSON values, section by section (saved in every checkpoint)."""
+        return {section: {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+                for section, values in asdict(self).items()}
+
+
+SECTIONS: dict[str, type] = {f.name: f.default_factory for f in fields(Config)}  # type: ignore[misc]
+"""Section name -> its dataclass; every field name is unique across sections (a test holds it)."""
+
+
+def _gpt2(layers: int, hidden: int, heads: int) -> dict[str, Any]:
+    return {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "max_position_embeddings": 1024,
+            "tokenizer_type": "GPT2BPETokenizer"}
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 32,
+             "tokenizer_type": "ByteLevelTokenizer"},
+    "small": {"num_layers": 6, "hidden_size": 384, "num_attention_heads": 6, "max_position_embeddings": 256,
+              "tokenizer_type": "SentencePieceTokenizer"},
+    "124M": _gpt2(12, 768, 12),
+    "345M": _gpt2(24, 1024, 16),
+    "774M": _gpt2(36, 1280, 20),
+    "1.5B": _gpt2(48, 1600, 25),
+    "8.3B": _gpt2(72, 3072, 24),
+    "10B": _gpt2(50, 4096, 32),
+}
+"""`--preset` -> the fields it fills in; a flag that is given wins."""

@@ -1,0 +1,159 @@
+"""Who am I among the ranks, and how do we meet: the environment of a rank, its device, torch's process group.
+
+A launcher leaves numbers in the environment: ours and torchrun as RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE;
+Slurm's srun and OpenMPI's mpirun under names of their own. `read_environment` understands all three and imports no
+torch, so that flags can be checked against the number of ranks in milliseconds. One rank gets no process group.
+
+Not here: groups of ranks (`mpu/groups.py`), operations among them (`mpu/collectives.py`), starting ranks (`launch.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed
+
+DEFAULT_TIMEOUT_SECONDS = 600.0
+BACKENDS = ("nccl", "gloo")
+LOOPBACK = ("127.0.0.1", "localhost")
+
+SOURCES: tuple[tuple[str, tuple[str, ...], str, tuple[str, ...]], ...] = (
+    # rank, world size (first name that is set), local rank, ranks on this node (first name that is set)
+    ("RANK", ("WORLD_SIZE",), "LOCAL_RANK", ("LOCAL_WORLD_SIZE",)),
+    # A step's numbers go first: a batch script outside srun also sees SLURM_NTASKS, of tasks nobody started.
+    ("SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "SLURM_LOCALID",
+     ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")),
+    ("OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",), "OMPI_COMM_WORLD_LOCAL_RANK", ("OMPI_COMM_WORLD_LOCAL_SIZE",)),
+)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """This rank's place in the job; the default is the only rank of a job of one."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+
+
+def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
+    """The place a launcher gave this process; without a launcher, the only rank."""
+    for rank_name, world_names, local_name, local_world_names in SOURCES:
+        world_name = next((name for name in world_names if name in environ), None)
+        if rank_name not in environ and world_name is None:
+            continue
+        if rank_name not in environ or world_name is None:
+            if rank_name.startswith("SLURM"):
+                continue  # inside an allocation, but not started by srun
+            have, lack = (rank_name, world_names[0]) if rank_name in environ else (world_name, rank_name)
+            raise ConfigError(f"environment: {have} is set but {lack} is not; set both, or start with megatron.launch")
+        rank, world = _number(environ, rank_name), _number(environ, world_name)
+        local_world_name = next((name for name in local_world_names if name in environ), None)
+        # Without a word about nodes, all ranks are on this one.
+        local_world = _number(environ, local_world_name) if local_world_name else world
+        local = _number(environ, local_name) if local_name in environ else rank % max(1, local_world)
+        if not rank < world:
+            raise ConfigError(f"environment: {rank_name} is {rank} but {world_name} is {world}; "
+                              f"expected a rank from 0 to {world - 1}")
+        return Environment(rank, local, world, local_world)
+    return Environment()
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    # Slurm writes "4(x2)": four tasks on each of two nodes.
+    match = re.fullmatch(r"(\d+)(\(x\d+\))?(,.*)?" if name.startswith("SLURM") else r"(\d+)", environ[name].strip())
+    if match is None:
+        raise ConfigError(f"environment: {name} is {environ[name]!r}; expected a number, 0 or more")
+    return int(match[1])
+
+
+def device_for(env: Environment, backend: str | None = None) -> torch.device:
+    """The device of this rank: its own GPU, or the CPU. With gloo, and only then, ranks may share a GPU."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        return torch.device("cpu")
+    if env.local_rank >= count and backend != "gloo":
+        raise ConfigError(
+            f"rank {env.rank} needs GPU {env.local_rank}, but this node has {count}: start at most {count} ranks per "
+            "node, or set CUDA_VISIBLE_DEVICES= (empty) and run on the CPU")
+    return torch.device("cuda", env.local_rank % count)
+
+
+def init(backend: str | None = None, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> Environment:
+    """Read the environment and meet the other ranks; may be called again."""
+    env = read_environment()
+    init_process_group(env, backend, timeout_seconds)
+    return env
+
+
+def init_process_group(env: Environment, backend: str | None = None,
+                       timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> None:
+    """Choose this rank's device and create torch's default process group; idempotent, and nothing to do for one rank.
+
+    `backend` None means nccl with GPUs, gloo without; `timeout_seconds` is how long to wait for a silent peer.
+    """
+    import torch
+
+    if backend is not None and backend not in BACKENDS:
+        raise ConfigError(f"--distributed-backend is {backend!r}; expected one of {', '.join(BACKENDS)}")
+    if timeout_seconds <= 0:
+        raise ConfigError(f"--distributed-timeout-seconds is {timeout_seconds:g}; expected more than 0")
+    device = device_for(env, backend)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    elif backend == "nccl":
+        raise ConfigError("--distributed-backend nccl needs a GPU, but torch sees none; leave the flag out or use gloo")
+    if env.world_size == 1 or torch.distributed.is_initialized():
+        return
+    chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
+    timeout = timedelta(seconds=timeout_seconds)
+    torch.distributed.init_process_group(
+        chosen, store=_store(env, timeout), rank=env.rank, world_size=env.world_size, timeout=timeout,
+        # Naming the device lets NCCL connect here, where a failure is easy to place, not in the first step.
+        device_id=device if chosen == "nccl" else None)
+
+
+def _store(env: Environment, timeout: timedelta) -> torch.distributed.Store | None:
+    """Where the ranks find each other: our launcher's file, or rank 0's address; None leaves the latter to torch."""
+    import torch.distributed as dist
+
+    path = os.environ.get("MEGATRON_STORE_FILE")
+    if path:
+        store: dist.Store = dist.FileStore(path, env.world_size)
+        store.set_timeout(timeout)
+        return store
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"environment: {env.world_size} ranks cannot meet without {' and '.join(missing)}; set the address of rank "
+            "0's node and a free port there (docs/launch.md), or start with megatron.launch")
+    address, port = os.environ["MASTER_ADDR"], _number(os.environ, "MASTER_PORT")
+    if address not in LOOPBACK or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves it
+        return None
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if env.rank > 0:
+        return dist.TCPStore(address, port, env.world_size, False, timeout)
+    # TCPStore listens on every interface even for 127.0.0.1, unless it is handed a socket that is bound already.
+    listener = socket.create_server((address, port), backlog=max(128, env.world_size))
+    return dist.TCPStore(address, port, env.world_size, True, timeout, master_listen_fd=listener.detach())
+
+
+def shutdown() -> None:
+    """Leave the process group after success. After a failure leave the process (`exits.py`): this could hang then."""
+    import torch
+
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

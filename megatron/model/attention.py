@@ -1,0 +1,54 @@
+"""Causal self-attention, heads split over tensor parallel.
+
+Shapes: b batch, s sequence, h hidden, n heads of this rank, d = width of a head. `mask` is None for plain causal attention,
+or [b, 1, s, s] booleans (True: may attend) when documents are kept apart.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config import ModelConfig
+from megatron.model.init import GPT2Init
+from mpu.groups import Group
+from mpu.layers import ColumnParallelLinear, RowParallelLinear
+from mpu.random import get_rng_tracker
+
+
+class Attention(nn.Module):
+    """q, k, v in one column-parallel projection (stride 3), heads side by side, one row-parallel projection back."""
+
+    def __init__(self, config: ModelConfig, init: GPT2Init, tp: Group) -> None:
+        super().__init__()
+        h = config.hidden_size
+        self.heads = config.num_attention_heads // tp.size
+        self.head_width = h // config.num_attention_heads
+        self.dropout = config.attention_dropout
+        self.split = tp.size > 1
+        self.qkv = ColumnParallelLinear(h, 3 * h, gather_output=False, init_method=init.weight, stride=3, tp=tp)
+        self.proj = RowParallelLinear(h, h, input_is_parallel=True, init_method=init.residual, tp=tp)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        b, s, _ = x.shape
+        # [b, s, 3nd] -> three of [b, n, s, d]
+        q, k, v = self.qkv(x).view(b, s, 3, self.heads, self.head_width).permute(2, 0, 3, 1, 4).unbind(0)
+        dropout = self.dropout if self.training else 0.0
+        if dropout and self.split:  # each rank holds other heads: their masks must differ
+            with get_rng_tracker().fork():
+                y = self._attend(q, k, v, mask, dropout)
+        else:
+            y = self._attend(q, k, v, mask, dropout)
+        return self.proj(y.transpose(1, 2).reshape(b, s, self.heads * self.head_width))  # type: ignore[no-any-return]
+
+    @staticmethod
+    def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None)
+
+
+def document_mask(segments: Tensor) -> Tensor:
+    """[b, s] document numbers -> [b, 1, s, s]: attend to earlier positions of the same document."""
+    s = segments.shape[1]
+    causal = torch.ones(s, s, dtype=torch.bool, device=segments.device).tril()
+    return (segments[:, None, :, None] == segments[:, None, None, :]) & causal

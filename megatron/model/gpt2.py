@@ -1,0 +1,75 @@
+"""GPT-2: embeddings, blocks, final LayerNorm, and logits tied to the token embedding.
+
+Parameter names are the logical names of checkpoints: `wte.weight`, `wpe.weight`, `blocks.0.ln_1.weight`, ... Shapes: b batch,
+s sequence, h hidden, V vocabulary. Vocabulary rows beyond the real vocabulary stay zero and never reach a loss or a sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config import ModelConfig
+from megatron.model.attention import document_mask
+from megatron.model.block import Block
+from megatron.model.init import GPT2Init
+from mpu.cross_entropy import linear_cross_entropy
+from mpu.groups import SOLO, Group
+from mpu.layers import VocabParallelEmbedding
+from mpu.regions import copy_to_region, gather_from_region
+from mpu.split import pad_vocab
+
+
+class GPT2(nn.Module):
+    def __init__(self, config: ModelConfig, tp: Group = SOLO, seed: int = 1234) -> None:
+        super().__init__()
+        self.config, self.tp = config, tp
+        init = GPT2Init(config.init_method_std, config.num_layers, seed)
+        padded = pad_vocab(config.tokens, config.make_vocab_size_divisible_by, tp.size)
+        self.wte = VocabParallelEmbedding(config.tokens, config.hidden_size, init.weight, padded_size=padded, tp=tp)
+        self.wpe = nn.Embedding(config.max_position_embeddings, config.hidden_size, _weight=_drawn_positions(config, init))
+        self.blocks = nn.ModuleList(Block(config, init, tp) for _ in range(config.num_layers))
+        self.ln_f = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
+        self.run_blocks: Callable[..., Tensor] = run_in_order
+        """How the blocks are run; activation checkpointing puts another way here."""
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, loss_weight: Tensor | None = None,
+                positions: Tensor | None = None, segments: Tensor | None = None, grad_scale: float = 1.0) -> Tensor:
+        """[b, s] tokens -> the mean loss over `targets` (weighted by `loss_weight`), or without targets [b, V] logits of the
+        last position. `positions` and `segments` (document numbers) keep documents apart."""
+        x = self.hidden_states(tokens, positions, segments)  # [b, s, h]
+        if targets is None:
+            return self.logits(x[:, -1])
+        weight = None if loss_weight is None else loss_weight.flatten()
+        return linear_cross_entropy(x.flatten(0, 1), self.wte.weight, targets.flatten(), self.tp,
+                                    vocab_size=self.config.tokens, loss_weight=weight, grad_scale=grad_scale)
+
+    def hidden_states(self, tokens: Tensor, positions: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
+        """[b, s] -> [b, s, h], after the final LayerNorm."""
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.wte(tokens) + self.wpe(positions)
+        if self.config.hidden_dropout:
+            x = F.dropout(x, self.config.hidden_dropout, self.training)
+        mask = None if segments is None else document_mask(segments)
+        x = self.run_blocks(list(self.blocks), x, mask)
+        return self.ln_f(x)  # type: ignore[no-any-return]
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[..., h] -> [..., V] over the whole real vocabulary, on every rank."""
+        local = F.linear(copy_to_region(x, self.tp), self.wte.weight)
+        return gather_from_region(local, self.tp)[..., : self.config.tokens]
+
+
+def run_in_order(blocks: Sequence[nn.Module], x: Tensor, *args: Any) -> Tensor:
+    for block in blocks:
+        x = block(x, *args)
+    return x
+
+
+def _drawn_positions(config: ModelConfig, init: GPT2Init) -> Tensor:
+    return init.weight(torch.empty(config.max_position_embeddings, config.hidden_size))

@@ -1,0 +1,1 @@
+"""What turns gradients into new weights: schedule, loss scale, norm and Adam, each a small unit."""

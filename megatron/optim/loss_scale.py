@@ -1,0 +1,51 @@
+"""Loss scaling for fp16 as a pure function: (state, overflow) -> state.
+
+Dynamic: an overflow spends one unit of hysteresis; when none is left the scale halves. After `window` clean steps in a row the scale
+doubles and the hysteresis is whole again. Static: the scale never moves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class LossScaleRule:
+    """The constants of the rule; `dynamic` False keeps the initial scale for good."""
+
+    initial: float = 1.0
+    window: int = 1000
+    hysteresis: int = 2
+    minimum: float = 1.0
+    dynamic: bool = False
+    scales: bool = False
+    """False where nothing is scaled (fp32, bf16): a non-finite gradient is then no overflow but an error."""
+
+    def start(self) -> LossScaleState:
+        return LossScaleState(self.initial, 0, self.hysteresis)
+
+    def after(self, state: LossScaleState, overflow: bool) -> LossScaleState:
+        if not self.dynamic:
+            return state
+        return self._after_overflow(state) if overflow else self._after_clean_step(state)
+
+    def exhausted(self, state: LossScaleState) -> bool:
+        """An overflow now could not be answered by a smaller scale."""
+        return not self.dynamic or (state.scale <= self.minimum and state.hysteresis_left <= 1)
+
+    def _after_overflow(self, state: LossScaleState) -> LossScaleState:
+        if state.hysteresis_left > 1:
+            return replace(state, clean_steps=0, hysteresis_left=state.hysteresis_left - 1)
+        return replace(state, clean_steps=0, scale=max(state.scale / 2, self.minimum))
+
+    def _after_clean_step(self, state: LossScaleState) -> LossScaleState:
+        if state.clean_steps + 1 < self.window:
+            return replace(state, clean_steps=state.clean_steps + 1)
+        return LossScaleState(state.scale * 2, 0, self.hysteresis)
+
+
+@dataclass(frozen=True)
+class LossScaleState:
+    scale: float
+    clean_steps: int
+    hysteresis_left: int

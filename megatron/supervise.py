@@ -1,0 +1,285 @@
+"""Run the ranks of one node as child processes, relay their signals and errors, and end them together.
+
+Vocabulary: a *rank* is one child process; an *ending* is how it stopped running (exit code, signal, or stopped by
+SIGSTOP); the *culprit* is the rank whose failure ended the job; its *victims* failed only because the culprit did
+(exit code 5, or SIGABRT, which is how NCCL's watchdog leaves). One `error:` line reaches the user: the culprit's.
+
+Not here: which environment a rank gets (`launch.py`), and how a rank turns an exception into an exit code (`exits.py`).
+Standard library only: the parent of the ranks must start in milliseconds and must not die of what kills them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from megatron.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER
+
+TICK_SECONDS = 0.2
+STOP_PATIENCE_SECONDS = 1.0
+"""How long a rank may stay stopped: a debugger's short stop is no failure."""
+GRACE_SECONDS = 2.5
+"""From the first failure until SIGTERM: time for the victims to notice, and for the culprit to be among the ended."""
+TERM_SECONDS = 1.0
+"""From SIGTERM until SIGKILL. Together they keep the promise: nobody is left 5 seconds after a kill."""
+HELD_LINES = 16
+PASSED_THROUGH = frozenset(range(2, 8))
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+PR_SET_PDEATHSIG = 1
+RESUME = "start the same command to resume from the last checkpoint"
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one rank ended; exactly one of `code` and `signal` is set."""
+
+    rank: int
+    pid: int
+    code: int | None = None
+    signal: int | None = None
+    stopped: bool = False
+    asked: bool = False
+    """The launcher had passed on a request to stop before this ending."""
+
+    @property
+    def failed(self) -> bool:
+        return self.code != EXIT_OK
+
+    @property
+    def is_victim(self) -> bool:
+        return self.code == EXIT_PEER or self.signal == signal.SIGABRT
+
+    @property
+    def job_exit_code(self) -> int:
+        if self.code == EXIT_INTERRUPTED and self.asked:
+            return EXIT_INTERRUPTED
+        return self.code if self.code in PASSED_THROUGH else EXIT_PEER
+
+    def describe(self) -> str:
+        """The job's error line for a rank that could not write its own."""
+        who = f"error: rank {self.rank} (pid {self.pid})"
+        if self.signal is None:
+            return f"{who} ended with exit code {self.code}; its own output above says why"
+        name = f"signal {self.signal} ({signal.Signals(self.signal).name})"
+        if self.stopped:
+            return f"{who} was stopped by {name} and did not go on, so the job was ended; {RESUME}"
+        if self.asked:
+            return f"{who} ended by {name} before it could save; {RESUME}"
+        if self.signal == signal.SIGKILL:
+            return (f"{who} ended by {name}: killed from outside, often by the kernel for lack of memory; "
+                    "start the same command to resume, with a smaller --batch-size if memory was short")
+        return f"{who} ended by {name}; {RESUME}"
+
+
+class ErrorRelay:
+    """Passes a rank's stderr through line by line, and holds back the lines that begin with `error:`."""
+
+    def __init__(self, descriptor: int) -> None:
+        os.set_blocking(descriptor, False)
+        self.descriptor = descriptor
+        self.held: list[bytes] = []
+        self._partial = b""
+
+    def pump(self) -> bool:
+        """Relay what is there; False at the end of the stream."""
+        while True:
+            try:
+                chunk = os.read(self.descriptor, 65536)
+            except BlockingIOError:
+                return True
+            if not chunk:
+                return False
+            lines = (self._partial + chunk).splitlines(keepends=True)
+            # A progress bar ends its line with \r, so an unfinished line is one without either ending.
+            self._partial = lines.pop() if lines and not lines[-1].endswith((b"\n", b"\r")) else b""
+            self._relay(lines)
+
+    def finish(self) -> None:
+        """The rank is gone: relay the rest. Not to the end of the stream, which a stray grandchild may hold open."""
+        self.pump()
+        self._relay([self._partial + b"\n"] if self._partial else [])
+        self._partial = b""
+
+    def _relay(self, lines: list[bytes]) -> None:
+        self.held += [line for line in lines if line.startswith(b"error:")][: HELD_LINES - len(self.held)]
+        write_stderr(b"".join(line for line in lines if not line.startswith(b"error:")))
+
+
+@dataclass
+class Rank:
+    """A child process and what is known about it."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    relay: ErrorRelay
+    ending: Ending | None = None
+    stopped_since: float | None = None
+
+
+@dataclass
+class Supervisor:
+    """Starts `command` once for every environment and returns the job's exit code."""
+
+    command: list[str]
+    environments: list[dict[str, str]]
+    _ranks: list[Rank] = field(default_factory=list)
+    _running: list[Rank] = field(default_factory=list)
+    _endings: list[Ending] = field(default_factory=list)
+    _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    _interrupts: int = 0
+    _asked: bool = False
+    _failed_at: float | None = None
+    _terminated: bool = False
+
+    def run(self) -> int:
+        with self._signals_as_bytes():
+            try:
+                for environment in self.environments:
+                    self._start(environment)
+                while self._running and self._interrupts < 2:
+                    self._tick()
+            finally:
+                self._end_everyone(signal.SIGKILL)
+                for rank in self._running:
+                    rank.process.wait()
+        return self._verdict()
+
+    def _start(self, environment: dict[str, str]) -> None:
+        # A session of its own: Ctrl-C on the terminal reaches the launcher alone, and one killpg also reaches data
+        # workers. stdout is inherited, so that a progress bar still sees the terminal.
+        process = subprocess.Popen(
+            self.command, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            start_new_session=True, preexec_fn=end_with_parent())
+        assert process.stderr is not None
+        rank = Rank(int(environment["RANK"]), process, ErrorRelay(process.stderr.fileno()))
+        self._ranks.append(rank)
+        self._running.append(rank)
+        self._selector.register(process.stderr, selectors.EVENT_READ, rank.relay)
+
+    def _tick(self) -> None:
+        for key, _ in self._selector.select(TICK_SECONDS):
+            if isinstance(key.data, ErrorRelay):
+                if not key.data.pump():
+                    self._selector.unregister(key.fileobj)
+            else:
+                for number in key.data.recv(256):
+                    self._on_signal(number)
+        for rank in list(self._running):
+            self._look_at(rank)
+        self._enforce_deadlines()
+
+    def _on_signal(self, number: int) -> None:
+        if number not in FORWARDED:
+            return  # SIGCHLD only wakes the loop
+        self._asked = True
+        if number == signal.SIGINT:
+            self._interrupts += 1
+            if self._interrupts == 1:
+                write_stderr(b"stopping after this step (Ctrl-C again ends at once, without saving)\n")
+        for rank in self._running:
+            rank.process.send_signal(number)
+
+    def _look_at(self, rank: Rank) -> None:
+        """Notice that a rank has ended, or has been stopped for too long."""
+        # WNOWAIT keeps the zombie, and with it the number of its process group, until that group is cleared.
+        options = os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT
+        status = os.waitid(os.P_PID, rank.process.pid, options)
+        if status is None:
+            rank.stopped_since = None
+        elif status.si_code == os.CLD_STOPPED:
+            rank.stopped_since = rank.stopped_since or time.monotonic()
+            if rank.ending is None and time.monotonic() - rank.stopped_since >= STOP_PATIENCE_SECONDS:
+                self._record(rank, Ending(rank.rank, rank.process.pid, signal=status.si_status, stopped=True))
+                kill_group(rank, signal.SIGKILL)
+        else:
+            kill_group(rank, signal.SIGKILL)
+            result = rank.process.wait()
+            rank.relay.finish()
+            self._running.remove(rank)
+            code, number = (result, None) if result >= 0 else (None, -result)
+            if rank.ending is None and not (self._terminated and number is not None):
+                self._record(rank, Ending(rank.rank, rank.process.pid, code, number, asked=self._asked))
+
+    def _record(self, rank: Rank, ending: Ending) -> None:
+        rank.ending = ending
+        self._endings.append(ending)
+        if ending.failed and self._failed_at is None:
+            self._failed_at = time.monotonic()
+
+    def _enforce_deadlines(self) -> None:
+        if self._failed_at is None:
+            return
+        waited = time.monotonic() - self._failed_at
+        if waited >= GRACE_SECONDS + TERM_SECONDS:
+            self._end_everyone(signal.SIGKILL)
+        elif waited >= GRACE_SECONDS and not self._terminated:
+            self._end_everyone(signal.SIGTERM)
+
+    def _end_everyone(self, number: signal.Signals) -> None:
+        self._terminated = True
+        for rank in self._running:
+            kill_group(rank, number)
+
+    def _verdict(self) -> int:
+        if self._interrupts >= 2:
+            write_stderr(b"error: interrupted twice, so the ranks were ended at once; earlier checkpoints are intact\n")
+            return EXIT_INTERRUPTED
+        failures = [ending for ending in self._endings if ending.failed]
+        if not failures:
+            write_stderr(b"".join(line for rank in self._ranks for line in rank.relay.held))
+            return EXIT_OK
+        culprit = next((ending for ending in failures if not ending.is_victim), failures[0])
+        held = next(rank.relay.held for rank in self._ranks if rank.rank == culprit.rank)
+        write_stderr(held[0] if held else culprit.describe().encode() + b"\n")
+        return culprit.job_exit_code
+
+    @contextlib.contextmanager
+    def _signals_as_bytes(self) -> Iterator[None]:
+        """Signals wake the selector and arrive as bytes on a socket; no work is done inside a handler."""
+        receiver, sender = socket.socketpair()
+        sender.setblocking(False)
+        self._selector.register(receiver, selectors.EVENT_READ, receiver)
+        former = {number: signal.signal(number, lambda *_: None) for number in (*FORWARDED, signal.SIGCHLD)}
+        descriptor = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(descriptor)
+            for number, handler in former.items():
+                signal.signal(number, handler)
+            self._selector.close()
+            receiver.close()
+            sender.close()
+
+
+def kill_group(rank: Rank, number: signal.Signals) -> None:
+    """Signal a rank and its own children. Called only before the rank is reaped, so its number is still its own."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(rank.process.pid, number)
+
+
+def end_with_parent() -> Callable[[], None]:
+    """A function for a fresh child to call: the kernel then kills it when the launcher dies (Linux)."""
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
+
+    def ask_kernel() -> None:
+        prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+        if os.getppid() != parent:  # it died between fork and prctl
+            os._exit(EXIT_PEER)
+
+    return ask_kernel
+
+
+def write_stderr(text: bytes) -> None:
+    """Unbuffered, and no reason to fail: the reader of stderr may be gone."""
+    with contextlib.suppress(OSError):
+        while text:
+            text = text[os.write(2, text):]

@@ -1,0 +1,169 @@
+"""FlatBucket: the parameters that travel together, in flat buffers with a state that has a name.
+
+Vocabulary
+    whole     all parameters of the bucket in the working precision; every `parameter.data` is a view into it
+    shard     this rank's part of `whole`: a view of it, or, where parameters are split, the only thing that lasts
+    master    the shard in fp32, which the optimizer updates; the same tensor as `shard` when the working precision is fp32
+    grads     gradients of the whole bucket as backward leaves them; `grad_shard` is what this rank's optimizer needs of them
+    shard group / replicas   the ranks a bucket is cut over / the ranks that hold the same shard
+
+One of the two groups is always a group of one: at stage 0 the shard is everything and the replicas are all of data parallel.
+This file moves numbers; *when* is decided by hooks.py and engine.py, *what is split* by policy.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from megatron.zero.layout import FlatLayout, Segment, Slot
+from megatron.zero.policy import Policy
+from mpu.collectives import Pending, all_gather_into, all_reduce_into, reduce_scatter_into
+from mpu.groups import SOLO, Group
+
+
+class Phase(Enum):
+    """Where a bucket stands in a pass."""
+
+    SHARDED = "at rest"
+    GATHERED = "whole, in use by a forward or backward"
+    REDUCING = "its gradients are on their way to their owners"
+
+
+LEGAL_MOVES = {
+    (Phase.SHARDED, Phase.GATHERED), (Phase.GATHERED, Phase.SHARDED),
+    (Phase.GATHERED, Phase.REDUCING), (Phase.REDUCING, Phase.SHARDED),
+}
+
+
+class FlatBucket:
+    """The buffers of one unit; see the module docstring for the vocabulary."""
+
+    def __init__(self, name: str, slots: Sequence[Slot], parameters: Sequence[nn.Parameter], *, policy: Policy, dp: Group,
+                 dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
+        self.name, self.policy = name, policy
+        self.shard_group, self.replicas = (dp, SOLO) if policy.split_optim else (SOLO, dp)
+        self.layout = FlatLayout(slots, self.shard_group.size)
+        by_name = dict(zip((slot.name for slot in slots), parameters, strict=True))
+        self.parameters = [by_name[slot.name] for slot in self.layout.slots]
+        self.phase = Phase.SHARDED
+        self._grad_dtype = grad_dtype
+        self._arrived: set[int] = set()  # gradients of this backward
+        self._filled: set[int] = set()  # slots of `grads` that hold something to add to
+        self._arrival: Pending | None = None  # parameters on their way
+        self._departure: Pending | None = None  # gradients on their way
+        self.grads: Tensor | None = None
+        self._grad_shard: Tensor | None = None
+        self._take_over(dtype)
+
+    def _take_over(self, dtype: torch.dtype) -> None:
+        """Move the parameters into the flat buffers: fp32 values become the master, views replace the originals."""
+        device = self.parameters[0].device
+        initial = torch.zeros(self.layout.numel, dtype=torch.float32, device=device)
+        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+            initial[slot.offset : slot.end] = parameter.detach().flatten()
+        self.whole = initial.to(dtype)
+        self.shard = self._span(self.whole)
+        self.master = self.shard if dtype == torch.float32 else self._span(initial).clone()
+        self._point_parameters_into(self.whole)
+
+    def _point_parameters_into(self, whole: Tensor) -> None:
+        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+            parameter.data = whole[slot.offset : slot.end].view(slot.shape)
+
+    def _span(self, flat: Tensor) -> Tensor:
+        start = self.shard_group.rank * self.layout.shard_numel
+        return flat[start : start + self.layout.shard_numel]
+
+    def _move(self, wanted: Phase) -> None:
+        assert (self.phase, wanted) in LEGAL_MOVES, f"bucket {self.name} cannot go from {self.phase} to {wanted}"
+        self.phase = wanted
+
+    # ---- parameters -------------------------------------------------------------------------------------------
+
+    def gather(self) -> None:
+        """Parameters are whole when this returns."""
+        if self.phase is Phase.SHARDED:
+            self._move(Phase.GATHERED)
+            self._await_parameters()
+
+    def release(self) -> None:
+        """The pass is done with the parameters."""
+        if self.phase is Phase.GATHERED:
+            self._move(Phase.SHARDED)
+
+    def publish(self) -> None:
+        """After the optimizer: bring the new master into the working copy, on every rank that holds one."""
+        if self.master is not self.shard:
+            self.shard.copy_(self.master)
+        if self.shard_group.size > 1:
+            self._arrival = all_gather_into(self.whole, self.shard, self.shard_group)
+
+    def _await_parameters(self) -> None:
+        if self._arrival is not None:
+            self._arrival.wait()
+            self._arrival = None
+
+    # ---- gradients --------------------------------------------------------------------------------------------
+
+    def accept(self, index: int) -> bool:
+        """Take the gradient of one parameter; True when it was the last one of this backward."""
+        parameter, slot = self.parameters[index], self.layout.slots[index]
+        assert parameter.grad is not None
+        view = self._grad_buffer()[slot.offset : slot.end].view(slot.shape)
+        if index in self._filled:
+            view.add_(parameter.grad)
+        else:
+            view.copy_(parameter.grad)
+            self._filled.add(index)
+        parameter.grad = None
+        self._arrived.add(index)
+        return len(self._arrived) == len(self.parameters)
+
+    def _grad_buffer(self) -> Tensor:
+        if self.grads is None:
+            self.grads = torch.zeros(self.layout.numel, dtype=self._grad_dtype, device=self.whole.device)
+        return self.grads
+
+    def end_backward(self) -> None:
+        """Forget who has arrived; what was accumulated stays."""
+        self._arrived.clear()
+
+    def reduce(self) -> None:
+        """Send the gradients to their owners; parameters nobody used count as zero."""
+        self._move(Phase.REDUCING)
+        grads = self._grad_buffer()
+        for index, slot in enumerate(self.layout.slots):
+            if index not in self._filled:
+                grads[slot.offset : slot.end].zero_()
+        if self.policy.split_optim:
+            self._departure = reduce_scatter_into(self._span(grads), grads, self.shard_group)
+        else:
+            self._departure = all_reduce_into(grads, self.replicas)
+
+    def finish_reduce(self) -> None:
+        """The sum over data parallel stands in `grad_shard` when this returns."""
+        if self.phase is Phase.REDUCING:
+            assert self._departure is not None
+            self._departure.wait()
+            self._departure = None
+            self._grad_shard = self._span(self._grad_buffer())
+            self._move(Phase.SHARDED)
+
+    @property
+    def grad_shard(self) -> Tensor:
+        assert self._grad_shard is not None, f"bucket {self.name} has no reduced gradient"
+        return self._grad_shard
+
+    def grad_parts(self) -> Iterator[tuple[Segment, Tensor]]:
+        """(segment, its run of the reduced gradient) for everything this rank owns."""
+        for segment in self.layout.segments(self.shard_group.rank):
+            yield segment, self.grad_shard[segment.shard_offset : segment.shard_offset + segment.count]
+
+    def discard_grads(self) -> None:
+        """The step is over: the next backward starts from nothing."""
+        self._filled.clear()
+        self._grad_shard = None

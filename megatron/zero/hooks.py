@@ -1,0 +1,56 @@
+"""The only file that registers hooks: module and gradient events become calls of an `Events` object.
+
+A *unit* is a module whose parameters travel as one bucket. The root unit is the whole model: its bucket holds what no other
+unit holds. Recomputation needs nothing here: a forward inside a backward is told apart by the receiver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from megatron.zero.bucket import FlatBucket
+
+
+@dataclass(frozen=True)
+class Unit:
+    module: nn.Module
+    bucket: FlatBucket
+
+
+class Events(Protocol):
+    """What the engine is told."""
+
+    def before_forward(self, unit: Unit) -> None: ...
+
+    def after_forward(self, unit: Unit) -> None: ...
+
+    def gradient_ready(self, unit: Unit, index: int) -> None: ...
+
+
+def attach(units: Sequence[Unit], events: Events) -> list[RemovableHandle]:
+    """Tell `events` about every unit; the handles take the hooks off again."""
+    handles: list[RemovableHandle] = []
+    for unit in units:
+        handles.append(unit.module.register_forward_pre_hook(partial(_before, events, unit)))
+        handles.append(unit.module.register_forward_hook(partial(_after, events, unit)))
+        for index, parameter in enumerate(unit.bucket.parameters):
+            handles.append(parameter.register_post_accumulate_grad_hook(partial(_ready, events, unit, index)))
+    return handles
+
+
+def _before(events: Events, unit: Unit, module: nn.Module, inputs: object) -> None:
+    events.before_forward(unit)
+
+
+def _after(events: Events, unit: Unit, module: nn.Module, inputs: object, output: object) -> None:
+    events.after_forward(unit)
+
+
+def _ready(events: Events, unit: Unit, index: int, parameter: Tensor) -> None:
+    events.gradient_ready(unit, index)

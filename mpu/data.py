@@ -1,0 +1,61 @@
+"""Give every tensor-parallel rank the batch of the first one.
+
+Only rank 0 of a tensor-parallel group needs to read data. It announces keys, shapes and dtype (as JSON) and then
+sends all tensors as one flat buffer. The tensors share one dtype and the device they are sent on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from mpu.collectives import all_gather_json, broadcast_into, wire_device
+from mpu.facade import resolve
+from mpu.groups import Group
+from mpu.split import ParallelError
+
+MAX_DIMS = 4
+
+
+def broadcast_data(
+    keys: Sequence[str], data: Mapping[str, Tensor] | None, dtype: torch.dtype, tp: Group | None = None
+) -> dict[str, Tensor]:
+    """`data[key]` of the group's first rank for every key, on every rank; the others may pass None.
+
+    A wrong key, dtype or shape is reported by every rank at once, so that none is left waiting.
+    """
+    group = resolve(tp)
+    announced, problem = _announce(keys, data, dtype) if group.rank == 0 else ({}, None)
+    shapes, problem = all_gather_json([announced, problem], group)[0]
+    if problem is not None:
+        raise ParallelError(problem)
+    device = wire_device(group)
+    if group.rank == 0:
+        assert data is not None
+        flat = torch.cat([data[key].to(device or data[key].device).reshape(-1) for key in keys])
+    else:
+        flat = torch.empty(sum(_numel(shapes[key]) for key in keys), dtype=dtype, device=device)
+    broadcast_into(flat, 0, group).wait()
+    parts = flat.split([_numel(shapes[key]) for key in keys])
+    return {key: part.view(shapes[key]) for key, part in zip(keys, parts)}
+
+
+def _announce(
+    keys: Sequence[str], data: Mapping[str, Tensor] | None, dtype: torch.dtype
+) -> tuple[dict[str, list[int]], str | None]:
+    """(shape by key, what is wrong or None)."""
+    data = data or {}
+    for key in keys:
+        if key not in data:
+            return {}, f"broadcast_data: key {key!r} is not in the batch {sorted(data)}"
+        if data[key].dtype != dtype:
+            return {}, f"broadcast_data: {key!r} is {data[key].dtype}, expected {dtype}: convert it"
+        if data[key].dim() > MAX_DIMS:
+            return {}, f"broadcast_data: {key!r} has {data[key].dim()} dimensions, at most {MAX_DIMS} are sent"
+    return {key: list(data[key].shape) for key in keys}, None
+
+
+def _numel(shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel()

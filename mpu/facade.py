@@ -1,0 +1,82 @@
+"""The classic accessor names, for scripts that know one global model-parallel layout.
+
+Here, and only here, lives a current `Groups`. Inside `mpu` nothing asks for it but `resolve`, which stands
+behind the default `tp=None` of the layers; everything else takes its group as an argument.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from mpu.groups import Group, Groups, build
+from mpu.split import ParallelError
+
+
+class _Current:
+    """The holder of the layout in use; None before initialize_model_parallel."""
+
+    groups: Groups | None = None
+
+
+def resolve(tp: Group | None) -> Group:
+    """`tp` itself, or the current tensor-parallel group where the caller named none."""
+    return current_groups().tp if tp is None else tp
+
+
+def current_groups() -> Groups:
+    if _Current.groups is None:
+        raise ParallelError("model parallelism is not initialised: call initialize_model_parallel, or pass tp=Group")
+    return _Current.groups
+
+
+def initialize_model_parallel(model_parallel_size: int = 1) -> Groups:
+    """Build the groups of this run (see `mpu.groups` for the grid) and make them current."""
+    if _Current.groups is not None:
+        raise ParallelError("model parallelism is already initialised: call destroy_model_parallel first")
+    _Current.groups = build(model_parallel_size)
+    return _Current.groups
+
+
+def model_parallel_is_initialized() -> bool:
+    return _Current.groups is not None
+
+
+def destroy_model_parallel() -> None:
+    _Current.groups = None
+
+
+def get_model_parallel_group() -> dist.ProcessGroup | None:
+    """The tensor-parallel process group; None when it has one rank."""
+    return current_groups().tp.handle
+
+
+def get_model_parallel_rank() -> int:
+    return current_groups().tp.rank
+
+
+def get_model_parallel_world_size() -> int:
+    return current_groups().tp.size
+
+
+def get_model_parallel_src_rank() -> int:
+    """The world rank of the first rank of this tensor-parallel group."""
+    return current_groups().tp.ranks[0]
+
+
+def get_data_parallel_group() -> dist.ProcessGroup | None:
+    """The data-parallel process group; None when it has one rank."""
+    return current_groups().dp.handle
+
+
+def get_data_parallel_rank() -> int:
+    return current_groups().dp.rank
+
+
+def get_data_parallel_world_size() -> int:
+    return current_groups().dp.size
+
+
+get_tensor_model_parallel_group = get_model_parallel_group
+get_tensor_model_parallel_rank = get_model_parallel_rank
+get_tensor_model_parallel_world_size = get_model_parallel_world_size
+get_tensor_model_parallel_src_rank = get_model_parallel_src_rank

@@ -1,0 +1,214 @@
+"""Linear layers and embeddings whose weight is split over the tensor-parallel group.
+
+    ColumnParallelLinear     Y = X A + b    A cut by columns: every rank makes some features of Y
+    RowParallelLinear        Y = X A + b    A cut by rows: every rank makes a partial sum of Y
+    VocabParallelEmbedding   the table cut by rows (tokens)
+    ParallelEmbedding        the table cut by columns (features)
+
+A column layer that keeps its output split, followed by a row layer, needs one all-reduce forward and one
+backward for the pair. Weights are stored transposed, as in torch.nn.Linear: [out, in].
+
+The *logical* weight is the one an unsplit model would have. It is drawn whole, in fp32 on the CPU, in one call of
+`init_method`, and then sliced: the same seed gives the same model for every tp size. `tp=None` means the group
+of the facade. No layer here reduces in place, knows of data parallelism, or owns a loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mpu.facade import resolve
+from mpu.groups import Group
+from mpu.partition import local_slice, mark_partition, partition_of
+from mpu.regions import copy_to_region, gather_from_region, reduce_from_region, scatter_to_region
+from mpu.split import ParallelError, Partition, divide, split_range
+
+__all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding", "ParallelEmbedding", "partition_of"]
+
+InitMethod = Callable[[Tensor], Any]
+"""Fills a tensor in place, e.g. torch.nn.init.xavier_normal_."""
+
+
+class _ParallelModule(nn.Module):
+    """A module with one split weight; `reset_parameters` draws it anew."""
+
+    weight: nn.Parameter
+
+    def __init__(
+        self, logical: tuple[int, int], padded: tuple[int, int], partition: Partition, init_method: InitMethod,
+        tp: Group | None, dtype: torch.dtype | None, device: torch.device | str | None,
+    ) -> None:
+        super().__init__()
+        self.tp = resolve(tp)
+        self.logical_shape = logical
+        self.padded_shape = padded
+        self.init_method = init_method
+        shape = list(padded)
+        shape[partition.dim] = divide(divide(padded[partition.dim], partition.stride, "size"), self.tp.size, "size")
+        shape[partition.dim] *= partition.stride
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        mark_partition(self.weight, partition)
+
+    def make_bias(self, size: int, partition: Partition | None) -> nn.Parameter:
+        bias = nn.Parameter(torch.zeros(size, dtype=self.weight.dtype, device=self.weight.device))
+        mark_partition(bias, partition)
+        return bias
+
+    @torch.no_grad()
+    def reset_parameters(self) -> Tensor | None:
+        """Draw the logical weight and keep this rank's slice; returns the whole (None on the meta device)."""
+        if self.weight.is_meta:
+            return None
+        partition = partition_of(self.weight)
+        assert partition is not None
+        full = torch.empty(self.logical_shape, dtype=torch.float32, device="cpu")
+        self.init_method(full)
+        padding = self.padded_shape[0] - self.logical_shape[0]
+        padded = F.pad(full, (0, 0, 0, padding)) if padding else full
+        self.weight.copy_(local_slice(padded, partition, self.tp.rank, self.tp.size))
+        if isinstance(bias := getattr(self, "bias", None), nn.Parameter):
+            bias.zero_()
+        return full
+
+
+class ColumnParallelLinear(_ParallelModule):
+    """Y = X A + b with A = [A_1 .. A_p] cut along its columns: rank i computes Y_i = X A_i + b_i.
+
+    weight [out / tp, in], bias [out / tp]. `gather_output` makes Y whole on every rank. `stride` is the number of
+    equal parts of the output that are each cut (3 for a fused q, k, v projection).
+    With `skip_bias_add` the result is (X A, b), for a caller that fuses the addition.
+    """
+
+    def __init__(
+        self, input_size: int, output_size: int, bias: bool = True, gather_output: bool = True,
+        init_method: InitMethod = nn.init.xavier_normal_, stride: int = 1, keep_master_weight_for_test: bool = False,
+        skip_bias_add: bool = False, *, tp: Group | None = None, dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        shape = (output_size, input_size)
+        super().__init__(shape, shape, Partition(0, stride), init_method, tp, dtype, device)
+        self.gather_output = gather_output
+        self.stride = stride
+        self.skip_bias_add = skip_bias_add
+        self.bias = self.make_bias(self.weight.shape[0], Partition(0, stride)) if bias else None
+        full = self.reset_parameters()
+        self.master_weight = full if keep_master_weight_for_test else None
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+        """[..., in] -> [..., out], or [..., out / tp] where the output stays split."""
+        y = F.linear(copy_to_region(x, self.tp), self.weight, None if self.skip_bias_add else self.bias)
+        bias = self.bias if self.skip_bias_add else None
+        if self.gather_output:
+            y = self._gather(y)
+            bias = None if bias is None else self._gather(bias)
+        return (y, bias) if self.skip_bias_add else y
+
+    def _gather(self, y: Tensor) -> Tensor:
+        """[..., out / tp] -> [..., out] with the `stride` parts in their logical order."""
+        whole = gather_from_region(y, self.tp)
+        if self.stride == 1 or self.tp.is_solo:
+            return whole
+        return whole.unflatten(-1, (self.tp.size, self.stride, -1)).transpose(-3, -2).flatten(-3)
+
+
+class RowParallelLinear(_ParallelModule):
+    """Y = X A + b with A cut along its rows and X along its columns: Y = sum_i X_i A_i + b.
+
+    weight [out, in / tp]; bias [out] is whole on every rank and added once, after the sum.
+    """
+
+    def __init__(
+        self, input_size: int, output_size: int, bias: bool = True, input_is_parallel: bool = False,
+        init_method: InitMethod = nn.init.xavier_normal_, stride: int = 1, keep_master_weight_for_test: bool = False,
+        skip_bias_add: bool = False, *, tp: Group | None = None, dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        shape = (output_size, input_size)
+        super().__init__(shape, shape, Partition(1, stride), init_method, tp, dtype, device)
+        self.input_is_parallel = input_is_parallel
+        self.stride = stride
+        self.skip_bias_add = skip_bias_add
+        self.bias = self.make_bias(output_size, None) if bias else None
+        full = self.reset_parameters()
+        self.master_weight = full if keep_master_weight_for_test else None
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+        """[..., in / tp], or [..., in] where the input is whole -> [..., out]."""
+        if not self.input_is_parallel:
+            x = self._scatter(x)
+        if self.tp.is_solo and not self.skip_bias_add:
+            return F.linear(x, self.weight, self.bias)  # one fused operation where nothing comes between
+        y = reduce_from_region(F.linear(x, self.weight), self.tp)
+        if self.skip_bias_add:
+            return y, self.bias
+        return y if self.bias is None else y + self.bias
+
+    def _scatter(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., in / tp], a slice of each of the `stride` parts."""
+        if self.stride != 1 and not self.tp.is_solo:
+            x = x.unflatten(-1, (self.stride, self.tp.size, -1)).transpose(-3, -2).flatten(-3)
+        return scatter_to_region(x, self.tp)
+
+
+class VocabParallelEmbedding(_ParallelModule):
+    """Rows of a token table, the table cut along the vocabulary.
+
+    weight [padded_size / tp, dim]. `num_embeddings` is the number of real tokens; the rows up to `padded_size`
+    exist to make the shares equal, and are zero. A token that is not real is an error, not a zero vector: on CPU the
+    layer looks and says which; on CUDA looking would stop the stream, so there the data layer has to refuse it.
+    """
+
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, init_method: InitMethod = nn.init.xavier_normal_, *,
+        padded_size: int | None = None, tp: Group | None = None, dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        padded = num_embeddings if padded_size is None else padded_size
+        if padded < num_embeddings:
+            raise ParallelError(f"padded size {padded} is smaller than the vocabulary {num_embeddings}: raise it")
+        partition = Partition(0, size=num_embeddings)
+        shapes = (num_embeddings, embedding_dim), (padded, embedding_dim)
+        super().__init__(*shapes, partition, init_method, tp, dtype, device)
+        self.num_embeddings = num_embeddings
+        self.vocab_range = split_range(self.tp.rank, self.tp.size, padded)
+        self.reset_parameters()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[...] integers -> [..., dim]."""
+        if tokens.device.type == "cpu" and tokens.numel():
+            low, high = (int(bound) for bound in torch.aminmax(tokens))
+            if low < 0 or high >= self.num_embeddings:
+                wrong = low if low < 0 else high
+                raise ParallelError(
+                    f"token id {wrong} is outside the vocabulary 0..{self.num_embeddings - 1}: "
+                    "the data was made with another tokenizer"
+                )
+        if self.tp.is_solo:
+            return F.embedding(tokens, self.weight)
+        start, stop = self.vocab_range
+        elsewhere = (tokens < start) | (tokens >= stop)
+        rows = F.embedding((tokens - start).masked_fill(elsewhere, 0), self.weight)
+        return reduce_from_region(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.tp)
+
+
+class ParallelEmbedding(_ParallelModule):
+    """Rows of a table, the table cut along its features: weight [num_embeddings, dim / tp]."""
+
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, init_method: InitMethod = nn.init.xavier_normal_,
+        keep_master_weight_for_test: bool = False, *, tp: Group | None = None, dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        shape = (num_embeddings, embedding_dim)
+        super().__init__(shape, shape, Partition(1), init_method, tp, dtype, device)
+        full = self.reset_parameters()
+        self.master_weight = full if keep_master_weight_for_test else None
+
+    def forward(self, indices: Tensor) -> Tensor:
+        """[...] integers -> [..., dim]."""
+        return gather_from_region(F.embedding(indices, self.weight), self.tp)

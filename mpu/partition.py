@@ -1,0 +1,49 @@
+"""How a parameter records, and a whole matrix yields, its tensor-parallel slice.
+
+A parameter that is split carries its `Partition`, from which `partition_of` answers everything; the classic
+attributes (`model_parallel`, `partition_dim`, ...) stand beside it for scripts written against them.
+The pieces of a logical tensor are numbered by tp rank; this file moves no data between ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from mpu.split import Partition, divide
+
+_ATTRIBUTE = "mpu_partition"
+
+
+def mark_partition(parameter: nn.Parameter, partition: Partition | None) -> None:
+    """Record how `parameter` is split (None: replicated on every tp rank)."""
+    record = cast(Any, parameter)
+    setattr(record, _ATTRIBUTE, partition)
+    record.model_parallel = record.tensor_model_parallel = partition is not None
+    record.partition_dim = partition.dim if partition else -1
+    record.partition_stride = partition.stride if partition else 1
+
+
+def partition_of(parameter: Tensor) -> Partition | None:
+    """How the parameter is split over tensor parallel, or None where every rank holds all of it."""
+    return cast("Partition | None", getattr(parameter, _ATTRIBUTE, None))
+
+
+def local_slice(full: Tensor, partition: Partition, rank: int, size: int) -> Tensor:
+    """The `rank`-th of `size` pieces of a whole tensor, cut in `stride` parts first.
+
+    With stride 3 and 2 ranks, [q k v] -> rank 0: [q0 k0 v0], rank 1: [q1 k1 v1].
+    """
+    dim, stride = partition.dim, partition.stride
+    each = divide(divide(full.shape[dim], stride, "length"), size, "length")
+    parts = full.unflatten(dim, (stride, size, each))  # [..., n, ...] -> [..., stride, size, each, ...]
+    return parts.select(dim + 1, rank).flatten(dim, dim + 1)  # -> [..., stride * each, ...]
+
+
+def join_slices(pieces: list[Tensor], partition: Partition) -> Tensor:
+    """The inverse of `local_slice`: the whole tensor of the pieces of all ranks."""
+    dim, stride = partition.dim, partition.stride
+    parts = [piece.unflatten(dim, (stride, -1)) for piece in pieces]
+    return torch.stack(parts, dim + 1).flatten(dim, dim + 2)  # [..., stride, size, each, ...] -> [..., n, ...]

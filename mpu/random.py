@@ -1,0 +1,155 @@
+"""Random streams: named generator states, and the capture of every stream of a process.
+
+Dropout on replicated activations has to be the same on all tensor-parallel ranks, dropout on split ones
+different. So there are two streams: the *default* one, seeded alike within a tensor-parallel group, and a
+*tracked* one per rank that is put in its place by `fork`:
+
+    with get_rng_tracker().fork():      # the stream "model-parallel-rng"
+        y = dropout(split_activations)
+
+A stream is the generator state of the current device (CUDA where there is one, else CPU) and each fork continues where the last
+one ended. Weights are not drawn here: their init is one draw from the default CPU stream.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mpu.facade import current_groups
+from mpu.groups import Groups
+from mpu.split import ParallelError
+
+MODEL_PARALLEL_STREAM = "model-parallel-rng"
+_TP_SEED_OFFSET = 2718
+_DP_SEED_STEP = 1 << 20
+"""Distance between the seeds of data-parallel replicas: more than any tp size plus the offset above."""
+
+
+def _device_state() -> Tensor:
+    return torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state()
+
+
+def _set_device_state(state: Tensor) -> None:
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(state)
+    else:
+        torch.set_rng_state(state)
+
+
+def _seed_device(seed: int) -> None:
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
+
+
+class RngTracker:
+    """Named streams of the device generator. Two streams never share a seed."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, Tensor] = {}
+        self._seeds: set[int] = set()
+
+    def reset(self) -> None:
+        """Forget every stream."""
+        self._states.clear()
+        self._seeds.clear()
+
+    def get_states(self) -> dict[str, Tensor]:
+        return {name: state.clone() for name, state in self._states.items()}
+
+    def set_states(self, states: Mapping[str, Tensor]) -> None:
+        """Replace the streams; names that `add` has not seen are welcome (a resumed run)."""
+        self._states = {name: state.clone() for name, state in states.items()}
+
+    def add(self, name: str, seed: int) -> None:
+        """Start stream `name` at `seed`; the default stream stays where it is."""
+        if seed in self._seeds:
+            raise ParallelError(f"seed {seed} already has a stream: streams would repeat each other")
+        if name in self._states:
+            raise ParallelError(f"random stream {name!r} already exists: reset the tracker first")
+        before = _device_state()
+        _seed_device(seed)
+        self._states[name] = _device_state()
+        self._seeds.add(seed)
+        _set_device_state(before)
+
+    @contextmanager
+    def fork(self, name: str = MODEL_PARALLEL_STREAM) -> Iterator[None]:
+        """Draw from stream `name` inside, from the default stream again after; nests for different names."""
+        if name not in self._states:
+            raise ParallelError(f"no random stream {name!r} among {sorted(self._states)}: add it first")
+        before = _device_state()
+        _set_device_state(self._states[name])
+        try:
+            yield
+        finally:
+            self._states[name] = _device_state()
+            _set_device_state(before)
+
+
+class _Process:
+    """The tracker of this process: the device generator it steers is one per process too."""
+
+    tracker = RngTracker()
+
+
+def get_rng_tracker() -> RngTracker:
+    return _Process.tracker
+
+
+get_cuda_rng_tracker = get_rng_tracker
+"""The classic name; on a machine without CUDA the tracker steers the CPU generator."""
+
+
+def model_parallel_cuda_manual_seed(seed: int, groups: Groups | None = None, *, vary_over_dp: bool = False) -> None:
+    """Seed the default device stream with `seed` and the tracked stream with seed + 2718 + tp rank.
+
+    The default stream is thus the same within a tensor-parallel group. The classic form gives every data-parallel
+    replica the same dropout masks; `vary_over_dp` gives each its own.
+    """
+    layout = current_groups() if groups is None else groups
+    base = seed + (_DP_SEED_STEP * layout.dp.rank if vary_over_dp else 0)
+    _Process.tracker.reset()
+    _seed_device(base)
+    _Process.tracker.add(MODEL_PARALLEL_STREAM, base + _TP_SEED_OFFSET + layout.tp.rank)
+
+
+# -- capture: everything an exact resume needs ---------------------------------------------------------------------
+
+
+def capture_rng() -> dict[str, object]:
+    """The state of every stream of this process, as JSON values and uint8 tensors (nested dicts of them)."""
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state: dict[str, object] = {
+        "python": [version, list(words), gauss],
+        "numpy": [str(name), np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
+        "torch": torch.get_rng_state(),
+        "tracker": _Process.tracker.get_states(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore_rng(state: Mapping[str, object]) -> None:
+    """Continue every stream from where `capture_rng` saw it; a device this process lacks is an error."""
+    fields = cast("dict[str, Any]", state)
+    version, words, gauss = fields["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, position, has_gauss, cached = fields["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(fields["torch"])
+    _Process.tracker.set_states(fields["tracker"])
+    if "cuda" in fields:
+        if not torch.cuda.is_available():
+            raise ParallelError("the state holds a CUDA stream and there is no CUDA device: resume on a GPU")
+        torch.cuda.set_rng_state(fields["cuda"])

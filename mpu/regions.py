@@ -1,0 +1,108 @@
+"""The four autograd functions between replicated and split activations.
+
+A *region* is a stretch of the model in which the last dimension of the activations (or the sum that makes them)
+is spread over the tensor-parallel group. Each function crosses its border; forward and backward are transposes:
+
+    function              forward             backward
+    copy_to_region        identity            all-reduce
+    reduce_from_region    all-reduce          identity
+    scatter_to_region     take my slice       all-gather
+    gather_from_region    all-gather          take my slice
+
+What is replicated holds the same value, and the same gradient, on every rank of the group; the gradient of the
+replicated side is counted once, not once per rank. On a group of one each function returns its argument itself.
+Collectives are out of place: reducing in place would change tensors that autograd has saved for, or
+given to, somebody else.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from mpu.collectives import all_gather, all_reduce
+from mpu.groups import Group
+from mpu.split import split_range
+
+
+def split_tensor_along_last_dim(
+    x: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
+) -> tuple[Tensor, ...]:
+    """[..., n] -> num_partitions times [..., n / num_partitions]."""
+    start, stop = split_range(0, num_partitions, x.shape[-1])
+    chunks = x.split(stop - start, dim=-1)
+    return tuple(chunk.contiguous() for chunk in chunks) if contiguous_split_chunks else tuple(chunks)
+
+
+def _my_slice(x: Tensor, tp: Group) -> Tensor:
+    start, stop = split_range(tp.rank, tp.size, x.shape[-1])
+    return x[..., start:stop].contiguous()
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: Group) -> Tensor:
+        ctx.tp = tp
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grads[0], ctx.tp), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: Group) -> Tensor:
+        return all_reduce(x, tp)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: Group) -> Tensor:
+        ctx.tp = tp
+        return _my_slice(x, tp)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return all_gather(grads[0], ctx.tp), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: Group) -> Tensor:
+        ctx.tp = tp
+        return all_gather(x, tp)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _my_slice(grads[0], ctx.tp), None
+
+
+def _apply(function: type[torch.autograd.Function], x: Tensor, tp: Group) -> Tensor:
+    return x if tp.is_solo else cast(Tensor, function.apply(x, tp))
+
+
+def copy_to_region(x: Tensor, tp: Group) -> Tensor:
+    """Replicated -> replicated; what the ranks do with it next differs, so their gradients are summed."""
+    return _apply(_Copy, x, tp)
+
+
+def reduce_from_region(x: Tensor, tp: Group) -> Tensor:
+    """Partial sums -> their sum, replicated."""
+    return _apply(_Reduce, x, tp)
+
+
+def scatter_to_region(x: Tensor, tp: Group) -> Tensor:
+    """Replicated [..., n] -> my slice [..., n / tp]."""
+    return _apply(_Scatter, x, tp)
+
+
+def gather_from_region(x: Tensor, tp: Group) -> Tensor:
+    """My slice [..., n / tp] -> all of them [..., n], replicated."""
+    return _apply(_Gather, x, tp)

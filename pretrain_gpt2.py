@@ -1,0 +1,56 @@
+"""Pretrain a GPT-2: flags -> config -> groups -> model -> engine -> loop -> checkpoint. `--help` lists the flags."""
+
+from __future__ import annotations
+
+import sys
+
+from megatron.arguments import parse_args
+from megatron.distributed import read_environment
+from megatron.exits import run
+
+
+def main() -> int:
+    config = parse_args(sys.argv[1:])
+    config.check_world(read_environment().world_size)  # wrong flags end here, before torch is imported
+
+    from megatron import build, distributed
+    from megatron.generate import generate
+    from megatron.metrics import MetricsLog
+    from megatron.resume import Checkpoints
+    from megatron.training import Trainer
+    from mpu import groups as mpu_groups
+
+    env = distributed.init(config.parallel.distributed_backend, config.parallel.distributed_timeout_seconds)
+    device = distributed.device_for(env, config.parallel.distributed_backend)
+    groups = mpu_groups.build(config.parallel.model_parallel_size)
+    tokenizer = build.tokenizer(config)
+    config = build.with_vocabulary(config, tokenizer)
+    datasets = build.datasets(config, tokenizer, groups)
+    checkpoints = Checkpoints(config, groups, datasets.fingerprint)
+    build.seed_everything(config.train, groups, device)
+    engine = build.engine(config, build.model(config, groups, device), groups)
+    state, schedule = checkpoints.resume(engine, build.schedule(config))
+    rule = build.batch_rule(config, groups, tokenizer)
+    log = MetricsLog(config.log, config.train.train_iters, state.iteration, writes=groups.world.rank == 0)
+    try:
+        log.say(build.summary(config, groups, device, engine))
+        if checkpoints.message:
+            log.say(checkpoints.message)
+        trainer = Trainer(config, engine, schedule, rule, device, log, checkpoints.saver(engine, schedule, log.say))
+        trainer.run(state, datasets.train, datasets.valid)
+        if state.iteration >= config.train.train_iters:
+            for name, samples in (("validation", datasets.valid), ("test", datasets.test)):
+                if samples is not None:
+                    trainer.evaluate(name, state.iteration, samples)
+            if config.log.sample_tokens and not config.data.mock_data:
+                text = generate(engine, tokenizer, config.log.sample_prompt, config.log.sample_tokens,
+                                max_length=config.model.max_position_embeddings, device=device)
+                log.say(f" sample: {text!r}")
+    finally:
+        log.close()
+    distributed.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

@@ -1,0 +1,59 @@
+"""The loss scale follows the rule of the fp16 literature, step for step, under any pattern of overflows."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from megatron.optim.loss_scale import LossScaleRule
+
+
+def reference(pattern: list[bool], scale: float, window: int, hysteresis: int, minimum: float) -> list[float]:
+    """The rule told a second time, as mutable state."""
+    clean, left, scales = 0, hysteresis, []
+    for overflow in pattern:
+        if overflow:
+            clean = 0
+            if left > 1:
+                left -= 1
+            else:
+                scale = max(scale / 2, minimum)
+        else:
+            clean += 1
+            if clean == window:
+                scale, clean, left = scale * 2, 0, hysteresis
+        scales.append(scale)
+    return scales
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_overflow_patterns_give_the_reference_sequence(seed: int) -> None:
+    draw = random.Random(seed)
+    window, hysteresis, rate = draw.choice([1, 3, 10]), draw.choice([1, 2, 4]), draw.choice([0.02, 0.2, 0.6])
+    pattern = [draw.random() < rate for _ in range(1000)]
+    rule = LossScaleRule(2.0**16, window, hysteresis, 4.0, dynamic=True, scales=True)
+    state, scales = rule.start(), []
+    for overflow in pattern:
+        state = rule.after(state, overflow)
+        scales.append(state.scale)
+    assert scales == reference(pattern, 2.0**16, window, hysteresis, 4.0)
+
+
+def test_seven_skipped_steps_lead_from_65536_to_1024() -> None:
+    rule = LossScaleRule(2.0**16, dynamic=True)
+    state = rule.start()
+    for _ in range(7):  # the first one spends the hysteresis, six halve
+        state = rule.after(state, overflow=True)
+    assert state.scale == 1024
+
+
+def test_a_static_scale_never_moves() -> None:
+    rule = LossScaleRule(128.0)
+    assert rule.after(rule.after(rule.start(), True), False) == rule.start()
+
+
+def test_exhausted_means_that_no_smaller_scale_is_left() -> None:
+    rule = LossScaleRule(4.0, hysteresis=1, minimum=2.0, dynamic=True)
+    assert not rule.exhausted(rule.start())
+    assert rule.exhausted(rule.after(rule.start(), overflow=True))

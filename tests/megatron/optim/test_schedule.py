@@ -1,0 +1,46 @@
+"""The learning rate is the formula of its name at every step."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from megatron.optim.schedule import FLOOR_OF_EXPONENTIAL, SHAPES, build_schedule
+
+
+def schedule(style: str, *, lr: float = 1e-3, min_lr: float = 1e-4, warmup: float = 0.1, decay_iters: int = 100):
+    return build_schedule(style=style, lr=lr, min_lr=min_lr, warmup=warmup, decay_iters=decay_iters)
+
+
+@pytest.mark.parametrize("style", SHAPES)
+def test_warm_up_is_linear_and_ends_at_the_peak(style: str) -> None:
+    s = schedule(style)
+    assert [s(step) for step in range(10)] == pytest.approx([1e-4 * (step + 1) for step in range(10)])
+    assert s(10) == pytest.approx(1e-3, rel=0.05)  # inverse square root is already one step on
+
+
+@pytest.mark.parametrize("style", ["linear", "cosine", "exponential"])
+def test_decay_falls_from_the_peak_to_the_floor_and_stays(style: str) -> None:
+    s = schedule(style)
+    values = [s(step) for step in range(10, 131)]
+    assert values[0] == 1e-3 and values[90] == pytest.approx(1e-4, rel=1e-12) and values[-1] == values[90]
+    assert all(a >= b for a, b in zip(values, values[1:], strict=False))
+
+
+def test_halfway_values() -> None:
+    assert schedule("linear")(55) == pytest.approx(5.5e-4)
+    assert schedule("cosine")(55) == pytest.approx(5.5e-4)
+    assert schedule("exponential")(55) == pytest.approx(math.sqrt(1e-3 * 1e-4))
+    assert schedule("constant")(55) == 1e-3
+    assert schedule("inverse-square-root", min_lr=0)(39) == pytest.approx(1e-3 * math.sqrt(10 / 40))
+
+
+def test_exponential_is_exponential_without_a_floor_too() -> None:
+    s = schedule("exponential", min_lr=0, warmup=0)
+    ratios = {round(s(step + 1) / s(step), 12) for step in range(99)}
+    assert len(ratios) == 1 and s(100) == pytest.approx(1e-3 * FLOOR_OF_EXPONENTIAL)
+
+
+def test_linear_reaches_zero_where_zero_is_the_floor() -> None:
+    assert schedule("linear", min_lr=0)(100) == 0
