@@ -50,7 +50,7 @@ class Source:
     weight: Fraction | None = None
 
 
-def parse_sources(words: Sequence[str], flag: str = "--train-data") -> list[Source]:
+def parse_sources(words: Sequence[str], flag: str) -> list[Source]:
     """`weight name weight name ...` or names alone."""
     weights = [parse_number(word) for word in words[::2]]
     if len(words) < 2 or not any(weight is not None for weight in weights):
@@ -66,26 +66,27 @@ def open_datasets(*, train_data: Sequence[str], valid_data: Sequence[str] = (), 
                   json_key: str = "text") -> Datasets:
     """Open, check and cut everything that training will read, before its first step."""
     if mock:
-        return Datasets(*(MockDataset(tokenizer.vocab_size, seq_length, seed + k, name)
-                          for k, name in enumerate(PARTS)))
+        train, valid, test = (MockDataset(tokenizer.vocab_size, seq_length, seed + k, part)
+                              for k, part in enumerate(PARTS))
+        return Datasets(train, valid, test)
     opener = _Opener(seq_length, seed, tokenizer, cache_path, append_eod, json_key)
-    given = {"valid": list(valid_data), "test": list(test_data)}
-    shares = [share for part, share in zip(PARTS, parse_split(split)) if not given.get(part)]
-    sources = [(source, opener.corpus(source.name)) for source in parse_sources(train_data)]
-    cut: dict[str, list[Piece]] = {part: [] for part in PARTS}
-    for source, corpus in sources:
-        ranges = iter(split_documents(shares, corpus.num_documents) if any(shares) else [range(0)] * 3)
-        for part in PARTS:
-            if not given.get(part):
-                cut[part].append(Piece(corpus, next(ranges), source.weight))
-    for part, words in given.items():
+    shares = dict(zip(PARTS, parse_split(split)))
+    replaced = {part: words for part, words in (("valid", valid_data), ("test", test_data)) if words}
+    cut = [part for part in PARTS if part not in replaced and shares[part] > 0]
+    pieces: dict[str, list[Piece]] = {part: [] for part in PARTS}
+    for source in parse_sources(train_data, "--train-data"):
+        corpus = opener.corpus(source.name)
+        ranges = split_documents([shares[part] for part in cut], corpus.num_documents)
+        for part, documents in zip(cut, ranges):
+            pieces[part].append(Piece(corpus, documents, source.weight))
+    for part, words in replaced.items():
         for source in parse_sources(words, f"--{part}-data"):
             corpus = opener.corpus(source.name)
-            cut[part].append(Piece(corpus, range(corpus.num_documents), source.weight))
-    # A part the user asked for must be usable; one that the split left too small is merely absent, with a note.
-    required = {"train"} | {part for part, words in given.items() if words}
-    return Datasets(*(opener.dataset(part, cut[part], part in required and bool(train_data or part != "train"))
-                      for part in PARTS), notes=tuple(opener.notes))
+            pieces[part].append(Piece(corpus, range(corpus.num_documents), source.weight))
+    # What the user named must be usable; a part that the split left too small is merely absent, with a note.
+    datasets = {part: opener.dataset(part, pieces[part], required=part == "train" or part in replaced)
+                for part in PARTS}
+    return Datasets(datasets["train"], datasets["valid"], datasets["test"], tuple(opener.notes))
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ class _Opener:
                 build_corpus([path], prefix, self.tokenizer, append_eod=self.append_eod, key=self.json_key)
         return str(prefix)
 
-    def dataset(self, part: str, pieces: Sequence[Piece], required: bool) -> Dataset | None:
+    def dataset(self, part: str, pieces: Sequence[Piece], *, required: bool) -> Dataset | None:
         """The pieces of one part, blended."""
         if not required:
             pieces = [piece for piece in pieces if self.fills_a_sample(part, piece)]
@@ -160,7 +161,7 @@ class _Opener:
     def fills_a_sample(self, part: str, piece: Piece) -> bool:
         tokens = piece.tokens()
         enough = samples_in(tokens, self.seq_length) > 0
-        if not enough and piece.documents:
+        if not enough:
             self.notes.append(f"{part}: the split leaves {len(piece.documents)} documents with {tokens} tokens of "
                               f"{piece.corpus.prefix}, one sample needs {self.seq_length + 1}: not used")
         return enough

@@ -9,7 +9,8 @@ them and leaves in DIR
     source.json              what it was made from; written last, so its presence means complete
 
 Documents stand in the order of their hash: without repetition, mixed, and the same on every machine with the same
-packages. About 9 MB, 10,000 documents and 2.5 million tokens: enough to see a small model learn, far too little to train a large one.
+packages. About 9 MB, 10,000 documents and 2.5 million tokens: enough to see a small model learn, far too little to
+train a large one.
 """
 
 from __future__ import annotations

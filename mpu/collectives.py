@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -104,7 +104,7 @@ def broadcast_into(x: Tensor, src: int, group: Group) -> Pending:
 
 
 def _broadcast(x: Tensor, src: int, group: Group) -> dist.Work | None:
-    return dist.broadcast(x, group.ranks[src], group=group.handle, async_op=True)
+    return cast("dist.Work | None", dist.broadcast(x, group.ranks[src], group=group.handle, async_op=True))
 
 
 def _check_sizes(full: Tensor, shard: Tensor, group: Group) -> None:

@@ -29,7 +29,8 @@ def sum_of_squares(x: Tensor) -> Tensor:
     """
     flat = x.detach().reshape(-1)
     if flat.is_cuda:  # a tree of partial sums already, with no temporary
-        return torch.linalg.vector_norm(flat, dtype=torch.promote_types(flat.dtype, torch.float32)).double().square()
+        norm: Tensor = torch.linalg.vector_norm(flat, dtype=torch.promote_types(flat.dtype, torch.float32))
+        return norm.double().square()
     total = torch.zeros((), dtype=torch.float64)
     for block in flat.split(_CPU_BLOCK):
         wide = block.float() if block.element_size() < 4 else block

@@ -102,7 +102,7 @@ class ColumnParallelLinear(_ParallelModule):
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """[..., in] -> [..., out], or [..., out / tp] where the output stays split."""
         y = F.linear(copy_to_region(x, self.tp), self.weight, None if self.skip_bias_add else self.bias)
-        bias = self.bias if self.skip_bias_add else None
+        bias: Tensor | None = self.bias if self.skip_bias_add else None
         if self.gather_output:
             y = self._gather(y)
             bias = None if bias is None else self._gather(bias)
@@ -113,7 +113,8 @@ class ColumnParallelLinear(_ParallelModule):
         whole = gather_from_region(y, self.tp)
         if self.stride == 1 or self.tp.is_solo:
             return whole
-        return whole.unflatten(-1, (self.tp.size, self.stride, -1)).transpose(-3, -2).flatten(-3)
+        parts = whole.view(*whole.shape[:-1], self.tp.size, self.stride, -1)  # rank by rank
+        return parts.transpose(-3, -2).flatten(-3)  # -> part by part
 
 
 class RowParallelLinear(_ParallelModule):
@@ -151,7 +152,8 @@ class RowParallelLinear(_ParallelModule):
     def _scatter(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., in / tp], a slice of each of the `stride` parts."""
         if self.stride != 1 and not self.tp.is_solo:
-            x = x.unflatten(-1, (self.stride, self.tp.size, -1)).transpose(-3, -2).flatten(-3)
+            parts = x.reshape(*x.shape[:-1], self.stride, self.tp.size, -1)  # part by part
+            x = parts.transpose(-3, -2).flatten(-3)  # -> rank by rank
         return scatter_to_region(x, self.tp)
 
 

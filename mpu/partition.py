@@ -39,7 +39,8 @@ def local_slice(full: Tensor, partition: Partition, rank: int, size: int) -> Ten
     dim, stride = partition.dim, partition.stride
     each = divide(divide(full.shape[dim], stride, "length"), size, "length")
     parts = full.unflatten(dim, (stride, size, each))  # [..., n, ...] -> [..., stride, size, each, ...]
-    return parts.select(dim + 1, rank).flatten(dim, dim + 1)  # -> [..., stride * each, ...]
+    mine: Tensor = parts.select(dim + 1, rank)  # -> [..., stride, each, ...]
+    return mine.flatten(dim, dim + 1)
 
 
 def join_slices(pieces: list[Tensor], partition: Partition) -> Tensor:

@@ -7,8 +7,8 @@ different. So there are two streams: the *default* one, seeded alike within a te
     with get_rng_tracker().fork():      # the stream "model-parallel-rng"
         y = dropout(split_activations)
 
-A stream is the generator state of the current device (CUDA where there is one, else CPU) and each fork continues where the last
-one ended. Weights are not drawn here: their init is one draw from the default CPU stream.
+A stream is a state of the current device's generator (CUDA where there is one, else CPU); each fork continues where
+the last one ended. Weights are not drawn here: their init is one draw from the default CPU stream.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, timeout: float 
         try:
             for rank in range(world_size):
                 ours, theirs = context.Pipe()
-                child = context.Process(
+                child: BaseProcess = context.Process(
                     target=_rank_main, args=(theirs, payload, rank, world_size, folder, timeout, init), daemon=True
                 )
                 child.start()
@@ -85,7 +85,7 @@ def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, timeout: float 
                 pipes.append(ours)
             reports = _collect(pipes, timeout, Path(folder))
             _raise_first_failure(reports, pipes, children)
-            return [report.result for report in reports.values()]
+            return [report.result for report in reports.values() if report is not None]
         finally:
             for pipe in pipes:
                 pipe.close()  # a rank that has reported waits for this, so none leaves while another still needs it

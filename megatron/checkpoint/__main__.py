@@ -11,10 +11,9 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from data.storage import StorageFault
 from megatron.checkpoint.manifest import MANIFEST, Manifest
 from megatron.checkpoint.tags import complete, manifest_of, newest_first, verify
-from megatron.errors import EXIT_CONFIG, CheckpointError, ConfigError, TrainerError, exit_code
+from megatron.errors import EXIT_STORAGE, CheckpointError, ConfigError, TrainerError, exit_code
 
 
 def list_tags(root: Path, tag: str | None) -> None:
@@ -99,9 +98,9 @@ def run(arguments: list[str]) -> None:
 def main(arguments: list[str]) -> int:
     try:
         run(arguments)
-    except (TrainerError, StorageFault) as error:
+    except (TrainerError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return exit_code(error) or EXIT_CONFIG
+        return exit_code(error) or EXIT_STORAGE
     return 0
 
 

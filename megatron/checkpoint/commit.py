@@ -53,19 +53,26 @@ def _free(path: Path) -> int | str:
 def probe(root: Path) -> None:
     """Create `root` if need be and write into it: a bad --save fails before the first step, not at the first save."""
     root = Path(root)
-    if root.is_symlink() and not root.exists():
-        raise StorageError(f"--save {root}: dangling symbolic link to {os.readlink(root)}")
-    if not root.parent.is_dir():
-        raise StorageError(f"--save {root}: parent folder {root.parent} does not exist; create it or choose another")
-    if root.exists() and not root.is_dir():
-        raise StorageError(f"--save {root}: is a file; a folder is needed")
     try:
-        root.mkdir(exist_ok=True)
-        trial = root / f"{TRASH}probe-{secrets.token_hex(8)}"
-        trial.mkdir()
-        trial.rmdir()
+        objection = _objection(root)
+        if objection is None:
+            root.mkdir(exist_ok=True)
+            trial = root / f"{TRASH}probe-{secrets.token_hex(8)}"
+            trial.mkdir()
+            trial.rmdir()
     except OSError as error:
-        raise StorageError(f"--save {root}: cannot be written ({error.strerror})") from error
+        objection = f"cannot be written ({error.strerror})"
+    if objection is not None:
+        raise StorageError(f"--save {root}: {objection}")
+
+
+def _objection(root: Path) -> str | None:
+    """What stands in the way of the folder, where it can be told better than by the system's own words."""
+    if root.is_symlink() and not root.exists():
+        return f"dangling symbolic link to {os.readlink(root)}"
+    if not root.parent.is_dir():
+        return f"parent folder {root.parent} does not exist; create it or choose another"
+    return "is a file; a folder is needed" if root.exists() and not root.is_dir() else None
 
 
 def stage(root: Path, tag: str, run_id: str, say: Say = say_stderr) -> Path:

@@ -24,7 +24,7 @@ BLOCK = 1 << 22
 
 
 def digest(checkpoint: Checkpoint) -> Iterator[str]:
-    """A line `<sha256> <kind> <shape> <name>` for each logical tensor, in order, then `total <sha256 of those lines>`."""
+    """A line `<sha256> <kind> <shape> <name>` for each logical tensor, in order, then `total <sha256 of the lines>`."""
     total = sha256()
     for kind in checkpoint.kinds:
         for name in checkpoint.names(kind):

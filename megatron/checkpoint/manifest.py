@@ -138,7 +138,7 @@ def from_bytes(data: bytes, where: str = MANIFEST) -> Manifest:
     """The manifest in `data`, or a CheckpointError naming what is wrong with it."""
     text, mark, rest = data.rpartition(_CHECKSUM)
     if mark + rest != _seal(text):
-        raise CheckpointError(f"{where}: damaged, its checksum does not match its {len(data)} bytes; choose another tag")
+        raise CheckpointError(f"{where}: damaged: its {len(data)} bytes do not match its own checksum")
     record = Record(parse_json(text + b"}", where), where)
     if (version := record.count("format")) != FORMAT:
         raise CheckpointError(f"{where}: format {version}, this program reads format {FORMAT}")

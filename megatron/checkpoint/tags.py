@@ -136,8 +136,8 @@ def _check_content(path: Path, manifest: Manifest) -> None:
         found = crc32_file(path)
     except OSError as error:
         raise CheckpointError(f"tag {manifest.tag}: file {path.name}: cannot be read ({error.strerror})") from error
-    if found != (expected := manifest.files[path.name].crc32):
-        raise CheckpointError(f"tag {manifest.tag}: file {path.name}: damaged, crc32 expected {expected}, found {found}")
+    if found != (crc := manifest.files[path.name].crc32):
+        raise CheckpointError(f"tag {manifest.tag}: file {path.name}: damaged, crc32 expected {crc}, found {found}")
 
 
 def _rank_of(name: str, manifest: Manifest) -> str:

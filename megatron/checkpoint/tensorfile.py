@@ -46,7 +46,7 @@ class Item:
 
 
 def split_files(items: Sequence[Item], limit: int | None = None) -> Iterator[list[Item]]:
-    """The items of each file: filled in order, wide dtypes first, so that every tensor starts at a multiple of its width."""
+    """The items of each file, filled in order; wide dtypes first, so that each is aligned to its width."""
     ordered = sorted(items, key=lambda item: -item.dtype.itemsize)
     batch: list[Item] = []
     used = 0

@@ -40,13 +40,14 @@ class GPT2(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None, loss_weight: Tensor | None = None,
                 positions: Tensor | None = None, segments: Tensor | None = None, grad_scale: float = 1.0) -> Tensor:
         """[b, s] tokens -> the mean loss over `targets` (weighted by `loss_weight`), or without targets [b, V] logits of the
-        last position. `positions` and `segments` (document numbers) keep documents apart."""
+        last position. `positions` and `segments` (document numbers) keep documents apart. `grad_scale` is the factor the caller will
+        multiply the loss by (see linear_cross_entropy)."""
         x = self.hidden_states(tokens, positions, segments)  # [b, s, h]
         if targets is None:
             return self.logits(x[:, -1])
-        weight = None if loss_weight is None else loss_weight.flatten()
-        return linear_cross_entropy(x.flatten(0, 1), self.wte.weight, targets.flatten(), self.tp,
-                                    vocab_size=self.config.tokens, loss_weight=weight, grad_scale=grad_scale)
+        weight = torch.ones_like(targets, dtype=torch.float32) if loss_weight is None else loss_weight
+        return linear_cross_entropy(x.flatten(0, 1), self.wte.weight, targets.flatten(), self.tp, vocab_size=self.config.tokens,
+                                    loss_weight=weight.flatten(), grad_scale=grad_scale)
 
     def hidden_states(self, tokens: Tensor, positions: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
         """[b, s] -> [b, s, h], after the final LayerNorm."""

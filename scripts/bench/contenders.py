@@ -1,0 +1,111 @@
+"""The ways to train a GPT-2 that the benchmarks compare. Each builder returns a function that does one whole training step.
+
+`Task` says what is trained; a builder runs inside a rank, with torch.distributed initialised when there are several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from plain_gpt2 import PlainGPT2, adamw
+from torch import Tensor, nn
+
+Step = Callable[[Tensor, Tensor], None]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Model shape, micro-batch of one rank, precision."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int
+    batch: int
+    seq: int
+    precision: str = "fp32"
+    device: str = "cpu"
+    compile: bool = False
+
+    @property
+    def padded_vocab(self) -> int:
+        return -(-self.vocab // 128) * 128
+
+
+TASKS = {"14M": Task(6, 384, 6, 8192, 8, 256), "124M": Task(12, 768, 12, 50257, 2, 256), "345M": Task(24, 1024, 16, 50257, 8, 1024)}
+
+
+def autocast(task: Task) -> AbstractContextManager[object]:
+    return torch.autocast(task.device, torch.bfloat16) if task.precision == "bf16" else nullcontext()
+
+
+def _plain_step(task: Task, model: nn.Module, loss_of: Callable[[Tensor, Tensor], Tensor]) -> Step:
+    """The usual loop: autocast for bf16, clip, fused AdamW."""
+    optimizer = adamw(model)
+
+    def step(tokens: Tensor, targets: Tensor) -> None:
+        with autocast(task):
+            loss = loss_of(tokens, targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def _plain_model(task: Task) -> PlainGPT2:
+    model = PlainGPT2(task.layers, task.hidden, task.heads, task.padded_vocab, task.seq).to(task.device)
+    if task.compile:
+        model.compile()
+    return model
+
+
+def plain(task: Task) -> Step:
+    model = _plain_model(task)
+    return _plain_step(task, model, model)
+
+
+def ddp(task: Task) -> Step:
+    model = nn.parallel.DistributedDataParallel(_plain_model(task), gradient_as_bucket_view=True)
+    return _plain_step(task, model, model)
+
+
+def hf(task: Task) -> Step:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=task.padded_vocab, n_positions=task.seq, n_embd=task.hidden, n_layer=task.layers, n_head=task.heads,
+                        attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, use_cache=False)
+    model = GPT2LMHeadModel(config).to(task.device)
+
+    def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
+        logits = model(tokens).logits  # their own `labels` would shift a second time
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    return _plain_step(task, model, loss_of)
+
+
+def ours(task: Task, stage: int = 0) -> Step:
+    from megatron import build
+    from megatron.arguments import build_config
+    from mpu import groups
+
+    config = build_config({
+        "num_layers": task.layers, "hidden_size": task.hidden, "num_attention_heads": task.heads, "max_position_embeddings": task.seq,
+        "vocab_size": task.vocab, "attention_dropout": 0.0, "hidden_dropout": 0.0, "batch_size": task.batch, "zero_stage": stage,
+        "compile": task.compile, **({} if task.precision == "fp32" else {task.precision: True})})
+    grid = groups.build(1)
+    engine = build.engine(config, build.model(config, grid, torch.device(task.device)), grid)
+
+    def step(tokens: Tensor, targets: Tensor) -> None:
+        loss = engine(tokens, targets, grad_scale=engine.backward_scale)
+        engine.backward(loss)
+        engine.step(1e-4)
+
+    return step
+
+
+CONTENDERS: dict[str, Callable[[Task], Step]] = {"plain": plain, "hf": hf, "ddp": ddp, "ours": ours}

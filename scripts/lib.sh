@@ -1,0 +1,99 @@
+# Sourced by the training scripts: set-up, what this node has, and the flags of the shipped presets.
+#
+#   GPUS_PER_NODE NNODES NODE_RANK MASTER_ADDR MASTER_PORT   the job's shape, from the environment
+#   PRESET                                                  tiny, small, 124M, 345M, ... (pretrain_gpt2.py --help)
+#   RUNS                                                    where runs are kept (the repository's runs/)
+#
+# The arguments of a script go through to pretrain_gpt2.py after the script's own flags, so they win.
+
+. "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
+
+RUNS="${RUNS:-$ROOT/runs}"
+NNODES="${NNODES:-1}" NODE_RANK="${NODE_RANK:-0}" MASTER_ADDR="${MASTER_ADDR:-localhost}" MASTER_PORT="${MASTER_PORT:-6000}"
+
+gpu_count() {  # GPUs that torch can use; asks torch (2 s) only where the driver's tool says there is one
+    if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; then
+        python -c 'import torch; print(torch.cuda.device_count())'
+    else
+        echo 0
+    fi
+}
+
+# Sets GPUS_PER_NODE (ranks on this node), DEVICE (gpu or cpu) and PRESET. $1: ranks wanted without word from the
+# environment (a number, or `all` for every GPU); $2: the fewest that make sense.
+choose_ranks() {
+    local gpus
+    gpus="$(gpu_count)"
+    DEVICE=gpu
+    if [[ "$gpus" -lt "$2" ]]; then
+        DEVICE=cpu
+        # One GPU cannot do what needs two: leave it out rather than fail.
+        if [[ "$gpus" -gt 0 ]]; then export CUDA_VISIBLE_DEVICES=; fi
+    fi
+    if [[ "$1" != all ]]; then
+        GPUS_PER_NODE="$1"
+    elif [[ $DEVICE == gpu ]]; then
+        GPUS_PER_NODE="${GPUS_PER_NODE:-$gpus}"
+    else
+        GPUS_PER_NODE="${GPUS_PER_NODE:-2}"
+    fi
+    [[ "$GPUS_PER_NODE" =~ ^[1-9][0-9]*$ ]] || fail "GPUS_PER_NODE is '$GPUS_PER_NODE'; expected a number, 1 or more"
+    if [[ $DEVICE == gpu ]]; then
+        PRESET="${PRESET:-124M}"
+        say "$GPUS_PER_NODE of $gpus GPUs: the $PRESET model in bf16 (PRESET=345M is the classic one)"
+    else
+        PRESET="${PRESET:-small}"
+        say "$([[ $gpus -eq 0 ]] && echo no GPU || echo only one GPU): $GPUS_PER_NODE CPU rank(s) of the $PRESET model"
+    fi
+}
+
+given() {  # FLAG ARGUMENTS...: whether the user gave this flag, spelt with dashes or underscores
+    local flag="$1" word
+    shift
+    for word in "$@"; do
+        word="${word%%=*}"
+        [[ "${word//_/-}" != "$flag" ]] || return 0
+    done
+    return 1
+}
+
+# Adds the flags of a corpus to FLAGS, unless the user brings one.
+add_corpus() {
+    if given --train-data "$@" || given --mock-data "$@" || given --help "$@"; then return; fi
+    local folder="$RUNS/default_corpus"
+    python -m data.default_corpus --output-dir "$folder" >/dev/null
+    if [[ "$PRESET" == small ]]; then
+        FLAGS+=(--train-data "$folder/corpus" --tokenizer-path "$folder/tokenizer.model")
+    else
+        FLAGS+=(--train-data "$folder/corpus.jsonl")  # made into tokens of the preset's own tokenizer, once
+    fi
+}
+
+# Adds the preset's batch, length and learning rate: about three minutes on two CPU cores, or on one GPU.
+add_recipe() {
+    FLAGS+=(--preset "$PRESET" --split 980,19,1 --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1)
+    case "$DEVICE:$PRESET" in
+        *:tiny) FLAGS+=(--batch-size 8 --train-iters 500 --lr 3e-3 --min-lr 3e-4 --warmup 0.05 --log-interval 50
+                        --eval-interval 250 --eval-iters 10 --save-interval 250) ;;
+        cpu:*)  FLAGS+=(--batch-size 4 --train-iters 240 --lr 1e-3 --min-lr 1e-4 --warmup 0.1 --log-interval 10
+                        --eval-interval 120 --eval-iters 5 --save-interval 60) ;;
+        gpu:*)  FLAGS+=(--bf16 --batch-size 16 --train-iters 1500 --lr 6e-4 --min-lr 6e-5 --warmup 0.1 --log-interval 20
+                        --eval-interval 250 --eval-iters 10 --save-interval 500) ;;
+    esac
+    [[ "$PRESET" != 345M ]] || FLAGS+=(--checkpoint-activations)
+}
+
+# pretrain NAME [arguments...]: train into RUNS/NAME/PRESET, or go on from what is there. Does not return.
+pretrain() {
+    local folder="$RUNS/$1/$PRESET"
+    shift
+    add_recipe
+    add_corpus "$@"
+    mkdir -p -- "$folder" || fail "cannot make $folder; set RUNS to a folder that can be written"
+    FLAGS+=(--save "$folder" --load "$folder" --keep-last 2 --metrics-file "$folder/metrics.jsonl"
+            --data-cache-path "$RUNS/cache")
+    export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+    exec "$PYTHON" -P -m megatron.launch --nproc-per-node "$GPUS_PER_NODE" --nnodes "$NNODES" --node-rank "$NODE_RANK" \
+        --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" "$ROOT/pretrain_gpt2.py" "${FLAGS[@]}" "$@"
+}
+FLAGS=()

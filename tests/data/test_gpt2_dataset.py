@@ -1,0 +1,156 @@
+"""Samples against a plain reference that joins everything in memory, and their independence of everything else."""
+
+from __future__ import annotations
+
+import os
+import random
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data import sample_index
+from data.gpt2_dataset import BlendedDataset, GPT2Dataset, MockDataset
+from data.indexed import CorpusWriter, IndexedCorpus
+from data.sample_index import sample_starts, samples_in
+from data.sampling import epoch_permutation
+from data.storage import DataError
+
+
+def corpus_of(prefix: Path, sizes: list[int], first: int = 0) -> IndexedCorpus:
+    """Documents of these sizes; the tokens count upwards, so each tells where it stands."""
+    with CorpusWriter(prefix, vocab_size=1 << 20) as writer:
+        for size in sizes:
+            writer.add_document(np.arange(first, first + size))
+            first += size
+    return IndexedCorpus(prefix)
+
+
+def naive_starts(sizes: list[int], order: list[int], seq_length: int) -> list[list[int]]:
+    """Walk over every token of the joined documents."""
+    places = [[position, offset] for position, document in enumerate(order) for offset in range(sizes[document])]
+    return places[:-1:seq_length][:samples_in(len(places), seq_length)]
+
+
+@pytest.mark.parametrize("block", [1, 3, 1 << 20])
+def test_starts_equal_a_walk_over_all_tokens(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    monkeypatch.setattr(sample_index, "BLOCK", block)
+    draw = random.Random(block)
+    for _ in range(200):
+        sizes = [draw.choice([0, 0, 1, 4, 5, draw.randint(0, 30)]) for _ in range(draw.randint(1, 12))]
+        order = draw.sample(range(len(sizes)), draw.randint(1, len(sizes)))
+        seq_length = draw.randint(1, 9)
+        starts = sample_starts(np.array(sizes, np.int32), np.array(order), seq_length)
+        assert starts.tolist() == naive_starts(sizes, order, seq_length)
+
+
+SIZES = [5, 0, 17, 1, 0, 8, 3, 29, 0, 2, 11]
+
+
+@pytest.mark.parametrize("documents", [range(11), range(2, 8), [10, 2, 5]])
+@pytest.mark.parametrize("seq_length", [1, 4, 7])
+def test_samples_equal_the_joined_documents_cut_in_pieces(tmp_path: Path, documents: list[int] | range,
+                                                          seq_length: int) -> None:
+    corpus = corpus_of(tmp_path / "c", SIZES)
+    dataset = GPT2Dataset(corpus, documents, seq_length, seed=3, name="train")
+    n = dataset.samples_per_epoch
+    for epoch in range(3):
+        order = np.array(list(documents))[epoch_permutation(len(documents), 3, epoch, 0)]
+        stream = np.concatenate([corpus.document(int(number)) for number in order])
+        assert n == (len(stream) - 1) // seq_length
+        for place, sample in enumerate(epoch_permutation(n, 3, epoch, 1)):
+            expected = stream[sample * seq_length:(sample + 1) * seq_length + 1]
+            found = dataset[epoch * n + place]
+            assert found.dtype == np.int64 and found.tolist() == expected.tolist()
+
+
+def test_samples_do_not_depend_on_what_was_read_before(tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path / "c", SIZES)
+    asked = list(range(60))
+    straight = [GPT2Dataset(corpus, range(11), 4, 1, "a")[i].tolist() for i in asked]
+    dataset = GPT2Dataset(corpus, range(11), 4, 1, "b")
+    random.Random(0).shuffle(asked)
+    for i in asked:
+        assert dataset[i].tolist() == straight[i]
+    assert [GPT2Dataset(corpus, range(11), 4, 2, "a")[i].tolist() for i in range(60)] != straight
+
+
+def test_stored_epochs_equal_computed_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus, folder = corpus_of(tmp_path / "c", SIZES), tmp_path / "cache"
+    computed = GPT2Dataset(corpus, range(11), 4, 1, "computed", str(folder))
+    assert not folder.exists()
+    monkeypatch.setattr(sample_index, "STORE_FROM", 1)
+    for attempt in range(2):
+        stored = GPT2Dataset(corpus, range(11), 4, 1, "stored", str(folder))
+        assert all(stored[i].tolist() == computed[i].tolist() for i in range(3 * stored.samples_per_epoch))
+        assert len(os.listdir(folder)) == 6, attempt
+    GPT2Dataset(corpus, range(10), 4, 1, "other", str(folder))[0]
+    assert len(os.listdir(folder)) == 8
+
+
+def test_few_epochs_stay_in_memory(tmp_path: Path) -> None:
+    dataset = GPT2Dataset(corpus_of(tmp_path / "c", SIZES), range(11), 4, 1, "a")
+    for i in range(20 * dataset.samples_per_epoch):
+        dataset[i]
+    assert len(dataset._epochs._kept) == sample_index.KEPT_EPOCHS
+
+
+def test_too_little_text_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path / "c", [3, 0, 5])
+    assert GPT2Dataset(corpus, range(3), 7, 0, "train").samples_per_epoch == 1
+    with pytest.raises(DataError, match="valid: 3 documents with 8 tokens, one sample needs 9"):
+        GPT2Dataset(corpus, range(3), 8, 0, "valid")
+    with pytest.raises(IndexError):
+        GPT2Dataset(corpus, range(3), 7, 0, "train")[-1]
+
+
+@pytest.mark.parametrize("bad", [90, -1])
+def test_a_token_outside_the_vocabulary_is_refused_at_open(tmp_path: Path, bad: int) -> None:
+    corpus_of(tmp_path / "c", [50])
+    raw = np.fromfile(tmp_path / "c.bin", "<i4")
+    raw[33] = bad
+    raw.tofile(tmp_path / "c.bin")
+    os.unlink(tmp_path / "c.json")
+    with pytest.raises(DataError, match=f"document 0, offset 33: token id {bad} is outside the vocabulary of 60"):
+        GPT2Dataset(IndexedCorpus(tmp_path / "c"), range(1), 4, 0, "train", vocab_size=60)
+
+
+def test_a_token_outside_the_vocabulary_is_refused_when_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the facts are wrong, or the corpus too large to be scanned at the start."""
+    corpus_of(tmp_path / "c", [50])
+    os.unlink(tmp_path / "c.json")
+    monkeypatch.setattr("data.indexed.SCAN_LIMIT", 10)
+    dataset = GPT2Dataset(IndexedCorpus(tmp_path / "c"), range(1), 4, 0, "train", vocab_size=40)
+    with pytest.raises(DataError, match="document 0, offset 40: token id 40 is outside the vocabulary of 40"):
+        for i in range(dataset.samples_per_epoch):
+            dataset[i]
+
+
+def test_blends_serve_every_dataset_in_its_own_order(tmp_path: Path) -> None:
+    parts = [GPT2Dataset(corpus_of(tmp_path / f"c{k}", SIZES, first=1000 * k), range(11), 4, k, "part") for k in (0, 1)]
+    blend = BlendedDataset(parts, [Fraction("0.25"), Fraction("0.75")], "train")
+    samples = [blend[i] for i in range(40)]
+    for k, part in enumerate(parts):
+        own = [sample.tolist() for sample in samples if sample[0] // 1000 == k]
+        assert len(own) == (10, 30)[k]
+        assert own == [part[i].tolist() for i in range(len(own))]
+
+
+def test_fingerprints_differ_where_samples_do(tmp_path: Path) -> None:
+    corpus, other = corpus_of(tmp_path / "a", SIZES), corpus_of(tmp_path / "b", SIZES, first=1)
+    same = GPT2Dataset(IndexedCorpus(tmp_path / "a"), range(11), 4, 1, "again")
+    dataset = GPT2Dataset(corpus, range(11), 4, 1, "train")
+    assert dataset.fingerprint == same.fingerprint
+    changed = [GPT2Dataset(other, range(11), 4, 1, "t"), GPT2Dataset(corpus, range(10), 4, 1, "t"),
+               GPT2Dataset(corpus, range(11), 5, 1, "t"), GPT2Dataset(corpus, range(11), 4, 2, "t")]
+    assert len({dataset.fingerprint, *(one.fingerprint for one in changed)}) == 5
+
+
+def test_mock_samples_are_a_function_of_seed_and_index() -> None:
+    a, b, c = MockDataset(100, 9, seed=1), MockDataset(100, 9, seed=1), MockDataset(100, 9, seed=2)
+    assert a[5].tolist() == b[5].tolist() != c[5].tolist()
+    assert a[5].tolist() != a[6].tolist()
+    everything = np.concatenate([a[i] for i in range(300)])
+    assert a[0].shape == (10,) and everything.dtype == np.int64
+    assert set(everything.tolist()) == set(range(100))

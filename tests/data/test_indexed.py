@@ -1,0 +1,204 @@
+"""MMIDIDX files: golden bytes, round trips, and every way an index can lie."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.facts import TokenizerFacts
+from data.format import token_dtype
+from data.indexed import CorpusWriter, IndexedCorpus, merge
+from data.storage import DataError
+
+DOCUMENTS = [[1, 2, 3], [], [4], [5, 6]]
+
+GOLDEN_INDEX = (
+    "4d4d49444944580000" "0100000000000000" "08" "0400000000000000" "0500000000000000"
+    "03000000" "00000000" "01000000" "02000000"
+    "0000000000000000" "0600000000000000" "0600000000000000" "0800000000000000"
+    "0000000000000000" "0100000000000000" "0200000000000000" "0300000000000000" "0400000000000000")
+
+
+def write(prefix: Path, documents: list[list[int]], **settings: object) -> Path:
+    with CorpusWriter(prefix, **(settings or {"vocab_size": 10})) as writer:  # type: ignore[arg-type]
+        for document in documents:
+            writer.add_document(document)
+    return prefix
+
+
+def test_files_are_those_of_megatron_byte_for_byte(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "c", DOCUMENTS)
+    assert Path(f"{prefix}.idx").read_bytes().hex() == GOLDEN_INDEX
+    assert Path(f"{prefix}.bin").read_bytes().hex() == "010002000300040005000600"
+
+
+def test_a_thousand_documents_make_the_documented_size(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "c", [[7]] * 1000)
+    raw = Path(f"{prefix}.idx").read_bytes()
+    assert len(raw) == 20_042
+    assert raw[17:34].hex() == "08" "e803000000000000" "e903000000000000"
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(257, "<u2"), (65_499, "<u2"), (65_500, "<i4"), (70_000, "<i4")])
+def test_reading_gives_back_what_was_written(tmp_path: Path, vocab_size: int, dtype: str) -> None:
+    assert token_dtype(vocab_size) == np.dtype(dtype)
+    documents = [[vocab_size - 1, 0], [], [5]]
+    corpus = IndexedCorpus(write(tmp_path / "c", documents, vocab_size=vocab_size))
+    assert [corpus.document(i).tolist() for i in range(corpus.num_documents)] == documents
+    assert corpus.sizes.tolist() == [2, 0, 1] and corpus.num_tokens == 3 and corpus.dtype == np.dtype(dtype)
+    assert corpus.read(0, 1).tolist() == [0] and corpus.read(0, 0, 99).tolist() == documents[0]
+    assert pickle.loads(pickle.dumps(corpus)).document(2).tolist() == [5]
+
+
+def test_documents_of_several_sequences_are_joined(tmp_path: Path) -> None:
+    """As `--split-sentences` of Megatron writes them; here documents of 2, 0 and 1 sequences, with modes at the end."""
+    index = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 1, 3, 4) + struct.pack("<3i", 2, 1, 3)
+    index += struct.pack("<3q", 0, 2, 3) + struct.pack("<4q", 0, 2, 2, 3) + bytes(3)
+    (tmp_path / "c.idx").write_bytes(index)
+    (tmp_path / "c.bin").write_bytes(bytes([1, 2, 3, 4, 5, 6]))
+    corpus = IndexedCorpus(tmp_path / "c")
+    assert [corpus.document(i).tolist() for i in range(3)] == [[1, 2, 3], [], [4, 5, 6]]
+
+
+def test_facts_say_what_made_the_tokens(tmp_path: Path) -> None:
+    made_by = TokenizerFacts("T", "abcd", 10, 9)
+    corpus = IndexedCorpus(write(tmp_path / "c", DOCUMENTS, tokenizer=made_by))
+    assert corpus.facts is not None and corpus.facts.tokenizer == made_by
+    assert (corpus.facts.documents, corpus.facts.tokens, corpus.facts.max_token) == (4, 6, 6)
+
+
+@pytest.mark.parametrize(("offset", "layout", "value", "message"), [
+    (0, "9s", b"MMIDIDZ\0\0", "magic: expected"),
+    (0, "9s", b"TNTIDX\0\0\0", "old TNTIDX format"),
+    (9, "<Q", 2, "version: expected 1, found 2"),
+    (17, "<B", 0, "dtype code: expected one of"),
+    (17, "<B", 99, "dtype code: expected one of .* found 99"),
+    (17, "<B", 6, "dtype code: 6 .* integer type"),
+    (17, "<B", 4, "c.bin: size: the index says 24 bytes, found 12"),
+    (18, "<Q", 2**64 - 1, "size: 18446744073709551615 sequences .* found 122"),
+    (18, "<Q", 2**60, "size: "),
+    (18, "<Q", 5, "size: "),
+    (26, "<Q", 2**63, "size: "),
+    (26, "<Q", 0, "size: "),
+    (34, "<i", -3, r"lengths\[0\]: expected 0 or more, found -3"),
+    (34, "<i", 4, "c.bin: size: the index says 14 bytes, found 12"),
+    (50, "<q", -2, r"pointers\[0\]: expected 0 .* found -2"),
+    (58, "<q", 1, r"pointers\[1\]: expected 6 .* found 1"),
+    (74, "<q", 2**62, r"pointers\[3\]: expected 8 "),
+    (82, "<q", 1, "documents: expected 0 to 4, found 1 to 4"),
+    (90, "<q", -1, r"documents\[1\]: expected at least 0, found -1"),
+    (98, "<q", 4, r"documents\[3\]: expected at least 4, found 3"),
+    (114, "<q", 3, "documents: expected 0 to 4, found 0 to 3"),
+])
+def test_a_lying_index_is_refused_naming_file_and_field(tmp_path: Path, offset: int, layout: str, value: object,
+                                                        message: str) -> None:
+    raw = bytearray.fromhex(GOLDEN_INDEX)
+    struct.pack_into(layout, raw, offset, value)
+    (tmp_path / "c.idx").write_bytes(raw)
+    (tmp_path / "c.bin").write_bytes(bytes.fromhex("010002000300040005000600"))
+    with pytest.raises(DataError, match=message) as caught:
+        IndexedCorpus(tmp_path / "c")
+    assert str(tmp_path / "c") in str(caught.value)
+
+
+@pytest.mark.parametrize(("suffix", "size", "message"), [
+    (".bin", 0, "c.bin: size: the file is empty"), (".bin", 10, "says 12 bytes, found 10"),
+    (".bin", 13, "says 12 bytes, found 13"), (".bin", None, "c.bin: cannot read: No such file"),
+    (".idx", 0, "c.idx: size: the file is empty"), (".idx", 20, "header: expected 34 bytes, found 20"),
+    (".idx", 113, "size: 4 sequences .* found 113"), (".idx", None, "c.idx: cannot read: No such file"),
+])
+def test_files_of_the_wrong_length_are_refused(tmp_path: Path, suffix: str, size: int | None, message: str) -> None:
+    prefix = write(tmp_path / "c", DOCUMENTS)
+    path = Path(f"{prefix}{suffix}")
+    if size is None:
+        path.unlink()
+    else:
+        path.write_bytes((path.read_bytes() + b"\0")[:size])
+    with pytest.raises(DataError, match=message):
+        IndexedCorpus(prefix)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"documents": "4"}', '{"documents": 5, "tokens": 6, "crc32": "", '
+                                     '"max_token": 6, "tokenizer": null}'])
+def test_wrong_facts_are_refused(tmp_path: Path, content: str) -> None:
+    prefix = write(tmp_path / "c", DOCUMENTS)
+    Path(f"{prefix}.json").write_text(content)
+    with pytest.raises(DataError, match="c.json"):
+        IndexedCorpus(prefix)
+
+
+@pytest.mark.parametrize("with_facts", [True, False])
+@pytest.mark.parametrize(("dtype", "bad"), [("<u2", 300), ("<i4", 300), ("<i4", -1)])
+def test_a_token_outside_the_vocabulary_is_named(tmp_path: Path, with_facts: bool, dtype: str, bad: int) -> None:
+    prefix = write(tmp_path / "c", [[1, 2], [], [3, 299, 4]], dtype=np.dtype(dtype))
+    raw = np.fromfile(f"{prefix}.bin", dtype)
+    raw[3] = bad
+    raw.tofile(f"{prefix}.bin")
+    facts = json.loads(Path(f"{prefix}.json").read_text())
+    Path(f"{prefix}.json").write_text(json.dumps(facts | {"max_token": max(bad, 4)}))
+    if bad < 0 or not with_facts:
+        os.unlink(f"{prefix}.json")  # facts of negative ids cannot be written by us
+    corpus = IndexedCorpus(prefix)
+    with pytest.raises(DataError, match=f"document 2, offset 1: token id {bad} is outside the vocabulary of 300"):
+        corpus.check_vocabulary(300)
+    if bad > 0:
+        corpus.check_vocabulary(301)
+
+
+def test_the_writer_refuses_ids_that_do_not_fit(tmp_path: Path) -> None:
+    for bad in (-1, 10):
+        with pytest.raises(DataError, match=f"token id {bad} .* expected 0 to 9"):
+            write(tmp_path / "c", [[1], [2, bad]])
+    with pytest.raises(DataError, match="no tokens"):
+        write(tmp_path / "c", [[], []])
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_failed_rewrite_leaves_the_old_corpus(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "c", DOCUMENTS)
+    with pytest.raises(KeyError), CorpusWriter(prefix, vocab_size=10) as writer:
+        writer.add_document([9] * 100)
+        raise KeyError
+    assert IndexedCorpus(prefix).document(0).tolist() == [1, 2, 3]
+    assert sorted(os.listdir(tmp_path)) == ["c.bin", "c.idx", "c.json"]
+
+
+def test_dying_between_two_renames_leaves_no_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix = write(tmp_path / "c", DOCUMENTS)
+    rename, calls = os.replace, []
+
+    def die_at_the_second(source: str, target: str) -> None:
+        calls.append(target)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    monkeypatch.setattr(os, "replace", die_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        write(prefix, [[9, 9, 9, 9, 9, 9]] * 2)
+    with pytest.raises(DataError, match="c.idx: cannot read"):
+        IndexedCorpus(prefix)
+
+
+def test_merging_equals_writing_everything_at_once(tmp_path: Path) -> None:
+    parts = [write(tmp_path / name, documents) for name, documents in (("a", DOCUMENTS), ("b", [[7], [8, 9]]))]
+    whole = write(tmp_path / "whole", [*DOCUMENTS, [7], [8, 9]])
+    merge([str(part) for part in parts], tmp_path / "merged")
+    for suffix in (".bin", ".idx", ".json"):
+        assert Path(f"{tmp_path}/merged{suffix}").read_bytes() == Path(f"{whole}{suffix}").read_bytes()
+
+
+def test_merging_refuses_different_origins(tmp_path: Path) -> None:
+    a = write(tmp_path / "a", DOCUMENTS)
+    b = write(tmp_path / "b", DOCUMENTS, vocab_size=70_000)
+    c = write(tmp_path / "c", DOCUMENTS, tokenizer=TokenizerFacts("T", "abcd", 10, 9))
+    with pytest.raises(DataError, match="uint16.*int32"):
+        merge([str(a), str(b)], tmp_path / "out")
+    with pytest.raises(DataError, match="different tokenizers"):
+        merge([str(a), str(c)], tmp_path / "out")

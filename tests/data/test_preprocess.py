@@ -1,0 +1,207 @@
+"""JSONL to corpus: exact bytes for any number of workers, every malformed line named, no half-made files."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data import jsonl
+from data.indexed import IndexedCorpus
+from data.jsonl import parse_text, read_chunks
+from data.parallel import ordered_map
+from data.preprocess import build_corpus
+from data.preprocess import main as preprocess
+from data.storage import DataError
+from data.tokenizer import ByteLevelTokenizer
+from data.verify import main as verify
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def write_jsonl(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def command(module: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", module, *map(str, arguments)], cwd=REPOSITORY, text=True,
+                          capture_output=True, timeout=60)
+
+
+def files_of(prefix: Path) -> list[bytes]:
+    return [Path(f"{prefix}{suffix}").read_bytes() for suffix in (".bin", ".idx", ".json")]
+
+
+def test_the_corpus_holds_the_tokens_of_every_line(tmp_path: Path) -> None:
+    texts = ["Hello", "", "w\u00f6rld \U0001f600", "a\nb"]
+    (tmp_path / "b.jsonl").write_bytes(b'\n  \r\n{"text": "no line end"}')
+    tokenizer = ByteLevelTokenizer()
+    build_corpus([write_jsonl(tmp_path / "a.jsonl", texts), tmp_path / "b.jsonl"], tmp_path / "c", tokenizer)
+    corpus = IndexedCorpus(tmp_path / "c")
+    expected = [[*text.encode(), 256] for text in [*texts, "no line end"]]
+    assert [corpus.document(i).tolist() for i in range(corpus.num_documents)] == expected
+    assert corpus.facts is not None and corpus.facts.tokenizer is not None
+    assert corpus.facts.tokenizer.fingerprint == tokenizer.fingerprint
+
+
+def test_any_number_of_workers_makes_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [f"document {i} " * (i % 50) for i in range(500)]
+    plain = write_jsonl(tmp_path / "a.jsonl", texts)
+    with gzip.open(tmp_path / "a.jsonl.gz", "wb") as file:
+        file.write(plain.read_bytes())
+    monkeypatch.setattr(jsonl.read_chunks, "__defaults__", (10_000,))
+    assert len(list(read_chunks(plain))) > 8
+    for workers in (1, 2, 4):
+        build_corpus([plain], tmp_path / f"w{workers}", ByteLevelTokenizer(), workers=workers)
+    build_corpus([tmp_path / "a.jsonl.gz"], tmp_path / "gz", ByteLevelTokenizer())
+    made = [files_of(tmp_path / name) for name in ("w1", "w2", "w4", "gz")]
+    assert made[0] == made[1] == made[2] == made[3]
+
+
+MALFORMED = [
+    (b'{"text": "cut', "not JSON: "), (b"[]", "expected a JSON object, found an array"),
+    (b'"text"', "expected a JSON object, found text"), (b"null", "expected a JSON object, found null"),
+    (b'{"url": "u"}', "no key 'text'; found 'url'"), (b"{}", "no key 'text'; found no keys"),
+    (b'{"text": 1}', "expected text, found a number"), (b'{"text": null}', "expected text, found null"),
+    (b'{"text": ["a"]}', "expected text, found an array"), (b'{"text": true}', "expected text, found true or false"),
+    (b'{"text": "a", "text": "b"}', "key 'text' stands twice"), (b'{"text": "a", "n": NaN}', "NaN is not a JSON number"),
+    (b'{"text": "a", "n": -Infinity}', "-Infinity is not a JSON number"),
+    (b'{"text": "\xff"}', "not UTF-8: byte 0xff at column 11"),
+    (b'{"text": "a\\ud800"}', "lone surrogate U+D800 at character 2"),
+    (b'\xef\xbb\xbf{"text": "a"}', "not JSON: "), (b'{"text": "a"} {}', "not JSON: Extra data at column 15"),
+    (b'{"text": ' + b"[" * 100_000, "recursion"), (b'{"text": "a", "n": ' + b"9" * 5000 + b"}", "integer string"),
+]
+
+
+@pytest.mark.parametrize(("line", "reason"), MALFORMED, ids=range(len(MALFORMED)))
+def test_a_malformed_line_is_named_or_skipped(tmp_path: Path, line: bytes, reason: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "good"}\n\n' + line + b'\n{"text": "also good"}\n')
+    with pytest.raises(DataError) as caught:
+        build_corpus([path], tmp_path / "c", ByteLevelTokenizer())
+    assert str(caught.value).startswith(f"{path}:3 ") and reason in str(caught.value)
+    assert os.listdir(tmp_path) == ["a.jsonl"]
+    progress, skipped = build_corpus([path], tmp_path / "c", ByteLevelTokenizer(), skip_malformed=True)
+    assert (progress.documents, skipped) == (2, 1)
+
+
+def test_surrogate_pairs_are_one_character() -> None:
+    assert parse_text(b'{"text": "\\ud83d\\ude00"}', "text") == "\U0001f600"
+
+
+def test_a_damaged_or_missing_input_is_a_data_error(tmp_path: Path) -> None:
+    whole = gzip.compress(b'{"text": "a"}\n' * 1000)
+    for name, content in (("cut.gz", whole[:-20]), ("no.gz", b"plain"), ("flip.gz", whole[:15] + b"\xff" + whole[16:])):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError, match=f"{name}: cannot read"):
+            list(read_chunks(tmp_path / name))
+    with pytest.raises(DataError, match="missing: cannot read: No such file"):
+        list(read_chunks(tmp_path / "missing"))
+
+
+def test_the_command_line_works_and_verify_agrees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, prefix = write_jsonl(tmp_path / "a.jsonl", ["Hello world", "again"]), str(tmp_path / "new" / "c")
+    preprocess(["--input", str(path), "--output-prefix", prefix, "--append-eod"])
+    assert IndexedCorpus(prefix).document(0).tolist() == [15496, 995, 50256]
+    assert "0 malformed lines skipped" in capsys.readouterr().err
+    verify([prefix])
+    assert "2 documents, 5 tokens (uint16)" in capsys.readouterr().out
+    with pytest.raises(DataError, match="document 0, offset 0: token id 15496 is outside the vocabulary of 15000"):
+        verify([prefix, "--vocab-size", "15000"])
+    raw = bytearray(Path(f"{prefix}.bin").read_bytes())
+    raw[2] ^= 1
+    Path(f"{prefix}.bin").write_bytes(raw)
+    with pytest.raises(DataError, match="crc32: expected .* found"):
+        verify([prefix])
+
+
+def test_errors_are_one_line_and_an_exit_code(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ["a"])
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "a"}\n[]\n')
+    byte = ("--tokenizer-type", "byte", "--output-prefix")
+    for code, done in (
+        (3, command("data.preprocess", "--input", bad, *byte, tmp_path / "c", "--workers", 2)),
+        (2, command("data.preprocess", "--input", path)),
+        (7, command("data.preprocess", "--input", path, *byte, "/proc/nowhere/c")),
+        (3, command("data.verify", tmp_path / "c")),
+    ):
+        assert done.returncode == code, done.stderr
+        assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "bad.jsonl"]
+
+
+def _pid_or_die(item: int) -> int:
+    if item == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return item
+
+
+def _refuse(item: int) -> int:
+    raise DataError(f"item {item}")
+
+
+def test_the_map_keeps_order_and_passes_errors_on() -> None:
+    assert list(ordered_map(abs, range(-7, 0), workers=3)) == [7, 6, 5, 4, 3, 2, 1]
+    assert list(ordered_map(abs, [], workers=2)) == [] and list(ordered_map(abs, [-1], workers=3)) == [1]
+    with pytest.raises(DataError, match="item 0"):
+        list(ordered_map(_refuse, range(9), workers=2))
+
+
+def test_a_killed_worker_is_an_error_not_a_hang() -> None:
+    with pytest.raises(DataError, match="a worker process died"):
+        list(ordered_map(_pid_or_die, range(100), workers=2))
+
+
+@pytest.mark.parametrize("moment", ["write", "fsync", "replace"])
+def test_a_build_killed_at_any_moment_can_be_repeated(tmp_path: Path, moment: str,
+                                                      dying: Callable[[str], str]) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [f"text {i}" for i in range(200)])
+    script = dying(moment) + f"from data.preprocess import main\nmain(['--input', {str(path)!r}, " \
+        f"'--output-prefix', {str(tmp_path / 'c')!r}, '--tokenizer-type', 'byte'])"
+    killed = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    assert not (tmp_path / "c.idx").exists()
+    build_corpus([path], tmp_path / "c", ByteLevelTokenizer(), append_eod=False)
+    build_corpus([path], tmp_path / "d", ByteLevelTokenizer(), append_eod=False)
+    assert files_of(tmp_path / "c") == files_of(tmp_path / "d")
+
+
+@pytest.fixture
+def dying() -> Iterator[Callable[[str], str]]:
+    """A program's first lines that kill it in its second write, fsync or rename."""
+    where = {"write": "data.indexed.CorpusWriter, 'add_documents'", "fsync": "os, 'fsync'", "replace": "os, 'replace'"}
+
+    def lines(moment: str) -> str:
+        return f"""
+import os, signal, data.indexed
+def wrap(owner, name, calls=[]):
+    original = getattr(owner, name)
+    def call(*arguments):
+        calls.append(1)
+        if len(calls) == {1 if moment == 'write' else 2}:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*arguments)
+    setattr(owner, name, call)
+wrap({where[moment]})
+"""
+    yield lines
+
+
+def test_sizes_and_tokens_of_a_chunk_are_plain_arrays() -> None:
+    """They travel between processes; objects would be slow."""
+    from data.jsonl import Chunk
+    from data.preprocess import encode_chunk
+
+    encoded = encode_chunk(Chunk("f", 1, [b'{"text": "ab"}', b'{"text": ""}']), ByteLevelTokenizer(), "text", True)
+    assert encoded.tokens.dtype == np.uint16 and encoded.tokens.tolist() == [97, 98, 256, 256]
+    assert encoded.sizes.tolist() == [3, 1]

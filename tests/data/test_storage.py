@@ -1,0 +1,77 @@
+"""Staged files: whole or absent, whatever happens while they are written."""
+
+from __future__ import annotations
+
+import errno
+import os
+import zlib
+from pathlib import Path
+
+import pytest
+
+from data.storage import DataError, StorageFault, crc32_file, make_folder, staged_file, write_json_atomic
+
+
+def test_a_staged_file_appears_only_at_the_end(tmp_path: Path) -> None:
+    target = tmp_path / "file"
+    with staged_file(target) as file:
+        file.write(b"whole")
+        assert not target.exists()
+    assert target.read_bytes() == b"whole"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_failure_leaves_the_old_file_and_no_litter(tmp_path: Path) -> None:
+    target = tmp_path / "file"
+    target.write_text("old")
+    with pytest.raises(KeyError), staged_file(target, "w") as file:
+        file.write("half of the new")
+        raise KeyError
+    assert target.read_text() == "old"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_full_disk_is_a_storage_fault_naming_the_target(tmp_path: Path) -> None:
+    with pytest.raises(StorageFault, match=r"file: cannot write: No space left"), staged_file(tmp_path / "file"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_disk_that_fills_at_the_last_flush_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StorageFault), staged_file(tmp_path / "file") as file:
+        file.write(b"x")
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_input_that_cannot_be_read_is_no_fault_of_the_target(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), staged_file(tmp_path / "file"):
+        open(tmp_path / "missing")
+
+
+def test_a_missing_folder_is_a_storage_fault(tmp_path: Path) -> None:
+    with pytest.raises(StorageFault, match="cannot write"), staged_file(tmp_path / "missing" / "file"):
+        pass
+    (tmp_path / "plain").write_text("")
+    with pytest.raises(StorageFault, match="plain"):
+        make_folder(tmp_path / "plain" / "folder")
+
+
+def test_crc32_is_that_of_the_whole_file(tmp_path: Path) -> None:
+    content = bytes(range(256)) * 40_000  # more than one chunk
+    (tmp_path / "file").write_bytes(content)
+    assert crc32_file(tmp_path / "file") == f"{zlib.crc32(content):08x}"
+
+
+def test_json_refuses_what_json_cannot_say(tmp_path: Path) -> None:
+    write_json_atomic(tmp_path / "a.json", {"b": 1, "a": [None, "ü"]})
+    with pytest.raises(ValueError):
+        write_json_atomic(tmp_path / "b.json", float("nan"))
+    assert os.listdir(tmp_path) == ["a.json"]
+
+
+def test_data_errors_and_storage_faults_stay_apart() -> None:
+    assert not issubclass(DataError, StorageFault) and not issubclass(StorageFault, DataError)

@@ -1,0 +1,144 @@
+"""Made checkpoints: a few logical tensors, cut for any layout by plain slicing, and all ranks of a save as threads.
+
+The slicing here is the slow, obvious reference that cut.py is compared with.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from megatron.checkpoint import agree, writer
+from megatron.checkpoint.piece import Piece
+from megatron.zero.layout import FlatLayout, Slot
+from mpu.groups import SOLO, Group
+from mpu.split import Partition
+
+VOCAB, ROWS_MULTIPLE = 50, 4
+
+SHAPES: dict[str, tuple[tuple[int, ...], Partition | None]] = {
+    "embedding.weight": ((VOCAB, 8), Partition(0, size=VOCAB)),
+    "qkv.weight": ((3 * 16, 8), Partition(0, stride=3)),
+    "qkv.bias": ((3 * 16,), Partition(0, stride=3)),
+    "projection.weight": ((8, 16), Partition(-1)),
+    "fc.weight": ((20, 8), Partition(0)),
+    "norm.weight": ((8,), None),
+    "norm.bias": ((8,), None),
+}
+KINDS = ("weight", "exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A layout: tp x dp ranks."""
+
+    tp: int
+    dp: int
+
+    def __str__(self) -> str:
+        return f"tp{self.tp}dp{self.dp}"
+
+
+GRIDS = [Grid(tp, dp) for tp in (1, 2, 4) for dp in (1, 2, 4)]
+
+
+def logical(seed: int = 0) -> dict[tuple[str, str], torch.Tensor]:
+    """All logical tensors by (kind, name)."""
+    generator = torch.Generator().manual_seed(seed)
+    return {(kind, name): torch.randn(shape, generator=generator)
+            for kind in KINDS for name, (shape, _) in SHAPES.items()}
+
+
+def local(tensor: torch.Tensor, partition: Partition | None, tp_rank: int, tp: int, padding: float = 0) -> torch.Tensor:
+    """Rank `tp_rank`'s part of a logical tensor, by plain slicing."""
+    if partition is None:
+        return tensor
+    if partition.size is not None:
+        rows = -(-partition.size // (ROWS_MULTIPLE * tp)) * ROWS_MULTIPLE * tp
+        tensor = torch.cat([tensor, torch.full((rows - partition.size, *tensor.shape[1:]), padding)])
+    parts = tensor.chunk(partition.stride, partition.dim)
+    return torch.cat([part.chunk(tp, partition.dim)[tp_rank] for part in parts], partition.dim)
+
+
+def runs(tensors: dict[tuple[str, str], torch.Tensor], grid: Grid, tp_rank: int, dp_rank: int,
+         padding: float = 0) -> Iterator[Piece]:
+    """What rank (tp_rank, dp_rank) owns, in the engine's own flat layout."""
+    for kind in KINDS:
+        locals_ = {name: local(tensors[kind, name], partition, tp_rank, grid.tp, padding)
+                   for name, (_, partition) in SHAPES.items()}
+        slots = [Slot(name, tuple(value.shape), partition=SHAPES[name][1]) for name, value in locals_.items()]
+        for part in FlatLayout(slots, grid.dp).segments(dp_rank):
+            slot, start, stop = part.slot, part.slot_offset, part.slot_offset + part.count
+            data = locals_[slot.name].flatten()[start:stop]
+            yield Piece(slot.name, kind, slot.shape, slot.partition, tp_rank, grid.tp, start, data)
+
+
+class ThreadWorld:
+    """A world whose ranks are threads of this process: all_gather_json is a list and a barrier."""
+
+    def __init__(self, size: int) -> None:
+        self.groups = [Group(rank, size, tuple(range(size))) for rank in range(size)]
+        self.slots: list[Any] = [None] * size
+        self.barrier = threading.Barrier(size, timeout=20)
+
+    def all_gather_json(self, value: Any, group: Group) -> list[Any]:
+        import json
+
+        self.slots[group.rank] = json.dumps(value)
+        self.barrier.wait()
+        values = [json.loads(text) for text in self.slots]
+        self.barrier.wait()
+        return values
+
+    def run(self, action: Callable[[Group], Any]) -> list[Any]:
+        """What `action` returned or raised on each rank."""
+        results: list[Any] = [None] * len(self.groups)
+
+        def work(group: Group) -> None:
+            try:
+                results[group.rank] = action(group)
+            except Exception as error:
+                results[group.rank] = error
+
+        with self.installed():
+            threads = [threading.Thread(target=work, args=(group,)) for group in self.groups]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        return results
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        with mock.patch.object(agree, "all_gather_json", self.all_gather_json), \
+                mock.patch.object(writer, "all_gather_json", self.all_gather_json):
+            yield
+
+
+def save_grid(root: Path, grid: Grid, step: int = 1, seed: int = 0, padding: float = 0) -> list[Any]:
+    """Save as tp x dp ranks; what `save` returned or raised on each. The engine skips no replicated copies here."""
+    tensors = logical(seed)
+
+    def work(world: Group) -> Any:
+        tp_rank, dp_rank = world.rank % grid.tp, world.rank // grid.tp
+        return writer.save(root, f"global_step{step}", pieces=runs(tensors, grid, tp_rank, dp_rank, padding),
+                           rank_state={"seed": world.rank, "stream": torch.arange(8, dtype=torch.uint8) + world.rank},
+                           shared_state={"scale": 2.0, "position": [1, step]}, config={"hidden": 8},
+                           layout={"tp": grid.tp, "dp": grid.dp}, world=world, run_id="made", iteration=step)
+
+    return ThreadWorld(grid.tp * grid.dp).run(work)
+
+
+def save_solo(root: Path, step: int, seed: int | None = None, tag: str | None = None) -> None:
+    """A small checkpoint of one rank; its content depends on the seed (default: the step) alone."""
+    data = torch.full((16,), float(step if seed is None else seed))
+    writer.save(root, tag or f"global_step{step}", pieces=[Piece("w", "weight", (16,), None, 0, 1, 0, data)],
+                rank_state={"stream": torch.arange(4, dtype=torch.uint8)}, shared_state={}, config={},
+                layout={"tp": 1, "dp": 1}, world=SOLO, run_id="solo", iteration=step, say=lambda line: None)

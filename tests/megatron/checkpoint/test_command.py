@@ -1,0 +1,105 @@
+"""python -m megatron.checkpoint: exit codes, one error line, no torch where none is needed, no code from files ever run."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from megatron.checkpoint.__main__ import main
+from tests.megatron.checkpoint.made import SHAPES, Grid, save_grid
+
+TREE = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("pristine")
+    for step in (1, 2):
+        save_grid(root, Grid(2, 1), step=step)
+    return root
+
+
+@pytest.fixture
+def root(tmp_path: Path, pristine: Path) -> Path:
+    return Path(shutil.copytree(pristine, tmp_path / "root with space; touch x"))
+
+
+def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """Exit code and the one error line."""
+    code = main(list(arguments))
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), lines
+    return code, lines[0]
+
+
+def test_list_and_verify_name_every_tag(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("list", "verify"):
+        assert main([command, str(root)]) == 0
+        output = capsys.readouterr()
+        assert output.err == ""
+        assert [line.split()[0].strip(":") for line in output.out.splitlines()] == ["global_step1", "global_step2"]
+
+
+def test_a_folder_of_one_tag_will_do(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["digest", str(root / "global_step1")]) == 0
+    one = capsys.readouterr().out
+    assert main(["digest", str(root), "--tag", "global_step1"]) == 0
+    assert capsys.readouterr().out == one and one.splitlines()[-1].startswith("total ")
+
+
+def test_damage_is_exit_4_and_other_tags_are_checked_too(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "global_step1" / "rank1.json").unlink()
+    code, line = failing(capsys, "verify", str(root))
+    assert code == 4 and "tag global_step1: file rank1.json (rank 1 of 2) missing" in line
+    assert main(["verify", str(root), "--tag", "global_step2"]) == 0
+
+
+def test_merge_writes_one_file(root: Path, tmp_path: Path) -> None:
+    output = tmp_path / "all.safetensors"
+    assert main(["merge", str(root), "--output", str(output)]) == 0
+    assert {name: tuple(tensor.shape) for name, tensor in load_file(output).items()} == \
+        {name: shape for name, (shape, _) in SHAPES.items()}
+
+
+def test_errors_have_their_exit_codes(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert failing(capsys, "verify", str(tmp_path / "nowhere"))[0] == 4
+    assert failing(capsys, "list", str(tmp_path / "nowhere"))[0] == 4
+    assert failing(capsys, "digest", str(root), "--tag", "../root")[0] == 4
+    assert failing(capsys, "merge", str(root), "--output", str(tmp_path / "absent" / "all"))[0] == 7
+    assert failing(capsys, "merge", str(root))[0] == 2
+    assert failing(capsys, "frobnicate", str(root))[0] == 2
+    assert failing(capsys)[0] == 2
+
+
+def test_list_and_verify_import_no_torch(root: Path) -> None:
+    (root.parent / "torch.py").write_text("raise SystemExit('torch was imported')")
+    for command in ("list", "verify"):
+        done = subprocess.run([sys.executable, "-m", "megatron.checkpoint", command, str(root)], cwd=TREE,
+                              env={**os.environ, "PYTHONPATH": str(root.parent)}, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+class Payload:
+    """Unpickled, it makes a folder called `canary` in the current one."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, ("canary",)
+
+
+@pytest.mark.parametrize("name", ["rank0.safetensors", "rank1.json", "shared.json", "config.json", "manifest.json", "latest"])
+def test_a_pickle_in_place_of_any_file_is_never_run(root: Path, name: str, tmp_path: Path,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for protocol in (0, 2, 5):
+        path = root / name if name == "latest" else root / "global_step2" / name
+        path.write_bytes(pickle.dumps(Payload(), protocol=protocol))
+        for command in (["verify"], ["digest"], ["list"], ["merge", "--output", "out"]):
+            assert main([command[0], str(root), *command[1:]]) == (0 if name == "latest" or command == ["list"] else 4)
+    assert not (tmp_path / "canary").exists()

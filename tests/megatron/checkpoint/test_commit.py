@@ -1,0 +1,190 @@
+"""Killed at any call of a save, nothing committed is lost; the next save tidies up, and says so in one line."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from megatron.checkpoint import commit, tensorfile
+from megatron.checkpoint.commit import probe, prune
+from megatron.checkpoint.reader import open_checkpoint
+from megatron.checkpoint.tags import complete, tag_names, verify
+from megatron.errors import StorageError
+from tests.distributed import RankError, run_ranks
+from tests.megatron.checkpoint.made import save_solo
+
+CALLS = ("rename", "replace", "mkdir", "fsync", "unlink", "rmdir")
+
+
+class Killed(BaseException):
+    """The process is no more: from here on every call of it raises, those of its clean-up included."""
+
+
+@contextmanager
+def dying_at(call: int, die: Callable[[], None]) -> Iterator[list[int]]:
+    """Die in place of the `call`-th (from 0) file operation, and of every later one; yields how many were made."""
+    made = [0]
+
+    def dying(real: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            made[0] += 1
+            if made[0] > call:
+                die()
+            return real(*args, **kwargs)
+        return wrapped
+
+    with ExitStack() as stack:
+        for name in CALLS:
+            stack.enter_context(mock.patch.object(os, name, dying(getattr(os, name))))
+        sink = tensorfile._Sink
+        stack.enter_context(mock.patch.object(sink, "write", dying(sink.write)))
+        yield made
+
+
+def kill() -> None:
+    raise Killed
+
+
+def calls_of(root: Path, step: int, seed: int) -> int:
+    with dying_at(10**9, kill) as made:
+        save_solo(root, step, seed)
+    return made[0]
+
+
+def value(root: Path, tag: str) -> float:
+    """The one number that a `save_solo` checkpoint holds."""
+    import torch
+
+    verify(root, tag)
+    out = torch.empty(16)
+    open_checkpoint(root, tag).read("weight", "w", shape=(16,), partition=None, tp_rank=0, tp_size=1, offset=0, out=out)
+    assert out.unique().numel() == 1
+    return out[0].item()
+
+
+def check_next_save(root: Path) -> None:
+    """The next save works, and leaves nothing hidden behind."""
+    save_solo(root, 3)
+    assert sorted(os.listdir(root)) == ["global_step1", "global_step2", "global_step3", "latest"] or \
+        sorted(os.listdir(root)) == ["global_step1", "global_step3", "latest"]
+    assert value(root, "global_step3") == 3 and (root / "latest").read_text() == "global_step3\n"
+
+
+def test_killed_anywhere_in_a_save_the_previous_tag_is_found(tmp_path: Path) -> None:
+    save_solo(tmp_path / "rehearsal", 1)
+    committed = []
+    for call in range(calls_of(tmp_path / "rehearsal", 2, 2)):
+        root = tmp_path / str(call)
+        save_solo(root, 1)
+        with pytest.raises(Killed), dying_at(call, kill):
+            save_solo(root, 2)
+        newest = tag_names(root)[-1]
+        assert value(root, "global_step1") == 1 and value(root, newest) == float(newest[-1])
+        assert open_checkpoint(root, say=lambda line: None).tag == newest
+        committed.append(newest == "global_step2")
+        assert sum(name.startswith(".staging") for name in os.listdir(root)) <= 1
+        check_next_save(root)
+    assert committed == sorted(committed) and {True, False} == set(committed)  # once committed, for good
+
+
+def test_killed_anywhere_in_a_replacement_one_whole_copy_is_found(tmp_path: Path) -> None:
+    save_solo(tmp_path / "rehearsal", 1, seed=10)
+    values, aside = [], 0
+    for call in range(calls_of(tmp_path / "rehearsal", 1, 20)):
+        root = tmp_path / str(call)
+        save_solo(root, 1, seed=10)
+        with pytest.raises(Killed), dying_at(call, kill):
+            save_solo(root, 1, seed=20)
+        values.append(value(root, "global_step1"))
+        assert open_checkpoint(root, say=lambda line: None).tag == "global_step1"
+        aside += not (root / "global_step1").exists()
+        check_next_save(root)
+        assert value(root, "global_step1") == values[-1]
+    assert values == sorted(values) and set(values) == {10, 20}
+    assert aside  # the gap between the two renames was met
+
+
+def test_killed_while_tidying_up_nothing_is_lost(tmp_path: Path) -> None:
+    def leave_mess(root: Path, at: int) -> None:
+        save_solo(root, 1, seed=10)
+        with pytest.raises(Killed), dying_at(at, kill):
+            save_solo(root, 1, seed=20)
+
+    save_solo(tmp_path / "rehearsal", 1)
+    for first in range(calls_of(tmp_path / "rehearsal", 1, 20)):
+        for second in range(6):
+            root = tmp_path / f"{first}-{second}"
+            leave_mess(root, first)
+            before = value(root, "global_step1")
+            with pytest.raises(Killed), dying_at(second, kill):
+                save_solo(root, 3)
+            assert value(root, "global_step1") == before
+            shutil.rmtree(root)
+
+
+def save_and_die(rank: int, world_size: int, root: str, call: int) -> None:
+    with dying_at(call, lambda: os._exit(137)):
+        save_solo(Path(root), 2)
+
+
+@pytest.mark.parametrize("call", [1, 4, 8, 11])
+def test_a_process_that_really_dies_leaves_the_same(tmp_path: Path, call: int) -> None:
+    save_solo(tmp_path, 1)
+    with pytest.raises(RankError, match="exit code 137"):
+        run_ranks(save_and_die, 1, str(tmp_path), call, init=False)
+    assert value(tmp_path, "global_step1") == 1
+    check_next_save(tmp_path)
+
+
+def test_a_left_over_staging_folder_is_removed_with_one_line(tmp_path: Path) -> None:
+    save_solo(tmp_path, 1)
+    left = tmp_path / ".staging-global_step2-dead"
+    left.mkdir()
+    (left / "rank0.safetensors").write_bytes(b"half")
+    lines: list[str] = []
+    commit.sweep(tmp_path, lines.append)
+    assert len(lines) == 1 and str(left) in lines[0] and not left.exists()
+    assert [manifest.tag for manifest in complete(tmp_path)] == ["global_step1"]
+
+
+def test_a_good_copy_aside_outlives_a_damaged_new_one(tmp_path: Path) -> None:
+    save_solo(tmp_path, 1, seed=10)
+    shutil.copytree(tmp_path / "global_step1", tmp_path / ".aside-global_step1")
+    (tmp_path / "global_step1" / "manifest.json").write_bytes(b"")
+    commit.sweep(tmp_path, lambda line: None)
+    assert (tmp_path / ".aside-global_step1").exists()
+    save_solo(tmp_path, 1, seed=20)
+    assert value(tmp_path, "global_step1") == 20 and sorted(os.listdir(tmp_path)) == ["global_step1", "latest"]
+
+
+def test_prune_keeps_the_newest_and_the_users_own(tmp_path: Path) -> None:
+    save_solo(tmp_path, 1, tag="best")
+    for step in (9, 10, 11, 100):
+        save_solo(tmp_path, step)
+    assert prune(tmp_path, 2) == ["global_step9", "global_step10"]
+    assert sorted(os.listdir(tmp_path)) == ["best", "global_step100", "global_step11", "latest"]
+    assert prune(tmp_path, 2) == []
+
+
+def test_probe_names_the_flag_and_the_path(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name, reason in [("file", "is a file"), ("link", "dangling"), ("absent/deeper", "parent folder .* does not exist"),
+                         ("file/deeper", "parent folder"), ("x" * 300, "File name too long")]:
+        with pytest.raises(StorageError, match=f"^--save {tmp_path / name}: .*{reason}"):
+            probe(tmp_path / name)
+    probe(tmp_path / "new")
+    assert os.listdir(tmp_path / "new") == []
+
+
+def test_probe_refuses_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    with mock.patch.object(os, "mkdir", side_effect=PermissionError(13, "Permission denied")), \
+            pytest.raises(StorageError, match=f"--save {tmp_path}: cannot be written .Permission denied"):
+        probe(tmp_path)

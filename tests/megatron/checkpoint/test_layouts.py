@@ -1,0 +1,114 @@
+"""A checkpoint of any layout is read by any other: every ordered pair of tp in {1, 2, 4} x dp in {1, 2, 4}."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron.checkpoint import export, reader
+from megatron.checkpoint.reader import Checkpoint, open_checkpoint
+from megatron.errors import CheckpointError
+from mpu.split import Partition
+from tests.megatron.checkpoint.made import GRIDS, KINDS, SHAPES, Grid, local, logical, runs, save_grid
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[Grid, Path]:
+    """One state, saved under each layout. Its padding is not zero, which no reader may notice."""
+    folder = tmp_path_factory.mktemp("layouts")
+    for grid in GRIDS:
+        reports = save_grid(folder / str(grid), grid, padding=7.0)
+        assert all(isinstance(report.bytes, int) for report in reports), reports
+    return {grid: folder / str(grid) for grid in GRIDS}
+
+
+def check_all_runs(checkpoint: Checkpoint, grid: Grid, padding: float) -> None:
+    """Every run that any rank of `grid` would ask for is what plain slicing gives."""
+    for rank in range(grid.tp * grid.dp):
+        for piece in runs(logical(), grid, rank % grid.tp, rank // grid.tp, padding):
+            out = torch.full((piece.count,), torch.nan)
+            checkpoint.read(piece.kind, piece.name, shape=piece.shape, partition=piece.partition,
+                            tp_rank=piece.tp_rank, tp_size=grid.tp, offset=piece.offset, out=out)
+            assert torch.equal(out, piece.load()), (piece.kind, piece.name, rank, grid)
+
+
+@pytest.mark.parametrize("asked", GRIDS, ids=str)
+@pytest.mark.parametrize("written", GRIDS, ids=str)
+def test_every_layout_reads_every_other(saved: dict[Grid, Path], written: Grid, asked: Grid) -> None:
+    # The same cut is read back bit for bit, padding and all; any other finds zero there.
+    check_all_runs(open_checkpoint(saved[written]), asked, padding=7.0 if written.tp == asked.tp else 0.0)
+
+
+def test_the_digest_is_the_same_for_every_layout(saved: dict[Grid, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "BLOCK", 37)
+    digests = {tuple(export.digest(open_checkpoint(path))) for path in saved.values()}
+    assert len(digests) == 1
+    (lines,) = digests
+    assert len(lines) == len(SHAPES) * len(KINDS) + 1 and lines[-1].startswith("total ")
+
+
+def test_the_digest_tells_states_apart(tmp_path: Path, saved: dict[Grid, Path]) -> None:
+    save_grid(tmp_path, Grid(1, 1), seed=1)
+    assert list(export.digest(open_checkpoint(tmp_path)))[-1] != \
+        list(export.digest(open_checkpoint(saved[Grid(1, 1)])))[-1]
+
+
+@pytest.mark.parametrize("written", GRIDS, ids=str)
+def test_merge_gives_the_unpadded_weights(saved: dict[Grid, Path], written: Grid, tmp_path: Path) -> None:
+    size = export.merge(open_checkpoint(saved[written]), tmp_path / "all.safetensors")
+    assert size == (tmp_path / "all.safetensors").stat().st_size
+    merged = load_file(tmp_path / "all.safetensors")
+    assert set(merged) == set(SHAPES)
+    for name, tensor in merged.items():
+        assert torch.equal(tensor, logical()["weight", name])
+
+
+def test_a_read_converts_to_the_dtype_asked_for(saved: dict[Grid, Path]) -> None:
+    shape, partition = SHAPES["fc.weight"]
+    out = torch.empty(40, dtype=torch.bfloat16)
+    open_checkpoint(saved[Grid(2, 2)]).read("weight", "fc.weight", shape=(5, 8), partition=partition, tp_rank=3,
+                                            tp_size=4, offset=0, out=out)
+    expected = local(logical()["weight", "fc.weight"], partition, 3, 4).flatten()
+    assert torch.equal(out, expected.bfloat16())
+
+
+def test_a_read_touches_only_the_files_that_hold_its_run(saved: dict[Grid, Path]) -> None:
+    checkpoint = open_checkpoint(saved[Grid(2, 2)])
+    checkpoint.read("weight", "embedding.weight", shape=(28, 8), partition=Partition(0, size=50), tp_rank=1, tp_size=2,
+                    offset=0, out=torch.empty(8))
+    assert list(checkpoint._open) == ["rank1.safetensors"]
+
+
+def test_another_logical_shape_is_an_error_that_lists_both(saved: dict[Grid, Path]) -> None:
+    with pytest.raises(CheckpointError, match=r"weight 'fc.weight': shape expected \[40, 8\], found \[20, 8\]"):
+        open_checkpoint(saved[Grid(2, 1)]).read("weight", "fc.weight", shape=(20, 8), partition=Partition(0),
+                                                tp_rank=0, tp_size=2, offset=0, out=torch.empty(1))
+    with pytest.raises(CheckpointError, match="holds no weight 'fc2.weight'"):
+        open_checkpoint(saved[Grid(2, 1)]).shape("weight", "fc2.weight")
+
+
+def test_states_come_back_to_the_ranks_that_saved_them(saved: dict[Grid, Path]) -> None:
+    checkpoint = open_checkpoint(saved[Grid(2, 2)])
+    assert checkpoint.shared_state == {"scale": 2.0, "position": [1, 1]}
+    for rank in range(4):
+        state = checkpoint.rank_state(rank, {"tp": 2, "dp": 2, "stage": 3})
+        assert state is not None and state["seed"] == rank
+        assert torch.equal(state["stream"], torch.arange(8, dtype=torch.uint8) + rank)
+    assert checkpoint.rank_state(0, {"tp": 4, "dp": 1}) is None
+    assert checkpoint.rank_state(4) is None
+    assert checkpoint.kinds == tuple(sorted(KINDS)) and checkpoint.has("exp_avg") and not checkpoint.has("momentum")
+    assert (checkpoint.iteration, checkpoint.tag, checkpoint.config) == (1, "global_step1", {"hidden": 8})
+
+
+def test_ranks_share_the_verification_and_fail_together(tmp_path: Path) -> None:
+    from tests.megatron.checkpoint.made import ThreadWorld
+
+    save_grid(tmp_path, Grid(2, 1))
+    victim = tmp_path / "global_step1" / "rank1.safetensors"
+    victim.write_bytes(victim.read_bytes()[:-1] + b"\xff")
+    results = ThreadWorld(3).run(lambda world: reader.open_checkpoint(tmp_path, world=world))
+    assert [type(result) for result in results] == [CheckpointError] * 3
+    assert len({str(result) for result in results}) == 1 and "rank1.safetensors" in str(results[0])

@@ -1,0 +1,149 @@
+"""Selection by step number, `latest` as a hint, and every damage found and named."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint.manifest import MANIFEST
+from megatron.checkpoint.reader import open_checkpoint
+from megatron.checkpoint.tags import complete, manifest_of, tag_names, verify
+from megatron.errors import CheckpointError
+from tests.megatron.checkpoint.made import Grid, save_grid, save_solo
+
+
+def opened(root: Path, **options: bool) -> tuple[str, list[str]]:
+    """The tag that a resume takes, and what it says."""
+    lines: list[str] = []
+    return open_checkpoint(root, say=lines.append, **options).tag, lines
+
+
+def test_the_newest_is_chosen_by_number_and_not_by_spelling(tmp_path: Path) -> None:
+    for step in (10, 9, 100, 99):
+        save_solo(tmp_path, step)
+    (tmp_path / "latest").write_text("global_step100\n")
+    assert opened(tmp_path) == ("global_step100", [])
+    assert [manifest.iteration for manifest in complete(tmp_path)] == [9, 10, 99, 100]
+
+
+def test_a_tag_of_the_users_own_stands_by_its_iteration(tmp_path: Path) -> None:
+    for step, tag in ((5, None), (7, "best.v1"), (6, None)):
+        save_solo(tmp_path, step, tag=tag)
+    assert tag_names(tmp_path) == ["global_step5", "global_step6", "best.v1"]
+
+
+@pytest.mark.parametrize("hint", [b"", b"global_step1\n", b"global_step77", b"../../etc/passwd", b"\xff\x00\x80" * 1000, None])
+def test_a_wrong_latest_costs_one_line(tmp_path: Path, hint: bytes | None) -> None:
+    for step in (1, 2):
+        save_solo(tmp_path, step)
+    (tmp_path / "latest").unlink()
+    if hint is not None:
+        (tmp_path / "latest").write_bytes(hint)
+    tag, lines = opened(tmp_path)
+    assert tag == "global_step2"
+    assert len(lines) == 1 and "the newest complete tag is global_step2" in lines[0] and "\n" not in lines[0]
+
+
+@pytest.mark.parametrize("root", ["absent", "empty", "file"])
+def test_no_checkpoint_is_an_error_that_names_the_folder(tmp_path: Path, root: str) -> None:
+    (tmp_path / "empty" / "not_a_tag").mkdir(parents=True)
+    (tmp_path / "empty" / "global_step3").mkdir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=f"no committed checkpoint under {tmp_path / root}"):
+        open_checkpoint(tmp_path / root)
+
+
+@pytest.mark.parametrize("tag", ["../global_step1", "/etc", ".", "..", ".staging-global_step1-solo", "", "global_step2"])
+def test_a_tag_that_is_no_tag_is_refused(tmp_path: Path, tag: str) -> None:
+    save_solo(tmp_path, 1)
+    with pytest.raises(CheckpointError, match="tag"):
+        open_checkpoint(tmp_path, tag)
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("pristine")
+    save_grid(root, Grid(2, 1), step=1)
+    save_grid(root, Grid(2, 1), step=2)
+    return root
+
+
+FILES = ["rank0.safetensors", "rank1.safetensors", "rank0.json", "rank1.json", "shared.json", "config.json", MANIFEST]
+
+
+@pytest.fixture
+def root(tmp_path: Path, pristine: Path) -> Path:
+    return Path(shutil.copytree(pristine, tmp_path / "root"))
+
+
+def check_named(root: Path, name: str) -> None:
+    """Verify and open both name the file; the older tag is as good as ever."""
+    for attempt in (lambda: verify(root, "global_step2"), lambda: open_checkpoint(root)):
+        with pytest.raises(CheckpointError, match=f"tag global_step2: .*{name}"):
+            attempt()
+    verify(root, "global_step1")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_flipped_bytes_are_found_anywhere(root: Path, name: str) -> None:
+    path = root / "global_step2" / name
+    data = path.read_bytes()
+    for position in {0, 1, len(data) // 3, len(data) // 2, len(data) - 2, len(data) - 1}:
+        path.write_bytes(data[:position] + bytes([data[position] ^ 0x10]) + data[position + 1:])
+        check_named(root, name)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_wrong_lengths_are_found(root: Path, name: str) -> None:
+    path = root / "global_step2" / name
+    data = path.read_bytes()
+    for wrong in (b"", data[:1], data[:len(data) // 2], data[:-1], data + b"\0", data * 2):
+        path.write_bytes(wrong)
+        check_named(root, name)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file_is_named(root: Path, name: str) -> None:
+    (root / "global_step2" / name).unlink()
+    check_named(root, name)
+
+
+def test_a_missing_shard_is_named_with_its_rank(root: Path) -> None:
+    (root / "global_step2" / "rank1.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"^tag global_step2: file rank1.safetensors \(rank 1 of 2\) missing$"):
+        verify(root, "global_step2")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_another_tag_is_found(root: Path, name: str) -> None:
+    save_grid(root, Grid(2, 1), step=3, seed=3)
+    theirs, ours = root / "global_step3" / name, root / "global_step2" / name
+    if theirs.read_bytes() == ours.read_bytes():
+        return  # the same state: not a foreign file
+    shutil.copy(theirs, ours)
+    shutil.rmtree(root / "global_step3")
+    check_named(root, name)
+
+
+def test_a_file_too_many_is_found(root: Path) -> None:
+    (root / "global_step2" / "rank2.safetensors").write_bytes(b"")
+    check_named(root, "rank2.safetensors")
+
+
+def test_a_renamed_tag_is_found(root: Path) -> None:
+    (root / "global_step2").rename(root / "global_step8")
+    with pytest.raises(CheckpointError, match="tag global_step8: manifest.json is of tag global_step2"):
+        manifest_of(root, "global_step8")
+
+
+def test_falling_back_is_asked_for_and_said_once(root: Path) -> None:
+    (root / "global_step2" / "rank1.safetensors").unlink()
+    (root / "latest").write_text("global_step1\n")
+    tag, lines = opened(root, fallback=True)
+    assert tag == "global_step1"
+    assert len(lines) == 1 and "rank1.safetensors" in lines[0] and "falling back" in lines[0]
+    (root / "global_step1" / MANIFEST).unlink()
+    with pytest.raises(CheckpointError, match="tag global_step1: manifest.json missing"):
+        opened(root, fallback=True)

@@ -1,0 +1,86 @@
+"""Our safetensors files are everyone's: the library reads them, and a damaged one is an error, not a crash."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from data.storage import crc32_file
+from megatron.checkpoint.tensorfile import DTYPES, Item, TensorFile, split_files, write_file
+from megatron.errors import CheckpointError
+
+
+def item(key: str, tensor: torch.Tensor) -> Item:
+    return Item(key, tensor.dtype, tuple(tensor.shape), lambda: tensor)
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    """One of each dtype, with odd lengths; one empty, one scalar, one not contiguous."""
+    made = {name: (torch.arange(7) % 2).to(dtype) for name, dtype in DTYPES.items()}
+    return made | {"empty": torch.empty(0, 3), "scalar": torch.tensor(2.5), "turned": torch.arange(6.0).view(2, 3).T}
+
+
+def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
+    path = tmp_path / "f.safetensors"
+    (batch,) = split_files([item(key, tensor) for key, tensor in tensors().items()])
+    entry = write_file(path, batch)
+    assert (entry.size, entry.crc32) == (path.stat().st_size, crc32_file(path))
+    for read in (load_file(path), {key: TensorFile(path, "f").tensor(key) for key in tensors()}):
+        assert set(read) == set(tensors())
+        for key, tensor in tensors().items():
+            assert read[key].dtype == tensor.dtype and torch.equal(read[key], tensor), key
+
+
+def test_we_read_what_the_library_writes(tmp_path: Path) -> None:
+    made = {key: tensor.contiguous() for key, tensor in tensors().items()}
+    save_file(made, tmp_path / "f.safetensors", metadata={"format": "pt"})
+    file = TensorFile(tmp_path / "f.safetensors", "f")
+    assert all(torch.equal(file.tensor(key), tensor) for key, tensor in made.items())
+
+
+def test_files_are_filled_up_to_the_limit_and_hold_everything_once() -> None:
+    items = [item(str(index), torch.zeros(count)) for index, count in enumerate([10, 20, 100, 5, 5, 5])]
+    batches = list(split_files(items, limit=120))
+    assert [[entry.key for entry in batch] for batch in batches] == [["0", "1"], ["2"], ["3", "4", "5"]]
+    assert list(split_files([])) == []
+
+
+def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
+    alive: list[int] = []
+
+    def load() -> torch.Tensor:
+        import gc
+        alive.append(sum(isinstance(found, torch.Tensor) and found.numel() == 1013 for found in gc.get_objects()))
+        return torch.zeros(1013)
+
+    write_file(tmp_path / "f", [Item(str(index), torch.float32, (1013,), load) for index in range(4)])
+    assert max(alive) <= 1
+
+
+def test_a_run_beyond_the_tensor_is_an_error(tmp_path: Path) -> None:
+    write_file(tmp_path / "f", [item("w", torch.arange(4.0))])
+    file = TensorFile(tmp_path / "f", "file f")
+    assert file.run("w", 1, 3).tolist() == [1, 2, 3]
+    for key, count in (("w", 4), ("v", 1)):
+        with pytest.raises(CheckpointError, match="file f: "):
+            file.run(key, 1, count)
+
+
+@pytest.mark.parametrize("header", [
+    b"[]", b"\x80\x04pickle", b"{}x", json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 9]}}).encode(),
+    json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [16, 24]}}).encode(),
+    json.dumps({"w": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}}).encode(),
+    json.dumps({"w": {"dtype": "PICKLE", "shape": [2], "data_offsets": [0, 8]}}).encode(),
+    json.dumps({"w": {"dtype": "F32", "shape": [2]}}).encode(),
+], ids=repr)
+def test_a_header_that_does_not_fit_its_file_is_an_error(tmp_path: Path, header: bytes) -> None:
+    (tmp_path / "f").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(CheckpointError, match="file f"):
+        TensorFile(tmp_path / "f", "file f")
+    (tmp_path / "f").write_bytes((1 << 62).to_bytes(8, "little") + header)
+    with pytest.raises(CheckpointError, match="header of 4611686018427387904 bytes"):
+        TensorFile(tmp_path / "f", "file f")

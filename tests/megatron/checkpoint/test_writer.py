@@ -1,0 +1,208 @@
+"""A save that cannot be finished fails on every rank with the same line, and leaves what was there as it was."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron.checkpoint import tensorfile, writer
+from megatron.checkpoint.piece import Deferred, Piece
+from megatron.checkpoint.reader import open_checkpoint
+from megatron.checkpoint.tags import tag_names, verify
+from megatron.errors import CheckpointError, NumericsError, StorageError, TrainerError
+from mpu.groups import SOLO, Group, build
+from mpu.split import Partition
+from tests.distributed import run_ranks
+from tests.megatron.checkpoint.made import Grid, save_grid, save_solo
+
+
+class FullDisk:
+    """Operations on a path that holds `where` fail from the `call`-th on, as on a full disk."""
+
+    def __init__(self, call: int, where: str = "") -> None:
+        self.left, self.where = call, where
+
+    def patch(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(first: Any, *args: Any, **kwargs: Any) -> Any:
+            name = str(getattr(getattr(first, "file", None), "name", first))
+            if self.where in name:
+                self.left -= 1
+                if self.left < 0:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return real(first, *args, **kwargs)
+        return wrapped
+
+
+def patched(disk: FullDisk) -> Any:
+    return mock.patch.multiple(tensorfile._Sink, write=disk.patch(tensorfile._Sink.write))
+
+
+def check_untouched(root: Path) -> None:
+    assert sorted(os.listdir(root)) == ["global_step1", "latest"]
+    verify(root, "global_step1")
+    assert open_checkpoint(root, say=pytest.fail).tag == "global_step1"
+
+
+@pytest.mark.parametrize("where", ["rank0", "rank1", "rank3.json", "shared.json", "manifest.json"])
+def test_a_full_disk_fails_every_rank_with_one_line(tmp_path: Path, where: str) -> None:
+    save_grid(tmp_path, Grid(2, 2), step=1)
+    with patched(FullDisk(0, where)):
+        results = save_grid(tmp_path, Grid(2, 2), step=2)
+    assert [type(result) for result in results] == [StorageError] * 4
+    (message,) = {str(result) for result in results}
+    assert message.startswith(f"--save: cannot write {tmp_path}/.staging-global_step2-made/{where}")
+    assert "No space left on device; " in message and " bytes needed, " in message and "\n" not in message
+    check_untouched(tmp_path)
+
+
+def test_a_full_disk_at_any_write_loses_nothing(tmp_path: Path) -> None:
+    save_solo(tmp_path, 1)
+    for call in range(100):
+        disk = FullDisk(call)
+        with patched(disk):
+            try:
+                save_solo(tmp_path, 2)
+                break
+            except StorageError:
+                check_untouched(tmp_path)
+    assert 5 < call < 20
+
+
+@pytest.mark.parametrize("operation", ["mkdir", "rename", "fsync"])
+def test_a_failing_call_of_the_commit_loses_nothing(tmp_path: Path, operation: str) -> None:
+    for call in range(50):
+        root = tmp_path / str(call)
+        save_solo(root, 1)
+        disk = FullDisk(call)
+        with mock.patch.object(os, operation, disk.patch(getattr(os, operation))):
+            try:
+                save_solo(root, 2)
+                break
+            except StorageError as error:
+                assert "No space left" in str(error)
+        verify(root, "global_step1")
+        assert verify(root, tag_names(root)[-1]).iteration in (1, 2)
+        assert not [name for name in os.listdir(root) if name.startswith(".")]
+    assert call >= 1
+
+
+def save_on_rank(rank: int, world_size: int, root: str, full: int) -> str:
+    """Save with a disk that is full for rank `full` only (-1: none)."""
+    world = build().world
+    piece = Piece("w", "weight", (4,), Partition(0), rank, world_size, 0, torch.full((4,), float(rank)))
+    disk = FullDisk(0 if rank == full else 10**9)
+    try:
+        with patched(disk):
+            writer.save(root, f"global_step{full + 2}", pieces=[piece], rank_state={"rank": rank}, shared_state={},
+                        config={}, layout={"tp": world_size, "dp": 1}, world=world, run_id="job", iteration=full + 2)
+    except TrainerError as error:
+        return f"{type(error).__name__}: {error}"
+    return "saved"
+
+
+def test_real_ranks_save_together_and_fail_together(tmp_path: Path) -> None:
+    assert run_ranks(save_on_rank, 2, str(tmp_path), -1, timeout=20) == ["saved", "saved"]
+    for full in (0, 1):
+        first, second = run_ranks(save_on_rank, 2, str(tmp_path), full, timeout=20)
+        assert first == second and first.startswith("StorageError: ") and f"/rank{full}.safetensors" in first
+    check_untouched(tmp_path)
+    out = torch.empty(8)
+    open_checkpoint(tmp_path).read("weight", "w", shape=(8,), partition=None, tp_rank=0, tp_size=1, offset=0, out=out)
+    assert out.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+def save_one(root: Path, data: torch.Tensor | Deferred, **changes: Any) -> None:
+    piece = Piece("w", "weight", (4,), None, 0, 1, 0, data)
+    options: dict[str, Any] = dict(pieces=[piece], rank_state={}, shared_state={}, config={}, layout={"tp": 1, "dp": 1},
+                                   world=SOLO, run_id="run", iteration=2)
+    writer.save(root, "global_step2", **{**options, **changes})
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_non_finite_value_is_never_committed(tmp_path: Path, bad: float, dtype: torch.dtype) -> None:
+    save_solo(tmp_path, 1)
+    with pytest.raises(NumericsError, match="weight 'w' holds a non-finite value"):
+        save_one(tmp_path, torch.tensor([1, bad, 1, 1], dtype=dtype))
+    check_untouched(tmp_path)
+
+
+def test_finite_values_whose_sum_overflows_are_saved(tmp_path: Path) -> None:
+    save_one(tmp_path, torch.full((4,), 3e38))
+    verify(tmp_path, "global_step2")
+
+
+def test_a_tensor_that_is_not_whole_is_not_committed(tmp_path: Path) -> None:
+    save_solo(tmp_path, 1)
+    with pytest.raises(CheckpointError, match="weight 'w': nothing stands at element 3 of 4"):
+        save_one(tmp_path, torch.zeros(3))
+    check_untouched(tmp_path)
+
+
+@pytest.mark.parametrize("value", [{1, 2}, {1: 2}, object(), {"$tensor": 1}, torch.zeros(2, dtype=torch.complex64)], ids=str)
+def test_a_state_that_is_no_json_is_refused_by_its_path(tmp_path: Path, value: object) -> None:
+    save_solo(tmp_path, 1)
+    with pytest.raises(CheckpointError, match="state shared/client/0/x: "):
+        save_one(tmp_path, torch.zeros(4), shared_state={"client": [{"x": value}]})
+    check_untouched(tmp_path)
+
+
+def test_states_come_back_equal_but_for_tuples(tmp_path: Path) -> None:
+    state = {"a": [1, (2.5, None)], "b": {"text": "é\n", "on": True}, "big": 1 << 100, "t": torch.arange(3)}
+    save_one(tmp_path, torch.zeros(4), shared_state=state)
+    found = open_checkpoint(tmp_path).shared_state
+    assert torch.equal(found.pop("t"), state["t"])
+    assert found == {"a": [1, [2.5, None]], "b": {"text": "é\n", "on": True}, "big": 1 << 100}
+
+
+def test_deferred_data_is_fetched_once_when_written(tmp_path: Path) -> None:
+    fetched: list[int] = []
+    save_one(tmp_path, Deferred(4, torch.float32, lambda: fetched.append(1) or torch.arange(4.0)))
+    assert fetched == [1]
+    assert open_checkpoint(tmp_path)._file("rank0.safetensors").tensor("weight/w/0/0").tolist() == [0, 1, 2, 3]
+
+
+def test_large_ranks_write_several_files(tmp_path: Path) -> None:
+    with mock.patch.object(tensorfile, "FILE_BYTES", 200):
+        save_grid(tmp_path, Grid(1, 2))
+    names = set(verify(tmp_path, "global_step1").files)
+    assert {"rank0.safetensors", "rank0-1.safetensors", "rank1-1.safetensors"} <= names
+    state = open_checkpoint(tmp_path).rank_state(1)
+    assert state is not None and state["stream"].tolist() == list(range(1, 9))
+
+
+def test_everything_is_on_the_disk_before_the_rename(tmp_path: Path) -> None:
+    log: list[str] = []
+
+    def fsync(descriptor: int) -> None:
+        log.append(os.readlink(f"/proc/self/fd/{descriptor}").removeprefix(str(tmp_path)))
+
+    def rename(source: Any, target: Any, real: Any = os.rename) -> None:
+        log.append(f"rename {Path(target).name}")
+        real(source, target)
+
+    with mock.patch.object(os, "fsync", fsync), mock.patch.object(os, "rename", rename):
+        save_one(tmp_path / "new", torch.zeros(4))
+    staging = "/new/.staging-global_step2-run"
+    files = [f"{staging}/{name}" for name in
+             ("rank0.safetensors", "rank0.json", "shared.json", "config.json", "manifest.json")]
+    assert log[:9] == ["", *files, staging, "rename global_step2", "/new"]
+
+
+def test_a_replicated_tensor_is_written_once(tmp_path: Path) -> None:
+    save_grid(tmp_path, Grid(4, 1))
+    pieces = {piece.tp_rank for tensor in verify(tmp_path, "global_step1").tensors if tensor.name == "norm.weight"
+              for piece in tensor.pieces}
+    assert pieces == {0}
+
+
+def test_a_group_of_one_needs_no_process_group(tmp_path: Path) -> None:
+    save_one(tmp_path, torch.zeros(4), world=Group(0, 1, (0,)))
+    verify(tmp_path, "global_step2")

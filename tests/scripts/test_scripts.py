@@ -1,0 +1,161 @@
+"""The shell scripts, in a copy of the repository whose path is hostile and whose Python modules only say what they got.
+
+What the real trainer does with the shipped flags is a slow test at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HOSTILE = "a b; $(touch x) 'q\" &"
+SAY = "import json, os, sys\nprint(json.dumps({'argv': sys.argv[1:], 'pid': os.getpid(), 'cwd': os.getcwd()}))\n"
+SETTINGS = ("GPUS_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "PRESET", "RUNS", "PYTHON",
+            "VIRTUAL_ENV")
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    root = tmp_path / HOSTILE
+    shutil.copytree(ROOT / "scripts", root / "scripts")
+    for name in ("requirements.txt", "requirements-test.txt"):
+        shutil.copy(ROOT / name, root)
+    for package, module, text in (("megatron", "launch", SAY), ("data", "default_corpus", "")):
+        (root / package).mkdir()
+        (root / package / "__init__.py").touch()
+        (root / package / f"{module}.py").write_text(text)
+    return root
+
+
+def run(repository: Path, script: str, *arguments: str, cwd: Path | None = None,
+        **settings: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name not in SETTINGS}
+    # No GPU on the path, so that this test says the same on every machine.
+    environment["PATH"] = os.pathsep.join(p for p in environment["PATH"].split(os.pathsep)
+                                          if not os.path.exists(os.path.join(p, "nvidia-smi")))
+    environment |= {"PYTHON": sys.executable, "PYTHONDONTWRITEBYTECODE": "1"} | settings
+    command = ["bash", str(repository / "scripts" / script), *arguments]
+    return subprocess.run(command, cwd=cwd or repository.parent, env=environment, capture_output=True, text=True)
+
+
+def value(argv: list[str], flag: str) -> str:
+    """The value that counts: the last one."""
+    return argv[len(argv) - argv[::-1].index(flag)]
+
+
+def test_one_process_by_default_and_the_runs_folder_is_inside_the_repository(repository):
+    argv = json.loads(run(repository, "pretrain_gpt2.sh").stdout)["argv"]
+    assert value(argv, "--nproc-per-node") == "1" and value(argv, "--nnodes") == "1"
+    assert str(repository / "pretrain_gpt2.py") in argv
+    folder = str(repository / "runs/pretrain_gpt2/small")
+    assert value(argv, "--save") == folder == value(argv, "--load"), "so that the next run resumes"
+    assert os.path.isdir(folder)
+
+
+@pytest.mark.parametrize("script", ["pretrain_gpt2.sh", "pretrain_gpt2_distributed.sh",
+                                    "pretrain_gpt2_model_parallel.sh"])
+def test_arguments_come_last_and_unchanged(repository, script):
+    arguments = ["--train-iters", "7", "--save", "$(touch x)", "--sample-prompt", "a  b'\"", "", "*"]
+    result = run(repository, script, *arguments)
+    assert json.loads(result.stdout)["argv"][-len(arguments):] == arguments
+    assert not list(repository.parent.rglob("x")), "no part of a path or an argument is run"
+
+
+def test_the_shell_is_replaced_by_the_launcher_and_stays_where_the_user_is(repository, tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "__init__.py").write_text("raise SystemExit('the wrong data package')")
+    result = run(repository, "pretrain_gpt2_distributed.sh", cwd=tmp_path)
+    assert json.loads(result.stdout)["cwd"] == str(tmp_path), result.stderr
+    for line in (ROOT / "scripts" / "lib.sh").read_text().splitlines():
+        assert "megatron.launch" not in line or line.strip().startswith("exec "), "signals must reach the launcher"
+
+
+@pytest.mark.parametrize("script", ["pretrain_gpt2_distributed.sh", "pretrain_gpt2_model_parallel.sh"])
+def test_without_gpus_two_cpu_ranks_start_and_one_line_says_so(repository, script):
+    result = run(repository, script)
+    assert value(json.loads(result.stdout)["argv"], "--nproc-per-node") == "2"
+    assert result.stderr == "no GPU: 2 CPU rank(s) of the small model\n"
+
+
+def test_the_shape_of_the_job_comes_from_the_environment(repository):
+    settings = {"GPUS_PER_NODE": "4", "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "first", "MASTER_PORT": "6001"}
+    argv = json.loads(run(repository, "pretrain_gpt2_model_parallel.sh", PRESET="tiny", **settings).stdout)["argv"]
+    assert argv[:10] == ["--nproc-per-node", "4", "--nnodes", "2", "--node-rank", "1", "--master-addr", "first",
+                         "--master-port", "6001"]
+    assert value(argv, "--model-parallel-size") == "2" and value(argv, "--preset") == "tiny"
+
+
+def test_a_corpus_of_the_users_replaces_ours(repository):
+    argv = json.loads(run(repository, "pretrain_gpt2.sh", "--train_data=mine.jsonl").stdout)["argv"]
+    assert "--train-data" not in argv and "--tokenizer-path" not in argv
+
+
+@pytest.mark.parametrize("settings, words", [
+    ({"PYTHON": "/no/such/python"}, "PYTHON=/no/such/python is no command"),
+    ({"PYTHON": "false"}, "is older than 3.11 or does not run"),
+    ({"GPUS_PER_NODE": "two"}, "GPUS_PER_NODE is 'two'"),
+])
+def test_a_wrong_setting_is_one_error_line_and_exit_2(repository, settings, words):
+    result = run(repository, "pretrain_gpt2_distributed.sh", **settings)
+    assert result.returncode == 2 and result.stdout == ""
+    assert result.stderr.startswith("error: ") and words in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_a_given_python_is_used_as_it_is(repository):
+    assert run(repository, "pretrain_gpt2.sh").returncode == 0
+    assert not (repository / ".venv").exists() and not (repository / ".cache").exists()
+
+
+def test_an_environment_that_is_up_to_date_costs_less_than_a_second(repository):
+    bin_folder = repository / ".venv" / "bin"
+    bin_folder.mkdir(parents=True)
+    (bin_folder / "python").symlink_to(sys.executable)
+    shutil.copy(ROOT / "requirements.txt", repository / ".venv" / ".installed-requirements.txt")
+    begun = time.monotonic()
+    result = run(repository, "pretrain_gpt2.sh", PYTHON="")
+    assert time.monotonic() - begun < 1 and result.returncode == 0
+    assert "setup:" not in result.stderr
+
+
+def test_an_active_environment_is_used_and_only_what_it_lacks_is_added(repository, tmp_path):
+    bin_folder = tmp_path / "mine" / "bin"
+    bin_folder.mkdir(parents=True)
+    # A Python that has every package, in whatever version, but no `tqdm`; its pip only says what it is asked.
+    (bin_folder / "python").write_text(f"""#!/bin/sh
+case "$*" in
+    *"-m pip install"*) echo "pip: $*" >&2 ;;
+    "- "*) echo tqdm==4.70.1 ;;
+    *) exec "{sys.executable}" "$@" ;;
+esac
+""")
+    (bin_folder / "python").chmod(0o755)
+    result = run(repository, "pretrain_gpt2.sh", PYTHON="", VIRTUAL_ENV=str(tmp_path / "mine"))
+    assert result.returncode == 0, result.stderr
+    assert [line for line in result.stderr.splitlines() if line.startswith("pip:")] == [
+        "pip: -m pip install --quiet --no-input --disable-pip-version-check tqdm==4.70.1"]
+    assert not (repository / ".venv").exists()
+
+
+def test_every_script_is_sound_bash():
+    for script in [*ROOT.glob("scripts/*.sh"), ROOT / ".ci" / "run"]:
+        subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+@pytest.mark.slow
+def test_the_shipped_flags_train_and_resume(tmp_path):
+    settings = {"RUNS": str(tmp_path / "runs here"), "PRESET": "tiny"}
+    first = run(ROOT, "pretrain_gpt2.sh", "--train-iters", "20", "--save-interval", "10", **settings)
+    assert first.returncode == 0, first.stderr
+    again = run(ROOT, "pretrain_gpt2.sh", "--train-iters", "30", "--override-lr-scheduler", **settings)
+    assert again.returncode == 0, again.stderr
+    lines = [json.loads(line) for line in
+             (tmp_path / "runs here/pretrain_gpt2/tiny/metrics.jsonl").read_text().splitlines()]
+    assert [line["iteration"] for line in lines if not line.get("eval")] == list(range(1, 31))

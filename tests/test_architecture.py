@@ -1,0 +1,216 @@
+"""The house keeps its shape: who may import whom, and which names may stand in which file.
+
+A *floor* is a set of modules that may build on lower floors only; within a floor, a module may import those of its own
+top-level package that are listed above it (on floor 0, of any package). The table below is the plan of
+docs/architecture.md in full. Only the text of the modules is read here (ast): nothing is imported, and lazy imports
+count like any other.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("megatron", "mpu", "data")
+
+FLOORS: tuple[tuple[str, str], ...] = (
+    ("0: arithmetic and records; no process group, argv or clock", """
+        mpu.split
+        data data.storage data.format data.sampling
+        megatron megatron.errors megatron.config
+        megatron.zero.layout megatron.zero.policy
+        megatron.optim megatron.optim.schedule megatron.optim.loss_scale
+    """),
+    ("1: communication and storage", """
+        mpu.groups mpu.facade mpu.collectives mpu.partition mpu.regions mpu.layers mpu.cross_entropy mpu.random
+        mpu.grads mpu.data mpu
+        data.facts data.indexed data.sample_index data.gpt2_dataset data.tokenizer
+        data.cli data.jsonl data.parallel data.preprocess data.default_corpus data.verify data.corpora
+    """),
+    ("2: the model, and what is put on its blocks from outside", """
+        megatron.model.init megatron.model.attention megatron.model.mlp megatron.model.block megatron.model.gpt2
+        megatron.model megatron.recompute
+    """),
+    ("3: the engine", """
+        megatron.optim.norm megatron.optim.adam
+        megatron.zero.bucket megatron.zero.hooks megatron.zero.units megatron.zero.engine megatron.zero
+    """),
+    ("4: the application", """
+        megatron.arguments megatron.supervise megatron.launch megatron.distributed megatron.exits
+        megatron.checkpoint megatron.checkpoint.strict megatron.checkpoint.cut megatron.checkpoint.manifest
+        megatron.checkpoint.tags megatron.checkpoint.tensorfile megatron.checkpoint.state megatron.checkpoint.agree
+        megatron.checkpoint.piece megatron.checkpoint.commit megatron.checkpoint.writer megatron.checkpoint.reader
+        megatron.checkpoint.export
+        megatron.flops megatron.batches megatron.evaluate megatron.metrics megatron.generate megatron.build
+        megatron.training megatron.resume
+    """),
+    ("5: entry points", """
+        megatron.checkpoint.__main__
+        pretrain_gpt2
+    """),
+)
+PLACES = {module: (floor, place)
+          for floor, (_, listed) in enumerate(FLOORS) for place, module in enumerate(listed.split())}
+"""Module -> (floor, place on it)."""
+
+TYPES_OF_DISTRIBUTED = {"ProcessGroup", "Work", "Store"}
+QUERIES_OF_DISTRIBUTED = {"is_available", "is_initialized", "get_rank", "get_world_size", "get_backend", "group"}
+NAMES_OF_DISTRIBUTED = {
+    "mpu.groups": QUERIES_OF_DISTRIBUTED | {"new_group"},
+    "mpu.facade": QUERIES_OF_DISTRIBUTED,
+    "megatron.distributed": QUERIES_OF_DISTRIBUTED | {
+        "init_process_group", "destroy_process_group", "FileStore", "TCPStore", "PrefixStore"},
+}
+"""What a module may use of torch.distributed, besides its types. mpu.collectives alone names operations."""
+
+MAY_REGISTER_HOOKS = {"megatron.zero.hooks", "megatron.recompute"}
+PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal"}
+
+
+@cache
+def sources() -> dict[str, ast.Module]:
+    """Every module of the project by its dotted name."""
+    files = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    return {module_name(path): ast.parse(path.read_bytes(), str(path)) for path in [*files, ROOT / "pretrain_gpt2.py"]}
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports(module: str) -> Iterator[tuple[str, int]]:
+    """Dotted names that a module imports, with their lines; `from p import m` gives `p.m` where that is a module."""
+    for node in ast.walk(sources()[module]):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}:{node.lineno}: write imports in full, not relative"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield (inner if inner in sources() else str(node.module)), node.lineno
+
+
+def dotted(node: ast.AST) -> str:
+    """`a.b.c` of an expression, or "" if it is something else."""
+    if isinstance(node, ast.Attribute):
+        inner = dotted(node.value)
+        return f"{inner}.{node.attr}" if inner else ""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def full_names(module: str) -> Iterator[tuple[str, int]]:
+    """Every dotted name that is used or imported, spelt out through the module's `import ... as` names."""
+    aliases: dict[str, str] = {}
+    for node in ast.walk(sources()[module]):
+        if isinstance(node, ast.Import):
+            aliases.update({alias.asname: alias.name for alias in node.names if alias.asname})
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                aliases[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                yield f"{node.module}.{alias.name}", node.lineno
+    for node in ast.walk(sources()[module]):
+        if isinstance(node, ast.Attribute | ast.Name) and (name := dotted(node)):
+            first, dot, rest = name.partition(".")
+            yield aliases.get(first, first) + dot + rest, node.lineno
+
+
+def test_every_module_has_its_place():
+    for module in sources():
+        assert module in PLACES, (
+            f"{module} stands on no floor: add it to FLOORS in tests/test_architecture.py, below all that it imports")
+
+
+def test_the_plan_names_only_modules_that_exist():
+    assert sorted(set(PLACES) - set(sources())) == []
+
+
+def test_no_import_goes_up():
+    for module in sources():
+        for target, line in imports(module):
+            if target in PLACES and module in PLACES and target != module:
+                (floor, place), (target_floor, target_place) = PLACES[module], PLACES[target]
+                same_package = module.partition(".")[0] == target.partition(".")[0]
+                beside = target_floor == floor and target_place < place and (same_package or floor == 0)
+                assert target_floor < floor or beside, (
+                    f"{module}:{line} imports {target}: floor {floor} ({place}) to {target_floor} ({target_place}); "
+                    "a module imports lower floors, and what is listed above it in its own package")
+
+
+@pytest.mark.parametrize("lower, higher", [
+    ("mpu", "megatron"), ("mpu", "data"), ("data", "megatron"), ("data", "mpu"),
+    ("megatron.zero", "megatron.model"), ("megatron.model", "megatron.zero"), ("megatron.optim", "megatron.model"),
+])
+def test_packages_that_must_not_know_each_other(lower, higher):
+    for module in sources():
+        if f"{module}.".startswith(f"{lower}."):
+            for target, line in imports(module):
+                assert not f"{target}.".startswith(f"{higher}."), f"{module}:{line} imports {target}"
+
+
+def test_only_collectives_names_operations_of_torch_distributed():
+    for module in sources():
+        if module == "mpu.collectives":
+            continue
+        allowed = TYPES_OF_DISTRIBUTED | NAMES_OF_DISTRIBUTED.get(module, set())
+        for name, line in full_names(module):
+            used = re.match(r"torch\.distributed\.(\w+)", name)
+            assert used is None or used[1] in allowed, (
+                f"{module}:{line} uses {name}; operations belong to mpu/collectives.py, groups to mpu/groups.py")
+
+
+def test_only_hooks_and_recompute_register_hooks():
+    for module in sources():
+        if module not in MAY_REGISTER_HOOKS:
+            for node in ast.walk(sources()[module]):
+                if isinstance(node, ast.Attribute) and re.fullmatch(r"register_(\w+_)?hook", node.attr):
+                    pytest.fail(f"{module}:{node.lineno} registers a hook; only {sorted(MAY_REGISTER_HOOKS)} may")
+
+
+def test_nothing_that_is_read_can_run_code():
+    for module, tree in sources().items():
+        for target, line in imports(module):
+            assert target.partition(".")[0] not in PICKLES, f"{module}:{line} imports {target}"
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call):
+                continue
+            keywords = {k.arg: k.value.value for k in node.keywords if isinstance(k.value, ast.Constant)}
+            assert not keywords.get("allow_pickle"), f"{module}:{node.lineno} allows pickles in arrays"
+            if dotted(node.func) == "torch.load":
+                assert keywords.get("weights_only") is True, f"{module}:{node.lineno}: torch.load without weights_only"
+
+
+def test_no_bare_except_and_no_global():
+    for module, tree in sources().items():
+        for node in ast.walk(tree):
+            assert not isinstance(node, ast.Global), f"{module}:{node.lineno}: `global`; pass state instead"
+            if isinstance(node, ast.ExceptHandler):
+                assert node.type is not None, f"{module}:{node.lineno}: bare `except:`; name what is expected"
+
+
+def test_below_the_application_nobody_reads_argv_or_the_environment():
+    # data/ is used alone as well, and has an edge of its own: command lines, and WEBTEXT_PREFIX.
+    for module in sources():
+        if PLACES.get(module, (9, 0))[0] < 4 and not module.startswith("data"):
+            for name, line in full_names(module):
+                reads = re.match(r"(sys\.argv|os\.environ|os\.getenv)\b", name)
+                assert reads is None, f"{module}:{line} reads {name}"
+
+
+def test_every_module_says_what_it_is():
+    for module, tree in sources().items():
+        assert ast.get_docstring(tree), f"{module} has no docstring"
+
+
+def test_flags_are_checked_before_torch_is_imported():
+    early = "megatron.arguments, megatron.distributed, megatron.exits, megatron.launch"
+    program = f"import sys, {early}; print(sorted({{'torch', 'numpy'}} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
