@@ -32,16 +32,14 @@ def main() -> int:
     state, schedule = checkpoints.resume(engine, build.schedule(config))
     rule = build.batch_rule(config, groups, tokenizer)
     log = MetricsLog(config.log, config.train.train_iters, state.iteration, writes=groups.world.rank == 0)
+    trainer = Trainer(config, engine, schedule, rule, device, log, checkpoints.saver(engine, schedule, log.say))
     try:
-        log.say(build.summary(config, groups, device, engine))
-        if checkpoints.message:
-            log.say(checkpoints.message)
-        trainer = Trainer(config, engine, schedule, rule, device, log, checkpoints.saver(engine, schedule, log.say))
-        trainer.run(state, datasets.train, datasets.valid)
-        if state.iteration >= config.train.train_iters:
-            for name, samples in (("validation", datasets.valid), ("test", datasets.test)):
-                if samples is not None:
-                    trainer.evaluate(name, state.iteration, samples)
+        for line in (build.summary(config, groups, device), *datasets.notes, *checkpoints.notes):
+            log.say(line)
+        if state.iteration >= config.train.train_iters > 0:
+            log.say(f" nothing to do: {config.save.load} is already at iteration {state.iteration} of {config.train.train_iters}")
+        elif trainer.run(state, datasets.train, datasets.valid):
+            trainer.finish(state, datasets.valid, datasets.test)
             if config.log.sample_tokens and not config.data.mock_data:
                 text = generate(engine, tokenizer, config.log.sample_prompt, config.log.sample_tokens,
                                 max_length=config.model.max_position_embeddings, device=device)

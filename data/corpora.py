@@ -1,9 +1,10 @@
 """From what the user names to datasets: `open_datasets`.
 
-A *source* is what `--train-data` and its sisters take: the prefix of a corpus, a `.jsonl` file (tokenised once into a
-cache), or the names `default` and `webtext`. Several sources are blended: with `weight source` pairs in those
-proportions, without weights in proportion to their sizes. `--split` cuts every training source into three parts by
-documents; `--valid-data` and `--test-data` replace a part, which then takes nothing away from the training data.
+A *source* is what `--train-data` and its sisters take: the prefix of a corpus, a `.jsonl` or `.json` file of one object
+per line (tokenised once into a cache), or the names `default` and `webtext`. Several sources are blended: with `weight
+source` pairs in those proportions, without weights in proportion to their sizes. `--split` cuts every training source
+into three parts by documents; `--valid-data` and `--test-data` replace a part, which then takes nothing away from the
+training data.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from data.storage import DataError, crc32_file, exclusive, make_folder
 from data.tokenizer import Tokenizer
 
 PARTS = ("train", "valid", "test")
+JSONL_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ class _Opener:
         """The corpus of a source, checked against the tokenizer."""
         if name not in self.opened:
             corpus = IndexedCorpus(NAMED[name]() if name in NAMED else
-                                   self.tokenised(name) if name.endswith((".jsonl", ".jsonl.gz")) else name)
+                                   self.tokenised(name) if name.endswith(JSONL_SUFFIXES) else name)
             made_by = corpus.facts and corpus.facts.tokenizer
             if made_by and made_by.fingerprint != self.tokenizer.fingerprint:
                 raise DataError(

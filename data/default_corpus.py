@@ -30,8 +30,8 @@ from pathlib import Path
 from data.cli import Parser, positive, run
 from data.parallel import ordered_map
 from data.preprocess import build_corpus
+from data.sentencepiece_model import SentencePieceTokenizer, train_sentencepiece
 from data.storage import DataError, exclusive, make_folder, staged_file, write_json_atomic
-from data.tokenizer import SentencePieceTokenizer, train_sentencepiece
 
 DEFAULT_FOLDER = Path(__file__).resolve().parent.parent / ".cache" / "default-corpus"
 PACKAGES = ("python", "numpy", "torch")

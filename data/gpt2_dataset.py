@@ -31,6 +31,11 @@ class Dataset(ABC):
     seq_length: int
     fingerprint: str
 
+    @property
+    @abstractmethod
+    def distinct_samples(self) -> int | None:
+        """So many samples from index 0 on show no text twice; None where there is no such limit."""
+
     @abstractmethod
     def __getitem__(self, index: int) -> Sample:
         """seq_length + 1 token ids of sample `index`, 0 or more."""
@@ -56,6 +61,10 @@ class GPT2Dataset(Dataset):
             corpus.check_vocabulary(vocab_size)
         self._epochs = EpochStore(corpus.sizes, chosen, seq_length, seed, self.samples_per_epoch, cache_path)
         self.fingerprint = digest([corpus.fingerprint.encode(), chosen.tobytes(), repr((seq_length, seed)).encode()])
+
+    @property
+    def distinct_samples(self) -> int:
+        return self.samples_per_epoch
 
     def __getitem__(self, index: int) -> Sample:
         if index < 0:
@@ -87,6 +96,13 @@ class BlendedDataset(Dataset):
         self._blend = Blend(weights)
         self.fingerprint = digest([self._blend.counts.tobytes(), *(part.fingerprint.encode() for part in datasets)])
 
+    @property
+    def distinct_samples(self) -> int | None:
+        # The first part to run out ends it; its share of the blend says when.
+        limits = [part.distinct_samples * self._blend.period // int(count)
+                  for part, count in zip(self._datasets, self._blend.counts) if part.distinct_samples is not None]
+        return min(limits, default=None)
+
     def __getitem__(self, index: int) -> Sample:
         if index < 0:
             raise IndexError(f"sample {index}: expected 0 or more")
@@ -102,6 +118,10 @@ class MockDataset(Dataset):
         self.name, self.seq_length = name, seq_length
         self._vocab_size, self._seed = vocab_size, seed
         self.fingerprint = digest([repr(("mock", vocab_size, seq_length, seed)).encode()])
+
+    @property
+    def distinct_samples(self) -> None:
+        return None
 
     def __getitem__(self, index: int) -> Sample:
         if index < 0:

@@ -25,6 +25,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from data.facts import Facts, TokenizerFacts, read_facts
 from data.format import HEADER, Header, pack_index, read_header, token_dtype
+from data.sampling import index_dtype
 from data.storage import DataError, staged_file, writing
 
 BLOCK = 1 << 20
@@ -102,9 +103,10 @@ class IndexedCorpus:
         return starts if header.boundaries == header.sequences + 1 and _is_range(documents) else starts[documents]
 
     @cached_property
-    def sizes(self) -> NDArray[np.int32]:
+    def sizes(self) -> NDArray[np.integer]:
         """Tokens of each document."""
-        return np.diff(self._starts).astype(np.int32)
+        sizes = np.diff(self._starts)
+        return sizes.astype(index_dtype(int(sizes.max())))
 
     def document(self, number: int) -> NDArray[Any]:
         """The ids of one document, a view of the file."""

@@ -40,7 +40,7 @@ def sample_starts(sizes: NDArray[np.integer], order: NDArray[np.integer], seq_le
     """
     total = int(sum(sizes[order[at:at + BLOCK]].sum(dtype=np.int64) for at in range(0, len(order), BLOCK)))
     samples = samples_in(total, seq_length)
-    starts = np.empty((samples, 2), index_dtype(len(order)))  # an offset fits: the format has int32 lengths
+    starts = np.empty((samples, 2), index_dtype(max(len(order), int(sizes.max()))))
     before, done = 0, 0  # tokens in the blocks before this one; samples that begin in them
     for at in range(0, len(order), BLOCK):
         lengths = sizes[order[at:at + BLOCK]].astype(np.int64)

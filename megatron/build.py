@@ -12,6 +12,7 @@ import torch
 
 import data.tokenizer
 from data.corpora import Datasets, open_datasets
+from data.default_corpus import DEFAULT_FOLDER
 from data.tokenizer import Tokenizer
 from megatron import recompute
 from megatron.batches import BatchRule
@@ -29,8 +30,11 @@ DEFAULT_TOKENIZER = "GPT2BPETokenizer"
 
 def tokenizer(config: Config) -> Tokenizer:
     section = config.data
+    path = section.tokenizer_path
+    if path is None and "default" in section.train_data and section.tokenizer_type == "SentencePieceTokenizer":
+        path = str(DEFAULT_FOLDER / "tokenizer.model")  # the one trained on that corpus
     return data.tokenizer.build(section.tokenizer_type or DEFAULT_TOKENIZER, vocab_file=section.vocab_file, merge_file=section.merge_file,
-                                tokenizer_path=section.tokenizer_path)
+                                tokenizer_path=path)
 
 
 def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
@@ -94,12 +98,12 @@ def batch_rule(config: Config, groups: Groups, tokenizer: Tokenizer) -> BatchRul
                      section.reset_position_ids, section.reset_attention_mask, section.eod_mask_loss)
 
 
-def summary(config: Config, groups: Groups, device: torch.device, engine: ZeroEngine) -> str:
+def summary(config: Config, groups: Groups, device: torch.device) -> str:
     """The resolved configuration, once: one dotted line a field, then what the run amounts to."""
     rows: list[tuple[str, Any]] = [(f"{section}.{key}", value) for section, values in config.as_dict().items() for key, value in values.items()]
     lines = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in rows]
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     facts = (f"GPT-2 with {config.model.parameters():,} parameters in {config.precision.name} on {groups.world.size} x {where}: "
              f"tensor parallel {groups.tp.size}, data parallel {groups.dp.size}, ZeRO stage {config.zero.zero_stage}; global batch "
-             f"{config.global_batch_size(groups.dp.size)} = {config.train.batch_size} x {engine.accumulation} x {groups.dp.size}")
+             f"{config.global_batch_size(groups.dp.size)} = {config.train.batch_size} x {config.accumulation(groups.dp.size)} x {groups.dp.size}")
     return "\n".join(["configuration", *lines, facts])

@@ -19,14 +19,16 @@ class SizedSamples(Samples, Protocol):
     """A dataset that knows how many different samples it has."""
 
     @property
-    def samples_per_epoch(self) -> int: ...
+    def distinct_samples(self) -> int | None: ...
 
 
 @torch.no_grad()
 def evaluate(engine: ZeroEngine, samples: SizedSamples, rule: BatchRule, global_batches: int, device: torch.device) -> float:
     """Mean loss over `global_batches`, or over as many whole rounds of all ranks as the dataset has samples for."""
     round_size = rule.micro_batch * rule.dp_size
-    rounds = max(1, min(global_batches * rule.accumulation, samples.samples_per_epoch // round_size))
+    rounds = global_batches * rule.accumulation
+    if samples.distinct_samples is not None:
+        rounds = max(1, min(rounds, samples.distinct_samples // round_size))
     engine.train(False)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for index in range(rounds):

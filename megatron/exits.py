@@ -2,8 +2,8 @@
 
 `run(main)` is the outermost call of every entry point. Errors of the `errors.py` family carry their code; what torch
 raises when a peer is lost, a full disk, a lack of memory and Ctrl-C are recognised; anything else is a bug of ours.
-Among several ranks a failing one leaves at once, without destructors: one that waits for a dead peer would keep the
-job alive.
+Among several ranks every one leaves at once, without destructors: after a failure, one that waits for a dead peer would
+keep the job alive; after success, gloo's threads now and then abort a process whose interpreter winds down.
 
 Not here: which rank of a job is to blame (`supervise.py`). No torch import: errors are told by class name and text, so
 that a wrong flag is reported before torch loads.
@@ -58,7 +58,7 @@ def run(main: Callable[[], int | None], debug: bool | None = None) -> int:
             traceback.print_exception(error)
         write_error(failure.text)
         code = failure.code
-    if code != EXIT_OK and among_ranks():
+    if among_ranks():
         leave_now(code)
     return code
 
@@ -122,7 +122,7 @@ def among_ranks() -> bool:
 
 
 def leave_now(code: int) -> NoReturn:
-    """End this rank without destructors, so that its peers notice at once."""
+    """End this rank without destructors. `main` has closed by now what it opened."""
     logging.shutdown()
     flush()
     os._exit(code)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,8 +48,8 @@ class Checkpoints:
     config: Config
     groups: Groups
     data_fingerprint: str
-    message: str = ""
-    """What was loaded, for the log."""
+    notes: list[str] = field(default_factory=list)
+    """What was loaded and what could not carry over, for the log."""
 
     def __post_init__(self) -> None:
         fresh = all_gather_json(secrets.token_hex(8), self.groups.world)
@@ -74,9 +74,9 @@ class Checkpoints:
         optimizer = not (section.finetune or section.no_load_optim) and self._has_optimizer(engine, found)
         kinds = ("weight", *(engine.state_kinds if optimizer else ()))
         engine.load_runs(kinds, partial(self._read, found))
-        self.message = f" loaded {found.tag} of {section.load}"
+        what = "weights" if section.finetune else "weights and optimizer" if optimizer else "weights, without optimizer"
+        self.notes.append(f" loaded {what} of {found.tag} from {section.load}")
         if section.finetune:
-            self.message += ": weights only (--finetune)"
             return TrainState(), schedule
         shared = found.shared_state
         engine.restore_counters(shared["engine"])
@@ -86,7 +86,7 @@ class Checkpoints:
         state = TrainState(shared["iteration"], shared["consumed_samples"])
         self._restore_streams(found, state)
         if shared["data"] != self.data_fingerprint:
-            self.message += "; the corpus is another one than before: samples may repeat"
+            self.notes.append(" warning: --train-data is another corpus than the checkpoint's; the data position carries over")
         return state, _agreed_schedule(self.config, Schedule(**shared["schedule"]), schedule)
 
     def _starts_fresh(self, load: Path) -> bool:
@@ -114,7 +114,10 @@ class Checkpoints:
             return
         # Another layout has other streams: derive them from what both know.
         model_parallel_cuda_manual_seed(self.config.train.seed + 1_000_003 * state.iteration, self.groups, vary_over_dp=True)
-        self.message += f"; random streams start anew (saved on {found.layout}, now {self._layout})"
+        if self.config.save.no_save_rng or not found.rank_state(0):
+            self.notes.append(" the checkpoint holds no random streams: they start anew")
+        else:
+            self.notes.append(f" random streams start anew: saved on {dict(found.layout)}, now {self._layout}")
 
     # ---- saving -------------------------------------------------------------------------------------------------
 

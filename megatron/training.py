@@ -40,18 +40,20 @@ class Trainer:
     log: MetricsLog
     save: Callable[[TrainState], None] | None = None
 
-    def run(self, state: TrainState, samples: Samples, valid: SizedSamples | None) -> None:
-        """Train until --train-iters, or until --exit-interval says so; saves on the way and at the end."""
+    def run(self, state: TrainState, samples: Samples, valid: SizedSamples | None) -> bool:
+        """Train until --train-iters (True), or until --exit-interval says so (False); saves on the way and at the end."""
         train = self.config.train
         stream = BatchStream(samples, self.rule, state.consumed_samples, train.train_iters - state.iteration, self.config.data.num_workers)
         watch, rates, saved_at = Stopwatch(), self._rates(), state.iteration
+        leaves = False
         self.engine.train()
         try:
             for batches in stream:
                 self.log.step(self._step(state, batches, watch, rates))
-                if valid is not None and due(state.iteration, train.eval_interval):
+                last = state.iteration == train.train_iters  # `finish` evaluates then
+                if valid is not None and not last and due(state.iteration, train.eval_interval):
                     self.evaluate("validation", state.iteration, valid)
-                leaves = due(state.iteration, train.exit_interval)
+                leaves = not last and due(state.iteration, train.exit_interval)
                 if self.save and (leaves or due(state.iteration, self.config.save.save_interval)):
                     self.save(state)
                     saved_at = state.iteration
@@ -63,6 +65,13 @@ class Trainer:
             stream.close()
         if self.save and state.iteration != saved_at:
             self.save(state)
+        return not leaves
+
+    def finish(self, state: TrainState, valid: SizedSamples | None, test: SizedSamples | None) -> None:
+        """The evaluations at the end of training."""
+        for name, samples in (("validation", valid), ("test", test)):
+            if samples is not None and self.config.train.eval_interval:
+                self.evaluate(name, state.iteration, samples)
 
     def evaluate(self, name: str, iteration: int, samples: SizedSamples) -> None:
         loss = evaluate(self.engine, samples, self.rule, self.config.train.eval_iters, self.device)

@@ -11,8 +11,8 @@ Backends. CUDA tensors travel by NCCL with its own operations. CPU tensors trave
 reduce-scatter are three times slower than the same exchange by broadcasts and by all-to-all plus a sum
 taken here (100 MB of fp32 between 2 ranks: 117 -> 39 ms and 137 -> 55 ms), so those are used instead.
 
-Sums. A reduce-scatter here adds in rank order, in fp32 when either side is 16-bit or wider; with 2 ranks that is bit
-for bit the fp32 all-reduce, as a + b is b + a. An all-reduce adds in the order and precision of the backend.
+Sums. A reduce-scatter on CPU adds in rank order, 16-bit values in fp32; with 2 ranks its fp32 result is bit for bit
+that of an all-reduce, as a + b is b + a. All else adds in the order and precision of the backend.
 """
 
 from __future__ import annotations
@@ -124,11 +124,12 @@ def _sum_in_rank_order(parts: Tensor, out: Tensor) -> None:
         return
     step = parts.shape[1] if parts.is_cuda else _CPU_SUM_BLOCK
     for start in range(0, parts.shape[1], max(1, step)):
-        block = parts[:, start : start + step]
+        stop = start + step
+        block = parts[:, start:stop]
         total = block[0].float()
         for part in block[1:]:
             total += part
-        out[start : start + step].copy_(total)
+        out[start:stop].copy_(total)
 
 
 # -- out of place: for autograd and small values -------------------------------------------------------------------
@@ -188,6 +189,6 @@ def all_gather_json(value: Any, group: Group) -> list[Any]:
 
 
 def wire_device(group: Group) -> torch.device:
-    """The device that the group's backend can send from: the CPU wherever gloo is part of it."""
+    """The device that the backend of a group (of several ranks) sends from: the CPU wherever gloo is part of it."""
     on_cpu = "gloo" in dist.get_backend(group.handle)
     return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())

@@ -228,7 +228,7 @@ class _Walk:
         if self.d_hidden is not None:
             self.d_hidden = all_reduce(self.d_hidden, share.tp)
         if total is not None:
-            total[share.columns :] = 0
+            total[share.columns:] = 0
             self.d_weight = total.to(self.weight.dtype)
         return losses
 

@@ -1,7 +1,7 @@
 """Give every tensor-parallel rank the batch of the first one.
 
 Only rank 0 of a tensor-parallel group needs to read data. It announces keys, shapes and dtype (as JSON) and then
-sends all tensors as one flat buffer. The tensors share one dtype and the device they are sent on.
+sends all tensors as one flat buffer. The tensors share one dtype, and arrive on the device of the group's backend.
 """
 
 from __future__ import annotations
@@ -31,10 +31,13 @@ def broadcast_data(
     shapes, problem = all_gather_json([announced, problem], group)[0]
     if problem is not None:
         raise ParallelError(problem)
+    if group.is_solo:
+        assert data is not None
+        return {key: data[key] for key in keys}
     device = wire_device(group)
     if group.rank == 0:
         assert data is not None
-        flat = torch.cat([data[key].to(device or data[key].device).reshape(-1) for key in keys])
+        flat = torch.cat([data[key].to(device).reshape(-1) for key in keys])
     else:
         flat = torch.empty(sum(_numel(shapes[key]) for key in keys), dtype=dtype, device=device)
     broadcast_into(flat, 0, group).wait()

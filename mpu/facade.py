@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from mpu.groups import Group, Groups, build
-from mpu.split import ParallelError
+from mpu.split import ParallelError, split_range
 
 
 class _Current:
@@ -80,3 +80,15 @@ get_tensor_model_parallel_group = get_model_parallel_group
 get_tensor_model_parallel_rank = get_model_parallel_rank
 get_tensor_model_parallel_world_size = get_model_parallel_world_size
 get_tensor_model_parallel_src_rank = get_model_parallel_src_rank
+
+
+class VocabUtility:
+    """The classic arithmetic of vocabulary ranges: [first, last) of a rank."""
+
+    @staticmethod
+    def vocab_range_from_per_partition_vocab_size(per_partition: int, rank: int, world_size: int) -> tuple[int, int]:
+        return split_range(rank, world_size, per_partition * world_size)
+
+    @staticmethod
+    def vocab_range_from_global_vocab_size(global_size: int, rank: int, world_size: int) -> tuple[int, int]:
+        return split_range(rank, world_size, global_size)

@@ -53,7 +53,8 @@ def clip_grad_norm(
     total = torch.zeros((), dtype=torch.float64, device=device)
     if math.isinf(norm_type):
         for grad in counted:
-            total = torch.maximum(total, grad.abs().max().double())
+            if grad.numel():
+                total = torch.maximum(total, grad.abs().max().double())
         norm = float(all_reduce(total, tp, "max"))
     else:
         for grad in counted:

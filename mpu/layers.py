@@ -49,8 +49,9 @@ class _ParallelModule(nn.Module):
         self.padded_shape = padded
         self.init_method = init_method
         shape = list(padded)
-        shape[partition.dim] = divide(divide(padded[partition.dim], partition.stride, "size"), self.tp.size, "size")
-        shape[partition.dim] *= partition.stride
+        side = f"{type(self).__name__} {('output', 'input')[partition.dim]}"
+        each = divide(divide(padded[partition.dim], partition.stride, side), self.tp.size, side)
+        shape[partition.dim] = each * partition.stride
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
         mark_partition(self.weight, partition)
 

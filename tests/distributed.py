@@ -42,6 +42,9 @@ _GRACE = 0.5
 
 _PR_SET_PDEATHSIG = 1
 
+_PRELOAD = ["numpy", "pytest", "safetensors.torch", "torch._dynamo", "torch.fx.experimental.symbolic_shapes", __name__]
+"""What the fork server imports once; the torch modules are those that a first backward or optimizer step would import."""
+
 
 class RankError(AssertionError):
     """A rank failed: the message holds its number and its traceback; `error` is the exception if it could travel."""
@@ -68,7 +71,7 @@ def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, timeout: float 
     `init=False` leaves torch.distributed alone (for tests of code that must work without it).
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "safetensors.torch", "pytest", __name__])
+    context.set_forkserver_preload(_PRELOAD)
     payload = pickle.dumps((fn, args))  # by plain pickle: multiprocessing would share the memory of tensors
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         children: list[BaseProcess] = []

@@ -30,9 +30,10 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.optim megatron.optim.schedule megatron.optim.loss_scale
     """),
     ("1: communication and storage", """
-        mpu.groups mpu.facade mpu.collectives mpu.partition mpu.regions mpu.layers mpu.cross_entropy mpu.random
-        mpu.grads mpu.data mpu
-        data.facts data.indexed data.sample_index data.gpt2_dataset data.tokenizer
+        mpu.groups mpu.facade mpu.collectives mpu.partition mpu.sinks mpu.regions mpu.layers mpu.cross_entropy
+        mpu.random mpu.grads mpu.data mpu
+        data.facts data.indexed data.sample_index data.gpt2_dataset
+        data.tokenizer_base data.gpt2_bpe data.sentencepiece_model data.tokenizer
         data.cli data.jsonl data.parallel data.preprocess data.default_corpus data.verify data.corpora
     """),
     ("2: the model, and what is put on its blocks from outside", """
@@ -48,7 +49,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.checkpoint megatron.checkpoint.strict megatron.checkpoint.cut megatron.checkpoint.manifest
         megatron.checkpoint.tags megatron.checkpoint.tensorfile megatron.checkpoint.state megatron.checkpoint.agree
         megatron.checkpoint.piece megatron.checkpoint.commit megatron.checkpoint.writer megatron.checkpoint.reader
-        megatron.checkpoint.export
+        megatron.checkpoint.export megatron.checkpoint.lock
         megatron.flops megatron.batches megatron.evaluate megatron.metrics megatron.generate megatron.build
         megatron.training megatron.resume
     """),

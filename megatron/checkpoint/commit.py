@@ -43,9 +43,9 @@ def storing(path: Path, needed: int) -> Iterator[None]:
 
 
 def _free(path: Path) -> int | str:
-    while not path.exists() and path != path.parent:
-        path = path.parent
     with suppress(OSError):
+        while not path.exists() and path != path.parent:
+            path = path.parent
         return shutil.disk_usage(path).free
     return "unknown"
 

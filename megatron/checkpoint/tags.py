@@ -9,6 +9,7 @@ and choosing silently an older one would lose work, unless the caller asks to fa
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -126,7 +127,7 @@ def check_files(folder: Path, manifest: Manifest, part: int = 0, parts: int = 1)
 
 def _check_size(path: Path, expected: int, manifest: Manifest) -> None:
     if not path.is_file():
-        raise CheckpointError(f"tag {manifest.tag}: file {path.name}{_rank_of(path.name, manifest)} missing")
+        raise CheckpointError(f"tag {manifest.tag}: {_describe(path.name, manifest)} missing")
     if (found := path.stat().st_size) != expected:
         raise CheckpointError(f"tag {manifest.tag}: file {path.name}: size expected {expected} bytes, found {found}")
 
@@ -140,8 +141,8 @@ def _check_content(path: Path, manifest: Manifest) -> None:
         raise CheckpointError(f"tag {manifest.tag}: file {path.name}: damaged, crc32 expected {crc}, found {found}")
 
 
-def _rank_of(name: str, manifest: Manifest) -> str:
-    """' (rank r of n)' for a file of one rank."""
-    rank = name.removeprefix("rank").partition(".")[0].partition("-")[0]
-    world = sum(other.startswith("rank") and other.endswith(".json") for other in manifest.files)
-    return f" (rank {rank} of {world})" if name.startswith("rank") else ""
+def _describe(name: str, manifest: Manifest) -> str:
+    """A file, with its rank where it is one rank's shard."""
+    shard = re.match(r"rank([0-9]+)[-.]", name)
+    world = sum(re.fullmatch(r"rank[0-9]+\.json", other) is not None for other in manifest.files)
+    return f"shard file {name} (rank {shard[1]} of {world})" if shard else f"file {name}"

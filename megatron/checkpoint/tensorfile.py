@@ -131,6 +131,8 @@ class TensorFile:
             raise CheckpointError(f"{where}: header of {length} bytes in a file of {len(self.map)}")
         header = Record(parse_json(self.map[8:self.start], where), where)
         self.entries = {key: self._entry(header, key) for key in list(header.fields) if key != "__metadata__"}
+        self._flat: dict[str, torch.Tensor] = {}
+        """Views already made: a resharding reads the same tensor row by row."""
 
     def _entry(self, header: Record, key: str) -> tuple[torch.dtype, tuple[int, ...], int]:
         """(dtype, shape, first byte) of a tensor, checked against the file."""
@@ -153,7 +155,9 @@ class TensorFile:
 
     def run(self, key: str, start: int, count: int) -> torch.Tensor:
         """Elements [start, start + count) of the flattened tensor."""
-        flat = self.tensor(key).view(-1)
+        flat = self._flat.get(key)
+        if flat is None:
+            flat = self._flat[key] = self.tensor(key).view(-1)
         if start + count > flat.numel():
             raise CheckpointError(f"{self.where}: {key!r} has {flat.numel()} elements, {start + count} expected")
         return flat[start:start + count]

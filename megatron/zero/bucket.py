@@ -23,6 +23,7 @@ from megatron.zero.layout import FlatLayout, Segment, Slot
 from megatron.zero.policy import Policy
 from mpu.collectives import Pending, all_gather_into, all_reduce_into, reduce_scatter_into
 from mpu.groups import SOLO, Group
+from mpu.sinks import GradSink
 
 
 class Phase(Enum):
@@ -52,7 +53,7 @@ class FlatBucket:
         self.phase = Phase.SHARDED
         self._grad_dtype = grad_dtype
         self._arrived: set[int] = set()  # gradients of this backward
-        self._filled: set[int] = set()  # slots of `grads` that hold something to add to
+        self.filled: set[int] = set()  # slots of `grads` that hold something to add to
         self._arrival: Pending | None = None  # parameters on their way
         self._departure: Pending | None = None  # gradients on their way
         self.grads: Tensor | None = None
@@ -111,17 +112,24 @@ class FlatBucket:
 
     def accept(self, index: int) -> bool:
         """Take the gradient of one parameter; True when it was the last one of this backward."""
-        parameter, slot = self.parameters[index], self.layout.slots[index]
+        parameter, view = self.parameters[index], self.grad_view(index)
         assert parameter.grad is not None
-        view = self._grad_buffer()[slot.offset : slot.end].view(slot.shape)
-        if index in self._filled:
+        if index in self.filled:
             view.add_(parameter.grad)
         else:
             view.copy_(parameter.grad)
-            self._filled.add(index)
+            self.filled.add(index)
         parameter.grad = None
         self._arrived.add(index)
         return len(self._arrived) == len(self.parameters)
+
+    def sink(self, index: int) -> GradSink:
+        """Lets the operation that makes the gradient of one parameter write it in place (mpu/sinks.py)."""
+        return _SlotSink(self, index)
+
+    def grad_view(self, index: int) -> Tensor:
+        slot = self.layout.slots[index]
+        return self._grad_buffer()[slot.offset : slot.end].view(slot.shape)
 
     def _grad_buffer(self) -> Tensor:
         if self.grads is None:
@@ -137,7 +145,7 @@ class FlatBucket:
         self._move(Phase.REDUCING)
         grads = self._grad_buffer()
         for index, slot in enumerate(self.layout.slots):
-            if index not in self._filled:
+            if index not in self.filled:
                 grads[slot.offset : slot.end].zero_()
         if self.policy.split_optim:
             self._departure = reduce_scatter_into(self._span(grads), grads, self.shard_group)
@@ -165,5 +173,29 @@ class FlatBucket:
 
     def discard_grads(self) -> None:
         """The step is over: the next backward starts from nothing."""
-        self._filled.clear()
+        self.filled.clear()
         self._grad_shard = None
+
+
+class _SlotSink:
+    """The place of one parameter's gradient in its bucket."""
+
+    def __init__(self, bucket: FlatBucket, index: int) -> None:
+        self._bucket, self._index = bucket, index
+
+    def scratch(self) -> Tensor | None:
+        """The place itself while nothing has been added there yet; what stands in it is undefined."""
+        return None if self._index in self._bucket.filled else self._bucket.grad_view(self._index)
+
+    def keep(self) -> Tensor:
+        """What was written into `scratch` is now the gradient so far."""
+        self._bucket.filled.add(self._index)
+        return self._bucket.grad_view(self._index)
+
+    def total(self) -> Tensor:
+        """The gradient so far, zeros if there is none, to add to."""
+        view = self._bucket.grad_view(self._index)
+        if self._index not in self._bucket.filled:
+            view.zero_()
+            self._bucket.filled.add(self._index)
+        return view

@@ -66,6 +66,14 @@ def test_weights_are_proportions_of_samples(folder: Path) -> None:
     assert text.count("B") / len(text) == pytest.approx(0.5, abs=0.02)
 
 
+def test_corpora_of_equal_sizes_are_shuffled_apart(folder: Path) -> None:
+    lines = [json.dumps({"text": chr(0x21 + i % 90) * 9}) + "\n" for i in range(100)]
+    (folder / "c.jsonl").write_text("".join(lines))
+    data = opened(folder / "c.jsonl", folder / "c.jsonl").train
+    assert data is not None
+    assert [data[i].tolist() for i in range(0, 40, 2)] != [data[i].tolist() for i in range(1, 40, 2)]
+
+
 def test_named_parts_replace_those_of_the_split(folder: Path) -> None:
     data = opened(folder / "a", valid_data=[str(folder / "b")])
     assert set(letters(data.valid)) == {"B"} and set(letters(data.train)) == set(letters(data.test)) == {"a"}

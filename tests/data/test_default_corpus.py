@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
 from pathlib import Path
 
@@ -28,6 +29,7 @@ def test_it_is_deterministic_complete_and_built_once(tmp_path: Path, monkeypatch
     corpus, tokenizer = IndexedCorpus(prefix), SentencePieceTokenizer(str(tmp_path / "a" / "tokenizer.model"))
     texts = [json.loads(line)["text"] for line in (tmp_path / "a" / "corpus.jsonl").read_text().splitlines()]
     assert tokenizer.vocab_size == 600 and corpus.num_documents == len(texts) == len(set(texts)) > 50
+    assert texts == sorted(texts, key=lambda text: hashlib.sha256(text.encode()).digest())
     for number in (0, len(texts) - 1):
         *ids, end = corpus.document(number).tolist()
         assert tokenizer.decode(ids) == texts[number] and end == tokenizer.eod

@@ -73,7 +73,8 @@ MALFORMED = [
     (b'{"url": "u"}', "no key 'text'; found 'url'"), (b"{}", "no key 'text'; found no keys"),
     (b'{"text": 1}', "expected text, found a number"), (b'{"text": null}', "expected text, found null"),
     (b'{"text": ["a"]}', "expected text, found an array"), (b'{"text": true}', "expected text, found true or false"),
-    (b'{"text": "a", "text": "b"}', "key 'text' stands twice"), (b'{"text": "a", "n": NaN}', "NaN is not a JSON number"),
+    (b'{"text": "a", "text": "b"}', "key 'text' stands twice"),
+    (b'{"text": "a", "n": NaN}', "NaN is not a JSON number"),
     (b'{"text": "a", "n": -Infinity}', "-Infinity is not a JSON number"),
     (b'{"text": "\xff"}', "not UTF-8: byte 0xff at column 11"),
     (b'{"text": "a\\ud800"}', "lone surrogate U+D800 at character 2"),
@@ -94,13 +95,29 @@ def test_a_malformed_line_is_named_or_skipped(tmp_path: Path, line: bytes, reaso
     assert (progress.documents, skipped) == (2, 1)
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_first_of_several_malformed_lines_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                       workers: int) -> None:
+    monkeypatch.setattr(jsonl.read_chunks, "__defaults__", (100,))  # a few lines a chunk
+    lines = ['{"text": "good"}'] * 100
+    for bad in (70, 71, 99):
+        lines[bad - 1] = "[]"
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    with pytest.raises(DataError, match="a.jsonl:70 expected a JSON object"):
+        build_corpus([tmp_path / "a.jsonl"], tmp_path / "c", ByteLevelTokenizer(), workers=workers)
+    _, skipped = build_corpus([tmp_path / "a.jsonl"], tmp_path / "c", ByteLevelTokenizer(), workers=workers,
+                              skip_malformed=True)
+    assert skipped == 3
+
+
 def test_surrogate_pairs_are_one_character() -> None:
     assert parse_text(b'{"text": "\\ud83d\\ude00"}', "text") == "\U0001f600"
 
 
 def test_a_damaged_or_missing_input_is_a_data_error(tmp_path: Path) -> None:
     whole = gzip.compress(b'{"text": "a"}\n' * 1000)
-    for name, content in (("cut.gz", whole[:-20]), ("no.gz", b"plain"), ("flip.gz", whole[:15] + b"\xff" + whole[16:])):
+    flipped = whole[:15] + b"\xff" + whole[16:]
+    for name, content in (("cut.gz", whole[:-20]), ("no.gz", b"plain"), ("flip.gz", flipped)):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(DataError, match=f"{name}: cannot read"):
             list(read_chunks(tmp_path / name))

@@ -36,6 +36,11 @@ def test_every_document_is_in_one_part(documents: int) -> None:
     assert all(abs(len(part) - documents * share) <= 1 for part, share in zip(parts, shares))
 
 
+def test_parts_are_rounded_not_cut_off() -> None:
+    shares = [Fraction(1, 2), Fraction(1, 4), Fraction(1, 4)]
+    assert [len(part) for part in split_documents(shares, 7)] == [4, 1, 2]
+
+
 def test_permutations_are_permutations_and_depend_on_all_arguments() -> None:
     seen = set()
     for seed in (0, 1):

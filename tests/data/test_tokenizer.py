@@ -11,13 +11,17 @@ import pytest
 import regex
 
 from data import tokenizer as tokenizers
+from data.gpt2_bpe import _packaged_merges, byte_alphabet, parse_merges
+from data.sentencepiece_model import train_sentencepiece
 from data.storage import DataError
 from data.tokenizer import ByteLevelTokenizer, GPT2BPETokenizer, SentencePieceTokenizer, Tokenizer
 
 NASTY = ["", " ", "  a  b ", "\n\n\t x\r\n", "\u2581", "a\u2581b \u2581 c", "e\u0301 \u00e9", "\u65e5\u672c\u8a9e",
-         "\U0001f3f3\ufe0f\u200d\U0001f308", "\x00\x01\x7f\x85\u2028\u2029\u3000", "a\x00b", "<|endoftext|>", "<0x41><unk></s>",
-         "\ufeffx", "\U0010ffff", "\uff41 \ufb01", "\ufffd\ufffe\uffff", "don't DON'T we'll", "x" * 300, "\u0627\u0644\u0639",
-         "\uac00\u1100\u1161", "1234567890" * 3]
+         "\U0001f3f3\ufe0f\u200d\U0001f308",
+         "\x00\x01\x7f\x85\u2028\u2029\u3000", "a\x00b", "<|endoftext|>", "<0x41><unk></s>",
+         "\ufeffx", "\U0010ffff", "\uff41 \ufb01", "\ufffd\ufffe\uffff", "don't DON'T we'll", "x" * 300,
+         "\u0627\u0644\u0639", "\uac00\u1100\u1161", "1234567890" * 3]
+
 
 @pytest.fixture(scope="module")
 def gpt2() -> GPT2BPETokenizer:
@@ -27,7 +31,7 @@ def gpt2() -> GPT2BPETokenizer:
 @pytest.fixture(scope="module")
 def model_file(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("sentencepiece") / "tokenizer.model"
-    tokenizers.train_sentencepiece(TRAINING_TEXTS, path, 350)
+    train_sentencepiece(TRAINING_TEXTS, path, 350)
     return str(path)
 
 
@@ -78,7 +82,7 @@ def test_gpt2_gives_the_published_ids(gpt2: GPT2BPETokenizer) -> None:
 def plain_bpe(text: str, tokens: list[str]) -> list[int]:
     """Byte-pair encoding as the paper says it: merge the best pair until none is left."""
     rank = {token: i for i, token in enumerate(tokens)}
-    spelled = {byte: character for character, byte in tokenizers.byte_alphabet().items()}
+    spelled = {byte: character for character, byte in byte_alphabet().items()}
     ids = []
     for piece in regex.findall(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+", text):
         parts = [spelled[byte] for byte in piece.encode()]
@@ -92,7 +96,7 @@ def plain_bpe(text: str, tokens: list[str]) -> list[int]:
 
 
 def test_tiktoken_agrees_with_plain_bpe_and_the_original_pattern(gpt2: GPT2BPETokenizer) -> None:
-    tokens = tokenizers.parse_merges(tokenizers._packaged_merges(), "vocab.bpe")
+    tokens = parse_merges(_packaged_merges(), "vocab.bpe")
     for text in NASTY + random_texts(100) + ["  The quick\n\n brown fox's   1,234 jumps. \t\n"]:
         assert gpt2.encode(text) == plain_bpe(text, tokens)
 
@@ -100,7 +104,7 @@ def test_tiktoken_agrees_with_plain_bpe_and_the_original_pattern(gpt2: GPT2BPETo
 def test_files_of_any_numbering_are_followed(tmp_path: Path) -> None:
     merges = tmp_path / "merges.txt"
     merges.write_text("#version: 0.2\nh e\nl l\nhe ll\n")
-    tokens = tokenizers.parse_merges(merges.read_text(), "merges.txt")
+    tokens = parse_merges(merges.read_text(), "merges.txt")
     assert tokens[256:] == ["he", "ll", "hell"]
     plain = tokenizers.build("gpt2", merge_file=str(merges))
     assert plain.encode("hello") == [258, tokens.index("o")] and plain.eod == 259
@@ -114,11 +118,11 @@ def test_files_of_any_numbering_are_followed(tmp_path: Path) -> None:
 
 
 def test_sentencepiece_training_is_deterministic_and_exact_in_size(tmp_path: Path, model_file: str) -> None:
-    tokenizers.train_sentencepiece(iter(TRAINING_TEXTS), tmp_path / "again.model", 350)
+    train_sentencepiece(iter(TRAINING_TEXTS), tmp_path / "again.model", 350)
     assert (tmp_path / "again.model").read_bytes() == Path(model_file).read_bytes()
     assert SentencePieceTokenizer(model_file).vocab_size == 350
     with pytest.raises(DataError, match="cannot train"):
-        tokenizers.train_sentencepiece(["abc"], tmp_path / "tiny.model", 100_000)
+        train_sentencepiece(["abc"], tmp_path / "tiny.model", 100_000)
     assert not (tmp_path / "tiny.model").exists()
 
 

@@ -1,4 +1,4 @@
-"""python -m megatron.checkpoint: exit codes, one error line, no torch where none is needed, no code from files ever run."""
+"""python -m megatron.checkpoint: exit codes, one error line, torch only where needed, no code from files ever run."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_folder_of_one_tag_will_do(root: Path, capsys: pytest.CaptureFixture[s
 def test_damage_is_exit_4_and_other_tags_are_checked_too(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / "global_step1" / "rank1.json").unlink()
     code, line = failing(capsys, "verify", str(root))
-    assert code == 4 and "tag global_step1: file rank1.json (rank 1 of 2) missing" in line
+    assert code == 4 and "tag global_step1: shard file rank1.json (rank 1 of 2) missing" in line
     assert main(["verify", str(root), "--tag", "global_step2"]) == 0
 
 
@@ -93,7 +93,8 @@ class Payload:
         return os.mkdir, ("canary",)
 
 
-@pytest.mark.parametrize("name", ["rank0.safetensors", "rank1.json", "shared.json", "config.json", "manifest.json", "latest"])
+@pytest.mark.parametrize("name", ["rank0.safetensors", "rank1.json", "shared.json", "config.json", "manifest.json",
+                                  "latest"])
 def test_a_pickle_in_place_of_any_file_is_never_run(root: Path, name: str, tmp_path: Path,
                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -72,8 +72,7 @@ def value(root: Path, tag: str) -> float:
 def check_next_save(root: Path) -> None:
     """The next save works, and leaves nothing hidden behind."""
     save_solo(root, 3)
-    assert sorted(os.listdir(root)) == ["global_step1", "global_step2", "global_step3", "latest"] or \
-        sorted(os.listdir(root)) == ["global_step1", "global_step3", "latest"]
+    assert set(os.listdir(root)) - {"global_step2"} == {"global_step1", "global_step3", "latest"}
     assert value(root, "global_step3") == 3 and (root / "latest").read_text() == "global_step3\n"
 
 
@@ -176,7 +175,7 @@ def test_prune_keeps_the_newest_and_the_users_own(tmp_path: Path) -> None:
 def test_probe_names_the_flag_and_the_path(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    for name, reason in [("file", "is a file"), ("link", "dangling"), ("absent/deeper", "parent folder .* does not exist"),
+    for name, reason in [("file", "is a file"), ("link", "dangling"), ("absent/deeper", "parent folder .* does not"),
                          ("file/deeper", "parent folder"), ("x" * 300, "File name too long")]:
         with pytest.raises(StorageError, match=f"^--save {tmp_path / name}: .*{reason}"):
             probe(tmp_path / name)

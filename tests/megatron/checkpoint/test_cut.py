@@ -46,8 +46,9 @@ def test_the_logical_shape_has_no_padding() -> None:
 
 
 @pytest.mark.parametrize("impossible", [
-    Sharding((4,), 1, 1, None, 2), Sharding((4,), 0, 3, None, 2), Sharding((4,), 0, 1, 9, 2), Sharding((4,), 0, 2, 3, 2),
-    Sharding((4,), 0, 1, None, 0), Sharding((4,), 0, 0, None, 1), Sharding((4,), None, 1, None, 2),
+    Sharding((4,), 1, 1, None, 2), Sharding((4,), 0, 3, None, 2), Sharding((4,), 0, 1, 9, 2),
+    Sharding((4,), 0, 2, 3, 2), Sharding((4,), 0, 1, None, 0), Sharding((4,), 0, 0, None, 1),
+    Sharding((4,), None, 1, None, 2),
 ])
 def test_an_impossible_cut_is_refused(impossible: Sharding) -> None:
     with pytest.raises(CheckpointError, match="no such cut"):

@@ -34,7 +34,8 @@ def test_a_tag_of_the_users_own_stands_by_its_iteration(tmp_path: Path) -> None:
     assert tag_names(tmp_path) == ["global_step5", "global_step6", "best.v1"]
 
 
-@pytest.mark.parametrize("hint", [b"", b"global_step1\n", b"global_step77", b"../../etc/passwd", b"\xff\x00\x80" * 1000, None])
+@pytest.mark.parametrize("hint", [b"", b"global_step1\n", b"global_step77", b"../../etc/passwd",
+                                  b"\xff\x00\x80" * 1000, None])
 def test_a_wrong_latest_costs_one_line(tmp_path: Path, hint: bytes | None) -> None:
     for step in (1, 2):
         save_solo(tmp_path, step)
@@ -55,7 +56,8 @@ def test_no_checkpoint_is_an_error_that_names_the_folder(tmp_path: Path, root: s
         open_checkpoint(tmp_path / root)
 
 
-@pytest.mark.parametrize("tag", ["../global_step1", "/etc", ".", "..", ".staging-global_step1-solo", "", "global_step2"])
+@pytest.mark.parametrize("tag", ["../global_step1", "/etc", ".", "..", ".staging-global_step1-solo", "",
+                                 "global_step2"])
 def test_a_tag_that_is_no_tag_is_refused(tmp_path: Path, tag: str) -> None:
     save_solo(tmp_path, 1)
     with pytest.raises(CheckpointError, match="tag"):
@@ -112,7 +114,7 @@ def test_a_missing_file_is_named(root: Path, name: str) -> None:
 
 def test_a_missing_shard_is_named_with_its_rank(root: Path) -> None:
     (root / "global_step2" / "rank1.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"^tag global_step2: file rank1.safetensors \(rank 1 of 2\) missing$"):
+    with pytest.raises(CheckpointError, match=r"global_step2: shard file rank1.safetensors \(rank 1 of 2\) missing$"):
         verify(root, "global_step2")
 
 

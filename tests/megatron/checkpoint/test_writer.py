@@ -146,7 +146,8 @@ def test_a_tensor_that_is_not_whole_is_not_committed(tmp_path: Path) -> None:
     check_untouched(tmp_path)
 
 
-@pytest.mark.parametrize("value", [{1, 2}, {1: 2}, object(), {"$tensor": 1}, torch.zeros(2, dtype=torch.complex64)], ids=str)
+@pytest.mark.parametrize("value", [{1, 2}, {1: 2}, object(), {"$tensor": 1}, torch.zeros(2, dtype=torch.complex64)],
+                         ids=["set", "int key", "object", "mark", "complex"])
 def test_a_state_that_is_no_json_is_refused_by_its_path(tmp_path: Path, value: object) -> None:
     save_solo(tmp_path, 1)
     with pytest.raises(CheckpointError, match="state shared/client/0/x: "):

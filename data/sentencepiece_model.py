@@ -1,0 +1,77 @@
+"""SentencePiece: reading a model, and training one that gives every text back unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+from pathlib import Path
+from typing import final
+
+from data.storage import DataError, staged_file
+from data.tokenizer_base import END_OF_TEXT, REPLACEMENT, Tokenizer, fingerprint, read
+
+
+@final
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece model. Models of `train_sentencepiece` give every text back unchanged."""
+
+    name = "SentencePieceTokenizer"
+
+    SPACE = "\u2581"
+    """Stands for a space inside the model, which takes a real one for a space too unless it is spelled in bytes."""
+
+    def __init__(self, model_file: str) -> None:
+        import sentencepiece
+
+        model = read(model_file, "--tokenizer-path")
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_proto=model)
+        except RuntimeError as error:
+            raise DataError(f"--tokenizer-path {model_file}: not a SentencePiece model") from error
+        self._pieces = int(self._model.vocab_size())
+        end = int(self._model.eos_id())
+        self.eod = end if end >= 0 else self._pieces
+        self.vocab_size = max(self._pieces, self.eod + 1)
+        spelled = [int(self._model.piece_to_id(f"<0x{byte:02X}>")) for byte in self.SPACE.encode()]
+        self._space = spelled if self._model.unk_id() not in spelled else None
+        self.fingerprint = fingerprint(self.name, model)
+
+    def encode(self, text: str) -> list[int]:
+        text = text.encode("utf-8", "replace").decode("utf-8")
+        if self._space is None or self.SPACE not in text:
+            return list(self._model.encode(text))
+        first, *rest = text.split(self.SPACE)
+        ids = list(self._model.encode(first))
+        for part in rest:
+            ids += self._space + self._model.encode(part)
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        def spell(kind: str, run: list[int]) -> str:
+            return str(self._model.decode(run)) if kind == "piece" else kind * len(run)
+
+        return "".join(spell(kind, list(run)) for kind, run in groupby(map(int, ids), self._kind))
+
+    def _kind(self, token: int) -> str:
+        if token == self.eod:
+            return END_OF_TEXT
+        return "piece" if 0 <= token < self._pieces else REPLACEMENT
+
+
+def train_sentencepiece(texts: Iterable[str], model_path: str | Path, vocab_size: int) -> None:
+    """Train a model of exactly `vocab_size` ids (end of document included) that gives every text back unchanged.
+
+    Equal texts give equal files: BPE training counts in integers, so the threads do not show.
+    """
+    import sentencepiece
+
+    with staged_file(model_path) as file:
+        try:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=iter(texts), model_writer=file, model_type="bpe", vocab_size=vocab_size,
+                byte_fallback=True, normalization_rule_name="identity", add_dummy_prefix=False,
+                remove_extra_whitespaces=False, allow_whitespace_only_pieces=True, split_digits=True,
+                character_coverage=0.9999, max_sentence_length=1 << 20, num_threads=2, minloglevel=2,
+                unk_id=0, eos_id=1, bos_id=-1, pad_id=-1, eos_piece=END_OF_TEXT, unk_surface=REPLACEMENT)
+        except RuntimeError as error:
+            raise DataError(f"{model_path}: cannot train a SentencePiece model of {vocab_size} ids: {error}") from error

@@ -1,0 +1,57 @@
+"""What every tokenizer is: text to ids and back. The kinds are in `gpt2_bpe`, `sentencepiece_model` and `tokenizer`.
+
+`eod` is the id that ends a document; it never comes out of `encode`, whatever the text says. `decode` accepts any
+ids: what is no token, and bytes that are no UTF-8, become U+FFFD. `fingerprint` is equal exactly where two tokenizers
+give equal ids to equal text; a corpus remembers it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
+
+from data.storage import DataError
+
+END_OF_TEXT = "<|endoftext|>"
+REPLACEMENT = "\ufffd"
+
+
+class Tokenizer(ABC):
+    """Text to ids and back."""
+
+    name: str
+    vocab_size: int
+    """Ids are 0 to vocab_size - 1, `eod` included; padding for tensor parallelism is the model's business."""
+    eod: int
+    fingerprint: str
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text; lone surrogates are replaced, everything else comes back from `decode`."""
+
+    @abstractmethod
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of any sequence of ids."""
+
+
+def fingerprint(name: str, *parts: bytes) -> str:
+    digest = hashlib.sha256(name.encode())
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()[:16]
+
+
+def read(path: str | Path, flag: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(f"{flag} {path}: cannot read: {error.strerror}") from error
+
+
+def read_text(path: str | Path, flag: str) -> str:
+    try:
+        return read(path, flag).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{flag} {path}: not UTF-8 text ({error})") from error

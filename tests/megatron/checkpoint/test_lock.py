@@ -1,0 +1,45 @@
+"""Two jobs, one folder: the second is told who was first, and a dead first one is no obstacle."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint.lock import locked
+from megatron.errors import ConfigError
+from tests.megatron.checkpoint.made import save_solo
+
+HOLD = """
+import sys
+from megatron.checkpoint.lock import locked
+with locked(sys.argv[1]):
+    print("held", flush=True)
+    input()
+"""
+
+
+def test_the_second_job_is_told_who_was_first(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], cwd=Path(__file__).parents[3],
+                          stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
+        assert first.stdout is not None and first.stdout.readline() == b"held\n"
+        with pytest.raises(ConfigError, match=f"--save {tmp_path}: locked by pid {first.pid} on "), locked(tmp_path):
+            pass
+        os.kill(first.pid, signal.SIGKILL)
+        first.wait()
+    with locked(tmp_path):
+        save_solo(tmp_path, 1)
+
+
+def test_the_lock_is_given_back(tmp_path: Path) -> None:
+    for _ in range(2):
+        with locked(tmp_path):
+            pass
+    with pytest.raises(ZeroDivisionError), locked(tmp_path):
+        _ = 1 / 0
+    with locked(tmp_path):
+        pass

@@ -1,0 +1,122 @@
+"""Every collective against the same thing done by hand on the inputs of all ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from mpu.collectives import (
+    agree, all_gather, all_gather_into, all_gather_json, all_reduce, all_reduce_into, barrier, broadcast_into,
+    reduce_scatter, reduce_scatter_into,
+)
+from mpu.groups import SOLO, build
+from mpu.split import ParallelError
+from tests.distributed import run_ranks
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64]
+
+
+def _input(rank: int, dtype: torch.dtype, *shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(-8, 9, shape, generator=generator).to(dtype)  # small integers: every sum is exact
+
+
+def _out_of_place(rank: int, world: int, dtype: torch.dtype) -> None:
+    tp = build(world).tp
+    inputs = [_input(r, dtype, 3, 2, 4 * world) for r in range(world)]
+    x = inputs[rank].clone()
+    total = torch.stack(inputs).sum(0).to(dtype)
+    assert torch.equal(all_reduce(x, tp), total)
+    assert torch.equal(all_reduce(x, tp, "max"), torch.stack(inputs).amax(0))
+    assert torch.equal(all_reduce(x, tp, "min"), torch.stack(inputs).amin(0))
+    for dim in (0, 1, -1):
+        assert torch.equal(all_gather(x, tp, dim), torch.cat(inputs, dim))
+    assert torch.equal(all_gather(x.transpose(0, 1), tp), torch.cat([y.transpose(0, 1) for y in inputs], -1))
+    assert torch.equal(reduce_scatter(x, tp), total.chunk(world, -1)[rank])
+    assert torch.equal(x, inputs[rank]), "an out-of-place collective changed its argument"
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_out_of_place_forms_equal_the_plain_reference(world: int) -> None:
+    for dtype in DTYPES if world == 2 else DTYPES[:2]:
+        run_ranks(_out_of_place, world, dtype)
+
+
+def _into(rank: int, world: int, dtype: torch.dtype) -> None:
+    group = build(world).tp
+    inputs = [_input(r, dtype, 6 * world) for r in range(world)]
+    total = torch.stack(inputs).sum(0).to(dtype)
+    flat, gathered, alias = inputs[rank].clone(), torch.empty(6 * world, dtype=dtype), inputs[rank].clone()
+    shard, sent = torch.empty(6, dtype=dtype), inputs[rank].clone()
+    mine = slice(6 * rank, 6 * rank + 6)
+    pending = [  # all in flight at once
+        reduce_scatter_into(shard, sent, group),
+        all_reduce_into(flat, group),
+        all_gather_into(gathered, inputs[rank][mine].clone(), group),
+        all_gather_into(alias, alias[mine], group),
+        broadcast_into(sent_copy := sent.clone(), world - 1, group),
+    ]
+    for operation in pending:
+        operation.wait()
+        operation.wait()  # nothing more
+    whole = torch.cat([inputs[r][6 * r:6 * r + 6] for r in range(world)])
+    assert torch.equal(shard, total[mine]) and torch.equal(sent, inputs[rank])
+    assert torch.equal(flat, total)
+    assert torch.equal(gathered, whole) and torch.equal(alias, whole)
+    assert torch.equal(sent_copy, inputs[world - 1])
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_into_forms_equal_the_plain_reference_with_many_in_flight(world: int) -> None:
+    for dtype in DTYPES[:3]:
+        run_ranks(_into, world, dtype)
+
+
+def _random_sums(rank: int, world: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    group = build(world).tp
+    full = torch.randn(300_000 * world, generator=torch.Generator().manual_seed(rank))
+    exact, wide, narrow = torch.empty(300_000), torch.empty(300_000), torch.empty(300_000, dtype=torch.bfloat16)
+    for shard, x in ((exact, full), (wide, full.bfloat16()), (narrow, full.bfloat16())):
+        reduce_scatter_into(shard, x, group).wait()
+    return exact, wide, narrow, all_reduce(full, group)[300_000 * rank:300_000 * (rank + 1)]
+
+
+def test_two_ranks_sum_to_the_same_bits_by_shard_and_by_all_reduce() -> None:
+    for exact, _, _, reduced in run_ranks(_random_sums, 2):
+        assert torch.equal(exact, reduced)
+
+
+def test_sixteen_bit_shards_are_summed_in_fp32_in_rank_order() -> None:
+    fulls = [torch.randn(1_200_000, generator=torch.Generator().manual_seed(r)).bfloat16().float() for r in range(4)]
+    total = fulls[0] + fulls[1] + fulls[2] + fulls[3]
+    for rank, (_, wide, narrow, _) in enumerate(run_ranks(_random_sums, 4)):
+        expected = total[300_000 * rank:300_000 * (rank + 1)]
+        assert torch.equal(wide, expected) and torch.equal(narrow, expected.bfloat16())
+
+
+def _small(rank: int, world: int) -> None:
+    group = build(world).tp
+    values = all_gather_json({"rank": rank, "text": "ü" * rank * 50, "none": None}, group)
+    assert values == [{"rank": r, "text": "ü" * r * 50, "none": None} for r in range(world)]
+    assert agree(rank, group) == world - 1 and agree(rank, group, "min") == 0 and agree(0.25, group, "sum") == world / 4
+    assert agree(2**53 - 1 if rank else 0, group) == 2**53 - 1
+    barrier(group)
+
+
+def test_values_of_different_lengths_travel_as_json() -> None:
+    run_ranks(_small, 2)
+
+
+def test_a_group_of_one_needs_no_torch_distributed() -> None:
+    x = torch.ones(3)
+    assert all_reduce(x, SOLO) is x and all_gather(x, SOLO) is x and reduce_scatter(x, SOLO) is x
+    y = torch.zeros(3)
+    all_gather_into(y, x, SOLO).wait()
+    assert torch.equal(x, y) and agree(3, SOLO) == 3 and all_gather_json([1], SOLO) == [[1]]
+    barrier(SOLO)
+
+
+def test_a_full_buffer_that_is_not_the_shards_is_refused() -> None:
+    with pytest.raises(ParallelError, match="5 elements does not hold 1 shards of 4"):
+        all_gather_into(torch.zeros(5), torch.zeros(4), SOLO)

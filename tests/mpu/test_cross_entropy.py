@@ -1,0 +1,162 @@
+"""Both losses against torch's own on the whole, unpadded logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mpu.cross_entropy import linear_cross_entropy, vocab_parallel_cross_entropy
+from mpu.groups import SOLO, build
+from tests.distributed import run_ranks
+
+VOCAB, PADDED, ROWS, HIDDEN = 37, 64, 21, 16
+"""With 4 ranks of 16 columns the third holds 5 real ones and the fourth none."""
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def _case(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(ROWS, HIDDEN, generator=generator).to(dtype)
+    weight = torch.randn(PADDED, HIDDEN, generator=generator).to(dtype)
+    target = torch.randint(0, VOCAB, (ROWS,), generator=generator)
+    target[:2] = torch.tensor([0, VOCAB - 1])
+    loss_weight = torch.rand(ROWS, generator=generator)
+    loss_weight[3] = 0
+    return hidden, weight, target, loss_weight
+
+
+def _tolerance(dtype: torch.dtype) -> dict[str, float]:
+    """fp32: another order of addition. 16-bit: one rounding of logits of order 10, and one of each gradient."""
+    return {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}
+
+
+def _from_logits(rank: int, world: int, dtype: torch.dtype, offset: float) -> tuple[Tensor, Tensor]:
+    tp = build(world).tp if world > 1 else SOLO
+    hidden, weight, target, loss_weight = _case(dtype)
+    whole = hidden @ weight.t() + offset
+    whole[:, VOCAB:] = 1e4  # padding must not matter, whatever it holds
+    logits = whole.chunk(world, -1)[rank].view(3, 7, -1).contiguous().requires_grad_()
+    losses = vocab_parallel_cross_entropy(logits, target.view(3, 7), tp, VOCAB)
+    (losses * loss_weight.view(3, 7)).sum().backward()
+    assert logits.grad is not None and losses.dtype == torch.float32
+    return losses.detach().flatten(), logits.grad.view(ROWS, -1)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_loss_of_split_logits_equals_the_whole(dtype: torch.dtype, world: int) -> None:
+    hidden, weight, target, loss_weight = _case(dtype)
+    logits = (hidden @ weight.t())[:, :VOCAB].float().requires_grad_()
+    expected = F.cross_entropy(logits, target, reduction="none")
+    (expected * loss_weight).sum().backward()
+    results = run_ranks(_from_logits, world, dtype, 0.0)
+    for losses, _ in results:
+        torch.testing.assert_close(losses, expected.detach(), rtol=1e-5, atol=1e-5)  # fp32 inside for every dtype
+    grad = torch.cat([grad for _, grad in results], 1).float()
+    torch.testing.assert_close(grad[:, :VOCAB], logits.grad, **_tolerance(dtype))
+    assert not grad[:, VOCAB:].any()
+
+
+def test_huge_logits_lose_nothing() -> None:
+    for (losses, grad), (moved, moved_grad) in zip(
+        run_ranks(_from_logits, 2, torch.float64, 0.0), run_ranks(_from_logits, 2, torch.float64, 9000.0)
+    ):
+        # fp32 inside: numbers near 9000 are 1e-3 apart
+        torch.testing.assert_close(moved, losses, rtol=0, atol=2e-3)
+        torch.testing.assert_close(moved_grad, grad, rtol=0, atol=2e-3)
+
+
+def _from_hidden(
+    rank: int, world: int, dtype: torch.dtype, chunk_rows: int, mean: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    tp = build(world).tp if world > 1 else SOLO
+    hidden, weight, target, loss_weight = _case(dtype)
+    hidden.requires_grad_()
+    local = weight.chunk(world)[rank].clone().requires_grad_()
+    result = linear_cross_entropy(
+        hidden, local, target, tp, vocab_size=VOCAB, loss_weight=loss_weight if mean else None, grad_scale=scale,
+        chunk_rows=chunk_rows,
+    )
+    with torch.no_grad():
+        again = linear_cross_entropy(
+            hidden, local, target, tp, vocab_size=VOCAB, loss_weight=loss_weight if mean else None, chunk_rows=5
+        )
+    torch.testing.assert_close(again, result.detach(), rtol=1e-5, atol=1e-5)
+    total = result if mean else (result * loss_weight).sum() / loss_weight.sum()
+    (total * 8).backward()
+    assert hidden.grad is not None and local.grad is not None
+    return result.detach(), hidden.grad / 8, local.grad / 8
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("mean", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fused_loss_and_gradients_equal_the_plain_graph(dtype: torch.dtype, mean: bool, world: int) -> None:
+    hidden, weight, target, loss_weight = _case(dtype)
+    h, w = hidden.float().requires_grad_(), weight.float().requires_grad_()
+    losses = F.cross_entropy(F.linear(h, w[:VOCAB]), target, reduction="none")
+    expected = (losses * loss_weight).sum() / loss_weight.sum()
+    expected.backward()
+    for chunk_rows, scale in ((4, 8.0), (100, 1.0)):  # several uneven chunks, and one
+        results = run_ranks(_from_hidden, world, dtype, chunk_rows, mean, scale)
+        for value, d_hidden, _ in results:
+            torch.testing.assert_close(value, (expected if mean else losses).detach(), **_tolerance(dtype))
+            torch.testing.assert_close(d_hidden.float(), h.grad, **_tolerance(dtype))
+        d_weight = torch.cat([grad for *_, grad in results]).float()
+        torch.testing.assert_close(d_weight, w.grad, **_tolerance(dtype))
+        assert not d_weight[VOCAB:].any()
+
+
+def test_grad_scale_keeps_small_fp16_gradients_exact() -> None:
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(64, 32, generator=generator).half()
+    weight = (torch.randn(4096, 32, generator=generator) * 0.1).half()
+    target = torch.randint(0, 64, (64,), generator=generator)  # rows 64.. only get probabilities near 1 / 4096
+    reference = weight.double().requires_grad_()
+    F.cross_entropy(hidden.double() @ reference.t(), target).backward()
+    assert reference.grad is not None
+    errors = []
+    for grad_scale in (2.0**13, 1.0):
+        w = weight.clone().requires_grad_()
+        loss = linear_cross_entropy(hidden, w, target, SOLO, loss_weight=torch.ones(64), grad_scale=grad_scale)
+        (loss * 2.0**13).backward()
+        assert w.grad is not None
+        difference = (w.grad.double() / 2.0**13 - reference.grad)[64:]
+        errors.append((difference.norm() / reference.grad[64:].norm()).item())
+    assert errors[0] < 1e-3 < 2e-2 < errors[1], errors
+
+
+def test_many_chunks_of_bf16_are_as_exact_as_one() -> None:
+    generator = torch.Generator().manual_seed(2)
+    hidden = torch.randn(512, 32, generator=generator).bfloat16()
+    weight = torch.randn(50, 32, generator=generator).bfloat16()
+    target = torch.randint(0, 50, (512,), generator=generator)
+    w64 = weight.double().requires_grad_()
+    F.cross_entropy(hidden.double() @ w64.t(), target).backward()
+    assert w64.grad is not None
+    errors = []
+    for chunk_rows in (512, 4):
+        w = weight.clone().requires_grad_()
+        linear_cross_entropy(hidden, w, target, SOLO, loss_weight=torch.ones(512), chunk_rows=chunk_rows).backward()
+        assert w.grad is not None
+        errors.append((w.grad.double() - w64.grad).norm().item())
+    assert errors[1] < 1.5 * errors[0], errors
+
+
+def test_a_batch_without_weight_costs_nothing_and_teaches_nothing() -> None:
+    hidden, weight, target, _ = _case(torch.float32)
+    hidden.requires_grad_()
+    loss = linear_cross_entropy(hidden, weight, target, SOLO, loss_weight=torch.zeros(ROWS))
+    loss.backward()
+    assert loss.item() == 0 and hidden.grad is not None and not hidden.grad.any()
+
+
+def test_a_second_backward_says_what_to_do() -> None:
+    hidden, weight, target, loss_weight = _case(torch.float32)
+    loss = linear_cross_entropy(hidden.requires_grad_(), weight, target, SOLO, loss_weight=loss_weight)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second backward needs a second forward"):
+        loss.backward()

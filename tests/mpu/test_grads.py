@@ -1,0 +1,74 @@
+"""Norms: exact enough on large tensors, and the same for every tensor-parallel size."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mpu.grads import clip_grad_norm, sum_of_squares
+from mpu.groups import Groups, build
+from mpu.partition import local_slice, mark_partition
+from mpu.split import Partition
+from tests.distributed import run_ranks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("size", [0, 1, 1000, 3_000_001])
+def test_sum_of_squares_is_the_float64_one(dtype: torch.dtype, size: int) -> None:
+    x = (torch.randn(size, generator=torch.Generator().manual_seed(0)) * 1e-2 + 5e-3).to(dtype)
+    expected = x.double().square().sum()
+    result = sum_of_squares(x)
+    assert result.dtype == torch.float64 and result.shape == ()
+    torch.testing.assert_close(result, expected, rtol=1e-7, atol=0)
+
+
+@pytest.mark.slow
+def test_forty_million_equal_numbers_do_not_drift() -> None:
+    assert sum_of_squares(torch.full((40_000_000,), 1e-3)).item() == pytest.approx(40.0, rel=1e-6)
+
+
+def test_squares_beyond_fp16_do_not_overflow() -> None:
+    assert sum_of_squares(torch.full((4,), 60000.0, dtype=torch.float16)).item() == 4 * 59968.0**2
+
+
+def _gradients() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    return torch.randn(8, 6, generator=generator), torch.randn(5, generator=generator) * 3
+
+
+def _clip(rank: int, world: int, max_norm: float, norm_type: float) -> tuple[float, Tensor, Tensor]:
+    groups = build(world) if world > 1 else Groups()
+    whole, replicated = _gradients()
+    cut = Partition(0)
+    split = nn.Parameter(torch.zeros(8 // world, 6))
+    split.grad = local_slice(whole, cut, rank, world).clone()
+    mark_partition(split, cut)
+    shared = nn.Parameter(torch.zeros(5))
+    shared.grad = replicated.clone()
+    unused = nn.Parameter(torch.zeros(2))
+    norm = clip_grad_norm([split, shared, unused], max_norm, norm_type, groups)
+    return norm, split.grad, shared.grad
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("norm_type", [2.0, math.inf, 3.0])
+def test_clipping_does_not_depend_on_the_layout(norm_type: float, world: int) -> None:
+    whole, replicated = _gradients()
+    expected = torch.linalg.vector_norm(torch.cat([whole.flatten(), replicated]), norm_type).item()
+    for max_norm in (0.5, 1e6):
+        factor = min(1.0, max_norm / expected)
+        results = run_ranks(_clip, world, max_norm, norm_type)
+        for norm, _, shared in results:
+            assert norm == pytest.approx(expected, rel=1e-6) and norm == results[0][0]
+            torch.testing.assert_close(shared, replicated * factor)
+        torch.testing.assert_close(torch.cat([split for _, split, _ in results]), whole * factor)
+
+
+def test_a_norm_that_is_not_finite_leaves_the_gradients_alone() -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.tensor([1.0, math.inf, 2.0])
+    assert clip_grad_norm(parameter, 1.0, groups=Groups()) == math.inf
+    assert parameter.grad.tolist() == [1.0, math.inf, 2.0]

@@ -1,0 +1,195 @@
+"""Every split layer equals its unsplit twin, forward and backward, and starts from the same weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mpu.groups import SOLO, Group, build
+from mpu.layers import (
+    ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, VocabParallelEmbedding, partition_of,
+)
+from mpu.partition import join_slices, local_slice
+from mpu.split import ParallelError, Partition
+from tests.distributed import RankError, run_ranks
+
+WORLDS = [1, 2, 4]
+IN, OUT = 16, 24
+
+
+def _draw(weight: Tensor) -> None:
+    nn.init.normal_(weight, std=0.5)
+
+
+def _numbers(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _run_linear(rank: int, world: int, kind: str, options: dict[str, Any]) -> dict[str, Tensor]:
+    """Forward and backward of one layer on whole inputs; what is split is cut here and returned as this rank's piece."""
+    tp = build(world).tp if world > 1 else SOLO
+    torch.manual_seed(5)
+    layer_type = ColumnParallelLinear if kind == "column" else RowParallelLinear
+    layer = layer_type(IN, OUT, init_method=_draw, tp=tp, **options)
+    if layer.bias is not None:
+        bias, cut = _numbers(1, OUT), partition_of(layer.bias)
+        layer.bias.data.copy_(local_slice(bias, cut, rank, world) if cut else bias)
+    x = _numbers(2, 3, 2, IN)
+    if options.get("input_is_parallel"):
+        x = local_slice(x, Partition(2, layer.stride), rank, world)
+    x.requires_grad_()
+    y = layer(x)
+    grad = _numbers(3, 3, 2, OUT)
+    if options.get("gather_output") is False:
+        grad = local_slice(grad, Partition(2, layer.stride), rank, world)
+    y.backward(grad)
+    result = {"y": y.detach(), "weight": layer.weight.detach(), "dx": x.grad, "dw": layer.weight.grad}
+    if layer.bias is not None:
+        result["db"] = layer.bias.grad
+    return {name: value for name, value in result.items() if value is not None}
+
+
+def _twin(bias: bool) -> dict[str, Tensor]:
+    torch.manual_seed(5)
+    weight = torch.empty(OUT, IN)
+    _draw(weight)
+    weight.requires_grad_()
+    x, b = _numbers(2, 3, 2, IN).requires_grad_(), _numbers(1, OUT).requires_grad_()
+    y = F.linear(x, weight, b if bias else None)
+    y.backward(_numbers(3, 3, 2, OUT))
+    assert x.grad is not None and weight.grad is not None
+    result = {"y": y.detach(), "weight": weight.detach(), "dx": x.grad, "dw": weight.grad}
+    return result | ({"db": b.grad} if b.grad is not None else {})
+
+
+COLUMN = [
+    {"gather_output": gather, "stride": stride, "bias": bias}
+    for gather in (True, False) for stride in (1, 3) for bias in (True, False)
+    if bias or stride == 1
+]
+ROW = [
+    {"input_is_parallel": parallel, "stride": stride, "bias": bias}
+    for parallel in (True, False) for stride in (1, 2) for bias in (True, False)
+    if bias or stride == 1
+]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    ("kind", "options"), [("column", options) for options in COLUMN] + [("row", options) for options in ROW]
+)
+def test_a_split_linear_layer_equals_its_dense_twin(kind: str, options: dict[str, Any], world: int) -> None:
+    pieces = run_ranks(_run_linear, world, kind, options)
+    dense = _twin(options["bias"])
+    stride = options["stride"]
+    cuts: dict[str, Partition] = {"weight": Partition(0 if kind == "column" else 1, stride)}
+    cuts["dw"] = cuts["weight"]
+    if kind == "column":
+        cuts["db"] = Partition(0, stride)
+        if not options["gather_output"]:
+            cuts["y"] = Partition(2, stride)
+    elif options["input_is_parallel"]:
+        cuts["dx"] = Partition(2, stride)
+    for name, expected in dense.items():
+        if name in cuts:
+            whole = [join_slices([piece[name] for piece in pieces], cuts[name])]
+        else:
+            whole = [piece[name] for piece in pieces]
+        for value in whole:
+            if name == "weight":
+                assert torch.equal(value, expected), "initial weights depend on the layout"
+            else:  # sums of 16 to 24 products of order 1, added in another order
+                torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5, msg=lambda text: f"{name}: {text}")
+
+
+def _skip_bias(rank: int, world: int) -> None:
+    tp = build(world).tp
+    for layer in (ColumnParallelLinear(4, 6, skip_bias_add=True, tp=tp, stride=3 - world % 2 * 2),
+                  RowParallelLinear(4, 6, skip_bias_add=True, tp=tp)):
+        assert layer.bias is not None
+        layer.bias.data.normal_()
+        y, bias = layer(x := _numbers(0, 2, 4))
+        layer.skip_bias_add = False
+        torch.testing.assert_close(y + bias, layer(x))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_skipped_bias_is_the_one_to_add(world: int) -> None:
+    run_ranks(_skip_bias, world)
+
+
+VOCAB, PADDED, DIM = 10, 16, 8
+TOKENS = torch.tensor([[0, 3, 4, 9], [7, 8, 3, 3]])
+
+
+def _embedding(tp: Group, kind: str) -> VocabParallelEmbedding | ParallelEmbedding:
+    torch.manual_seed(6)
+    if kind == "vocab":
+        return VocabParallelEmbedding(VOCAB, DIM, _draw, padded_size=PADDED, tp=tp)
+    return ParallelEmbedding(VOCAB, DIM, _draw, tp=tp)
+
+
+def _run_embedding(rank: int, world: int, kind: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    layer = _embedding(build(world).tp if world > 1 else SOLO, kind)
+    y = layer(TOKENS)
+    y.backward(_numbers(4, 2, 4, DIM))
+    return y.detach(), layer.weight.detach(), layer.weight.grad
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("kind", ["vocab", "features"])
+def test_a_split_embedding_equals_its_dense_twin_bit_for_bit(kind: str, world: int) -> None:
+    torch.manual_seed(6)
+    table = torch.empty(VOCAB, DIM)
+    _draw(table)
+    table.requires_grad_()
+    expected = F.embedding(TOKENS, table)
+    expected.backward(_numbers(4, 2, 4, DIM))
+    assert table.grad is not None
+    results = run_ranks(_run_embedding, world, kind)
+    for y, _, _ in results:
+        assert torch.equal(y, expected)
+    cut = Partition(0 if kind == "vocab" else 1)
+    for whole, dense in ((join_slices([weight for _, weight, _ in results], cut), table),
+                         (join_slices([grad for *_, grad in results if grad is not None], cut), table.grad)):
+        assert torch.equal(whole[:VOCAB], dense)
+        assert not whole[VOCAB:].any(), "a padding row is not zero"
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB, PADDED])
+def test_a_token_outside_the_vocabulary_is_refused_by_its_id(token: int) -> None:
+    with pytest.raises(ParallelError, match=f"token id {token} is outside the vocabulary 0..9"):
+        _embedding(SOLO, "vocab")(torch.tensor([1, token]))
+
+
+def test_parameters_say_how_they_are_split() -> None:
+    column, row = ColumnParallelLinear(6, 6, stride=3, tp=SOLO), RowParallelLinear(6, 6, tp=SOLO)
+    table = _embedding(SOLO, "vocab")
+    assert partition_of(column.weight) == Partition(0, 3) and partition_of(row.weight) == Partition(1)
+    assert partition_of(table.weight) == Partition(0, 1, VOCAB)
+    assert row.bias is not None and partition_of(row.bias) is None and partition_of(torch.zeros(1)) is None
+    weight: Any = column.weight
+    assert (weight.model_parallel, weight.partition_dim, weight.partition_stride) == (True, 0, 3)
+    bias: Any = row.bias
+    assert not bias.tensor_model_parallel
+
+
+def test_the_master_weight_is_kept_for_tests_and_the_meta_device_draws_nothing() -> None:
+    layer = ColumnParallelLinear(4, 6, keep_master_weight_for_test=True, tp=SOLO)
+    assert layer.master_weight is not None and torch.equal(layer.master_weight, layer.weight)
+    before = torch.get_rng_state()
+    assert RowParallelLinear(4, 6, tp=SOLO, device="meta").weight.is_meta
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def _indivisible(rank: int, world: int) -> None:
+    ColumnParallelLinear(4, 7, tp=build(world).tp)
+
+
+def test_a_size_that_does_not_divide_is_refused_with_both_numbers() -> None:
+    with pytest.raises(RankError, match="output 7 is not divisible by 2"):
+        run_ranks(_indivisible, 2)
