@@ -46,6 +46,7 @@ def main() -> int:
                 log.say(f" sample: {text!r}")
     finally:
         log.close()
+        checkpoints.close()
     distributed.shutdown()
     return 0
 

@@ -65,7 +65,8 @@ class MetricsLog:
         self._window: list[StepMetrics] = []
         self._file = _open_for_append(config.metrics_file) if writes and config.metrics_file else None
         self._board = _tensorboard(config.tensorboard_dir) if writes and config.tensorboard_dir else None
-        self._bar = tqdm(total=train_iters, initial=start, unit="step", disable=not (writes and sys.stderr.isatty()), leave=False)
+        self._bar = tqdm(total=train_iters, initial=start, unit="step", file=sys.stdout,
+                         disable=not (writes and sys.stdout.isatty()), leave=False)
 
     def step(self, metrics: StepMetrics) -> None:
         if not self._writes:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from megatron.checkpoint.agree import on_rank_0
 from megatron.checkpoint.commit import probe, prune
+from megatron.checkpoint.lock import locked
 from megatron.checkpoint.manifest import step_tag
 from megatron.checkpoint.piece import Piece
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
@@ -54,9 +56,19 @@ class Checkpoints:
     def __post_init__(self) -> None:
         fresh = all_gather_json(secrets.token_hex(8), self.groups.world)
         self._run_id: str = fresh[0]
+        self._held = ExitStack()
         if self.config.save.save is not None:
             root = Path(self.config.save.save)
-            on_rank_0(lambda: probe(root), self.groups.world)
+            on_rank_0(lambda: self._claim(root), self.groups.world)
+
+    def _claim(self, root: Path) -> None:
+        """Before the first step: the folder can be written, and no other job saves into it."""
+        probe(root)
+        self._held.enter_context(locked(root))
+
+    def close(self) -> None:
+        """Let go of the --save folder."""
+        self._held.close()
 
     @property
     def _layout(self) -> dict[str, int]:

@@ -43,7 +43,7 @@ _GRACE = 0.5
 _PR_SET_PDEATHSIG = 1
 
 _PRELOAD = ["numpy", "pytest", "safetensors.torch", "torch._dynamo", "torch.fx.experimental.symbolic_shapes", __name__]
-"""What the fork server imports once; the torch modules are those that a first backward or optimizer step would import."""
+"""What the fork server imports once: also the parts of torch that a first backward or optimizer step would import."""
 
 
 class RankError(AssertionError):

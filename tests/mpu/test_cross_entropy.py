@@ -28,9 +28,10 @@ def _case(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return hidden, weight, target, loss_weight
 
 
-def _tolerance(dtype: torch.dtype) -> dict[str, float]:
+def _assert_near(actual: Tensor, expected: Tensor | None, dtype: torch.dtype) -> None:
     """fp32: another order of addition. 16-bit: one rounding of logits of order 10, and one of each gradient."""
-    return {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 def _from_logits(rank: int, world: int, dtype: torch.dtype, offset: float) -> tuple[Tensor, Tensor]:
@@ -56,7 +57,7 @@ def test_loss_of_split_logits_equals_the_whole(dtype: torch.dtype, world: int) -
     for losses, _ in results:
         torch.testing.assert_close(losses, expected.detach(), rtol=1e-5, atol=1e-5)  # fp32 inside for every dtype
     grad = torch.cat([grad for _, grad in results], 1).float()
-    torch.testing.assert_close(grad[:, :VOCAB], logits.grad, **_tolerance(dtype))
+    _assert_near(grad[:, :VOCAB], logits.grad, dtype)
     assert not grad[:, VOCAB:].any()
 
 
@@ -103,10 +104,10 @@ def test_fused_loss_and_gradients_equal_the_plain_graph(dtype: torch.dtype, mean
     for chunk_rows, scale in ((4, 8.0), (100, 1.0)):  # several uneven chunks, and one
         results = run_ranks(_from_hidden, world, dtype, chunk_rows, mean, scale)
         for value, d_hidden, _ in results:
-            torch.testing.assert_close(value, (expected if mean else losses).detach(), **_tolerance(dtype))
-            torch.testing.assert_close(d_hidden.float(), h.grad, **_tolerance(dtype))
+            _assert_near(value, (expected if mean else losses).detach(), dtype)
+            _assert_near(d_hidden.float(), h.grad, dtype)
         d_weight = torch.cat([grad for *_, grad in results]).float()
-        torch.testing.assert_close(d_weight, w.grad, **_tolerance(dtype))
+        _assert_near(d_weight, w.grad, dtype)
         assert not d_weight[VOCAB:].any()
 
 
@@ -126,7 +127,7 @@ def test_grad_scale_keeps_small_fp16_gradients_exact() -> None:
         assert w.grad is not None
         difference = (w.grad.double() / 2.0**13 - reference.grad)[64:]
         errors.append((difference.norm() / reference.grad[64:].norm()).item())
-    assert errors[0] < 1e-3 < 2e-2 < errors[1], errors
+    assert errors[0] < 5e-4 and errors[1] > 5 * errors[0], errors  # fp16 rounds to 2**-11 = 4.9e-4
 
 
 def test_many_chunks_of_bf16_are_as_exact_as_one() -> None:

@@ -30,7 +30,7 @@ def _numbers(seed: int, *shape: int) -> Tensor:
 
 
 def _run_linear(rank: int, world: int, kind: str, options: dict[str, Any]) -> dict[str, Tensor]:
-    """Forward and backward of one layer on whole inputs; what is split is cut here and returned as this rank's piece."""
+    """Forward and backward of one layer; what is split is cut here and comes back as this rank's piece."""
     tp = build(world).tp if world > 1 else SOLO
     torch.manual_seed(5)
     layer_type = ColumnParallelLinear if kind == "column" else RowParallelLinear
