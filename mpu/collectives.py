@@ -8,8 +8,8 @@ the buffers until `wait()`. Several may be in flight: start and wait in the same
 On a group of one every operation is the identity (a copy between two buffers) and needs no process group.
 
 Backends. CUDA tensors travel by NCCL with its own operations. CPU tensors travel by gloo, whose all-gather and
-reduce-scatter are three times slower than the same exchange by broadcasts and by all-to-all plus a sum
-taken here (100 MB of fp32 between 2 ranks: 117 -> 39 ms and 137 -> 55 ms), so those are used instead.
+reduce-scatter are three times slower than the same exchange by broadcasts and by sends and a sum taken
+here (100 MB of fp32 between 2 ranks: 117 -> 39 ms and 137 -> 49 ms), so those are used instead.
 
 Sums. A reduce-scatter on CPU adds in rank order, 16-bit values in fp32; with 2 ranks its fp32 result is bit for bit
 that of an all-reduce, as a + b is b + a. All else adds in the order and precision of the backend.
@@ -85,7 +85,8 @@ def all_gather_into(full: Tensor, shard: Tensor, group: Group) -> Pending:
 def reduce_scatter_into(shard: Tensor, full: Tensor, group: Group) -> Pending:
     """shard <- this rank's part of the sum of every rank's `full`, which is left alone.
 
-    `shard` may be wider than `full` (fp32 and bf16): 16-bit values travel and their sum is taken in fp32.
+    `shard` may be wider than `full` (fp32 and bf16): 16-bit values travel and their sum is taken in fp32. It may also
+    be this rank's part of `full`, which then is the one part of `full` that changes.
     """
     _check_sizes(full, shard, group)
     if group.is_solo:
@@ -93,9 +94,13 @@ def reduce_scatter_into(shard: Tensor, full: Tensor, group: Group) -> Pending:
         return Pending()
     if full.is_cuda and full.dtype == shard.dtype:
         return Pending([_native_reduce_scatter(shard, full, group=group.handle, async_op=True)])
-    received = torch.empty_like(full)  # [size * n]: what every rank has for this rank's part
-    work = dist.all_to_all_single(received, full, group=group.handle, async_op=True)
-    return Pending([work], lambda: _sum_in_rank_order(received.view(group.size, -1), shard.view(-1)))
+    own = full.view(group.size, -1)  # [size, n]: my summand of every rank's part
+    received = full.new_empty(group.size - 1, shard.numel())  # what the others have for this rank's part
+    peers = [rank for rank in range(group.size) if rank != group.rank]
+    exchange = [dist.P2POp(dist.irecv, part, group.ranks[peer], group.handle) for peer, part in zip(peers, received)]
+    exchange += [dist.P2POp(dist.isend, own[peer], group.ranks[peer], group.handle) for peer in peers]
+    parts = [*received[:group.rank], own[group.rank], *received[group.rank:]]  # in rank order
+    return Pending(dist.batch_isend_irecv(exchange), lambda: _sum_in_rank_order(parts, shard.view(-1)))
 
 
 def broadcast_into(x: Tensor, src: int, group: Group) -> Pending:
@@ -115,21 +120,16 @@ def _check_sizes(full: Tensor, shard: Tensor, group: Group) -> None:
         )
 
 
-def _sum_in_rank_order(parts: Tensor, out: Tensor) -> None:
-    """out[i] <- parts[0][i] + parts[1][i] + ..., in fp32 unless both are wider; parts: [size, n]."""
-    if parts.dtype == out.dtype and parts.element_size() >= 4:
-        torch.add(parts[0], parts[1], out=out)
-        for part in parts[2:]:
-            out.add_(part)
-        return
-    step = parts.shape[1] if parts.is_cuda else _CPU_SUM_BLOCK
-    for start in range(0, parts.shape[1], max(1, step)):
-        stop = start + step
-        block = parts[:, start:stop]
-        total = block[0].float()
-        for part in block[1:]:
-            total += part
-        out[start:stop].copy_(total)
+def _sum_in_rank_order(parts: Sequence[Tensor], out: Tensor) -> None:
+    """out[i] <- parts[0][i] + parts[1][i] + ..., 16-bit values in fp32; `out` may be one of the parts."""
+    step = len(out) if out.is_cuda else _CPU_SUM_BLOCK
+    for start in range(0, len(out), max(1, step)):
+        blocks = [part[start:start + step] for part in parts]
+        wide = blocks[0].element_size() >= 4
+        total = blocks[0] + blocks[1] if wide else blocks[0].float() + blocks[1]
+        for block in blocks[2:]:
+            total += block
+        out[start:start + step].copy_(total)
 
 
 # -- out of place: for autograd and small values -------------------------------------------------------------------

@@ -3,17 +3,22 @@
 Vocabulary
     whole     all parameters of the bucket in the working precision; every `parameter.data` is a view into it
     shard     this rank's part of `whole`: a view of it, or, where parameters are split, the only thing that lasts
-    master    the shard in fp32, which the optimizer updates; the same tensor as `shard` when the working precision is fp32
-    grads     gradients of the whole bucket as backward leaves them; `grad_shard` is what this rank's optimizer needs of them
+    master    the shard in fp32, which the optimizer updates; `shard` itself when the working precision is fp32
+    grads     gradients of the whole bucket as backward leaves them; `grad_shard` is what this rank's optimizer needs
     shard group / replicas   the ranks a bucket is cut over / the ranks that hold the same shard
 
-One of the two groups is always a group of one: at stage 0 the shard is everything and the replicas are all of data parallel.
-This file moves numbers; *when* is decided by hooks.py and engine.py, *what is split* by policy.py.
+One of the two groups is always a group of one: at stage 0 the shard is everything and the replicas are all of data
+parallel. This file moves numbers; *when* is decided by hooks.py and engine.py, *what is split* by policy.py.
+
+A parameter that is not here has a placeholder of no elements, which fits no operation: used outside its unit, it fails
+instead of broadcasting. The memory of `whole` is then given back, but its storage object lives on, because what
+autograd saved in forward are views of it: gathering again for backward fills the same storage.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -40,44 +45,59 @@ LEGAL_MOVES = {
 }
 
 
+@dataclass(frozen=True)
+class Dtypes:
+    """Precisions of a bucket: weights at work, gradients as backward leaves them, gradients as they are summed up."""
+
+    work: torch.dtype = torch.float32
+    grads: torch.dtype = torch.float32
+    grad_shard: torch.dtype = torch.float32
+
+
 class FlatBucket:
     """The buffers of one unit; see the module docstring for the vocabulary."""
 
-    def __init__(self, name: str, slots: Sequence[Slot], parameters: Sequence[nn.Parameter], *, policy: Policy, dp: Group,
-                 dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
-        self.name, self.policy = name, policy
+    def __init__(self, name: str, slots: Sequence[Slot], parameters: Sequence[nn.Parameter], *, policy: Policy,
+                 dp: Group, dtypes: Dtypes) -> None:
+        self.name, self._policy, self._dtypes = name, policy, dtypes
         self.shard_group, self.replicas = (dp, SOLO) if policy.split_optim else (SOLO, dp)
         self.layout = FlatLayout(slots, self.shard_group.size)
         by_name = dict(zip((slot.name for slot in slots), parameters, strict=True))
         self.parameters = [by_name[slot.name] for slot in self.layout.slots]
         self.phase = Phase.SHARDED
-        self._grad_dtype = grad_dtype
         self._arrived: set[int] = set()  # gradients of this backward
         self.filled: set[int] = set()  # slots of `grads` that hold something to add to
         self._arrival: Pending | None = None  # parameters on their way
         self._departure: Pending | None = None  # gradients on their way
-        self.grads: Tensor | None = None
+        self._grads: Tensor | None = None
+        self._sum: Tensor | None = None  # where the reduction under way puts this rank's part
         self._grad_shard: Tensor | None = None
-        self._take_over(dtype)
+        self._take_over()
 
-    def _take_over(self, dtype: torch.dtype) -> None:
+    def _take_over(self) -> None:
         """Move the parameters into the flat buffers: fp32 values become the master, views replace the originals."""
-        device = self.parameters[0].device
+        device, work = self.parameters[0].device, self._dtypes.work
         initial = torch.zeros(self.layout.numel, dtype=torch.float32, device=device)
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
             initial[slot.offset : slot.end] = parameter.detach().flatten()
-        self.whole = initial.to(dtype)
-        self.shard = self._span(self.whole)
-        self.master = self.shard if dtype == torch.float32 else self._span(initial).clone()
-        self._point_parameters_into(self.whole)
-
-    def _point_parameters_into(self, whole: Tensor) -> None:
-        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
-            parameter.data = whole[slot.offset : slot.end].view(slot.shape)
+        self._whole = initial.to(work)
+        self._views = [self._whole[slot.offset : slot.end].view(slot.shape) for slot in self.layout.slots]
+        self.shard = self._span(self._whole)
+        self._is_here = True
+        if self._policy.split_params:
+            self.shard = self.shard.clone()
+            self._leave()
+        else:
+            self._point_parameters_at(self._views)
+        self.master = self.shard if work == torch.float32 else self._span(initial).clone()
 
     def _span(self, flat: Tensor) -> Tensor:
         start = self.shard_group.rank * self.layout.shard_numel
         return flat[start : start + self.layout.shard_numel]
+
+    def _point_parameters_at(self, tensors: Sequence[Tensor]) -> None:
+        for parameter, tensor in zip(self.parameters, tensors, strict=True):
+            parameter.data = tensor
 
     def _move(self, wanted: Phase) -> None:
         assert (self.phase, wanted) in LEGAL_MOVES, f"bucket {self.name} cannot go from {self.phase} to {wanted}"
@@ -85,23 +105,40 @@ class FlatBucket:
 
     # ---- parameters -------------------------------------------------------------------------------------------
 
+    def prefetch(self) -> None:
+        """Begin to make the parameters whole; `gather` completes it."""
+        if not self._is_here:
+            self._is_here = True
+            self._whole.untyped_storage().resize_(self.layout.numel * self._whole.element_size())
+            self._point_parameters_at(self._views)
+            self._arrival = all_gather_into(self._whole, self.shard, self.shard_group)
+
     def gather(self) -> None:
         """Parameters are whole when this returns."""
         if self.phase is Phase.SHARDED:
             self._move(Phase.GATHERED)
+            self.prefetch()
             self._await_parameters()
 
     def release(self) -> None:
         """The pass is done with the parameters."""
         if self.phase is Phase.GATHERED:
             self._move(Phase.SHARDED)
+        if self._policy.split_params and self._is_here:
+            self._leave()
+
+    def _leave(self) -> None:
+        self._await_parameters()
+        self._point_parameters_at([self._whole.new_empty(0)] * len(self.parameters))
+        self._whole.untyped_storage().resize_(0)
+        self._is_here = False
 
     def publish(self) -> None:
         """After the optimizer: bring the new master into the working copy, on every rank that holds one."""
         if self.master is not self.shard:
             self.shard.copy_(self.master)
-        if self.shard_group.size > 1:
-            self._arrival = all_gather_into(self.whole, self.shard, self.shard_group)
+        if not self._policy.split_params and self.shard_group.size > 1:
+            self._arrival = all_gather_into(self._whole, self.shard, self.shard_group)
 
     def _await_parameters(self) -> None:
         if self._arrival is not None:
@@ -132,13 +169,9 @@ class FlatBucket:
         return self._grad_buffer()[slot.offset : slot.end].view(slot.shape)
 
     def _grad_buffer(self) -> Tensor:
-        if self.grads is None:
-            self.grads = torch.zeros(self.layout.numel, dtype=self._grad_dtype, device=self.whole.device)
-        return self.grads
-
-    def end_backward(self) -> None:
-        """Forget who has arrived; what was accumulated stays."""
-        self._arrived.clear()
+        if self._grads is None:
+            self._grads = torch.zeros(self.layout.numel, dtype=self._dtypes.grads, device=self.shard.device)
+        return self._grads
 
     def reduce(self) -> None:
         """Send the gradients to their owners; parameters nobody used count as zero."""
@@ -147,19 +180,36 @@ class FlatBucket:
         for index, slot in enumerate(self.layout.slots):
             if index not in self.filled:
                 grads[slot.offset : slot.end].zero_()
-        if self.policy.split_optim:
-            self._departure = reduce_scatter_into(self._span(grads), grads, self.shard_group)
+        mine = self._span(grads)
+        if self._dtypes.grad_shard != self._dtypes.grads:
+            mine = torch.empty_like(mine, dtype=self._dtypes.grad_shard)
+        self._sum = mine
+        if self.shard_group.size > 1 or mine.dtype != grads.dtype:
+            self._departure = reduce_scatter_into(mine, grads, self.shard_group)
         else:
             self._departure = all_reduce_into(grads, self.replicas)
 
     def finish_reduce(self) -> None:
         """The sum over data parallel stands in `grad_shard` when this returns."""
-        if self.phase is Phase.REDUCING:
-            assert self._departure is not None
-            self._departure.wait()
-            self._departure = None
-            self._grad_shard = self._span(self._grad_buffer())
-            self._move(Phase.SHARDED)
+        if self.phase is not Phase.REDUCING:
+            return
+        assert self._departure is not None and self._sum is not None
+        self._departure.wait()
+        self._move(Phase.SHARDED)
+        if self._policy.split_grads:
+            self._keep_shard(self._sum)
+        else:
+            self._grad_shard = self._sum
+        self._departure = self._sum = None
+
+    def _keep_shard(self, part: Tensor) -> None:
+        """Add up the shard and give the whole gradient's memory back."""
+        if self._grad_shard is None:
+            self._grad_shard = part.clone()  # `part` may be a view of the whole gradient, which goes
+        else:
+            self._grad_shard.add_(part)
+        self._grads = None
+        self.filled.clear()
 
     @property
     def grad_shard(self) -> Tensor:
@@ -170,6 +220,12 @@ class FlatBucket:
         """(segment, its run of the reduced gradient) for everything this rank owns."""
         for segment in self.layout.segments(self.shard_group.rank):
             yield segment, self.grad_shard[segment.shard_offset : segment.shard_offset + segment.count]
+
+    def end_backward(self) -> None:
+        """Forget who has arrived and let go of the parameters; what was accumulated stays."""
+        self.finish_reduce()
+        self._arrived.clear()
+        self.release()
 
     def discard_grads(self) -> None:
         """The step is over: the next backward starts from nothing."""
@@ -184,16 +240,13 @@ class _SlotSink:
         self._bucket, self._index = bucket, index
 
     def scratch(self) -> Tensor | None:
-        """The place itself while nothing has been added there yet; what stands in it is undefined."""
         return None if self._index in self._bucket.filled else self._bucket.grad_view(self._index)
 
     def keep(self) -> Tensor:
-        """What was written into `scratch` is now the gradient so far."""
         self._bucket.filled.add(self._index)
         return self._bucket.grad_view(self._index)
 
     def total(self) -> Tensor:
-        """The gradient so far, zeros if there is none, to add to."""
         view = self._bucket.grad_view(self._index)
         if self._index not in self._bucket.filled:
             view.zero_()

@@ -21,10 +21,10 @@ from megatron.errors import NumericsError
 from megatron.optim.adam import AdamW
 from megatron.optim.loss_scale import LossScaleRule, LossScaleState
 from megatron.optim.norm import clip_factor, global_norm, square_sum
-from megatron.zero.bucket import FlatBucket
+from megatron.zero.bucket import Dtypes, FlatBucket
 from megatron.zero.hooks import Unit, attach
 from megatron.zero.layout import FlatLayout, Slot
-from megatron.zero.policy import policy
+from megatron.zero.policy import Policy, policy
 from megatron.zero.units import build_units
 from mpu.collectives import all_gather_json
 from mpu.groups import Groups
@@ -58,13 +58,12 @@ class ZeroEngine:
         self.scaler = self._scale_rule.start()
         self.global_steps = self.skipped_steps = self.micro_steps = self.adam_steps = 0
         self._overflows_in_a_row = 0
-        dtype = DTYPES[precision.name]
-        # Several 16-bit micro-batches would lose the small ones' bits in a 16-bit sum.
-        widen = precision.fp32_allreduce or accumulation > 1
-        self._units = build_units(module, policy=self._policy, dp=groups.dp, dtype=dtype, grad_dtype=torch.float32 if widen else dtype)
+        self._units = build_units(module, policy=self._policy, dp=groups.dp,
+                                  dtypes=_dtypes(self._policy, precision, accumulation))
         self.buckets = [unit.bucket for unit in self._units]
         self._states = [{name: torch.zeros_like(bucket.master) for name in self._rule.states} for bucket in self.buckets]
-        self._reductions = _ReductionOrder([unit.bucket for unit in (*reversed(self._units[1:]), self._units[0])])
+        backward_order = [unit.bucket for unit in (*reversed(self._units[1:]), self._units[0])]
+        self._reductions = _ReductionOrder(backward_order, in_flight=1 if self._policy.split_grads else None)
         self._in_backward = False
         self._handles = attach(self._units, self)
 
@@ -92,9 +91,7 @@ class ZeroEngine:
         if self._reduces_now:
             self._reductions.flush()
         for bucket in self.buckets:
-            bucket.finish_reduce()
             bucket.end_backward()
-            bucket.release()
 
     def step(self, lr: float) -> StepReport | None:
         """At the accumulation boundary: clip, update, publish; None in between."""
@@ -123,14 +120,24 @@ class ZeroEngine:
 
     def before_forward(self, unit: Unit) -> None:
         unit.bucket.gather()
+        self._prefetch(unit.index + (-1 if self._in_backward else 1))
 
     def after_forward(self, unit: Unit) -> None:
-        if not self._in_backward and not torch.is_grad_enabled():
+        # A recomputed forward is followed by its backward; the root is used again by the backward of everything else.
+        if not self._in_backward and (unit.index > 0 or not torch.is_grad_enabled()):
             unit.bucket.release()
+
+    def before_backward(self, unit: Unit) -> None:
+        unit.bucket.gather()
+        self._prefetch(unit.index - 1)
 
     def gradient_ready(self, unit: Unit, index: int) -> None:
         if unit.bucket.accept(index) and self._reduces_now:
             self._reductions.ready(unit.bucket)
+
+    def _prefetch(self, index: int) -> None:
+        if 0 < index < len(self._units):
+            self._units[index].bucket.prefetch()
 
     @property
     def _reduces_now(self) -> bool:
@@ -219,6 +226,15 @@ class ZeroEngine:
         self.scaler = LossScaleState(saved["loss_scale"], saved["clean_steps"], saved["hysteresis_left"])
 
 
+def _dtypes(policy: Policy, precision: PrecisionConfig, accumulation: int) -> Dtypes:
+    """A sum over several 16-bit micro-batches, or over ranks where asked for, is taken in fp32."""
+    work = DTYPES[precision.name]
+    wide = precision.fp32_allreduce or accumulation > 1
+    sums = torch.float32 if wide else work
+    in_place = precision.fp32_allreduce or not policy.split_grads  # the sum over micro-batches is taken in `grads`
+    return Dtypes(work, sums if in_place else work, sums)
+
+
 def scale_rule(precision: PrecisionConfig) -> LossScaleRule:
     if not precision.fp16:
         return LossScaleRule()
@@ -227,10 +243,13 @@ def scale_rule(precision: PrecisionConfig) -> LossScaleRule:
 
 
 class _ReductionOrder:
-    """Launches reductions in one fixed order, whatever order gradients arrive in: ranks must agree on it."""
+    """Launches reductions in one fixed order, whatever order gradients arrive in: ranks must agree on it.
 
-    def __init__(self, order: list[FlatBucket]) -> None:
-        self._order = order
+    At most `in_flight` are under way where gradients are split, so that few whole gradients exist at a time.
+    """
+
+    def __init__(self, order: list[FlatBucket], in_flight: int | None) -> None:
+        self._order, self._in_flight = order, in_flight
         self._next = 0
         self._ready: set[int] = set()
 
@@ -247,6 +266,10 @@ class _ReductionOrder:
         self._ready.clear()
 
     def _launch(self) -> None:
-        self._order[self._next].gather()  # a bucket this pass never touched is still at rest
-        self._order[self._next].reduce()
+        bucket = self._order[self._next]
+        bucket.gather()  # one this pass never touched is still at rest
+        bucket.reduce()
+        bucket.release()
+        if self._in_flight is not None and self._next >= self._in_flight:
+            self._order[self._next - self._in_flight].finish_reduce()
         self._next += 1

@@ -15,10 +15,9 @@ from math import prod
 
 from mpu.split import Partition
 
-SLOT_ALIGNMENT = 16
-"""Parameters start at multiples of this many elements, so that no odd-sized neighbour spoils a fast matrix product."""
-ALIGNMENT = 64
-"""Shards start at multiples of this many elements, so every view is aligned for vector loads and for the wire."""
+ALIGNMENT = 128
+"""Slots and shards start at multiples of this many elements: views are aligned for vector loads and the wire, and sums
+over rows of this length (mpu/grads.py) are the same however a buffer is cut."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class FlatLayout:
         self.slots = _place(slots)
         self.shards = shards
         used = self.slots[-1].end if self.slots else 0
-        self.shard_numel = -(-used // (shards * ALIGNMENT)) * ALIGNMENT
+        self.shard_numel = _align(-(-used // shards))
         self.numel = self.shard_numel * shards
 
     def segments(self, rank: int) -> Iterator[Segment]:
@@ -69,15 +68,17 @@ class FlatLayout:
                 yield Segment(slot, low - slot.offset, low - start, high - low)
 
     def group_spans(self, rank: int) -> list[tuple[int, int, int]]:
-        """(group, start, stop) in shard `rank`: every hyper-parameter group present is one contiguous span."""
-        spans: list[tuple[int, int, int]] = []
-        for segment in self.segments(rank):
-            stop = segment.shard_offset + segment.count
-            if spans and spans[-1][0] == segment.slot.group:
-                spans[-1] = (segment.slot.group, spans[-1][1], stop)
-            else:
-                spans.append((segment.slot.group, segment.shard_offset, stop))
-        return spans
+        """(group, start, stop) in shard `rank`: every hyper-parameter group present is one contiguous span.
+
+        Spans begin and end at multiples of ALIGNMENT (padding belongs to the group before it): then a vectorised kernel
+        treats every element alike, however the bucket is cut, and shards give the same bits as the whole.
+        """
+        firsts = {slot.group: slot.offset for slot in reversed(self.slots)}
+        edges = [*sorted(firsts.values()), self.numel]
+        start, stop = rank * self.shard_numel, (rank + 1) * self.shard_numel
+        spans = [(group, max(low, start) - start, min(high, stop) - start)
+                 for group, low, high in zip(sorted(firsts), edges, edges[1:])]
+        return [(group, low, high) for group, low, high in spans if low < high]
 
 
 def _place(slots: Sequence[Slot]) -> tuple[Slot, ...]:
@@ -85,5 +86,9 @@ def _place(slots: Sequence[Slot]) -> tuple[Slot, ...]:
     placed, offset = [], 0
     for slot in sorted(slots, key=lambda s: s.group):
         placed.append(replace(slot, offset=offset))
-        offset += -(-slot.numel // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        offset += _align(slot.numel)
     return tuple(placed)
+
+
+def _align(count: int) -> int:
+    return -(-count // ALIGNMENT) * ALIGNMENT

@@ -48,10 +48,11 @@ def _into(rank: int, world: int, dtype: torch.dtype) -> None:
     inputs = [_input(r, dtype, 6 * world) for r in range(world)]
     total = torch.stack(inputs).sum(0).to(dtype)
     flat, gathered, alias = inputs[rank].clone(), torch.empty(6 * world, dtype=dtype), inputs[rank].clone()
-    shard, sent = torch.empty(6, dtype=dtype), inputs[rank].clone()
+    shard, sent, within = torch.empty(6, dtype=dtype), inputs[rank].clone(), inputs[rank].clone()
     mine = slice(6 * rank, 6 * rank + 6)
     pending = [  # all in flight at once
         reduce_scatter_into(shard, sent, group),
+        reduce_scatter_into(within[mine], within, group),
         all_reduce_into(flat, group),
         all_gather_into(gathered, inputs[rank][mine].clone(), group),
         all_gather_into(alias, alias[mine], group),
@@ -62,6 +63,7 @@ def _into(rank: int, world: int, dtype: torch.dtype) -> None:
         operation.wait()  # nothing more
     whole = torch.cat([inputs[r][6 * r:6 * r + 6] for r in range(world)])
     assert torch.equal(shard, total[mine]) and torch.equal(sent, inputs[rank])
+    assert torch.equal(within, torch.cat([inputs[rank][:6 * rank], total[mine], inputs[rank][6 * rank + 6:]]))
     assert torch.equal(flat, total)
     assert torch.equal(gathered, whole) and torch.equal(alias, whole)
     assert torch.equal(sent_copy, inputs[world - 1])

@@ -1,0 +1,90 @@
+"""Whole runs of pretrain_gpt2.py inside a test process: dozens of them cost seconds.
+
+`train(argv)` calls the program's own `main` with these flags, here or inside a rank of `run_ranks`; what a run leaves
+(metrics lines, checkpoint digest) is read back from its files.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+import pretrain_gpt2
+from data.indexed import CorpusWriter
+from data.tokenizer import ByteLevelTokenizer
+from megatron.checkpoint.export import digest
+from megatron.checkpoint.reader import open_checkpoint
+from megatron.config import ModelConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+
+TINY = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 16 --tokenizer-type ByteLevelTokenizer "
+        "--num-workers 0 --sample-tokens 0 --log-interval 0 --eval-interval 0 --save-interval 0").split()
+"""The smallest model that has everything; a step takes a few milliseconds."""
+
+NO_DROPOUT = ["--attention-dropout", "0", "--hidden-dropout", "0"]
+
+TIMES_AND_MEMORY = ("step_ms", "tokens_per_s", "tflops", "mfu", "max_memory_bytes")
+"""The only fields in which the metrics of two equal runs may differ."""
+
+
+def tiny_model(**changes: Any) -> ModelConfig:
+    settings: dict[str, Any] = dict(num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=16, vocab_size=257,
+                                    attention_dropout=0.0, hidden_dropout=0.0)
+    return ModelConfig(**(settings | changes))
+
+
+def write_corpus(prefix: Path, documents: int = 60, longest: int = 40) -> str:
+    """Documents of a few words that follow each other by a rule, so that there is something to learn."""
+    tokenizer, rng = ByteLevelTokenizer(), np.random.default_rng(7)
+    with CorpusWriter(prefix, vocab_size=tokenizer.vocab_size) as writer:
+        for number in range(documents):
+            text = " ".join(["one", "two", "three", "four"][(number + k) % 4] for k in range(1 + rng.integers(longest // 4)))
+            writer.add_document([*tokenizer.encode(text), tokenizer.eod])
+    return str(prefix)
+
+
+def train(argv: Sequence[object]) -> str:
+    """Run the program with these flags in this process; what it printed."""
+    random.seed(99)  # leave no stream where an earlier run of this process would have left it
+    np.random.seed(99)
+    torch.manual_seed(99)
+    said = io.StringIO()
+    with patch("sys.argv", ["pretrain_gpt2.py", *map(str, argv)]), patch("megatron.distributed.shutdown"), redirect_stdout(said):
+        assert pretrain_gpt2.main() == 0
+    return said.getvalue()
+
+
+def train_all(rank: int, world: int, runs: Sequence[Sequence[object]]) -> list[str]:
+    """For run_ranks: one run after the other in one job."""
+    return [train(argv) for argv in runs]
+
+
+def records(path: str | Path) -> list[dict[str, Any]]:
+    """The metrics file, without times and memory."""
+    lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in TIMES_AND_MEMORY} for line in lines]
+
+
+def steps(path: str | Path) -> list[dict[str, Any]]:
+    """The metrics of the training steps alone."""
+    return [record for record in records(path) if "eval" not in record]
+
+
+def lines(path: str | Path) -> list[str]:
+    """The metrics file as text, without times and memory: equal text is equal bits."""
+    return [json.dumps(record) for record in records(path)]
+
+
+def total_digest(folder: str | Path, tag: str | None = None) -> str:
+    """The layout-free digest of everything a checkpoint holds; the newest one by default."""
+    return list(digest(open_checkpoint(folder, tag)))[-1]
