@@ -24,6 +24,7 @@ from torch import Tensor
 from mpu.collectives import all_reduce
 from mpu.facade import resolve
 from mpu.groups import Group
+from mpu.sinks import GradSink
 
 _BLOCK_ROWS = 64
 _CUDA_BLOCK_ROWS = 1024
@@ -50,6 +51,7 @@ def vocab_parallel_cross_entropy(
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, target: Tensor, tp: Group | None = None, *, vocab_size: int | None = None,
     loss_weight: Tensor | None = None, grad_scale: float = 1.0, chunk_rows: int | None = None,
+    weight_sink: GradSink | None = None,
 ) -> Tensor:
     """The loss of logits hidden @ weight.T, without the logits: hidden [N, H], weight [V / tp, H], target [N].
 
@@ -71,7 +73,8 @@ def linear_cross_entropy(
     portion = loss_weight.float() / loss_weight.float().sum().clamp(min=torch.finfo(torch.float32).tiny)
     if not wants_grad:
         return _Walk(hidden, weight, target, share, rows).run() @ portion
-    mean = _LinearMean.apply(hidden, weight, target, portion, share, rows, grad_scale)  # type: ignore[no-untyped-call]
+    mean = _LinearMean.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, target, portion, share, rows, grad_scale, weight_sink)
     return cast(Tensor, mean)
 
 
@@ -152,12 +155,13 @@ class _LinearMean(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, portion: Tensor, share: _Share, rows: int,
-        grad_scale: float,
+        grad_scale: float, sink: GradSink | None,
     ) -> Tensor:
         walk = _Walk(hidden, weight, target, share, rows)
-        losses = walk.run(portion * grad_scale, *ctx.needs_input_grad[:2])
+        place = None if sink is None or not ctx.needs_input_grad[1] else sink.scratch()
+        losses = walk.run(portion * grad_scale, *ctx.needs_input_grad[:2], place)
         ctx.grads = walk.d_hidden, walk.d_weight
-        ctx.grad_scale = grad_scale
+        ctx.grad_scale, ctx.sink, ctx.in_place = grad_scale, sink, place is not None
         return losses @ portion
 
     @staticmethod
@@ -170,7 +174,11 @@ class _LinearMean(torch.autograd.Function):
             for grad in made:
                 if grad is not None:
                     grad.mul_(missing)
-        return *made, None, None, None, None, None
+        d_hidden, d_weight = made
+        if ctx.sink is not None and d_weight is not None:
+            ctx.sink.keep() if ctx.in_place else ctx.sink.total().add_(d_weight)
+            d_weight = None
+        return d_hidden, d_weight, None, None, None, None, None, None
 
 
 class _LinearLosses(torch.autograd.Function):
@@ -201,8 +209,14 @@ class _Walk:
         self.d_weight: Tensor | None = None
 
     @torch.no_grad()
-    def run(self, row_scale: Tensor | None = None, for_hidden: bool = False, for_weight: bool = False) -> Tensor:
-        """Losses [N]; with row_scale [N] also the gradients asked for, of sum(row_scale * losses)."""
+    def run(
+        self, row_scale: Tensor | None = None, for_hidden: bool = False, for_weight: bool = False,
+        place: Tensor | None = None,
+    ) -> Tensor:
+        """Losses [N]; with row_scale [N] also the gradients asked for, of sum(row_scale * losses).
+
+        `place`, if given, receives the weight gradient: it becomes `d_weight`.
+        """
         share, hidden = self.share, self.hidden
         real = self.weight[: share.columns]
         block_rows = min(_CUDA_BLOCK_ROWS if hidden.is_cuda else _BLOCK_ROWS, self.rows)
@@ -211,7 +225,7 @@ class _Walk:
         losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         if for_hidden:
             self.d_hidden = torch.empty_like(hidden)
-        total = self._weight_total() if for_weight else None
+        total = self._weight_total(place) if for_weight else None
         for start in range(0, len(hidden), self.rows):
             chunk = slice(start, start + self.rows)
             x = hidden[chunk]
@@ -229,13 +243,16 @@ class _Walk:
             self.d_hidden = all_reduce(self.d_hidden, share.tp)
         if total is not None:
             total[share.columns:] = 0
-            self.d_weight = total.to(self.weight.dtype)
+            self.d_weight = total.to(self.weight.dtype) if place is None else place
+            if place is not None and total is not place:
+                place.copy_(total)
         return losses
 
-    def _weight_total(self) -> Tensor:
+    def _weight_total(self, place: Tensor | None) -> Tensor:
         """Where the weight gradient adds up: in fp32 if it is the sum of several chunks."""
         one_chunk = self.rows >= len(self.hidden)
-        return torch.empty_like(self.weight, dtype=self.weight.dtype if one_chunk else torch.float32)
+        dtype = self.weight.dtype if one_chunk else torch.float32
+        return place if place is not None and place.dtype == dtype else torch.empty_like(self.weight, dtype=dtype)
 
 
 def _block(logits: Tensor, target: Tensor, row_scale: Tensor | None, share: _Share, scratch: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ of the facade. No layer here reduces in place, knows of data parallelism, or own
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,7 @@ from mpu.facade import resolve
 from mpu.groups import Group
 from mpu.partition import local_slice, mark_partition, partition_of
 from mpu.regions import copy_to_region, gather_from_region, reduce_from_region, scatter_to_region
+from mpu.sinks import GradSink
 from mpu.split import ParallelError, Partition, divide, split_range
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding", "ParallelEmbedding", "partition_of"]
@@ -179,6 +180,8 @@ class VocabParallelEmbedding(_ParallelModule):
         super().__init__(*shapes, partition, init_method, tp, dtype, device)
         self.num_embeddings = num_embeddings
         self.vocab_range = split_range(self.tp.rank, self.tp.size, padded)
+        self.grad_sink: GradSink | None = None
+        """Where set, the gradient of the table is added there, row by row, and autograd sees none."""
         self.reset_parameters()
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -192,11 +195,34 @@ class VocabParallelEmbedding(_ParallelModule):
                     "the data was made with another tokenizer"
                 )
         if self.tp.is_solo:
-            return F.embedding(tokens, self.weight)
+            return self._look_up(tokens)
         start, stop = self.vocab_range
         elsewhere = (tokens < start) | (tokens >= stop)
-        rows = F.embedding((tokens - start).masked_fill(elsewhere, 0), self.weight)
+        rows = self._look_up((tokens - start).masked_fill(elsewhere, 0))
         return reduce_from_region(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.tp)
+
+    def _look_up(self, rows: Tensor) -> Tensor:
+        # On CUDA adding rows one by one is not deterministic, and torch's dense gradient is cheap.
+        if self.grad_sink is None or rows.is_cuda or not torch.is_grad_enabled():
+            return F.embedding(rows, self.weight)
+        return cast(Tensor, SinkingLookup.apply(rows, self.weight, self.grad_sink))  # type: ignore[no-untyped-call]
+
+
+class SinkingLookup(torch.autograd.Function):
+    """F.embedding whose backward adds to a sink the rows that were used; the dense gradient never exists."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, sink: GradSink) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.sink = sink
+        return F.embedding(rows, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        (rows,) = ctx.saved_tensors
+        total = ctx.sink.total()
+        total.index_add_(0, rows.flatten(), grads[0].flatten(0, -2).to(total.dtype))  # [..., dim] -> [N, dim]
+        return None, None, None
 
 
 class ParallelEmbedding(_ParallelModule):

@@ -47,7 +47,7 @@ class GPT2(nn.Module):
             return self.logits(x[:, -1])
         weight = torch.ones_like(targets, dtype=torch.float32) if loss_weight is None else loss_weight
         return linear_cross_entropy(x.flatten(0, 1), self.wte.weight, targets.flatten(), self.tp, vocab_size=self.config.tokens,
-                                    loss_weight=weight.flatten(), grad_scale=grad_scale)
+                                    loss_weight=weight.flatten(), grad_scale=grad_scale, weight_sink=self.wte.grad_sink)
 
     def hidden_states(self, tokens: Tensor, positions: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
         """[b, s] -> [b, s, h], after the final LayerNorm."""

@@ -149,14 +149,15 @@ class FlatBucket:
 
     def accept(self, index: int) -> bool:
         """Take the gradient of one parameter; True when it was the last one of this backward."""
-        parameter, view = self.parameters[index], self.grad_view(index)
-        assert parameter.grad is not None
-        if index in self.filled:
-            view.add_(parameter.grad)
-        else:
-            view.copy_(parameter.grad)
-            self.filled.add(index)
-        parameter.grad = None
+        grad = self.parameters[index].grad
+        if grad is not None:  # otherwise a sink has it already
+            view = self.grad_view(index)
+            if index in self.filled:
+                view.add_(grad)
+            else:
+                view.copy_(grad)
+                self.filled.add(index)
+            self.parameters[index].grad = None
         self._arrived.add(index)
         return len(self._arrived) == len(self.parameters)
 

@@ -25,7 +25,7 @@ from megatron.zero.bucket import Dtypes, FlatBucket
 from megatron.zero.hooks import Unit, attach
 from megatron.zero.layout import FlatLayout, Slot
 from megatron.zero.policy import Policy, policy
-from megatron.zero.units import build_units
+from megatron.zero.units import build_units, connect_sinks
 from mpu.collectives import all_gather_json
 from mpu.groups import Groups
 
@@ -60,6 +60,7 @@ class ZeroEngine:
         self._overflows_in_a_row = 0
         self._units = build_units(module, policy=self._policy, dp=groups.dp,
                                   dtypes=_dtypes(self._policy, precision, accumulation))
+        connect_sinks(self._units)
         self.buckets = [unit.bucket for unit in self._units]
         self._states = [{name: torch.zeros_like(bucket.master) for name in self._rule.states} for bucket in self.buckets]
         backward_order = [unit.bucket for unit in (*reversed(self._units[1:]), self._units[0])]

@@ -15,7 +15,7 @@ from megatron.zero.hooks import Unit
 from megatron.zero.layout import Slot
 from megatron.zero.policy import Policy
 from mpu.groups import Group
-from mpu.layers import partition_of
+from mpu.layers import VocabParallelEmbedding, partition_of
 
 
 def decays(parameter: nn.Parameter) -> bool:
@@ -39,6 +39,16 @@ def build_units(model: nn.Module, *, policy: Policy, dp: Group, dtypes: Dtypes) 
             bucket = FlatBucket(name, slots, parameters, policy=policy, dp=dp, dtypes=dtypes)
             units.append(Unit(len(units), module, bucket))
     return units
+
+
+def connect_sinks(units: list[Unit]) -> None:
+    """Let token tables add their gradients in place: they are the largest tensors of a step."""
+    for module in units[0].module.modules():
+        if isinstance(module, VocabParallelEmbedding):
+            for unit in units:
+                for index, parameter in enumerate(unit.bucket.parameters):
+                    if parameter is module.weight:
+                        module.grad_sink = unit.bucket.sink(index)
 
 
 def _outermost_list_elements(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
