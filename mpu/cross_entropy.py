@@ -64,7 +64,7 @@ def linear_cross_entropy(
     hidden is replicated over tp, and its gradient comes back summed: no `copy_to_region` before it.
     """
     share = _Share.of(weight.shape[0], resolve(tp), vocab_size)
-    rows = chunk_rows or _default_chunk(hidden, share.columns)
+    rows = chunk_rows or _default_chunk(hidden, weight.shape[0])
     wants_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     if loss_weight is None:
         if not wants_grad:
@@ -218,10 +218,10 @@ class _Walk:
         `place`, if given, receives the weight gradient: it becomes `d_weight`.
         """
         share, hidden = self.share, self.hidden
-        real = self.weight[: share.columns]
+        width = self.weight.shape[0]  # padding included: a product of odd width is slower than one of padded width
         block_rows = min(_CUDA_BLOCK_ROWS if hidden.is_cuda else _BLOCK_ROWS, self.rows)
-        buffer = hidden.new_empty(self.rows, share.columns)
-        scratch = torch.empty(block_rows, share.columns, dtype=torch.float32, device=hidden.device)
+        buffer = hidden.new_empty(self.rows, width)
+        scratch = torch.empty(block_rows, width, dtype=torch.float32, device=hidden.device)
         losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         if for_hidden:
             self.d_hidden = torch.empty_like(hidden)
@@ -229,20 +229,20 @@ class _Walk:
         for start in range(0, len(hidden), self.rows):
             chunk = slice(start, start + self.rows)
             x = hidden[chunk]
-            logits = torch.mm(x, real.t(), out=buffer[: len(x)])  # [rows, H] x [H, columns]
+            logits = torch.mm(x, self.weight.t(), out=buffer[: len(x)])  # [rows, H] x [H, width]
+            logits[:, share.columns:] = -torch.inf  # probability, and gradient, 0
             for first in range(0, len(x), block_rows):
                 block = slice(first, first + block_rows)
                 scale = None if row_scale is None else row_scale[chunk][block]
                 losses[chunk][block] = _block(logits[block], self.target[chunk][block], scale, share, scratch)
             # from here on `logits` holds the gradient of the logits
             if self.d_hidden is not None:
-                torch.mm(logits, real, out=self.d_hidden[chunk])
+                torch.mm(logits, self.weight, out=self.d_hidden[chunk])
             if total is not None:
-                _add_product(total[: share.columns], logits, x, first=start == 0)
+                _add_product(total, logits, x, first=start == 0)
         if self.d_hidden is not None:
             self.d_hidden = all_reduce(self.d_hidden, share.tp)
         if total is not None:
-            total[share.columns:] = 0
             self.d_weight = total.to(self.weight.dtype) if place is None else place
             if place is not None and total is not place:
                 place.copy_(total)
@@ -260,14 +260,15 @@ def _block(logits: Tensor, target: Tensor, row_scale: Tensor | None, share: _Sha
     mine, column = share.locate(target)
     log_p = scratch[: len(logits)]
     if share.columns:
-        torch.log_softmax(logits, 1, dtype=torch.float32, out=log_p)  # over my columns: one fused pass
+        torch.log_softmax(logits, 1, dtype=torch.float32, out=log_p)  # one fused pass
         at_target = log_p.gather(1, column.unsqueeze(1)).squeeze(1)
-    else:
+    else:  # nothing but padding here
         at_target = torch.zeros(len(logits), device=logits.device)
+        log_p.fill_(-torch.inf)
     if share.tp.is_solo:
         loss = -at_target
     else:
-        lse = _log_sum_exp(logits, log_p)
+        lse = _log_sum_exp(logits, log_p) if share.columns else torch.full_like(at_target, -torch.inf)
         everywhere, at_target = share.combine(lse, (at_target + lse).masked_fill(~mine, 0))
         loss = everywhere - at_target
         log_p += (lse - everywhere).unsqueeze(1)
@@ -280,8 +281,6 @@ def _block(logits: Tensor, target: Tensor, row_scale: Tensor | None, share: _Sha
 
 def _log_sum_exp(logits: Tensor, log_p: Tensor) -> Tensor:
     """What log_softmax subtracted from each row, read where the two are smallest apart: at the largest logit."""
-    if not logits.shape[1]:
-        return torch.full((len(logits),), -torch.inf, device=logits.device)
     top, column = logits.max(dim=1)
     return top.float() - log_p.gather(1, column.unsqueeze(1)).squeeze(1)
 

@@ -1,0 +1,132 @@
+"""What GPT-2 promises beside equality with HF (test_parity_hf.py): counts, initial spread, causality, tensor parallelism."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron.config import PRESETS, ModelConfig
+from megatron.model import GPT2
+from megatron.model.attention import document_mask
+from mpu.groups import build
+from tests.distributed import run_ranks
+from tests.megatron.helpers import tiny_model
+
+
+@pytest.mark.parametrize("preset", ["tiny", "small", "124M"])
+def test_a_built_model_has_the_parameters_its_config_counts(preset: str) -> None:
+    shape = {key: value for key, value in PRESETS[preset].items() if key != "tokenizer_type"}
+    for odd in ({}, {"intermediate_size": 100, "num_layers": 3}):
+        config = ModelConfig(**(shape | odd), vocab_size=1009, make_vocab_size_divisible_by=1)
+        assert sum(p.numel() for p in GPT2(config).parameters()) == config.parameters()
+
+
+def test_initial_weights_spread_as_the_paper_says() -> None:
+    config = tiny_model(num_layers=8, hidden_size=128, init_method_std=0.02)
+    residual = 0.02 / math.sqrt(2 * 8)
+    for name, parameter in GPT2(config).named_parameters():
+        if parameter.dim() < 2:
+            assert parameter.eq(1.0 if ".ln_" in name and name.endswith("weight") or name == "ln_f.weight" else 0.0).all(), name
+            continue
+        rows = parameter[:257] if name == "wte.weight" else parameter
+        expected = residual if name.endswith("proj.weight") else 0.02
+        assert rows.std().item() == pytest.approx(expected, rel=0.05), name
+        assert abs(rows.mean().item()) < 5 * expected / math.sqrt(rows.numel()), name
+
+
+def test_no_two_parameters_start_alike() -> None:
+    weights = [p for p in GPT2(tiny_model(num_layers=4)).parameters() if p.dim() == 2]
+    heads = {tuple(weight.flatten()[:4].tolist()) for weight in weights}
+    assert len(heads) == len(weights)
+
+
+@torch.no_grad()
+def test_no_logit_sees_a_later_token() -> None:
+    model = GPT2(tiny_model(init_method_std=0.3)).eval()
+    row = torch.randint(257, (1, 16), generator=torch.Generator().manual_seed(1))
+    before = model.logits(model.hidden_states(row))[0]
+    for at in range(16):
+        changed = row.clone()
+        changed[0, at] = (changed[0, at] + 1) % 257
+        moved = (model.logits(model.hidden_states(changed))[0] != before).any(dim=1)
+        assert moved.tolist() == [there >= at for there in range(16)]
+
+
+def test_the_document_mask_equals_a_loop() -> None:
+    segments = torch.tensor([[0, 0, 1, 1, 1, 2], [0, 1, 2, 3, 4, 4]])
+    expected = [[[there <= here and row[there] == row[here] for there in range(6)] for here in range(6)] for row in segments.tolist()]
+    assert document_mask(segments).squeeze(1).tolist() == expected
+
+
+@torch.no_grad()
+def test_sequences_shorter_than_the_position_table_are_prefixes() -> None:
+    model = GPT2(tiny_model(init_method_std=0.1)).eval()
+    row = torch.arange(16).unsqueeze(0)
+    whole = model.logits(model.hidden_states(row))
+    for length in (1, 7, 15):
+        # Other matrix sizes may take another kernel: rounding only.
+        torch.testing.assert_close(model.logits(model.hidden_states(row[:, :length])), whole[:, :length], atol=1e-5, rtol=0)
+
+
+def logits_of(rank: int, world: int, vocabulary: int, multiple: int) -> torch.Tensor:
+    config = tiny_model(vocab_size=vocabulary, init_method_std=0.2, make_vocab_size_divisible_by=multiple)
+    model = GPT2(config, build(world).tp).eval()
+    row = torch.arange(16).unsqueeze(0) % vocabulary
+    segments = torch.arange(16).unsqueeze(0) // 5
+    with torch.no_grad():
+        plain = model.logits(model.hidden_states(row))
+        packed = model.logits(model.hidden_states(row, segments=segments))
+    assert plain.shape == (1, 16, vocabulary), "no logit of a padding row"
+    return torch.stack([plain, packed])
+
+
+@pytest.mark.parametrize(("vocabulary", "multiple"), [(257, 128), (130, 128), (64, 1), (3, 4)])
+def test_logits_over_tensor_parallel_equal_one_process_whatever_the_padding(vocabulary: int, multiple: int) -> None:
+    """130 tokens in 2 x 128 or 4 x 128 rows: some ranks hold padding alone."""
+    (expected,) = run_ranks(logits_of, 1, vocabulary, multiple)
+    for tp in (2, 4):
+        for found in run_ranks(logits_of, tp, vocabulary, multiple):
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)  # partial sums in another order
+
+
+def test_dropout_is_on_in_training_alone() -> None:
+    model = GPT2(tiny_model(attention_dropout=0.5, hidden_dropout=0.5))
+    row = torch.arange(17).unsqueeze(0)
+    with torch.no_grad():
+        assert model(row[:, :-1], row[:, 1:]) != model(row[:, :-1], row[:, 1:])
+        model.eval()
+        assert model(row[:, :-1], row[:, 1:]) == model(row[:, :-1], row[:, 1:])
+
+
+def dropout_masks(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(which outputs of the embedding dropout are zero, which heads' weights) for one step of a tp 2 x dp 2 grid."""
+    from megatron.build import seed_everything
+    from megatron.config import TrainConfig
+
+    groups = build(2)
+    seed_everything(TrainConfig(), groups, torch.device("cpu"))
+    model = GPT2(tiny_model(hidden_dropout=0.5, attention_dropout=0.5), groups.tp)
+    seen: list[torch.Tensor] = []
+    model.blocks[0].register_forward_pre_hook(lambda module, args: seen.append(args[0].detach() == 0))
+    values: list[torch.Tensor] = []
+    attention = model.blocks[0].attn
+    plain = attention._attend
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: object, dropout: float) -> torch.Tensor:
+        # With q, k = 0 and v = 1 the result tells how many weights of each row were dropped.
+        y = plain(q * 0, k * 0, torch.ones_like(v), mask, dropout)
+        values.append(y.detach().clone())
+        return y
+
+    attention._attend = attend
+    model(torch.zeros(2, 16, dtype=torch.long), torch.zeros(2, 16, dtype=torch.long))
+    return seen[0], values[0]
+
+
+def test_dropout_is_equal_where_activations_are_replicated_and_different_elsewhere() -> None:
+    """Ranks 0, 1 and ranks 2, 3 are tensor parallel groups: hidden dropout alike within, attention dropout not; other replicas have others."""
+    hidden, heads = zip(*run_ranks(dropout_masks, 4), strict=True)
+    assert hidden[0].equal(hidden[1]) and hidden[2].equal(hidden[3]) and not hidden[0].equal(hidden[2])
+    assert not any(heads[a].equal(heads[b]) for a in range(4) for b in range(a))
