@@ -26,6 +26,7 @@ def main() -> int:
     tokenizer = build.tokenizer(config)
     config = build.with_vocabulary(config, tokenizer)
     datasets = build.datasets(config, tokenizer, groups)
+    assert datasets.train is not None, "build.datasets refuses a run without training text"
     checkpoints = Checkpoints(config, groups, datasets.fingerprint)
     build.seed_everything(config.train, groups, device)
     engine = build.engine(config, build.model(config, groups, device), groups)
@@ -37,7 +38,9 @@ def main() -> int:
         for line in (build.summary(config, groups, device), *datasets.notes, *checkpoints.notes):
             log.say(line)
         if state.iteration >= config.train.train_iters > 0:
-            log.say(f" nothing to do: {config.save.load} is already at iteration {state.iteration} of {config.train.train_iters}")
+            log.say(
+                f" nothing to do: {config.save.load} is at iteration {state.iteration} of {config.train.train_iters}"
+            )
         elif trainer.run(state, datasets.train, datasets.valid):
             trainer.finish(state, datasets.valid, datasets.test)
             if config.log.sample_tokens and not config.data.mock_data:

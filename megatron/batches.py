@@ -1,8 +1,8 @@
 """Samples -> micro-batches: which sample ids a step uses, and the tensors a forward takes.
 
-Ids are consecutive: step k of a run with global batch B uses [consumed, consumed + B), whatever the number of ranks; the dataset maps an id
-to shuffled text as a pure function. So `consumed` is the only data state. Micro-batch m of data parallel rank r takes the
-ids at (m x dp + r) x micro ... + micro of the step.
+Ids are consecutive: step k of a run with global batch B uses [consumed, consumed + B), whatever the number of ranks;
+the dataset maps an id to shuffled text as a pure function. So `consumed` is the only data state. Micro-batch m of
+data parallel rank r takes the ids at (m x dp + r) x micro ... + micro of the step.
 """
 
 from __future__ import annotations
@@ -68,10 +68,13 @@ class BatchRule:
         rows = torch.from_numpy(np.stack([samples[i] for i in ids]))  # [b, s + 1]
         tokens, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
         segments = document_numbers(tokens, self.eod) if self.reset_position_ids or self.reset_attention_mask else None
-        return Batch(tokens, targets,
-                     loss_weight=(tokens != self.eod).float() if self.eod_mask_loss else None,
-                     positions=positions_in_document(segments) if self.reset_position_ids and segments is not None else None,
-                     segments=segments if self.reset_attention_mask else None)
+        return Batch(
+            tokens,
+            targets,
+            loss_weight=(tokens != self.eod).float() if self.eod_mask_loss else None,
+            positions=positions_in_document(segments) if self.reset_position_ids and segments is not None else None,
+            segments=segments if self.reset_attention_mask else None,
+        )
 
 
 def document_numbers(tokens: Tensor, eod: int) -> Tensor:

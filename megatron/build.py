@@ -1,4 +1,5 @@
-"""Config -> the parts of a run: tokenizer, datasets, model, engine. Each function builds one part; pretrain_gpt2.py puts them together."""
+"""Config -> the parts of a run: tokenizer, datasets, model, engine. Each function builds one part; pretrain_gpt2.py
+puts them together."""
 
 from __future__ import annotations
 
@@ -33,15 +34,21 @@ def tokenizer(config: Config) -> Tokenizer:
     path = section.tokenizer_path
     if path is None and "default" in section.train_data and section.tokenizer_type == "SentencePieceTokenizer":
         path = str(DEFAULT_FOLDER / "tokenizer.model")  # the one trained on that corpus
-    return data.tokenizer.build(section.tokenizer_type or DEFAULT_TOKENIZER, vocab_file=section.vocab_file, merge_file=section.merge_file,
-                                tokenizer_path=path)
+    return data.tokenizer.build(
+        section.tokenizer_type or DEFAULT_TOKENIZER,
+        vocab_file=section.vocab_file,
+        merge_file=section.merge_file,
+        tokenizer_path=path,
+    )
 
 
 def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
     """The config with the vocabulary size filled in."""
     size = config.model.vocab_size
-    require(size is None or size >= tokenizer.vocab_size,
-            f"--vocab-size {size} is smaller than the {tokenizer.vocab_size} tokens of {tokenizer.name}; leave the flag out")
+    require(
+        size is None or size >= tokenizer.vocab_size,
+        f"--vocab-size {size} is smaller than the {tokenizer.vocab_size} tokens of {tokenizer.name}; leave it out",
+    )
     return replace(config, model=replace(config.model, vocab_size=size or tokenizer.vocab_size))
 
 
@@ -50,12 +57,25 @@ def datasets(config: Config, tokenizer: Tokenizer, groups: Groups) -> Datasets:
     section = config.data
     if not section.mock_data and not section.train_data:
         raise ConfigError("no training text: give --train-data PREFIX, a .jsonl file, or --mock-data")
-    found = open_datasets(train_data=section.train_data, valid_data=section.valid_data, test_data=section.test_data, split=section.split,
-                          seq_length=config.seq_length, seed=config.train.seed, tokenizer=tokenizer, cache_path=section.data_cache_path,
-                          mock=section.mock_data, json_key=section.text_key)
+    found = open_datasets(
+        train_data=section.train_data,
+        valid_data=section.valid_data,
+        test_data=section.test_data,
+        split=section.split,
+        seq_length=config.seq_length,
+        seed=config.train.seed,
+        tokenizer=tokenizer,
+        cache_path=section.data_cache_path,
+        mock=section.mock_data,
+        json_key=section.text_key,
+    )
     seen = all_gather_json(found.fingerprint, groups.world)
     strange = [rank for rank, fingerprint in enumerate(seen) if fingerprint != seen[0]]
-    require(not strange, f"--train-data differs between ranks: ranks {strange} do not see the corpus of rank 0; copy the same files to every node")
+    require(
+        not strange,
+        f"--train-data differs between ranks: ranks {strange} do not see the corpus of rank 0; "
+        "copy the same files to every node",
+    )
     return found
 
 
@@ -94,16 +114,29 @@ def schedule(config: Config) -> Schedule:
 
 def batch_rule(config: Config, groups: Groups, tokenizer: Tokenizer) -> BatchRule:
     section = config.data
-    return BatchRule(config.train.batch_size, config.accumulation(groups.dp.size), groups.dp.rank, groups.dp.size, tokenizer.eod,
-                     section.reset_position_ids, section.reset_attention_mask, section.eod_mask_loss)
+    return BatchRule(
+        config.train.batch_size,
+        config.accumulation(groups.dp.size),
+        groups.dp.rank,
+        groups.dp.size,
+        tokenizer.eod,
+        section.reset_position_ids,
+        section.reset_attention_mask,
+        section.eod_mask_loss,
+    )
 
 
 def summary(config: Config, groups: Groups, device: torch.device) -> str:
     """The resolved configuration, once: one dotted line a field, then what the run amounts to."""
-    rows: list[tuple[str, Any]] = [(f"{section}.{key}", value) for section, values in config.as_dict().items() for key, value in values.items()]
+    rows: list[tuple[str, Any]] = [
+        (f"{section}.{key}", value) for section, values in config.as_dict().items() for key, value in values.items()
+    ]
     lines = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in rows]
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    facts = (f"GPT-2 with {config.model.parameters():,} parameters in {config.precision.name} on {groups.world.size} x {where}: "
-             f"tensor parallel {groups.tp.size}, data parallel {groups.dp.size}, ZeRO stage {config.zero.zero_stage}; global batch "
-             f"{config.global_batch_size(groups.dp.size)} = {config.train.batch_size} x {config.accumulation(groups.dp.size)} x {groups.dp.size}")
+    tp, dp = groups.tp.size, groups.dp.size
+    facts = (
+        f"GPT-2 with {config.model.parameters():,} parameters in {config.precision.name} on {tp * dp} x {where}: "
+        f"tensor parallel {tp}, data parallel {dp}, ZeRO stage {config.zero.zero_stage}; global batch "
+        f"{config.global_batch_size(dp)} = {config.train.batch_size} x {config.accumulation(dp)} x {dp}"
+    )
     return "\n".join(["configuration", *lines, facts])

@@ -1,8 +1,9 @@
 """The frozen configuration tree: what a run is, decided once, before anything heavy is imported.
 
-Each section is a dataclass; each field is one command-line flag of the same name (`num_layers` is `--num-layers`), and its
-help text stands beside it. A section checks itself in `__post_init__`; what needs the world size is checked in
-`Config.check_world`. Not here: parsing (arguments.py), the JSON file's keys (ds_config.py), anything that opens a file.
+Each section is a dataclass; each field is one command-line flag of the same name (`num_layers` is `--num-layers`),
+and its help text stands beside it. A section checks itself in `__post_init__`; what needs the world size is checked
+in `Config.check_world`. Not here: parsing (arguments.py), the JSON file's keys (ds_config.py), anything that opens a
+file.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class ModelConfig:
     intermediate_size: int | None = flag(None, "width of the MLP (default: 4 x hidden size)", "ffn-hidden-size")
     max_position_embeddings: int = flag(1024, "longest sequence the position table holds")
     vocab_size: int | None = flag(None, "tokens in the vocabulary, without padding (default: the tokenizer's)")
-    make_vocab_size_divisible_by: int = flag(128, "pad the vocabulary to a multiple of this times the tensor parallel size")
+    make_vocab_size_divisible_by: int = flag(
+        128, "pad the vocabulary to a multiple of this times the tensor parallel size"
+    )
     attention_dropout: float = flag(0.1, "dropout on attention weights")
     hidden_dropout: float = flag(0.1, "dropout on embeddings and block outputs")
     layernorm_epsilon: float = flag(1e-5, "epsilon of every LayerNorm")
@@ -60,8 +63,10 @@ class ModelConfig:
         _require_range(self, "max_position_embeddings vocab_size make_vocab_size_divisible_by", 1)
         _require_range(self, "attention_dropout hidden_dropout", 0, 0.999)
         _require_range(self, "layernorm_epsilon init_method_std", 0, open_low=True)
-        require(self.hidden_size % self.num_attention_heads == 0,
-                f"--hidden-size {self.hidden_size} is not divisible by --num-attention-heads {self.num_attention_heads}")
+        require(
+            self.hidden_size % self.num_attention_heads == 0,
+            f"--hidden-size {self.hidden_size} is not divisible by --num-attention-heads {self.num_attention_heads}",
+        )
 
     @property
     def ffn_size(self) -> int:
@@ -84,13 +89,19 @@ class ModelConfig:
 class DataConfig:
     """Which text, cut how."""
 
-    train_data: tuple[str, ...] = flag((), "corpus prefix, .jsonl file, `webtext`, `default`, or weights and prefixes in turn",
-                                       "data-path", "train-data-path")
+    train_data: tuple[str, ...] = flag(
+        (),
+        "corpus prefix, .jsonl file, `webtext`, `default`, or weights and prefixes in turn",
+        "data-path",
+        "train-data-path",
+    )
     valid_data: tuple[str, ...] = flag((), "validation corpus (default: the second part of --split)", "val-data-path")
     test_data: tuple[str, ...] = flag((), "test corpus (default: the third part of --split)", "test-data-path")
     split: str = flag("949,50,1", "train, validation and test shares of --train-data, by documents")
     seq_length: int | None = flag(None, "tokens in a sample (default: --max-position-embeddings)")
-    tokenizer_type: str | None = flag(None, "GPT2BPETokenizer, SentencePieceTokenizer, ByteLevelTokenizer or CharacterLevelTokenizer")
+    tokenizer_type: str | None = flag(
+        None, "GPT2BPETokenizer, SentencePieceTokenizer, ByteLevelTokenizer or CharacterLevelTokenizer"
+    )
     vocab_file: str | None = flag(None, "GPT-2 encoder.json (default: the packaged one)")
     merge_file: str | None = flag(None, "GPT-2 vocab.bpe (default: the packaged one)")
     tokenizer_path: str | None = flag(None, "SentencePiece model or character vocabulary")
@@ -106,7 +117,10 @@ class DataConfig:
     def __post_init__(self) -> None:
         _require_range(self, "num_workers", 0)
         _require_range(self, "seq_length", 1)
-        require(not (self.mock_data and self.train_data), "--mock-data and --train-data exclude each other: give one of them")
+        require(
+            not (self.mock_data and self.train_data),
+            "--mock-data and --train-data exclude each other: give one of them",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +159,9 @@ class ScheduleConfig:
 
     lr: float = flag(1.5e-4, "peak learning rate")
     min_lr: float = flag(0.0, "learning rate at the end of the decay")
-    lr_decay_style: Literal["constant", "linear", "cosine", "exponential", "inverse-square-root"] = flag("cosine", "shape of the decay")
+    lr_decay_style: Literal["constant", "linear", "cosine", "exponential", "inverse-square-root"] = flag(
+        "cosine", "shape of the decay"
+    )
     lr_decay_iters: int | None = flag(None, "step at which --min-lr is reached (default: --train-iters)")
     warmup: float = flag(0.01, "share of --lr-decay-iters spent warming up")
     override_lr_scheduler: bool = flag(False, "on resume, these flags win over the checkpoint's schedule")
@@ -175,10 +191,15 @@ class PrecisionConfig:
     fp32_allreduce: bool = flag(False, "reduce 16-bit gradients over data parallel in fp32")
 
     def __post_init__(self) -> None:
-        require(not (self.fp16 and self.bf16), "--fp16 and --bf16 exclude each other: give one (--no-bf16 takes one back)")
+        require(
+            not (self.fp16 and self.bf16), "--fp16 and --bf16 exclude each other: give one (--no-bf16 takes one back)"
+        )
         _require_range(self, "loss_scale initial_loss_scale min_scale", 0, 2.0**64, open_low=True)
         _require_range(self, "loss_scale_window hysteresis", 1)
-        require(self.loss_scale is None or self.fp16, f"--loss-scale {self.loss_scale} needs --fp16: other precisions are not scaled")
+        require(
+            self.loss_scale is None or self.fp16,
+            f"--loss-scale {self.loss_scale} needs --fp16: other precisions are not scaled",
+        )
         require(self.min_scale <= self.initial_loss_scale,
                 f"--min-scale {self.min_scale:g} is above --initial-loss-scale {self.initial_loss_scale:g}")
 
@@ -201,7 +222,9 @@ class ZeroConfig:
 class RecomputeConfig:
     """Activation checkpointing: keep the input of each chunk of blocks, recompute the rest in backward."""
 
-    checkpoint_activations: bool = flag(False, "recompute activations in backward", "deepspeed-activation-checkpointing")
+    checkpoint_activations: bool = flag(
+        False, "recompute activations in backward", "deepspeed-activation-checkpointing"
+    )
     checkpoint_num_layers: int = flag(1, "blocks per recomputed chunk")
 
     def __post_init__(self) -> None:
@@ -213,7 +236,9 @@ class TrainConfig:
     """How long, in which batches, and how reproducibly."""
 
     batch_size: int = flag(4, "samples of one data parallel rank in one forward", "micro-batch-size")
-    global_batch_size: int | None = flag(None, "samples of one optimizer step (default: batch size x data parallel size)")
+    global_batch_size: int | None = flag(
+        None, "samples of one optimizer step (default: batch size x data parallel size)"
+    )
     train_iters: int = flag(1000, "optimizer steps of the whole run")
     eval_interval: int = flag(1000, "evaluate every so many steps; 0 switches it off")
     eval_iters: int = flag(100, "global batches of one evaluation")
@@ -248,7 +273,10 @@ class SaveConfig:
         _require_range(self, "save_interval", 0)
         _require_range(self, "keep_last", 1)
         for name in ("no_load_optim", "no_load_rng", "finetune"):
-            require(not getattr(self, name) or self.load is not None, f"{flag_name(name)} needs --load: there is nothing to load")
+            require(
+                not getattr(self, name) or self.load is not None,
+                f"{flag_name(name)} needs --load: there is nothing to load",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,13 +314,18 @@ class Config:
 
     def __post_init__(self) -> None:
         length, table = self.seq_length, self.model.max_position_embeddings
-        require(length <= table, f"--seq-length {length} is above --max-position-embeddings {table}: the position table is too short")
+        require(
+            length <= table,
+            f"--seq-length {length} is above --max-position-embeddings {table}: the position table is too short",
+        )
         tp = self.parallel.model_parallel_size
         for name in ("num_attention_heads", "hidden_size"):
             value = getattr(self.model, name)
             require(value % tp == 0, f"{flag_name(name)} {value} is not divisible by --model-parallel-size {tp}")
-        require(self.model.ffn_size % tp == 0,
-                f"the MLP width {self.model.ffn_size} (--intermediate-size) is not divisible by --model-parallel-size {tp}")
+        require(
+            self.model.ffn_size % tp == 0,
+            f"the MLP width {self.model.ffn_size} (--intermediate-size) is not divisible by --model-parallel-size {tp}",
+        )
 
     @property
     def seq_length(self) -> int:
@@ -304,8 +337,11 @@ class Config:
         require(world_size % tp == 0, f"{world_size} ranks cannot be arranged in groups of --model-parallel-size {tp}: "
                 f"{world_size} is not divisible by {tp}")
         dp, batch = world_size // tp, self.train.global_batch_size
-        require(batch is None or batch % (micro * dp) == 0,
-                f"--global-batch-size {batch} is not divisible by --batch-size {micro} x data parallel size {dp} = {micro * dp}")
+        require(
+            batch is None or batch % (micro * dp) == 0,
+            f"--global-batch-size {batch} is not divisible by --batch-size {micro} x data parallel size {dp} "
+            f"= {micro * dp}",
+        )
 
     def global_batch_size(self, dp_size: int) -> int:
         return self.train.global_batch_size or self.train.batch_size * dp_size

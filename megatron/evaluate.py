@@ -1,6 +1,7 @@
 """Loss on held-out text. Leaves no trace: no random numbers are drawn, and the training data position does not move.
 
-Every evaluation reads the same first samples of its dataset, so figures of one run compare, and resuming needs no state.
+Every evaluation reads the same first samples of its dataset, so figures of one run compare, and resuming needs no
+state.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ class SizedSamples(Samples, Protocol):
 
 
 @torch.no_grad()
-def evaluate(engine: ZeroEngine, samples: SizedSamples, rule: BatchRule, global_batches: int, device: torch.device) -> float:
+def evaluate(
+    engine: ZeroEngine, samples: SizedSamples, rule: BatchRule, global_batches: int, device: torch.device
+) -> float:
     """Mean loss over `global_batches`, or over as many whole rounds of all ranks as the dataset has samples for."""
     round_size = rule.micro_batch * rule.dp_size
     rounds = global_batches * rule.accumulation

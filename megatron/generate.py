@@ -11,7 +11,16 @@ TEMPERATURE, TOP_K = 0.8, 40
 
 
 @torch.no_grad()
-def generate(engine: ZeroEngine, tokenizer: Tokenizer, prompt: str, count: int, *, max_length: int, device: torch.device, seed: int = 0) -> str:
+def generate(
+    engine: ZeroEngine,
+    tokenizer: Tokenizer,
+    prompt: str,
+    count: int,
+    *,
+    max_length: int,
+    device: torch.device,
+    seed: int = 0,
+) -> str:
     """`prompt` continued by at most `count` tokens; the same text on every rank, and for every tensor parallel size."""
     ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.eod]
     generator = torch.Generator().manual_seed(seed)

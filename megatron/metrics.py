@@ -1,7 +1,8 @@
-"""What a run tells: the console line, the progress bar, the metrics file and tensorboard. Rank 0 only; other ranks hold a mute one.
+"""What a run tells: the console line, the progress bar, the metrics file and tensorboard. Rank 0 only; other ranks
+hold a mute one.
 
-`StepMetrics` is one line of the metrics file. Its floats are written with repr, so equal text is equal bits; times, rates and memory are
-the only fields that may differ between two equal runs.
+`StepMetrics` is one line of the metrics file. Its floats are written with repr, so equal text is equal bits; times,
+rates and memory are the only fields that may differ between two equal runs.
 """
 
 from __future__ import annotations
@@ -87,7 +88,9 @@ class MetricsLog:
         self._append({"eval": True, "split": name, "iteration": iteration, "lm_loss": loss, "ppl": perplexity(loss)})
         if self._board is not None:
             self._board.add_scalar(f"{name}/lm_loss", loss, iteration)
-        self.say(f" {name} loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E}")
+        self.say(
+            f" {name} loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E}"
+        )
 
     def say(self, line: str) -> None:
         """One line on the console, above the progress bar."""
@@ -159,13 +162,17 @@ def _open_for_append(path: str) -> IO[str]:
     try:
         return open(path, "a", encoding="utf-8")
     except OSError as error:
-        raise StorageError(f"--metrics-file {path} cannot be opened for appending: {error.strerror}; name a file in a writable folder") from error
+        raise StorageError(
+            f"--metrics-file {path} cannot be opened for appending: {error.strerror}; name a file in a writable folder"
+        ) from error
 
 
 def _tensorboard(folder: str) -> Any:
     from torch.utils.tensorboard import SummaryWriter  # heavy: only where asked for
 
     try:
-        return SummaryWriter(folder)  # type: ignore[no-untyped-call]
+        return SummaryWriter(folder)
     except OSError as error:
-        raise StorageError(f"--tensorboard-dir {folder} cannot be written: {error.strerror}; name a writable folder") from error
+        raise StorageError(
+            f"--tensorboard-dir {folder} cannot be written: {error.strerror}; name a writable folder"
+        ) from error

@@ -1,7 +1,7 @@
 """Activation checkpointing, put on blocks from outside: keep a chunk's input, run the chunk again in backward.
 
-Dropout replays exactly: torch restores the generators of the CPU and the device, and this file the streams of the tensor-parallel
-RNG tracker. Gradients are bit-equal to those without checkpointing.
+Dropout replays exactly: torch restores the generators of the CPU and the device, and this file the streams of the
+tensor-parallel RNG tracker. Gradients are bit-equal to those without checkpointing.
 """
 
 from __future__ import annotations
@@ -42,12 +42,17 @@ def _replay_tracker() -> tuple[AbstractContextManager[None], AbstractContextMana
 
 
 def in_chunks(chunk: int) -> Callable[..., Tensor]:
-    """A way to run blocks (for `GPT2.run_blocks`) that checkpoints every `chunk` of them; the last chunk may be shorter."""
+    """A way to run blocks (for `GPT2.run_blocks`) that checkpoints every `chunk` of them; the last chunk may be
+    shorter."""
 
     def run(blocks: Sequence[nn.Module], x: Tensor, *args: Any) -> Tensor:
         for start in range(0, len(blocks), chunk):
             members = blocks[start : start + chunk]
-            x = checkpoint(partial(run_in_order, members), x, *args) if torch.is_grad_enabled() else run_in_order(members, x, *args)
+            x = (
+                checkpoint(partial(run_in_order, members), x, *args)
+                if torch.is_grad_enabled()
+                else run_in_order(members, x, *args)
+            )
         return x
 
     return run

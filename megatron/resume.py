@@ -1,4 +1,5 @@
-"""A run's state <-> a checkpoint: what is saved, and what a resumed run may differ in. The files are checkpoint/'s business.
+"""A run's state <-> a checkpoint: what is saved, and what a resumed run may differ in. The files are checkpoint/'s
+business.
 
     tensors    masters and moments, as pieces of parameters            (engine.state_runs / load_runs)
     shared     counters, loss scale, data position, learning rate schedule
@@ -37,7 +38,14 @@ from mpu.collectives import all_gather_json
 from mpu.groups import Groups
 from mpu.random import capture_rng, model_parallel_cuda_manual_seed, restore_rng
 
-MUST_MATCH = ("num_layers", "hidden_size", "num_attention_heads", "intermediate_size", "max_position_embeddings", "vocab_size")
+MUST_MATCH = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "intermediate_size",
+    "max_position_embeddings",
+    "vocab_size",
+)
 """Model fields a checkpoint must share with the run that loads it."""
 
 Say = Callable[[str], None]
@@ -98,7 +106,9 @@ class Checkpoints:
         state = TrainState(shared["iteration"], shared["consumed_samples"])
         self._restore_streams(found, state)
         if shared["data"] != self.data_fingerprint:
-            self.notes.append(" warning: --train-data is another corpus than the checkpoint's; the data position carries over")
+            self.notes.append(
+                " warning: --train-data is another corpus than the checkpoint's; the data position carries over"
+            )
         return state, _agreed_schedule(self.config, Schedule(**shared["schedule"]), schedule)
 
     def _starts_fresh(self, load: Path) -> bool:
@@ -109,13 +119,23 @@ class Checkpoints:
     def _has_optimizer(self, engine: ZeroEngine, found: Checkpoint) -> bool:
         missing = [kind for kind in engine.state_kinds if not found.has(kind)]
         if missing:
-            raise CheckpointError(f"{found.tag} of {self.config.save.load} holds no optimizer state ({', '.join(missing)}): it was saved with "
-                                  "--no-save-optim; give --no-load-optim or --finetune to go on without")
+            raise CheckpointError(
+                f"{found.tag} of {self.config.save.load} holds no optimizer state ({', '.join(missing)}): saved with "
+                "--no-save-optim; give --no-load-optim or --finetune to go on without"
+            )
         return True
 
     def _read(self, found: Checkpoint, kind: str, slot: Slot, offset: int, out: Tensor) -> None:
-        found.read(kind, slot.name, shape=slot.shape, partition=slot.partition, tp_rank=self.groups.tp.rank, tp_size=self.groups.tp.size,
-                   offset=offset, out=out)
+        found.read(
+            kind,
+            slot.name,
+            shape=slot.shape,
+            partition=slot.partition,
+            tp_rank=self.groups.tp.rank,
+            tp_size=self.groups.tp.size,
+            offset=offset,
+            out=out,
+        )
 
     def _restore_streams(self, found: Checkpoint, state: TrainState) -> None:
         if self.config.save.no_load_rng:
@@ -125,7 +145,9 @@ class Checkpoints:
             restore_rng(saved["rng"])
             return
         # Another layout has other streams: derive them from what both know.
-        model_parallel_cuda_manual_seed(self.config.train.seed + 1_000_003 * state.iteration, self.groups, vary_over_dp=True)
+        model_parallel_cuda_manual_seed(
+            self.config.train.seed + 1_000_003 * state.iteration, self.groups, vary_over_dp=True
+        )
         if self.config.save.no_save_rng or not found.rank_state(0):
             self.notes.append(" the checkpoint holds no random streams: they start anew")
         else:
@@ -143,12 +165,27 @@ class Checkpoints:
         tp = self.groups.tp
         pieces = [Piece(slot.name, kind, slot.shape, slot.partition, tp.rank, tp.size, offset, run)
                   for kind, slot, offset, run in engine.state_runs(kinds)]
-        shared: dict[str, Any] = {"run_id": self._run_id, **asdict(state), "engine": engine.counters(), "schedule": asdict(schedule),
-                                  "data": self.data_fingerprint}
+        shared: dict[str, Any] = {
+            "run_id": self._run_id,
+            **asdict(state),
+            "engine": engine.counters(),
+            "schedule": asdict(schedule),
+            "data": self.data_fingerprint,
+        }
         rank_state = {} if section.no_save_rng else {"rng": capture_rng()}
         tag = step_tag(state.iteration)
-        report = save(section.save, tag, pieces=pieces, rank_state=rank_state, shared_state=shared, config=self.config.as_dict(),
-                      layout=self._layout, world=self.groups.world, run_id=self._run_id, iteration=state.iteration)
+        report = save(
+            section.save,
+            tag,
+            pieces=pieces,
+            rank_state=rank_state,
+            shared_state=shared,
+            config=self.config.as_dict(),
+            layout=self._layout,
+            world=self.groups.world,
+            run_id=self._run_id,
+            iteration=state.iteration,
+        )
         if section.keep_last is not None:
             root, keep = Path(section.save), section.keep_last
             on_rank_0(lambda: prune(root, keep), self.groups.world)
@@ -165,14 +202,19 @@ def _check_model(config: Config, found: Checkpoint) -> None:
     present, saved = config.as_dict(), found.config
     rows = [(flag_name(key), saved["model"].get(key), present["model"][key]) for key in MUST_MATCH]
     if not config.save.finetune:
-        old, new = ("bf16" if p["bf16"] else "fp16" if p["fp16"] else "fp32" for p in (saved["precision"], present["precision"]))
+        old, new = (
+            "bf16" if p["bf16"] else "fp16" if p["fp16"] else "fp32" for p in (saved["precision"], present["precision"])
+        )
         rows.append(("precision", old, new))
         length = saved["data"]["seq_length"] or saved["model"]["max_position_embeddings"]
         rows.append(("--seq-length", length, config.seq_length))
     differing = [f"{name} {was} in the checkpoint, {now} here" for name, was, now in rows if was != now]
     if differing:
-        raise CheckpointError(f"{found.tag} of {config.save.load} is of another run: {'; '.join(differing)}; give the checkpoint's values, or "
-                              "another --load" + ("" if config.save.finetune else ", or --finetune where only precision or length differ"))
+        raise CheckpointError(
+            f"{found.tag} of {config.save.load} is of another run: {'; '.join(differing)}; "
+            "give the checkpoint's values, or "
+            "another --load" + ("" if config.save.finetune else ", or --finetune where only precision or length differ")
+        )
 
 
 def _agreed_schedule(config: Config, saved: Schedule, present: Schedule) -> Schedule:
@@ -183,5 +225,7 @@ def _agreed_schedule(config: Config, saved: Schedule, present: Schedule) -> Sche
         return saved
     was, now = asdict(saved), asdict(present)
     rows = "; ".join(f"{key} {was[key]} in the checkpoint, {now[key]} here" for key in was if was[key] != now[key])
-    raise CheckpointError(f"the learning rate schedule of {config.save.load} differs: {rows}; --override-lr-scheduler takes the flags', "
-                          "--use-checkpoint-lr-scheduler the checkpoint's")
+    raise CheckpointError(
+        f"the learning rate schedule of {config.save.load} differs: {rows}; --override-lr-scheduler takes the flags', "
+        "--use-checkpoint-lr-scheduler the checkpoint's"
+    )

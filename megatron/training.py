@@ -1,6 +1,8 @@
-"""The training loop: batches in, weights and metrics out. Everything it needs is built before it starts (pretrain_gpt2.py).
+"""The training loop: batches in, weights and metrics out. Everything it needs is built before it starts
+(pretrain_gpt2.py).
 
-`TrainState` is what a checkpoint restores of the loop itself; the rest of a run's state belongs to the engine and the generators.
+`TrainState` is what a checkpoint restores of the loop itself; the rest of a run's state belongs to the engine and the
+generators.
 """
 
 from __future__ import annotations
@@ -41,9 +43,16 @@ class Trainer:
     save: Callable[[TrainState], None] | None = None
 
     def run(self, state: TrainState, samples: Samples, valid: SizedSamples | None) -> bool:
-        """Train until --train-iters (True), or until --exit-interval says so (False); saves on the way and at the end."""
+        """Train until --train-iters (True), or until --exit-interval says so (False); saves on the way and at the
+        end."""
         train = self.config.train
-        stream = BatchStream(samples, self.rule, state.consumed_samples, train.train_iters - state.iteration, self.config.data.num_workers)
+        stream = BatchStream(
+            samples,
+            self.rule,
+            state.consumed_samples,
+            train.train_iters - state.iteration,
+            self.config.data.num_workers,
+        )
         watch, rates, saved_at = Stopwatch(), self._rates(), state.iteration
         leaves = False
         self.engine.train()
@@ -85,8 +94,21 @@ class Trainer:
         state.consumed_samples += self.rule.global_batch
         seconds = watch.lap()
         tokens, tflops, mfu = rates.of(seconds)
-        return StepMetrics(state.iteration, loss, report.grad_norm, lr, report.loss_scale, not report.applied, state.consumed_samples,
-                           digest, seconds * 1e3, tokens, tflops, mfu, max_memory_bytes(self.device))
+        return StepMetrics(
+            state.iteration,
+            loss,
+            report.grad_norm,
+            lr,
+            report.loss_scale,
+            not report.applied,
+            state.consumed_samples,
+            digest,
+            seconds * 1e3,
+            tokens,
+            tflops,
+            mfu,
+            max_memory_bytes(self.device),
+        )
 
     def _train_step(self, batches: list[Batch], lr: float) -> tuple[StepReport, float]:
         """All micro-batches of one step; the loss is the mean over them and over data parallel."""
@@ -104,8 +126,12 @@ class Trainer:
         peak = self.config.log.peak_tflops
         if peak is None and self.device.type == "cuda":
             peak = peak_tflops(torch.cuda.get_device_name(self.device))
-        return Rates(self.rule.global_batch * self.config.seq_length, flops_per_token(self.config.model, self.config.seq_length),
-                     self.engine.groups.world.size, peak)
+        return Rates(
+            self.rule.global_batch * self.config.seq_length,
+            flops_per_token(self.config.model, self.config.seq_length),
+            self.engine.groups.world.size,
+            peak,
+        )
 
 
 def due(iteration: int, interval: int) -> bool:

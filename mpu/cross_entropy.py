@@ -158,8 +158,9 @@ class _LinearMean(torch.autograd.Function):
         grad_scale: float, sink: GradSink | None,
     ) -> Tensor:
         walk = _Walk(hidden, weight, target, share, rows)
-        place = None if sink is None or not ctx.needs_input_grad[1] else sink.scratch()
-        losses = walk.run(portion * grad_scale, *ctx.needs_input_grad[:2], place)
+        place = sink.scratch() if sink is not None and ctx.needs_input_grad[1] else None
+        for_hidden, for_weight = ctx.needs_input_grad[:2]
+        losses = walk.run(portion * grad_scale, for_hidden, for_weight, place)
         ctx.grads = walk.d_hidden, walk.d_weight
         ctx.grad_scale, ctx.sink, ctx.in_place = grad_scale, sink, place is not None
         return losses @ portion

@@ -1,7 +1,7 @@
 """Causal self-attention, heads split over tensor parallel.
 
-Shapes: b batch, s sequence, h hidden, n heads of this rank, d = width of a head. `mask` is None for plain causal attention,
-or [b, 1, s, s] booleans (True: may attend) when documents are kept apart.
+Shapes: b batch, s sequence, h hidden, n heads of this rank, d = width of a head. `mask` is None for plain causal
+attention, or [b, 1, s, s] booleans (True: may attend) when documents are kept apart.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """GPT-2: embeddings, blocks, final LayerNorm, and logits tied to the token embedding.
 
-Parameter names are the logical names of checkpoints: `wte.weight`, `wpe.weight`, `blocks.0.ln_1.weight`, ... Shapes: b batch,
-s sequence, h hidden, V vocabulary. Vocabulary rows beyond the real vocabulary stay zero and never reach a loss or a sample.
+Parameter names are the logical names of checkpoints: `wte.weight`, `wpe.weight`, `blocks.0.ln_1.weight`, ... Shapes:
+b batch, s sequence, h hidden, V vocabulary. Vocabulary rows beyond the real vocabulary stay zero and never reach a
+loss or a sample.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class GPT2(nn.Module):
         init = GPT2Init(config.init_method_std, config.num_layers, seed)
         padded = pad_vocab(config.tokens, config.make_vocab_size_divisible_by, tp.size)
         self.wte = VocabParallelEmbedding(config.tokens, config.hidden_size, init.weight, padded_size=padded, tp=tp)
-        self.wpe = nn.Embedding(config.max_position_embeddings, config.hidden_size, _weight=_drawn_positions(config, init))
+        self.wpe = nn.Embedding(
+            config.max_position_embeddings, config.hidden_size, _weight=_drawn_positions(config, init)
+        )
         self.blocks = nn.ModuleList(Block(config, init, tp) for _ in range(config.num_layers))
         self.ln_f = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
         self.run_blocks: Callable[..., Tensor] = run_in_order
@@ -39,15 +42,23 @@ class GPT2(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, loss_weight: Tensor | None = None,
                 positions: Tensor | None = None, segments: Tensor | None = None, grad_scale: float = 1.0) -> Tensor:
-        """[b, s] tokens -> the mean loss over `targets` (weighted by `loss_weight`), or without targets [b, V] logits of the
-        last position. `positions` and `segments` (document numbers) keep documents apart. `grad_scale` is the factor the caller will
-        multiply the loss by (see linear_cross_entropy)."""
+        """[b, s] tokens -> the mean loss over `targets` (weighted by `loss_weight`), or without targets [b, V] logits
+        of the last position. `positions` and `segments` (document numbers) keep documents apart. `grad_scale` is the
+        factor the caller will multiply the loss by (see linear_cross_entropy)."""
         x = self.hidden_states(tokens, positions, segments)  # [b, s, h]
         if targets is None:
             return self.logits(x[:, -1])
         weight = torch.ones_like(targets, dtype=torch.float32) if loss_weight is None else loss_weight
-        return linear_cross_entropy(x.flatten(0, 1), self.wte.weight, targets.flatten(), self.tp, vocab_size=self.config.tokens,
-                                    loss_weight=weight.flatten(), grad_scale=grad_scale, weight_sink=self.wte.grad_sink)
+        return linear_cross_entropy(
+            x.flatten(0, 1),
+            self.wte.weight,
+            targets.flatten(),
+            self.tp,
+            vocab_size=self.config.tokens,
+            loss_weight=weight.flatten(),
+            grad_scale=grad_scale,
+            weight_sink=self.wte.grad_sink,
+        )
 
     def hidden_states(self, tokens: Tensor, positions: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
         """[b, s] -> [b, s, h], after the final LayerNorm."""

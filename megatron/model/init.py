@@ -1,6 +1,7 @@
 """Initial weights: one generator, drawn in the order of construction, full matrices that the layers slice.
 
-So the weights depend on the seed and the shape alone: a tensor parallel run starts from the same numbers as one process.
+So the weights depend on the seed and the shape alone: a tensor parallel run starts from the same numbers as one
+process.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """AdamW over flat fp32 spans: torch's fused kernel, in tiles.
 
-A *span* is a contiguous part of a shard with one set of hyper-parameters. The kernel multiplies the gradient on its way in
-(unscaling, averaging and clipping are one factor), so the gradient is read once. 16-bit gradients are widened a tile at a
-time: the fp32 copy of the whole gradient never exists.
+A *span* is a contiguous part of a shard with one set of hyper-parameters. The kernel multiplies the gradient on its
+way in (unscaling, averaging and clipping are one factor), so the gradient is read once. 16-bit gradients are widened
+a tile at a time: the fp32 copy of the whole gradient never exists.
 """
 
 from __future__ import annotations
@@ -26,13 +26,37 @@ class AdamW:
     eps: float = 1e-8
     states: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
-    def step(self, master: Tensor, grad: Tensor, states: dict[str, Tensor], *, steps_taken: int, lr: float, weight_decay: float,
-             factor: float) -> None:
+    def step(
+        self,
+        master: Tensor,
+        grad: Tensor,
+        states: dict[str, Tensor],
+        *,
+        steps_taken: int,
+        lr: float,
+        weight_decay: float,
+        factor: float,
+    ) -> None:
         """Update `master` (fp32, 1-D) in place by `factor` x `grad`, after `steps_taken` steps before this one."""
-        # The fused kernel divides by grad_scale and writes the result back into the gradient, which is spent afterwards.
+        # The fused kernel divides by grad_scale and writes the result back into the gradient, which is spent
+        # afterwards.
         divisor = None if factor == 1.0 else torch.full((), 1.0 / factor, device=master.device)
         for start in range(0, master.numel(), TILE):
             tile = slice(start, start + TILE)
-            adamw([master[tile]], [grad[tile].to(torch.float32)], [states["exp_avg"][tile]], [states["exp_avg_sq"][tile]], [],
-                  [torch.full((), float(steps_taken), device=master.device)], fused=True, grad_scale=divisor,
-                  amsgrad=False, beta1=self.beta1, beta2=self.beta2, lr=lr, weight_decay=weight_decay, eps=self.eps, maximize=False)
+            adamw(
+                [master[tile]],
+                [grad[tile].to(torch.float32)],
+                [states["exp_avg"][tile]],
+                [states["exp_avg_sq"][tile]],
+                [],
+                [torch.full((), float(steps_taken), device=master.device)],
+                fused=True,
+                grad_scale=divisor,
+                amsgrad=False,
+                beta1=self.beta1,
+                beta2=self.beta2,
+                lr=lr,
+                weight_decay=weight_decay,
+                eps=self.eps,
+                maximize=False,
+            )

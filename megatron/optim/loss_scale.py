@@ -1,7 +1,7 @@
 """Loss scaling for fp16 as a pure function: (state, overflow) -> state.
 
-Dynamic: an overflow spends one unit of hysteresis; when none is left the scale halves. After `window` clean steps in a row the scale
-doubles and the hysteresis is whole again. Static: the scale never moves.
+Dynamic: an overflow spends one unit of hysteresis; when none is left the scale halves. After `window` clean steps in
+a row the scale doubles and the hysteresis is whole again. Static: the scale never moves.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     loss = engine(batch...);  engine.backward(loss);  report = engine.step(lr)
 
-It is called once per micro-batch; `step` does something only at the accumulation boundary. Gradients are sums over data parallel and
-carry the loss scale; both are divided out by one factor inside the optimizer, together with clipping.
+It is called once per micro-batch; `step` does something only at the accumulation boundary. Gradients are sums over
+data parallel and carry the loss scale; both are divided out by one factor inside the optimizer, together with
+clipping.
 """
 
 from __future__ import annotations
@@ -47,8 +48,16 @@ class StepReport:
 
 
 class ZeroEngine:
-    def __init__(self, module: nn.Module, groups: Groups, *, zero: ZeroConfig, optim: OptimConfig, precision: PrecisionConfig,
-                 accumulation: int = 1) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        groups: Groups,
+        *,
+        zero: ZeroConfig,
+        optim: OptimConfig,
+        precision: PrecisionConfig,
+        accumulation: int = 1,
+    ) -> None:
         self.module, self.groups, self.accumulation = module, groups, accumulation
         self._policy = policy(zero.zero_stage)
         self._optim = optim
@@ -62,7 +71,9 @@ class ZeroEngine:
                                   dtypes=_dtypes(self._policy, precision, accumulation))
         connect_sinks(self._units)
         self.buckets = [unit.bucket for unit in self._units]
-        self._states = [{name: torch.zeros_like(bucket.master) for name in self._rule.states} for bucket in self.buckets]
+        self._states = [
+            {name: torch.zeros_like(bucket.master) for name in self._rule.states} for bucket in self.buckets
+        ]
         backward_order = [unit.bucket for unit in (*reversed(self._units[1:]), self._units[0])]
         self._reductions = _ReductionOrder(backward_order, in_flight=1 if self._policy.split_grads else None)
         self._in_backward = False
@@ -86,7 +97,7 @@ class ZeroEngine:
     def backward(self, loss: Tensor) -> None:
         self._in_backward = True
         try:
-            (loss * self.backward_scale).backward()  # type: ignore[no-untyped-call]
+            (loss * self.backward_scale).backward()
         finally:
             self._in_backward = False
         if self._reduces_now:
@@ -155,8 +166,15 @@ class ZeroEngine:
         for bucket, states in zip(self.buckets, self._states, strict=True):
             for group, start, stop in bucket.layout.group_spans(bucket.shard_group.rank):
                 span = slice(start, stop)
-                self._rule.step(bucket.master[span], bucket.grad_shard[span], {name: state[span] for name, state in states.items()},
-                                steps_taken=self.adam_steps, lr=lr, weight_decay=self._weight_decay[group], factor=factor)
+                self._rule.step(
+                    bucket.master[span],
+                    bucket.grad_shard[span],
+                    {name: state[span] for name, state in states.items()},
+                    steps_taken=self.adam_steps,
+                    lr=lr,
+                    weight_decay=self._weight_decay[group],
+                    factor=factor,
+                )
             bucket.publish()
         self.adam_steps += 1
         self._overflows_in_a_row = 0
@@ -166,16 +184,25 @@ class ZeroEngine:
         self.skipped_steps += 1
         self._overflows_in_a_row += self._scale_rule.exhausted(self.scaler)
         if not self._scale_rule.scales:
-            raise NumericsError(f"gradient norm is {norm} at step {self.global_steps + 1}: {self._first_bad_parameter()}; the weights are "
-                                "unchanged; resume from the last checkpoint with a lower --lr or other data")
+            raise NumericsError(
+                f"gradient norm is {norm} at step {self.global_steps + 1}: {self._first_bad_parameter()}; weights are "
+                "unchanged; resume from the last checkpoint with a lower --lr or other data"
+            )
         if self._overflows_in_a_row > OVERFLOWS_IN_A_ROW:
-            raise NumericsError(f"gradients overflowed {self._overflows_in_a_row} times in a row at loss scale {self.scaler.scale:g}, which "
-                                f"cannot shrink, last at step {self.global_steps + 1}: {self._first_bad_parameter()}; resume from the "
-                                "last checkpoint with --bf16 or a lower --lr")
+            raise NumericsError(
+                f"{self._overflows_in_a_row} overflows in a row at loss scale {self.scaler.scale:g}, which "
+                f"cannot shrink, last at step {self.global_steps + 1}: {self._first_bad_parameter()}; resume from the "
+                "last checkpoint with --bf16 or a lower --lr"
+            )
 
     def _first_bad_parameter(self) -> str:
         """Agreed by all ranks, so that every one of them ends with the same message."""
-        found = [segment.slot.name for bucket in self.buckets for segment, grad in bucket.grad_parts() if not grad.isfinite().all()]
+        found = [
+            segment.slot.name
+            for bucket in self.buckets
+            for segment, grad in bucket.grad_parts()
+            if not grad.isfinite().all()
+        ]
         for rank, name in enumerate(all_gather_json(found[0] if found else None, self.groups.world)):
             if name is not None:
                 return f"first in {name} on rank {rank}"
@@ -184,8 +211,8 @@ class ZeroEngine:
     # ---- what a checkpoint holds --------------------------------------------------------------------------------
 
     def state_runs(self, kinds: tuple[str, ...]) -> Iterator[tuple[str, Slot, int, Tensor]]:
-        """(kind, slot, offset in the slot, run of the state) for everything this rank is to write; together the ranks write
-        every element once. A shard that has replicas is cut among them."""
+        """(kind, slot, offset in the slot, run of the state) for everything this rank is to write; together the ranks
+        write every element once. A shard that has replicas is cut among them."""
         for bucket, states in zip(self.buckets, self._states, strict=True):
             for kind in kinds:
                 flat = bucket.master if kind == "weight" else states[kind]
@@ -207,7 +234,12 @@ class ZeroEngine:
             for kind in kinds:
                 flat = bucket.master if kind == "weight" else states[kind]
                 for segment in bucket.layout.segments(bucket.shard_group.rank):
-                    read(kind, segment.slot, segment.slot_offset, flat[segment.shard_offset : segment.shard_offset + segment.count])
+                    read(
+                        kind,
+                        segment.slot,
+                        segment.slot_offset,
+                        flat[segment.shard_offset : segment.shard_offset + segment.count],
+                    )
             bucket.publish()
 
     @property
@@ -239,8 +271,14 @@ def _dtypes(policy: Policy, precision: PrecisionConfig, accumulation: int) -> Dt
 def scale_rule(precision: PrecisionConfig) -> LossScaleRule:
     if not precision.fp16:
         return LossScaleRule()
-    return LossScaleRule(precision.loss_scale or precision.initial_loss_scale, precision.loss_scale_window, precision.hysteresis,
-                         precision.min_scale, dynamic=precision.loss_scale is None, scales=True)
+    return LossScaleRule(
+        precision.loss_scale or precision.initial_loss_scale,
+        precision.loss_scale_window,
+        precision.hysteresis,
+        precision.min_scale,
+        dynamic=precision.loss_scale is None,
+        scales=True,
+    )
 
 
 class _ReductionOrder:

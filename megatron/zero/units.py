@@ -1,7 +1,7 @@
 """Cuts a model into units: which parameters travel together.
 
-Every element of an outermost `ModuleList` (a transformer block) is one unit; the root takes what is left: what is used at both ends
-of the model, or shared between units.
+Every element of an outermost `ModuleList` (a transformer block) is one unit; the root takes what is left: what is
+used at both ends of the model, or shared between units.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The ways to train a GPT-2 that the benchmarks compare. Each builder returns a function that does one whole training step.
+"""The ways to train a GPT-2 that the benchmarks compare. Each builder returns a function that does one whole training
+step.
 
 `Task` says what is trained; a builder runs inside a rank, with torch.distributed initialised when there are several.
 """
@@ -35,7 +36,11 @@ class Task:
         return -(-self.vocab // 128) * 128
 
 
-TASKS = {"14M": Task(6, 384, 6, 8192, 8, 256), "124M": Task(12, 768, 12, 50257, 2, 256), "345M": Task(24, 1024, 16, 50257, 8, 1024)}
+TASKS = {
+    "14M": Task(6, 384, 6, 8192, 8, 256),
+    "124M": Task(12, 768, 12, 50257, 2, 256),
+    "345M": Task(24, 1024, 16, 50257, 8, 1024),
+}
 
 
 def autocast(task: Task) -> AbstractContextManager[object]:
@@ -77,8 +82,17 @@ def ddp(task: Task) -> Step:
 def hf(task: Task) -> Step:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(vocab_size=task.padded_vocab, n_positions=task.seq, n_embd=task.hidden, n_layer=task.layers, n_head=task.heads,
-                        attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, use_cache=False)
+    config = GPT2Config(
+        vocab_size=task.padded_vocab,
+        n_positions=task.seq,
+        n_embd=task.hidden,
+        n_layer=task.layers,
+        n_head=task.heads,
+        attn_pdrop=0.0,
+        embd_pdrop=0.0,
+        resid_pdrop=0.0,
+        use_cache=False,
+    )
     model = GPT2LMHeadModel(config).to(task.device)
 
     def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
@@ -93,10 +107,21 @@ def ours(task: Task, stage: int = 0) -> Step:
     from megatron.arguments import build_config
     from mpu import groups
 
-    config = build_config({
-        "num_layers": task.layers, "hidden_size": task.hidden, "num_attention_heads": task.heads, "max_position_embeddings": task.seq,
-        "vocab_size": task.vocab, "attention_dropout": 0.0, "hidden_dropout": 0.0, "batch_size": task.batch, "zero_stage": stage,
-        "compile": task.compile, **({} if task.precision == "fp32" else {task.precision: True})})
+    config = build_config(
+        {
+            "num_layers": task.layers,
+            "hidden_size": task.hidden,
+            "num_attention_heads": task.heads,
+            "max_position_embeddings": task.seq,
+            "vocab_size": task.vocab,
+            "attention_dropout": 0.0,
+            "hidden_dropout": 0.0,
+            "batch_size": task.batch,
+            "zero_stage": stage,
+            "compile": task.compile,
+            **({} if task.precision == "fp32" else {task.precision: True}),
+        }
+    )
     grid = groups.build(1)
     engine = build.engine(config, build.model(config, grid, torch.device(task.device)), grid)
 

@@ -1,4 +1,5 @@
-"""A straightforward GPT-2 in plain torch, the yardstick of the benchmarks: the same flash attention and fused AdamW, nothing clever."""
+"""A straightforward GPT-2 in plain torch, the yardstick of the benchmarks: the same flash attention and fused AdamW,
+nothing clever."""
 
 from __future__ import annotations
 
@@ -49,4 +50,6 @@ class PlainGPT2(nn.Module):
 def adamw(model: nn.Module, lr: float = 1e-4) -> torch.optim.AdamW:
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
-    return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}], lr=lr, fused=True)
+    return torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}], lr=lr, fused=True
+    )

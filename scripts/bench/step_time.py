@@ -1,7 +1,9 @@
-"""Time of a training step and peak memory, contenders side by side: `python scripts/bench/step_time.py --model 124M --precision bf16`.
+"""Time of a training step and peak memory, contenders side by side: `python scripts/bench/step_time.py --model 124M
+--precision bf16`.
 
-Every contender lives in processes of its own; they take steps in turn (A B C A B C ...), so drift of the machine hits all alike. Reported
-are medians, their ratio to the first contender, and the peak anonymous memory of one rank (what malloc took; files not counted).
+Every contender lives in processes of its own; they take steps in turn (A B C A B C ...), so drift of the machine hits
+all alike. Reported are medians, their ratio to the first contender, and the peak anonymous memory of one rank (what
+malloc took; files not counted).
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ def serve(name: str, task, rank: int, world: int, store: str, threads: int, pipe
     torch.manual_seed(0)
     if world > 1:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        dist.init_process_group("nccl" if task.device == "cuda" else "gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+        dist.init_process_group(
+            "nccl" if task.device == "cuda" else "gloo", init_method=f"file://{store}", rank=rank, world_size=world
+        )
     step = CONTENDERS[name](task)
     rows = torch.randint(0, task.vocab, (task.batch, task.seq + 1), device=task.device)
     tokens, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
@@ -105,7 +109,9 @@ class Contender:
 
 def measure(names: list[str], task, world: int, steps: int, warmup: int, threads: int) -> list[tuple[str, float, int]]:
     """(name, median seconds, peak bytes) of each."""
-    contenders = [Contender(name, task, 1 if name in ("plain", "hf") and world > 1 else world, threads) for name in names]
+    contenders = [
+        Contender(name, task, 1 if name in ("plain", "hf") and world > 1 else world, threads) for name in names
+    ]
     for round_ in range(warmup + steps):
         for contender in contenders:
             seconds = contender.step()
@@ -124,7 +130,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--threads", type=int, help="threads of one rank (default: all cores shared out)")
-    parser.add_argument("--contenders", default="plain,hf,ours", help=f"of {', '.join(CONTENDERS)}; ratios are to the first")
+    parser.add_argument(
+        "--contenders", default="plain,hf,ours", help=f"of {', '.join(CONTENDERS)}; ratios are to the first"
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--batch", type=int)
     parser.add_argument("--seq", type=int)
@@ -135,11 +143,17 @@ def main() -> None:
     threads = args.threads or max(1, (os.cpu_count() or 1) // args.ranks)
     rows = measure(args.contenders.split(","), task, args.ranks, args.steps, args.warmup, threads)
     base = rows[0][1]
-    print(f"{args.model} {args.precision} {args.ranks} rank(s) x {threads} threads, batch {task.batch} x {task.seq} a rank, {args.steps} steps")
+    print(
+        f"{args.model} {args.precision} {args.ranks} rank(s) x {threads} threads, "
+        f"batch {task.batch} x {task.seq} a rank, {args.steps} steps"
+    )
     print(f"{'':12s} {'ms/step':>10s} {'time ratio':>11s} {'tokens/s':>10s} {'peak MB/rank':>13s}")
     for name, seconds, peak in rows:
         ranks = 1 if name in ("plain", "hf") else args.ranks
-        print(f"{name:12s} {seconds * 1e3:10.1f} {seconds / base:11.3f} {ranks * task.batch * task.seq / seconds:10.0f} {peak / 1e6:13.0f}")
+        print(
+            f"{name:12s} {seconds * 1e3:10.1f} {seconds / base:11.3f} "
+            f"{ranks * task.batch * task.seq / seconds:10.0f} {peak / 1e6:13.0f}"
+        )
 
 
 if __name__ == "__main__":

@@ -18,14 +18,21 @@ from megatron.errors import ConfigError
 ROOT = Path(__file__).parents[2]
 
 PROMISED = """
---num-layers --hidden-size --num-attention-heads --max-position-embeddings --seq-length --vocab-size --make-vocab-size-divisible-by
---attention-dropout --hidden-dropout --layernorm-epsilon --init-method-std --model-parallel-size --batch-size --global-batch-size --train-iters
---lr --min-lr --lr-decay-style --lr-decay-iters --warmup --weight-decay --adam-beta1 --adam-beta2 --adam-eps --clip-grad --fp16 --bf16 --loss-scale
+--num-layers --hidden-size --num-attention-heads --max-position-embeddings --seq-length --vocab-size
+--make-vocab-size-divisible-by
+--attention-dropout --hidden-dropout --layernorm-epsilon --init-method-std --model-parallel-size --batch-size
+--global-batch-size --train-iters
+--lr --min-lr --lr-decay-style --lr-decay-iters --warmup --weight-decay --adam-beta1 --adam-beta2 --adam-eps
+--clip-grad --fp16 --bf16 --loss-scale
 --initial-loss-scale --loss-scale-window --hysteresis --min-scale --checkpoint-activations --checkpoint-num-layers
---deepspeed-activation-checkpointing --zero-stage --save --load --save-interval --keep-last --no-save-optim --no-save-rng --no-load-optim
---no-load-rng --finetune --resume-dataloader --override-lr-scheduler --use-checkpoint-lr-scheduler --train-data --valid-data --test-data --split
---lazy-loader --tokenizer-type --vocab-file --merge-file --tokenizer-path --mock-data --data-cache-path --num-workers --reset-position-ids
---reset-attention-mask --eval-interval --eval-iters --log-interval --exit-interval --seed --distributed-backend --distributed-timeout-seconds
+--deepspeed-activation-checkpointing --zero-stage --save --load --save-interval --keep-last --no-save-optim
+--no-save-rng --no-load-optim
+--no-load-rng --finetune --resume-dataloader --override-lr-scheduler --use-checkpoint-lr-scheduler --train-data
+--valid-data --test-data --split
+--lazy-loader --tokenizer-type --vocab-file --merge-file --tokenizer-path --mock-data --data-cache-path --num-workers
+--reset-position-ids
+--reset-attention-mask --eval-interval --eval-iters --log-interval --exit-interval --seed --distributed-backend
+--distributed-timeout-seconds
 --tensorboard-dir --metrics-file --preset --compile --deterministic --debug
 """.split()
 
@@ -45,7 +52,9 @@ def test_every_default_stands_for_itself() -> None:
 
 
 def test_dashes_and_underscores_are_the_same() -> None:
-    assert parse_args(["--num_layers", "3", "--hidden_size=64"]) == parse_args(["--num-layers=3", "--hidden-size", "64"])
+    assert parse_args(["--num_layers", "3", "--hidden_size=64"]) == parse_args(
+        ["--num-layers=3", "--hidden-size", "64"]
+    )
 
 
 def test_an_explicit_flag_wins_over_the_preset_wherever_it_stands() -> None:
@@ -96,10 +105,17 @@ def test_a_flag_that_cannot_be_honoured_is_named(argv: list[str], told: str) -> 
     assert told in str(caught.value)
 
 
-@pytest.mark.parametrize(("argv", "world", "told"), [
-    (["--model-parallel-size", "2"], 3, "3 is not divisible by 2"),
-    (["--batch-size", "4", "--global-batch-size", "12"], 2, "--global-batch-size 12 is not divisible by --batch-size 4 x data parallel size 2"),
-])
+@pytest.mark.parametrize(
+    ("argv", "world", "told"),
+    [
+        (["--model-parallel-size", "2"], 3, "3 is not divisible by 2"),
+        (
+            ["--batch-size", "4", "--global-batch-size", "12"],
+            2,
+            "--global-batch-size 12 is not divisible by --batch-size 4 x data parallel size 2",
+        ),
+    ],
+)
 def test_a_world_that_does_not_fit_is_refused_with_its_factors(argv: list[str], world: int, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         parse_args(argv).check_world(world)
@@ -113,9 +129,14 @@ def test_accumulation_follows_from_the_batch_sizes() -> None:
 
 def test_config_errors_end_in_one_line_without_importing_torch() -> None:
     started = time.monotonic()
-    done = subprocess.run([sys.executable, "pretrain_gpt2.py", "--num-layers", "x"], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "pretrain_gpt2.py", "--num-layers", "x"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and "--num-layers" in done.stderr
     assert time.monotonic() - started < 3
-    probe = "import sys; from megatron import arguments, exits, distributed; arguments.parse_args([]); assert 'torch' not in sys.modules"
+    probe = (
+        "import sys; from megatron import arguments, exits, distributed; arguments.parse_args([]); "
+        "assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", probe], cwd=ROOT, check=True)

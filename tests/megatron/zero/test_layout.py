@@ -11,7 +11,10 @@ from megatron.zero.layout import ALIGNMENT, FlatLayout, Slot
 
 def slots(seed: int) -> list[Slot]:
     draw = random.Random(seed)
-    return [Slot(f"p{i}", tuple(draw.choices((1, 2, 3, 7, 64), k=draw.choice((0, 1, 2)))), group=draw.choice((0, 1))) for i in range(12)]
+    return [
+        Slot(f"p{i}", tuple(draw.choices((1, 2, 3, 7, 64), k=draw.choice((0, 1, 2)))), group=draw.choice((0, 1)))
+        for i in range(12)
+    ]
 
 
 @pytest.mark.parametrize("seed", range(5))

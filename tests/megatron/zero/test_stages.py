@@ -1,4 +1,5 @@
-"""Every stage is the same training: losses, norms and weights of a plain single-process loop, for any number of ranks."""
+"""Every stage is the same training: losses, norms and weights of a plain single-process loop, for any number of
+ranks."""
 
 from __future__ import annotations
 
