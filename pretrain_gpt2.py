@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import sys
+from datetime import timedelta
 
 from megatron.arguments import parse_args
 from megatron.distributed import read_environment
 from megatron.exits import run
+from megatron.signals import StopRequest
 
 
 def main() -> int:
+    stop = StopRequest().listen()
     config = parse_args(sys.argv[1:])
     config.check_world(read_environment().world_size)  # wrong flags end here, before torch is imported
 
     from megatron import build, distributed
+    from megatron.allocator import keep_freed_memory
     from megatron.generate import generate
     from megatron.metrics import MetricsLog
     from megatron.resume import Checkpoints
@@ -21,8 +25,11 @@ def main() -> int:
     from mpu import groups as mpu_groups
 
     env = distributed.init(config.parallel.distributed_backend, config.parallel.distributed_timeout_seconds)
+    timeout = timedelta(seconds=config.parallel.distributed_timeout_seconds)
     device = distributed.device_for(env, config.parallel.distributed_backend)
-    groups = mpu_groups.build(config.parallel.model_parallel_size)
+    if device.type == "cpu":
+        keep_freed_memory()
+    groups = mpu_groups.build(config.parallel.model_parallel_size, timeout)
     tokenizer = build.tokenizer(config)
     config = build.with_vocabulary(config, tokenizer)
     datasets = build.datasets(config, tokenizer, groups)
@@ -33,7 +40,7 @@ def main() -> int:
     state, schedule = checkpoints.resume(engine, build.schedule(config))
     rule = build.batch_rule(config, groups, tokenizer)
     log = MetricsLog(config.log, config.train.train_iters, state.iteration, writes=groups.world.rank == 0)
-    trainer = Trainer(config, engine, schedule, rule, device, log, checkpoints.saver(engine, schedule, log.say))
+    trainer = Trainer(config, engine, schedule, rule, device, log, checkpoints.saver(engine, schedule, log.say), stop)
     try:
         for line in (build.summary(config, groups, device), *datasets.notes, *checkpoints.notes):
             log.say(line)

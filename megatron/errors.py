@@ -46,6 +46,12 @@ class StorageError(TrainerError):
     code = EXIT_STORAGE
 
 
+class Interrupted(TrainerError):
+    """Asked to stop, without a place to save to."""
+
+    code = EXIT_INTERRUPTED
+
+
 CODES_BY_NAME = {"DataError": EXIT_DATA, "ParallelError": EXIT_CONFIG, "StorageFault": EXIT_STORAGE}
 """Errors of the packages that must not import this one, by class name."""
 

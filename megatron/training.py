@@ -8,16 +8,18 @@ generators.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from megatron.batches import Batch, BatchRule, BatchStream, Samples, samples_digest
 from megatron.config import Config
+from megatron.errors import Interrupted
 from megatron.evaluate import SizedSamples, evaluate, forward_loss
 from megatron.flops import flops_per_token, peak_tflops
 from megatron.metrics import MetricsLog, Rates, StepMetrics, Stopwatch, max_memory_bytes
 from megatron.optim.schedule import Schedule
+from megatron.signals import StopRequest
 from megatron.zero.engine import StepReport, ZeroEngine
 from mpu.collectives import all_reduce
 
@@ -41,40 +43,48 @@ class Trainer:
     device: torch.device
     log: MetricsLog
     save: Callable[[TrainState], None] | None = None
+    stop: StopRequest = field(default_factory=StopRequest)
 
     def run(self, state: TrainState, samples: Samples, valid: SizedSamples | None) -> bool:
-        """Train until --train-iters (True), or until --exit-interval says so (False); saves on the way and at the
+        """Train until --train-iters (True), or until there is a reason to leave (False); saves on the way and at the
         end."""
-        train = self.config.train
-        stream = BatchStream(
-            samples,
-            self.rule,
-            state.consumed_samples,
-            train.train_iters - state.iteration,
-            self.config.data.num_workers,
-        )
-        watch, rates, saved_at = Stopwatch(), self._rates(), state.iteration
-        leaves = False
+        watch, rates, saved_at, reason = Stopwatch(), self._rates(), state.iteration, ""
+        stream = self._stream(samples, state)
         self.engine.train()
         try:
             for batches in stream:
-                self.log.step(self._step(state, batches, watch, rates))
-                last = state.iteration == train.train_iters  # `finish` evaluates then
-                if valid is not None and not last and due(state.iteration, train.eval_interval):
-                    self.evaluate("validation", state.iteration, valid)
-                leaves = not last and due(state.iteration, train.exit_interval)
-                if self.save and (leaves or due(state.iteration, self.config.save.save_interval)):
+                metrics, asked = self._step(state, batches, watch, rates)
+                self.log.step(metrics)
+                if state.iteration < self.config.train.train_iters:  # at the end `finish` evaluates
+                    if valid is not None and due(state.iteration, self.config.train.eval_interval):
+                        self.evaluate("validation", state.iteration, valid)
+                    reason = self._reason_to_leave(state.iteration, asked)
+                    if asked and self.save is None:
+                        raise Interrupted(
+                            f"asked to stop at step {state.iteration}, and nothing was saved: give --save"
+                        )
+                if self.save and (reason or due(state.iteration, self.config.save.save_interval)):
                     self.save(state)
                     saved_at = state.iteration
-                watch.lap()  # evaluating and saving are not training time
-                if leaves:
-                    self.log.say(f" leaving after iteration {state.iteration} (--exit-interval {train.exit_interval})")
+                if reason:
+                    self.log.say(f" {reason}{f', saved {self.config.save.save}' if self.save else ''}")
                     break
+                watch.lap()  # evaluating and saving are not training time
         finally:
             stream.close()
         if self.save and state.iteration != saved_at:
             self.save(state)
-        return not leaves
+        return not reason
+
+    def _stream(self, samples: Samples, state: TrainState) -> BatchStream:
+        steps = self.config.train.train_iters - state.iteration
+        return BatchStream(samples, self.rule, state.consumed_samples, steps, self.config.data.num_workers)
+
+    def _reason_to_leave(self, iteration: int, asked: bool) -> str:
+        if asked:
+            return f"preempted at step {iteration}"
+        interval = self.config.train.exit_interval
+        return f"leaving after iteration {iteration} (--exit-interval {interval})" if due(iteration, interval) else ""
 
     def finish(self, state: TrainState, valid: SizedSamples | None, test: SizedSamples | None) -> None:
         """The evaluations at the end of training."""
@@ -86,33 +96,32 @@ class Trainer:
         loss = evaluate(self.engine, samples, self.rule, self.config.train.eval_iters, self.device)
         self.log.evaluation(name, iteration, loss)
 
-    def _step(self, state: TrainState, batches: list[Batch], watch: Stopwatch, rates: Rates) -> StepMetrics:
-        lr = self.schedule(self.engine.adam_steps)
+    def _step(
+        self, state: TrainState, batches: list[Batch], watch: Stopwatch, rates: Rates
+    ) -> tuple[StepMetrics, bool]:
+        """One optimizer step, and whether any rank was asked to stop."""
+        lr = self.schedule(self.engine.applied_steps)
         digest = samples_digest(state.consumed_samples, self.rule.global_batch)
-        report, loss = self._train_step(batches, lr)
+        report, total = self._train_step(batches, lr)
+        # Tensor parallel ranks hold equal losses, so the mean over the world is the mean over data parallel.
+        loss, asked = all_reduce(
+            torch.stack([total, total.new_tensor(float(bool(self.stop)))]), self.engine.groups.world
+        )
         state.iteration += 1
         state.consumed_samples += self.rule.global_batch
+        mean = loss.item() / (len(batches) * self.engine.groups.world.size)
         seconds = watch.lap()
         tokens, tflops, mfu = rates.of(seconds)
-        return StepMetrics(
-            state.iteration,
-            loss,
-            report.grad_norm,
-            lr,
-            report.loss_scale,
-            not report.applied,
-            state.consumed_samples,
-            digest,
-            seconds * 1e3,
-            tokens,
-            tflops,
-            mfu,
-            max_memory_bytes(self.device),
-        )
+        metrics = StepMetrics(
+            iteration=state.iteration, lm_loss=mean, grad_norm=report.grad_norm, learning_rate=lr,
+            loss_scale=report.loss_scale, skipped=not report.applied, consumed_samples=state.consumed_samples,
+            samples_digest=digest, step_ms=seconds * 1e3, tokens_per_s=tokens, tflops=tflops, mfu=mfu,
+            max_memory_bytes=max_memory_bytes(self.device))
+        return metrics, asked.item() > 0
 
-    def _train_step(self, batches: list[Batch], lr: float) -> tuple[StepReport, float]:
-        """All micro-batches of one step; the loss is the mean over them and over data parallel."""
-        total = torch.zeros((), device=self.device)
+    def _train_step(self, batches: list[Batch], lr: float) -> tuple[StepReport, torch.Tensor]:
+        """All micro-batches of one step; what the optimizer did, and the sum of this rank's losses."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
         report = None
         for batch in batches:
             loss = forward_loss(self.engine, batch.to(self.device))
@@ -120,7 +129,7 @@ class Trainer:
             total += loss.detach()
             report = self.engine.step(lr)
         assert report is not None, "the last micro-batch of a step is the accumulation boundary"
-        return report, all_reduce(total, self.engine.groups.dp).item() / (len(batches) * self.rule.dp_size)
+        return report, total
 
     def _rates(self) -> Rates:
         peak = self.config.log.peak_tflops

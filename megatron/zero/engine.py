@@ -94,6 +94,11 @@ class ZeroEngine:
         """What `backward` multiplies the loss by."""
         return self.scaler.scale / self.accumulation
 
+    @property
+    def applied_steps(self) -> int:
+        """Optimizer steps that changed the weights: what a learning rate schedule counts."""
+        return self.global_steps - self.skipped_steps
+
     def backward(self, loss: Tensor) -> None:
         self._in_backward = True
         try:
@@ -249,13 +254,13 @@ class ZeroEngine:
 
     def counters(self) -> dict[str, Any]:
         """Everything of the engine that a resumed run must know besides tensors."""
-        return {"global_steps": self.global_steps, "skipped_steps": self.skipped_steps, "micro_steps": self.micro_steps,
+        return {"global_steps": self.global_steps, "skipped_steps": self.skipped_steps,
                 "adam_steps": self.adam_steps, "loss_scale": self.scaler.scale, "clean_steps": self.scaler.clean_steps,
                 "hysteresis_left": self.scaler.hysteresis_left}
 
     def restore_counters(self, saved: dict[str, Any]) -> None:
         self.global_steps, self.skipped_steps = saved["global_steps"], saved["skipped_steps"]
-        self.micro_steps, self.adam_steps = saved["micro_steps"], saved["adam_steps"]
+        self.adam_steps = saved["adam_steps"]
         self.scaler = LossScaleState(saved["loss_scale"], saved["clean_steps"], saved["hysteresis_left"])
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from plain_gpt2 import PlainGPT2, adamw
@@ -133,4 +134,20 @@ def ours(task: Task, stage: int = 0) -> Step:
     return step
 
 
-CONTENDERS: dict[str, Callable[[Task], Step]] = {"plain": plain, "hf": hf, "ddp": ddp, "ours": ours}
+def with_allocator(build: Callable[[Task], Step]) -> Callable[[Task], Step]:
+    """The contender with the trainer's allocator setting, which plain torch does not make."""
+
+    def built(task: Task) -> Step:
+        from megatron.allocator import keep_freed_memory
+
+        keep_freed_memory()
+        return build(task)
+
+    return built
+
+
+CONTENDERS: dict[str, Callable[[Task], Step]] = {
+    "plain": plain, "hf": hf, "ddp": ddp, "ours": with_allocator(ours),
+    "plain+malloc": with_allocator(plain), "ddp+malloc": with_allocator(ddp), "ours-malloc": ours,
+    **{f"zero{stage}": with_allocator(partial(ours, stage=stage)) for stage in (1, 2, 3)},
+}

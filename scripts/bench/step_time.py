@@ -107,10 +107,15 @@ class Contender:
         return peak
 
 
+def is_single(name: str) -> bool:
+    """Contenders that know one process only; with several ranks they are the single-process yardstick."""
+    return name.startswith(("plain", "hf"))
+
+
 def measure(names: list[str], task, world: int, steps: int, warmup: int, threads: int) -> list[tuple[str, float, int]]:
     """(name, median seconds, peak bytes) of each."""
     contenders = [
-        Contender(name, task, 1 if name in ("plain", "hf") and world > 1 else world, threads) for name in names
+        Contender(name, task, 1 if is_single(name) else world, threads) for name in names
     ]
     for round_ in range(warmup + steps):
         for contender in contenders:
@@ -149,7 +154,7 @@ def main() -> None:
     )
     print(f"{'':12s} {'ms/step':>10s} {'time ratio':>11s} {'tokens/s':>10s} {'peak MB/rank':>13s}")
     for name, seconds, peak in rows:
-        ranks = 1 if name in ("plain", "hf") else args.ranks
+        ranks = 1 if is_single(name) else args.ranks
         print(
             f"{name:12s} {seconds * 1e3:10.1f} {seconds / base:11.3f} "
             f"{ranks * task.batch * task.seq / seconds:10.0f} {peak / 1e6:13.0f}"
