@@ -72,6 +72,7 @@ class Trainer:
                 watch.lap()  # evaluating and saving are not training time
         finally:
             stream.close()
+        self.engine.settle()
         if self.save and state.iteration != saved_at:
             self.save(state)
         return not reason

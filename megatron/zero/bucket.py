@@ -118,7 +118,7 @@ class FlatBucket:
         if self.phase is Phase.SHARDED:
             self._move(Phase.GATHERED)
             self.prefetch()
-            self._await_parameters()
+            self.await_parameters()
 
     def release(self) -> None:
         """The pass is done with the parameters."""
@@ -128,7 +128,7 @@ class FlatBucket:
             self._leave()
 
     def _leave(self) -> None:
-        self._await_parameters()
+        self.await_parameters()
         self._point_parameters_at([self._whole.new_empty(0)] * len(self.parameters))
         self._whole.untyped_storage().resize_(0)
         self._is_here = False
@@ -140,7 +140,8 @@ class FlatBucket:
         if not self._policy.split_params and self.shard_group.size > 1:
             self._arrival = all_gather_into(self._whole, self.shard, self.shard_group)
 
-    def _await_parameters(self) -> None:
+    def await_parameters(self) -> None:
+        """Nothing is on its way to the parameters when this returns."""
         if self._arrival is not None:
             self._arrival.wait()
             self._arrival = None
@@ -171,7 +172,9 @@ class FlatBucket:
 
     def _grad_buffer(self) -> Tensor:
         if self._grads is None:
-            self._grads = torch.zeros(self.layout.numel, dtype=self._dtypes.grads, device=self.shard.device)
+            self._grads = torch.empty(self.layout.numel, dtype=self._dtypes.grads, device=self.shard.device)
+            for start, stop in self.layout.gaps():  # the slots are written by whoever fills them
+                self._grads[start:stop].zero_()
         return self._grads
 
     def reduce(self) -> None:
@@ -231,7 +234,7 @@ class FlatBucket:
     def discard_grads(self) -> None:
         """The step is over: the next backward starts from nothing."""
         self.filled.clear()
-        self._grad_shard = None
+        self._grads = self._grad_shard = None
 
 
 class _SlotSink:

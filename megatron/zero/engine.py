@@ -130,6 +130,11 @@ class ZeroEngine:
         self.global_steps += 1
         return StepReport(applied, norm, scale)
 
+    def settle(self) -> None:
+        """Wait for what is still on its way between ranks, so that this one may leave."""
+        for bucket in self.buckets:
+            bucket.await_parameters()
+
     def train(self, mode: bool = True) -> None:
         self.module.train(mode)
 

@@ -67,6 +67,11 @@ class FlatLayout:
             if low < high:
                 yield Segment(slot, low - slot.offset, low - start, high - low)
 
+    def gaps(self) -> Iterator[tuple[int, int]]:
+        """The padding behind every slot, as (start, stop) in the buffer."""
+        ends = [*(slot.offset for slot in self.slots[1:]), self.numel]
+        yield from ((slot.end, end) for slot, end in zip(self.slots, ends) if slot.end < end)
+
     def group_spans(self, rank: int) -> list[tuple[int, int, int]]:
         """(group, start, stop) in shard `rank`: every hyper-parameter group present is one contiguous span.
 

@@ -30,6 +30,14 @@ def test_segments_cover_every_element_once(seed: int, shards: int) -> None:
     assert all(count == 1 for counts in seen.values() for count in counts)
 
 
+@pytest.mark.parametrize("shards", [1, 3])
+def test_slots_and_gaps_tile_the_buffer(shards: int) -> None:
+    layout = FlatLayout(slots(2), shards)
+    parts = sorted([*((slot.offset, slot.end) for slot in layout.slots if slot.numel), *layout.gaps()])
+    assert parts[0][0] == 0 and parts[-1][1] == layout.numel
+    assert all(one[1] == two[0] for one, two in zip(parts, parts[1:], strict=False))
+
+
 @pytest.mark.parametrize("shards", [1, 2, 3])
 def test_every_group_is_one_span_and_spans_hold_their_segments(shards: int) -> None:
     layout = FlatLayout(slots(1), shards)
