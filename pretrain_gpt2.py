@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from datetime import timedelta
 
 from megatron.arguments import parse_args
@@ -13,8 +14,9 @@ from megatron.signals import StopRequest
 
 def main() -> int:
     stop = StopRequest().listen()
-    config = parse_args(sys.argv[1:])
-    config.check_world(read_environment().world_size)  # wrong flags end here, before torch is imported
+    world_size = read_environment().world_size
+    config = parse_args(sys.argv[1:], world_size)
+    config.check_world(world_size)  # wrong flags end here, before torch is imported
 
     from megatron import build, distributed
     from megatron.allocator import keep_freed_memory
@@ -22,6 +24,7 @@ def main() -> int:
     from megatron.metrics import MetricsLog
     from megatron.resume import Checkpoints
     from megatron.training import Trainer
+    from megatron.zero.policy import notes as zero_notes
     from mpu import groups as mpu_groups
 
     env = distributed.init(config.parallel.distributed_backend, config.parallel.distributed_timeout_seconds)
@@ -34,29 +37,25 @@ def main() -> int:
     config = build.with_vocabulary(config, tokenizer)
     datasets = build.datasets(config, tokenizer, groups)
     assert datasets.train is not None, "build.datasets refuses a run without training text"
-    checkpoints = Checkpoints(config, groups, datasets.fingerprint)
-    build.seed_everything(config.train, groups, device)
-    engine = build.engine(config, build.model(config, groups, device), groups)
-    state, schedule = checkpoints.resume(engine, build.schedule(config))
-    rule = build.batch_rule(config, groups, tokenizer)
-    log = MetricsLog(config.log, config.train.train_iters, state.iteration, writes=groups.world.rank == 0)
-    trainer = Trainer(config, engine, schedule, rule, device, log, checkpoints.saver(engine, schedule, log.say), stop)
-    try:
-        for line in (build.summary(config, groups, device), *datasets.notes, *checkpoints.notes):
+    with ExitStack() as closing:
+        checkpoints = closing.enter_context(Checkpoints(config, groups, datasets.fingerprint))
+        build.seed_everything(config.train, groups, device)
+        engine = build.engine(config, build.model(config, groups, device), groups)
+        state, schedule = checkpoints.resume(engine, build.schedule(config))
+        speaks = groups.world.rank == 0
+        log = closing.enter_context(
+            MetricsLog(config.log, config.train.train_iters, state.iteration, writes=speaks))
+        notes = (*config.notes, *zero_notes(config.zero), *datasets.notes, *checkpoints.notes)
+        for line in (build.summary(config, groups, device), *notes):
             log.say(line)
+        trainer = Trainer(config, engine, schedule, build.batch_rule(config, groups, tokenizer), device, log,
+                          checkpoints.saver(engine, schedule, log.say), stop)
         if state.iteration >= config.train.train_iters > 0:
-            log.say(
-                f" nothing to do: {config.save.load} is at iteration {state.iteration} of {config.train.train_iters}"
-            )
+            log.say(f" nothing to do: {config.save.load} is at iteration {state.iteration} already")
         elif trainer.run(state, datasets.train, datasets.valid):
             trainer.finish(state, datasets.valid, datasets.test)
             if config.log.sample_tokens and not config.data.mock_data:
-                text = generate(engine, tokenizer, config.log.sample_prompt, config.log.sample_tokens,
-                                max_length=config.model.max_position_embeddings, device=device)
-                log.say(f" sample: {text!r}")
-    finally:
-        log.close()
-        checkpoints.close()
+                log.say(f" sample: {generate(engine, tokenizer, config, device)!r}")
     distributed.shutdown()
     return 0
 

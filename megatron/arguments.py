@@ -1,7 +1,8 @@
 """The command line -> Config. The only file that knows argparse; no `args` object leaves it.
 
 The flags are the fields of the sections in config.py. Dashes and underscores are the same in flag names. Order of
-precedence: an explicit flag, then the preset, then the field's default.
+precedence: explicit flags and the keys of `--deepspeed_config` (which must agree, see ds_config.py), then the preset,
+then the field's default.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from collections.abc import Sequence
 from dataclasses import Field, fields
 from typing import Any, Literal, NoReturn
 
-from megatron.config import PRESETS, SECTIONS, Config, flag_name
+from megatron import ds_config
+from megatron.config import PRESETS, SECTIONS, Config, build_config, flag_name
 from megatron.errors import ConfigError
 
 
@@ -25,22 +27,22 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; `--help` lists every flag")
 
 
-def parse_args(argv: Sequence[str]) -> Config:
-    """The configuration these flags describe; ConfigError names the flag that cannot be honoured."""
+def parse_args(argv: Sequence[str], world_size: int = 1) -> Config:
+    """The configuration these flags describe; ConfigError names the flag that cannot be honoured.
+
+    `world_size` is what the batch sizes of a `--deepspeed_config` are solved with.
+    """
     parser = build_parser()
     given, unknown = parser.parse_known_args([_dashed(word) for word in argv])
     if unknown:
         raise ConfigError(_unknown_flag(parser, unknown[0]))
     values = vars(given)
     preset = PRESETS[values.pop("preset")] if "preset" in values else {}
-    return build_config({**preset, **values})
-
-
-def build_config(values: dict[str, Any]) -> Config:
-    """A Config from flat field values; fields not named keep their defaults."""
-    sections = {name: section(**{f.name: values[f.name] for f in fields(section) if f.name in values})
-                for name, section in SECTIONS.items()}
-    return Config(**sections)
+    values.pop("deepspeed", None)
+    source = values.pop("deepspeed_config", None)
+    if source is None:
+        return build_config({**preset, **values})
+    return ds_config.build(source, flags=values, fallback=preset, world_size=world_size)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -48,6 +50,10 @@ def build_parser() -> argparse.ArgumentParser:
                      description="Pretrain a GPT-2 with tensor and ZeRO data parallelism.",
                      epilog="See docs/ for guides; README.md for the two commands to start with.")
     parser.add_argument("--preset", choices=tuple(PRESETS), help="model shape; explicit flags win")
+    parser.add_argument("--deepspeed-config", "--deepscale-config", metavar="FILE",
+                        help="DeepSpeed-style JSON file (docs/ds_config.md); flags that are given must agree with it")
+    parser.add_argument("--deepspeed", "--deepscale", action=argparse.BooleanOptionalAction,
+                        help="accepted for old scripts: there is one engine, with and without it")
     for name, section in SECTIONS.items():
         group = parser.add_argument_group(name, (section.__doc__ or "").strip())
         hints = typing.get_type_hints(section)

@@ -9,6 +9,7 @@ file.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
@@ -210,12 +211,79 @@ class PrecisionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroConfig:
-    """What is split over data parallel (see zero/policy.py)."""
+    """What is split over data parallel (see zero/policy.py), and how it travels. Sizes are in elements, not bytes."""
 
     zero_stage: int = flag(0, "0: nothing split; 1: optimizer state; 2: and gradients; 3: and parameters")
+    contiguous_gradients: bool = flag(
+        True, "gradients in one buffer as they are made", "zero-contiguous-gradients", "zero-contigious-gradients"
+    )
+    overlap_comm: bool | None = flag(None, "exchange beside backward, on another stream (default: in stage 3 only)")
+    reduce_scatter: bool = flag(True, "reduce gradients to their owner, not to all", "zero-reduce-scatter")
+    reduce_bucket_size: int = flag(500_000_000, "gradients reduced at a time", "zero-reduce-bucket-size")
+    allgather_partitions: bool = flag(True, "collect updated weights by all-gather (no: by broadcasts)")
+    allgather_bucket_size: int = flag(500_000_000, "weights collected at a time", "zero-allgather-bucket-size")
+    load_from_fp32_weights: bool = flag(True, "on load take fp32 masters from the checkpoint (no: from its weights)")
+    ignore_unused_parameters: bool = flag(True, "a parameter without gradient is no error")
+    round_robin_gradients: bool = flag(False, "spread copies of gradients to the host over the ranks")
+    sub_group_size: int = flag(1_000_000_000, "elements of one tile of the optimizer step")
+    stage3_max_live_parameters: int = flag(1_000_000_000, "most gathered parameters at once")
+    stage3_max_reuse_distance: int = flag(1_000_000_000, "keep a parameter that is used again within so many others")
+    stage3_prefetch_bucket_size: int = flag(50_000_000, "parameters gathered ahead of their use")
+    stage3_param_persistence_threshold: int = flag(100_000, "a parameter of fewer elements is never split")
+    stage3_gather_16bit_weights_on_model_save: bool = flag(False, "save_16bit_model may gather split parameters")
 
     def __post_init__(self) -> None:
         require(self.zero_stage in (0, 1, 2, 3), f"--zero-stage is {self.zero_stage}: expected 0, 1, 2 or 3")
+        _require_range(self, "reduce_bucket_size allgather_bucket_size sub_group_size", 1, 2**63 - 1)
+        _require_range(self, "stage3_max_live_parameters stage3_max_reuse_distance", 0, 2**63 - 1)
+        _require_range(self, "stage3_prefetch_bucket_size stage3_param_persistence_threshold", 0, 2**63 - 1)
+
+    @property
+    def overlaps(self) -> bool:
+        """`overlap_comm`, with DeepSpeed's rule where nothing is said."""
+        return self.zero_stage == 3 if self.overlap_comm is None else self.overlap_comm
+
+
+OFFLOAD_DEVICES = ("none",)
+"""Homes of state away from the device that the engine has; others are refused when the configuration is built."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """Where the ranks' shards live when not in use: on the device, on the host, or on NVMe."""
+
+    offload_optimizer_device: Literal["none", "cpu", "nvme"] = flag("none", "home of masters and moments")
+    offload_optimizer_nvme_path: str | None = flag(None, "folder on the NVMe drive")
+    offload_optimizer_buffer_count: int = flag(4, "buffers on the host in front of the NVMe drive")
+    offload_optimizer_pin_memory: bool = flag(False, "page-locked host memory")
+    offload_optimizer_pipeline_read: bool = flag(False, "read the next tile during the step of this one")
+    offload_optimizer_pipeline_write: bool = flag(False, "write the last tile during the step of this one")
+    offload_param_device: Literal["none", "cpu", "nvme"] = flag("none", "home of parameters; stage 3 only")
+    offload_param_nvme_path: str | None = flag(None, "folder on the NVMe drive")
+    offload_param_buffer_count: int = flag(5, "buffers on the host in front of the NVMe drive")
+    offload_param_buffer_size: int = flag(100_000_000, "elements of one buffer")
+    offload_param_max_in_cpu: int = flag(1_000_000_000, "elements kept on the host beside the NVMe drive")
+    offload_param_pin_memory: bool = flag(False, "page-locked host memory")
+    aio_block_size: int = flag(1_048_576, "bytes of one NVMe request")
+    aio_queue_depth: int = flag(8, "NVMe requests under way")
+    aio_intra_op_parallelism: int = flag(1, "threads of one read or write", "aio-thread-count")
+    aio_single_submit: bool = flag(False, "submit NVMe requests one by one")
+    aio_overlap_events: bool = flag(True, "submit further NVMe requests while others complete")
+
+    def __post_init__(self) -> None:
+        _require_range(self, "offload_optimizer_buffer_count offload_param_buffer_count offload_param_buffer_size", 1)
+        _require_range(self, "offload_param_max_in_cpu", 0)
+        _require_range(self, "aio_block_size aio_queue_depth aio_intra_op_parallelism", 1)
+        for kind in ("optimizer", "param"):
+            device, path = (getattr(self, f"offload_{kind}_{what}") for what in ("device", "nvme_path"))
+            name = flag_name(f"offload_{kind}_device")
+            require(device in ("none", "cpu", "nvme"), f"{name} is {device}: expected none, cpu or nvme")
+            require(device in OFFLOAD_DEVICES, f"{name} {device}: offloading is not supported yet; leave it out")
+            require(device != "nvme" or bool(path), f"{name} nvme needs {flag_name(f'offload_{kind}_nvme_path')}")
+
+
+RECOMPUTE_EXTRAS: frozenset[str] = frozenset()
+"""The switches of RecomputeConfig beyond plain recomputation that exist; others are refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,9 +294,23 @@ class RecomputeConfig:
         False, "recompute activations in backward", "deepspeed-activation-checkpointing"
     )
     checkpoint_num_layers: int = flag(1, "blocks per recomputed chunk")
+    partition_activations: bool = flag(False, "split kept inputs over tensor parallel")
+    cpu_checkpointing: bool = flag(False, "keep inputs on the host", "checkpoint-in-cpu")
+    contiguous_memory_optimization: bool = flag(
+        False, "keep inputs in one buffer", "contiguous-checkpointing", "contigious-checkpointing"
+    )
+    number_checkpoints: int | None = flag(None, "inputs that buffer holds")
+    synchronize_checkpoint_boundary: bool = flag(False, "wait for the device at each chunk", "synchronize-each-layer")
+    profile_backward: bool = flag(False, "time the recomputation")
 
     def __post_init__(self) -> None:
-        _require_range(self, "checkpoint_num_layers", 1)
+        _require_range(self, "checkpoint_num_layers number_checkpoints", 1)
+        switches = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization",
+                    "synchronize_checkpoint_boundary", "profile_backward")
+        for name in switches:
+            require(not getattr(self, name) or name in RECOMPUTE_EXTRAS,
+                    f"{flag_name(name)} is not supported yet: recomputation keeps whole inputs on the device; "
+                    "leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,10 +389,13 @@ class Config:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     save: SaveConfig = field(default_factory=SaveConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    notes: tuple[str, ...] = field(default=(), compare=False)
+    """What the user should read once about how this tree came about; no section, and not saved."""
 
     def __post_init__(self) -> None:
         length, table = self.seq_length, self.model.max_position_embeddings
@@ -326,6 +411,9 @@ class Config:
             self.model.ffn_size % tp == 0,
             f"the MLP width {self.model.ffn_size} (--intermediate-size) is not divisible by --model-parallel-size {tp}",
         )
+        require(self.offload.offload_param_device == "none" or self.zero.zero_stage == 3,
+                f"--offload-param-device {self.offload.offload_param_device} needs --zero-stage 3, "
+                f"not {self.zero.zero_stage}: other stages keep whole parameters on the device")
 
     @property
     def seq_length(self) -> int:
@@ -333,10 +421,8 @@ class Config:
 
     def check_world(self, world_size: int) -> None:
         """Refuse a world this configuration cannot fill, with every factor named."""
-        tp, micro = self.parallel.model_parallel_size, self.train.batch_size
-        require(world_size % tp == 0, f"{world_size} ranks cannot be arranged in groups of --model-parallel-size {tp}: "
-                f"{world_size} is not divisible by {tp}")
-        dp, batch = world_size // tp, self.train.global_batch_size
+        dp = data_parallel_size(world_size, self.parallel.model_parallel_size)
+        micro, batch = self.train.batch_size, self.train.global_batch_size
         require(
             batch is None or batch % (micro * dp) == 0,
             f"--global-batch-size {batch} is not divisible by --batch-size {micro} x data parallel size {dp} "
@@ -352,12 +438,27 @@ class Config:
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """Plain JSON values, section by section (saved in every checkpoint)."""
-        return {section: {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
-                for section, values in asdict(self).items()}
+        return {name: {key: list(value) if isinstance(value, tuple) else value
+                       for key, value in asdict(getattr(self, name)).items()} for name in SECTIONS}
 
 
-SECTIONS: dict[str, type] = {f.name: f.default_factory for f in fields(Config)}  # type: ignore[misc]
+SECTIONS: dict[str, type] = {f.name: f.default_factory for f in fields(Config)  # type: ignore[misc]
+                             if f.name != "notes"}
 """Section name -> its dataclass; every field name is unique across sections (a test holds it)."""
+
+
+def build_config(values: Mapping[str, Any]) -> Config:
+    """A Config from flat field values; fields not named keep their defaults."""
+    sections = {name: section(**{f.name: values[f.name] for f in fields(section) if f.name in values})
+                for name, section in SECTIONS.items()}
+    return Config(**sections)
+
+
+def data_parallel_size(world_size: int, tp: int) -> int:
+    """What remains of the world for data parallel."""
+    require(world_size % tp == 0, f"{world_size} ranks cannot be arranged in groups of --model-parallel-size {tp}: "
+            f"{world_size} is not divisible by {tp}")
+    return world_size // tp
 
 
 def _gpt2(layers: int, hidden: int, heads: int) -> dict[str, Any]:

@@ -48,4 +48,4 @@ def forward_loss(engine: ZeroEngine, batch: Batch) -> torch.Tensor:
 
 
 def perplexity(loss: float) -> float:
-    return math.exp(min(20.0, loss))
+    return math.exp(min(loss, 20.0))  # nan stays nan

@@ -5,28 +5,20 @@ from __future__ import annotations
 import torch
 
 from data.tokenizer import Tokenizer
+from megatron.config import Config
 from megatron.zero.engine import ZeroEngine
 
 TEMPERATURE, TOP_K = 0.8, 40
 
 
 @torch.no_grad()
-def generate(
-    engine: ZeroEngine,
-    tokenizer: Tokenizer,
-    prompt: str,
-    count: int,
-    *,
-    max_length: int,
-    device: torch.device,
-    seed: int = 0,
-) -> str:
-    """`prompt` continued by at most `count` tokens; the same text on every rank, and for every tensor parallel size."""
-    ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.eod]
+def generate(engine: ZeroEngine, tokenizer: Tokenizer, config: Config, device: torch.device, seed: int = 0) -> str:
+    """The configured prompt continued; the same text on every rank, and for every tensor parallel size."""
+    ids = [int(i) for i in tokenizer.encode(config.log.sample_prompt)] or [tokenizer.eod]
     generator = torch.Generator().manual_seed(seed)
     engine.train(False)
-    for _ in range(count):
-        window = torch.tensor([ids[-max_length:]], device=device)
+    for _ in range(config.log.sample_tokens):
+        window = torch.tensor([ids[-config.model.max_position_embeddings :]], device=device)
         token = _draw(engine(window)[0].float().cpu(), generator)
         if token == tokenizer.eod:
             break

@@ -72,7 +72,7 @@ class MetricsLog:
     def step(self, metrics: StepMetrics) -> None:
         if not self._writes:
             return
-        self._append({key: _finite(value) for key, value in asdict(metrics).items()})
+        self._append(asdict(metrics))
         if self._board is not None:
             for key in ("lm_loss", "grad_norm", "learning_rate", "loss_scale", "tokens_per_s", "tflops"):
                 self._board.add_scalar(f"train/{key}", getattr(metrics, key), metrics.iteration)
@@ -98,6 +98,12 @@ class MetricsLog:
             tqdm.write(line, file=sys.stdout)
             sys.stdout.flush()
 
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
     def close(self) -> None:
         self._bar.close()
         if self._file is not None:
@@ -107,7 +113,7 @@ class MetricsLog:
 
     def _append(self, record: dict[str, Any]) -> None:
         if self._file is not None:
-            self._file.write(json.dumps(record) + "\n")
+            self._file.write(json.dumps({key: _finite(value) for key, value in record.items()}) + "\n")
             self._file.flush()
 
 

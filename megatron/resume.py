@@ -74,7 +74,10 @@ class Checkpoints:
         probe(root)
         self._held.enter_context(locked(root))
 
-    def close(self) -> None:
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
         """Let go of the --save folder."""
         self._held.close()
 
@@ -197,10 +200,17 @@ def same_ranks(saved: Any, present: dict[str, int]) -> bool:
     return all(saved.get(axis) == present[axis] for axis in ("tp", "dp"))
 
 
+def _model_field(model: dict[str, Any], key: str) -> Any:
+    """The value in force: an MLP width that was not given is four times the hidden size."""
+    value = model.get(key)
+    return 4 * model["hidden_size"] if key == "intermediate_size" and value is None else value
+
+
 def _check_model(config: Config, found: Checkpoint) -> None:
     """Refuse another model, naming every field that differs."""
     present, saved = config.as_dict(), found.config
-    rows = [(flag_name(key), saved["model"].get(key), present["model"][key]) for key in MUST_MATCH]
+    rows = [(flag_name(key), _model_field(saved["model"], key), _model_field(present["model"], key))
+            for key in MUST_MATCH]
     if not config.save.finetune:
         old, new = (
             "bf16" if p["bf16"] else "fp16" if p["fp16"] else "fp32" for p in (saved["precision"], present["precision"])

@@ -25,7 +25,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
     ("0: arithmetic and records; no process group, argv or clock", """
         mpu.split
         data data.storage data.format data.sampling
-        megatron megatron.errors megatron.config
+        megatron megatron.errors megatron.config megatron.loose_json megatron.ds_keys megatron.ds_config
         megatron.zero.layout megatron.zero.policy
         megatron.optim megatron.optim.schedule megatron.optim.loss_scale
     """),
@@ -45,6 +45,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero.bucket megatron.zero.hooks megatron.zero.units megatron.zero.engine megatron.zero
     """),
     ("4: the application", """
+        megatron.signals megatron.allocator
         megatron.arguments megatron.supervise megatron.launch megatron.distributed megatron.exits
         megatron.checkpoint megatron.checkpoint.strict megatron.checkpoint.cut megatron.checkpoint.manifest
         megatron.checkpoint.tags megatron.checkpoint.tensorfile megatron.checkpoint.state megatron.checkpoint.agree

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-TILE = 2**24
+LARGEST_TILE = 2**24
 """Elements widened at a time: 64 MB of fp32, large enough to keep a device busy."""
 
 
@@ -26,37 +26,17 @@ class AdamW:
     eps: float = 1e-8
     states: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
-    def step(
-        self,
-        master: Tensor,
-        grad: Tensor,
-        states: dict[str, Tensor],
-        *,
-        steps_taken: int,
-        lr: float,
-        weight_decay: float,
-        factor: float,
-    ) -> None:
+    tile: int = LARGEST_TILE
+    """Elements updated at a time."""
+
+    def step(self, master: Tensor, grad: Tensor, states: dict[str, Tensor], *, steps_taken: int, lr: float,
+             weight_decay: float, factor: float) -> None:
         """Update `master` (fp32, 1-D) in place by `factor` x `grad`, after `steps_taken` steps before this one."""
-        # The fused kernel divides by grad_scale and writes the result back into the gradient, which is spent
-        # afterwards.
+        # The kernel divides by grad_scale and writes the quotient back into the gradient, which is spent afterwards.
         divisor = None if factor == 1.0 else torch.full((), 1.0 / factor, device=master.device)
-        for start in range(0, master.numel(), TILE):
-            tile = slice(start, start + TILE)
-            adamw(
-                [master[tile]],
-                [grad[tile].to(torch.float32)],
-                [states["exp_avg"][tile]],
-                [states["exp_avg_sq"][tile]],
-                [],
-                [torch.full((), float(steps_taken), device=master.device)],
-                fused=True,
-                grad_scale=divisor,
-                amsgrad=False,
-                beta1=self.beta1,
-                beta2=self.beta2,
-                lr=lr,
-                weight_decay=weight_decay,
-                eps=self.eps,
-                maximize=False,
-            )
+        for start in range(0, master.numel(), self.tile):
+            tile = slice(start, start + self.tile)
+            count = torch.full((), float(steps_taken), device=master.device)
+            adamw([master[tile]], [grad[tile].to(torch.float32)], [states["exp_avg"][tile]],
+                  [states["exp_avg_sq"][tile]], [], [count], fused=True, grad_scale=divisor, amsgrad=False,
+                  maximize=False, beta1=self.beta1, beta2=self.beta2, eps=self.eps, lr=lr, weight_decay=weight_decay)

@@ -177,6 +177,10 @@ class FlatBucket:
                 self._grads[start:stop].zero_()
         return self._grads
 
+    def unused(self) -> list[str]:
+        """Names of the parameters no gradient has reached."""
+        return [slot.name for index, slot in enumerate(self.layout.slots) if index not in self.filled]
+
     def reduce(self) -> None:
         """Send the gradients to their owners; parameters nobody used count as zero."""
         self._move(Phase.REDUCING)

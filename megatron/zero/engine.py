@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config import OptimConfig, PrecisionConfig, ZeroConfig
-from megatron.errors import NumericsError
-from megatron.optim.adam import AdamW
+from megatron.errors import ConfigError, NumericsError
+from megatron.optim.adam import LARGEST_TILE, AdamW
 from megatron.optim.loss_scale import LossScaleRule, LossScaleState
 from megatron.optim.norm import clip_factor, global_norm, square_sum
 from megatron.zero.bucket import Dtypes, FlatBucket
 from megatron.zero.hooks import Unit, attach
-from megatron.zero.layout import FlatLayout, Slot
+from megatron.zero.layout import ALIGNMENT, FlatLayout, Slot
 from megatron.zero.policy import Policy, policy
 from megatron.zero.units import build_units, connect_sinks
 from mpu.collectives import all_gather_json
@@ -48,20 +48,13 @@ class StepReport:
 
 
 class ZeroEngine:
-    def __init__(
-        self,
-        module: nn.Module,
-        groups: Groups,
-        *,
-        zero: ZeroConfig,
-        optim: OptimConfig,
-        precision: PrecisionConfig,
-        accumulation: int = 1,
-    ) -> None:
+    def __init__(self, module: nn.Module, groups: Groups, *, zero: ZeroConfig, optim: OptimConfig,
+                 precision: PrecisionConfig, accumulation: int = 1) -> None:
         self.module, self.groups, self.accumulation = module, groups, accumulation
         self._policy = policy(zero.zero_stage)
         self._optim = optim
-        self._rule = AdamW(optim.adam_beta1, optim.adam_beta2, optim.adam_eps)
+        self._rule = AdamW(optim.adam_beta1, optim.adam_beta2, optim.adam_eps, tile=_tile(zero.sub_group_size))
+        self._allows_unused = zero.ignore_unused_parameters
         self._weight_decay = {0: optim.weight_decay, 1: 0.0}
         self._scale_rule = scale_rule(precision)
         self.scaler = self._scale_rule.start()
@@ -106,9 +99,16 @@ class ZeroEngine:
         finally:
             self._in_backward = False
         if self._reduces_now:
+            self._check_unused()
             self._reductions.flush()
         for bucket in self.buckets:
             bucket.end_backward()
+
+    def _check_unused(self) -> None:
+        unused = [] if self._allows_unused else [name for bucket in self.buckets for name in bucket.unused()]
+        if unused:
+            raise ConfigError(f"{len(unused)} parameters got no gradient, {unused[0]} first: the loss does not depend "
+                              "on them; mend the model, or set ignore_unused_parameters")
 
     def step(self, lr: float) -> StepReport | None:
         """At the accumulation boundary: clip, update, publish; None in between."""
@@ -176,15 +176,9 @@ class ZeroEngine:
         for bucket, states in zip(self.buckets, self._states, strict=True):
             for group, start, stop in bucket.layout.group_spans(bucket.shard_group.rank):
                 span = slice(start, stop)
-                self._rule.step(
-                    bucket.master[span],
-                    bucket.grad_shard[span],
-                    {name: state[span] for name, state in states.items()},
-                    steps_taken=self.adam_steps,
-                    lr=lr,
-                    weight_decay=self._weight_decay[group],
-                    factor=factor,
-                )
+                self._rule.step(bucket.master[span], bucket.grad_shard[span],
+                                {name: state[span] for name, state in states.items()}, factor=factor,
+                                steps_taken=self.adam_steps, lr=lr, weight_decay=self._weight_decay[group])
             bucket.publish()
         self.adam_steps += 1
         self._overflows_in_a_row = 0
@@ -244,12 +238,8 @@ class ZeroEngine:
             for kind in kinds:
                 flat = bucket.master if kind == "weight" else states[kind]
                 for segment in bucket.layout.segments(bucket.shard_group.rank):
-                    read(
-                        kind,
-                        segment.slot,
-                        segment.slot_offset,
-                        flat[segment.shard_offset : segment.shard_offset + segment.count],
-                    )
+                    run = flat[segment.shard_offset : segment.shard_offset + segment.count]
+                    read(kind, segment.slot, segment.slot_offset, run)
             bucket.publish()
 
     @property
@@ -276,6 +266,11 @@ def _dtypes(policy: Policy, precision: PrecisionConfig, accumulation: int) -> Dt
     sums = torch.float32 if wide else work
     in_place = precision.fp32_allreduce or not policy.split_grads  # the sum over micro-batches is taken in `grads`
     return Dtypes(work, sums if in_place else work, sums)
+
+
+def _tile(sub_group_size: int) -> int:
+    """Tiles are cut where rows are, so that their size changes no bits."""
+    return min(LARGEST_TILE, -(-sub_group_size // ALIGNMENT) * ALIGNMENT)
 
 
 def scale_rule(precision: PrecisionConfig) -> LossScaleRule:

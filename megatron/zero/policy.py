@@ -9,7 +9,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+
+from megatron.config import ZeroConfig, flag_name
 
 SPLIT_FROM = {"optim": 1, "grads": 2, "params": 3}
 """Kind of state -> the stage from which it is split."""
@@ -26,3 +28,14 @@ class Policy:
 
 def policy(stage: int) -> Policy:
     return Policy(*(stage >= SPLIT_FROM[kind] for kind in ("optim", "grads", "params")))
+
+
+HAS_EFFECT = {"zero_stage", "ignore_unused_parameters", "sub_group_size"}
+"""Settings the engine acts on; another one that is set says that it does nothing yet."""
+
+
+def notes(zero: ZeroConfig) -> list[str]:
+    """One line for each setting that was given and has no effect."""
+    idle = [item.name for item in fields(zero)
+            if item.name not in HAS_EFFECT and getattr(zero, item.name) != item.default]
+    return [f" note: {flag_name(name)} {getattr(zero, name)} has no effect yet" for name in idle]

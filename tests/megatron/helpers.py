@@ -9,8 +9,9 @@ from __future__ import annotations
 import io
 import json
 import random
-from collections.abc import Sequence
-from contextlib import redirect_stdout
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,11 +25,13 @@ from data.tokenizer import ByteLevelTokenizer
 from megatron.checkpoint.export import digest
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.config import ModelConfig
+from megatron.signals import GRACEFUL
 
 ROOT = Path(__file__).resolve().parents[2]
 
-TINY = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 16 --tokenizer-type ByteLevelTokenizer "
-        "--num-workers 0 --sample-tokens 0 --log-interval 0 --eval-interval 0 --save-interval 0").split()
+TINY = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 16 "
+        "--tokenizer-type ByteLevelTokenizer --num-workers 0 --sample-tokens 0 --log-interval 0 --eval-interval 0 "
+        "--save-interval 0").split()
 """The smallest model that has everything; a step takes a few milliseconds."""
 
 NO_DROPOUT = ["--attention-dropout", "0", "--hidden-dropout", "0"]
@@ -38,7 +41,8 @@ TIMES_AND_MEMORY = ("step_ms", "tokens_per_s", "tflops", "mfu", "max_memory_byte
 
 
 def tiny_model(**changes: Any) -> ModelConfig:
-    settings: dict[str, Any] = dict(num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=16, vocab_size=257,
+    settings: dict[str, Any] = dict(num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=16,
+                                    vocab_size=257,
                                     attention_dropout=0.0, hidden_dropout=0.0)
     return ModelConfig(**(settings | changes))
 
@@ -48,7 +52,8 @@ def write_corpus(prefix: Path, documents: int = 60, longest: int = 40) -> str:
     tokenizer, rng = ByteLevelTokenizer(), np.random.default_rng(7)
     with CorpusWriter(prefix, vocab_size=tokenizer.vocab_size) as writer:
         for number in range(documents):
-            text = " ".join(["one", "two", "three", "four"][(number + k) % 4] for k in range(1 + rng.integers(longest // 4)))
+            text = " ".join(["one", "two", "three", "four"][(number + k) % 4]
+                            for k in range(1 + rng.integers(longest // 4)))
             writer.add_document([*tokenizer.encode(text), tokenizer.eod])
     return str(prefix)
 
@@ -59,9 +64,21 @@ def train(argv: Sequence[object]) -> str:
     np.random.seed(99)
     torch.manual_seed(99)
     said = io.StringIO()
-    with patch("sys.argv", ["pretrain_gpt2.py", *map(str, argv)]), patch("megatron.distributed.shutdown"), redirect_stdout(said):
+    words = ["pretrain_gpt2.py", *map(str, argv)]
+    with own_signals(), patch("sys.argv", words), patch("megatron.distributed.shutdown"), redirect_stdout(said):
         assert pretrain_gpt2.main() == 0
     return said.getvalue()
+
+
+@contextmanager
+def own_signals() -> Iterator[None]:
+    """Give SIGTERM and Ctrl-C back to the test process afterwards: the program listens to them."""
+    handlers = {number: signal.getsignal(number) for number in GRACEFUL}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def train_all(rank: int, world: int, runs: Sequence[Sequence[object]]) -> list[str]:

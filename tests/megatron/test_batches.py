@@ -31,15 +31,18 @@ def rule(**changes: Any) -> BatchRule:
     return BatchRule(**(settings | changes))
 
 
-@pytest.mark.parametrize(("micro", "accumulation", "dp"), list(itertools.product((1, 2, 3, 8), (1, 2, 5), (1, 2, 3, 8))))
+@pytest.mark.parametrize(("micro", "accumulation", "dp"),
+                         list(itertools.product((1, 2, 3, 8), (1, 2, 5), (1, 2, 3, 8))))
 def test_the_ranks_use_every_id_of_a_step_exactly_once(micro: int, accumulation: int, dp: int) -> None:
     rules = [rule(micro_batch=micro, accumulation=accumulation, dp_rank=rank, dp_size=dp) for rank in range(dp)]
     size = micro * accumulation * dp
     for first in (0, size, 1000):
         batches = [one.micro_batch_ids(first) for one in rules]
-        assert all(len(ids) == micro for mine in batches for ids in mine) and all(len(mine) == accumulation for mine in batches)
-        # Micro-batch by micro-batch over all ranks they are in order, so the order does not depend on accumulation against dp.
-        assert [i for ids in zip(*batches, strict=True) for part in ids for i in part] == list(range(first, first + size))
+        assert all(len(ids) == micro for mine in batches for ids in mine)
+        assert all(len(mine) == accumulation for mine in batches)
+        # Micro-batch by micro-batch over all ranks they are in order, whatever accumulation and dp.
+        in_order = [i for ids in zip(*batches, strict=True) for part in ids for i in part]
+        assert in_order == list(range(first, first + size))
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
@@ -128,7 +131,7 @@ def test_a_packed_document_gets_the_logits_it_gets_alone(model: GPT2) -> None:
 
 @torch.no_grad()
 def test_no_token_reaches_another_document_or_an_earlier_position(model: GPT2) -> None:
-    """Change one token: the logits may move from there to the end of its document, and nowhere else, to the last bit."""
+    """Change one token: the logits may move from there to the end of its document, and nowhere else, bit for bit."""
     row = [token for document in DOCUMENTS for token in document]
     build = rule(micro_batch=1, reset_position_ids=True, reset_attention_mask=True).build
 
@@ -150,7 +153,8 @@ def test_each_flag_alone_does_its_half(model: GPT2) -> None:
     row = [token for document in DOCUMENTS for token in document]
     for positions in (False, True):
         for mask in (False, True):
-            batch = rule(micro_batch=1, reset_position_ids=positions, reset_attention_mask=mask).build(OneRow([*row, 0]), range(1))
+            batch = rule(micro_batch=1, reset_position_ids=positions,
+                         reset_attention_mask=mask).build(OneRow([*row, 0]), range(1))
             assert ((batch.positions is not None), (batch.segments is not None)) == (positions, mask)
 
 
@@ -167,7 +171,8 @@ def test_eod_mask_loss_leaves_out_what_follows_a_document(model: GPT2) -> None:
 
 
 def test_a_row_of_nothing_but_document_ends_has_loss_0_and_finite_gradients(model: GPT2) -> None:
-    batch = rule(micro_batch=1, eod_mask_loss=True, reset_position_ids=True, reset_attention_mask=True).build(OneRow([EOD] * 9), range(1))
+    batch = rule(micro_batch=1, eod_mask_loss=True, reset_position_ids=True,
+                 reset_attention_mask=True).build(OneRow([EOD] * 9), range(1))
     loss = model(batch.tokens, batch.targets, batch.loss_weight, batch.positions, batch.segments)
     loss.backward()
     assert loss.item() == 0.0
@@ -184,15 +189,16 @@ PACKED = ["--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss"]
 
 
 def packed_training(rank: int, world: int, tp: int, folder: Path, corpus: str) -> None:
-    train([*TINY, *NO_DROPOUT, *PACKED, "--train-data", corpus, "--train-iters", 10, "--batch-size", 4 * tp // world, "--global-batch-size", 4,
+    train([*TINY, *NO_DROPOUT, *PACKED, "--train-data", corpus, "--train-iters", 10, "--batch-size", 4 * tp // world,
+           "--global-batch-size", 4,
            "--model-parallel-size", tp, "--metrics-file", folder / f"{tp}-{world}", "--lr", 1e-2])
 
 
-def test_samples_digests_do_not_depend_on_the_layout_and_packing_trains_alike_over_tensor_parallel(tmp_path: Path) -> None:
+def test_samples_digests_do_not_depend_on_the_layout_and_packing_trains_alike_over_tp(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "corpus", longest=12)
     for tp, world in ((1, 1), (2, 2), (1, 2)):
         run_ranks(packed_training, world, tp, tmp_path, corpus)
     one, over_tp, over_dp = (steps(tmp_path / name) for name in ("1-1", "2-2", "1-2"))
-    assert [s["samples_digest"] for s in one] == [s["samples_digest"] for s in over_tp] == [s["samples_digest"] for s in over_dp]
-    assert len({s["samples_digest"] for s in one}) == 10
+    digests = [[step["samples_digest"] for step in run] for run in (one, over_tp, over_dp)]
+    assert digests[0] == digests[1] == digests[2] and len(set(digests[0])) == 10
     assert [s["lm_loss"] for s in one] == pytest.approx([s["lm_loss"] for s in over_tp], abs=1e-4)

@@ -22,13 +22,17 @@ from tests.megatron.test_recompute import same
 
 
 def with_and_without(rank: int, world: int, tp: int, precision: list[str], folder: Path, corpus: str) -> None:
-    common = [*TINY, *precision, "--model-parallel-size", tp, "--train-data", corpus, "--split", "6,2,2", "--train-iters", 7]
-    for name, flags in (("without", []), ("often", ["--eval-interval", 2, "--eval-iters", 3]), ("always", ["--eval-interval", 1, "--eval-iters", 1])):
+    common = [*TINY, *precision, "--model-parallel-size", tp, "--train-data", corpus, "--split", "6,2,2",
+              "--train-iters", 7]
+    for name, flags in (("without", []), ("often", ["--eval-interval", 2, "--eval-iters", 3]),
+                        ("always", ["--eval-interval", 1, "--eval-iters", 1])):
         train([*common, *flags, "--save", folder / name, "--metrics-file", folder / f"{name}.jsonl"])
 
 
-@pytest.mark.parametrize(("tp", "world", "precision"), [(1, 1, []), (2, 2, ["--fp16"]), (1, 2, ["--bf16", "--checkpoint-activations"])])
-def test_evaluation_touches_neither_the_random_streams_nor_the_data_position(tp: int, world: int, precision: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tp", "world", "precision"),
+                         [(1, 1, []), (2, 2, ["--fp16"]), (1, 2, ["--bf16", "--checkpoint-activations"])])
+def test_evaluation_touches_neither_the_random_streams_nor_the_data_position(tp: int, world: int, precision: list[str],
+                                                                             tmp_path: Path) -> None:
     run_ranks(with_and_without, world, tp, precision, tmp_path, write_corpus(tmp_path / "corpus"))
     without, often, always = (steps(tmp_path / f"{name}.jsonl") for name in ("without", "often", "always"))
     assert without == often == always and len(without) == 7
@@ -50,7 +54,8 @@ class Limited:
         return self._all[index]
 
 
-def mean_losses(rank: int, world: int, micro: int, accumulation: int, global_batches: int, distinct: int | None) -> tuple[float, float, set[int]]:
+def mean_losses(rank: int, world: int, micro: int, accumulation: int, global_batches: int,
+                distinct: int | None) -> tuple[float, float, set[int]]:
     """(evaluate, the plain mean over the same samples, the samples this rank read)."""
     config = parse_args([*TINY, "--mock-data"])
     config = build.with_vocabulary(config, build.tokenizer(config))
@@ -59,7 +64,8 @@ def mean_losses(rank: int, world: int, micro: int, accumulation: int, global_bat
     engine = build.engine(config, build.model(config, groups, torch.device("cpu")), groups)
     samples = Limited(distinct)
     streams = capture_rng()
-    found = evaluate(engine, samples, BatchRule(micro, accumulation, rank, world, 256), global_batches, torch.device("cpu"))
+    found = evaluate(engine, samples, BatchRule(micro, accumulation, rank, world, 256), global_batches,
+                     torch.device("cpu"))
     assert same(streams, capture_rng()) and engine.module.training
     read = samples.read.copy()
     count = global_batches * micro * accumulation * world
@@ -75,7 +81,8 @@ def mean_losses(rank: int, world: int, micro: int, accumulation: int, global_bat
 
 @pytest.mark.parametrize(("world", "micro", "accumulation", "batches", "distinct"), [
     (1, 2, 1, 3, None), (1, 2, 3, 2, None), (1, 2, 1, 100, 7), (2, 2, 1, 3, None), (2, 1, 2, 100, 9)])
-def test_the_figure_is_the_mean_over_the_first_samples_each_read_once(world: int, micro: int, accumulation: int, batches: int,
+def test_the_figure_is_the_mean_over_the_first_samples_each_read_once(world: int, micro: int, accumulation: int,
+                                                                      batches: int,
                                                                       distinct: int | None) -> None:
     ranks = run_ranks(mean_losses, world, micro, accumulation, batches, distinct)
     for found, plain, _ in ranks:
@@ -98,8 +105,10 @@ def test_a_validation_set_smaller_than_one_round_of_all_ranks_is_still_evaluated
 
 
 def test_evaluations_of_one_run_read_the_same_samples_and_carry_the_perplexity(tmp_path: Path) -> None:
-    train([*TINY, "--mock-data", "--lr", 0, "--train-iters", 3, "--eval-interval", 1, "--eval-iters", 2, "--metrics-file", tmp_path / "m"])
+    train([*TINY, "--mock-data", "--lr", 0, "--train-iters", 3, "--eval-interval", 1, "--eval-iters", 2,
+           "--metrics-file", tmp_path / "m"])
     evaluations = [record for record in records(tmp_path / "m") if record.get("eval")]
-    assert [(e["split"], e["iteration"]) for e in evaluations] == [("validation", 1), ("validation", 2), ("validation", 3), ("test", 3)]
+    assert [(e["split"], e["iteration"]) for e in evaluations] == [("validation", 1), ("validation", 2),
+                                                                   ("validation", 3), ("test", 3)]
     assert len({e["lm_loss"] for e in evaluations[:3]}) == 1, "the weights stand still, so must the figure"
     assert all(e["ppl"] == math.exp(e["lm_loss"]) for e in evaluations)

@@ -23,13 +23,15 @@ FP16 = PrecisionConfig(fp16=True, initial_loss_scale=1024.0, hysteresis=2, loss_
 
 def engine_of(precision: PrecisionConfig, tp: int = 1, accumulation: int = 1) -> ZeroEngine:
     groups = build(tp)
-    return ZeroEngine(GPT2(tiny_model(), groups.tp), groups, zero=ZeroConfig(), optim=OptimConfig(), precision=precision,
+    return ZeroEngine(GPT2(tiny_model(), groups.tp), groups, zero=ZeroConfig(), optim=OptimConfig(),
+                      precision=precision,
                       accumulation=accumulation)
 
 
 def state_of(engine: ZeroEngine) -> dict[str, torch.Tensor]:
     """Masters, moments and working weights."""
-    runs = {f"{kind} {slot.name} {offset}": run.clone() for kind, slot, offset, run in engine.state_runs(("weight", *engine.state_kinds))}
+    runs = {f"{kind} {slot.name} {offset}": run.clone() for kind, slot, offset,
+            run in engine.state_runs(("weight", *engine.state_kinds))}
     return runs | {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
 
 
@@ -57,16 +59,17 @@ def step(engine: ZeroEngine, bad: float | None = None, only: str = "blocks.1.mlp
     return report
 
 
-def overflow_on_one_rank(rank: int, world: int, tp: int, culprit: int, accumulation: int) -> list[tuple[bool, float, float]]:
+def overflow_on_one_rank(rank: int, world: int, tp: int, culprit: int,
+                         accumulation: int) -> list[tuple[bool, float, float]]:
     engine = engine_of(FP16, tp, accumulation)
     engine.train()
     said = []
 
     def take(bad: bool) -> None:
-        before, taken = state_of(engine), engine.adam_steps
+        before, taken = state_of(engine), engine.applied_steps
         report = step(engine, math.inf if bad and rank == culprit else None)
         assert equal(before, state_of(engine)) == (not report.applied)
-        assert engine.adam_steps == taken + report.applied, "the schedule counts steps that were taken"
+        assert engine.applied_steps == taken + report.applied, "the schedule counts steps that were taken"
         said.append((report.applied, report.loss_scale, engine.scaler.scale))
 
     for bad in (False, True, True, False, False, False, False, True):
@@ -75,7 +78,8 @@ def overflow_on_one_rank(rank: int, world: int, tp: int, culprit: int, accumulat
 
 
 @pytest.mark.parametrize(("tp", "world", "accumulation"), [(1, 1, 1), (2, 2, 1), (1, 2, 1), (1, 2, 2)])
-def test_an_overflow_on_one_rank_skips_the_step_on_all_and_changes_no_weight_or_moment(tp: int, world: int, accumulation: int) -> None:
+def test_an_overflow_on_one_rank_skips_the_step_on_all_and_changes_no_weight_or_moment(tp: int, world: int,
+                                                                                       accumulation: int) -> None:
     expected = [
         (True, 1024, 1024),
         (False, 1024, 1024), (False, 1024, 512),  # the second overflow uses up the hysteresis
@@ -96,7 +100,7 @@ def test_after_a_skipped_step_training_is_as_if_it_had_not_been() -> None:
         if number in (0, 3):
             assert not step(hit, math.nan).applied
     assert equal(state_of(clean), state_of(hit))
-    assert (hit.skipped_steps, hit.global_steps, hit.adam_steps, hit.scaler.scale) == (2, 8, 6, 128.0)
+    assert (hit.skipped_steps, hit.global_steps, hit.applied_steps, hit.scaler.scale) == (2, 8, 6, 128.0)
 
 
 def test_a_static_scale_that_always_overflows_ends_the_run() -> None:
@@ -134,7 +138,8 @@ def numerics_error(rank: int, world: int, tp: int, precision: str, bad: float) -
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("tp", "world"), [(1, 1), (2, 2)])
-def test_a_non_finite_gradient_without_scaling_names_parameter_rank_and_step(tp: int, world: int, precision: str, bad: float) -> None:
+def test_a_non_finite_gradient_without_scaling_names_parameter_rank_and_step(tp: int, world: int, precision: str,
+                                                                             bad: float) -> None:
     for message, code, untouched in run_ranks(numerics_error, world, tp, precision, bad):
         assert f"first in blocks.0.attn.proj.weight on rank {world - 1}" in message
         assert "at step 2" in message and code == 6 and untouched
@@ -149,11 +154,14 @@ def test_over_data_parallel_every_rank_tells_the_same_error() -> None:
     assert first == second and "blocks.0.attn.proj.weight" in first
 
 
-@pytest.mark.parametrize(("flags", "tolerance"), [(["--bf16"], 0.05), (["--fp16", "--initial-loss-scale", "4096"], 0.01)], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(("flags", "tolerance"), [
+    pytest.param(["--bf16"], 0.05, id="bf16"),
+    pytest.param(["--fp16", "--initial-loss-scale", "4096"], 0.01, id="fp16")])
 def test_16_bit_training_follows_fp32(flags: list[str], tolerance: float, tmp_path: Path) -> None:
-    """Rounding of 2^-9 (bf16) and 2^-12 (fp16) of weights and activations; the loss falls by several units meanwhile."""
+    """Rounding of 2^-9 (bf16) and 2^-12 (fp16) of weights and activations; the loss falls by several units."""
     corpus = write_corpus(tmp_path / "corpus")
-    common = [*TINY, *NO_DROPOUT, "--train-data", corpus, "--train-iters", 60, "--lr", 5e-3, "--batch-size", 8, "--global-batch-size", 16]
+    common = [*TINY, *NO_DROPOUT, "--train-data", corpus, "--train-iters", 60, "--lr", 5e-3, "--batch-size", 8,
+              "--global-batch-size", 16]
     train([*common, "--metrics-file", tmp_path / "fp32"])
     train([*common, *flags, "--metrics-file", tmp_path / "16"])
     exact, rough = steps(tmp_path / "fp32"), steps(tmp_path / "16")
@@ -163,12 +171,14 @@ def test_16_bit_training_follows_fp32(flags: list[str], tolerance: float, tmp_pa
 
 
 def test_a_skipped_step_is_told_in_the_metrics_and_keeps_the_learning_rate(tmp_path: Path) -> None:
-    train([*TINY, "--mock-data", "--train-iters", 8, "--fp16", "--initial-loss-scale", 2**20, "--hysteresis", 1, "--warmup", 1,
+    train([*TINY, "--mock-data", "--train-iters", 8, "--fp16", "--initial-loss-scale", 2**20, "--hysteresis", 1,
+           "--warmup", 1,
            "--lr", 1e-3, "--metrics-file", tmp_path / "m"])
     found = steps(tmp_path / "m")
     skipped = [s for s in found if s["skipped"]]
     assert skipped and len(skipped) < len(found)
-    assert all(s["grad_norm"] is None for s in skipped) and all(isinstance(s["grad_norm"], float) for s in found if not s["skipped"])
+    assert all(s["grad_norm"] is None for s in skipped) and all(isinstance(s["grad_norm"], float) for s in found
+                                                                if not s["skipped"])
     applied = 0
     for s in found:
         assert s["learning_rate"] == pytest.approx(1e-3 * (applied + 1) / 8)

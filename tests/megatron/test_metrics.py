@@ -18,9 +18,10 @@ from megatron.checkpoint.tags import tag_names
 from megatron.config import LogConfig
 from megatron.metrics import MetricsLog, Rates, StepMetrics, console_line
 from tests.distributed import run_ranks
-from tests.megatron.helpers import TINY, lines, records, steps, train, train_all, write_corpus
+from tests.megatron.helpers import TINY, lines, own_signals, records, steps, train, train_all, write_corpus
 
-PROMISED = {"iteration", "lm_loss", "grad_norm", "learning_rate", "loss_scale", "skipped", "consumed_samples", "samples_digest", "step_ms",
+PROMISED = {"iteration", "lm_loss", "grad_norm", "learning_rate", "loss_scale", "skipped", "consumed_samples",
+            "samples_digest", "step_ms",
             "tokens_per_s", "tflops", "mfu", "max_memory_bytes"}
 
 
@@ -32,7 +33,8 @@ def strict(line: str) -> dict[str, Any]:
 
 
 def test_every_step_is_one_line_with_every_promised_key(tmp_path: Path) -> None:
-    train([*TINY, "--mock-data", "--train-iters", 4, "--eval-interval", 2, "--eval-iters", 1, "--peak-tflops", 1, "--metrics-file", tmp_path / "m"])
+    train([*TINY, "--mock-data", "--train-iters", 4, "--eval-interval", 2, "--eval-iters", 1, "--peak-tflops", 1,
+           "--metrics-file", tmp_path / "m"])
     found = [strict(line) for line in (tmp_path / "m").read_text().splitlines()]
     assert [line["iteration"] for line in found] == [1, 2, 2, 3, 4, 4, 4]
     for line in found:
@@ -56,10 +58,12 @@ def test_floats_are_written_with_all_their_bits(tmp_path: Path) -> None:
     values = (0.1 + 0.2, 1 / 3, 5e-324, 1.7976931348623157e308)
     log.step(StepMetrics(1, values[0], values[1], values[2], values[3], False, 4, "00", 1.0, 1.0, 1.0, None, 1))
     log.step(StepMetrics(2, math.nan, math.inf, 0.0, 1.0, True, 8, "00", 1.0, 1.0, 1.0, None, 1))
+    log.evaluation("validation", 2, math.nan)
     log.close()
-    first, second = (strict(line) for line in (tmp_path / "m").read_text().splitlines())
+    first, second, evaluation = (strict(line) for line in (tmp_path / "m").read_text().splitlines())
     assert (first["lm_loss"], first["grad_norm"], first["learning_rate"], first["loss_scale"]) == values
     assert (second["lm_loss"], second["grad_norm"]) == (None, None)
+    assert (evaluation["lm_loss"], evaluation["ppl"]) == (None, None), "no perplexity of something that is not a number"
 
 
 def test_a_line_is_on_disk_when_its_step_is_over(tmp_path: Path) -> None:
@@ -71,16 +75,19 @@ def test_a_line_is_on_disk_when_its_step_is_over(tmp_path: Path) -> None:
     log.close()
 
 
-@pytest.mark.parametrize("flags", [[], ["--bf16", "--checkpoint-activations"], ["--num-workers", "2", "--global-batch-size", "8"]])
+@pytest.mark.parametrize("flags", [[], ["--bf16", "--checkpoint-activations"],
+                                   ["--num-workers", "2", "--global-batch-size", "8"]])
 def test_equal_runs_write_equal_text_and_another_seed_another(flags: list[str], tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "corpus")
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        train([*TINY, *flags, "--train-data", corpus, "--train-iters", 5, "--seed", seed, "--metrics-file", tmp_path / name])
+        train([*TINY, *flags, "--train-data", corpus, "--train-iters", 5, "--seed", seed, "--metrics-file",
+               tmp_path / name])
     assert lines(tmp_path / "a") == lines(tmp_path / "b") != lines(tmp_path / "c")
 
 
 def test_equal_runs_on_a_grid_write_equal_text_once(tmp_path: Path) -> None:
-    runs = [[*TINY, "--mock-data", "--model-parallel-size", 2, "--train-iters", 3, "--metrics-file", tmp_path / name] for name in "ab"]
+    runs = [[*TINY, "--mock-data", "--model-parallel-size", 2, "--train-iters", 3, "--metrics-file", tmp_path / name]
+            for name in "ab"]
     said, mute = run_ranks(train_all, 2, runs)
     assert lines(tmp_path / "a") == lines(tmp_path / "b") and len(lines(tmp_path / "a")) == 3
     assert all(said) and not any(mute), "rank 0 alone speaks"
@@ -102,7 +109,8 @@ def test_the_console_line_is_the_classic_one_at_every_log_interval(tmp_path: Pat
 
 def test_the_console_line_leaves_skipped_steps_out_of_the_loss() -> None:
     def step(number: int, loss: float, skipped: bool) -> StepMetrics:
-        return StepMetrics(number, loss, math.inf if skipped else 1.0, 1e-3, 64.0, skipped, 4, "", 10.0, 100.0, 1.0, 0.5, 2**30)
+        return StepMetrics(number, loss, math.inf if skipped else 1.0, 1e-3, 64.0, skipped, 4, "", 10.0, 100.0, 1.0,
+                           0.5, 2**30)
 
     line = console_line([step(1, 2.0, False), step(2, 99.0, True), step(3, 4.0, False)], 10)
     assert CONSOLE.fullmatch(line) and "lm loss 3.000000E+00" in line and line.endswith("skipped 1")
@@ -122,7 +130,8 @@ def test_rates_are_tokens_over_time_and_flops_over_devices() -> None:
 
 
 def test_tensorboard_gets_every_step(tmp_path: Path) -> None:
-    train([*TINY, "--mock-data", "--train-iters", 2, "--tensorboard-dir", tmp_path / "board", "--eval-interval", 2, "--eval-iters", 1])
+    train([*TINY, "--mock-data", "--train-iters", 2, "--tensorboard-dir", tmp_path / "board", "--eval-interval", 2,
+           "--eval-iters", 1])
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path / "board")).Reload()
@@ -138,7 +147,7 @@ def test_a_terminal_gets_a_progress_bar_and_a_file_does_not() -> None:
     argv = ["pretrain_gpt2.py", *TINY, "--mock-data", "--train-iters", "2"]
     seen = []
     for stream in (Terminal(), io.StringIO()):
-        with patch("sys.argv", argv), redirect_stdout(stream):
+        with own_signals(), patch("sys.argv", argv), redirect_stdout(stream):
             pretrain_gpt2.main()
         seen.append("2/2" in stream.getvalue() or "step/s" in stream.getvalue())
     assert seen == [True, False]
@@ -151,9 +160,11 @@ def tags(folder: Path) -> list[int]:
     return [int(tag.removeprefix("global_step")) for tag in tag_names(folder)]
 
 
-@pytest.mark.parametrize(("interval", "keep", "expected"), [(0, None, [7]), (1, None, [1, 2, 3, 4, 5, 6, 7]), (3, None, [3, 6, 7]), (7, None, [7]),
-                                                            (2, 2, [6, 7]), (1, 1, [7]), (100, None, [7])])
-def test_save_interval_0_saves_only_at_the_end_and_keep_last_keeps_the_newest(interval: int, keep: int | None, expected: list[int],
+@pytest.mark.parametrize(("interval", "keep", "expected"), [
+    (0, None, [7]), (1, None, [1, 2, 3, 4, 5, 6, 7]), (3, None, [3, 6, 7]), (7, None, [7]), (100, None, [7]),
+    (2, 2, [6, 7]), (1, 1, [7])])
+def test_save_interval_0_saves_only_at_the_end_and_keep_last_keeps_the_newest(interval: int, keep: int | None,
+                                                                              expected: list[int],
                                                                               tmp_path: Path) -> None:
     train([*TINY, "--mock-data", "--train-iters", 7, "--save", tmp_path / "s", "--save-interval", interval,
            *([] if keep is None else ["--keep-last", keep])])
@@ -162,26 +173,30 @@ def test_save_interval_0_saves_only_at_the_end_and_keep_last_keeps_the_newest(in
 
 
 def test_exit_interval_leaves_after_a_divisible_step_with_a_save(tmp_path: Path) -> None:
-    argv = [*TINY, "--mock-data", "--train-iters", 7, "--save", tmp_path / "s", "--load", tmp_path / "s", "--exit-interval", 3,
+    argv = [*TINY, "--mock-data", "--train-iters", 7, "--save", tmp_path / "s", "--load", tmp_path / "s",
+            "--exit-interval", 3,
             "--metrics-file", tmp_path / "m", "--eval-interval", 100, "--eval-iters", 1]
     for expected in ([3], [3, 6], [3, 6, 7]):
         said = train(argv)
         assert tags(tmp_path / "s") == expected
         assert ("leaving after" in said) == (expected[-1] != 7)
     assert [step["iteration"] for step in steps(tmp_path / "m")] == [1, 2, 3, 4, 5, 6, 7]
-    assert [r["iteration"] for r in records(tmp_path / "m") if r.get("eval")] == [7, 7], "a run that leaves early is not at its end"
+    evaluated = [record["iteration"] for record in records(tmp_path / "m") if record.get("eval")]
+    assert evaluated == [7, 7], "a run that leaves early is not at its end"
 
 
 def test_exit_interval_without_save_just_leaves_and_0_never_does(tmp_path: Path) -> None:
     for interval, last in ((2, 2), (0, 5), (5, 5)):
-        train([*TINY, "--mock-data", "--train-iters", 5, "--exit-interval", interval, "--metrics-file", tmp_path / f"m{interval}"])
+        train([*TINY, "--mock-data", "--train-iters", 5, "--exit-interval", interval, "--metrics-file",
+               tmp_path / f"m{interval}"])
         assert steps(tmp_path / f"m{interval}")[-1]["iteration"] == last
 
 
 def test_eval_interval_0_never_evaluates_and_train_iters_0_only_evaluates(tmp_path: Path) -> None:
     train([*TINY, "--mock-data", "--train-iters", 3, "--eval-interval", 0, "--metrics-file", tmp_path / "none"])
     assert not [r for r in records(tmp_path / "none") if r.get("eval")]
-    train([*TINY, "--mock-data", "--train-iters", 0, "--eval-interval", 1, "--eval-iters", 1, "--metrics-file", tmp_path / "only"])
+    train([*TINY, "--mock-data", "--train-iters", 0, "--eval-interval", 1, "--eval-iters", 1, "--metrics-file",
+           tmp_path / "only"])
     assert [r["iteration"] for r in records(tmp_path / "only")] == [0, 0]
 
 
@@ -191,7 +206,9 @@ def test_log_interval_0_writes_no_console_line(tmp_path: Path) -> None:
 
 def test_the_text_sample_is_the_same_for_equal_runs_and_every_tensor_parallel_size(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "corpus")
-    argv = [*TINY, "--train-data", corpus, "--train-iters", 30, "--lr", 1e-2, "--sample-tokens", 20, "--sample-prompt", "one",
+    argv = [*TINY, "--train-data", corpus, "--train-iters", 30, "--lr", 1e-2, "--sample-tokens", 20, "--sample-prompt",
+            "one",
             "--attention-dropout", 0, "--hidden-dropout", 0]
-    samples = [run_ranks(train_all, tp, [[*argv, "--model-parallel-size", tp]])[0][0].partition(" sample: ")[2] for tp in (1, 1, 2)]
+    samples = [run_ranks(train_all, tp, [[*argv, "--model-parallel-size", tp]])[0][0].partition(" sample: ")[2]
+               for tp in (1, 1, 2)]
     assert samples[0] == samples[1] == samples[2] and samples[0].startswith("'one")

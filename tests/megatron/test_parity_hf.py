@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.config import OptimConfig, PrecisionConfig, ZeroConfig
+from megatron.config import ModelConfig, OptimConfig, PrecisionConfig, ZeroConfig
 from megatron.model import GPT2
-from megatron.optim.adam import TILE, AdamW
+from megatron.optim.adam import LARGEST_TILE, AdamW
 from megatron.optim.schedule import build_schedule
 from megatron.zero.engine import ZeroEngine
 from mpu.groups import build
@@ -28,16 +28,18 @@ VOCAB, LAYERS, HIDDEN, HEADS, LENGTH = 211, 3, 48, 4, 24
 TRANSPOSED = ("attn.qkv.weight", "attn.proj.weight", "mlp.fc.weight", "mlp.proj.weight")
 """HF's Conv1D keeps [in, out]."""
 
-RENAMED = {"blocks.": "transformer.h.", "attn.qkv": "attn.c_attn", "attn.proj": "attn.c_proj", "mlp.fc": "mlp.c_fc", "mlp.proj": "mlp.c_proj",
+RENAMED = {"blocks.": "transformer.h.", "attn.qkv": "attn.c_attn", "attn.proj": "attn.c_proj", "mlp.fc": "mlp.c_fc",
+           "mlp.proj": "mlp.c_proj",
            "wte.": "transformer.wte.", "wpe.": "transformer.wpe.", "ln_f": "transformer.ln_f"}
 
 
-def our_config(dropout: float = 0.0):
-    return tiny_model(num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=HEADS, max_position_embeddings=LENGTH, vocab_size=VOCAB)
+def our_config() -> ModelConfig:
+    return tiny_model(num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=HEADS, max_position_embeddings=LENGTH,
+                      vocab_size=VOCAB)
 
 
 def our_model(tp=None) -> GPT2:
-    """With weights as large as those of a trained model: at N(0, 0.02) everything after the embeddings hardly matters."""
+    """With weights as large as those of a trained model: at N(0, 0.02) all after the embeddings hardly matters."""
     model = GPT2(our_config(), **({} if tp is None else {"tp": tp}))
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
@@ -62,7 +64,8 @@ def as_in_hf(name: str, x: torch.Tensor) -> torch.Tensor:
 
 def hf_twin(model: GPT2) -> torch.nn.Module:
     """HF's GPT-2 with copies of these weights."""
-    config = transformers.GPT2Config(vocab_size=VOCAB, n_positions=LENGTH, n_embd=HIDDEN, n_layer=LAYERS, n_head=HEADS, resid_pdrop=0.0,
+    config = transformers.GPT2Config(vocab_size=VOCAB, n_positions=LENGTH, n_embd=HIDDEN, n_layer=LAYERS, n_head=HEADS,
+                                     resid_pdrop=0.0,
                                      embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation="eager", use_cache=False)
     twin = transformers.GPT2LMHeadModel(config).float().train()
     theirs = dict(twin.named_parameters())
@@ -83,7 +86,8 @@ def hf_loss(twin: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 def engine_of(model: GPT2, groups=None, accumulation: int = 1, **optim: float) -> ZeroEngine:
-    return ZeroEngine(model, groups or build(), zero=ZeroConfig(), optim=OptimConfig(**optim), precision=PrecisionConfig(),
+    return ZeroEngine(model, groups or build(), zero=ZeroConfig(), optim=OptimConfig(**optim),
+                      precision=PrecisionConfig(),
                       accumulation=accumulation)
 
 
@@ -114,7 +118,8 @@ def test_loss_and_every_gradient_equal_hf() -> None:
             grad = grad.view(segment.slot.shape)
             assert name != "wte.weight" or not grad[VOCAB:].any()
             # Sums of 96 fp32 terms in another order; gradients are up to 0.1.
-            torch.testing.assert_close(as_in_hf(name, grad), expected[hf_name(name)], atol=2e-6, rtol=1e-4, msg=lambda m: f"{name}: {m}")
+            torch.testing.assert_close(as_in_hf(name, grad), expected[hf_name(name)], atol=2e-6, rtol=1e-4,
+                                       msg=lambda m: f"{name}: {m}")
             seen += 1
     assert seen == len(expected)
 
@@ -126,7 +131,8 @@ def hf_training(twin: torch.nn.Module, schedule, batches: list[torch.Tensor]) ->
     """Twenty steps of plain torch: decay on matrices and embeddings alone, clip, torch.optim.AdamW."""
     groups = [{"params": [p for p in twin.parameters() if p.dim() >= 2], "weight_decay": OPTIM["weight_decay"]},
               {"params": [p for p in twin.parameters() if p.dim() < 2], "weight_decay": 0.0}]
-    adam = torch.optim.AdamW(groups, betas=(OPTIM["adam_beta1"], OPTIM["adam_beta2"]), eps=OPTIM["adam_eps"], foreach=False)
+    adam = torch.optim.AdamW(groups, betas=(OPTIM["adam_beta1"], OPTIM["adam_beta2"]), eps=OPTIM["adam_eps"],
+                             foreach=False)
     for step, batch in enumerate(batches):
         for group in adam.param_groups:
             group["lr"] = schedule(step)
@@ -138,7 +144,8 @@ def hf_training(twin: torch.nn.Module, schedule, batches: list[torch.Tensor]) ->
         yield loss.item(), norm.item()
 
 
-def our_training(rank: int, world: int, batches: list[torch.Tensor], weights: dict[str, np.ndarray], tp: int, accumulation: int):
+def our_training(rank: int, world: int, batches: list[torch.Tensor], weights: dict[str, np.ndarray], tp: int,
+                 accumulation: int):
     """The same through the engine, on any grid; the checkpoint-like dict of full weights is cut by hand."""
     groups = build(tp)
     model = GPT2(our_config(), groups.tp)
@@ -182,7 +189,8 @@ def the_schedule():
 
 
 @pytest.mark.parametrize(("tp", "world", "accumulation"), [(1, 1, 1), (1, 1, 4), (2, 2, 1), (1, 2, 2)])
-def test_the_first_20_training_losses_equal_hf_with_adamw_decay_groups_and_clipping(tp: int, world: int, accumulation: int) -> None:
+def test_the_first_20_training_losses_equal_hf_with_adamw_decay_groups_and_clipping(tp: int, world: int,
+                                                                                    accumulation: int) -> None:
     model = our_model()
     batches = [rows(8, seed=100 + step) for step in range(20)]
     expected = list(hf_training(hf_twin(model), the_schedule(), batches))
@@ -197,15 +205,14 @@ def test_the_first_20_training_losses_equal_hf_with_adamw_decay_groups_and_clipp
     assert expected[-1][0] < expected[0][0] - 0.3, "nothing is learnt"
 
 
-@pytest.mark.parametrize("tile", [TILE, 1000], ids=["one-tile", "many-tiles"])
+@pytest.mark.parametrize("tile", [LARGEST_TILE, 1000], ids=["one-tile", "many-tiles"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32-grads", "bf16-grads"])
-def test_fused_adamw_on_flat_spans_equals_torch_adamw(tile: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron.optim.adam.TILE", tile)
+def test_fused_adamw_on_flat_spans_equals_torch_adamw(tile: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     master = torch.randn(2500, generator=generator)
     twin = torch.nn.Parameter(master.clone())
     adam = torch.optim.AdamW([twin], lr=1.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, foreach=False)
-    rule = AdamW(0.9, 0.95, 1e-8)
+    rule = AdamW(0.9, 0.95, 1e-8, tile=tile)
     states = {name: torch.zeros_like(master) for name in rule.states}
     for step in range(10):
         grad, factor, lr = torch.randn(2500, generator=generator).to(dtype), 0.5 ** (step % 3), 1e-3 * (step + 1)

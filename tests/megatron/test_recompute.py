@@ -27,7 +27,8 @@ def gradients(rank: int, world: int, tp: int, chunk: int | None, precision: str,
     model = GPT2(tiny_model(num_layers=LAYERS, attention_dropout=0.1, hidden_dropout=0.1), groups.tp)
     if chunk is not None:
         model.run_blocks = recompute.in_chunks(chunk)
-    engine = ZeroEngine(model, groups, zero=ZeroConfig(), optim=OptimConfig(), precision=PrecisionConfig(bf16=precision == "bf16"),
+    engine = ZeroEngine(model, groups, zero=ZeroConfig(), optim=OptimConfig(),
+                        precision=PrecisionConfig(bf16=precision == "bf16"),
                         accumulation=accumulation)
     engine.train()
     calls = []
@@ -46,7 +47,8 @@ def same(first: object, second: object) -> bool:
     if isinstance(first, torch.Tensor):
         return isinstance(second, torch.Tensor) and first.equal(second)
     if isinstance(first, dict):
-        return isinstance(second, dict) and first.keys() == second.keys() and all(same(first[k], second[k]) for k in first)
+        return isinstance(second, dict) and first.keys() == second.keys() and all(same(first[k], second[k])
+                                                                                  for k in first)
     return first == second
 
 

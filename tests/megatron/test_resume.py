@@ -5,16 +5,19 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 from megatron.metrics import MetricsLog
+from megatron.training import Trainer
 from tests.distributed import run_ranks
-from tests.megatron.helpers import ROOT, TINY, lines, records, steps, total_digest, train, train_all, write_corpus
+from tests.megatron.helpers import (NO_DROPOUT, ROOT, TINY, lines, records, steps, total_digest, train, train_all,
+                                    write_corpus)
 
 STEPS = 6
 
@@ -29,11 +32,13 @@ class Cell(NamedTuple):
     recompute: bool
 
     def flags(self) -> list[object]:
-        # The fp16 scale starts just above what fits and grows again soon: skipped steps and both scale changes within six steps.
+        # The fp16 scale starts just above what fits and grows again soon: it moves both ways in six steps.
         scale = 2**17 * self.accumulation
         precision = {"fp32": [], "bf16": ["--bf16"],
-                     "fp16": ["--fp16", "--initial-loss-scale", scale, "--loss-scale-window", 2, "--hysteresis", 2]}[self.precision]
-        return [*precision, "--model-parallel-size", self.tp, "--batch-size", 2, "--global-batch-size", 2 * self.accumulation * self.dp,
+                     "fp16": ["--fp16", "--initial-loss-scale", scale, "--loss-scale-window", 2, "--hysteresis",
+                              2]}[self.precision]
+        return [*precision, "--model-parallel-size", self.tp, "--batch-size", 2, "--global-batch-size",
+                2 * self.accumulation * self.dp,
                 *(["--checkpoint-activations"] if self.recompute else [])]
 
     @property
@@ -41,7 +46,8 @@ class Cell(NamedTuple):
         return "-".join(map(str, self))
 
 
-EVERY_CELL = [Cell(*values) for values in itertools.product(("fp32", "bf16", "fp16"), (1, 2), (1, 2), (1, 4), (False, True))]
+EVERY_CELL = [Cell(*values) for values in itertools.product(("fp32", "bf16", "fp16"), (1, 2), (1, 2), (1, 4),
+                                                            (False, True))]
 
 SAMPLE = [
     Cell("fp32", 1, 1, 4, True), Cell("fp16", 1, 1, 1, False), Cell("bf16", 1, 1, 4, False),
@@ -105,7 +111,8 @@ class Killed(BaseException):
     """Stands for a signal that nobody can catch."""
 
 
-def test_a_run_that_dies_inside_a_step_resumes_from_the_save_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_dies_inside_a_step_resumes_from_the_save_before(tmp_path: Path,
+                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     common = [*TINY, "--train-data", write_corpus(tmp_path / "corpus"), "--train-iters", STEPS, "--save-interval", 2]
     train([*common, "--save", tmp_path / "whole", "--metrics-file", tmp_path / "whole.jsonl"])
     again = [*common, "--save", tmp_path / "s", "--load", tmp_path / "s", "--metrics-file", tmp_path / "m"]
@@ -127,6 +134,57 @@ def test_a_run_that_dies_inside_a_step_resumes_from_the_save_before(tmp_path: Pa
     assert total_digest(tmp_path / "s") == total_digest(tmp_path / "whole")
 
 
+def asked_to_stop(rank: int, world: int, argv: list[object], culprit: int, number: int, at: int) -> str:
+    """A run whose rank `culprit` gets a signal while it is in step `at`."""
+    taken = Trainer._train_step
+
+    def signalled(trainer: Trainer, *args: Any) -> Any:
+        if rank == culprit and trainer.engine.global_steps == at - 1:
+            os.kill(os.getpid(), number)
+        return taken(trainer, *args)
+
+    with pytest.MonkeyPatch.context() as patching:
+        patching.setattr(Trainer, "_train_step", signalled)
+        return train(argv)
+
+
+@pytest.mark.parametrize(("world", "culprit", "number"),
+                         [(1, 0, signal.SIGTERM), (1, 0, signal.SIGINT), (2, 1, signal.SIGUSR1)])
+def test_a_signal_to_any_rank_saves_after_the_step_and_the_rest_is_the_same_text(world: int, culprit: int, number: int,
+                                                                                 tmp_path: Path) -> None:
+    common = [*TINY, "--model-parallel-size", world, "--train-data", write_corpus(tmp_path / "corpus"),
+              "--train-iters", STEPS]
+    run_ranks(train_all, world, [[*common, "--save", tmp_path / "whole", "--metrics-file", tmp_path / "whole.jsonl"]])
+    again = [*common, "--save", tmp_path / "s", "--load", tmp_path / "s", "--metrics-file", tmp_path / "m"]
+    said = run_ranks(asked_to_stop, world, again, culprit, number, 3)[0]
+    assert "preempted at step 3" in said and (tmp_path / "s" / "latest").read_text().strip() == "global_step3"
+    run_ranks(train_all, world, [again])
+    assert lines(tmp_path / "m") == lines(tmp_path / "whole.jsonl")
+    assert total_digest(tmp_path / "s") == total_digest(tmp_path / "whole")
+
+
+def other_layout(rank: int, world: int, tp: int, micro: int, folder: Path, corpus: str) -> None:
+    train([*TINY, *NO_DROPOUT, "--train-data", corpus, "--train-iters", STEPS, "--lr", 1e-3, "--global-batch-size", 8,
+           "--batch-size", micro,
+           "--model-parallel-size", tp, "--load", folder / "part", "--metrics-file", folder / f"{tp}-{world}-{micro}"])
+
+
+@pytest.mark.parametrize(("tp", "world", "micro"), [(1, 1, 8), (1, 1, 1), (1, 1, 4), (1, 2, 2), (2, 2, 4), (2, 4, 1)])
+def test_a_run_goes_on_on_another_grid_with_another_accumulation(tp: int, world: int, micro: int,
+                                                                 tmp_path: Path) -> None:
+    """Three steps, a number that no other accumulation divides; then the same global batches, cut another way."""
+    corpus = write_corpus(tmp_path / "corpus")
+    common = [*TINY, *NO_DROPOUT, "--train-data", corpus, "--train-iters", STEPS, "--lr", 1e-3, "--global-batch-size",
+              8, "--batch-size", 8]
+    train([*common, "--metrics-file", tmp_path / "whole"])
+    train([*common, "--save", tmp_path / "part", "--exit-interval", 3])
+    run_ranks(other_layout, world, tp, micro, tmp_path, corpus)
+    expected, found = steps(tmp_path / "whole")[3:], steps(tmp_path / f"{tp}-{world}-{micro}")
+    assert [s["samples_digest"] for s in found] == [s["samples_digest"] for s in expected]
+    for key in ("lm_loss", "grad_norm", "learning_rate"):  # the sums are the same in another order
+        assert [s[key] for s in found] == pytest.approx([s[key] for s in expected], abs=1e-5)
+
+
 def test_a_finished_run_started_again_ends_at_once_and_changes_nothing(tmp_path: Path) -> None:
     again = [*TINY, "--mock-data", "--train-iters", 2, "--save", tmp_path / "s", "--load", tmp_path / "s",
              "--metrics-file", tmp_path / "m", "--eval-interval", 1, "--eval-iters", 1]
@@ -136,7 +194,8 @@ def test_a_finished_run_started_again_ends_at_once_and_changes_nothing(tmp_path:
     assert ((tmp_path / "m").read_text(), total_digest(tmp_path / "s")) == before
 
 
-@pytest.mark.parametrize("launch", [[], ["-m", "megatron.launch", "--nproc-per-node", "2"]], ids=["one-process", "two-ranks"])
+@pytest.mark.parametrize("launch", [[], ["-m", "megatron.launch", "--nproc-per-node", "2"]],
+                         ids=["one-process", "two-ranks"])
 def test_the_real_command_line_resumes_by_running_it_again(launch: list[str], tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "corpus")
     ranks = ["--model-parallel-size", "2"] if launch else []
@@ -144,13 +203,15 @@ def test_the_real_command_line_resumes_by_running_it_again(launch: list[str], tm
 
     def run(*flags: object) -> str:
         command = [sys.executable, *launch, "pretrain_gpt2.py", *common, *map(str, flags)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120,
+                              env={**os.environ, "OMP_NUM_THREADS": "1"})
         assert (done.returncode, done.stderr) == (0, "")
         return done.stdout
 
     again = ["--save", tmp_path / "s", "--load", tmp_path / "s", "--metrics-file", tmp_path / "parts"]
     run(*again, "--exit-interval", 3)
     assert "loaded weights and optimizer of global_step3" in run(*again)
-    run_ranks(train_all, 2 if launch else 1, [[*common, "--save", tmp_path / "w", "--metrics-file", tmp_path / "whole"]])
+    run_ranks(train_all, 2 if launch else 1, [[*common, "--save", tmp_path / "w", "--metrics-file",
+                                               tmp_path / "whole"]])
     assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
     assert total_digest(tmp_path / "s") == total_digest(tmp_path / "w")

@@ -1,4 +1,4 @@
-"""What GPT-2 promises beside equality with HF (test_parity_hf.py): counts, initial spread, causality, tensor parallelism."""
+"""What GPT-2 promises beside equality with HF (../test_parity_hf.py): counts, spread, causality, tensor parallelism."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def test_initial_weights_spread_as_the_paper_says() -> None:
     residual = 0.02 / math.sqrt(2 * 8)
     for name, parameter in GPT2(config).named_parameters():
         if parameter.dim() < 2:
-            assert parameter.eq(1.0 if ".ln_" in name and name.endswith("weight") or name == "ln_f.weight" else 0.0).all(), name
+            assert parameter.eq(1.0 if ".ln_" in name and name.endswith("weight")
+                                or name == "ln_f.weight" else 0.0).all(), name
             continue
         rows = parameter[:257] if name == "wte.weight" else parameter
         expected = residual if name.endswith("proj.weight") else 0.02
@@ -56,7 +57,8 @@ def test_no_logit_sees_a_later_token() -> None:
 
 def test_the_document_mask_equals_a_loop() -> None:
     segments = torch.tensor([[0, 0, 1, 1, 1, 2], [0, 1, 2, 3, 4, 4]])
-    expected = [[[there <= here and row[there] == row[here] for there in range(6)] for here in range(6)] for row in segments.tolist()]
+    expected = [[[there <= here and row[there] == row[here] for there in range(6)] for here in range(6)]
+                for row in segments.tolist()]
     assert document_mask(segments).squeeze(1).tolist() == expected
 
 
@@ -67,7 +69,8 @@ def test_sequences_shorter_than_the_position_table_are_prefixes() -> None:
     whole = model.logits(model.hidden_states(row))
     for length in (1, 7, 15):
         # Other matrix sizes may take another kernel: rounding only.
-        torch.testing.assert_close(model.logits(model.hidden_states(row[:, :length])), whole[:, :length], atol=1e-5, rtol=0)
+        torch.testing.assert_close(model.logits(model.hidden_states(row[:, :length])), whole[:, :length], atol=1e-5,
+                                   rtol=0)
 
 
 def logits_of(rank: int, world: int, vocabulary: int, multiple: int) -> torch.Tensor:
@@ -126,7 +129,7 @@ def dropout_masks(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_dropout_is_equal_where_activations_are_replicated_and_different_elsewhere() -> None:
-    """Ranks 0, 1 and ranks 2, 3 are tensor parallel groups: hidden dropout alike within, attention dropout not; other replicas have others."""
+    """Ranks 0, 1 and ranks 2, 3 are tensor parallel groups: hidden dropout is alike within, attention's is not."""
     hidden, heads = zip(*run_ranks(dropout_masks, 4), strict=True)
     assert hidden[0].equal(hidden[1]) and hidden[2].equal(hidden[3]) and not hidden[0].equal(hidden[2])
     assert not any(heads[a].equal(heads[b]) for a in range(4) for b in range(a))

@@ -9,8 +9,9 @@ import torch
 from megatron.arguments import build_config
 from megatron.build import engine as build_engine
 from megatron.build import model as build_model
+from megatron.zero.engine import ZeroEngine
 from mpu import groups
-from tests.distributed import run_ranks
+from tests.distributed import RankError, run_ranks
 
 STEPS, ROWS = 6, 8
 
@@ -85,3 +86,36 @@ def test_16_bit_replicas_stay_equal(stage: int, precision: str) -> None:
     one, two = run_ranks(train, 2, stage, 2, extra)
     assert all(torch.equal(two["weights"][name], w) for name, w in one["weights"].items())
     assert one["norms"] == two["norms"]
+
+
+@pytest.mark.parametrize("sub_group_size", [1, 1000])
+def test_the_tile_of_the_optimizer_step_changes_no_bits(sub_group_size: int, alone: dict[str, object]) -> None:
+    found = run_ranks(train, 1, 0, 1, {"sub_group_size": sub_group_size})[0]
+    assert all(torch.equal(found["weights"][name], w) for name, w in alone["weights"].items())
+
+
+class Forgetful(torch.nn.Module):
+    """One of its two layers never reaches the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x).sum()
+
+
+def step_forgetful(rank: int, world: int, stage: int, ignore: bool) -> float:
+    config = build_config({"zero_stage": stage, "ignore_unused_parameters": ignore})
+    model = Forgetful()
+    engine = ZeroEngine(model, groups.build(1), zero=config.zero, optim=config.optim, precision=config.precision)
+    engine.backward(engine(torch.ones(2, 3)))
+    return engine.step(0.1).grad_norm  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_unused_parameters_count_as_zero_or_are_named(stage: int) -> None:
+    # d loss / d weight is 2 for three inputs, 2 for the bias: norm 4
+    assert run_ranks(step_forgetful, 2, stage, True) == pytest.approx([4.0, 4.0])
+    with pytest.raises(RankError, match="2 parameters got no gradient, unused.weight first"):
+        run_ranks(step_forgetful, 2, stage, False)
