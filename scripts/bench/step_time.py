@@ -114,8 +114,10 @@ def is_single(name: str) -> bool:
 
 def measure(names: list[str], task, world: int, steps: int, warmup: int, threads: int) -> list[tuple[str, float, int]]:
     """(name, median seconds, peak bytes) of each."""
+    whole = replace(task, batch=task.batch * world)  # one process does the work of all ranks, with all their threads
     contenders = [
-        Contender(name, task, 1 if is_single(name) else world, threads) for name in names
+        Contender(name, whole, 1, threads * world) if is_single(name) else Contender(name, task, world, threads)
+        for name in names
     ]
     for round_ in range(warmup + steps):
         for contender in contenders:
@@ -154,10 +156,9 @@ def main() -> None:
     )
     print(f"{'':12s} {'ms/step':>10s} {'time ratio':>11s} {'tokens/s':>10s} {'peak MB/rank':>13s}")
     for name, seconds, peak in rows:
-        ranks = 1 if is_single(name) else args.ranks
         print(
             f"{name:12s} {seconds * 1e3:10.1f} {seconds / base:11.3f} "
-            f"{ranks * task.batch * task.seq / seconds:10.0f} {peak / 1e6:13.0f}"
+            f"{args.ranks * task.batch * task.seq / seconds:10.0f} {peak / 1e6:13.0f}"
         )
 
 
