@@ -16,14 +16,16 @@ check() {  # NAME COMMAND...: run it, remember how it ended and its last line
     log="$(mktemp)"
     say "== $name"
     if "$@" 2>&1 | tee -- "$log"; then result=passed; else result=FAILED status=1; fi
-    rows+=("$(printf '%-24s %-7s %s' "$name" "$result" "$(tail -n 1 -- "$log")")")
+    rows+=("$(printf '%-24s %-7s %s' "$name" "$result" "$(grep -E '^ours|passed|failed' -- "$log" | tail -n 1)")")
     rm -f -- "$log"
 }
 
 check "pytest -m gpu" python -m pytest -m gpu -q "$@"
-for bench in scripts/bench/*.py; do
-    [[ -e "$bench" ]] || continue
-    check "$(basename -- "$bench")" env PYTHONPATH="$ROOT" "$PYTHON" "$bench"
+for model in 124M 345M; do
+    for compile in "" --compile; do  # beside the same plain-torch model, compiled or not
+        check "$model bf16 $compile" "$PYTHON" scripts/bench/step_time.py --device cuda --model "$model" --seq 1024 --batch 8 \
+            --precision bf16 --steps 20 --warmup 5 --contenders plain,ours,zero2,zero3 $compile
+    done
 done
 
 printf '\n%-24s %-7s %s\n' check result "last line"

@@ -1,0 +1,50 @@
+"""What only a GPU can show: training there equals training on the CPU, resumes bit for bit, and compiles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.megatron.helpers import records, train
+
+pytestmark = pytest.mark.gpu
+
+SMALL = ["--preset", "tiny", "--mock-data", "--train-iters", "12", "--batch-size", "4", "--eval-interval", "0",
+         "--log-interval", "0", "--seed", "7"]
+
+
+@pytest.fixture(autouse=True)
+def needs_cuda() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+
+
+@pytest.mark.parametrize("precision", [[], ["--bf16"], ["--fp16"]], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("extra", [[], ["--checkpoint-activations"]], ids=["plain", "recompute"])
+def test_a_run_resumed_on_a_gpu_equals_one_that_was_not(precision: list[str], extra: list[str], tmp_path: Path) -> None:
+    argv = [*SMALL, *precision, *extra]
+    train([*argv, "--metrics-file", str(tmp_path / "whole")])
+    for _ in range(3):
+        train([*argv, "--metrics-file", str(tmp_path / "parts"), "--save", str(tmp_path / "save"), "--load",
+               str(tmp_path / "save"), "--exit-interval", "5"])
+    assert records(tmp_path / "parts") == records(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("stage", ["0", "1", "2", "3"])
+def test_every_stage_trains_alike_on_one_gpu(stage: str, tmp_path: Path) -> None:
+    dropout = ["--attention-dropout", "0", "--hidden-dropout", "0"]
+    for name, chosen in (("0", "0"), ("stage", stage)):
+        train([*SMALL, *dropout, "--zero-stage", chosen, "--metrics-file", str(tmp_path / name)])
+    assert records(tmp_path / "stage") == records(tmp_path / "0")
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns about torch
+def test_a_compiled_run_trains_like_an_eager_one(tmp_path: Path) -> None:
+    dropout = ["--attention-dropout", "0", "--hidden-dropout", "0"]
+    for name, flags in (("eager", []), ("compiled", ["--compile"])):
+        train([*SMALL, *dropout, *flags, "--metrics-file", str(tmp_path / name)])
+    eager, compiled = ([row["lm_loss"] for row in records(tmp_path / name)] for name in ("eager", "compiled"))
+    # Fused kernels round elsewhere: 1e-4 over 12 fp32 steps.
+    assert compiled == pytest.approx(eager, abs=1e-4)
