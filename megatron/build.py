@@ -14,10 +14,12 @@ import torch
 import data.tokenizer
 from data.corpora import Datasets, open_datasets
 from data.default_corpus import DEFAULT_FOLDER
-from data.tokenizer import Tokenizer
+from data.sampling import parse_split
+from data.storage import DataError
+from data.tokenizer import Tokenizer, canonical_kind
 from megatron import recompute
 from megatron.batches import BatchRule
-from megatron.config import Config, TrainConfig, require
+from megatron.config import Config, DataConfig, TrainConfig, require
 from megatron.errors import ConfigError
 from megatron.model import GPT2
 from megatron.optim.schedule import Schedule, build_schedule
@@ -31,6 +33,7 @@ DEFAULT_TOKENIZER = "GPT2BPETokenizer"
 
 def tokenizer(config: Config) -> Tokenizer:
     section = config.data
+    _check_flags(section)
     path = section.tokenizer_path
     if path is None and "default" in section.train_data and section.tokenizer_type == "SentencePieceTokenizer":
         path = str(DEFAULT_FOLDER / "tokenizer.model")  # the one trained on that corpus
@@ -40,6 +43,15 @@ def tokenizer(config: Config) -> Tokenizer:
         merge_file=section.merge_file,
         tokenizer_path=path,
     )
+
+
+def _check_flags(section: DataConfig) -> None:
+    """Flags whose values only the data package understands: wrong ones are errors of usage, not of data."""
+    try:
+        canonical_kind(section.tokenizer_type or DEFAULT_TOKENIZER)
+        parse_split(section.split)
+    except DataError as error:
+        raise ConfigError(str(error)) from error
 
 
 def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:

@@ -76,7 +76,7 @@ def explain(error: BaseException, environ: Mapping[str, str] = os.environ) -> Fa
     if is_lack_of_memory(error):
         first = message.strip().splitlines()[0]
         return Failure(own_failure, f"{rank} is out of memory: {first}; use a smaller --batch-size, "
-                                    "--checkpoint-activations, a higher --zero-stage or offload")
+                                    "--checkpoint-activations or a higher --zero-stage")
     if is_peer_loss(error):
         # The rest of gloo's message is advice and a greeting.
         what = re.sub(r"^\[.*?\] ", "", message).partition(". This is typically")[0]

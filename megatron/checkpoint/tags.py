@@ -90,7 +90,7 @@ def newest_first(root: Path) -> list[str]:
     """The tags a resume may choose from, at least one; any may be damaged, which is for the caller to find out."""
     names = [name for name in reversed(tag_names(root)) if not _is_empty(root / name)]
     if not names:
-        raise CheckpointError(f"no committed checkpoint under {root}")
+        raise CheckpointError(f"no committed checkpoint under {root}; name a folder with global_step<N> in it")
     return names
 
 
@@ -103,9 +103,10 @@ def check_hint(root: Path, newest: str, say: Say) -> None:
     try:
         hint = (root / LATEST).read_bytes()[:256].decode("utf-8", "replace").strip()
     except OSError:
-        hint = ""
+        hint = None
     if hint != newest:
-        say(f"warning: {root / LATEST} says {hint!r:.60}; the newest complete tag is {newest}")
+        state = "is missing" if hint is None else f"says {hint!r:.60}"
+        say(f"warning: {root / LATEST} {state}; the newest complete tag is {newest}")
 
 
 def verify(root: Path, tag: str) -> Manifest:
