@@ -119,3 +119,29 @@ def test_unused_parameters_count_as_zero_or_are_named(stage: int) -> None:
     assert run_ranks(step_forgetful, 2, stage, True) == pytest.approx([4.0, 4.0])
     with pytest.raises(RankError, match="2 parameters got no gradient, unused.weight first"):
         run_ranks(step_forgetful, 2, stage, False)
+
+
+def reductions_during_backward(rank: int, world: int, stage: int) -> dict[str, bool]:
+    """Bucket name -> whether its reduction was launched while backward was still running."""
+    grid = groups.build(1)
+    config = build_config({
+        "num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 16, "vocab_size": 61,
+        "zero_stage": stage})
+    engine = build_engine(config, build_model(config, grid, torch.device("cpu")), grid)
+    seen: dict[str, bool] = {}
+    for bucket in engine.buckets:
+        def reduce(bucket=bucket, launch=bucket.reduce) -> None:  # type: ignore[no-untyped-def]
+            seen[bucket.name] = engine._in_backward
+            launch()
+
+        bucket.reduce = reduce  # type: ignore[method-assign]
+    rows = torch.randint(0, 61, (2, 17))
+    engine.backward(engine(rows[:, :-1], rows[:, 1:]))
+    return seen
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_gradients_are_reduced_while_backward_still_runs(stage: int) -> None:
+    seen = run_ranks(reductions_during_backward, 2, stage)[0]
+    assert {name: during for name, during in seen.items() if name != "root"} == dict.fromkeys(
+        ("blocks.0", "blocks.1", "blocks.2"), True)
