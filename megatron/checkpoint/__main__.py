@@ -7,6 +7,7 @@ DIR is a save root, or the folder of one tag. Without --tag: `verify` checks eve
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -98,6 +99,10 @@ def run(arguments: list[str]) -> None:
 def main(arguments: list[str]) -> int:
     try:
         run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader (`| head`) has what it wanted; what is left in the buffer has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (TrainerError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return exit_code(error) or EXIT_STORAGE
