@@ -83,7 +83,7 @@ class FlatBucket:
         self._whole = initial.to(work)
         self._views = [self._whole[slot.offset : slot.end].view(slot.shape) for slot in self.layout.slots]
         self.shard = self._span(self._whole)
-        self._is_here = True
+        self.is_here = True
         if self._policy.split_params:
             self.shard = self.shard.clone()
             self._leave()
@@ -107,8 +107,8 @@ class FlatBucket:
 
     def prefetch(self) -> None:
         """Begin to make the parameters whole; `gather` completes it."""
-        if not self._is_here:
-            self._is_here = True
+        if not self.is_here:
+            self.is_here = True
             self._whole.untyped_storage().resize_(self.layout.numel * self._whole.element_size())
             self._point_parameters_at(self._views)
             self._arrival = all_gather_into(self._whole, self.shard, self.shard_group)
@@ -124,14 +124,14 @@ class FlatBucket:
         """The pass is done with the parameters."""
         if self.phase is Phase.GATHERED:
             self._move(Phase.SHARDED)
-        if self._policy.split_params and self._is_here:
+        if self._policy.split_params and self.is_here:
             self._leave()
 
     def _leave(self) -> None:
         self.await_parameters()
         self._point_parameters_at([self._whole.new_empty(0)] * len(self.parameters))
         self._whole.untyped_storage().resize_(0)
-        self._is_here = False
+        self.is_here = False
 
     def publish(self) -> None:
         """After the optimizer: bring the new master into the working copy, on every rank that holds one."""

@@ -55,6 +55,7 @@ class ZeroEngine:
         self._optim = optim
         self._rule = AdamW(optim.adam_beta1, optim.adam_beta2, optim.adam_eps, tile=_tile(zero.sub_group_size))
         self._allows_unused = zero.ignore_unused_parameters
+        self._prefetch_limit = zero.stage3_prefetch_bucket_size
         self._weight_decay = {0: optim.weight_decay, 1: 0.0}
         self._scale_rule = scale_rule(precision)
         self.scaler = self._scale_rule.start()
@@ -159,7 +160,9 @@ class ZeroEngine:
 
     def _prefetch(self, index: int) -> None:
         if 0 < index < len(self._units):
-            self._units[index].bucket.prefetch()
+            bucket = self._units[index].bucket
+            if bucket.layout.numel <= self._prefetch_limit:
+                bucket.prefetch()
 
     @property
     def _reduces_now(self) -> bool:

@@ -30,7 +30,7 @@ def policy(stage: int) -> Policy:
     return Policy(*(stage >= SPLIT_FROM[kind] for kind in ("optim", "grads", "params")))
 
 
-HAS_EFFECT = {"zero_stage", "ignore_unused_parameters", "sub_group_size"}
+HAS_EFFECT = {"zero_stage", "ignore_unused_parameters", "sub_group_size", "stage3_prefetch_bucket_size"}
 """Settings the engine acts on; another one that is set says that it does nothing yet."""
 
 

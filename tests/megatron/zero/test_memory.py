@@ -50,3 +50,32 @@ def test_live_state_is_what_the_paper_says(stage: int, world: int) -> None:
     for held in run_ranks(bytes_per_parameter, world, stage):
         # 2 %: slots and shards are padded to multiples of 128 elements.
         assert held == pytest.approx(PAPER[stage](world), rel=0.02)
+
+
+def most_units_at_once(rank: int, world: int, prefetch: int, recompute: bool) -> int:
+    """The most units of a stage 3 run whose parameters were whole at the same time, counted at every gather."""
+    grid = groups.build(1)
+    config = build_config({
+        "num_layers": 6, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 16, "vocab_size": 61,
+        "zero_stage": 3, "stage3_prefetch_bucket_size": prefetch, "checkpoint_activations": recompute})
+    engine = build_engine(config, build_model(config, grid, torch.device("cpu")), grid)
+    counts = []
+    for bucket in engine.buckets:
+        def gather(gather=bucket.gather) -> None:  # type: ignore[no-untyped-def]
+            gather()
+            counts.append(sum(other.is_here for other in engine.buckets))
+
+        bucket.gather = gather  # type: ignore[method-assign]
+    rows = torch.randint(0, 61, (2, 17))
+    for _ in range(2):
+        engine.backward(engine(rows[:, :-1], rows[:, 1:]))
+        assert not any(bucket.is_here for bucket in engine.buckets), "something stays whole between passes"
+        engine.step(1e-3)
+    return max(counts)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_stage_3_gathers_a_block_at_a_time_and_one_ahead(recompute: bool) -> None:
+    # The root (embeddings, final norm) stays for the whole pass.
+    assert run_ranks(most_units_at_once, 2, 0, recompute) == [2, 2]
+    assert run_ranks(most_units_at_once, 2, 50_000_000, recompute) == [3, 3]
