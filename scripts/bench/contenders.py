@@ -48,9 +48,10 @@ def autocast(task: Task) -> AbstractContextManager[object]:
     return torch.autocast(task.device, torch.bfloat16) if task.precision == "bf16" else nullcontext()
 
 
-def _plain_step(task: Task, model: nn.Module, loss_of: Callable[[Tensor, Tensor], Tensor]) -> Step:
+def _plain_step(task: Task, model: nn.Module, loss_of: Callable[[Tensor, Tensor], Tensor],
+                optimizer: torch.optim.Optimizer | None = None) -> Step:
     """The usual loop: autocast for bf16, clip, fused AdamW."""
-    optimizer = adamw(model)
+    optimizer = optimizer or adamw(model)
 
     def step(tokens: Tensor, targets: Tensor) -> None:
         with autocast(task):
@@ -78,6 +79,26 @@ def plain(task: Task) -> Step:
 def ddp(task: Task) -> Step:
     model = nn.parallel.DistributedDataParallel(_plain_model(task), gradient_as_bucket_view=True)
     return _plain_step(task, model, model)
+
+
+def fsdp2(task: Task) -> Step:
+    """torch's fully_shard, a block at a time, resharding after forward."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = _plain_model(task)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    return _plain_step(task, model, model)
+
+
+def zero_redundancy(task: Task) -> Step:
+    """torch's ZeroRedundancyOptimizer over DDP: its stage 1."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = nn.parallel.DistributedDataParallel(_plain_model(task), gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True)
+    return _plain_step(task, model, model, optimizer)
 
 
 def hf(task: Task) -> Step:
@@ -147,7 +168,8 @@ def with_allocator(build: Callable[[Task], Step]) -> Callable[[Task], Step]:
 
 
 CONTENDERS: dict[str, Callable[[Task], Step]] = {
-    "plain": plain, "hf": hf, "ddp": ddp, "ours": with_allocator(ours),
+    "plain": plain, "hf": hf, "ddp": ddp, "fsdp2": fsdp2, "zero-redundancy": zero_redundancy,
+    "ours": with_allocator(ours),
     "plain+malloc": with_allocator(plain), "ddp+malloc": with_allocator(ddp), "ours-malloc": ours,
     **{f"zero{stage}": with_allocator(partial(ours, stage=stage)) for stage in (1, 2, 3)},
 }

@@ -154,10 +154,10 @@ def main() -> None:
         f"{args.model} {args.precision} {args.ranks} rank(s) x {threads} threads, "
         f"batch {task.batch} x {task.seq} a rank, {args.steps} steps"
     )
-    print(f"{'':12s} {'ms/step':>10s} {'time ratio':>11s} {'tokens/s':>10s} {'peak MB/rank':>13s}")
+    print(f"{'':15s} {'ms/step':>10s} {'time ratio':>11s} {'tokens/s':>10s} {'peak MB/rank':>13s}")
     for name, seconds, peak in rows:
         print(
-            f"{name:12s} {seconds * 1e3:10.1f} {seconds / base:11.3f} "
+            f"{name:15s} {seconds * 1e3:10.1f} {seconds / base:11.3f} "
             f"{args.ranks * task.batch * task.seq / seconds:10.0f} {peak / 1e6:13.0f}"
         )
 
