@@ -1,8 +1,8 @@
 """Keeps the C allocator from giving memory back to the system between steps of a CPU run.
 
 A training step frees and takes the same few gigabytes again and again. glibc hands large blocks back at once, so
-every step pays for fresh zeroed pages: half the time of a bf16 step of the 124M model on a virtual machine
-(docs/decisions/003-allocator.md). Told to keep what it has, the process peaks at the same memory and stays there.
+every step pays for fresh zeroed pages: a third of the time of a bf16 step of plain torch on a virtual machine
+(docs/benchmarks.md, docs/decisions/003-allocator.md). Told to keep what it has, the process stays at its peak.
 """
 
 from __future__ import annotations

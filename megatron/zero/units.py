@@ -43,12 +43,11 @@ def build_units(model: nn.Module, *, policy: Policy, dp: Group, dtypes: Dtypes) 
 
 def connect_sinks(units: list[Unit]) -> None:
     """Let token tables add their gradients in place: they are the largest tensors of a step."""
+    places = {p: (unit.bucket, index) for unit in units for index, p in enumerate(unit.bucket.parameters)}
     for module in units[0].module.modules():
-        if isinstance(module, VocabParallelEmbedding):
-            for unit in units:
-                for index, parameter in enumerate(unit.bucket.parameters):
-                    if parameter is module.weight:
-                        module.grad_sink = unit.bucket.sink(index)
+        if isinstance(module, VocabParallelEmbedding) and module.weight in places:
+            bucket, index = places[module.weight]
+            module.grad_sink = bucket.sink(index)
 
 
 def _outermost_list_elements(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
