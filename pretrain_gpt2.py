@@ -41,15 +41,15 @@ def main() -> int:
         checkpoints = closing.enter_context(Checkpoints(config, groups, datasets.fingerprint))
         build.seed_everything(config.train, groups, device)
         engine = build.engine(config, build.model(config, groups, device), groups)
-        state, schedule = checkpoints.resume(engine, build.schedule(config))
+        state = checkpoints.resume(engine)
         speaks = groups.world.rank == 0
         log = closing.enter_context(
             MetricsLog(config.log, config.train.train_iters, state.iteration, writes=speaks))
-        notes = (*config.notes, *zero_notes(config.zero), *datasets.notes, *checkpoints.notes)
+        notes = (*config.notes, *zero_notes(config.zero, precision=config.precision.name, on_cuda=device.type == "cuda"), *datasets.notes, *checkpoints.notes)
         for line in (build.summary(config, groups, device), *notes):
             log.say(line)
-        trainer = Trainer(config, engine, schedule, build.batch_rule(config, groups, tokenizer), device, log,
-                          checkpoints.saver(engine, schedule, log.say), stop)
+        trainer = Trainer(config, engine, build.batch_rule(config, groups, tokenizer), device, log,
+                          checkpoints.saver(engine, log.say), stop)
         if state.iteration >= config.train.train_iters > 0:
             log.say(f" nothing to do: {config.save.load} is at iteration {state.iteration} already")
         elif trainer.run(state, datasets.train, datasets.valid):

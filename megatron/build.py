@@ -23,7 +23,10 @@ from megatron.config import Config, DataConfig, TrainConfig, require
 from megatron.errors import ConfigError
 from megatron.model import GPT2
 from megatron.optim.schedule import Schedule, build_schedule
-from megatron.zero.engine import ZeroEngine
+from megatron.zero.api import initialize
+from megatron.zero.engine import ParamGroup
+from megatron.zero.facade import Engine
+from megatron.zero.holders import shape_of
 from mpu.collectives import all_gather_json
 from mpu.groups import Groups
 from mpu.random import model_parallel_cuda_manual_seed
@@ -113,9 +116,16 @@ def model(config: Config, groups: Groups, device: torch.device) -> GPT2:
     return gpt2
 
 
-def engine(config: Config, model: GPT2, groups: Groups) -> ZeroEngine:
-    return ZeroEngine(model, groups, zero=config.zero, optim=config.optim, precision=config.precision,
-                      accumulation=config.accumulation(groups.dp.size))
+def engine(config: Config, model: GPT2, groups: Groups) -> Engine:
+    """The engine, with the learning rate schedule of the flags."""
+    return initialize(model=model, model_parameters=param_groups(model, config.optim.weight_decay),
+                      lr_scheduler=schedule(config), mpu=groups, config=config)[0]
+
+
+def param_groups(model: GPT2, weight_decay: float) -> list[ParamGroup]:
+    """Matrices and embeddings decay; biases and LayerNorms do not."""
+    return [{"params": [p for p in model.parameters() if len(shape_of(p)) >= 2], "weight_decay": weight_decay},
+            {"params": [p for p in model.parameters() if len(shape_of(p)) < 2], "weight_decay": 0.0}]
 
 
 def schedule(config: Config) -> Schedule:

@@ -217,7 +217,7 @@ class ZeroConfig:
     contiguous_gradients: bool = flag(
         True, "gradients in one buffer as they are made", "zero-contiguous-gradients", "zero-contigious-gradients"
     )
-    overlap_comm: bool | None = flag(None, "exchange beside backward, on another stream (default: in stage 3 only)")
+    overlap_comm: bool = flag(True, "go on computing while gradients and parameters travel")
     reduce_scatter: bool = flag(True, "reduce gradients to their owner, not to all", "zero-reduce-scatter")
     reduce_bucket_size: int = flag(500_000_000, "gradients reduced at a time", "zero-reduce-bucket-size")
     allgather_partitions: bool = flag(True, "collect updated weights by all-gather (no: by broadcasts)")
@@ -227,7 +227,8 @@ class ZeroConfig:
     round_robin_gradients: bool = flag(False, "spread copies of gradients to the host over the ranks")
     sub_group_size: int = flag(1_000_000_000, "elements of one tile of the optimizer step")
     stage3_max_live_parameters: int = flag(1_000_000_000, "most gathered parameters at once")
-    stage3_max_reuse_distance: int = flag(1_000_000_000, "keep a parameter that is used again within so many others")
+    stage3_max_reuse_distance: int = flag(
+        0, "keep a block gathered after its forward if its backward comes before so many other parameters are used")
     stage3_prefetch_bucket_size: int = flag(50_000_000, "parameters gathered ahead of their use")
     stage3_param_persistence_threshold: int = flag(100_000, "a parameter of fewer elements is never split")
     stage3_gather_16bit_weights_on_model_save: bool = flag(False, "save_16bit_model may gather split parameters")
@@ -237,11 +238,6 @@ class ZeroConfig:
         _require_range(self, "reduce_bucket_size allgather_bucket_size sub_group_size", 1, 2**63 - 1)
         _require_range(self, "stage3_max_live_parameters stage3_max_reuse_distance", 0, 2**63 - 1)
         _require_range(self, "stage3_prefetch_bucket_size stage3_param_persistence_threshold", 0, 2**63 - 1)
-
-    @property
-    def overlaps(self) -> bool:
-        """`overlap_comm`, with DeepSpeed's rule where nothing is said."""
-        return self.zero_stage == 3 if self.overlap_comm is None else self.overlap_comm
 
 
 OFFLOAD_DEVICES = ("none",)

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from megatron.batches import Batch, BatchRule, Samples
-from megatron.zero.engine import ZeroEngine
+from megatron.zero.facade import Engine
 from mpu.collectives import all_reduce
 
 
@@ -25,7 +25,7 @@ class SizedSamples(Samples, Protocol):
 
 @torch.no_grad()
 def evaluate(
-    engine: ZeroEngine, samples: SizedSamples, rule: BatchRule, global_batches: int, device: torch.device
+    engine: Engine, samples: SizedSamples, rule: BatchRule, global_batches: int, device: torch.device
 ) -> float:
     """Mean loss over `global_batches`, or over as many whole rounds of all ranks as the dataset has samples for."""
     round_size = rule.micro_batch * rule.dp_size
@@ -41,7 +41,7 @@ def evaluate(
     return all_reduce(total, engine.groups.dp).item() / (rounds * rule.dp_size)
 
 
-def forward_loss(engine: ZeroEngine, batch: Batch) -> torch.Tensor:
+def forward_loss(engine: Engine, batch: Batch) -> torch.Tensor:
     loss: torch.Tensor = engine(batch.tokens, batch.targets, batch.loss_weight, batch.positions, batch.segments,
                                 grad_scale=engine.backward_scale)
     return loss

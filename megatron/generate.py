@@ -6,13 +6,13 @@ import torch
 
 from data.tokenizer import Tokenizer
 from megatron.config import Config
-from megatron.zero.engine import ZeroEngine
+from megatron.zero.facade import Engine
 
 TEMPERATURE, TOP_K = 0.8, 40
 
 
 @torch.no_grad()
-def generate(engine: ZeroEngine, tokenizer: Tokenizer, config: Config, device: torch.device, seed: int = 0) -> str:
+def generate(engine: Engine, tokenizer: Tokenizer, config: Config, device: torch.device, seed: int = 0) -> str:
     """The configured prompt continued; the same text on every rank, and for every tensor parallel size."""
     ids = [int(i) for i in tokenizer.encode(config.log.sample_prompt)] or [tokenizer.eod]
     generator = torch.Generator().manual_seed(seed)

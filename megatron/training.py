@@ -18,9 +18,9 @@ from megatron.errors import Interrupted
 from megatron.evaluate import SizedSamples, evaluate, forward_loss
 from megatron.flops import flops_per_token, peak_tflops
 from megatron.metrics import MetricsLog, Rates, StepMetrics, Stopwatch, max_memory_bytes
-from megatron.optim.schedule import Schedule
 from megatron.signals import StopRequest
-from megatron.zero.engine import StepReport, ZeroEngine
+from megatron.zero.engine import StepReport
+from megatron.zero.facade import Engine
 from mpu.collectives import all_reduce
 
 
@@ -37,8 +37,7 @@ class Trainer:
     """One run of the loop."""
 
     config: Config
-    engine: ZeroEngine
-    schedule: Schedule
+    engine: Engine
     rule: BatchRule
     device: torch.device
     log: MetricsLog
@@ -101,9 +100,9 @@ class Trainer:
         self, state: TrainState, batches: list[Batch], watch: Stopwatch, rates: Rates
     ) -> tuple[StepMetrics, bool]:
         """One optimizer step, and whether any rank was asked to stop."""
-        lr = self.schedule(self.engine.applied_steps)
+        lr = self.engine.get_lr()[0]
         digest = samples_digest(state.consumed_samples, self.rule.global_batch)
-        report, total = self._train_step(batches, lr)
+        report, total = self._train_step(batches)
         # Tensor parallel ranks hold equal losses, so the mean over the world is the mean over data parallel.
         loss, asked = all_reduce(
             torch.stack([total, total.new_tensor(float(bool(self.stop)))]), self.engine.groups.world
@@ -120,7 +119,7 @@ class Trainer:
             max_memory_bytes=max_memory_bytes(self.device))
         return metrics, asked.item() > 0
 
-    def _train_step(self, batches: list[Batch], lr: float) -> tuple[StepReport, torch.Tensor]:
+    def _train_step(self, batches: list[Batch]) -> tuple[StepReport, torch.Tensor]:
         """All micro-batches of one step; what the optimizer did, and the sum of this rank's losses."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         report = None
@@ -128,7 +127,7 @@ class Trainer:
             loss = forward_loss(self.engine, batch.to(self.device))
             self.engine.backward(loss)
             total += loss.detach()
-            report = self.engine.step(lr)
+            report = self.engine.step()
         assert report is not None, "the last micro-batch of a step is the accumulation boundary"
         return report, total
 

@@ -43,7 +43,8 @@ _CPU_SUM_BLOCK = 1 << 17
 class Pending:
     """A collective under way. On CUDA `wait` makes the current stream wait, never the host."""
 
-    def __init__(self, works: Sequence[dist.Work | None] = (), finish: Callable[[], None] | None = None) -> None:
+    def __init__(self, works: Sequence[dist.Work | Pending | None] = (),
+                 finish: Callable[[], None] | None = None) -> None:
         self._works = works
         self._finish = finish
 
@@ -61,46 +62,69 @@ class Pending:
 # -- into: asynchronous, on flat buffers ---------------------------------------------------------------------------
 
 
-def all_reduce_into(flat: Tensor, group: Group, op: Op = "sum") -> Pending:
-    """flat <- reduction of every rank's flat, in place."""
+def all_reduce_into(flat: Tensor, group: Group, op: Op = "sum", at_a_time: int | None = None) -> Pending:
+    """flat <- reduction of every rank's flat, in place; `at_a_time` elements in one operation."""
     if group.is_solo:
         return Pending()
-    return Pending([dist.all_reduce(flat, _OPS[op], group=group.handle, async_op=True)])
+    pieces = flat.split(at_a_time) if at_a_time and flat.numel() > at_a_time else [flat]
+    return Pending([dist.all_reduce(piece, _OPS[op], group=group.handle, async_op=True) for piece in pieces])
 
 
-def all_gather_into(full: Tensor, shard: Tensor, group: Group) -> Pending:
-    """full <- the shards of all ranks in rank order. `shard` may be this rank's part of `full`."""
+def all_gather_into(full: Tensor, shard: Tensor, group: Group, at_a_time: int | None = None,
+                    broadcasts: bool = False) -> Pending:
+    """full <- the shards of all ranks in rank order. `shard` may be this rank's part of `full`.
+
+    At most `at_a_time` elements travel in one operation: beyond that, or when asked to, by broadcasts of the shards.
+    """
     _check_sizes(full, shard, group)
-    if group.is_solo or not full.is_cuda:
-        mine = full.view(group.size, -1)[group.rank]
-        if mine.data_ptr() != shard.data_ptr():
-            mine.copy_(shard.view(-1))
+    fits = at_a_time is None or full.numel() <= at_a_time
+    if full.is_cuda and fits and not broadcasts and not group.is_solo:
+        return Pending([_native_all_gather(full, shard, group=group.handle, async_op=True)])
+    parts = full.view(group.size, -1)
+    if parts[group.rank].data_ptr() != shard.data_ptr():
+        parts[group.rank].copy_(shard.view(-1))
     if group.is_solo:
         return Pending()
-    if full.is_cuda:
-        return Pending([_native_all_gather(full, shard, group=group.handle, async_op=True)])
-    return Pending([_broadcast(part, rank, group) for rank, part in enumerate(full.view(group.size, -1))])
+    return Pending([_broadcast(piece, rank, group) for rank, part in enumerate(parts)
+                    for piece in part.split(at_a_time or max(1, part.numel()))])
 
 
-def reduce_scatter_into(shard: Tensor, full: Tensor, group: Group) -> Pending:
+def reduce_scatter_into(shard: Tensor, full: Tensor, group: Group, at_a_time: int | None = None) -> Pending:
     """shard <- this rank's part of the sum of every rank's `full`, which is left alone.
 
     `shard` may be wider than `full` (fp32 and bf16): 16-bit values travel and their sum is taken in fp32. It may also
-    be this rank's part of `full`, which then is the one part of `full` that changes.
+    be this rank's part of `full`, which then is the one part of `full` that changes. At most `at_a_time` elements of
+    `full` are on their way at once; `wait` sees to the rest.
     """
     _check_sizes(full, shard, group)
+    own, mine = full.view(group.size, -1), shard.view(-1)
     if group.is_solo:
-        shard.copy_(full.view_as(shard))
+        mine.copy_(own[0])
         return Pending()
-    if full.is_cuda and full.dtype == shard.dtype:
-        return Pending([_native_reduce_scatter(shard, full, group=group.handle, async_op=True)])
-    own = full.view(group.size, -1)  # [size, n]: my summand of every rank's part
-    received = full.new_empty(group.size - 1, shard.numel())  # what the others have for this rank's part
+    width = max(1, (at_a_time or full.numel()) // group.size)
+    if len(mine) <= width:
+        return _reduce_scatter_columns(mine, own, group)
+    starts = range(0, len(mine), width)
+
+    def one_by_one() -> None:
+        for start in starts[1:]:
+            _reduce_scatter_columns(mine[start:start + width], own[:, start:start + width], group).wait()
+
+    first = _reduce_scatter_columns(mine[:width], own[:, :width], group)
+    return Pending([first], one_by_one)
+
+
+def _reduce_scatter_columns(mine: Tensor, own: Tensor, group: Group) -> Pending:
+    """mine [n] <- the sum over the ranks of row `group.rank` of their `own` [size, n]."""
+    if own.is_cuda and own.dtype == mine.dtype:
+        flat = own.reshape(-1)  # a copy where these are some columns of more
+        return Pending([_native_reduce_scatter(mine, flat, group=group.handle, async_op=True)])
+    received = own.new_empty(group.size - 1, len(mine))  # what the others have for this rank
     peers = [rank for rank in range(group.size) if rank != group.rank]
     exchange = [dist.P2POp(dist.irecv, part, group.ranks[peer], group.handle) for peer, part in zip(peers, received)]
     exchange += [dist.P2POp(dist.isend, own[peer], group.ranks[peer], group.handle) for peer in peers]
     parts = [*received[:group.rank], own[group.rank], *received[group.rank:]]  # in rank order
-    return Pending(dist.batch_isend_irecv(exchange), lambda: _sum_in_rank_order(parts, shard.view(-1)))
+    return Pending(dist.batch_isend_irecv(exchange), lambda: _sum_in_rank_order(parts, mine))
 
 
 def broadcast_into(x: Tensor, src: int, group: Group) -> Pending:

@@ -69,6 +69,20 @@ def build(tp_size: int = 1, timeout: timedelta | None = None) -> Groups:
     return Groups(world, _join(tp_groups, world, timeout), _join(dp_groups, world, timeout))
 
 
+def of_handle(handle: dist.ProcessGroup | None) -> Group:
+    """The group behind a process group made elsewhere; None is a group of one."""
+    if handle is None or not dist.is_initialized():
+        return SOLO
+    ranks = tuple(dist.get_process_group_ranks(handle))
+    rank = ranks.index(dist.get_rank())
+    return Group(rank, len(ranks), ranks, handle if len(ranks) > 1 else None)
+
+
+def of_handles(tp: dist.ProcessGroup | None, dp: dist.ProcessGroup | None) -> Groups:
+    """The groups of a grid that was made elsewhere."""
+    return Groups(of_handle(dist.group.WORLD if dist.is_initialized() else None), of_handle(tp), of_handle(dp))
+
+
 def _join(groups: list[tuple[int, ...]], world: Group, timeout: timedelta | None) -> Group:
     """Create every one of `groups`; return the one that holds this rank."""
     mine = world

@@ -32,8 +32,9 @@ from mpu.groups import Group
 
 @dataclass(frozen=True)
 class SaveReport:
-    """What a save cost: bytes of all ranks, seconds on this one."""
+    """What was saved, and what it cost: bytes of all ranks, seconds on this one."""
 
+    tag: str
     bytes: int
     seconds: float
 
@@ -61,7 +62,7 @@ def save(root: str | Path, tag: str, *, pieces: Iterable[Piece], rank_state: Map
         if world.rank == 0:
             shutil.rmtree(staging, ignore_errors=True)
         raise
-    return SaveReport(size, time.perf_counter() - begin)
+    return SaveReport(tag, size, time.perf_counter() - begin)
 
 
 def _write_rank(staging: Path, rank: int, pieces: list[Piece], states: Mapping[str, Mapping[str, Any]]) -> Any:

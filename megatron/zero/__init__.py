@@ -1,5 +1,62 @@
 """The ZeRO engine: one data-parallel mechanism whose stages are rows of a table (policy.py).
 
-Floor by floor: layout.py (what lives where), policy.py (what is split), bucket.py (the buffers of one unit), hooks.py
-(module events -> bucket calls), engine.py (what a training loop sees).
+    from megatron import zero
+    engine, optimizer, loader, scheduler = zero.initialize(model=model, config="ds_config.json")
+
+In the order to read them: layout.py (what lives where), policy.py (what is split), bucket.py (the buffers of one unit),
+hooks.py (module and gradient events), units.py (how a model is cut), residency.py (what is whole when), engine.py (the
+mechanism), saved.py (its state and checkpoints), facade.py and api.py (what a training script sees). holders.py,
+parked.py and init.py are about parameters outside of a step: `zero.Init`, `zero.GatheredParameters`.
+
+The names are fetched when they are asked for: floor 0 of this package must not import torch.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron.zero.api import add_config_arguments, init_distributed, initialize
+    from megatron.zero.estimate import (
+        estimate_zero2_model_states_mem_needs_all_cold,
+        estimate_zero2_model_states_mem_needs_all_live,
+        estimate_zero3_model_states_mem_needs_all_cold,
+        estimate_zero3_model_states_mem_needs_all_live,
+    )
+    from megatron.zero.facade import Engine
+    from megatron.zero.holders import register_external_parameter, unregister_external_parameter
+    from megatron.zero.init import GatheredParameters, Init
+    from megatron.zero.tiling import TiledLinear, TiledLinearReturnBias
+
+_MODULES = {
+    "api": "initialize add_config_arguments init_distributed",
+    "facade": "Engine",
+    "init": "Init GatheredParameters",
+    "holders": "register_external_parameter unregister_external_parameter",
+    "tiling": "TiledLinear TiledLinearReturnBias",
+    "estimate": "estimate_zero2_model_states_mem_needs_all_live estimate_zero2_model_states_mem_needs_all_cold "
+                "estimate_zero3_model_states_mem_needs_all_live estimate_zero3_model_states_mem_needs_all_cold",
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
+
+__all__ = [
+    "Engine",
+    "GatheredParameters",
+    "Init",
+    "TiledLinear",
+    "TiledLinearReturnBias",
+    "add_config_arguments",
+    "estimate_zero2_model_states_mem_needs_all_cold",
+    "estimate_zero2_model_states_mem_needs_all_live",
+    "estimate_zero3_model_states_mem_needs_all_cold",
+    "estimate_zero3_model_states_mem_needs_all_live",
+    "init_distributed",
+    "initialize",
+    "register_external_parameter",
+    "unregister_external_parameter",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -20,13 +20,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from megatron.errors import ConfigError
+from megatron.zero.holders import hold
 from megatron.zero.layout import FlatLayout, Segment, Slot
-from megatron.zero.policy import Policy
-from mpu.collectives import Pending, all_gather_into, all_reduce_into, reduce_scatter_into
+from megatron.zero.parked import whole_value
+from megatron.zero.policy import Policy, Wire
+from mpu.collectives import Pending, all_gather_into, all_reduce_into, broadcast_into, reduce_scatter_into
 from mpu.groups import SOLO, Group
 from mpu.sinks import GradSink
 
@@ -41,7 +45,7 @@ class Phase(Enum):
 
 LEGAL_MOVES = {
     (Phase.SHARDED, Phase.GATHERED), (Phase.GATHERED, Phase.SHARDED),
-    (Phase.GATHERED, Phase.REDUCING), (Phase.REDUCING, Phase.SHARDED),
+    (Phase.SHARDED, Phase.REDUCING), (Phase.GATHERED, Phase.REDUCING), (Phase.REDUCING, Phase.SHARDED),
 }
 
 
@@ -58,8 +62,10 @@ class FlatBucket:
     """The buffers of one unit; see the module docstring for the vocabulary."""
 
     def __init__(self, name: str, slots: Sequence[Slot], parameters: Sequence[nn.Parameter], *, policy: Policy,
-                 dp: Group, dtypes: Dtypes) -> None:
-        self.name, self._policy, self._dtypes = name, policy, dtypes
+                 dp: Group, dtypes: Dtypes, wire: Wire = Wire()) -> None:
+        self.name, self._dtypes, self._wire, self._dp = name, dtypes, wire, dp
+        self.trainable = parameters[0].requires_grad
+        self._policy = policy
         self.shard_group, self.replicas = (dp, SOLO) if policy.split_optim else (SOLO, dp)
         self.layout = FlatLayout(slots, self.shard_group.size)
         by_name = dict(zip((slot.name for slot in slots), parameters, strict=True))
@@ -74,22 +80,33 @@ class FlatBucket:
         self._grad_shard: Tensor | None = None
         self._take_over()
 
+    @property
+    def comes_and_goes(self) -> bool:
+        """The parameters are whole only while they are used."""
+        return self._policy.split_params
+
     def _take_over(self) -> None:
-        """Move the parameters into the flat buffers: fp32 values become the master, views replace the originals."""
+        """Move the parameters into the flat buffers, one at a time, so that little exists twice."""
         device, work = self.parameters[0].device, self._dtypes.work
-        initial = torch.zeros(self.layout.numel, dtype=torch.float32, device=device)
-        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
-            initial[slot.offset : slot.end] = parameter.detach().flatten()
-        self._whole = initial.to(work)
+        self._whole = torch.zeros(self.layout.numel, dtype=work, device=device)
         self._views = [self._whole[slot.offset : slot.end].view(slot.shape) for slot in self.layout.slots]
-        self.shard = self._span(self._whole)
-        self.is_here = True
-        if self._policy.split_params:
-            self.shard = self.shard.clone()
-            self._leave()
-        else:
-            self._point_parameters_at(self._views)
-        self.master = self.shard if work == torch.float32 else self._span(initial).clone()
+        self.is_here = not self.comes_and_goes
+        if self.comes_and_goes:
+            self._whole.untyped_storage().resize_(0)
+        wide = torch.zeros(self.layout.shard_numel, dtype=torch.float32, device=device)
+        own = {segment.slot.name: segment for segment in self.layout.segments(self.shard_group.rank)}
+        for slot, view, parameter in zip(self.layout.slots, self._views, self.parameters, strict=True):
+            value = whole_value(parameter)
+            if (part := own.get(slot.name)) is not None:
+                flat = value.flatten()[part.slot_offset : part.slot_offset + part.count]
+                wide[part.shard_offset : part.shard_offset + part.count] = flat
+            if self.is_here:
+                view.copy_(value)
+            parameter.data = view if self.is_here else self._whole.new_empty(0)
+            hold(parameter, self)
+        self.shard = self._span(self._whole) if self.is_here else wide.to(work)
+        keeps_master = self.trainable and work != torch.float32
+        self.master = wide if keeps_master else self.shard
 
     def _span(self, flat: Tensor) -> Tensor:
         start = self.shard_group.rank * self.layout.shard_numel
@@ -111,34 +128,40 @@ class FlatBucket:
             self.is_here = True
             self._whole.untyped_storage().resize_(self.layout.numel * self._whole.element_size())
             self._point_parameters_at(self._views)
-            self._arrival = all_gather_into(self._whole, self.shard, self.shard_group)
+            self._start_gather()
 
-    def gather(self) -> None:
-        """Parameters are whole when this returns."""
-        if self.phase is Phase.SHARDED:
-            self._move(Phase.GATHERED)
-            self.prefetch()
+    def _start_gather(self) -> None:
+        self._arrival = all_gather_into(self._whole, self.shard, self.shard_group, self._wire.parameters_at_a_time,
+                                        self._wire.broadcasts)
+        if not self._wire.overlap:
             self.await_parameters()
 
-    def release(self) -> None:
-        """The pass is done with the parameters."""
+    def gather(self) -> None:
+        """Parameters are whole and in use when this returns."""
+        if self.phase is Phase.SHARDED:
+            self._move(Phase.GATHERED)
+        self.prefetch()
+        self.await_parameters()
+
+    def rest(self) -> None:
+        """The parameters are in use no more; they are still whole."""
         if self.phase is Phase.GATHERED:
             self._move(Phase.SHARDED)
-        if self._policy.split_params and self.is_here:
-            self._leave()
 
-    def _leave(self) -> None:
-        self.await_parameters()
-        self._point_parameters_at([self._whole.new_empty(0)] * len(self.parameters))
-        self._whole.untyped_storage().resize_(0)
-        self.is_here = False
+    def leave(self) -> None:
+        """Where parameters are split: keep the shard only."""
+        if self.comes_and_goes and self.is_here:
+            self.await_parameters()
+            self._point_parameters_at([self._whole.new_empty(0)] * len(self.parameters))
+            self._whole.untyped_storage().resize_(0)
+            self.is_here = False
 
     def publish(self) -> None:
         """After the optimizer: bring the new master into the working copy, on every rank that holds one."""
         if self.master is not self.shard:
             self.shard.copy_(self.master)
-        if not self._policy.split_params and self.shard_group.size > 1:
-            self._arrival = all_gather_into(self._whole, self.shard, self.shard_group)
+        if not self.comes_and_goes and self.shard_group.size > 1:
+            self._start_gather()
 
     def await_parameters(self) -> None:
         """Nothing is on its way to the parameters when this returns."""
@@ -146,10 +169,46 @@ class FlatBucket:
             self._arrival.wait()
             self._arrival = None
 
+    # ---- lending parameters to the user (holders.py) ----------------------------------------------------------
+
+    def shape_of(self, parameter: nn.Parameter) -> torch.Size:
+        return next(view.shape for view, held in zip(self._views, self.parameters) if held is parameter)
+
+    def lend(self) -> None:
+        self.gather()
+
+    def take_back(self, editor: int | None) -> None:
+        if editor is not None:
+            broadcast_into(self._whole, editor, self._dp).wait()
+        own = self._span(self._whole)
+        edited = own != (self.shard if self.comes_and_goes else self.master.to(own.dtype))
+        if editor is not None:
+            self.shard.copy_(own)
+            self.master[edited] = own[edited].to(self.master.dtype)  # others keep the bits that `own` has not
+        elif edited.any():
+            raise ConfigError(f"parameters of {self.name} were edited inside GatheredParameters without modifier_rank: "
+                              "the edits would be lost; say which rank's edits count")
+        self.rest()
+        self.leave()
+
     # ---- gradients --------------------------------------------------------------------------------------------
+
+    @property
+    def complete(self) -> bool:
+        """All gradients of this backward have arrived."""
+        return len(self._arrived) == len(self.parameters)
 
     def accept(self, index: int) -> bool:
         """Take the gradient of one parameter; True when it was the last one of this backward."""
+        self._arrived.add(index)
+        if self._wire.contiguous:
+            self._pour(index)
+        elif self.complete:
+            self._pour_all()
+        return self.complete
+
+    def _pour(self, index: int) -> None:
+        """Move a gradient that autograd left into the flat buffer."""
         grad = self.parameters[index].grad
         if grad is not None:  # otherwise a sink has it already
             view = self.grad_view(index)
@@ -159,8 +218,10 @@ class FlatBucket:
                 view.copy_(grad)
                 self.filled.add(index)
             self.parameters[index].grad = None
-        self._arrived.add(index)
-        return len(self._arrived) == len(self.parameters)
+
+    def _pour_all(self) -> None:
+        for index in range(len(self.parameters)):
+            self._pour(index)
 
     def sink(self, index: int) -> GradSink:
         """Lets the operation that makes the gradient of one parameter write it in place (mpu/sinks.py)."""
@@ -184,6 +245,7 @@ class FlatBucket:
     def reduce(self) -> None:
         """Send the gradients to their owners; parameters nobody used count as zero."""
         self._move(Phase.REDUCING)
+        self._pour_all()
         grads = self._grad_buffer()
         for index, slot in enumerate(self.layout.slots):
             if index not in self.filled:
@@ -191,11 +253,16 @@ class FlatBucket:
         mine = self._span(grads)
         if self._dtypes.grad_shard != self._dtypes.grads:
             mine = torch.empty_like(mine, dtype=self._dtypes.grad_shard)
-        self._sum = mine
-        if self.shard_group.size > 1 or mine.dtype != grads.dtype:
-            self._departure = reduce_scatter_into(mine, grads, self.shard_group)
+        self._sum, at_a_time = mine, self._wire.gradients_at_a_time
+        if self.shard_group.size == 1 and mine.dtype == grads.dtype:
+            self._departure = all_reduce_into(grads, self.replicas, at_a_time=at_a_time)
+        elif self._wire.scatter:
+            self._departure = reduce_scatter_into(mine, grads, self.shard_group, at_a_time)
         else:
-            self._departure = all_reduce_into(grads, self.replicas)
+            everything = all_reduce_into(grads, self.shard_group, at_a_time=at_a_time)
+            self._departure = Pending([everything], partial(_fill, mine, self._span(grads)))
+        if not self._wire.overlap:
+            self._departure.wait()
 
     def finish_reduce(self) -> None:
         """The sum over data parallel stands in `grad_shard` when this returns."""
@@ -230,15 +297,19 @@ class FlatBucket:
             yield segment, self.grad_shard[segment.shard_offset : segment.shard_offset + segment.count]
 
     def end_backward(self) -> None:
-        """Forget who has arrived and let go of the parameters; what was accumulated stays."""
+        """Forget who has arrived; what was accumulated stays."""
+        self._pour_all()
         self.finish_reduce()
         self._arrived.clear()
-        self.release()
 
     def discard_grads(self) -> None:
         """The step is over: the next backward starts from nothing."""
         self.filled.clear()
         self._grads = self._grad_shard = None
+
+
+def _fill(target: Tensor, source: Tensor) -> None:
+    target.copy_(source)
 
 
 class _SlotSink:

@@ -1,6 +1,6 @@
-"""ZeroEngine: the data-parallel engine a training loop talks to.
+"""ZeroEngine: the data-parallel engine a training loop talks to. `zero.initialize` builds one.
 
-    loss = engine(batch...);  engine.backward(loss);  report = engine.step(lr)
+    loss = engine(batch...);  engine.backward(loss);  engine.step()
 
 It is called once per micro-batch; `step` does something only at the accumulation boundary. Gradients are sums over
 data parallel and carry the loss scale; both are divided out by one factor inside the optimizer, together with
@@ -10,30 +10,38 @@ clipping.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megatron.config import OptimConfig, PrecisionConfig, ZeroConfig
+from megatron.config import PrecisionConfig, ZeroConfig
 from megatron.errors import ConfigError, NumericsError
-from megatron.optim.adam import LARGEST_TILE, AdamW
 from megatron.optim.loss_scale import LossScaleRule, LossScaleState
 from megatron.optim.norm import clip_factor, global_norm, square_sum
+from megatron.optim.rule import Part, Rule, Span
 from megatron.zero.bucket import Dtypes, FlatBucket
+from megatron.zero.holders import holder_of
 from megatron.zero.hooks import Unit, attach
-from megatron.zero.layout import ALIGNMENT, FlatLayout, Slot
-from megatron.zero.policy import Policy, policy
-from megatron.zero.units import build_units, connect_sinks
-from mpu.collectives import all_gather_json
+from megatron.zero.layout import FlatLayout, Slot
+from megatron.zero.policy import Policy, policy, wire
+from megatron.zero.reductions import ReductionOrder
+from megatron.zero.residency import Residency
+from megatron.zero.units import Cut, build_units, connect_sinks
+from mpu.collectives import all_gather_json, all_reduce, broadcast_into
 from mpu.groups import Groups
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 OVERFLOWS_IN_A_ROW = 20
 """So many steps may be skipped at a loss scale that cannot shrink before the run ends: it would never train again."""
+
+ParamGroup = dict[str, Any]
+"""As torch's optimizers have them: "params", and the hyper-parameters these share ("lr" is one of them)."""
 
 
 @dataclass(frozen=True)
@@ -48,29 +56,34 @@ class StepReport:
 
 
 class ZeroEngine:
-    def __init__(self, module: nn.Module, groups: Groups, *, zero: ZeroConfig, optim: OptimConfig,
-                 precision: PrecisionConfig, accumulation: int = 1) -> None:
-        self.module, self.groups, self.accumulation = module, groups, accumulation
-        self._policy = policy(zero.zero_stage)
-        self._optim = optim
-        self._rule = AdamW(optim.adam_beta1, optim.adam_beta2, optim.adam_eps, tile=_tile(zero.sub_group_size))
+    def __init__(self, module: nn.Module, groups: Groups, *, zero: ZeroConfig, precision: PrecisionConfig, rule: Rule,
+                 param_groups: list[ParamGroup], clip_grad: float = 0.0, accumulation: int = 1) -> None:
+        self.module, self.groups, self.param_groups, self.accumulation = module, groups, param_groups, accumulation
+        self._policy, self._precision = policy(zero.zero_stage), precision
+        self.rule, self._clip_grad, self._loads_masters = rule, clip_grad, zero.load_from_fp32_weights
         self._allows_unused = zero.ignore_unused_parameters
-        self._prefetch_limit = zero.stage3_prefetch_bucket_size
-        self._weight_decay = {0: optim.weight_decay, 1: 0.0}
         self._scale_rule = scale_rule(precision)
         self.scaler = self._scale_rule.start()
-        self.global_steps = self.skipped_steps = self.micro_steps = self.adam_steps = 0
-        self._overflows_in_a_row = 0
-        self._units = build_units(module, policy=self._policy, dp=groups.dp,
-                                  dtypes=_dtypes(self._policy, precision, accumulation))
+        self.global_steps = self.skipped_steps = self.micro_steps = self.optimizer_steps = 0
+        self._micro_batches = self._overflows_in_a_row = 0  # of this optimizer step; skipped ones at the end
+        self._boundary: bool | None = None
+        self.last_report: StepReport | None = None
+        copy_from_first(module, groups)
+        group_of = {parameter: number for number, group in enumerate(param_groups) for parameter in group["params"]}
+        self._units = build_units(module, Cut(
+            self._policy, wire(zero), _dtypes(self._policy, precision, accumulation), groups.dp,
+            zero.stage3_param_persistence_threshold, group_of.__getitem__))
         connect_sinks(self._units)
-        self.buckets = [unit.bucket for unit in self._units]
-        self._states = [
-            {name: torch.zeros_like(bucket.master) for name in self._rule.states} for bucket in self.buckets
-        ]
-        backward_order = [unit.bucket for unit in (*reversed(self._units[1:]), self._units[0])]
-        self._reductions = _ReductionOrder(backward_order, in_flight=1 if self._policy.split_grads else None)
+        in_forward_order = [bucket for unit in self._units for bucket in unit.buckets]
+        self.buckets = [bucket for bucket in in_forward_order if bucket.trainable]
+        self.frozen = [bucket for bucket in in_forward_order if not bucket.trainable]
+        self._states = [{name: torch.zeros_like(bucket.master) for name in rule.states} for bucket in self.buckets]
+        self._reductions = ReductionOrder(self._units, in_flight=1 if self._policy.split_grads else None)
+        self.residency = Residency(self._units, max_live=zero.stage3_max_live_parameters,
+                                   reuse_distance=zero.stage3_max_reuse_distance,
+                                   prefetch_limit=zero.stage3_prefetch_bucket_size if zero.overlap_comm else 0)
         self._in_backward = False
+        self._inputs_done: set[Unit] = set()
         self._handles = attach(self._units, self)
 
     # ---- the training loop's view -------------------------------------------------------------------------------
@@ -81,7 +94,7 @@ class ZeroEngine:
     @property
     def at_boundary(self) -> bool:
         """The current micro-batch is the last one of its optimizer step."""
-        return (self.micro_steps + 1) % self.accumulation == 0
+        return self._micro_batches + 1 >= self.accumulation if self._boundary is None else self._boundary
 
     @property
     def backward_scale(self) -> float:
@@ -93,10 +106,13 @@ class ZeroEngine:
         """Optimizer steps that changed the weights: what a learning rate schedule counts."""
         return self.global_steps - self.skipped_steps
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Gradients of `loss` divided by the number of micro-batches (unless `scale_wrt_gas` is off); returns that
+        quotient."""
+        divisor = self.accumulation if scale_wrt_gas else 1
         self._in_backward = True
         try:
-            (loss * self.backward_scale).backward()
+            (loss * (self.scaler.scale / divisor)).backward(retain_graph=retain_graph)
         finally:
             self._in_backward = False
         if self._reduces_now:
@@ -104,6 +120,9 @@ class ZeroEngine:
             self._reductions.flush()
         for bucket in self.buckets:
             bucket.end_backward()
+        self._inputs_done.clear()
+        self.residency.done_with_all()
+        return loss / divisor
 
     def _check_unused(self) -> None:
         unused = [] if self._allows_unused else [name for bucket in self.buckets for name in bucket.unused()]
@@ -111,58 +130,96 @@ class ZeroEngine:
             raise ConfigError(f"{len(unused)} parameters got no gradient, {unused[0]} first: the loss does not depend "
                               "on them; mend the model, or set ignore_unused_parameters")
 
-    def step(self, lr: float) -> StepReport | None:
-        """At the accumulation boundary: clip, update, publish; None in between."""
+    def step(self, lr: float | None = None) -> StepReport | None:
+        """At the accumulation boundary: clip, update, publish; None in between. `lr` sets that of all groups."""
         boundary = self.at_boundary
         self.micro_steps += 1
+        self._micro_batches = 0 if boundary else self._micro_batches + 1
         if not boundary:
             return None
+        for group in self.param_groups if lr is not None else ():
+            group["lr"] = lr
         scale = self.scaler.scale
         per_unit = 1.0 / (scale * self.groups.dp.size)
         norm = self._grad_norm() * per_unit
         applied = math.isfinite(norm)
         if applied:
-            self._update(lr, per_unit * clip_factor(norm, self._optim.clip_grad))
+            self._update(per_unit * clip_factor(norm, self._clip_grad))
         else:
             self._skip(norm)
-        for bucket in self.buckets:
-            bucket.discard_grads()
+        self.zero_grad()
         self.scaler = self._scale_rule.after(self.scaler, overflow=not applied)
         self.global_steps += 1
-        return StepReport(applied, norm, scale)
+        self.last_report = StepReport(applied, norm, scale)
+        return self.last_report
+
+    def zero_grad(self) -> None:
+        """Forget what has been accumulated."""
+        for bucket in self.buckets:
+            bucket.discard_grads()
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say oneself whether the next backward and step end an optimizer step; None: count micro-batches again."""
+        self._boundary = is_boundary
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward inside leaves gradients on the rank, to be summed over ranks by the first backward outside."""
+        if self._policy.split_grads:
+            raise ConfigError("no_sync needs stage 0 or 1: gradients that are split are summed after every backward")
+        before, self._boundary = self._boundary, False
+        try:
+            yield
+        finally:
+            self._boundary = before
 
     def settle(self) -> None:
         """Wait for what is still on its way between ranks, so that this one may leave."""
-        for bucket in self.buckets:
+        for bucket in (*self.buckets, *self.frozen):
             bucket.await_parameters()
 
-    def train(self, mode: bool = True) -> None:
-        self.module.train(mode)
+    def detach(self) -> None:
+        """Take the hooks off the module."""
+        for handle in self._handles:
+            handle.remove()
 
     # ---- events (hooks.py) --------------------------------------------------------------------------------------
 
     def before_forward(self, unit: Unit) -> None:
-        unit.bucket.gather()
-        self._prefetch(unit.index + (-1 if self._in_backward else 1))
+        if unit.is_root and not self._in_backward:
+            self.residency.start()
+        self.residency.enter(unit)
+        self.residency.prefetch(unit.index + (-1 if self._in_backward else 1))
 
     def after_forward(self, unit: Unit) -> None:
-        # A recomputed forward is followed by its backward; the root is used again by the backward of everything else.
-        if not self._in_backward and (unit.index > 0 or not torch.is_grad_enabled()):
-            unit.bucket.release()
+        learns = torch.is_grad_enabled()
+        if self._in_backward:
+            self.residency.pause(unit)
+        elif not (unit.is_root and learns):  # the backward of everything else uses the root again
+            self.residency.leave(unit, backward_follows=learns)
 
     def before_backward(self, unit: Unit) -> None:
-        unit.bucket.gather()
-        self._prefetch(unit.index - 1)
+        self.residency.begin_backward(unit)
+        self.residency.prefetch(unit.index - 1)
 
-    def gradient_ready(self, unit: Unit, index: int) -> None:
-        if unit.bucket.accept(index) and self._reduces_now:
-            self._reductions.ready(unit.bucket)
+    def inputs_done(self, unit: Unit) -> None:
+        self._inputs_done.add(unit)
+        self._finish(unit)
 
-    def _prefetch(self, index: int) -> None:
-        if 0 < index < len(self._units):
-            bucket = self._units[index].bucket
-            if bucket.layout.numel <= self._prefetch_limit:
-                bucket.prefetch()
+    def gradient_ready(self, unit: Unit, bucket: FlatBucket, index: int) -> None:
+        if not self._in_backward:
+            raise ConfigError("gradients outside of engine.backward: call engine.backward(loss), not loss.backward()")
+        if bucket.accept(index):
+            self._finish(unit)
+            if self._reduces_now:
+                self._reductions.ready(bucket)
+
+    def _finish(self, unit: Unit) -> None:
+        """Let the parameters of a unit go as soon as nothing in this backward can need them: all gradients have been
+        made, and where some parameters have none, those of the inputs."""
+        made = all(bucket.complete for bucket in unit.buckets if bucket.trainable)
+        if made and not unit.is_root and (not unit.has_frozen or unit in self._inputs_done):
+            self.residency.done(unit)
 
     @property
     def _reduces_now(self) -> bool:
@@ -171,20 +228,38 @@ class ZeroEngine:
     # ---- the step -----------------------------------------------------------------------------------------------
 
     def _grad_norm(self) -> float:
-        total = sum((square_sum(bucket.grad_parts(), self.groups.tp) for bucket in self.buckets[1:]),
-                    square_sum(self.buckets[0].grad_parts(), self.groups.tp))
+        """Of the sum of all gradients of this step, times the loss scale."""
+        total = torch.zeros((), dtype=torch.float64, device=self.buckets[0].shard.device)
+        for bucket in self.buckets:
+            total = total + square_sum(bucket.grad_parts(), self.groups.tp)
         return global_norm(total, self.buckets[0].shard_group, self.groups.tp)
 
-    def _update(self, lr: float, factor: float) -> None:
+    def _update(self, factor: float) -> None:
         for bucket, states in zip(self.buckets, self._states, strict=True):
-            for group, start, stop in bucket.layout.group_spans(bucket.shard_group.rank):
-                span = slice(start, stop)
-                self._rule.step(bucket.master[span], bucket.grad_shard[span],
-                                {name: state[span] for name, state in states.items()}, factor=factor,
-                                steps_taken=self.adam_steps, lr=lr, weight_decay=self._weight_decay[group])
+            for number, group in enumerate(self.param_groups):
+                start, stop = bucket.layout.group_span(bucket.shard_group.rank, number)
+                if start < stop or not self.rule.elementwise:
+                    hyper = {name: value for name, value in group.items() if name != "params"}
+                    self.rule.step(self._span(bucket, states, number, slice(start, stop)), hyper, factor=factor,
+                                   steps_taken=self.optimizer_steps)
             bucket.publish()
-        self.adam_steps += 1
+        self.optimizer_steps += 1
         self._overflows_in_a_row = 0
+
+    def _span(self, bucket: FlatBucket, states: Mapping[str, Tensor], group: int, span: slice) -> Span:
+        parts = [] if self.rule.elementwise else [
+            Part(index, start - span.start, stop - span.start)
+            for index, start, stop in bucket.layout.slot_spans(bucket.shard_group.rank)
+            if span.start <= start < span.stop]
+        return Span(group, bucket.master[span], bucket.grad_shard[span],
+                    {name: state[span] for name, state in states.items()}, parts, len(bucket.layout.slots),
+                    partial(self._slot_totals, bucket))
+
+    def _slot_totals(self, bucket: FlatBucket, sums: Tensor) -> Tensor:
+        """Sums over this rank's part of each parameter -> over the whole parameter."""
+        here = all_reduce(sums, bucket.shard_group)
+        split = torch.tensor([slot.partition is not None for slot in bucket.layout.slots], device=sums.device)
+        return torch.where(split, all_reduce(here, self.groups.tp), here)
 
     def _skip(self, norm: float) -> None:
         """Leave everything as it was; end the run where skipping cannot help."""
@@ -217,13 +292,20 @@ class ZeroEngine:
 
     # ---- what a checkpoint holds --------------------------------------------------------------------------------
 
-    def state_runs(self, kinds: tuple[str, ...]) -> Iterator[tuple[str, Slot, int, Tensor]]:
+    def state_runs(self, kinds: tuple[str, ...], frozen: bool = True) -> Iterator[tuple[str, Slot, int, Tensor]]:
         """(kind, slot, offset in the slot, run of the state) for everything this rank is to write; together the ranks
         write every element once. A shard that has replicas is cut among them."""
-        for bucket, states in zip(self.buckets, self._states, strict=True):
+        for bucket, states in self._holdings(frozen):
             for kind in kinds:
-                flat = bucket.master if kind == "weight" else states[kind]
-                yield from ((kind, slot, offset, run) for slot, offset, run in self._owned_runs(bucket, flat))
+                if kind in states:
+                    yield from ((kind, *run) for run in self._owned_runs(bucket, states[kind]))
+
+    def _holdings(self, frozen: bool = True) -> Iterator[tuple[FlatBucket, dict[str, Tensor]]]:
+        """Every bucket with what lasts of it: kind -> shard."""
+        for bucket, states in zip(self.buckets, self._states, strict=True):
+            yield bucket, {"weight": bucket.master, **states}
+        for bucket in self.frozen if frozen else ():
+            yield bucket, {"weight": bucket.shard}
 
     def _owned_runs(self, bucket: FlatBucket, flat: Tensor) -> Iterator[tuple[Slot, int, Tensor]]:
         if bucket.replicas.size > 1:
@@ -237,28 +319,32 @@ class ZeroEngine:
 
     def load_runs(self, kinds: tuple[str, ...], read: Callable[[str, Slot, int, Tensor], None]) -> None:
         """Fill everything this rank holds: `read(kind, slot, offset, out)` for every run, then publish the weights."""
-        for bucket, states in zip(self.buckets, self._states, strict=True):
+        self.residency.done_with_all()
+        for bucket, states in self._holdings():
             for kind in kinds:
-                flat = bucket.master if kind == "weight" else states[kind]
-                for segment in bucket.layout.segments(bucket.shard_group.rank):
-                    run = flat[segment.shard_offset : segment.shard_offset + segment.count]
+                for segment in bucket.layout.segments(bucket.shard_group.rank) if kind in states else ():
+                    run = states[kind][segment.shard_offset : segment.shard_offset + segment.count]
                     read(kind, segment.slot, segment.slot_offset, run)
+            if not self._loads_masters:
+                bucket.master.copy_(bucket.master.to(bucket.shard.dtype))
             bucket.publish()
 
     @property
     def state_kinds(self) -> tuple[str, ...]:
         """Kinds of optimizer state beside the weight."""
-        return self._rule.states
+        return self.rule.states
 
     def counters(self) -> dict[str, Any]:
         """Everything of the engine that a resumed run must know besides tensors."""
         return {"global_steps": self.global_steps, "skipped_steps": self.skipped_steps,
-                "adam_steps": self.adam_steps, "loss_scale": self.scaler.scale, "clean_steps": self.scaler.clean_steps,
+                "micro_steps": self.micro_steps, "optimizer_steps": self.optimizer_steps, "rule": self.rule.scalars(),
+                "loss_scale": self.scaler.scale, "clean_steps": self.scaler.clean_steps,
                 "hysteresis_left": self.scaler.hysteresis_left}
 
     def restore_counters(self, saved: dict[str, Any]) -> None:
         self.global_steps, self.skipped_steps = saved["global_steps"], saved["skipped_steps"]
-        self.adam_steps = saved["adam_steps"]
+        self.micro_steps, self.optimizer_steps = saved["micro_steps"], saved["optimizer_steps"]
+        self.rule.restore(saved["rule"])
         self.scaler = LossScaleState(saved["loss_scale"], saved["clean_steps"], saved["hysteresis_left"])
 
 
@@ -269,11 +355,6 @@ def _dtypes(policy: Policy, precision: PrecisionConfig, accumulation: int) -> Dt
     sums = torch.float32 if wide else work
     in_place = precision.fp32_allreduce or not policy.split_grads  # the sum over micro-batches is taken in `grads`
     return Dtypes(work, sums if in_place else work, sums)
-
-
-def _tile(sub_group_size: int) -> int:
-    """Tiles are cut where rows are, so that their size changes no bits."""
-    return min(LARGEST_TILE, -(-sub_group_size // ALIGNMENT) * ALIGNMENT)
 
 
 def scale_rule(precision: PrecisionConfig) -> LossScaleRule:
@@ -289,34 +370,12 @@ def scale_rule(precision: PrecisionConfig) -> LossScaleRule:
     )
 
 
-class _ReductionOrder:
-    """Launches reductions in one fixed order, whatever order gradients arrive in: ranks must agree on it.
-
-    At most `in_flight` are under way where gradients are split, so that few whole gradients exist at a time.
-    """
-
-    def __init__(self, order: list[FlatBucket], in_flight: int | None) -> None:
-        self._order, self._in_flight = order, in_flight
-        self._next = 0
-        self._ready: set[int] = set()
-
-    def ready(self, bucket: FlatBucket) -> None:
-        self._ready.add(id(bucket))
-        while self._next < len(self._order) and id(self._order[self._next]) in self._ready:
-            self._launch()
-
-    def flush(self) -> None:
-        """Launch what is left: buckets with parameters that this backward did not reach."""
-        while self._next < len(self._order):
-            self._launch()
-        self._next = 0
-        self._ready.clear()
-
-    def _launch(self) -> None:
-        bucket = self._order[self._next]
-        bucket.gather()  # one this pass never touched is still at rest
-        bucket.reduce()
-        bucket.release()
-        if self._in_flight is not None and self._next >= self._in_flight:
-            self._order[self._next - self._in_flight].finish_reduce()
-        self._next += 1
+def copy_from_first(module: nn.Module, groups: Groups) -> None:
+    """Every data parallel rank starts from the values of the first one."""
+    if groups.dp.is_solo:
+        return
+    for tensor in (*module.parameters(), *module.buffers()):
+        if holder_of(tensor) is None:
+            value = tensor.detach().contiguous()
+            broadcast_into(value, 0, groups.dp).wait()
+            tensor.data = value

@@ -1,18 +1,19 @@
 """The only file that registers hooks: module and gradient events become calls of an `Events` object.
 
-A *unit* is a module whose parameters travel as one bucket. The root unit is the whole model: its bucket holds what no
-other unit holds. Recomputation needs nothing here: a forward inside a backward is told apart by the receiver.
+A *unit* is a module whose parameters come and go together. The root unit is the whole model: it has what no other unit
+has. Recomputation needs nothing here: a forward inside a backward is told apart by the receiver.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from megatron.zero.bucket import FlatBucket
@@ -20,11 +21,30 @@ from megatron.zero.bucket import FlatBucket
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """A module and the bucket of its parameters; `index` counts in forward order, the root is 0."""
+    """A module and the buckets of its parameters; `index` counts in forward order, the root is 0."""
 
     index: int
+    name: str
     module: nn.Module
-    bucket: FlatBucket
+    buckets: tuple[FlatBucket, ...]
+
+    @property
+    def is_root(self) -> bool:
+        return self.index == 0
+
+    @property
+    def numel(self) -> int:
+        """Elements that come and go."""
+        return sum(bucket.layout.numel for bucket in self.buckets if bucket.comes_and_goes)
+
+    @property
+    def is_here(self) -> bool:
+        """Those elements are here, or on their way."""
+        return any(bucket.is_here for bucket in self.buckets if bucket.comes_and_goes)
+
+    @property
+    def has_frozen(self) -> bool:
+        return any(not bucket.trainable for bucket in self.buckets)
 
 
 class Events(Protocol):
@@ -36,22 +56,31 @@ class Events(Protocol):
 
     def before_backward(self, unit: Unit) -> None: ...
 
-    def gradient_ready(self, unit: Unit, index: int) -> None: ...
+    def inputs_done(self, unit: Unit) -> None:
+        """Backward has made the gradients of all inputs of the unit; told only of units with frozen parameters."""
+
+    def gradient_ready(self, unit: Unit, bucket: FlatBucket, index: int) -> None: ...
 
 
 def attach(units: Sequence[Unit], events: Events) -> list[RemovableHandle]:
     """Tell `events` about every unit; the handles take the hooks off again."""
     handles: list[RemovableHandle] = []
     for unit in units:
-        handles.append(unit.module.register_forward_pre_hook(partial(_before, events, unit)))
+        handles.append(unit.module.register_forward_pre_hook(partial(_before, events, unit), with_kwargs=True))
         handles.append(unit.module.register_forward_hook(partial(_after, events, unit)))
-        for index, parameter in enumerate(unit.bucket.parameters):
-            handles.append(parameter.register_post_accumulate_grad_hook(partial(_ready, events, unit, index)))
+        for bucket in unit.buckets:
+            for index, parameter in enumerate(bucket.parameters if bucket.trainable else ()):
+                ready = partial(_ready, events, unit, bucket, index)
+                handles.append(parameter.register_post_accumulate_grad_hook(ready))
     return handles
 
 
-def _before(events: Events, unit: Unit, module: nn.Module, inputs: object) -> None:
+def _before(events: Events, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
     events.before_forward(unit)
+    if unit.has_frozen and torch.is_grad_enabled():
+        inputs = [tensor for tensor in _tensors((args, kwargs)) if tensor.requires_grad]
+        if inputs:
+            register_multi_grad_hook(inputs, lambda gradients: events.inputs_done(unit))
 
 
 def _after(events: Events, unit: Unit, module: nn.Module, inputs: object, output: object) -> None:
@@ -65,16 +94,20 @@ def _backward(events: Events, unit: Unit, gradient: Tensor) -> None:
     events.before_backward(unit)
 
 
-def _ready(events: Events, unit: Unit, index: int, parameter: Tensor) -> None:
-    events.gradient_ready(unit, index)
+def _ready(events: Events, unit: Unit, bucket: FlatBucket, index: int, parameter: Tensor) -> None:
+    events.gradient_ready(unit, bucket, index)
 
 
-def _tensors(output: object) -> Iterator[Tensor]:
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, dict):
-        for value in output.values():
-            yield from _tensors(value)
-    elif isinstance(output, list | tuple):
-        for value in output:
-            yield from _tensors(value)
+def _tensors(value: object) -> Iterator[Tensor]:
+    """The tensors in nested tuples, lists, dicts and records."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from _tensors(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _tensors(inner)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for item in fields(value):
+            yield from _tensors(getattr(value, item.name))

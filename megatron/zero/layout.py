@@ -2,7 +2,7 @@
 
 A *slot* is one parameter's place in a flat buffer. A *layout* is the list of slots of one bucket, cut into `shards`
 equal shards; the tail of the last one is padding. A *segment* is the part of one slot that falls into one shard.
-Norms, weight-decay groups, checkpoint pieces and resharding are all loops over `segments(rank)`.
+Norms, checkpoint pieces and resharding are all loops over `segments(rank)`.
 
 Slots are ordered by hyper-parameter group, so each group is one contiguous span of every shard.
 """
@@ -72,18 +72,23 @@ class FlatLayout:
         ends = [*(slot.offset for slot in self.slots[1:]), self.numel]
         yield from ((slot.end, end) for slot, end in zip(self.slots, ends) if slot.end < end)
 
-    def group_spans(self, rank: int) -> list[tuple[int, int, int]]:
-        """(group, start, stop) in shard `rank`: every hyper-parameter group present is one contiguous span.
+    def group_span(self, rank: int, group: int) -> tuple[int, int]:
+        """(start, stop) in shard `rank` of a hyper-parameter group: one contiguous span, maybe empty.
 
         Spans begin and end at multiples of ALIGNMENT (padding belongs to the group before it): then a vectorised kernel
         treats every element alike, however the bucket is cut, and shards give the same bits as the whole.
         """
-        firsts = {slot.group: slot.offset for slot in reversed(self.slots)}
-        edges = [*sorted(firsts.values()), self.numel]
+        low = next((slot.offset for slot in self.slots if slot.group >= group), self.numel)
+        high = next((slot.offset for slot in self.slots if slot.group > group), self.numel)
         start, stop = rank * self.shard_numel, (rank + 1) * self.shard_numel
-        spans = [(group, max(low, start) - start, min(high, stop) - start)
-                 for group, low, high in zip(sorted(firsts), edges, edges[1:])]
-        return [(group, low, high) for group, low, high in spans if low < high]
+        low, high = max(low, start) - start, min(high, stop) - start
+        return (low, high) if low < high else (0, 0)
+
+    def slot_spans(self, rank: int) -> Iterator[tuple[int, int, int]]:
+        """(number of the slot, start, stop) in shard `rank`."""
+        number = {slot.name: index for index, slot in enumerate(self.slots)}
+        for segment in self.segments(rank):
+            yield number[segment.slot.name], segment.shard_offset, segment.shard_offset + segment.count
 
 
 def _place(slots: Sequence[Slot]) -> tuple[Slot, ...]:

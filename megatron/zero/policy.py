@@ -5,11 +5,14 @@
     1      split      whole      whole       at the boundary, into the shard
     2      split      split      whole       after every backward, into the shard
     3      split      split      split       after every backward, into the shard
+
+Beside it, how the state travels (`Wire`), and which settings can do nothing here (`notes`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 
 from megatron.config import ZeroConfig, flag_name
 
@@ -25,17 +28,60 @@ class Policy:
     split_grads: bool
     split_params: bool
 
+    @property
+    def persistent(self) -> Policy:
+        """For small parameters, which stay whole."""
+        return replace(self, split_params=False)
+
+    @property
+    def frozen(self) -> Policy:
+        """For parameters that have neither gradients nor optimizer state."""
+        return Policy(self.split_params, False, self.split_params)
+
 
 def policy(stage: int) -> Policy:
     return Policy(*(stage >= SPLIT_FROM[kind] for kind in ("optim", "grads", "params")))
 
 
-HAS_EFFECT = {"zero_stage", "ignore_unused_parameters", "sub_group_size", "stage3_prefetch_bucket_size"}
-"""Settings the engine acts on; another one that is set says that it does nothing yet."""
+@dataclass(frozen=True)
+class Wire:
+    """How gradients and parameters travel between ranks. Sizes are in elements."""
+
+    gradients_at_a_time: int | None = None
+    parameters_at_a_time: int | None = None
+    scatter: bool = True
+    """Each owner gets its part of the sum, rather than everyone the whole sum."""
+    broadcasts: bool = False
+    """Parameters by one broadcast per shard, rather than by an all-gather."""
+    contiguous: bool = True
+    """Gradients go into the flat buffer one by one as they are made, not together once a unit has them all."""
+    overlap: bool = True
+    """Backward and forward go on while numbers travel."""
 
 
-def notes(zero: ZeroConfig) -> list[str]:
-    """One line for each setting that was given and has no effect."""
-    idle = [item.name for item in fields(zero)
-            if item.name not in HAS_EFFECT and getattr(zero, item.name) != item.default]
-    return [f" note: {flag_name(name)} {getattr(zero, name)} has no effect yet" for name in idle]
+def wire(zero: ZeroConfig) -> Wire:
+    return Wire(zero.reduce_bucket_size, zero.allgather_bucket_size, zero.reduce_scatter,
+                not zero.allgather_partitions, zero.contiguous_gradients, zero.overlap_comm)
+
+
+def notes(zero: ZeroConfig, *, precision: str, on_cuda: bool) -> list[str]:
+    """One line for each setting that was given and can have no effect here."""
+    given = {item.name for item in fields(zero) if getattr(zero, item.name) != item.default}
+    return [f" note: {flag_name(name)} {getattr(zero, name)} has no effect {why}"
+            for name, why in _idle(zero.zero_stage, precision, on_cuda) if name in given]
+
+
+def _idle(stage: int, precision: str, on_cuda: bool) -> Iterator[tuple[str, str]]:
+    """(setting, why it can do nothing)"""
+    if stage < SPLIT_FROM["params"]:
+        for item in fields(ZeroConfig):
+            if item.name.startswith("stage3_"):
+                yield item.name, f"at stage {stage}, where parameters are whole"
+    if stage < SPLIT_FROM["optim"]:
+        for name in ("reduce_scatter", "allgather_bucket_size", "allgather_partitions"):
+            yield name, f"at stage {stage}, where nothing is split"
+    elif not on_cuda:
+        yield "allgather_partitions", "on CPU: broadcasts are what is fast there"
+    if precision == "fp32":
+        yield "load_from_fp32_weights", "in fp32, where masters and weights are one"
+    yield "round_robin_gradients", "without offloading to the host"

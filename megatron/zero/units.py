@@ -1,59 +1,114 @@
 """Cuts a model into units: which parameters travel together.
 
-Every element of an outermost `ModuleList` (a transformer block) is one unit; the root takes what is left: what is
-used at both ends of the model, or shared between units.
+Every element of an outermost `ModuleList` (a transformer block) is one unit, and so is every tile of a tiled linear
+inside it. The root takes what is left: what is outside of them, or shared between them, or registered as external.
+Within a unit trainable and frozen parameters have a bucket each. Where parameters are split, those below the
+persistence threshold stay whole: they share one bucket of the root.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from torch import nn
 
 from megatron.zero.bucket import Dtypes, FlatBucket
+from megatron.zero.holders import external_parameters, shape_of
 from megatron.zero.hooks import Unit
 from megatron.zero.layout import Slot
-from megatron.zero.policy import Policy
+from megatron.zero.policy import Policy, Wire
+from megatron.zero.tiling import TiledLinear
 from mpu.groups import Group
-from mpu.layers import VocabParallelEmbedding, partition_of
+from mpu.layers import VocabParallelEmbedding
+from mpu.partition import partition_of
+
+ROOT = "root"
 
 
-def decays(parameter: nn.Parameter) -> bool:
-    """Matrices and embeddings decay; biases and LayerNorms do not."""
-    return parameter.dim() >= 2
+@dataclass(frozen=True)
+class Cut:
+    """How parameters become buckets: everything `build_units` must know but the model."""
+
+    policy: Policy
+    wire: Wire
+    dtypes: Dtypes
+    dp: Group
+    persistence_threshold: int
+    group_of: Callable[[nn.Parameter], int]
+    """The number of a parameter's hyper-parameter group."""
+
+    def bucket(self, name: str, members: list[tuple[str, nn.Parameter]], policy: Policy) -> FlatBucket:
+        slots = [Slot(path, tuple(shape_of(p)), self.group_of(p) if p.requires_grad else 0, partition_of(p))
+                 for path, p in members]
+        return FlatBucket(name, slots, [p for _, p in members], policy=policy, dp=self.dp, dtypes=self.dtypes,
+                          wire=self.wire)
+
+    def persists(self, parameter: nn.Parameter) -> bool:
+        return self.policy.split_params and shape_of(parameter).numel() < self.persistence_threshold
 
 
-def build_units(model: nn.Module, *, policy: Policy, dp: Group, dtypes: Dtypes) -> list[Unit]:
+def build_units(model: nn.Module, cut: Cut) -> list[Unit]:
     """The units of a model in forward order, the root first. Their buckets take the parameters over."""
-    blocks = list(_outermost_list_elements(model))
-    owner = {parameter: name for name, block in blocks for parameter in block.parameters()}
-    members: dict[str, list[tuple[str, nn.Parameter]]] = {"root": [], **{name: [] for name, _ in blocks}}
+    modules = {ROOT: model, **{name: module for name, module in _unit_modules(model)}}
+    homes = _homes(model, modules)
+    members: dict[tuple[str, str], list[tuple[str, nn.Parameter]]] = {}
     for path, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            members[owner.get(parameter, "root")].append((path, parameter))
+        kind, home = "" if parameter.requires_grad else ".frozen", homes[parameter]
+        if cut.persists(parameter):
+            kind, home = kind + ".persistent", ROOT
+        members.setdefault((home, kind), []).append((path, parameter))
     units: list[Unit] = []
-    for name, module in (("root", model), *blocks):
-        if members[name]:
-            slots = [Slot(path, tuple(p.shape), 0 if decays(p) else 1, partition_of(p)) for path, p in members[name]]
-            parameters = [parameter for _, parameter in members[name]]
-            bucket = FlatBucket(name, slots, parameters, policy=policy, dp=dp, dtypes=dtypes)
-            units.append(Unit(len(units), module, bucket))
+    for name, module in modules.items():
+        buckets = tuple(cut.bucket(name + kind, members[home, kind], _row(cut.policy, kind))
+                        for home, kind in members if home == name)
+        if buckets or name == ROOT:
+            units.append(Unit(len(units), name, module, buckets))
     return units
+
+
+def _row(policy: Policy, kind: str) -> Policy:
+    row = policy.persistent if kind.endswith(".persistent") else policy
+    return row.frozen if kind.startswith(".frozen") else row
 
 
 def connect_sinks(units: list[Unit]) -> None:
     """Let token tables add their gradients in place: they are the largest tensors of a step."""
-    places = {p: (unit.bucket, index) for unit in units for index, p in enumerate(unit.bucket.parameters)}
+    places = {p: (bucket, index) for unit in units for bucket in unit.buckets if bucket.trainable
+              for index, p in enumerate(bucket.parameters)}
     for module in units[0].module.modules():
         if isinstance(module, VocabParallelEmbedding) and module.weight in places:
             bucket, index = places[module.weight]
             module.grad_sink = bucket.sink(index)
 
 
-def _outermost_list_elements(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+def _unit_modules(module: nn.Module, path: str = "", inside: bool = False) -> Iterator[tuple[str, nn.Module]]:
+    """Elements of outermost lists; inside of them the tiles of tiled linears."""
+    cuts = isinstance(module, TiledLinear) or isinstance(module, nn.ModuleList) and not inside
+    if isinstance(module, TiledLinear):
+        yield from ((f"{path}.{name}", tile) for name, tile in module.tiles())
+        return
     for name, child in module.named_children():
         where = f"{path}.{name}" if path else name
-        if isinstance(module, nn.ModuleList):
+        if cuts:
             yield where, child
-        else:
-            yield from _outermost_list_elements(child, where)
+        yield from _unit_modules(child, where, inside or cuts)
+
+
+def _homes(model: nn.Module, modules: dict[str, nn.Module]) -> dict[nn.Parameter, str]:
+    """Parameter -> name of its unit. One that several units use belongs to the root."""
+    name_of = {id(module): name for name, module in reversed(modules.items())}
+    users: dict[nn.Parameter, set[str]] = {}
+    seen: set[tuple[int, str]] = set()
+
+    def walk(module: nn.Module, unit: str) -> None:
+        unit = name_of.get(id(module), unit)
+        if (id(module), unit) not in seen:
+            seen.add((id(module), unit))
+            for parameter in (*module.parameters(recurse=False), *external_parameters(module)):
+                users.setdefault(parameter, set()).add(unit)
+            for child in module.children():
+                walk(child, unit)
+
+    walk(model, ROOT)
+    return {parameter: units.pop() if len(units) == 1 else ROOT for parameter, units in users.items()}

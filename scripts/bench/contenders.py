@@ -140,6 +140,8 @@ def ours(task: Task, stage: int = 0) -> Step:
             "hidden_dropout": 0.0,
             "batch_size": task.batch,
             "zero_stage": stage,
+            "lr": 1e-4,
+            "lr_decay_style": "constant",
             "compile": task.compile,
             **({} if task.precision == "fp32" else {task.precision: True}),
         }
@@ -150,7 +152,7 @@ def ours(task: Task, stage: int = 0) -> Step:
     def step(tokens: Tensor, targets: Tensor) -> None:
         loss = engine(tokens, targets, grad_scale=engine.backward_scale)
         engine.backward(loss)
-        engine.step(1e-4)
+        engine.step()
 
     return step
 

@@ -22,10 +22,14 @@ import torch
 import pretrain_gpt2
 from data.indexed import CorpusWriter
 from data.tokenizer import ByteLevelTokenizer
+from megatron import build
 from megatron.checkpoint.export import digest
 from megatron.checkpoint.reader import open_checkpoint
-from megatron.config import ModelConfig
+from megatron.config import ModelConfig, build_config
+from megatron.model import GPT2
 from megatron.signals import GRACEFUL
+from megatron.zero.engine import ZeroEngine
+from mpu.groups import Groups
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,6 +49,12 @@ def tiny_model(**changes: Any) -> ModelConfig:
                                     vocab_size=257,
                                     attention_dropout=0.0, hidden_dropout=0.0)
     return ModelConfig(**(settings | changes))
+
+
+def engine_of(model: GPT2, groups: Groups, *, accumulation: int = 1, **values: Any) -> ZeroEngine:
+    """The mechanism around a model; `values` are fields of any section of the configuration."""
+    batch = {"batch_size": 1, "global_batch_size": accumulation * groups.dp.size}
+    return build.engine(build_config({**batch, **values}), model, groups).core
 
 
 def write_corpus(prefix: Path, documents: int = 60, longest: int = 40) -> str:

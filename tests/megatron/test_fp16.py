@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,13 @@ import pytest
 import torch
 
 from megatron import exits
-from megatron.config import OptimConfig, PrecisionConfig, ZeroConfig
+from megatron.config import PrecisionConfig
 from megatron.errors import NumericsError
 from megatron.model import GPT2
 from megatron.zero.engine import OVERFLOWS_IN_A_ROW, ZeroEngine
 from mpu.groups import build
 from tests.distributed import run_ranks
+from tests.megatron import helpers
 from tests.megatron.helpers import NO_DROPOUT, TINY, steps, tiny_model, train, write_corpus
 
 FP16 = PrecisionConfig(fp16=True, initial_loss_scale=1024.0, hysteresis=2, loss_scale_window=3)
@@ -23,9 +25,7 @@ FP16 = PrecisionConfig(fp16=True, initial_loss_scale=1024.0, hysteresis=2, loss_
 
 def engine_of(precision: PrecisionConfig, tp: int = 1, accumulation: int = 1) -> ZeroEngine:
     groups = build(tp)
-    return ZeroEngine(GPT2(tiny_model(), groups.tp), groups, zero=ZeroConfig(), optim=OptimConfig(),
-                      precision=precision,
-                      accumulation=accumulation)
+    return helpers.engine_of(GPT2(tiny_model(), groups.tp), groups, accumulation=accumulation, **asdict(precision))
 
 
 def state_of(engine: ZeroEngine) -> dict[str, torch.Tensor]:
@@ -62,7 +62,7 @@ def step(engine: ZeroEngine, bad: float | None = None, only: str = "blocks.1.mlp
 def overflow_on_one_rank(rank: int, world: int, tp: int, culprit: int,
                          accumulation: int) -> list[tuple[bool, float, float]]:
     engine = engine_of(FP16, tp, accumulation)
-    engine.train()
+    engine.module.train()
     said = []
 
     def take(bad: bool) -> None:

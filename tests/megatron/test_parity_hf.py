@@ -10,13 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.config import ModelConfig, OptimConfig, PrecisionConfig, ZeroConfig
+from megatron.config import ModelConfig
 from megatron.model import GPT2
 from megatron.optim.adam import LARGEST_TILE, AdamW
+from megatron.optim.rule import Span
 from megatron.optim.schedule import build_schedule
 from megatron.zero.engine import ZeroEngine
 from mpu.groups import build
 from tests.distributed import run_ranks
+from tests.megatron import helpers
 from tests.megatron.helpers import tiny_model
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -86,9 +88,7 @@ def hf_loss(twin: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 def engine_of(model: GPT2, groups=None, accumulation: int = 1, **optim: float) -> ZeroEngine:
-    return ZeroEngine(model, groups or build(), zero=ZeroConfig(), optim=OptimConfig(**optim),
-                      precision=PrecisionConfig(),
-                      accumulation=accumulation)
+    return helpers.engine_of(model, groups or build(), accumulation=accumulation, **optim)
 
 
 def test_logits_at_every_position_equal_hf() -> None:
@@ -212,14 +212,15 @@ def test_fused_adamw_on_flat_spans_equals_torch_adamw(tile: int, dtype: torch.dt
     master = torch.randn(2500, generator=generator)
     twin = torch.nn.Parameter(master.clone())
     adam = torch.optim.AdamW([twin], lr=1.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, foreach=False)
-    rule = AdamW(0.9, 0.95, 1e-8, tile=tile)
+    rule, hyper = AdamW(tile), {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     states = {name: torch.zeros_like(master) for name in rule.states}
     for step in range(10):
         grad, factor, lr = torch.randn(2500, generator=generator).to(dtype), 0.5 ** (step % 3), 1e-3 * (step + 1)
         twin.grad = grad.float() * factor
         adam.param_groups[0]["lr"] = lr
         adam.step()
-        rule.step(master, grad.clone(), states, steps_taken=step, lr=lr, weight_decay=0.1, factor=factor)
+        span = Span(0, master, grad.clone(), states, [], 0, lambda sums: sums)
+        rule.step(span, {**hyper, "lr": lr}, factor=factor, steps_taken=step)
         # The fused kernel rounds in another place: a few ulps of weights up to 4.
         torch.testing.assert_close(master, twin.detach(), atol=2e-6, rtol=0)
     torch.testing.assert_close(states["exp_avg"], adam.state[twin]["exp_avg"], atol=1e-6, rtol=0)

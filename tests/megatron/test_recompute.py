@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from megatron import build, recompute
-from megatron.config import OptimConfig, PrecisionConfig, TrainConfig, ZeroConfig
+from megatron.config import TrainConfig
 from megatron.model import GPT2
-from megatron.zero.engine import ZeroEngine
 from mpu.groups import build as build_groups
 from mpu.random import capture_rng
 from tests.distributed import run_ranks
-from tests.megatron.helpers import tiny_model
+from tests.megatron.helpers import engine_of, tiny_model
 
 LAYERS = 5
 """Chunks of 2 and 3 leave a short last one."""
@@ -27,10 +26,8 @@ def gradients(rank: int, world: int, tp: int, chunk: int | None, precision: str,
     model = GPT2(tiny_model(num_layers=LAYERS, attention_dropout=0.1, hidden_dropout=0.1), groups.tp)
     if chunk is not None:
         model.run_blocks = recompute.in_chunks(chunk)
-    engine = ZeroEngine(model, groups, zero=ZeroConfig(), optim=OptimConfig(),
-                        precision=PrecisionConfig(bf16=precision == "bf16"),
-                        accumulation=accumulation)
-    engine.train()
+    engine = engine_of(model, groups, accumulation=accumulation, bf16=precision == "bf16")
+    model.train()
     calls = []
     for block in model.blocks:
         block.register_forward_pre_hook(lambda *_: calls.append(1))  # torch leaves the last block early

@@ -10,7 +10,7 @@ from megatron.build import engine as build_engine
 from megatron.build import model as build_model
 from megatron.zero.engine import ZeroEngine
 from mpu import groups
-from tests.distributed import run_ranks
+from tests.distributed import RankError, run_ranks
 
 # Bytes per parameter with 16-bit weights and gradients, fp32 master and two moments; n data parallel ranks.
 PAPER = {0: lambda n: 16.0, 1: lambda n: 4 + 12 / n, 2: lambda n: 2 + 14 / n, 3: lambda n: 16 / n}
@@ -32,9 +32,10 @@ def bytes_per_parameter(rank: int, world: int, stage: int) -> float:
     grid = groups.build(1)
     config = build_config({
         "num_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": 128,
-        "vocab_size": 1024, "attention_dropout": 0.0, "hidden_dropout": 0.0, "bf16": True, "zero_stage": stage})
+        "vocab_size": 1024, "attention_dropout": 0.0, "hidden_dropout": 0.0, "bf16": True, "zero_stage": stage,
+        "stage3_param_persistence_threshold": 0})
     model = build_model(config, grid, torch.device("cpu"))
-    engine = build_engine(config, model, grid)
+    engine = build_engine(config, model, grid).core
     rows = torch.randint(0, 1024, (1, 33))
     for _ in range(2):
         engine.backward(engine(rows[:, :-1], rows[:, 1:]))
@@ -52,30 +53,69 @@ def test_live_state_is_what_the_paper_says(stage: int, world: int) -> None:
         assert held == pytest.approx(PAPER[stage](world), rel=0.02)
 
 
-def most_units_at_once(rank: int, world: int, prefetch: int, recompute: bool) -> int:
-    """The most units of a stage 3 run whose parameters were whole at the same time, counted at every gather."""
+def most_live(rank: int, world: int, recompute: bool, settings: dict[str, int]) -> dict[str, object]:
+    """The most elements, and units, of a stage 3 run that were whole at the same time, counted from the buffers at
+    every gather; and how often anything was gathered in a step."""
     grid = groups.build(1)
     config = build_config({
         "num_layers": 6, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 16, "vocab_size": 61,
-        "zero_stage": 3, "stage3_prefetch_bucket_size": prefetch, "checkpoint_activations": recompute})
-    engine = build_engine(config, build_model(config, grid, torch.device("cpu")), grid)
+        "zero_stage": 3, "stage3_param_persistence_threshold": 0, "checkpoint_activations": recompute,
+        "checkpoint_num_layers": 3, **settings})
+    engine = build_engine(config, build_model(config, grid, torch.device("cpu")), grid).core
     counts = []
     for bucket in engine.buckets:
-        def gather(gather=bucket.gather) -> None:  # type: ignore[no-untyped-def]
-            gather()
-            counts.append(sum(other.is_here for other in engine.buckets))
+        def start(start=bucket._start_gather) -> None:  # type: ignore[no-untyped-def]
+            start()
+            whole = [other._whole.untyped_storage().nbytes() // 4 for other in engine.buckets]
+            counts.append((sum(whole), sum(map(bool, whole))))
 
-        bucket.gather = gather  # type: ignore[method-assign]
+        bucket._start_gather = start  # type: ignore[method-assign]
     rows = torch.randint(0, 61, (2, 17))
     for _ in range(2):
+        counts.clear()
         engine.backward(engine(rows[:, :-1], rows[:, 1:]))
         assert not any(bucket.is_here for bucket in engine.buckets), "something stays whole between passes"
         engine.step(1e-3)
-    return max(counts)
+    in_a_step = list(counts)
+    with torch.no_grad():
+        engine(rows[:, :-1])
+        assert not any(bucket.is_here for bucket in engine.buckets), "something stays whole after an evaluation"
+    root, block = engine.buckets[0].layout.numel, engine.buckets[1].layout.numel
+    return {"elements": max(live for live, _ in counts), "units": max(units for _, units in counts),
+            "gathers": len(in_a_step), "root": root, "block": block}
+
+
+BLOCKS = 6
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_stage_3_gathers_a_block_at_a_time_and_one_ahead(recompute: bool) -> None:
-    # The root (embeddings, final norm) stays for the whole pass.
-    assert run_ranks(most_units_at_once, 2, 0, recompute) == [2, 2]
-    assert run_ranks(most_units_at_once, 2, 50_000_000, recompute) == [3, 3]
+    # The root (embeddings, final norm) stays for the whole pass. A recomputed chunk of three blocks stays for its
+    # backward, as long as there is room.
+    for found in run_ranks(most_live, 2, recompute, {"stage3_prefetch_bucket_size": 0}):
+        assert found["units"] == (4 if recompute else 2)
+    for found in run_ranks(most_live, 2, recompute, {}):
+        assert found["units"] == (5 if recompute else 3)
+        assert found["gathers"] == 1 + 2 * BLOCKS - 1, "the last block stays from its forward to its backward"
+
+
+@pytest.mark.parametrize("recompute, least", [(False, 1), (True, 2)])
+def test_never_more_than_the_limit_is_gathered(recompute: bool, least: int) -> None:
+    """The least is the root and the block in use; where a chunk is recomputed for its last block, also that one."""
+    sizes = run_ranks(most_live, 2, False, {})[0]
+    reuse = {"stage3_max_reuse_distance": 10**9}  # whatever there is room for stays
+    for blocks in range(least, BLOCKS + 1):
+        limit = sizes["root"] + blocks * sizes["block"]
+        for found in run_ranks(most_live, 2, recompute, {"stage3_max_live_parameters": limit, **reuse}):
+            assert found["elements"] == limit
+    needed = sizes["root"] + least * sizes["block"]
+    with pytest.raises(RankError, match=f"raise it to {needed}"):
+        run_ranks(most_live, 2, recompute, {"stage3_max_live_parameters": needed - 1, **reuse})
+
+
+def test_blocks_stay_for_their_backward_within_the_reuse_distance() -> None:
+    sizes = run_ranks(most_live, 2, False, {})[0]
+    for kept in (1, 3, BLOCKS):
+        # Between the forward of block i and its backward, each later block is used twice.
+        found = run_ranks(most_live, 2, False, {"stage3_max_reuse_distance": 2 * (kept - 1) * sizes["block"]})[0]
+        assert found["gathers"] == 1 + 2 * BLOCKS - kept

@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron import zero
 from megatron.arguments import build_config
 from megatron.build import engine as build_engine
 from megatron.build import model as build_model
-from megatron.zero.engine import ZeroEngine
 from mpu import groups
 from tests.distributed import RankError, run_ranks
 
@@ -24,8 +24,9 @@ def train(rank: int, world: int, stage: int, accumulation: int, extra: dict[str,
         "num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 16, "vocab_size": 61,
         "attention_dropout": 0.0, "hidden_dropout": 0.0, "make_vocab_size_divisible_by": 8, "clip_grad": 0.5,
         "adam_eps": 1e-5,  # the gradient of a key bias is zero but for rounding, which a small epsilon would blow up
-        "batch_size": ROWS // dp.size // accumulation, "global_batch_size": ROWS, "zero_stage": stage, **extra})
-    engine = build_engine(config, build_model(config, grid, torch.device("cpu")), grid)
+        "batch_size": ROWS // dp.size // accumulation, "global_batch_size": ROWS, "zero_stage": stage,
+        "stage3_param_persistence_threshold": 0, **extra})
+    engine = build_engine(config, build_model(config, grid, torch.device("cpu")), grid).core
     generator = torch.Generator().manual_seed(3)
     history = []
     for _ in range(STEPS):
@@ -108,9 +109,9 @@ class Forgetful(torch.nn.Module):
 def step_forgetful(rank: int, world: int, stage: int, ignore: bool) -> float:
     config = build_config({"zero_stage": stage, "ignore_unused_parameters": ignore})
     model = Forgetful()
-    engine = ZeroEngine(model, groups.build(1), zero=config.zero, optim=config.optim, precision=config.precision)
+    engine = zero.initialize(model=model, config=config, mpu=groups.build(1))[0]
     engine.backward(engine(torch.ones(2, 3)))
-    return engine.step(0.1).grad_norm  # type: ignore[union-attr]
+    return engine.step().grad_norm  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -126,8 +127,8 @@ def reductions_during_backward(rank: int, world: int, stage: int) -> dict[str, b
     grid = groups.build(1)
     config = build_config({
         "num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 16, "vocab_size": 61,
-        "zero_stage": stage})
-    engine = build_engine(config, build_model(config, grid, torch.device("cpu")), grid)
+        "zero_stage": stage, "stage3_param_persistence_threshold": 0})
+    engine = build_engine(config, build_model(config, grid, torch.device("cpu")), grid).core
     seen: dict[str, bool] = {}
     for bucket in engine.buckets:
         def reduce(bucket=bucket, launch=bucket.reduce) -> None:  # type: ignore[no-untyped-def]

@@ -1,0 +1,71 @@
+"""Who holds a parameter's elements: nobody (it is an ordinary tensor), `zero.Init`, or an engine's bucket.
+
+The record of it is the one piece of state that is global here: `zero.GatheredParameters(params)` is given parameters
+and nothing else. An entry goes with its parameter.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from megatron.errors import ConfigError
+
+
+class Holder(Protocol):
+    """Something that keeps parameters split and can make them whole for a while."""
+
+    def shape_of(self, parameter: nn.Parameter) -> torch.Size: ...
+
+    def lend(self) -> None:
+        """Make the parameters whole; they may be edited."""
+
+    def take_back(self, editor: int | None) -> None:
+        """Split them again, with the edits of data parallel rank `editor`. None: there must be none."""
+
+
+_HOLDERS = WeakTensorKeyDictionary()
+
+
+def hold(parameter: nn.Parameter, holder: Holder) -> None:
+    _HOLDERS[parameter] = holder
+
+
+def holder_of(parameter: Tensor) -> Holder | None:
+    return cast("Holder | None", _HOLDERS.get(parameter))
+
+
+def shape_of(parameter: nn.Parameter) -> torch.Size:
+    """The shape of the whole parameter, wherever its elements are."""
+    holder = holder_of(parameter)
+    return parameter.shape if holder is None else holder.shape_of(parameter)
+
+
+_EXTERNAL = "zero_external_parameters"
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Say that the forward of `module` uses a parameter of another module. Before `zero.initialize`: the parameter then
+    is there whenever the model runs. (Sharing a Parameter object between modules needs no such call.)"""
+    if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
+        raise ConfigError(f"register_external_parameter takes a Module and a Parameter, not {type(module).__name__} "
+                          f"and {type(parameter).__name__}")
+    known: list[nn.Parameter] = module.__dict__.setdefault(_EXTERNAL, [])
+    if not any(parameter is other for other in known):
+        known.append(parameter)
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    known: list[nn.Parameter] = module.__dict__.get(_EXTERNAL, [])
+    if not any(parameter is other for other in known):
+        raise ConfigError(f"the parameter of shape {tuple(shape_of(parameter))} is not registered as an external one "
+                          f"of {type(module).__name__}")
+    module.__dict__[_EXTERNAL] = [other for other in known if other is not parameter]
+
+
+def external_parameters(module: nn.Module) -> list[nn.Parameter]:
+    found: Any = module.__dict__.get(_EXTERNAL, [])
+    return list(found)

@@ -1,0 +1,49 @@
+"""The optimizer as scripts know it: param groups for schedulers, the loss scale to look at. The engine takes the steps.
+
+Its `param_groups` are the engine's: setting `group["lr"]` there, as torch's and our schedulers do, changes learning
+rates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from megatron.errors import ConfigError
+from megatron.zero.engine import ZeroEngine
+
+
+class ZeroOptimizer(torch.optim.Optimizer):
+    """What `zero.initialize` returns beside the engine."""
+
+    def __init__(self, engine: ZeroEngine) -> None:
+        super().__init__([{"params": group["params"]} for group in engine.param_groups], {})
+        self.param_groups = engine.param_groups
+        self._engine = engine
+
+    @property
+    def cur_scale(self) -> float:
+        """The loss scale of the next backward."""
+        return self._engine.scaler.scale
+
+    loss_scale = cur_scale
+
+    @property
+    def overflow(self) -> bool:
+        """The last step was skipped because a gradient was not finite."""
+        report = self._engine.last_report
+        return report is not None and not report.applied
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._engine.zero_grad()
+
+    def step(self, closure: Callable[[], float] | None = None) -> NoReturn:
+        raise ConfigError("the engine steps the optimizer: call engine.step() instead of optimizer.step()")
+
+    def state_dict(self) -> dict[str, Any]:
+        raise ConfigError("optimizer state is split over ranks: engine.save_checkpoint() saves it")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise ConfigError("optimizer state is split over ranks: engine.load_checkpoint() loads it")

@@ -1,0 +1,74 @@
+"""A parameter that is split before any engine exists: what `zero.Init` makes of it.
+
+Each data parallel rank keeps an equal part of the flattened values of rank 0. The parameter itself is left with a
+placeholder of no elements, which fits no operation.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megatron.errors import ConfigError
+from megatron.zero.holders import hold, holder_of
+from mpu.collectives import all_gather_into, broadcast_into, wire_device
+from mpu.groups import Group
+
+
+class Parked:
+    """The holder of one parameter (see holders.py)."""
+
+    def __init__(self, parameter: nn.Parameter, dp: Group, dtype: torch.dtype | None,
+                 home: torch.device | None) -> None:
+        self._parameter, self._dp, self._shape = parameter, dp, parameter.shape
+        self._device = parameter.device if dp.is_solo else wire_device(dp)
+        self._home = home or parameter.device
+        self._part = torch.empty(-(-parameter.numel() // dp.size), dtype=dtype or parameter.dtype, device=self._home)
+        self._put_away(editor=0)
+        hold(parameter, self)
+
+    def shape_of(self, parameter: nn.Parameter) -> torch.Size:
+        return self._shape
+
+    def whole(self) -> Tensor:
+        """All elements, on every rank."""
+        part = self._part.to(self._device)
+        flat = part.new_empty(self._dp.size * part.numel())
+        all_gather_into(flat, part, self._dp).wait()
+        return flat[: self._shape.numel()].view(self._shape)
+
+    def lend(self) -> None:
+        if self._parameter.numel() != self._shape.numel():
+            self._parameter.data = self.whole()
+
+    def take_back(self, editor: int | None) -> None:
+        if editor is None and not torch.equal(self._own(self._parameter.detach()), self._part):
+            raise ConfigError(f"a parameter of shape {tuple(self._shape)} was edited inside GatheredParameters without "
+                              "modifier_rank: the edits would be lost; say which rank's edits count")
+        self._put_away(editor)
+
+    def _put_away(self, editor: int | None) -> None:
+        value = self._parameter.detach().to(self._device).contiguous()
+        if editor is not None:
+            broadcast_into(value, editor, self._dp).wait()
+            self._part = self._own(value)
+        self._parameter.data = value.new_empty(0)
+
+    def _own(self, value: Tensor) -> Tensor:
+        """This rank's part of the flattened values, padded with zeros."""
+        count = self._part.numel()
+        own = self._part.new_zeros(count)
+        mine = value.flatten()[self._dp.rank * count : (self._dp.rank + 1) * count]
+        own[: mine.numel()] = mine
+        return own
+
+
+def whole_value(parameter: nn.Parameter) -> Tensor:
+    """The values of a parameter that no engine holds yet. Collective where it is parked."""
+    holder = holder_of(parameter)
+    if holder is None:
+        return parameter.detach()
+    if isinstance(holder, Parked):
+        return holder.whole()
+    raise ConfigError(f"a parameter of shape {tuple(holder.shape_of(parameter))} belongs to another engine already: "
+                      "build one engine for a model, or destroy() the other first")

@@ -1,0 +1,40 @@
+"""In which order gradients are reduced: one fixed order, whatever order they arrive in, since ranks must agree on it.
+
+It is the order in which backward is expected to finish units: from the last to the first, the root at the end. At most
+`in_flight` reductions are under way where gradients are split, so that few whole gradients exist at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.zero.bucket import FlatBucket
+from megatron.zero.hooks import Unit
+
+
+class ReductionOrder:
+    def __init__(self, units: Sequence[Unit], in_flight: int | None) -> None:
+        backwards = [*reversed(units[1:]), units[0]]
+        self._order = [bucket for unit in backwards for bucket in unit.buckets if bucket.trainable]
+        self._in_flight = in_flight
+        self._next = 0
+        self._ready: set[int] = set()
+
+    def ready(self, bucket: FlatBucket) -> None:
+        """All gradients of the bucket have arrived; launch it, and what waited for it, as soon as its turn comes."""
+        self._ready.add(id(bucket))
+        while self._next < len(self._order) and id(self._order[self._next]) in self._ready:
+            self._launch()
+
+    def flush(self) -> None:
+        """Launch what is left: buckets with parameters that this backward did not reach."""
+        while self._next < len(self._order):
+            self._launch()
+        self._next = 0
+        self._ready.clear()
+
+    def _launch(self) -> None:
+        self._order[self._next].reduce()
+        if self._in_flight is not None and self._next >= self._in_flight:
+            self._order[self._next - self._in_flight].finish_reduce()
+        self._next += 1
