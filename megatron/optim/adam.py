@@ -1,17 +1,19 @@
 """AdamW over flat fp32 spans: torch's fused kernel, in tiles.
 
-A *span* is a contiguous part of a shard with one set of hyper-parameters. The kernel multiplies the gradient on its
-way in (unscaling, averaging and clipping are one factor), so the gradient is read once. 16-bit gradients are widened
-a tile at a time: the fp32 copy of the whole gradient never exists.
+The kernel multiplies the gradient on its way in (unscaling, averaging and clipping are one factor), so the gradient is
+read once. 16-bit gradients are widened a tile at a time: the fp32 copy of the whole gradient never exists.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim.adamw import adamw
+
+from megatron.optim.rule import Span
 
 LARGEST_TILE = 2**24
 """Elements widened at a time: 64 MB of fp32, large enough to keep a device busy."""
@@ -19,24 +21,28 @@ LARGEST_TILE = 2**24
 
 @dataclass(frozen=True)
 class AdamW:
-    """The constants of the rule; `states` names the moments it keeps beside each weight."""
-
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    states: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+    """Adam with decoupled weight decay."""
 
     tile: int = LARGEST_TILE
     """Elements updated at a time."""
 
-    def step(self, master: Tensor, grad: Tensor, states: dict[str, Tensor], *, steps_taken: int, lr: float,
-             weight_decay: float, factor: float) -> None:
-        """Update `master` (fp32, 1-D) in place by `factor` x `grad`, after `steps_taken` steps before this one."""
-        # The kernel divides by grad_scale and writes the quotient back into the gradient, which is spent afterwards.
-        divisor = None if factor == 1.0 else torch.full((), 1.0 / factor, device=master.device)
-        for start in range(0, master.numel(), self.tile):
+    states = ("exp_avg", "exp_avg_sq")
+    elementwise = True
+
+    def step(self, span: Span, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
+        # The kernel divides by grad_scale and writes the quotient back into the gradient.
+        divisor = None if factor == 1.0 else torch.full((), 1.0 / factor, device=span.master.device)
+        beta1, beta2 = hyper["betas"]
+        for start in range(0, span.master.numel(), self.tile):
             tile = slice(start, start + self.tile)
-            count = torch.full((), float(steps_taken), device=master.device)
-            adamw([master[tile]], [grad[tile].to(torch.float32)], [states["exp_avg"][tile]],
-                  [states["exp_avg_sq"][tile]], [], [count], fused=True, grad_scale=divisor, amsgrad=False,
-                  maximize=False, beta1=self.beta1, beta2=self.beta2, eps=self.eps, lr=lr, weight_decay=weight_decay)
+            count = torch.full((), float(steps_taken), device=span.master.device)
+            adamw([span.master[tile]], [span.grad[tile].to(torch.float32)], [span.states["exp_avg"][tile]],
+                  [span.states["exp_avg_sq"][tile]], [], [count], fused=True, grad_scale=divisor, amsgrad=False,
+                  maximize=False, beta1=beta1, beta2=beta2, eps=hyper["eps"], lr=hyper["lr"],
+                  weight_decay=hyper["weight_decay"])
+
+    def scalars(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, scalars: Mapping[str, Any]) -> None:
+        pass
