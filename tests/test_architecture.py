@@ -25,9 +25,10 @@ FLOORS: tuple[tuple[str, str], ...] = (
     ("0: arithmetic and records; no process group, argv or clock", """
         mpu.split
         data data.storage data.format data.sampling
-        megatron megatron.errors megatron.config megatron.loose_json megatron.ds_keys megatron.ds_config
+        megatron megatron.errors megatron.optim megatron.optim.names megatron.config megatron.loose_json
+        megatron.ds_keys megatron.ds_config
         megatron.zero.layout megatron.zero.policy
-        megatron.optim megatron.optim.schedule megatron.optim.loss_scale
+        megatron.optim.schedule megatron.optim.schedulers megatron.optim.loss_scale
     """),
     ("1: communication and storage", """
         mpu.groups mpu.facade mpu.collectives mpu.partition mpu.sinks mpu.regions mpu.layers mpu.cross_entropy
@@ -41,7 +42,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.model megatron.recompute
     """),
     ("3: the engine", """
-        megatron.optim.norm megatron.optim.adam
+        megatron.optim.norm megatron.optim.rule megatron.optim.adam megatron.optim.lion megatron.optim.lamb
+        megatron.optim.torch_rule megatron.optim.build
         megatron.zero.bucket megatron.zero.hooks megatron.zero.units megatron.zero.engine megatron.zero
     """),
     ("4: the application", """

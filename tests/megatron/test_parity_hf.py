@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from megatron.config import ModelConfig, OptimConfig, PrecisionConfig, ZeroConfig
 from megatron.model import GPT2
 from megatron.optim.adam import LARGEST_TILE, AdamW
+from megatron.optim.rule import Span
 from megatron.optim.schedule import build_schedule
 from megatron.zero.engine import ZeroEngine
 from mpu.groups import build
@@ -212,14 +213,15 @@ def test_fused_adamw_on_flat_spans_equals_torch_adamw(tile: int, dtype: torch.dt
     master = torch.randn(2500, generator=generator)
     twin = torch.nn.Parameter(master.clone())
     adam = torch.optim.AdamW([twin], lr=1.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, foreach=False)
-    rule = AdamW(0.9, 0.95, 1e-8, tile=tile)
+    rule, hyper = AdamW(tile=tile), {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     states = {name: torch.zeros_like(master) for name in rule.states}
     for step in range(10):
         grad, factor, lr = torch.randn(2500, generator=generator).to(dtype), 0.5 ** (step % 3), 1e-3 * (step + 1)
         twin.grad = grad.float() * factor
         adam.param_groups[0]["lr"] = lr
         adam.step()
-        rule.step(master, grad.clone(), states, steps_taken=step, lr=lr, weight_decay=0.1, factor=factor)
+        span = Span(0, master, grad.clone(), states, (), 1, lambda sums: sums)
+        rule.step(span, {**hyper, "lr": lr}, steps_taken=step, factor=factor)
         # The fused kernel rounds in another place: a few ulps of weights up to 4.
         torch.testing.assert_close(master, twin.detach(), atol=2e-6, rtol=0)
     torch.testing.assert_close(states["exp_avg"], adam.state[twin]["exp_avg"], atol=1e-6, rtol=0)
