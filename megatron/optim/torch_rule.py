@@ -90,7 +90,7 @@ class TorchRule:
     def _after(self, span: Span, state: State, steps_taken: int) -> None:
         known = self._numbers.get(span.group, {})
         numbers = self._numbers_of(state)
-        if numbers and steps_taken + 1 not in known:
+        if numbers and steps_taken + 1 not in known:  # once a step is enough: reading waits for the device
             self._numbers[span.group] = {steps: known[steps] for steps in known if steps == steps_taken}
             self._numbers[span.group][steps_taken + 1] = {name: _number(value) for name, value in numbers.items()}
             self._kinds[span.group, span.master.device] = numbers
@@ -99,13 +99,15 @@ class TorchRule:
         return {name: value for name, value in state.items() if name not in self.states and value is not None}
 
     def scalars(self) -> dict[str, Any]:
-        """Group -> steps and numbers, for the groups this rank has spans of: the whole is the union over ranks."""
-        newest = {group: max(known) for group, known in self._numbers.items()}
-        return {str(group): {"steps": steps, "numbers": self._numbers[group][steps]}
-                for group, steps in newest.items()}
+        """Numbers by "GROUP/STEPS", for the groups that this rank has spans of. The whole is the union over ranks:
+        what an idle rank still remembers stands under a smaller number of steps, and does no harm."""
+        return {f"{group}/{max(known)}": known[max(known)] for group, known in self._numbers.items()}
 
     def restore(self, scalars: Mapping[str, Any]) -> None:
-        self._numbers = {int(group): {saved["steps"]: dict(saved["numbers"])} for group, saved in scalars.items()}
+        self._numbers = {}
+        for key, numbers in scalars.items():
+            group, steps = map(int, key.split("/"))
+            self._numbers.setdefault(group, {})[steps] = dict(numbers)
 
 
 def _has_extras(optimizer: Optimizer) -> bool:
@@ -203,7 +205,7 @@ def _in_two(rule: TorchRule, hyper: Mapping[str, Any]) -> State:
             span = Span(0, flats[""][half], grad.view(-1)[half], {name: flats[name][half] for name in rule.states},
                         (), 1, lambda sums: sums)
             rule.step(span, hyper, factor=1.0, steps_taken=steps_taken)
-    return {**flats, **rule.scalars().get("0", {"numbers": {}})["numbers"]}
+    return {**flats, **rule.scalars().get(f"0/{TRIAL_STEPS}", {})}
 
 
 def _same(flat: State, whole: State) -> bool:

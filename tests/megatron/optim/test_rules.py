@@ -178,9 +178,24 @@ def test_groups_have_their_own_numbers_and_all_their_states_are_kept() -> None:
         for group, hyper in enumerate(hypers):
             span = Span(group, weights(), grad.clone(), {"ax": torch.zeros(SIZE)}, (), 1, lambda sums: sums)
             rule.step(span, hyper, factor=1.0, steps_taken=step)
-    assert rule.scalars()["0"]["numbers"]["mu"] == pytest.approx(1 / 17) and rule.scalars()["1"]["numbers"]["mu"] == 1
+    assert rule.scalars()["0/20"]["mu"] == pytest.approx(1 / 17) and rule.scalars()["1/20"]["mu"] == 1
     mixed = torch.optim.SGD([{"params": parameters[0]}, {"params": parameters[1], "momentum": 0.9}], lr=0.1)
     assert from_torch(mixed).states == ("momentum_buffer",)
+
+
+def test_the_numbers_of_all_ranks_are_the_union_whatever_an_idle_rank_remembers() -> None:
+    optimizer, hyper = made("NAdam")
+    busy, idle = from_torch(optimizer), from_torch(optimizer)
+    states = {name: torch.zeros(SIZE) for name in busy.states}
+    for step, (grad, _) in enumerate(grads()):
+        for rule in (busy, idle) if step < 3 else (busy,):
+            rule.step(next(spans_of(weights(), grad, states, ())), hyper, factor=1.0, steps_taken=step)
+    for union in ({**busy.scalars(), **idle.scalars()}, {**idle.scalars(), **busy.scalars()}):
+        fresh = from_torch(optimizer)
+        fresh.restore(json.loads(json.dumps(union)))
+        for rule in (busy, fresh):
+            rule.step(next(spans_of(weights(), weights(), states, ())), hyper, factor=1.0, steps_taken=STEPS)
+        assert fresh.scalars()["0/21"] == busy.scalars()["0/21"]
 
 
 def test_a_checkpoint_without_the_numbers_is_refused() -> None:
@@ -360,6 +375,13 @@ def test_adam_without_adam_w_mode_adds_the_decay_to_the_gradient() -> None:
     expected = torch_run(torch.optim.Adam, {"weight_decay": 0.5, "betas": (0.9, 0.99)})
     # The fused kernel rounds in another place.
     torch.testing.assert_close(flat_run(rule, hyper)[""], expected[""], atol=2e-6, rtol=0)
+
+
+def test_amsgrad_is_torchs_with_and_without_adam_w_mode() -> None:
+    for mode, cls in ((True, torch.optim.AdamW), (False, torch.optim.Adam)):
+        optim = OptimConfig(adam_w_mode=mode, optimizer_params=("amsgrad=true",), weight_decay=0.5)
+        assert_equal(flat_run(*build_rule(optim, LARGEST_TILE)),
+                     torch_run(cls, {"amsgrad": True, "weight_decay": 0.5, "fused": True}))
 
 
 def test_parameters_given_as_text_reach_the_optimizer() -> None:
