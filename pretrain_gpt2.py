@@ -45,7 +45,8 @@ def main() -> int:
         speaks = groups.world.rank == 0
         log = closing.enter_context(
             MetricsLog(config.log, config.train.train_iters, state.iteration, writes=speaks))
-        notes = (*config.notes, *zero_notes(config.zero, precision=config.precision.name, on_cuda=device.type == "cuda"), *datasets.notes, *checkpoints.notes)
+        idle = zero_notes(config.zero, precision=config.precision.name, on_cuda=device.type == "cuda")
+        notes = (*config.notes, *idle, *datasets.notes, *checkpoints.notes)
         for line in (build.summary(config, groups, device), *notes):
             log.say(line)
         trainer = Trainer(config, engine, build.batch_rule(config, groups, tokenizer), device, log,

@@ -74,7 +74,8 @@ def _add_flag(group: argparse._ArgumentGroup, item: Field[Any], hint: Any) -> No
     elif typing.get_origin(kind) is Literal:
         group.add_argument(*names, dest=item.name, choices=typing.get_args(kind), help=help_text)
     elif typing.get_origin(kind) is tuple:
-        group.add_argument(*names, dest=item.name, nargs="+", action=_TupleAction, help=help_text, metavar="PATH")
+        group.add_argument(*names, dest=item.name, nargs="+", action=_TupleAction, help=help_text,
+                           metavar=item.metadata["metavar"])
     else:
         convert = _integer if kind is int else kind
         group.add_argument(*names, dest=item.name, type=convert, help=help_text, metavar=kind.__name__.upper())

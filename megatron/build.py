@@ -131,7 +131,8 @@ def param_groups(model: GPT2, weight_decay: float) -> list[ParamGroup]:
 def schedule(config: Config) -> Schedule:
     section = config.schedule
     return build_schedule(style=section.lr_decay_style, lr=section.lr, min_lr=section.min_lr, warmup=section.warmup,
-                          decay_iters=section.lr_decay_iters or max(1, config.train.train_iters))
+                          decay_iters=section.lr_decay_iters or max(1, config.train.train_iters),
+                          warmup_type=section.warmup_type)
 
 
 def batch_rule(config: Config, groups: Groups, tokenizer: Tokenizer) -> BatchRule:

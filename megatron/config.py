@@ -8,17 +8,19 @@ file.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from megatron.errors import ConfigError
+from megatron.optim.names import OPTIMIZERS, Name, own_parameter
 
 
-def flag(default: Any, help: str, *aliases: str) -> Any:
-    """A field that is also a flag; `aliases` are further spellings of it."""
-    return field(default=default, metadata={"help": help, "aliases": aliases})
+def flag(default: Any, help: str, *aliases: str, metavar: str = "PATH") -> Any:
+    """A field that is also a flag; `aliases` are further spellings of it, `metavar` is what a list is a list of."""
+    return field(default=default, metadata={"help": help, "aliases": aliases, "metavar": metavar})
 
 
 def require(condition: bool, message: str) -> None:
@@ -140,23 +142,55 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """AdamW; matrices and embeddings decay, biases and LayerNorms do not."""
+    """The optimizer; matrices and embeddings decay, biases and LayerNorms do not."""
 
-    weight_decay: float = flag(0.01, "decoupled weight decay")
-    adam_beta1: float = flag(0.9, "Adam's first moment")
-    adam_beta2: float = flag(0.999, "Adam's second moment")
-    adam_eps: float = flag(1e-8, "Adam's epsilon")
+    optimizer: Name = flag("adam", "adam and adamw are both AdamW")
+    weight_decay: float = flag(0.01, "weight decay; decoupled from the gradient in adam, adamw and lion")
+    adam_beta1: float = flag(0.9, "first moment of adam, adamw, lamb, nadam, radam and adamax")
+    adam_beta2: float = flag(0.999, "second moment of the same")
+    adam_eps: float = flag(1e-8, "epsilon of the same")
+    adam_w_mode: bool = flag(True, "adam: decoupled weight decay (no: added to the gradient)")
+    sgd_momentum: float = flag(0.9, "momentum of sgd")
+    optimizer_params: tuple[str, ...] = flag(
+        (), "further parameters of the optimizer, such as nesterov=true", metavar="NAME=VALUE")
     clip_grad: float = flag(1.0, "largest global gradient norm; 0 switches clipping off")
 
     def __post_init__(self) -> None:
         _require_range(self, "weight_decay clip_grad", 0)
-        _require_range(self, "adam_beta1 adam_beta2", 0, 0.9999999)
+        _require_range(self, "adam_beta1 adam_beta2 sgd_momentum", 0, 0.9999999)
         _require_range(self, "adam_eps", 0, open_low=True)
+        require(self.optimizer in OPTIMIZERS, f"--optimizer is {self.optimizer}: expected {', '.join(OPTIMIZERS)}")
+        require(self.adam_w_mode or self.optimizer != "adamw",
+                "--no-adam-w-mode contradicts --optimizer adamw: give --optimizer adam")
+        self._own_parameters()
+
+    def hyper_parameters(self) -> dict[str, Any]:
+        """What the optimizer takes, by the names of torch.optim, but for the learning rate."""
+        takes = OPTIMIZERS[self.optimizer]
+        named = {name: tuple(getattr(self, field) for field in fields.split()) for name, fields in takes.fields.items()}
+        hyper = {name: values if len(values) > 1 else values[0] for name, values in named.items()}
+        hyper |= {"weight_decay": self.weight_decay} if takes.decays else {}
+        hyper.pop("adam_w_mode", None)  # says which Adam it is
+        return {**hyper, **takes.own, **self._own_parameters()}
+
+    def _own_parameters(self) -> dict[str, Any]:
+        """`optimizer_params`, read and checked."""
+        found: dict[str, Any] = {}
+        for text in self.optimizer_params:
+            name, equals, value = text.partition("=")
+            require(bool(equals), f"--optimizer-params {text}: expected NAME=VALUE")
+            require(name not in found, f"--optimizer-params {name} is given twice; leave one of them out")
+            try:
+                found[name] = own_parameter(self.optimizer, name, json.loads(value))
+            except ValueError as error:
+                reason = f"{value} is no number, true or false" if isinstance(error, json.JSONDecodeError) else error
+                raise ConfigError(f"--optimizer-params {text}: {reason}") from None
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """Learning rate as a function of the step: warm up linearly, then decay until --lr-decay-iters."""
+    """Learning rate as a function of the step: warm up, then decay until --lr-decay-iters."""
 
     lr: float = flag(1.5e-4, "peak learning rate")
     min_lr: float = flag(0.0, "learning rate at the end of the decay")
@@ -165,6 +199,7 @@ class ScheduleConfig:
     )
     lr_decay_iters: int | None = flag(None, "step at which --min-lr is reached (default: --train-iters)")
     warmup: float = flag(0.01, "share of --lr-decay-iters spent warming up")
+    warmup_type: Literal["linear", "log"] = flag("linear", "shape of the warm-up; log is fast at first")
     override_lr_scheduler: bool = flag(False, "on resume, these flags win over the checkpoint's schedule")
     use_checkpoint_lr_scheduler: bool = flag(False, "on resume, the checkpoint's schedule wins over these flags",
                                              "use-checkpoint-opt-param-scheduler")

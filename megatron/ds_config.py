@@ -13,6 +13,7 @@ Not here: the table, the grammar of the file (loose_json.py), ranges of fields (
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import os
 import re
@@ -21,14 +22,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron.config import (Config, ScheduleConfig, TrainConfig, build_config, data_parallel_size, flag_name,
-                             require)
-from megatron.ds_keys import AUTO, SECTIONS, TABLE, Absent, Key, Kind, NoEffect, Old, Only, shown
+from megatron.config import (Config, OptimConfig, ScheduleConfig, TrainConfig, build_config, data_parallel_size,
+                             flag_name, require)
+from megatron.ds_keys import (AUTO, OPTIMIZER_TYPES, SECTIONS, TABLE, Absent, Key, Kind, NoEffect, Old, Only,
+                              shown)
 from megatron.errors import ConfigError
 from megatron.loose_json import Pairs, parse
+from megatron.optim.names import OPTIMIZERS
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 BATCH_FIELDS = {"train_batch_size": "global_batch_size", "train_micro_batch_size_per_gpu": "batch_size"}
+PARAMS = "optimizer.params."
+OF_NO_TYPE = ("max_grad_norm", "fp32_optimizer_states", "torch_adam")
+"""Optimizer parameters that are read alike whatever the type."""
 WARMUP_STEPS, TOTAL_STEPS = "scheduler.params.warmup_num_steps", "scheduler.params.total_num_steps"
 WARMUP_TYPE, COSINE_FLOOR = "scheduler.params.warmup_type", "scheduler.params.cos_min_ratio"
 FOREIGN = {"WarmupLR": (TOTAL_STEPS, COSINE_FLOOR), "WarmupDecayLR": (COSINE_FLOOR,),
@@ -173,7 +179,9 @@ class _Reader:
         try:
             return kind.convert(value)
         except ValueError:
-            self._refuse(path, value, f"expected {kind.expected}")
+            near = difflib.get_close_matches(value, kind.words, n=1, cutoff=0.5) if isinstance(value, str) else []
+            hint = f'; did you mean "{near[0]}"?' if near else ""
+            self._refuse(path, value, f"expected {kind.expected}{hint}")
 
     def _refuse(self, path: str, value: Any, why: str) -> NoReturn:
         raise ConfigError(f"{self.name}: {path} is {shown(value)}: {why}")
@@ -211,9 +219,11 @@ class JsonConfig:
     notices: tuple[str, ...]
 
     def check(self) -> None:
-        """What is wrong whatever the flags say: two keys that set one field differently, a scheduler's own keys."""
+        """What is wrong whatever the flags say: keys that set one field differently, or stand beside the wrong type."""
         list(self._simple())
         self._scheduler()
+        if "optimizer.type" in self.keys:
+            list(self._optimizer({}))
 
     # ---- fields --------------------------------------------------------------------------------------------------
 
@@ -233,7 +243,11 @@ class JsonConfig:
     def fields(self, flags: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
         """(field, value, path of the key) of everything but the batch sizes."""
         yield from self._simple()
+        yield from self._optimizer(flags)
         yield from self._scheduler()
+        warms_up = "scheduler.type" in self.keys and self.keys.get(WARMUP_STEPS) != 0
+        if warms_up and "warmup_type" not in flags and not self._given(WARMUP_TYPE):
+            yield "warmup_type", "log", "scheduler.type"  # as in DeepSpeed
         if self.keys.get("scheduler.type") == "WarmupCosineLR":  # its floor is a share of a peak that a flag may give
             peak = flags.get("lr", self.keys.get("optimizer.params.lr", ScheduleConfig.lr))
             floor = peak * self.keys.get(COSINE_FLOOR, DEEPSPEED_COSINE_FLOOR)
@@ -260,6 +274,34 @@ class JsonConfig:
                         f"{self.told(path, '')} {shown(self.raw[path])} disagree on {flag_name(name)}; leave one out")
                 yield name, part, path
 
+    def _optimizer(self, flags: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+        """The parameters whose field depends on the optimizer, which a flag may name where the file does not."""
+        named = self.keys.get("optimizer.type")
+        optimizer = OPTIMIZER_TYPES[named] if named else flags.get("optimizer", OptimConfig.optimizer)
+        takes, own = OPTIMIZERS[optimizer], {}
+        for path in (*self.keys, *self.autos):
+            name: str = path.removeprefix(PARAMS)
+            value: Any = self.keys.get(path)
+            if not path.startswith(PARAMS) or name in OF_NO_TYPE:
+                continue
+            if name == "bias_correction" and optimizer in ("adam", "adamw") and value is not False:
+                continue  # Adam's moments are always corrected
+            require(name in takes.parameters, f"{self.name}: {path} is no parameter of {named or optimizer}, which "
+                    f"takes {', '.join(takes.parameters)}; leave it out")
+            if path in self.autos:
+                continue
+            parts = takes.fields.get(name, "").split()
+            yield from zip(parts, value if len(parts) > 1 else [value], [path, path])
+            if name in takes.own:
+                own[path] = f"{name}={json.dumps(value)}"
+        if own:
+            yield "optimizer_params", tuple(own.values()), next(iter(own))
+        if named and optimizer == "sgd" and "sgd_momentum" not in flags and not self._given(PARAMS + "momentum"):
+            yield "sgd_momentum", 0.0, "optimizer.type"  # as in DeepSpeed; the flag's default is Megatron's
+
+    def _given(self, path: str) -> bool:
+        return path in self.keys or path in self.autos
+
     def _scheduler(self) -> list[tuple[str, Any, str]]:
         kind = self.keys.get("scheduler.type")
         given = [path for path in (*self.keys, *self.autos) if path.startswith("scheduler.params.")]
@@ -271,9 +313,6 @@ class JsonConfig:
         total, warmup = self.keys.get(TOTAL_STEPS), self.keys.get(WARMUP_STEPS, DEEPSPEED_WARMUP_STEPS)
         if kind == "WarmupLR":
             total = max(1, warmup)  # a constant rate has no end; the warm-up is a share of this
-        require(warmup == 0 or WARMUP_TYPE in given,
-                f'{self.name}: {WARMUP_TYPE} is missing, and DeepSpeed\'s default, "log", is not supported; '
-                'give "linear"')
         if total is None:
             raise ConfigError(f"{self.name}: {kind} needs {TOTAL_STEPS}")
         require(warmup <= total, f"{self.name}: {WARMUP_STEPS} {warmup} is above {TOTAL_STEPS} {total}")

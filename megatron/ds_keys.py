@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.optim.names import OPTIMIZERS
+
 AUTO = "auto"
 
 
@@ -30,6 +32,8 @@ class Kind:
 
     expected: str
     convert: Callable[[Any], Any]
+    words: tuple[str, ...] = ()
+    """The texts it can be, where it is one of a few."""
 
 
 def _boolean(value: Any) -> bool:
@@ -86,7 +90,7 @@ def choice(*words: str) -> Kind:
             raise ValueError
         return known[value.lower()]
 
-    return Kind(" or ".join(f'"{word}"' for word in words), convert)
+    return Kind(" or ".join(f'"{word}"' for word in words), convert, words)
 
 
 BOOLEAN = Kind("true or false", _boolean)
@@ -156,10 +160,20 @@ def shown(value: Any) -> str:
 
 # ---- the table ---------------------------------------------------------------------------------------------------
 
-_OPTIMIZERS = dict.fromkeys(
-    ("sgd", "lamb", "fusedlamb", "lion", "adagrad", "rmsprop", "adamax", "nadam", "radam", "muon", "muadam", "muadamw",
-     "musgd"), "the optimizer of this trainer is AdamW",
-) | dict.fromkeys(("onebitadam", "zerooneadam", "onebitlamb"), "gradients are not compressed here; use Adam")
+OPTIMIZER_TYPES = {
+    "Adam": "adam", "AdamW": "adamw", "FusedAdam": "adam", "DeepSpeed_Adam": "adam", "DeepSpeedCPUAdam": "adam",
+    "SGD": "sgd", "Lamb": "lamb", "FusedLamb": "lamb", "Lion": "lion", "FusedLion": "lion", "DeepSpeedCPULion": "lion",
+    "Adagrad": "adagrad", "DeepSpeedCPUAdagrad": "adagrad", "RMSprop": "rmsprop", "NAdam": "nadam", "RAdam": "radam",
+    "Adamax": "adamax", "Adadelta": "adadelta", "ASGD": "asgd", "Rprop": "rprop",
+}
+"""optimizer.type -> --optimizer"""
+_WHOLE_MATRICES = "it works on whole matrices, and ranks hold parts of flat ones"
+_REFUSED_OPTIMIZERS = {
+    **dict.fromkeys(("onebitadam", "zerooneadam", "onebitlamb"), "gradients are not compressed here; use Adam or Lamb"),
+    **dict.fromkeys(("muadam", "muadamw", "musgd"), "learning rates do not depend on a layer's width"),
+    **dict.fromkeys(("muon", "adafactor"), _WHOLE_MATRICES),
+    "lbfgs": "it evaluates the loss several times a step", "sparseadam": "gradients are dense here; use Adam",
+}
 _SCHEDULERS = {
     "lrrangetest": "a range test is no schedule to train with; try values of --lr",
     "onecycle": "there is no cyclic schedule, and momentum is constant; use WarmupDecayLR or WarmupCosineLR",
@@ -208,8 +222,8 @@ _TOP: dict[str, Row] = {
     "dataloader_drop_last": Only((False,), "the stream of samples has no last batch: it goes on with the next epoch"),
     "graph_harvesting": Only((False,), "kernels are not captured in graphs; --compile fuses them"),
     "vocabulary_size": Only((None,), "the vocabulary is the tokenizer's, or --vocab-size"),
-    "zero_allow_untested_optimizer": NoEffect(BOOLEAN, False, "the optimizer is AdamW, which is tested"),
-    "zero_force_ds_cpu_optimizer": NoEffect(BOOLEAN, True, "there is one Adam, on every device"),
+    "zero_allow_untested_optimizer": NoEffect(BOOLEAN, False, "whatever is accepted as optimizer is tested"),
+    "zero_force_ds_cpu_optimizer": NoEffect(BOOLEAN, True, "the same optimizer runs on every device"),
     "wall_clock_breakdown": NoEffect(BOOLEAN, False, "each step's time is in the console line and --metrics-file"),
     "memory_breakdown": NoEffect(BOOLEAN, False, "each step's peak memory is in --metrics-file"),
     "dump_state": NoEffect(BOOLEAN, False, "the resolved configuration is always printed"),
@@ -234,19 +248,18 @@ _PRECISION: dict[str, Row] = {
     "bfloat16.enabled": Old(("bf16.enabled",), BOOLEAN),
 }
 
+_KINDS: dict[type, Kind] = {bool: BOOLEAN, float: NUMBER, tuple: PAIR}
 _OPTIMIZER: dict[str, Row] = {
-    "optimizer.type": Key(choice("Adam", "AdamW", "FusedAdam", "DeepSpeed_Adam", "DeepSpeedCPUAdam"),
-                          refused=_OPTIMIZERS),
+    "optimizer.type": Key(choice(*OPTIMIZER_TYPES), "optimizer", lambda given: OPTIMIZER_TYPES[given],
+                          refused=_REFUSED_OPTIMIZERS),
     "optimizer.legacy_fusion": NoEffect(BOOLEAN, False, _PURE_SPEED),
     "optimizer.params.lr": Key(NUMBER, "lr"),
-    "optimizer.params.betas": Key(PAIR, "adam_beta1 adam_beta2"),
-    "optimizer.params.eps": Key(NUMBER, "adam_eps"),
     "optimizer.params.weight_decay": Key(NUMBER, "weight_decay"),
-    "optimizer.params.adam_w_mode": Only((True,), "weight decay is decoupled from the gradient (AdamW)"),
-    "optimizer.params.bias_correction": Only((True,), "Adam's moments are always corrected"),
-    "optimizer.params.amsgrad": Only((False,), "the optimizer keeps two moments, and no maximum"),
+    "optimizer.params.adam_w_mode": Key(BOOLEAN),
+    **{f"optimizer.params.{name}": Key(_KINDS[type(default)])  # fields depend on the type
+       for takes in OPTIMIZERS.values() for name, default in takes.own.items()},
     "optimizer.params.fp32_optimizer_states": Only((True,), _16BIT_STATE),
-    "optimizer.params.torch_adam": NoEffect(BOOLEAN, False, "there is one Adam, on every device"),
+    "optimizer.params.torch_adam": NoEffect(BOOLEAN, False, "the same optimizer runs on every device"),
     "optimizer.params.max_grad_norm": Old(("gradient_clipping",), NUMBER),
 }
 
@@ -256,7 +269,7 @@ _SCHEDULER: dict[str, Row] = {
     "scheduler.params.warmup_min_lr": Only((0,), "the warm-up starts from 0"),
     "scheduler.params.warmup_min_ratio": Only((0,), "the warm-up starts from 0"),
     "scheduler.params.warmup_num_steps": Key(COUNT_0),
-    "scheduler.params.warmup_type": Key(choice("linear"), refused={"log": "the warm-up is linear"}),
+    "scheduler.params.warmup_type": Key(choice("linear", "log"), "warmup_type"),
     "scheduler.params.total_num_steps": Key(COUNT, nullable=True),
     "scheduler.params.cos_min_ratio": Key(SHARE),
     "scheduler.params.last_batch_iteration": Only((-1,), "the step is the checkpoint's"),

@@ -25,9 +25,10 @@ FLOORS: tuple[tuple[str, str], ...] = (
     ("0: arithmetic and records; no process group, argv or clock", """
         mpu.split
         data data.storage data.format data.sampling
-        megatron megatron.errors megatron.config megatron.loose_json megatron.ds_keys megatron.ds_config
+        megatron megatron.errors megatron.optim megatron.optim.names megatron.config megatron.loose_json
+        megatron.ds_keys megatron.ds_config
         megatron.zero.layout megatron.zero.policy
-        megatron.optim megatron.optim.schedule megatron.optim.loss_scale
+        megatron.optim.schedule megatron.optim.schedulers megatron.optim.loss_scale
     """),
     ("1: communication and storage", """
         mpu.groups mpu.facade mpu.collectives mpu.partition mpu.sinks mpu.regions mpu.layers mpu.cross_entropy
@@ -41,8 +42,11 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.model megatron.recompute
     """),
     ("3: the engine", """
-        megatron.optim.norm megatron.optim.adam
-        megatron.zero.bucket megatron.zero.hooks megatron.zero.units megatron.zero.engine megatron.zero
+        megatron.optim.norm megatron.optim.rule megatron.optim.adam megatron.optim.lion megatron.optim.lamb
+        megatron.optim.torch_rule megatron.optim.build
+        megatron.zero.holders megatron.zero.parked megatron.zero.tiling
+        megatron.zero.bucket megatron.zero.hooks megatron.zero.units megatron.zero.residency megatron.zero.reductions
+        megatron.zero.engine megatron.zero.optimizer megatron.zero.init
     """),
     ("4: the application", """
         megatron.signals megatron.allocator
@@ -51,6 +55,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.checkpoint.tags megatron.checkpoint.tensorfile megatron.checkpoint.state megatron.checkpoint.agree
         megatron.checkpoint.piece megatron.checkpoint.commit megatron.checkpoint.writer megatron.checkpoint.reader
         megatron.checkpoint.export megatron.checkpoint.lock
+        megatron.zero.saved megatron.zero.facade megatron.zero.api megatron.zero
         megatron.flops megatron.batches megatron.evaluate megatron.metrics megatron.generate megatron.build
         megatron.training megatron.resume
     """),
@@ -66,7 +71,7 @@ PLACES = {module: (floor, place)
 TYPES_OF_DISTRIBUTED = {"ProcessGroup", "Work", "Store"}
 QUERIES_OF_DISTRIBUTED = {"is_available", "is_initialized", "get_rank", "get_world_size", "get_backend", "group"}
 NAMES_OF_DISTRIBUTED = {
-    "mpu.groups": QUERIES_OF_DISTRIBUTED | {"new_group"},
+    "mpu.groups": QUERIES_OF_DISTRIBUTED | {"new_group", "get_process_group_ranks"},
     "mpu.facade": QUERIES_OF_DISTRIBUTED,
     "megatron.distributed": QUERIES_OF_DISTRIBUTED | {
         "init_process_group", "destroy_process_group", "FileStore", "TCPStore", "PrefixStore"},

@@ -26,6 +26,7 @@ class AdamW:
     tile: int = LARGEST_TILE
     """Elements updated at a time."""
 
+    name = "AdamW"
     states = ("exp_avg", "exp_avg_sq")
     elementwise = True
 

@@ -48,6 +48,10 @@ class Rule(Protocol):
     """`states` names the tensors kept beside each weight."""
 
     @property
+    def name(self) -> str:
+        """What kind of optimizer this is; states of one kind mean nothing to another."""
+
+    @property
     def states(self) -> tuple[str, ...]: ...
 
     @property

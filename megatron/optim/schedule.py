@@ -1,6 +1,7 @@
 """Learning rate as a pure function of the step: no state, so resuming needs only the step number.
 
 `step` counts completed optimizer steps; step 0 already trains (with 1/warmup of the peak), so no step is wasted.
+schedulers.py has DeepSpeed's classes over the same arithmetic.
 """
 
 from __future__ import annotations
@@ -15,23 +16,32 @@ FLOOR_OF_EXPONENTIAL = 0.01
 
 @dataclass(frozen=True)
 class Schedule:
-    """Warm up linearly over `warmup_steps`, then decay from `peak` to `floor` until `decay_steps`, then stay."""
+    """Warm up over `warmup_steps`, then decay from `peak` to `floor` until `decay_steps`, then stay."""
 
     style: str
     peak: float
     floor: float
     warmup_steps: int
     decay_steps: int
+    warmup_type: str = "linear"
 
     def __call__(self, step: int) -> float:
         if step < self.warmup_steps:
-            return self.peak * (step + 1) / self.warmup_steps
+            return self.peak * warmup_share(self.warmup_type, step + 1, self.warmup_steps)
         return SHAPES[self.style](self, step)
 
     def progress(self, step: int) -> float:
         """0 at the end of the warm-up, 1 from `decay_steps` on."""
         span = max(1, self.decay_steps - self.warmup_steps)
         return min(1.0, (step - self.warmup_steps) / span)
+
+
+def warmup_share(kind: str, step: int, steps: int) -> float:
+    """The share of the peak after `step` of `steps` steps of warming up; the logarithmic one is there one step early,
+    as in DeepSpeed."""
+    if kind == "linear":
+        return step / steps
+    return min(1.0, math.log(step + 1) / math.log(max(2, steps)))
 
 
 def _constant(s: Schedule, step: int) -> float:
@@ -62,6 +72,7 @@ SHAPES: dict[str, Callable[[Schedule, int], float]] = {
 }
 
 
-def build_schedule(*, style: str, lr: float, min_lr: float, warmup: float, decay_iters: int) -> Schedule:
+def build_schedule(*, style: str, lr: float, min_lr: float, warmup: float, decay_iters: int,
+                   warmup_type: str = "linear") -> Schedule:
     """`warmup` is a share of `decay_iters`."""
-    return Schedule(style, lr, min_lr, int(warmup * decay_iters), decay_iters)
+    return Schedule(style, lr, min_lr, int(warmup * decay_iters), decay_iters, warmup_type)

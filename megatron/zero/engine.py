@@ -336,10 +336,18 @@ class ZeroEngine:
 
     def counters(self) -> dict[str, Any]:
         """Everything of the engine that a resumed run must know besides tensors."""
+        numbers: dict[str, Any] = {}
+        for part in all_gather_json(self.rule.scalars(), self.groups.world):  # a rank knows those of its own spans
+            numbers |= part
         return {"global_steps": self.global_steps, "skipped_steps": self.skipped_steps,
-                "micro_steps": self.micro_steps, "optimizer_steps": self.optimizer_steps, "rule": self.rule.scalars(),
+                "micro_steps": self.micro_steps, "optimizer_steps": self.optimizer_steps, "rule": numbers,
                 "loss_scale": self.scaler.scale, "clean_steps": self.scaler.clean_steps,
                 "hysteresis_left": self.scaler.hysteresis_left}
+
+    def forget_optimizer_steps(self) -> None:
+        """The optimizer's states are new: its bias corrections start from their first step."""
+        self.optimizer_steps = 0
+        self.rule.restore({})
 
     def restore_counters(self, saved: dict[str, Any]) -> None:
         self.global_steps, self.skipped_steps = saved["global_steps"], saved["skipped_steps"]

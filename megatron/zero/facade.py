@@ -213,7 +213,7 @@ class Engine:
 
     def get_type(self) -> list[str]:
         """What kind of optimizer steps each param group."""
-        return [type(self.core.rule).__name__] * len(self.core.param_groups)
+        return [self.core.rule.name] * len(self.core.param_groups)
 
     def train_micro_batch_size_per_gpu(self) -> int:
         return self.config.train.batch_size

@@ -75,6 +75,7 @@ def save_engine(engine: ZeroEngine, root: Path, tag: str, who: Identity, *, clie
     shared = {
         "run_id": who.run_id,
         "engine": engine.counters(),
+        "optimizer": engine.rule.name,
         "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
         "buffers": {name: buffer.detach().cpu() for name, buffer in engine.module.named_buffers()},
         "client_state": dict(client_state),
@@ -108,16 +109,17 @@ def load_engine(engine: ZeroEngine, found: Checkpoint, *, scheduler: Stateful | 
         if scheduler is not None and shared["lr_scheduler"] is not None:
             scheduler.load_state_dict(shared["lr_scheduler"])
     if not optimizer:
-        engine.optimizer_steps = 0
+        engine.forget_optimizer_steps()
 
 
 def _check_optimizer(engine: ZeroEngine, found: Checkpoint) -> None:
     missing = [kind for kind in engine.state_kinds if not found.has(kind)]
-    if missing:
+    saved = found.shared_state["optimizer"]
+    if missing or saved != engine.rule.name:
+        why = f"is {saved}'s" if saved != engine.rule.name else f"is missing ({', '.join(missing)}): saved without it"
         raise CheckpointError(
-            f"{found.tag} of {found.folder.parent} holds no optimizer state of this kind ({', '.join(missing)}): it "
-            "was saved without, or by another optimizer; to go on from the weights alone give --no-load-optim or "
-            "--finetune (load_optimizer_states=False)")
+            f"{found.tag} of {found.folder.parent}: expected the optimizer state of {engine.rule.name}, but it {why}; to "
+            "go on from the weights alone give --no-load-optim or --finetune (load_optimizer_states=False)")
 
 
 def _check_names(engine: ZeroEngine, found: Checkpoint, strict: bool) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from megatron import config as config_module
 from megatron.arguments import parse_args
-from megatron.config import Config, ZeroConfig
+from megatron.config import Config, OptimConfig, ZeroConfig
 from megatron.ds_config import build, solve_batch
 from megatron.ds_keys import SECTIONS, TABLE, Absent, Key, NoEffect, Old, Only
 from megatron.errors import ConfigError
@@ -61,6 +61,30 @@ COSINE = merged(WARMUP, {"scheduler": {"type": "WarmupCosineLR"}})
 DECAY = {"lr_decay_style": "linear", "warmup": 0.1, "lr_decay_iters": 100}
 ADAM = {"optimizer": {"type": "Adam"}}
 FP16 = {"fp16": {"enabled": True}}
+
+
+def typed(name: str) -> dict[str, Any]:
+    return {"optimizer": {"type": name}}
+
+
+# parameter -> (a type that takes it, which optimizer that is, a value)
+OWN = {"dampening": ("SGD", "sgd", 0.5), "nesterov": ("SGD", "sgd", True), "amsgrad": ("FusedAdam", "adam", True),
+       "max_coeff": ("FusedLamb", "lamb", 0.3), "min_coeff": ("Lamb", "lamb", 0.1),
+       "bias_correction": ("Lamb", "lamb", False), "eps_inside_sqrt": ("Lamb", "lamb", True),
+       "lr_decay": ("DeepSpeedCPUAdagrad", "adagrad", 0.1), "initial_accumulator_value": ("Adagrad", "adagrad", 0.1),
+       "alpha": ("RMSprop", "rmsprop", 0.9), "centered": ("RMSprop", "rmsprop", True),
+       "momentum_decay": ("NAdam", "nadam", 0.01), "decoupled_weight_decay": ("RAdam", "radam", True),
+       "rho": ("Adadelta", "adadelta", 0.8), "lambd": ("ASGD", "asgd", 0.1), "t0": ("ASGD", "asgd", 10.0),
+       "etas": ("Rprop", "rprop", [0.4, 1.1]), "step_sizes": ("Rprop", "rprop", [1e-5, 1.0])}
+
+
+def own_case(name: str) -> tuple[Any, Any, dict[str, Any]]:
+    kind, optimizer, value = OWN[name]
+    found = {"optimizer": optimizer, "optimizer_params": [f"{name}={json.dumps(value)}"]}
+    found |= {"sgd_momentum": 0.0} if optimizer == "sgd" else {}
+    return value, {key: value for key, value in found.items() if value != "adam"}, typed(kind)
+
+
 BOARD = {"tensorboard": {"enabled": True, "output_path": "out", "job_name": "job"}}
 ZERO, PARAM, HOME, KEEP = ("zero_optimization.", "zero_optimization.offload_param.",
                            "zero_optimization.offload_optimizer.", "activation_checkpointing.")
@@ -84,7 +108,10 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "fp16.min_loss_scale": (4, {"fp16": True, "min_scale": 4}, FP16),
     "bf16.enabled": (True, {"bf16": True}, {}),
     "bfloat16.enabled": (True, {"bf16": True}, {}),
-    "optimizer.type": ("adamw", {}, {}),
+    "optimizer.type": ("deepspeedcpulion", {"optimizer": "lion"}, {}),
+    "optimizer.params.adam_w_mode": (False, {"adam_w_mode": False}, ADAM),
+    "optimizer.params.momentum": (0.5, {"optimizer": "sgd", "sgd_momentum": 0.5}, typed("SGD")),
+    **{f"optimizer.params.{name}": own_case(name) for name in OWN},
     "optimizer.params.lr": (1e-3, {"lr": 1e-3}, ADAM),
     "optimizer.params.betas": ([0.8, 0.95], {"adam_beta1": 0.8, "adam_beta2": 0.95}, ADAM),
     "optimizer.params.eps": (1e-6, {"adam_eps": 1e-6}, ADAM),
@@ -93,7 +120,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "scheduler.type": ("WarmupDecayLR", DECAY, WARMUP),
     "scheduler.params.warmup_max_lr": (1e-3, {"lr": 1e-3, **DECAY}, WARMUP),
     "scheduler.params.warmup_num_steps": (20, {**DECAY, "warmup": 0.2}, WARMUP),
-    "scheduler.params.warmup_type": ("linear", DECAY, WARMUP),
+    "scheduler.params.warmup_type": ("log", {**DECAY, "warmup_type": "log"}, WARMUP),
     "scheduler.params.total_num_steps": (50, {**DECAY, "warmup": 0.2, "lr_decay_iters": 50}, WARMUP),
     "scheduler.params.cos_min_ratio": (
         0.1, {"lr_decay_iters": 100, "warmup": 0.1, "min_lr": pytest.approx(1.5e-5)}, COSINE),
@@ -222,10 +249,14 @@ def test_a_section_must_be_an_object_and_null_is_none(path):
 
 @pytest.mark.parametrize("path", rows(Key, Only, NoEffect))
 def test_auto_is_the_default_and_is_answered(path):
-    beside = {} if path.startswith("scheduler") else merged({"fp16": {"enabled": False}}, nested(path, "auto"))
-    config = build(beside or merged(WARMUP, {"scheduler": {"params": {"warmup_min_lr": "auto"}}}))
+    if path == "optimizer.params.momentum":
+        return  # below: a file that says nothing of momentum means 0
+    beside = typed(OWN[path.rpartition(".")[2]][0]) if path.rpartition(".")[2] in OWN else {}
+    beside = WARMUP if path.startswith("scheduler") else beside
+    given = {"scheduler": {"params": {"warmup_min_lr": "auto"}}} if beside is WARMUP else nested(path, "auto")
+    config = build(merged(beside, given))
     assert any('"auto"' in note for note in config.notes)
-    assert changes(config) == (DECAY if not beside else {})
+    assert changes(config) == changes(build(beside))
 
 
 def test_auto_says_what_was_chosen():
@@ -270,12 +301,21 @@ def test_an_unknown_key_is_refused_with_its_path_and_the_nearest_name(path, told
 
 
 @pytest.mark.parametrize(("tree", "told"), [
-    ({"optimizer": {"params": {"max_coeff": 1}, "type": "Lamb"}}, '"Lamb" is not supported, the optimizer of'),
-    ({"optimizer": {"type": "OneBitAdam"}}, "gradients are not compressed"),
-    ({"optimizer": {"type": "Adm"}}, 'optimizer.type is "Adm": expected "Adam" or "AdamW"'),
+    (typed("OneBitAdam"), "gradients are not compressed"), (typed("OneBitLamb"), "gradients are not compressed"),
+    (typed("Muon"), "it works on whole matrices"), (typed("Adafactor"), "it works on whole matrices"),
+    (typed("LBFGS"), "evaluates the loss several times"), (typed("SparseAdam"), "gradients are dense"),
+    (typed("Adm"), 'optimizer.type is "Adm": expected "Adam" or "AdamW"'), (typed("Adm"), 'did you mean "Adam"?'),
+    (typed("RMSProb"), 'did you mean "RMSprop"?'),
+    (merged(typed("FusedLion"), nested("optimizer.params.eps", 1e-6)),
+     "optimizer.params.eps is no parameter of FusedLion, which takes lr, weight_decay, betas; leave it out"),
+    (merged(typed("SGD"), nested("optimizer.params.betas", "auto")), "betas is no parameter of SGD"),
+    (merged(typed("Rprop"), nested("optimizer.params.weight_decay", 0)), "weight_decay is no parameter of Rprop"),
+    (merged(ADAM, nested("optimizer.params.bias_correction", False)), "bias_correction is no parameter of Adam"),
+    (merged(typed("AdamW"), nested("optimizer.params.adam_w_mode", False)), "contradicts"),
+    (nested("optimizer.params.rho", 0.9), "optimizer.params.rho is no parameter of adam"),
     ({"scheduler": {"params": {"cycle_min_lr": 1}, "type": "OneCycle"}}, "there is no cyclic schedule"),
-    ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "log"}}}, "the warm-up is linear"),
-    ({"scheduler": {"type": "WarmupLR"}}, 'DeepSpeed\'s default, "log", is not supported'),
+    ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "lag"}}}, 'did you mean "log"?'),
+    ({"scheduler": {"type": "LRRangeTest"}}, "a range test is no schedule"),
     ({"scheduler": {"params": {"warmup_num_steps": 1}}}, "scheduler.type is missing"),
     (merged(COSINE, nested("scheduler.params.warmup_max_lr", 1e-3)), "is no parameter of WarmupCosineLR"),
     (merged(WARMUP, nested("scheduler.type", "WarmupLR")), "total_num_steps is no parameter of WarmupLR"),
@@ -291,6 +331,29 @@ def test_an_unknown_key_is_refused_with_its_path_and_the_nearest_name(path, told
 ])
 def test_a_combination_that_cannot_be_honoured_says_why(tree, told):
     assert told in refusal(tree)
+
+
+def test_the_optimizer_of_a_flag_takes_the_parameters_of_the_file():
+    config = build(nested("optimizer.params.betas", [0.8, 0.9]), flags={"optimizer": "lion"})
+    assert config.optim.hyper_parameters() == {"betas": (0.8, 0.9), "weight_decay": 0.01}
+
+
+def test_a_type_without_its_parameters_is_deepspeeds_optimizer():
+    assert build(typed("SGD")).optim.sgd_momentum == 0 and OptimConfig(optimizer="sgd").sgd_momentum == 0.9
+    assert build(typed("SGD"), flags={"sgd_momentum": 0.8}).optim.sgd_momentum == 0.8
+    assert build(merged(typed("SGD"), nested("optimizer.params.momentum", "auto"))).optim.sgd_momentum == 0.9
+    assert build(typed("Lion")).optim.hyper_parameters()["betas"] == (0.9, 0.99)
+    assert build(merged(ADAM, nested("optimizer.params.bias_correction", True))) == Config()
+    eps = build(merged(typed("Adagrad"), nested("optimizer.params.eps", 1))).optim
+    assert eps.hyper_parameters()["eps"] == 1.0 and eps.adam_eps == 1e-8
+
+
+def test_a_warm_up_without_a_type_is_logarithmic_as_in_deepspeed():
+    tree = {"scheduler": {"type": "WarmupLR"}}
+    assert build(tree).schedule.warmup_type == "log"
+    assert build(tree, flags={"warmup_type": "linear"}).schedule.warmup_type == "linear"
+    for said in (nested("scheduler.params.warmup_type", "auto"), nested("scheduler.params.warmup_num_steps", 0)):
+        assert build(merged(tree, said)).schedule.warmup_type == "linear"
 
 
 @pytest.mark.parametrize(("old", "new"), [
@@ -592,7 +655,9 @@ STRANGE = [None, True, False, 0, -1, 1, 2, 1.5, 1e9, 5e8, 1e400, math.nan, 10**3
            "fp32", "Adam", "WarmupLR", [], [0.9, 0.95], [None], {}, {"enabled": False}, {"stage": 3}, {"type": "Adam"}]
 WHOLE = merged(*(merged(beside, nested(path, value)) for path, (value, expected, beside) in CASES.items()
                  if not isinstance(expected, str) and not isinstance(TABLE[path], Old)
-                 and path not in ("bf16.enabled", "scheduler.params.cos_min_ratio")),
+                 and path not in ("bf16.enabled", "scheduler.params.cos_min_ratio")
+                 and beside.get("optimizer", ADAM["optimizer"]) == ADAM["optimizer"]),
+               ADAM,
                {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 4, "scheduler": {"type": "WarmupDecayLR"}})
 
 

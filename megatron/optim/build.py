@@ -1,0 +1,42 @@
+"""OptimConfig -> the rule and the hyper-parameters of its groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from megatron.config import OptimConfig
+from megatron.errors import ConfigError
+from megatron.optim.adam import AdamW
+from megatron.optim.lamb import Lamb
+from megatron.optim.lion import Lion
+from megatron.optim.names import OPTIMIZERS
+from megatron.optim.rule import Rule
+from megatron.optim.torch_rule import from_torch
+
+FUSED = ("Adam", "AdamW", "SGD")
+"""Classes with a kernel that makes one pass over everything, on each kind of device."""
+
+
+def build_rule(optim: OptimConfig, tile: int) -> tuple[Rule, dict[str, Any]]:
+    """The rule, and what a param group says before anything is changed: all hyper-parameters but the learning rate,
+    which is the schedule's."""
+    hyper = optim.hyper_parameters()
+    if optim.optimizer == "lamb":
+        return Lamb(tile), hyper
+    if optim.optimizer == "lion":
+        return Lion(tile), hyper
+    decoupled = optim.optimizer in ("adam", "adamw") and optim.adam_w_mode
+    if decoupled and not hyper["amsgrad"]:
+        return AdamW(tile), hyper
+    name = "AdamW" if decoupled else OPTIMIZERS[optim.optimizer].torch_name
+    if name in FUSED:
+        hyper["fused"] = True
+    try:
+        optimizer = getattr(torch.optim, name)([Parameter(torch.zeros(2))], lr=1e-3, **hyper)
+    except ValueError as error:
+        raise ConfigError(f"--optimizer {optim.optimizer}: {error}") from error
+    defaults = {key: value for key, value in optimizer.param_groups[0].items() if key not in ("params", "lr")}
+    return from_torch(optimizer, tile), defaults

@@ -1,0 +1,75 @@
+"""The optimizers that flags and JSON can name, and what each takes. No torch: flags are checked without it.
+
+`lr` belongs to all, `weight_decay` to all but one. Other parameters are either *fields*, with a flag of their own
+(--adam-beta1), or *own* ones, given as --optimizer-params NAME=VALUE. Their names, and the defaults of own ones, are
+those of torch.optim and DeepSpeed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Name = Literal["adam", "adamw", "sgd", "lamb", "lion", "adagrad", "rmsprop", "nadam", "radam", "adamax", "adadelta",
+               "asgd", "rprop"]
+
+
+@dataclass(frozen=True)
+class Takes:
+    """What one optimizer takes."""
+
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """Parameter -> the names of its fields."""
+    own: Mapping[str, Any] = field(default_factory=dict)
+    """Parameter -> default, whose type is the parameter's."""
+    torch_name: str = ""
+    """The class of torch.optim, where there is one."""
+    decays: bool = True
+    """It takes `weight_decay`."""
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        return ("lr", *(["weight_decay"] if self.decays else []), *self.fields, *self.own)
+
+
+_ADAM = {"betas": "adam_beta1 adam_beta2", "eps": "adam_eps"}
+
+OPTIMIZERS: dict[str, Takes] = {
+    "adam": Takes({**_ADAM, "adam_w_mode": "adam_w_mode"}, {"amsgrad": False}, "Adam"),
+    "adamw": Takes({**_ADAM, "adam_w_mode": "adam_w_mode"}, {"amsgrad": False}, "AdamW"),
+    "sgd": Takes({"momentum": "sgd_momentum"}, {"dampening": 0.0, "nesterov": False}, "SGD"),
+    "lamb": Takes(_ADAM, {"max_coeff": 10.0, "min_coeff": 0.01, "bias_correction": True, "eps_inside_sqrt": False}),
+    "lion": Takes({}, {"betas": (0.9, 0.99)}),
+    "adagrad": Takes({}, {"eps": 1e-10, "lr_decay": 0.0, "initial_accumulator_value": 0.0}, "Adagrad"),
+    "rmsprop": Takes({}, {"alpha": 0.99, "eps": 1e-8, "momentum": 0.0, "centered": False}, "RMSprop"),
+    "nadam": Takes(_ADAM, {"momentum_decay": 4e-3, "decoupled_weight_decay": False}, "NAdam"),
+    "radam": Takes(_ADAM, {"decoupled_weight_decay": False}, "RAdam"),
+    "adamax": Takes(_ADAM, {}, "Adamax"),
+    "adadelta": Takes({}, {"rho": 0.9, "eps": 1e-6}, "Adadelta"),
+    "asgd": Takes({}, {"lambd": 1e-4, "alpha": 0.75, "t0": 1e6}, "ASGD"),
+    "rprop": Takes({}, {"etas": (0.5, 1.2), "step_sizes": (1e-6, 50.0)}, "Rprop", decays=False),
+}
+
+
+def own_parameter(optimizer: str, name: str, value: Any) -> Any:
+    """The value as this optimizer takes it; ValueError says what is wrong with it."""
+    own = OPTIMIZERS[optimizer].own
+    if name not in own:
+        raise ValueError(f"{name} is no parameter of {optimizer}: expected {', '.join(own) or 'none'}")
+    default = own[name]
+    if isinstance(default, bool):
+        if isinstance(value, bool):
+            return value
+        raise ValueError(f"{name} is {value!r}: expected true or false")
+    if isinstance(default, float):
+        if _is_number(value):
+            return float(value)
+        raise ValueError(f"{name} is {value!r}: expected a number")
+    if isinstance(value, list) and len(value) == 2 and all(map(_is_number, value)):
+        return float(value[0]), float(value[1])
+    raise ValueError(f"{name} is {value!r}: expected a list of two numbers")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300

@@ -1,0 +1,414 @@
+"""Every rule does to spans of a flat shard what its published form does to whole parameters.
+
+Spans are cut at multiples of the layout's alignment, as in the engine: a vectorised kernel then treats every element
+alike, and cuts change no bit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from megatron.config import OptimConfig
+from megatron.errors import CheckpointError, ConfigError
+from megatron.optim.adam import LARGEST_TILE, AdamW
+from megatron.optim.build import build_rule
+from megatron.optim.lamb import Lamb
+from megatron.optim.lion import Lion
+from megatron.optim.names import OPTIMIZERS
+from megatron.optim.rule import Part, Rule, Span
+from megatron.optim.torch_rule import from_torch
+from megatron.zero.layout import ALIGNMENT
+
+SIZE, STEPS, FACTOR = 5 * 3 * ALIGNMENT, 20, 0.25
+CUTS = {"one span": (), "two spans": (2 * ALIGNMENT,),
+        "five spans": (ALIGNMENT, 4 * ALIGNMENT, 9 * ALIGNMENT, 12 * ALIGNMENT)}
+
+
+def weights() -> Tensor:
+    return torch.randn(SIZE, generator=torch.Generator().manual_seed(1))
+
+
+def grads(dtype: torch.dtype = torch.float32) -> Iterator[tuple[Tensor, float]]:
+    """Gradients, and the learning rate of their step; a warm-up starts at 0."""
+    generator = torch.Generator().manual_seed(2)
+    for step in range(STEPS):
+        yield torch.randn(SIZE, generator=generator).to(dtype), 1e-2 * step / STEPS
+
+
+def spans_of(master: Tensor, grad: Tensor, states: dict[str, Tensor], cuts: Sequence[int]) -> Iterator[Span]:
+    for start, stop in zip((0, *cuts), (*cuts, len(master)), strict=True):
+        cut = slice(start, stop)
+        yield Span(0, master[cut], grad[cut], {name: flat[cut] for name, flat in states.items()},
+                   (Part(0, 0, stop - start),), 1, lambda sums: sums)
+
+
+def flat_run(rule: Rule, hyper: dict[str, Any], cuts: Sequence[int] = (), dtype: torch.dtype = torch.float32,
+             reload_at: int = -1, fresh: Any = None) -> dict[str, Tensor]:
+    """Twenty steps; states and weights ("") after them. At `reload_at` a fresh rule takes over from JSON."""
+    master = weights()
+    states = {name: torch.zeros(SIZE) for name in rule.states}
+    for step, (grad, lr) in enumerate(grads(dtype)):
+        if step == reload_at:
+            saved, rule = json.dumps(rule.scalars()), fresh()
+            rule.restore(json.loads(saved))
+        for span in spans_of(master, grad.clone(), states, cuts):
+            rule.step(span, {**hyper, "lr": lr}, factor=FACTOR, steps_taken=step)
+    return {"": master, **states}
+
+
+def torch_run(make: Any, hyper: dict[str, Any], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """The same by torch, on one matrix."""
+    parameter = torch.nn.Parameter(weights().view(3, -1))
+    optimizer = make([parameter], **hyper)
+    for grad, lr in grads(dtype):
+        optimizer.param_groups[0]["lr"] = lr
+        parameter.grad = grad.float().mul(FACTOR).view(3, -1)
+        optimizer.step()
+    state = optimizer.state[parameter]
+    return {"": parameter.detach().flatten(), **{
+        name: value.flatten() for name, value in state.items()
+        if isinstance(value, Tensor) and value.shape == parameter.shape}}
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), f"{name}: {(found[name] - value).abs().max()}"
+    assert found[""].isfinite().all() and not torch.equal(found[""], weights())
+
+
+# ---- torch.optim -------------------------------------------------------------------------------------------------
+
+
+class Drift(Optimizer):
+    """A user's own: settings and a counter beside the param groups, a state that is made anew, and one that is int."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, *, power: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.power = power
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["count"] = state.get("count", 0) + 1
+                state["mean"] = 0.9 * state.get("mean", torch.ones_like(parameter)) + 0.1 * parameter.grad
+                parameter.sub_(state["mean"] * (group["lr"] * state["count"]**self.power))
+
+
+class Rebinding(torch.optim.SGD):
+    """New weights in a new tensor, which must reach whoever lent the old one."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data = parameter.data - 0.1 * parameter.grad
+
+
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "Adam, L2": (torch.optim.Adam, {"weight_decay": 0.1}),
+    "Adam, fused": (torch.optim.Adam, {"weight_decay": 0.1, "fused": True}),
+    "AdamW, amsgrad": (torch.optim.AdamW, {"amsgrad": True}),
+    "SGD": (torch.optim.SGD, {"weight_decay": 0.1}),
+    "SGD, momentum": (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5, "fused": True}),
+    "SGD, nesterov": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "Adagrad": (torch.optim.Adagrad, {"initial_accumulator_value": 0.5, "lr_decay": 0.1}),
+    "RMSprop": (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    "NAdam": (torch.optim.NAdam, {"weight_decay": 0.1}),
+    "RAdam": (torch.optim.RAdam, {"betas": (0.9, 0.99)}),
+    "Adamax": (torch.optim.Adamax, {}),
+    "Adadelta": (torch.optim.Adadelta, {}),
+    "ASGD": (torch.optim.ASGD, {"t0": 10.0, "lambd": 0.1}),
+    "Rprop": (torch.optim.Rprop, {}),
+    "a user's": (Drift, {"power": 0.5}),
+    "a user's, with new data": (Rebinding, {}),
+}
+
+
+def made(name: str) -> tuple[Optimizer, dict[str, Any]]:
+    """The optimizer of a client, and its param group's entries."""
+    cls, hyper = CASES[name]
+    optimizer = cls([torch.nn.Parameter(torch.zeros(2, 3)), torch.nn.Parameter(torch.zeros(4))], **hyper)
+    return optimizer, {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+
+
+@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize("name", CASES)
+def test_a_torch_optimizer_on_spans_equals_itself_on_whole_parameters_to_the_bit(name: str, cuts: tuple[int]) -> None:
+    optimizer, hyper = made(name)
+    assert_equal(flat_run(from_torch(optimizer), hyper, cuts), torch_run(*CASES[name]))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tiles_and_a_restart_from_json_change_no_bit(name: str) -> None:
+    optimizer, hyper = made(name)
+    found = flat_run(from_torch(optimizer, tile=ALIGNMENT), hyper, CUTS["two spans"], torch.float16, reload_at=7,
+                     fresh=lambda: from_torch(optimizer))
+    assert_equal(found, torch_run(*CASES[name], torch.float16))
+
+
+def test_the_clients_optimizer_is_left_as_it_was() -> None:
+    optimizer, _ = made("Adagrad")
+    before, random = str(optimizer.state_dict()), torch.get_rng_state()
+    parameters = [parameter.clone() for parameter in optimizer.param_groups[0]["params"]]
+    from_torch(optimizer)
+    assert str(optimizer.state_dict()) == before and torch.equal(torch.get_rng_state(), random)
+    assert all(map(torch.equal, optimizer.param_groups[0]["params"], parameters))
+
+
+def test_what_others_put_on_the_instance_does_not_reach_the_rule() -> None:
+    optimizer, hyper = made("NAdam")
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)  # wraps the `step` of the instance
+    optimizer.register_step_pre_hook(lambda *_: pytest.fail("a hook was called"))
+    assert_equal(flat_run(from_torch(optimizer), hyper), torch_run(*CASES["NAdam"]))
+
+
+def test_groups_have_their_own_numbers_and_all_their_states_are_kept() -> None:
+    parameters = [[torch.nn.Parameter(torch.zeros(3))] for _ in range(2)]
+    optimizer = torch.optim.ASGD([{"params": parameters[0], "t0": 3.0}, {"params": parameters[1], "t0": 1e6}])
+    rule, hypers = from_torch(optimizer), optimizer.param_groups
+    for step, (grad, _) in enumerate(grads()):
+        for group, hyper in enumerate(hypers):
+            span = Span(group, weights(), grad.clone(), {"ax": torch.zeros(SIZE)}, (), 1, lambda sums: sums)
+            rule.step(span, hyper, factor=1.0, steps_taken=step)
+    assert rule.scalars()["0/20"]["mu"] == pytest.approx(1 / 17) and rule.scalars()["1/20"]["mu"] == 1
+    mixed = torch.optim.SGD([{"params": parameters[0]}, {"params": parameters[1], "momentum": 0.9}], lr=0.1)
+    assert from_torch(mixed).states == ("momentum_buffer",)
+
+
+def test_the_numbers_of_all_ranks_are_the_union_whatever_an_idle_rank_remembers() -> None:
+    optimizer, hyper = made("NAdam")
+    busy, idle = from_torch(optimizer), from_torch(optimizer)
+    states = {name: torch.zeros(SIZE) for name in busy.states}
+    for step, (grad, _) in enumerate(grads()):
+        for rule in (busy, idle) if step < 3 else (busy,):
+            rule.step(next(spans_of(weights(), grad, states, ())), hyper, factor=1.0, steps_taken=step)
+    for union in ({**busy.scalars(), **idle.scalars()}, {**idle.scalars(), **busy.scalars()}):
+        fresh = from_torch(optimizer)
+        fresh.restore(json.loads(json.dumps(union)))
+        for rule in (busy, fresh):
+            rule.step(next(spans_of(weights(), weights(), states, ())), hyper, factor=1.0, steps_taken=STEPS)
+        assert fresh.scalars()["0/21"] == busy.scalars()["0/21"]
+
+
+def test_a_checkpoint_without_the_numbers_is_refused() -> None:
+    optimizer, hyper = made("NAdam")
+    span = next(spans_of(weights(), weights(), {name: torch.zeros(SIZE) for name in ("exp_avg", "exp_avg_sq")}, ()))
+    with pytest.raises(CheckpointError, match="step, mu_product of parameter group 0 after 3 steps is not known"):
+        from_torch(optimizer).step(span, hyper, factor=1.0, steps_taken=3)
+
+
+def test_adamw_is_our_own_where_it_can_be() -> None:
+    parameter = [torch.nn.Parameter(torch.zeros(3))]
+    assert isinstance(from_torch(torch.optim.AdamW(parameter)), AdamW)
+    for extra in ({"amsgrad": True}, {"maximize": True}):
+        assert not isinstance(from_torch(torch.optim.AdamW(parameter, **extra)), AdamW)
+
+
+class Normed(torch.optim.SGD):
+    """The gradient of norm 1: looks at whole parameters, and says so nowhere."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad /= parameter.grad.norm()
+        super().step()
+
+
+@pytest.mark.parametrize(("cls", "told"), [
+    (torch.optim.Adafactor, "Adafactor cannot be used here: its state 'row_var' is neither"),
+    (torch.optim.Muon, "Muon cannot be used here"),
+    (torch.optim.LBFGS, "LBFGS cannot be used here: TypeError"),
+    (torch.optim.SparseAdam, "SparseAdam cannot be used here: RuntimeError: SparseAdam does not support dense"),
+    (Normed, "Normed cannot be used here: it does not update every weight by itself"),
+])
+def test_what_is_not_elementwise_is_refused_by_name_with_the_reason(cls: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        optimizer = cls([torch.nn.Parameter(torch.zeros(4, 4))])
+        optimizer.param_groups[0]["lr"] = 0.0  # where a warm-up may begin: nothing moves then
+        from_torch(optimizer)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad])
+def test_an_optimizer_that_has_taken_steps_is_refused(cls: Any) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    optimizer = cls([parameter])
+    parameter.grad = torch.arange(4.0)
+    optimizer.step()
+    with pytest.raises(ConfigError, match="it has taken steps already"):
+        from_torch(optimizer)
+
+
+# ---- our own -----------------------------------------------------------------------------------------------------
+
+
+def slow_lion(beta1: float, beta2: float, decay: float) -> dict[str, Tensor]:
+    w, m = weights().double(), torch.zeros(SIZE, dtype=torch.float64)
+    for grad, lr in grads():
+        g = grad.double() * FACTOR
+        w = w - lr * (torch.sign(beta1 * m + (1 - beta1) * g) + decay * w)
+        m = beta2 * m + (1 - beta2) * g
+    return {"": w, "exp_avg": m}
+
+
+@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
+def test_lion_is_the_published_loop_however_it_is_cut(cuts: tuple[int]) -> None:
+    hyper = {"betas": (0.9, 0.99), "weight_decay": 0.1}
+    found = flat_run(Lion(), hyper, cuts)
+    for name, value in slow_lion(0.9, 0.99, 0.1).items():
+        # fp32 against fp64: 20 roundings of weights up to 4.
+        torch.testing.assert_close(found[name].double(), value, atol=5e-6, rtol=0)
+    assert_equal(found, flat_run(Lion(tile=ALIGNMENT), hyper))
+
+
+LAMB = {"betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.1, "max_coeff": 10.0, "min_coeff": 0.01,
+        "bias_correction": True, "eps_inside_sqrt": False}
+SLOTS = ((0, 300), (384, 384 + 128), (512, 1900))
+"""Three parameters, one behind the other, with padding between them: the second is 0, and remains without decay."""
+
+
+def lamb_weights() -> Tensor:
+    flat = weights()
+    flat[384:512] = 0
+    return flat
+
+
+def slow_lamb(hyper: dict[str, Any]) -> list[Tensor]:
+    """Whole parameters in fp64, one after the other, by the paper's algorithm 2."""
+    result = []
+    (beta1, beta2), eps = hyper["betas"], hyper["eps"]
+    for start, stop in SLOTS:
+        w = lamb_weights()[start:stop].double()
+        m, v = torch.zeros_like(w), torch.zeros_like(w)
+        for step, (grad, lr) in enumerate(grads()):
+            g = grad[start:stop].double() * FACTOR
+            m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g**2
+            c1, c2 = (1 - beta1**(step + 1), 1 - beta2**(step + 1)) if hyper["bias_correction"] else (1, 1)
+            root = (v / c2 + eps).sqrt() if hyper["eps_inside_sqrt"] else (v / c2).sqrt() + eps
+            u = m / c1 / root + hyper["weight_decay"] * w
+            ratio = 1.0
+            if w.norm() > 0 and u.norm() > 0:
+                ratio = min(max(float(w.norm() / u.norm()), hyper["min_coeff"]), hyper["max_coeff"])
+            w = w - lr * ratio * u
+        result.append(w)
+    return result
+
+
+def lamb_run(hyper: dict[str, Any], edges: Sequence[int], tile: int) -> Tensor:
+    """Ranks that hold [0, e1), [e1, e2), ...: `total` of one needs the sums of all, so all run as generators would."""
+    master, states = lamb_weights(), {name: torch.zeros(SIZE) for name in Lamb.states}
+    cuts = list(zip((0, *edges), (*edges, SIZE), strict=True))
+    for step, (grad, lr) in enumerate(grads()):
+        now = {**hyper, "lr": lr}
+        sums = [_sums_of_a_rank(master, grad, states, cut, now, step, tile) for cut in cuts]
+        totals = [torch.stack(parts).sum(0) for parts in zip(*sums, strict=True)]
+        for cut in cuts:
+            left = iter(totals)
+            Lamb(tile).step(lamb_span(master, grad.clone(), states, cut, lambda _, left=left: next(left)), now,
+                            factor=FACTOR, steps_taken=step)
+    return master
+
+
+def _sums_of_a_rank(master: Tensor, grad: Tensor, states: dict[str, Tensor], cut: tuple[int, int],
+                    hyper: dict[str, Any], step: int, tile: int) -> list[Tensor]:
+    """What this rank would hand to `total`: found on copies."""
+    asked: list[Tensor] = []
+    copies = {name: flat.clone() for name, flat in states.items()}
+    span = lamb_span(master.clone(), grad.clone(), copies, cut, lambda sums: asked.append(sums.clone()) or sums)
+    Lamb(tile).step(span, hyper, factor=FACTOR, steps_taken=step)
+    return asked
+
+
+def lamb_span(master: Tensor, grad: Tensor, states: dict[str, Tensor], cut: tuple[int, int], total: Any) -> Span:
+    low, high = cut
+    parts = [Part(slot, max(start, low) - low, min(stop, high) - low)
+             for slot, (start, stop) in enumerate(SLOTS) if max(start, low) < min(stop, high)]
+    return Span(0, master[low:high], grad[low:high], {name: flat[low:high] for name, flat in states.items()}, parts,
+                len(SLOTS), total)
+
+
+@pytest.mark.parametrize("change", [
+    {}, {"bias_correction": False}, {"eps_inside_sqrt": True}, {"max_coeff": 0.5}, {"min_coeff": 9.0},
+], ids=str)
+def test_lamb_is_the_published_loop_over_whole_parameters(change: dict[str, Any]) -> None:
+    hyper = {**LAMB, **change}
+    found = lamb_run(hyper, (), LARGEST_TILE)
+    for (start, stop), expected in zip(SLOTS, slow_lamb(hyper), strict=True):
+        # fp32 against fp64: 20 roundings of weights up to 4, and of ratios up to 10.
+        torch.testing.assert_close(found[start:stop].double(), expected, atol=2e-5, rtol=0)
+    assert torch.equal(found[300:384], weights()[300:384]), "padding is left alone"
+
+
+@pytest.mark.parametrize("edges", [(640,), (128, 384, 640, 1280), (0, 1920)], ids=["two ranks", "five", "empty spans"])
+def test_lamb_on_ranks_that_hold_parts_equals_lamb_on_one(edges: tuple[int, ...]) -> None:
+    # Sums of squares of fp32 rows, taken in fp64 in another order.
+    torch.testing.assert_close(lamb_run(LAMB, edges, ALIGNMENT), lamb_run(LAMB, (), LARGEST_TILE), atol=1e-6, rtol=0)
+
+
+# ---- from the configuration --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_that_can_be_named_steps_with_its_defaults(name: str) -> None:
+    rule, hyper = build_rule(OptimConfig(optimizer=name), LARGEST_TILE)
+    assert "lr" not in hyper and hyper.get("weight_decay") == (None if name == "rprop" else 0.01)
+    found = flat_run(rule, hyper)
+    assert found[""].isfinite().all() and not torch.equal(found[""], weights())
+    takes = OPTIMIZERS[name]
+    if takes.torch_name and name != "adam":
+        defaults = torch_run(getattr(torch.optim, takes.torch_name), {
+            key: value for key, value in hyper.items() if key not in takes.own})[""]
+        # The fused kernels of Adam and SGD round in another place.
+        torch.testing.assert_close(found[""], defaults, atol=1e-6, rtol=0)
+
+
+def test_adam_without_adam_w_mode_adds_the_decay_to_the_gradient() -> None:
+    optim = OptimConfig(optimizer="adam", adam_w_mode=False, weight_decay=0.5, adam_beta2=0.99)
+    rule, hyper = build_rule(optim, LARGEST_TILE)
+    expected = torch_run(torch.optim.Adam, {"weight_decay": 0.5, "betas": (0.9, 0.99)})
+    # The fused kernel rounds in another place.
+    torch.testing.assert_close(flat_run(rule, hyper)[""], expected[""], atol=2e-6, rtol=0)
+
+
+def test_amsgrad_is_torchs_with_and_without_adam_w_mode() -> None:
+    for mode, cls in ((True, torch.optim.AdamW), (False, torch.optim.Adam)):
+        optim = OptimConfig(adam_w_mode=mode, optimizer_params=("amsgrad=true",), weight_decay=0.5)
+        assert_equal(flat_run(*build_rule(optim, LARGEST_TILE)),
+                     torch_run(cls, {"amsgrad": True, "weight_decay": 0.5, "fused": True}))
+
+
+def test_parameters_given_as_text_reach_the_optimizer() -> None:
+    optim = OptimConfig(optimizer="sgd", sgd_momentum=0.5, optimizer_params=("nesterov=true",), weight_decay=0.0)
+    rule, hyper = build_rule(optim, LARGEST_TILE)
+    assert_equal(flat_run(rule, hyper), torch_run(torch.optim.SGD, {"momentum": 0.5, "nesterov": True, "fused": True}))
+
+
+@pytest.mark.parametrize(("given", "told"), [
+    ({"optimizer": "adan"}, "--optimizer is adan: expected adam, adamw, sgd"),
+    ({"optimizer_params": ("nesterov=true",)}, "nesterov is no parameter of adam: expected amsgrad"),
+    ({"optimizer": "adamax", "optimizer_params": ("x=1",)}, "x is no parameter of adamax: expected none"),
+    ({"optimizer": "sgd", "optimizer_params": ("nesterov=1",)}, "nesterov is 1: expected true or false"),
+    ({"optimizer": "sgd", "optimizer_params": ("dampening=true",)}, "dampening is True: expected a number"),
+    ({"optimizer": "sgd", "optimizer_params": ("dampening=yes",)}, "yes is no number, true or false"),
+    ({"optimizer": "lion", "optimizer_params": ("betas=[0.9]",)}, "expected a list of two numbers"),
+    ({"optimizer": "sgd", "optimizer_params": ("nesterov",)}, "expected NAME=VALUE"),
+    ({"optimizer": "sgd", "optimizer_params": ("dampening=1", "dampening=1")}, "dampening is given twice"),
+    ({"optimizer": "adamw", "adam_w_mode": False}, "contradicts --optimizer adamw"),
+])
+def test_a_parameter_that_does_not_belong_is_an_error(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        OptimConfig(**given)
+    assert told in str(caught.value)
+
+
+def test_a_value_that_torch_refuses_is_a_config_error() -> None:
+    optim = OptimConfig(optimizer="rmsprop", optimizer_params=("alpha=-1",))
+    with pytest.raises(ConfigError, match="--optimizer rmsprop: Invalid alpha"):
+        build_rule(optim, LARGEST_TILE)

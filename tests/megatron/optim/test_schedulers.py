@@ -1,0 +1,156 @@
+"""DeepSpeed's schedulers: the published formulas at every step, and the same curves as the trainer's own Schedule."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.errors import ConfigError
+from megatron.optim.schedule import Schedule
+from megatron.optim.schedulers import Scheduler, WarmupCosineLR, WarmupDecayLR, WarmupLR
+
+STEPS, WARMUP, TOTAL, FLOOR = 3000, 700, 2500, 0.1
+
+
+@dataclass
+class Groups:
+    """All that a scheduler knows of an optimizer."""
+
+    param_groups: list[dict[str, Any]] = field(default_factory=lambda: [{"lr": 0.5}, {"lr": 2.0}])
+
+    @property
+    def rates(self) -> list[float]:
+        return [group["lr"] for group in self.param_groups]
+
+
+def made(kind: str, groups: Groups, warmup_type: str = "log", **given: Any) -> Scheduler:
+    common = {"warmup_num_steps": WARMUP, "warmup_type": warmup_type, **given}
+    if kind == "WarmupLR":
+        return WarmupLR(groups, warmup_min_lr=[0.1, 0.0], warmup_max_lr=[1.1, 3.0], **common)
+    if kind == "WarmupDecayLR":
+        return WarmupDecayLR(groups, TOTAL, warmup_min_lr=[0.1, 0.0], warmup_max_lr=[1.1, 3.0], **common)
+    return WarmupCosineLR(groups, TOTAL, warmup_min_ratio=0.2, cos_min_ratio=FLOOR, **common)
+
+
+def close(found: float, expected: float) -> bool:
+    """Formulas written in another order."""
+    return math.isclose(found, expected, rel_tol=1e-12, abs_tol=1e-15)
+
+
+KINDS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+
+
+def published(kind: str, warmup_type: str, it: int) -> list[float]:
+    """The two groups' rates after `it` + 1 calls of `step`, written out."""
+    if it < WARMUP:
+        share = math.log(it + 1) / math.log(WARMUP) if warmup_type == "log" else it / WARMUP
+        share = 0.2 + 0.8 * share if kind == "WarmupCosineLR" else share
+    elif kind == "WarmupLR":
+        share = 1.0
+    elif kind == "WarmupDecayLR":
+        share = max(0.0, (TOTAL - it) / (TOTAL - WARMUP))
+    else:
+        done = min(1.0, (it - WARMUP + 1) / (TOTAL - WARMUP))
+        share = FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * done)) / 2
+    return [0.5 * share, 2.0 * share] if kind == "WarmupCosineLR" else [0.1 + 1.0 * share, 3.0 * share]
+
+
+@pytest.mark.parametrize("warmup_type", ["log", "linear"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_rate_of_every_group_is_the_formulas(kind: str, warmup_type: str) -> None:
+    groups = Groups()
+    scheduler = made(kind, groups, warmup_type)
+    assert groups.rates == ([0, 0] if kind == "WarmupCosineLR" else [0.1, 0]), "before the first step"
+    for it in range(STEPS):
+        scheduler.step()
+        assert all(map(close, groups.rates, published(kind, warmup_type, it))), it
+        assert scheduler.get_last_lr() == scheduler.get_lr() == groups.rates
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_dict_resumes_at_any_step(kind: str) -> None:
+    whole = made(kind, Groups())
+    for _ in range(STEPS):
+        whole.step()
+        if whole.last_batch_iteration % 250 in (0, 249):
+            resumed = made(kind, Groups())
+            resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+            assert resumed.get_last_lr() == whole.get_last_lr()
+            resumed.step()
+            assert resumed.get_lr() == made_at(kind, whole.last_batch_iteration + 1)
+
+
+def made_at(kind: str, it: int) -> list[float]:
+    scheduler = made(kind, Groups())
+    scheduler.step(it)
+    return scheduler.get_last_lr()
+
+
+def test_a_scheduler_that_starts_in_the_middle_leaves_the_rates_until_its_first_step() -> None:
+    groups = Groups()
+    scheduler = made("WarmupLR", groups, last_batch_iteration=99)
+    assert groups.rates == [0.5, 2.0]
+    scheduler.step()
+    assert scheduler.last_batch_iteration == 100 and groups.rates == pytest.approx(published("WarmupLR", "log", 100))
+
+
+@pytest.mark.parametrize("warmup_type", ["log", "linear"])
+@pytest.mark.parametrize(("kind", "style", "floor"), [
+    ("WarmupLR", "constant", 0.0), ("WarmupDecayLR", "linear", 0.0), ("WarmupCosineLR", "cosine", FLOOR)])
+def test_the_trainers_schedule_is_the_same_curve_a_step_earlier(kind: str, style: str, floor: float,
+                                                                warmup_type: str) -> None:
+    schedule = Schedule(style, 2.0, 2.0 * floor, WARMUP, TOTAL, warmup_type)
+    groups = Groups([{"lr": 2.0}])
+    common: dict[str, Any] = {"warmup_num_steps": WARMUP, "warmup_type": warmup_type}
+    scheduler: Scheduler = (
+        WarmupLR(groups, 0.0, None, **common) if kind == "WarmupLR" else
+        WarmupDecayLR(groups, TOTAL, 0.0, 2.0, **common) if kind == "WarmupDecayLR" else
+        WarmupCosineLR(groups, TOTAL, cos_min_ratio=FLOOR, **common))
+    after = -1 if kind == "WarmupCosineLR" else 0
+    for step in range(STEPS):
+        scheduler.step(step + 1 if step < WARMUP - 1 else step + after)
+        if step not in (WARMUP - 1, WARMUP):  # the one has warmed up, the other not yet
+            assert close(schedule(step), groups.rates[0]), step
+
+
+def test_a_log_warm_up_of_one_step_or_none_is_at_the_peak_at_once() -> None:
+    for warmup in (0, 1, 2):
+        assert Schedule("constant", 1.0, 0.0, warmup, 10, "log")(0) == 1.0
+    assert [Schedule("constant", 1.0, 0.0, 9, 10, "log")(step) for step in range(10)] == pytest.approx(
+        [math.log(min(9, step + 2)) / math.log(9) for step in range(10)])
+
+
+def test_a_warm_up_longer_than_the_whole_ends_at_the_end() -> None:
+    one = Groups([{"lr": 1.0}]), Groups([{"lr": 1.0}])
+    for scheduler, end in ((WarmupDecayLR(one[0], 5, 0.0, 1.0, 10), 0.0),
+                           (WarmupCosineLR(one[1], 5, warmup_num_steps=10, cos_min_ratio=0.25), 0.25)):
+        for it, rate in ((8, math.log(9) / math.log(10)), (9, 1.0), (10, end), (50, end)):
+            scheduler.step(it)
+            assert scheduler.get_last_lr() == [pytest.approx(rate)]
+
+
+def test_defaults_and_torch_optimizers() -> None:
+    adam = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=5.0)
+    scheduler = WarmupLR(adam)
+    assert adam.param_groups[0]["lr"] == 0.0
+    scheduler.step(499)
+    assert adam.param_groups[0]["lr"] == pytest.approx(0.001 * math.log(500) / math.log(1000))
+    scheduler.step(1000)
+    assert adam.param_groups[0]["lr"] == 0.001
+
+
+@pytest.mark.parametrize(("given", "told"), [
+    ({"warmup_num_steps": 0}, "warmup_num_steps is 0: expected an integer of at least 1"),
+    ({"warmup_num_steps": 1.5}, "warmup_num_steps is 1.5"),
+    ({"warmup_type": "cosine"}, "warmup_type is 'cosine': expected \"log\" or \"linear\""),
+    ({"warmup_max_lr": [1.0]}, "1 learning rates are given: expected one, or one for each of the 2 param groups"),
+])
+def test_what_cannot_be_honoured_is_a_config_error(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        WarmupLR(Groups(), **given)
+    assert told in str(caught.value)
