@@ -118,8 +118,10 @@ def model(config: Config, groups: Groups, device: torch.device) -> GPT2:
 
 def engine(config: Config, model: GPT2, groups: Groups) -> Engine:
     """The engine, with the learning rate schedule of the flags."""
-    return initialize(model=model, model_parameters=param_groups(model, config.optim.weight_decay),
-                      lr_scheduler=schedule(config), mpu=groups, config=config)[0]
+    built = initialize(model=model, model_parameters=param_groups(model, config.optim.weight_decay),
+                       lr_scheduler=schedule(config), mpu=groups, config=config)[0]
+    built.reads_weights_between_steps = False
+    return built
 
 
 def param_groups(model: GPT2, weight_decay: float) -> list[ParamGroup]:

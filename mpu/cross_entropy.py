@@ -158,11 +158,11 @@ class _LinearMean(torch.autograd.Function):
         grad_scale: float, sink: GradSink | None,
     ) -> Tensor:
         walk = _Walk(hidden, weight, target, share, rows)
-        place = sink.scratch() if sink is not None and ctx.needs_input_grad[1] else None
+        claim = sink.claim() if sink is not None and ctx.needs_input_grad[1] else None
         for_hidden, for_weight = ctx.needs_input_grad[:2]
-        losses = walk.run(portion * grad_scale, for_hidden, for_weight, place)
-        ctx.grads = walk.d_hidden, walk.d_weight
-        ctx.grad_scale, ctx.sink, ctx.in_place = grad_scale, sink, place is not None
+        losses = walk.run(portion * grad_scale, for_hidden, for_weight, None if claim is None else claim.place)
+        ctx.grads = walk.d_hidden, walk.d_weight if claim is None else None
+        ctx.grad_scale, ctx.sink, ctx.claim = grad_scale, sink, claim
         return losses @ portion
 
     @staticmethod
@@ -171,13 +171,16 @@ class _LinearMean(torch.autograd.Function):
             raise RuntimeError("linear_cross_entropy: a second backward needs a second forward")
         made, ctx.grads = ctx.grads, None  # handed over, not copied: the largest tensors of the step
         missing = grads[0] / ctx.grad_scale
-        if missing.is_cuda or missing.item() != 1.0:  # looking costs nothing on CPU, and a stall on CUDA
-            for grad in made:
-                if grad is not None:
-                    grad.mul_(missing)
+        # Looking costs nothing on CPU, and a stall on CUDA.
+        factor = missing if missing.is_cuda or missing.item() != 1.0 else None
+        for grad in made if factor is not None else ():
+            if grad is not None:
+                grad.mul_(factor)
         d_hidden, d_weight = made
-        if ctx.sink is not None and d_weight is not None:
-            ctx.sink.keep() if ctx.in_place else ctx.sink.total().add_(d_weight)
+        if ctx.claim is not None:
+            ctx.claim.keep(factor)
+        elif ctx.sink is not None and d_weight is not None:
+            ctx.sink.total().add_(d_weight)
             d_weight = None
         return d_hidden, d_weight, None, None, None, None, None, None
 

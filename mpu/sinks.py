@@ -2,8 +2,8 @@
 
 The gradient of a token table is the largest tensor of a step, and a tied table gets two of them: one dense from the
 loss, one that touches a few rows from the lookup. An operation that knows the place of the gradient writes the first
-there and adds the second to it, and returns None to autograd. Who owns the place (a data-parallel engine, say)
-implements `GradSink`; without one nothing changes.
+there, when its forward runs, and adds the second to it in backward; it returns None to autograd. Who owns the place (a
+data-parallel engine, say) implements `GradSink`; without one nothing changes.
 """
 
 from __future__ import annotations
@@ -13,15 +13,22 @@ from typing import Protocol
 from torch import Tensor
 
 
+class Claim(Protocol):
+    """A gradient that a forward prepares in its place before it is known to count."""
+
+    @property
+    def place(self) -> Tensor:
+        """Where to write it; for the forward that made the claim only, as the owner may move it away afterwards."""
+
+    def keep(self, factor: Tensor | None = None) -> None:
+        """It counts, times `factor`: the backward of that forward has come. Once."""
+
+
 class GradSink(Protocol):
     """The place of one parameter's gradient."""
 
-    def scratch(self) -> Tensor | None:
-        """The place itself while nothing has been added to it; a forward may prepare a gradient there, which counts
-        only once a backward calls `keep`."""
-
-    def keep(self) -> Tensor:
-        """What was written into `scratch` is now the gradient so far."""
+    def claim(self) -> Claim | None:
+        """The place itself; None where a gradient stands there already."""
 
     def total(self) -> Tensor:
         """The gradient so far, zeros if there is none, to add to."""

@@ -22,14 +22,19 @@ def square_sum(parts: Iterable[tuple[Segment, Tensor]], tp: Group) -> Tensor:
     """fp64 sum of squares of this rank's share: (segment, its run of the gradient shard) pairs."""
     total = torch.zeros((), dtype=torch.float64)
     for segment, grad in parts:
-        if segment.slot.partition is not None or tp.rank == 0:
-            total = total.to(grad.device) + sum_of_squares(grad)
+        counts = segment.slot.partition is not None or tp.rank == 0
+        # What another rank counts is still looked at: 0 times a number that is not finite is not a number.
+        total = total.to(grad.device) + sum_of_squares(grad) * (1.0 if counts else 0.0)
     return total
 
 
-def global_norm(local: Tensor, shard: Group, tp: Group) -> float:
-    """The norm over every rank's share; inf or nan when any element anywhere is."""
-    return math.sqrt(all_reduce(all_reduce(local, shard), tp).item())
+def global_norm(local: Tensor, shard: Group, tp: Group, trace: int = 0) -> tuple[float, bool]:
+    """The norm over every rank's share, inf or nan when any element anywhere is; and whether all ranks gave the same
+    `trace`. One exchange tells both."""
+    numbers = torch.tensor([0.0, trace, trace * trace], dtype=torch.float64, device=local.device)
+    numbers[0] = local
+    squares, traces, squared_traces = all_reduce(all_reduce(numbers, shard), tp).tolist()
+    return math.sqrt(squares), squared_traces * shard.size * tp.size == traces * traces
 
 
 def clip_factor(norm: float, limit: float) -> float:

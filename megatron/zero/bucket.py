@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,7 @@ from megatron.zero.parked import whole_value
 from megatron.zero.policy import Policy, Wire
 from mpu.collectives import Pending, all_gather_into, all_reduce_into, broadcast_into, reduce_scatter_into
 from mpu.groups import SOLO, Group
-from mpu.sinks import GradSink
+from mpu.sinks import Claim, GradSink
 
 
 class Phase(Enum):
@@ -73,6 +74,7 @@ class FlatBucket:
         self.phase = Phase.SHARDED
         self._arrived: set[int] = set()  # gradients of this backward
         self.filled: set[int] = set()  # slots of `grads` that hold something to add to
+        self._claims: dict[int, ReferenceType[_SlotClaim]] = {}  # slots that a forward has written to
         self._arrival: Pending | None = None  # parameters on their way
         self._departure: Pending | None = None  # gradients on their way
         self._grads: Tensor | None = None
@@ -211,6 +213,7 @@ class FlatBucket:
         """Move a gradient that autograd left into the flat buffer."""
         grad = self.parameters[index].grad
         if grad is not None:  # otherwise a sink has it already
+            self._free(index)
             view = self.grad_view(index)
             if index in self.filled:
                 view.add_(grad)
@@ -226,6 +229,39 @@ class FlatBucket:
     def sink(self, index: int) -> GradSink:
         """Lets the operation that makes the gradient of one parameter write it in place (mpu/sinks.py)."""
         return _SlotSink(self, index)
+
+    def claim(self, index: int) -> _SlotClaim | None:
+        """The slot for a forward to write to, where no gradient stands yet."""
+        self._free(index)
+        if index in self.filled:
+            return None
+        claim = _SlotClaim(self, index)
+        self._claims[index] = ref(claim)
+        return claim
+
+    def keep_claim(self, index: int) -> None:
+        """What was written to the claimed slot is its gradient so far."""
+        del self._claims[index]
+        self.filled.add(index)
+
+    def total(self, index: int) -> Tensor:
+        """The gradient so far, zeros if there is none."""
+        self._free(index)
+        view = self.grad_view(index)
+        if index not in self.filled:
+            view.zero_()
+            self.filled.add(index)
+        return view
+
+    def _free(self, index: int) -> None:
+        """Somebody needs the slot: a claim whose backward has not come, but may, takes its numbers away."""
+        claim = self._claims.pop(index, None)
+        if claim is not None and (alive := claim()) is not None:
+            alive.move_away()
+
+    def _free_all(self) -> None:
+        for index in [*self._claims]:
+            self._free(index)
 
     def grad_view(self, index: int) -> Tensor:
         slot = self.layout.slots[index]
@@ -246,6 +282,7 @@ class FlatBucket:
         """Send the gradients to their owners; parameters nobody used count as zero."""
         self._move(Phase.REDUCING)
         self._pour_all()
+        self._free_all()
         grads = self._grad_buffer()
         for index, slot in enumerate(self.layout.slots):
             if index not in self.filled:
@@ -296,6 +333,13 @@ class FlatBucket:
         for segment in self.layout.segments(self.shard_group.rank):
             yield segment, self.grad_shard[segment.shard_offset : segment.shard_offset + segment.count]
 
+    def settle_reduce(self) -> None:
+        """Let a reduction under way end without using its result."""
+        if self._departure is not None:
+            self._departure.wait()
+            self._move(Phase.SHARDED)
+            self._departure = self._sum = None
+
     def end_backward(self) -> None:
         """Forget who has arrived; what was accumulated stays."""
         self._pour_all()
@@ -303,7 +347,9 @@ class FlatBucket:
         self._arrived.clear()
 
     def discard_grads(self) -> None:
-        """The step is over: the next backward starts from nothing."""
+        """The next backward starts from nothing."""
+        self._free_all()
+        self._arrived.clear()
         self.filled.clear()
         self._grads = self._grad_shard = None
 
@@ -318,16 +364,29 @@ class _SlotSink:
     def __init__(self, bucket: FlatBucket, index: int) -> None:
         self._bucket, self._index = bucket, index
 
-    def scratch(self) -> Tensor | None:
-        return None if self._index in self._bucket.filled else self._bucket.grad_view(self._index)
-
-    def keep(self) -> Tensor:
-        self._bucket.filled.add(self._index)
-        return self._bucket.grad_view(self._index)
+    def claim(self) -> Claim | None:
+        return self._bucket.claim(self._index)
 
     def total(self) -> Tensor:
-        view = self._bucket.grad_view(self._index)
-        if self._index not in self._bucket.filled:
-            view.zero_()
-            self._bucket.filled.add(self._index)
-        return view
+        return self._bucket.total(self._index)
+
+
+class _SlotClaim:
+    """A slot that a forward has written to. If anything else needs the slot before the backward of that forward, what
+    was written moves to a tensor of its own."""
+
+    def __init__(self, bucket: FlatBucket, index: int) -> None:
+        self._bucket, self._index = bucket, index
+        self.place = bucket.grad_view(index)
+        self._has_moved = False
+
+    def move_away(self) -> None:
+        self.place, self._has_moved = self.place.clone(), True
+
+    def keep(self, factor: Tensor | None = None) -> None:
+        if factor is not None:
+            self.place.mul_(factor)
+        if self._has_moved:
+            self._bucket.total(self._index).add_(self.place)
+        else:
+            self._bucket.keep_claim(self._index)

@@ -113,16 +113,28 @@ class ZeroEngine:
         self._in_backward = True
         try:
             (loss * (self.scaler.scale / divisor)).backward(retain_graph=retain_graph)
+            if self._reduces_now:
+                self._check_unused()
+                self._reductions.flush()
+            for bucket in self.buckets:
+                bucket.end_backward()
+        except BaseException:
+            self._abandon_step()
+            raise
         finally:
             self._in_backward = False
-        if self._reduces_now:
-            self._check_unused()
-            self._reductions.flush()
-        for bucket in self.buckets:
-            bucket.end_backward()
-        self._inputs_done.clear()
+            self._inputs_done.clear()
         self.residency.done_with_all()
         return loss / divisor
+
+    def _abandon_step(self) -> None:
+        """A backward failed half way: what has been accumulated is not whole, and goes."""
+        for bucket in self.buckets:
+            bucket.settle_reduce()
+        self._reductions.reset()
+        self.residency.done_with_all()
+        self.zero_grad()
+        self._micro_batches = 0
 
     def _check_unused(self) -> None:
         unused = [] if self._allows_unused else [name for bucket in self.buckets for name in bucket.unused()]
@@ -232,7 +244,13 @@ class ZeroEngine:
         total = torch.zeros((), dtype=torch.float64, device=self.buckets[0].shard.device)
         for bucket in self.buckets:
             total = total + square_sum(bucket.grad_parts(), self.groups.tp)
-        return global_norm(total, self.buckets[0].shard_group, self.groups.tp)
+        norm, alike = global_norm(total, self.buckets[0].shard_group, self.groups.tp, self.residency.take_trace())
+        if not alike:
+            raise ConfigError(
+                "the ranks ran different blocks of the model, or in another order, and have received each other's "
+                "parameters: at ZeRO stage 3 what is random in the forward (layer drop) must be drawn alike on every "
+                "data parallel rank; draw it alike, or use stage 2")
+        return norm
 
     def _update(self, factor: float) -> None:
         for bucket, states in zip(self.buckets, self._states, strict=True):

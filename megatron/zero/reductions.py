@@ -30,6 +30,10 @@ class ReductionOrder:
         """Launch what is left: buckets with parameters that this backward did not reach."""
         while self._next < len(self._order):
             self._launch()
+        self.reset()
+
+    def reset(self) -> None:
+        """The next backward begins at the front."""
         self._next = 0
         self._ready.clear()
 

@@ -16,6 +16,10 @@ from megatron.errors import ConfigError
 from megatron.zero.hooks import Unit
 
 
+TRACES = 2**12
+"""Digests are below this, so that sums of their squares over 20,000 ranks are exact in fp64."""
+
+
 class Residency:
     def __init__(self, units: Sequence[Unit], *, max_live: int, reuse_distance: int, prefetch_limit: int) -> None:
         self._units = units
@@ -24,11 +28,18 @@ class Residency:
         self._in_backward: set[Unit] = set()
         behind = [sum(unit.numel for unit in units[index + 1 :]) for index in range(len(units))]
         self._distances = [2 * elements for elements in behind]  # the others' forward and backward come in between
+        self.trace = 0
+        """A digest of what was gathered in which order: ranks must agree on it."""
 
     @property
     def live(self) -> int:
         """Elements that are whole now."""
         return sum(unit.numel for unit in self._units if unit.is_here)
+
+    def take_trace(self) -> int:
+        """The digest since the last call."""
+        trace, self.trace = self.trace, 0
+        return trace
 
     def start(self) -> None:
         """A forward of the whole model begins. What a failed one left in use is so no more."""
@@ -38,6 +49,7 @@ class Residency:
     def enter(self, unit: Unit) -> None:
         self._make_room_for(unit)
         self._in_use.add(unit)
+        self._note(unit)
         for bucket in unit.buckets:
             bucket.gather()
 
@@ -72,8 +84,13 @@ class Residency:
             unit = self._units[index]
             needed = 0 if unit.is_here else unit.numel
             if needed <= self._prefetch_limit and self.live + needed <= self._max_live:
+                self._note(unit)
                 for bucket in unit.buckets:
                     bucket.prefetch()
+
+    def _note(self, unit: Unit) -> None:
+        if not unit.is_here:
+            self.trace = (self.trace * 31 + unit.index + 1) % TRACES
 
     def _rest(self, unit: Unit) -> None:
         self._in_use.discard(unit)

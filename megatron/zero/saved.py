@@ -118,8 +118,8 @@ def _check_optimizer(engine: ZeroEngine, found: Checkpoint) -> None:
     if missing or saved != engine.rule.name:
         why = f"is {saved}'s" if saved != engine.rule.name else f"is missing ({', '.join(missing)}): saved without it"
         raise CheckpointError(
-            f"{found.tag} of {found.folder.parent}: expected the optimizer state of {engine.rule.name}, but it {why}; to "
-            "go on from the weights alone give --no-load-optim or --finetune (load_optimizer_states=False)")
+            f"{found.tag} of {found.folder.parent}: expected the optimizer state of {engine.rule.name}, but it {why}; "
+            "to go on from the weights alone give --no-load-optim or --finetune (load_optimizer_states=False)")
 
 
 def _check_names(engine: ZeroEngine, found: Checkpoint, strict: bool) -> None:

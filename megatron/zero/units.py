@@ -24,6 +24,8 @@ from mpu.layers import VocabParallelEmbedding
 from mpu.partition import partition_of
 
 ROOT = "root"
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Modules without a forward: they cannot be gathered for it."""
 
 
 @dataclass(frozen=True)
@@ -84,15 +86,15 @@ def connect_sinks(units: list[Unit]) -> None:
 
 def _unit_modules(module: nn.Module, path: str = "", inside: bool = False) -> Iterator[tuple[str, nn.Module]]:
     """Elements of outermost lists; inside of them the tiles of tiled linears."""
-    cuts = isinstance(module, TiledLinear) or isinstance(module, nn.ModuleList) and not inside
     if isinstance(module, TiledLinear):
-        yield from ((f"{path}.{name}", tile) for name, tile in module.tiles())
+        yield from ((f"{path}.tiles.{number}", tile) for number, tile in enumerate(module.tiles()))
         return
     for name, child in module.named_children():
         where = f"{path}.{name}" if path else name
-        if cuts:
+        is_block = isinstance(module, nn.ModuleList) and not inside and not isinstance(child, _CONTAINERS)
+        if is_block:
             yield where, child
-        yield from _unit_modules(child, where, inside or cuts)
+        yield from _unit_modules(child, where, inside or is_block)
 
 
 def _homes(model: nn.Module, modules: dict[str, nn.Module]) -> dict[nn.Parameter, str]:
