@@ -22,6 +22,7 @@ def main() -> int:
     from megatron.allocator import keep_freed_memory
     from megatron.generate import generate
     from megatron.metrics import MetricsLog
+    from megatron.recompute import notes as recompute_notes
     from megatron.resume import Checkpoints
     from megatron.training import Trainer
     from megatron.zero.policy import notes as zero_notes
@@ -40,12 +41,15 @@ def main() -> int:
     with ExitStack() as closing:
         checkpoints = closing.enter_context(Checkpoints(config, groups, datasets.fingerprint))
         build.seed_everything(config.train, groups, device)
-        engine = build.engine(config, build.model(config, groups, device), groups)
+        recomputation = build.recomputation(config, groups)
+        engine = build.engine(config, build.model(config, groups, device, recomputation), groups)
         state, schedule = checkpoints.resume(engine, build.schedule(config))
         speaks = groups.world.rank == 0
         log = closing.enter_context(
-            MetricsLog(config.log, config.train.train_iters, state.iteration, writes=speaks))
-        notes = (*config.notes, *zero_notes(config.zero), *datasets.notes, *checkpoints.notes)
+            MetricsLog(config.log, config.train.train_iters, state.iteration, writes=speaks,
+                       aside=recomputation.report))
+        notes = (*config.notes, *zero_notes(config.zero), *recompute_notes(config.recompute, groups.tp.size, device),
+                 *datasets.notes, *checkpoints.notes)
         for line in (build.summary(config, groups, device), *notes):
             log.say(line)
         trainer = Trainer(config, engine, schedule, build.batch_rule(config, groups, tokenizer), device, log,

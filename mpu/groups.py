@@ -69,6 +69,14 @@ def build(tp_size: int = 1, timeout: timedelta | None = None) -> Groups:
     return Groups(world, _join(tp_groups, world, timeout), _join(dp_groups, world, timeout))
 
 
+def of_handle(handle: dist.ProcessGroup | None) -> Group:
+    """The group behind one of torch's; none is a group of one."""
+    if handle is None:
+        return SOLO
+    ranks = tuple(dist.get_process_group_ranks(handle))
+    return Group(ranks.index(dist.get_rank()), len(ranks), ranks, handle)
+
+
 def _join(groups: list[tuple[int, ...]], world: Group, timeout: timedelta | None) -> Group:
     """Create every one of `groups`; return the one that holds this rank."""
     mine = world

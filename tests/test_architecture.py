@@ -38,11 +38,13 @@ FLOORS: tuple[tuple[str, str], ...] = (
     """),
     ("2: the model, and what is put on its blocks from outside", """
         megatron.model.init megatron.model.attention megatron.model.mlp megatron.model.block megatron.model.gpt2
-        megatron.model megatron.recompute
+        megatron.model
+        megatron.recompute.keep megatron.recompute.replay megatron.recompute.facade megatron.recompute
     """),
     ("3: the engine", """
         megatron.optim.norm megatron.optim.adam
-        megatron.zero.bucket megatron.zero.hooks megatron.zero.units megatron.zero.engine megatron.zero
+        megatron.zero.bucket megatron.zero.hooks megatron.zero.units megatron.zero.engine
+        megatron.zero.tiling megatron.zero
     """),
     ("4: the application", """
         megatron.signals megatron.allocator
@@ -66,7 +68,7 @@ PLACES = {module: (floor, place)
 TYPES_OF_DISTRIBUTED = {"ProcessGroup", "Work", "Store"}
 QUERIES_OF_DISTRIBUTED = {"is_available", "is_initialized", "get_rank", "get_world_size", "get_backend", "group"}
 NAMES_OF_DISTRIBUTED = {
-    "mpu.groups": QUERIES_OF_DISTRIBUTED | {"new_group"},
+    "mpu.groups": QUERIES_OF_DISTRIBUTED | {"new_group", "get_process_group_ranks"},
     "mpu.facade": QUERIES_OF_DISTRIBUTED,
     "megatron.distributed": QUERIES_OF_DISTRIBUTED | {
         "init_process_group", "destroy_process_group", "FileStore", "TCPStore", "PrefixStore"},
