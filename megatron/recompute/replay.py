@@ -23,6 +23,9 @@ from megatron.recompute.keep import Keeper
 from mpu.groups import SOLO, Group
 from mpu.random import get_rng_tracker
 
+SWITCHES = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization",
+            "synchronize_checkpoint_boundary", "profile_backward")
+
 
 class Recomputation:
     """The checkpointing of one model; `tp` is the group over which kept inputs may be split."""
@@ -91,14 +94,9 @@ class Recomputation:
 
 def notes(config: RecomputeConfig, tp_size: int, device: torch.device) -> list[str]:
     """One line for each switch that is on and does nothing in this run."""
-    on_cpu = "the device is the CPU"
-    reasons = {
-        "partition_activations": tp_size == 1 and "the tensor parallel size is 1",
-        "cpu_checkpointing": device.type == "cpu" and on_cpu,
-        "contiguous_memory_optimization": False,
-        "synchronize_checkpoint_boundary": device.type == "cpu" and on_cpu,
-        "profile_backward": False,
-    }
-    off = not config.checkpoint_activations and "--checkpoint-activations is off"
-    return [f" note: {flag_name(name)} has no effect: {why}" for name, idle in reasons.items()
-            if getattr(config, name) and (why := off or idle)]
+    idle = {"partition_activations": "the tensor parallel size is 1"} if tp_size == 1 else {}
+    if device.type == "cpu":
+        idle |= dict.fromkeys(("cpu_checkpointing", "synchronize_checkpoint_boundary"), "the device is the CPU")
+    if not config.checkpoint_activations:
+        idle = dict.fromkeys(SWITCHES, "--checkpoint-activations is off")
+    return [f" note: {flag_name(name)} has no effect: {why}" for name, why in idle.items() if getattr(config, name)]
