@@ -22,6 +22,7 @@ def main() -> int:
     from megatron.allocator import keep_freed_memory
     from megatron.generate import generate
     from megatron.metrics import MetricsLog
+    from megatron.recompute import notes as recompute_notes
     from megatron.resume import Checkpoints
     from megatron.training import Trainer
     from megatron.zero.policy import notes as zero_notes
@@ -40,6 +41,7 @@ def main() -> int:
     with ExitStack() as closing:
         checkpoints = closing.enter_context(Checkpoints(config, groups, datasets.fingerprint))
         build.seed_everything(config.train, groups, device)
+<<<<<<< HEAD
         engine = build.engine(config, build.model(config, groups, device), groups)
         state = checkpoints.resume(engine)
         speaks = groups.world.rank == 0
@@ -47,6 +49,17 @@ def main() -> int:
             MetricsLog(config.log, config.train.train_iters, state.iteration, writes=speaks))
         idle = zero_notes(config.zero, precision=config.precision.name, on_cuda=device.type == "cuda")
         notes = (*config.notes, *idle, *datasets.notes, *checkpoints.notes)
+=======
+        recomputation = build.recomputation(config, groups)
+        engine = build.engine(config, build.model(config, groups, device, recomputation), groups)
+        state, schedule = checkpoints.resume(engine, build.schedule(config))
+        speaks = groups.world.rank == 0
+        log = closing.enter_context(
+            MetricsLog(config.log, config.train.train_iters, state.iteration, writes=speaks,
+                       aside=recomputation.report))
+        notes = (*config.notes, *zero_notes(config.zero), *recompute_notes(config.recompute, groups.tp.size, device),
+                 *datasets.notes, *checkpoints.notes)
+>>>>>>> a57c33fc09bec3c09ad8f778df37064fa8dbfde7
         for line in (build.summary(config, groups, device), *notes):
             log.say(line)
         trainer = Trainer(config, engine, build.batch_rule(config, groups, tokenizer), device, log,

@@ -23,10 +23,16 @@ from megatron.config import Config, DataConfig, TrainConfig, require
 from megatron.errors import ConfigError
 from megatron.model import GPT2
 from megatron.optim.schedule import Schedule, build_schedule
+<<<<<<< HEAD
 from megatron.zero.api import initialize
 from megatron.zero.engine import ParamGroup
 from megatron.zero.facade import Engine
 from megatron.zero.holders import shape_of
+=======
+from megatron.recompute import Recomputation
+from megatron.zero.engine import ZeroEngine
+from megatron.zero.tiling import tile_linears
+>>>>>>> a57c33fc09bec3c09ad8f778df37064fa8dbfde7
 from mpu.collectives import all_gather_json
 from mpu.groups import Groups
 from mpu.random import model_parallel_cuda_manual_seed
@@ -105,11 +111,20 @@ def seed_everything(train: TrainConfig, groups: Groups, device: torch.device) ->
         torch.backends.cudnn.benchmark = False
 
 
-def model(config: Config, groups: Groups, device: torch.device) -> GPT2:
-    """GPT-2 in fp32 on its device, with recomputation and compilation put on its blocks."""
+def recomputation(config: Config, groups: Groups) -> Recomputation:
+    section = config.recompute
+    return Recomputation(replace(section, number_checkpoints=section.number_checkpoints or config.chunks), groups.tp)
+
+
+def model(config: Config, groups: Groups, device: torch.device, again: Recomputation | None = None) -> GPT2:
+    """GPT-2 in fp32 on its device; recomputation (`again`, or one of its own), tiling and compilation are put on its
+    blocks."""
     gpt2 = GPT2(config.model, groups.tp, config.train.seed).to(device)
     if config.recompute.checkpoint_activations:
-        gpt2.run_blocks = recompute.in_chunks(config.recompute.checkpoint_num_layers)
+        again = again or recomputation(config, groups)
+        gpt2.run_blocks = recompute.in_chunks(config.recompute.checkpoint_num_layers, again.checkpoint)
+    if config.model.memory_centric_tiled_linear:
+        tile_linears(gpt2.blocks, config.model.tile_factor, config.model.hidden_size)
     if config.train.compile:
         for block in gpt2.blocks:
             block.forward = torch.compile(block.forward)  # the hooks of the engine stay outside

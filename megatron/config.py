@@ -60,6 +60,8 @@ class ModelConfig:
     hidden_dropout: float = flag(0.1, "dropout on embeddings and block outputs")
     layernorm_epsilon: float = flag(1e-5, "epsilon of every LayerNorm")
     init_method_std: float = flag(0.02, "standard deviation of the initial weights")
+    memory_centric_tiled_linear: bool = flag(False, "cut each matrix of a block into tiles, layers of their own")
+    tile_factor: int = flag(1, "a tile is about hidden size / this squared")
 
     def __post_init__(self) -> None:
         _require_range(self, "num_layers hidden_size num_attention_heads intermediate_size", 1)
@@ -70,6 +72,7 @@ class ModelConfig:
             self.hidden_size % self.num_attention_heads == 0,
             f"--hidden-size {self.hidden_size} is not divisible by --num-attention-heads {self.num_attention_heads}",
         )
+        _require_range(self, "tile_factor", 1, self.hidden_size)
 
     @property
     def ffn_size(self) -> int:
@@ -313,10 +316,6 @@ class OffloadConfig:
             require(device != "nvme" or bool(path), f"{name} nvme needs {flag_name(f'offload_{kind}_nvme_path')}")
 
 
-RECOMPUTE_EXTRAS: frozenset[str] = frozenset()
-"""The switches of RecomputeConfig beyond plain recomputation that exist; others are refused."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class RecomputeConfig:
     """Activation checkpointing: keep the input of each chunk of blocks, recompute the rest in backward."""
@@ -330,18 +329,16 @@ class RecomputeConfig:
     contiguous_memory_optimization: bool = flag(
         False, "keep inputs in one buffer", "contiguous-checkpointing", "contigious-checkpointing"
     )
-    number_checkpoints: int | None = flag(None, "inputs that buffer holds")
+    number_checkpoints: int | None = flag(
+        None, "chunks that buffer has room for (default: those of one forward)", "num-checkpoints"
+    )
     synchronize_checkpoint_boundary: bool = flag(False, "wait for the device at each chunk", "synchronize-each-layer")
-    profile_backward: bool = flag(False, "time the recomputation")
+    profile_backward: bool = flag(False, "time each chunk's forward and recomputation")
 
     def __post_init__(self) -> None:
         _require_range(self, "checkpoint_num_layers number_checkpoints", 1)
-        switches = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization",
-                    "synchronize_checkpoint_boundary", "profile_backward")
-        for name in switches:
-            require(not getattr(self, name) or name in RECOMPUTE_EXTRAS,
-                    f"{flag_name(name)} is not supported yet: recomputation keeps whole inputs on the device; "
-                    "leave it out")
+        require(self.partition_activations or not self.contiguous_memory_optimization,
+                "--contiguous-memory-optimization needs --partition-activations: its buffer holds the parts of inputs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -435,6 +432,9 @@ class Config:
             f"--seq-length {length} is above --max-position-embeddings {table}: the position table is too short",
         )
         tp = self.parallel.model_parallel_size
+        require(tp == 1 or not self.model.memory_centric_tiled_linear,
+                f"--memory-centric-tiled-linear and --model-parallel-size {tp} exclude each other: both cut the "
+                "matrices of a block; give one of them")
         for name in ("num_attention_heads", "hidden_size"):
             value = getattr(self.model, name)
             require(value % tp == 0, f"{flag_name(name)} {value} is not divisible by --model-parallel-size {tp}")
@@ -445,6 +445,16 @@ class Config:
         require(self.offload.offload_param_device == "none" or self.zero.zero_stage == 3,
                 f"--offload-param-device {self.offload.offload_param_device} needs --zero-stage 3, "
                 f"not {self.zero.zero_stage}: other stages keep whole parameters on the device")
+        again = self.recompute
+        buffered = again.checkpoint_activations and again.contiguous_memory_optimization
+        require(not buffered or (again.number_checkpoints or self.chunks) >= self.chunks,
+                f"--number-checkpoints {again.number_checkpoints} is below the {self.chunks} chunks of --num-layers "
+                f"{self.model.num_layers} with --checkpoint-num-layers {again.checkpoint_num_layers}: leave it out")
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of blocks in one forward of a model that recomputes."""
+        return math.ceil(self.model.num_layers / self.recompute.checkpoint_num_layers)
 
     @property
     def seq_length(self) -> int:

@@ -12,6 +12,7 @@ import math
 import resource
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import IO, Any
 
@@ -59,10 +60,11 @@ class Rates:
 
 
 class MetricsLog:
-    """Writes what happened; `close` when the run ends."""
+    """Writes what happened; `close` when the run ends. After each console line it says what `aside` has to say."""
 
-    def __init__(self, config: LogConfig, train_iters: int, start: int, *, writes: bool) -> None:
-        self._config, self._train_iters, self._writes = config, train_iters, writes
+    def __init__(self, config: LogConfig, train_iters: int, start: int, *, writes: bool,
+                 aside: Callable[[], str] = str) -> None:
+        self._config, self._train_iters, self._writes, self._aside = config, train_iters, writes, aside
         self._window: list[StepMetrics] = []
         self._file = _open_for_append(config.metrics_file) if writes and config.metrics_file else None
         self._board = _tensorboard(config.tensorboard_dir) if writes and config.tensorboard_dir else None
@@ -81,6 +83,8 @@ class MetricsLog:
         if self._config.log_interval and metrics.iteration % self._config.log_interval == 0:
             self.say(console_line(self._window, self._train_iters))
             self._window.clear()
+            if line := self._aside():
+                self.say(line)
 
     def evaluation(self, name: str, iteration: int, loss: float) -> None:
         if not self._writes:

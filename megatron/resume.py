@@ -32,6 +32,7 @@ MUST_MATCH = (
     "intermediate_size",
     "max_position_embeddings",
     "vocab_size",
+    "tile_factor",
 )
 """Model fields a checkpoint must share with the run that loads it."""
 
@@ -125,8 +126,11 @@ def _follows(engine: Engine) -> FollowSchedule:
 
 
 def _model_field(model: dict[str, Any], key: str) -> Any:
-    """The value in force: an MLP width that was not given is four times the hidden size."""
+    """The value in force: an MLP width that was not given is four times the hidden size, and without tiles their
+    factor is nothing."""
     value = model.get(key)
+    if key == "tile_factor" and not model.get("memory_centric_tiled_linear"):
+        return None
     return 4 * model["hidden_size"] if key == "intermediate_size" and value is None else value
 
 

@@ -1,4 +1,170 @@
-"""stub"""
-from torch import nn
-class TiledLinear(nn.Module):
-    def tiles(self): return []
+"""A linear layer in tiles: so large a matrix that it never has to exist whole, not even for one operation.
+
+    y = x A + b,  A cut into out_splits x in_splits tiles:  y_o = sum_i x_i A_oi  + b_o,  y = [y_0 y_1 ...]
+
+Each tile is a layer of its own (`linear_cls`), so what gathers parameters module by module gathers one tile at a time
+(ZeRO's "memory-centric tiling"). Parts are as even as they can be: their sizes differ by at most one. The result is
+that of one layer but for the rounding of the sum over i, one more for each further input split.
+
+With a tensor parallel `linear_cls` each tile is cut over the ranks as a whole layer would be; where its output stays
+split, a rank then holds its share of every tile, and not one share of the whole.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import skip_init
+
+from megatron.errors import ConfigError
+from mpu.collectives import all_gather
+from mpu.groups import SOLO, Group
+from mpu.layers import ColumnParallelLinear, RowParallelLinear
+from mpu.partition import join_slices, local_slice, partition_of
+
+LinearClass = Callable[..., nn.Module]
+"""(in_features, out_features, bias=..., **kwargs) -> a layer with `weight` [out, in] and `bias` [out] or None."""
+
+
+class _Tiled(nn.Module, ABC):
+    """The tiles, and their walk; what a tile returns is the business of the two classes below."""
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, in_splits: int = 1, out_splits: int = 1,
+        input_is_already_split: bool = False, combine_out_splits: bool = True, linear_cls: LinearClass = nn.Linear,
+        init_linear: nn.Module | None = None, **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
+        self.in_splits, self.out_splits = in_splits, out_splits
+        self.input_is_already_split, self.combine_out_splits = input_is_already_split, combine_out_splits
+        self.in_sizes = even_sizes(in_features, in_splits, "in_splits")
+        self.out_sizes = even_sizes(out_features, out_splits, "out_splits")
+        last = in_splits - 1  # the tile of a row that holds its bias, so that it is added once
+        self.linears = nn.ModuleList(
+            nn.ModuleList(linear_cls(width, height, bias=bias and i == last, **kwargs)
+                          for i, width in enumerate(self.in_sizes))
+            for height in self.out_sizes)
+        if init_linear is not None:
+            self.copy_params_from(init_linear)
+
+    @abstractmethod
+    def forward(self, x: Any) -> Any: ...
+
+    def tiles(self) -> Iterator[nn.Module]:
+        """Every tile, in the order of use."""
+        for row in self._rows():
+            yield from row
+
+    def _rows(self) -> Iterator[list[nn.Module]]:
+        """The tiles that make one part of the output."""
+        for row in self.linears:
+            assert isinstance(row, nn.ModuleList)
+            yield list(row)
+
+    def _parts(self, x: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+        """[..., in] -> in_splits times [..., part of in]."""
+        if isinstance(x, Tensor) and not (self.input_is_already_split and self.in_splits > 1):
+            # A row parallel tile takes this rank's share of its features: the sizes are those of what comes in.
+            parts: Sequence[Tensor] = x.split(even_sizes(x.shape[-1], self.in_splits, "in_splits"), dim=-1)
+            return parts
+        if isinstance(x, Tensor) or len(x) != self.in_splits:
+            found = "one tensor" if isinstance(x, Tensor) else f"{len(x)}"
+            raise ConfigError(f"input_is_already_split: expected {self.in_splits} tensors (in_splits), found {found}")
+        return x
+
+    @torch.no_grad()
+    def copy_params_from(self, other: nn.Module) -> None:
+        """Take the values of one whole layer. Collective where its parameters are cut over tensor parallel."""
+        weight, bias = _whole(other, "weight"), _whole(other, "bias")
+        if weight is None or weight.shape != (self.out_features, self.in_features):
+            raise ConfigError(f"copy_params_from: expected a weight of {(self.out_features, self.in_features)}, found "
+                              f"{None if weight is None else tuple(weight.shape)}")
+        if (bias is not None) != self.use_bias:
+            raise ConfigError(f"copy_params_from: this layer has bias={self.use_bias}, the other {bias is not None}")
+        for row, rows in zip(self._rows(), weight.split(self.out_sizes), strict=True):
+            for tile, values in zip(row, rows.split(self.in_sizes, dim=1), strict=True):
+                _set(tile, "weight", values)
+        for row, values in zip(self._rows(), () if bias is None else bias.split(self.out_sizes)):
+            _set(row[-1], "bias", values)
+
+
+class TiledLinear(_Tiled):
+    """A linear layer whose tiles return their output."""
+
+    def forward(self, x: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
+        """[..., in], or its parts where `input_is_already_split` -> [..., out], or its parts without
+        `combine_out_splits`."""
+        parts = self._parts(x)
+        outputs = [_sum(tile(part) for tile, part in zip(row, parts, strict=True)) for row in self._rows()]
+        return torch.cat(outputs, dim=-1) if self.combine_out_splits else outputs
+
+
+class TiledLinearReturnBias(_Tiled):
+    """A linear layer whose tiles return (output, bias or None), for a caller that adds the bias."""
+
+    def forward(self, x: Tensor | Sequence[Tensor]) -> tuple[Any, Any]:
+        """As `TiledLinear`, and beside the output its bias, whole or in parts as well."""
+        parts = self._parts(x)
+        outputs, biases = [], []
+        for row in self._rows():
+            pairs = [tile(part) for tile, part in zip(row, parts, strict=True)]
+            outputs.append(_sum(output for output, _ in pairs))
+            biases.append(pairs[-1][1])
+        if not self.combine_out_splits:
+            return outputs, biases
+        return torch.cat(outputs, dim=-1), torch.cat(biases) if self.use_bias else None
+
+
+def tile_linears(module: nn.Module, factor: int, hidden_size: int) -> None:
+    """Replace every mpu linear inside `module` by tiles of about hidden / factor squared, with the same values. For
+    one tensor parallel rank: tiles make splitting over ranks unnecessary."""
+    for parent in list(module.modules()):
+        for name, layer in list(parent.named_children()):
+            if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+                assert layer.tp.is_solo
+                height, width = layer.weight.shape
+                setattr(parent, name, TiledLinear(
+                    width, height, layer.bias is not None, max(1, factor * width // hidden_size),
+                    max(1, factor * height // hidden_size), init_linear=layer,
+                    linear_cls=partial(skip_init, nn.Linear),  # drawn once already: no random number is used up
+                    device=layer.weight.device, dtype=layer.weight.dtype))
+
+
+def even_sizes(features: int, splits: int, name: str) -> list[int]:
+    """`splits` sizes that add up to `features` and differ by at most one, the larger ones first."""
+    if not 1 <= splits <= features:
+        raise ConfigError(f"{name} is {splits}: expected a number from 1 to the {features} features that it splits")
+    return [features // splits + (index < features % splits) for index in range(splits)]
+
+
+def _sum(parts: Iterator[Tensor]) -> Tensor:
+    total = next(parts)
+    for part in parts:
+        total = total + part
+    return total
+
+
+def _group(layer: nn.Module) -> Group:
+    return layer.tp if isinstance(layer, ColumnParallelLinear | RowParallelLinear) else SOLO
+
+
+def _whole(layer: nn.Module, name: str) -> Tensor | None:
+    """A parameter as an unsplit layer would hold it."""
+    parameter: Tensor | None = getattr(layer, name)
+    partition, tp = None if parameter is None else partition_of(parameter), _group(layer)
+    if parameter is None or partition is None or tp.is_solo:
+        return parameter
+    return join_slices(list(all_gather(parameter, tp, partition.dim).chunk(tp.size, partition.dim)), partition)
+
+
+def _set(layer: nn.Module, name: str, values: Tensor) -> None:
+    """The inverse of `_whole` for one tile."""
+    parameter, tp = getattr(layer, name), _group(layer)
+    partition = partition_of(parameter)
+    parameter.copy_(values if partition is None else local_slice(values, partition, tp.rank, tp.size))

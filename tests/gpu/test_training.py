@@ -48,3 +48,12 @@ def test_a_compiled_run_trains_like_an_eager_one(tmp_path: Path) -> None:
     eager, compiled = ([row["lm_loss"] for row in records(tmp_path / name)] for name in ("eager", "compiled"))
     # Fused kernels round elsewhere: 1e-4 over 12 fp32 steps.
     assert compiled == pytest.approx(eager, abs=1e-4)
+
+
+@pytest.mark.parametrize("switches", ["--cpu-checkpointing", "--partition-activations --contiguous-checkpointing",
+                                      "--partition-activations --contiguous-checkpointing --cpu-checkpointing"])
+def test_inputs_that_wait_elsewhere_come_back_the_same(switches: str, tmp_path: Path) -> None:
+    argv = [*SMALL, "--num-layers", "5", "--checkpoint-activations"]
+    for name, flags in (("plain", []), ("elsewhere", switches.split())):
+        train([*argv, *flags, "--metrics-file", str(tmp_path / name)])
+    assert records(tmp_path / "elsewhere") == records(tmp_path / "plain")

@@ -157,9 +157,12 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "aio.thread_count": (2, {"aio_intra_op_parallelism": 2}, {}),
     "aio.single_submit": (True, {"aio_single_submit": True}, {}),
     "aio.overlap_events": (False, {"aio_overlap_events": False}, {}),
-    **{KEEP + name: (True, UNREADY, {}) for name in (
-        "partition_activations", "cpu_checkpointing", "contiguous_memory_optimization",
-        "synchronize_checkpoint_boundary", "profile")},
+    **{KEEP + name: (True, {name: True}, {}) for name in (
+        "partition_activations", "cpu_checkpointing", "synchronize_checkpoint_boundary")},
+    KEEP + "contiguous_memory_optimization": (
+        True, {"contiguous_memory_optimization": True, "partition_activations": True},
+        nested(KEEP + "partition_activations", True)),
+    KEEP + "profile": (True, {"profile_backward": True}, {}),
     KEEP + "number_checkpoints": (4, {"number_checkpoints": 4}, {}),
     "tensorboard.enabled": (True, {"tensorboard_dir": "out/job"}, BOARD),
     "tensorboard.output_path": ("", {"tensorboard_dir": "runs/job"}, BOARD),
@@ -326,6 +329,8 @@ def test_an_unknown_key_is_refused_with_its_path_and_the_nearest_name(path, told
     ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled and bf16.enabled exclude each other"),
     ({"zero_optimization": {"stage": 7}}, "zero_optimization.stage is 7: expected 0, 1, 2 or 3"),
     ({"zero_optimization": {"reduce_bucket_size": 0}}, "zero_optimization.reduce_bucket_size is 0: expected a number"),
+    ({"activation_checkpointing": {"contiguous_memory_optimization": True}},
+     "contiguous_memory_optimization needs --partition-activations"),
     ({"fp16": {"enabled": True, "min_loss_scale": 1e6}}, "fp16.min_loss_scale 1e+06 is above --initial-loss-scale"),
     ({1: 2}, "the key 1 is not a text"),
 ])
@@ -364,6 +369,15 @@ def test_a_deprecated_key_beside_its_new_name_is_an_error_that_names_both(old, n
     for tree in (merged(nested(old, value), nested(new, other)), merged(nested(new, other), nested(old, value))):
         told = refusal(tree)
         assert old in told and new in told and "both are given" in told
+
+
+def test_a_buffer_has_room_for_the_chunks_of_a_forward():
+    tree = {"activation_checkpointing": {"partition_activations": True, "contiguous_memory_optimization": True,
+                                         "number_checkpoints": 3}}
+    flags = {"checkpoint_activations": True, "num_layers": 7, "checkpoint_num_layers": 2}
+    assert "number_checkpoints 3 is below the 4 chunks of --num-layers 7" in refusal(tree, flags=flags)
+    assert build(tree, flags={**flags, "num_layers": 6}).chunks == 3
+    assert build(tree, flags={**flags, "checkpoint_activations": False}).chunks == 4, "the section switches nothing on"
 
 
 def test_offload_becomes_possible_by_one_constant(monkeypatch):
@@ -561,7 +575,9 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], int, Any]] = {
                "zero_optimization": {"stage": 2}, "optimizer": {"type": "Adam", "params": {"lr": 0.00015}},
                "gradient_clipping": 1.0, "fp16": SCALING,
                "activation_checkpointing": {"partition_activations": True, "contiguous_memory_optimization": False},
-               "wall_clock_breakdown": False}, {"batch_size": 4}, 4, UNREADY),
+               "wall_clock_breakdown": False}, {"batch_size": 4}, 4,
+              {"zero_stage": 2, "fp16": True, "log_interval": 1, "global_batch_size": 16,
+               "partition_activations": True}),
     "zero2, whole activations": (
         {"train_batch_size": 16, "gradient_accumulation_steps": 1, "steps_per_print": 1,
          "zero_optimization": {"stage": 2, "contiguous_gradients": True, "overlap_comm": True, "reduce_scatter": True,

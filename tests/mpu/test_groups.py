@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 import mpu
-from mpu.groups import SOLO, Groups, build
+from mpu.groups import SOLO, Groups, build, of_handle
 from mpu.split import ParallelError
 from tests.distributed import run_ranks
 
@@ -41,6 +41,16 @@ def _refused(rank: int, world: int) -> str:
 
 def test_a_size_larger_than_the_world_is_an_error_and_not_clamped() -> None:
     assert all("size 4 does not divide the world size 2" in text for text in run_ranks(_refused, 2))
+
+
+def _found_again(rank: int, world: int) -> bool:
+    groups = build(2)
+    assert of_handle(None) == SOLO
+    return all(of_handle(group.handle) == group for group in (groups.world, groups.tp, groups.dp))
+
+
+def test_a_group_is_found_again_from_torchs_handle() -> None:
+    assert all(run_ranks(_found_again, 4))
 
 
 def _classic(rank: int, world: int) -> list[int]:

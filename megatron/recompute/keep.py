@@ -1,0 +1,161 @@
+"""What waits of a chunk's inputs between forward and backward, and where: the memory of activation checkpointing.
+
+Vocabulary
+    part   what this rank keeps of an input, flat: all of it, or its share over tensor parallel, the last one padded
+    home   where the part waits: memory of its own or a row of one buffer, on the device or on the host
+
+A `Keeper` is a pair of autograd's saved-tensor hooks. Recomputation saves its inputs, and nothing else, under them
+(replay.py), so the input itself is free as soon as the model lets go of it. An input that is not split, moved or put
+into a buffer is kept as it is; so are those that are not floating point (masks, positions). A split input must hold
+the same values on every tensor parallel rank, as the inputs of blocks do.
+
+What is kept lives as long as the graph that wants it back: a forward whose loss is dropped gives everything back.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from itertools import count
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatron.config import RecomputeConfig, require
+from megatron.errors import ConfigError
+from mpu.collectives import all_gather_into
+from mpu.groups import SOLO, Group
+
+
+class Keeper:
+    """The kept inputs of one model, as the switches of its configuration want them."""
+
+    def __init__(self, config: RecomputeConfig, tp: Group = SOLO) -> None:
+        self._group = tp if config.partition_activations else SOLO
+        self._to_host = config.cpu_checkpointing
+        rows = config.number_checkpoints if config.contiguous_memory_optimization else 0
+        if rows is None:
+            raise ConfigError("contiguous_memory_optimization needs number_checkpoints: how many chunks there are "
+                              "between a forward and its backward")
+        self._rows = rows
+        self._buffers: dict[int, _Buffer] = {}
+        self._lane: torch.cuda.Stream | None = None
+        self._last: weakref.ref[_Kept] | None = None
+
+    def inputs_of_one_chunk(self) -> saved_tensors_hooks:
+        """A context: tensors that autograd saves inside are the arguments of one chunk, in order."""
+        numbers = count()
+        return saved_tensors_hooks(lambda x: self._keep(x, numbers), _restore)
+
+    def reset(self) -> None:
+        """Give the buffers back; what still waits in them stays good."""
+        self._buffers.clear()
+
+    def _keep(self, x: Tensor, numbers: Iterator[int]) -> Tensor | _Kept:
+        moves = self._to_host and x.is_cuda
+        # torch before 2.13 saves an empty tensor of its own beside the arguments.
+        if not (x.is_floating_point() and x.numel()) or not (moves or self._rows or self._group.size > 1):
+            return x
+        each = -(-x.numel() // self._group.size)
+        if self._rows:
+            home = self._buffer(next(numbers), each, x, moves).take()
+        else:
+            home = _memory((each,), x, moves)
+        lane, before = None, None
+        if moves:
+            lane = self._lane = self._lane or torch.cuda.Stream(x.device)
+            before = None if self._last is None else self._last()
+        kept = _Kept(x.detach(), home, self._group, lane, before)
+        self._last = weakref.ref(kept)
+        return kept
+
+    def _buffer(self, argument: int, each: int, x: Tensor, on_host: bool) -> _Buffer:
+        """The buffer of the n-th argument; one that nobody uses may change its size."""
+        found = self._buffers.get(argument)
+        if found is None or not (found.is_used or found.fits(each, x.dtype)):
+            found = self._buffers[argument] = _Buffer(_memory((self._rows, each), x, on_host))
+        require(found.fits(each, x.dtype), f"{each} elements of {x.dtype} are to be kept of argument {argument} of a "
+                f"chunk, in a buffer with rows of {found}: contiguous_memory_optimization needs inputs of one size; "
+                "leave it out")
+        return found
+
+
+def _memory(shape: tuple[int, ...], x: Tensor, on_host: bool) -> Tensor:
+    """For values like those of x: beside it, or page-locked on the host."""
+    return torch.empty(shape, dtype=x.dtype, device="cpu" if on_host else x.device, pin_memory=on_host)
+
+
+class _Buffer:
+    """Rows of equal length; a row is free again when nobody holds it."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self._memory = memory
+        self._taken: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+
+    def __str__(self) -> str:
+        return f"{self._memory.shape[1]} of {self._memory.dtype}"
+
+    @property
+    def is_used(self) -> bool:
+        return bool(self._taken)
+
+    def fits(self, numel: int, dtype: torch.dtype) -> bool:
+        return self._memory.shape[1] == numel and self._memory.dtype == dtype
+
+    def take(self) -> Tensor:
+        rows = len(self._memory)
+        free = next((row for row in range(rows) if row not in self._taken), None)
+        if free is None:
+            raise ConfigError(f"{rows} kept inputs wait for their backward, and number_checkpoints is {rows}: "
+                              "raise it to the number of chunks between a forward and its backward")
+        self._taken[free] = row = self._memory[free]
+        return row
+
+
+class _Kept:
+    """One input that waits: its part at home, and how to make it whole."""
+
+    def __init__(self, x: Tensor, home: Tensor, group: Group, lane: torch.cuda.Stream | None,
+                 before: _Kept | None) -> None:
+        self._shape, self._device, self._home, self._group, self._lane = x.shape, x.device, home, group, lane
+        self._before = None if before is None else weakref.ref(before)
+        self._whole: Tensor | None = None  # [ranks, part], while it is on its way back
+        mine = x.reshape(-1)[group.rank * len(home) : (group.rank + 1) * len(home)]  # the last ones may be shorter
+        self._moved = _copy(home[: len(mine)], mine, lane)
+
+    def fetch(self) -> Tensor:
+        """Begin to bring the part to its place in the whole."""
+        if self._whole is None:
+            self._whole = self._home.new_empty(self._group.size, len(self._home), device=self._device)
+            self._moved = _copy(self._whole[self._group.rank], self._home, self._lane)
+        return self._whole
+
+    def restore(self) -> Tensor:
+        """The input again, in memory of its own."""
+        whole, self._whole = self.fetch(), None
+        if self._before is not None and (before := self._before()) is not None:
+            before.fetch()  # backward asks for it next
+        if self._moved is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._moved)
+        all_gather_into(whole.view(-1), whole[self._group.rank], self._group).wait()
+        return whole.view(-1)[: self._shape.numel()].view(self._shape)
+
+
+def _restore(kept: Tensor | _Kept) -> Tensor:
+    return kept.restore() if isinstance(kept, _Kept) else kept
+
+
+def _copy(to: Tensor, source: Tensor, lane: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+    """to <- source: at once, or on a lane, beside the computation; its event tells when."""
+    if lane is None:
+        to.copy_(source)
+        return None
+    lane.wait_stream(torch.cuda.current_stream(lane.device))
+    with torch.cuda.stream(lane):
+        to.copy_(source, non_blocking=True)
+    for tensor in (to, source):
+        if tensor.is_cuda:
+            tensor.record_stream(lane)  # its memory is not handed on before the copy is done
+    event: torch.cuda.Event = lane.record_event()
+    return event

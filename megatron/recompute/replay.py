@@ -1,0 +1,102 @@
+"""Activation checkpointing: run a function and keep its inputs only; in backward run it again.
+
+torch's non-reentrant checkpoint decides when; it also restores the generators of the CPU and of the device. Added
+here: the streams of the tensor parallel RNG tracker, so that dropout replays exactly, the memory of the inputs
+(keep.py), and what happens at the borders of a chunk: waiting for the device, and the clock. Gradients are bit-equal
+to those without checkpointing, whatever the switches.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from megatron.config import RecomputeConfig, flag_name
+from megatron.recompute.keep import Keeper
+from mpu.groups import SOLO, Group
+from mpu.random import get_rng_tracker
+
+SWITCHES = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization",
+            "synchronize_checkpoint_boundary", "profile_backward")
+
+
+class Recomputation:
+    """The checkpointing of one model; `tp` is the group over which kept inputs may be split."""
+
+    def __init__(self, config: RecomputeConfig, tp: Group = SOLO) -> None:
+        self._keeper = Keeper(config, tp)
+        self._waits = config.synchronize_checkpoint_boundary or config.profile_backward
+        self._device_wait: Callable[[], None] = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+        self._profiles = config.profile_backward
+        self._spent: dict[str, tuple[float, int]] = {}  # what a chunk does -> seconds, times
+
+    def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """function(*args, **kwargs), recomputed in backward instead of remembered."""
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        # `run` must not hold an argument: tensors are handed over by torch, which saves them under the keeper's hooks.
+        positional, names = len(args), tuple(kwargs)
+        streams, runs = get_rng_tracker().get_states(), count()
+
+        def run(*values: Any) -> Any:
+            with self._replay(streams) if next(runs) else self._clock("forward"):
+                return function(*values[:positional], **dict(zip(names, values[positional:], strict=True)))
+
+        with self._keeper.inputs_of_one_chunk():
+            return torch_checkpoint(run, *args, *kwargs.values(), use_reentrant=False)
+
+    def reset(self) -> None:
+        """After a forward that gets no backward: begin anew, with new buffers."""
+        self._keeper.reset()
+
+    def report(self) -> str:
+        """What recomputation cost since the last report, with `profile_backward`; otherwise nothing."""
+        parts = [f"{what} {seconds / times * 1e3:.2f} ms x {times}" for what, (seconds, times) in self._spent.items()]
+        self._spent.clear()
+        return f" recomputation, each chunk | {' | '.join(parts)}" if parts else ""
+
+    @contextmanager
+    def _replay(self, streams: Mapping[str, Tensor]) -> Iterator[None]:
+        """The tracker's streams are those of the forward inside, and what they were again after."""
+        tracker = get_rng_tracker()
+        present = tracker.get_states()
+        tracker.set_states(streams)
+        try:
+            with self._clock("again in backward"):
+                yield
+        finally:  # torch leaves by an exception once it has what backward needs
+            tracker.set_states(present)
+
+    @contextmanager
+    def _clock(self, what: str) -> Iterator[None]:
+        start = self._border()
+        try:
+            yield
+        finally:
+            stop = self._border()
+            if self._profiles:
+                seconds, times = self._spent.get(what, (0.0, 0))
+                self._spent[what] = seconds + stop - start, times + 1
+
+    def _border(self) -> float:
+        """The time at a border of a chunk; where the device is to be waited for, when it has come there too."""
+        if self._waits:
+            self._device_wait()
+        return time.perf_counter()
+
+
+def notes(config: RecomputeConfig, tp_size: int, device: torch.device) -> list[str]:
+    """One line for each switch that is on and does nothing in this run."""
+    idle = {"partition_activations": "the tensor parallel size is 1"} if tp_size == 1 else {}
+    if device.type == "cpu":
+        idle |= dict.fromkeys(("cpu_checkpointing", "synchronize_checkpoint_boundary"), "the device is the CPU")
+    if not config.checkpoint_activations:
+        idle = dict.fromkeys(SWITCHES, "--checkpoint-activations is off")
+    return [f" note: {flag_name(name)} has no effect: {why}" for name, why in idle.items() if getattr(config, name)]

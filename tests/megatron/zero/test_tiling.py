@@ -1,0 +1,185 @@
+"""A layer in tiles computes what one layer computes, and a model in tiles trains as one without."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.arguments import parse_args
+from megatron.errors import CheckpointError, ConfigError
+from megatron.zero.tiling import TiledLinear, TiledLinearReturnBias, even_sizes
+from mpu.groups import build as build_groups
+from mpu.layers import ColumnParallelLinear, RowParallelLinear
+from tests.distributed import run_ranks
+from tests.megatron.helpers import TINY, steps, total_digest, train
+
+CLOSE = dict(rtol=1e-12, atol=1e-12)
+"""fp64 sums of at most a few dozen products of order 1, taken in another order: some 1e-15."""
+
+
+class BiasBeside(nn.Linear):
+    """A layer that leaves its bias to the caller."""
+
+    def forward(self, x: Tensor) -> Any:
+        return nn.functional.linear(x, self.weight), self.bias
+
+
+def gradients(*tensors: Tensor) -> list[Tensor]:
+    found = [tensor.grad for tensor in tensors]
+    for tensor in tensors:
+        tensor.grad = None
+    return found  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("width", "height"), [(6, 12), (7, 5)])
+def test_tiles_compute_what_one_layer_computes(width: int, height: int, bias: bool) -> None:
+    torch.manual_seed(1)
+    whole = nn.Linear(width, height, bias).double()
+    x = torch.randn(2, 3, width, dtype=torch.float64, requires_grad=True)
+    g = torch.randn(2, 3, height, dtype=torch.float64)
+    whole(x).backward(g)
+    x_grad, weight_grad = gradients(x, whole.weight)
+    for in_splits, out_splits in itertools.product((1, 2, 3, width), (1, 2, 3, height)):
+        tiled = TiledLinear(width, height, bias, in_splits, out_splits, init_linear=whole, dtype=torch.float64)
+        y = tiled(x)
+        torch.testing.assert_close(y, whole(x), **CLOSE)
+        y.backward(g)
+        torch.testing.assert_close(gradients(x)[0], x_grad, **CLOSE)
+        rows = [torch.cat([tile.weight.grad for tile in row], 1) for row in tiled.linears]
+        torch.testing.assert_close(torch.cat(rows), weight_grad, **CLOSE)
+        if bias:  # once a row, or it would count in_splits times
+            torch.testing.assert_close(torch.cat([row[-1].bias.grad for row in tiled.linears]), g.sum((0, 1)), **CLOSE)
+        assert sum(p.numel() for p in tiled.parameters()) == sum(p.numel() for p in whole.parameters())
+
+
+def test_input_and_output_may_come_and_go_in_parts() -> None:
+    whole = nn.Linear(7, 5).double()
+    tiled = TiledLinear(7, 5, True, 3, 2, True, False, init_linear=whole, dtype=torch.float64)
+    x = torch.randn(4, 7, dtype=torch.float64)
+    parts = tiled(x.split(tiled.in_sizes, -1))
+    assert [part.shape[-1] for part in parts] == [3, 2]
+    torch.testing.assert_close(torch.cat(parts, -1), whole(x), **CLOSE)
+    for wrong, found in ((x, "one tensor"), (x.split([3, 4], -1), "found 2")):
+        with pytest.raises(ConfigError, match=f"expected 3 tensors.*{found}"):
+            tiled(wrong)
+
+
+def test_biases_that_are_returned_are_joined_and_not_added() -> None:
+    whole = nn.Linear(6, 5).double()
+    x = torch.randn(4, 6, dtype=torch.float64)
+    tiled = TiledLinearReturnBias(6, 5, True, 3, 2, linear_cls=BiasBeside, init_linear=whole, dtype=torch.float64)
+    y, bias = tiled(x)
+    assert bias.equal(whole.bias)
+    torch.testing.assert_close(y + bias, whole(x), **CLOSE)
+    tiled.combine_out_splits = False
+    outputs, biases = tiled(x)
+    assert torch.cat(outputs, -1).equal(y) and torch.cat(biases).equal(bias)
+    without = TiledLinearReturnBias(6, 5, False, 3, 2, linear_cls=BiasBeside, dtype=torch.float64)
+    assert without(x)[1] is None
+
+
+def test_tiles_are_listed_in_the_order_of_use() -> None:
+    tiled = TiledLinear(4, 4, True, 2, 2)
+    used: list[nn.Module] = []
+    for tile in tiled.modules():
+        if isinstance(tile, nn.Linear):
+            tile.register_forward_hook(lambda tile, *_: used.append(tile))
+    tiled(torch.zeros(4))
+    assert used == list(tiled.tiles()) and len(used) == 4
+
+
+@pytest.mark.parametrize(("features", "splits", "sizes"), [
+    (6, 3, [2, 2, 2]), (7, 3, [3, 2, 2]), (5, 5, [1] * 5), (5, 1, [5])])
+def test_parts_are_even(features: int, splits: int, sizes: list[int]) -> None:
+    assert even_sizes(features, splits, "in_splits") == sizes
+
+
+@pytest.mark.parametrize("splits", [0, -1, 7])
+def test_splits_beyond_the_features_are_refused(splits: int) -> None:
+    for name in ("in_splits", "out_splits"):
+        with pytest.raises(ConfigError, match=f"{name} is {splits}: expected a number from 1 to the 6 features"):
+            TiledLinear(6, 6, **{name: splits})
+
+
+def test_parameters_that_do_not_fit_are_refused() -> None:
+    for other, told in ((nn.Linear(5, 6), "expected a weight"), (nn.Linear(6, 6, False), "has bias=True")):
+        with pytest.raises(ConfigError, match=told):
+            TiledLinear(6, 6, in_splits=2, init_linear=other)
+
+
+def tensor_parallel_tiles(rank: int, world: int) -> None:
+    """Column tiles that gather and row tiles that scatter, alone; and the two with split features between them."""
+    tp = build_groups(world).tp
+    torch.manual_seed(5)
+    x = torch.randn(3, 4, dtype=torch.float64)
+    same: dict[str, Any] = dict(tp=tp, dtype=torch.float64)
+    for kind, given in ((ColumnParallelLinear, {}), (ColumnParallelLinear, {"skip_bias_add": True}),
+                        (RowParallelLinear, {}), (RowParallelLinear, {"skip_bias_add": True})):
+        one = kind(4, 8, init_method=nn.init.normal_, **given, **same)
+        nn.init.normal_(one.bias)  # rank by rank for columns, so that parts cannot be confused
+        if kind is RowParallelLinear:
+            torch.distributed.broadcast(one.bias.data, 0)
+        cls = TiledLinearReturnBias if given else TiledLinear
+        tiled = cls(4, 8, True, 2, 2, linear_cls=kind, init_linear=one, **given, **same)
+        torch.testing.assert_close(tiled(x), one(x), **CLOSE)
+    wide = ColumnParallelLinear(4, 8, gather_output=False, **same)
+    narrow = RowParallelLinear(8, 4, input_is_parallel=True, **same)
+    tiled_wide = TiledLinear(4, 8, True, 1, 2, linear_cls=ColumnParallelLinear, init_linear=wide, gather_output=False,
+                             **same)
+    tiled_narrow = TiledLinear(8, 4, True, 2, 2, linear_cls=RowParallelLinear, init_linear=narrow,
+                               input_is_parallel=True, **same)
+    torch.testing.assert_close(tiled_narrow(tiled_wide(x)), narrow(wide(x)), **CLOSE)
+    strided = ColumnParallelLinear(4, 12, stride=3, **same)
+    torch.testing.assert_close(
+        TiledLinear(4, 12, True, 2, 3, linear_cls=ColumnParallelLinear, init_linear=strided, **same)(x), strided(x),
+        **CLOSE)
+
+
+def test_tensor_parallel_tiles_compute_what_one_tensor_parallel_layer_computes() -> None:
+    run_ranks(tensor_parallel_tiles, 2)
+
+
+# ---- the flags ---------------------------------------------------------------------------------------------------
+
+
+TILED = ["--memory-centric-tiled-linear", "--tile-factor", "2"]
+
+
+def test_a_tiled_run_trains_as_one_without_tiles_and_resumes(tmp_path: Path) -> None:
+    argv = [*TINY, "--mock-data", "--train-iters", "3", "--batch-size", "2"]
+    stage3 = ["--zero-stage", "3", "--checkpoint-activations"]
+    for name, more in (("plain", []), ("tiled", TILED), ("stage3", [*TILED, *stage3])):
+        train([*argv, *more, "--metrics-file", tmp_path / name, "--save", tmp_path / f"save-{name}"])
+    plain, tiled, stage3_run = (steps(tmp_path / name) for name in ("plain", "tiled", "stage3"))
+    for row, other in zip(tiled, plain, strict=True):  # with dropout: the same masks
+        assert row["lm_loss"] == pytest.approx(other["lm_loss"], abs=1e-5)  # fp32 sums in another order, 3 steps
+        assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+    assert stage3_run == tiled
+    half = [*argv, *TILED, "--save", tmp_path / "half", "--load", tmp_path / "half"]
+    train([*half, "--exit-interval", "2"])
+    train(half)
+    assert total_digest(tmp_path / "half") == total_digest(tmp_path / "save-tiled")
+
+
+def test_a_checkpoint_of_a_tiled_run_belongs_to_tiled_runs(tmp_path: Path) -> None:
+    argv = [*TINY, "--mock-data", "--train-iters", "1", "--batch-size", "2"]
+    train([*argv, *TILED, "--save", tmp_path])
+    for flags, told in (([], "--tile-factor 2 in the checkpoint, None here"),
+                        ([*TILED, "--tile-factor", "4"], "--tile-factor 2 in the checkpoint, 4 here")):
+        with pytest.raises(CheckpointError, match=told):
+            train([*argv, *flags, "--load", tmp_path])
+    train([*argv, "--save", tmp_path / "plain", "--tile-factor", "2"])
+    train([*argv, "--load", tmp_path / "plain", "--tile-factor", "4"])  # without tiles it means nothing
+
+
+def test_tiles_are_for_one_tensor_parallel_rank() -> None:
+    with pytest.raises(ConfigError, match="--memory-centric-tiled-linear and --model-parallel-size 2 exclude"):
+        parse_args([*TILED, "--model-parallel-size", "2"], 2)
+    with pytest.raises(ConfigError, match="--tile-factor is 9: expected a number >= 1 and <= 8"):
+        parse_args([*TILED, "--tile-factor", "9", "--hidden-size", "8", "--num-attention-heads", "2"])
