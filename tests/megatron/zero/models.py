@@ -1,0 +1,255 @@
+"""Models that are not GPT-2's, each with one thing that an engine may trip over.
+
+A *model* takes [n, WIDTH] numbers and returns their mean loss; its weights are always the same. `Net` is the plain one,
+the others differ from it in one thing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.model import GPT2
+from tests.megatron.zero.run import configure_gpt2
+
+WIDTH = 6
+
+
+class Block(nn.Module):
+    """x + f(x)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.narrow(self.wide(x).tanh())
+
+
+class Net(nn.Module):
+    """Three blocks between two layers of the root. The others differ from it in one thing."""
+
+    Element: type[nn.Module] = Block
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(self.Element() for _ in range(3))
+        self.change()
+
+    def change(self) -> None:
+        """What a model of its own does to the parts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.last(self.middle(self.first(x))).float() - 1).square().mean()
+
+    def middle(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class OddSizes(Net):
+    """A scalar, one element, three elements and none, in a block and in the root."""
+
+    class Element(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scalar, self.one = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.ones(1))
+            self.three, self.none = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(0, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * self.scalar) * self.one + self.three.sum() + self.none.sum()
+
+    def change(self) -> None:
+        self.scalar, self.none = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.ones(0))
+
+    def middle(self, x: Tensor) -> Tensor:
+        return super().middle(x) * self.scalar + self.none.sum()
+
+
+class ThreeElements(nn.Module):
+    """Fewer elements than ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([0.1, 0.2, 0.3]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x[:, :3] * self.weight - 1).square().mean()
+
+
+class NoList(nn.Module):
+    """Nothing to cut: the root has everything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = nn.Sequential(Block(), nn.Tanh(), Block())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+class AllInBlocks(nn.Module):
+    """Nothing is left for the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return (x - 1).square().mean()
+
+
+class Dicts(Net):
+    """A block returns a dict."""
+
+    class Element(Block):
+        def forward(self, x: Any) -> Any:
+            return {"x": super().forward(x["x"]), "deep": [x["x"]], "none": None}
+
+    def middle(self, x: Tensor) -> Tensor:
+        state: Any = {"x": x}
+        for block in self.blocks:
+            state = block(state)
+        return state["x"] + state["deep"][0]  # type: ignore[no-any-return]
+
+
+class Tuples(Net):
+    """A block returns a tuple, of which the last half is not used."""
+
+    class Element(Block):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x), self.wide(x)
+
+    def middle(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x, _ = block(x)
+        return x
+
+
+@dataclass
+class Record:
+    x: Tensor
+
+
+class Records(Net):
+    """A block returns an object of its own."""
+
+    class Element(Block):
+        def forward(self, x: Any) -> Any:
+            return Record(super().forward(x.x))
+
+    def middle(self, x: Tensor) -> Tensor:
+        state = Record(x)
+        for block in self.blocks:
+            state = block(state)
+        return state.x
+
+
+class Backwards(Net):
+    """Blocks run in another order than they are listed in."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        for block in reversed(self.blocks):
+            x = block(x)
+        return x
+
+
+class LayerDrop(Net):
+    """A block that some steps skip, on all ranks alike."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.skipped = int(x[0, -1]) % 3  # the number of the step
+        return super().forward(x)
+
+    def middle(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            x = x if index == self.skipped else block(x)
+        return x
+
+
+class RankDrop(LayerDrop):
+    """Each rank's data decide which block it skips."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.skipped = int(x[0, 0] > 0)
+        return Net.forward(self, x)
+
+
+class Frozen(Net):
+    """One whole block, parts of another, and a layer of the root."""
+
+    def change(self) -> None:
+        for part in (self.blocks[0], self.blocks[1].wide, self.first):  # type: ignore[union-attr]
+            part.requires_grad_(False)
+
+
+class FrozenRoot(Net):
+    """All that trains is in blocks."""
+
+    def change(self) -> None:
+        for part in (self.first, self.last):
+            part.requires_grad_(False)
+
+
+class Buffers(Net):
+    """Running statistics, used where rows are not mixed."""
+
+    class Element(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("offset", torch.linspace(0, 1, WIDTH))
+            self.offset: Tensor
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + self.offset)
+
+
+class ListInBlock(Net):
+    """Experts inside of a block."""
+
+    class Element(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(sum((expert(x) for expert in self.experts), x))
+
+
+class InPlace(Net):
+    """What blocks return is overwritten."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            x.mul_(0.5).add_(1)
+        return x
+
+
+class Permuted(Net):
+    """A parameter that is not contiguous."""
+
+    def change(self) -> None:
+        self.last.weight = nn.Parameter(torch.randn(WIDTH, WIDTH).t())
+
+
+class Words(nn.Module):
+    """GPT-2, whose token table is summed up in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt2 = GPT2(configure_gpt2().model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = (x.abs() * 10).long() % 61
+        return self.gpt2(tokens[:, :-1], tokens[:, 1:])  # type: ignore[no-any-return]

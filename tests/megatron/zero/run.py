@@ -1,0 +1,170 @@
+"""How the proofs of the engine build it, drive it and read it: the only file of them that knows its names.
+
+A *plain loop* stands beside it, which they compare it with: one process, torch's own AdamW, no code of the engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from megatron.arguments import build_config
+from megatron.build import engine as build_engine
+from megatron.build import model as build_model
+from megatron.config import Config
+from megatron.zero.engine import ZeroEngine
+from mpu.collectives import all_gather_into
+from mpu.groups import Group, Groups
+from mpu.partition import join_slices, partition_of
+
+CLIP, DECAY = 0.5, 0.1
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+EPS = 1e-5
+"""The gradient of a key bias is zero but for rounding, which a small epsilon would blow up."""
+
+
+def configure(**settings: Any) -> Config:
+    """A config whose optimizer has something to do: every step of the proofs clips or decays."""
+    split_everything = {"stage3_param_persistence_threshold": 0}
+    return build_config({"clip_grad": CLIP, "weight_decay": DECAY, "adam_eps": EPS, **split_everything, **settings})
+
+
+def configure_gpt2(**settings: Any) -> Config:
+    """The smallest GPT-2 that has everything."""
+    return configure(**{"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 16,
+                        "vocab_size": 61, "make_vocab_size_divisible_by": 8, "attention_dropout": 0.0,
+                        "hidden_dropout": 0.0, **settings})
+
+
+def gpt2_engine(config: Config, grid: Groups) -> ZeroEngine:
+    return build_engine(config, build_model(config, grid, torch.device("cpu")), grid)
+
+
+def engine_around(module: nn.Module, config: Config, grid: Groups, accumulation: int = 1) -> ZeroEngine:
+    """An engine for any module."""
+    return ZeroEngine(module, grid, zero=config.zero, optim=config.optim, precision=config.precision,
+                      accumulation=accumulation)
+
+
+def gpt2_loss(engine: ZeroEngine, rows: Tensor) -> Tensor:
+    """The loss of [b, s + 1] tokens, ready for `engine.backward`."""
+    loss: Tensor = engine(rows[:, :-1], rows[:, 1:], grad_scale=engine.backward_scale)
+    return loss
+
+
+def weights(engine: ZeroEngine) -> dict[str, Tensor]:
+    """The parameters as a forward would see them: whole over data parallel, this rank's slice of tensor parallel."""
+    for bucket in engine.buckets:
+        bucket.gather()
+    seen = {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
+    for bucket in engine.buckets:
+        bucket.release()
+    return seen
+
+
+def state(engine: ZeroEngine) -> list[Tensor]:
+    """Everything that lasts from step to step on this rank, replicas and padding included: masters, the working
+    precision and moments."""
+    tensors = [tensor for bucket, moments in zip(engine.buckets, engine._states, strict=True)
+               for tensor in (bucket.master, bucket.shard, *moments.values())]
+    return [tensor.clone() for tensor in tensors]
+
+
+Run = tuple[str, tuple[int, ...], int, Tensor]
+
+
+def master_runs(engine: ZeroEngine) -> list[Run]:
+    """(parameter, local shape, offset, values) of the fp32 weights this rank would write to a checkpoint."""
+    return [(slot.name, slot.shape, offset, run.clone()) for _, slot, offset, run in engine.state_runs(("weight",))]
+
+
+def assemble(runs: Sequence[Run]) -> dict[str, Tensor]:
+    """The tensors whose runs these are; every element must be there once."""
+    flat = {name: torch.full((math.prod(shape),), math.nan) for name, shape, _, _ in runs}
+    for name, _, offset, values in runs:
+        place = flat[name][offset : offset + len(values)]
+        assert place.isnan().all(), f"{name} is there twice at {offset}"
+        place.copy_(values)
+    assert not any(tensor.isnan().any() for tensor in flat.values()), "an element is nowhere"
+    return {name: flat[name].view(shape) for name, shape, _, _ in runs}
+
+
+def join_tensor_parallel(pieces: list[dict[str, Tensor]], model: nn.Module) -> dict[str, Tensor]:
+    """Logical weights from those of every tensor parallel rank, in rank order; `model` says how they are cut."""
+    joined = {}
+    for name, parameter in model.named_parameters():
+        partition = partition_of(parameter)
+        joined[name] = pieces[0][name] if partition is None else join_slices([p[name] for p in pieces], partition)
+    return joined
+
+
+@contextmanager
+def late_network() -> Iterator[None]:
+    """Within, parameters arrive when they are waited for and not before: until then, those of other ranks are nan."""
+
+    under_way: list[Late] = []
+
+    class Late:
+        def __init__(self, *parts: Any) -> None:
+            self._parts = parts
+
+        def wait(self) -> None:
+            while self in under_way:  # in the order they were begun in, which is the same on all ranks
+                all_gather_into(*under_way.pop(0)._parts).wait()
+
+    def begin(full: Tensor, shard: Tensor, group: Group) -> Late:
+        mine = shard.clone()  # it may be a part of `full`
+        full.fill_(math.nan)
+        shard.copy_(mine)
+        under_way.append(Late(full, shard, group))
+        return under_way[-1]
+
+    with patch("megatron.zero.bucket.all_gather_into", begin):
+        yield
+
+
+class PlainLoop:
+    """Training as a textbook has it: fp32 weights in torch's AdamW, copied into the model before every step.
+
+    The model works in `dtype`. A parameter that no gradient reaches has a gradient of zeros.
+    """
+
+    def __init__(self, model: nn.Module, config: Config, dtype: torch.dtype = torch.float32) -> None:
+        self.weights = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+        self.model, self._clip = model.to(dtype), config.optim.clip_grad
+        self._used = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        optim, tensors = config.optim, self.weights.values()
+        groups = [{"params": [w for w in tensors if w.dim() >= 2], "weight_decay": optim.weight_decay},
+                  {"params": [w for w in tensors if w.dim() < 2], "weight_decay": 0.0}]
+        self._adam = torch.optim.AdamW(groups, betas=(optim.adam_beta1, optim.adam_beta2), eps=optim.adam_eps)
+
+    def step(self, loss_of: Callable[[nn.Module], Tensor], lr: float, scale: float = 1.0) -> tuple[float, float]:
+        """(loss, gradient norm before clipping) of one step."""
+        self.load_model()
+        loss = loss_of(self.model)
+        (loss * scale).backward()
+        for name, parameter in self._used.items():
+            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            self.weights[name].grad = grad.float() / scale
+        grads = [w.grad for w in self.weights.values() if w.grad is not None]
+        norm = math.sqrt(sum(grad.double().square().sum().item() for grad in grads))
+        for grad in grads:
+            grad.mul_(min(1.0, self._clip / (norm + 1e-6)))
+        for group in self._adam.param_groups:
+            group["lr"] = lr
+        self._adam.step()
+        return loss.item(), norm
+
+    def load_model(self) -> None:
+        """The weights as the model sees them; no gradients."""
+        for name, parameter in self._used.items():
+            parameter.data.copy_(self.weights[name])
+            parameter.grad = None

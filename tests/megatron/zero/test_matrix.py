@@ -1,0 +1,233 @@
+"""Every layout of the engine is the same training: losses, gradient norms and weights of a plain loop in one process.
+
+A *cell* is one choice of stage, tensor parallel, data parallel, precision, accumulation and recomputation. All cells
+of one grid of ranks and one precision run in one job.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config import Config
+from megatron.model import GPT2
+from mpu import groups
+from mpu.groups import Groups
+from tests.distributed import run_ranks
+from tests.megatron.zero.run import (DTYPES, PlainLoop, Run, assemble, configure_gpt2, gpt2_engine, gpt2_loss,
+                                     join_tensor_parallel, master_runs, weights)
+
+ROWS, LENGTH, VOCABULARY, LR = 16, 8, 61, 2e-3
+STEPS, STEPS_OF_SAMPLE = 50, 8
+STAGES = (0, 1, 2, 3)
+
+TIMEOUT = 400
+"""Seconds for one grid: eight ranks on two cores wait for each other most of the time."""
+
+FIRST_SCALE, WINDOW = 64.0, 7
+"""The loss scale of fp16 doubles at step 7 for the first time, and 7 times in 50 steps."""
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Of losses and norms: relative. Of each weight tensor: its distance, as a share of the way it went in training,
+    so that a tensor of small steps counts as much as one of large steps."""
+
+    losses: float
+    norms: float
+    weights: float
+
+
+TOLERANCES = {
+    "fp32": Tolerance(1e-5, 1e-5, 1e-5),  # sums in another order; measured at most 2e-7, 2e-7, 4e-6
+    # Products of a part of the batch, or of a slice of the features, are rounded to 16 bits before they are added up.
+    # Measured at most 7e-5, 8e-4, 6e-3 with the 2^-12 of fp16, and about 8 times that with the 2^-9 of bf16.
+    "fp16": Tolerance(2e-4, 2.5e-3, 1.5e-2),
+    "bf16": Tolerance(1.6e-3, 2e-2, 1.2e-1),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    stage: int
+    tp: int
+    dp: int
+    precision: str = "fp32"
+    accumulation: int = 1
+    recompute: bool = False
+
+    def config(self) -> Config:
+        precision = {"fp16": {"fp16": True, "initial_loss_scale": FIRST_SCALE, "loss_scale_window": WINDOW},
+                     "bf16": {"bf16": True}, "fp32": {}}[self.precision]
+        return configure_gpt2(
+            zero_stage=self.stage, model_parallel_size=self.tp, checkpoint_activations=self.recompute,
+            batch_size=ROWS // self.dp // self.accumulation, global_batch_size=ROWS, **precision)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What one rank saw of a run."""
+
+    losses: list[float]
+    norms: list[float]
+    scales: list[float]
+    weights: dict[str, Tensor]
+    masters: list[Run]
+
+
+def batches(steps: int) -> list[Tensor]:
+    """[ROWS, LENGTH + 1] token ids a step: they count upwards by 1, 2 or 3, so that there is something to learn."""
+    draw = torch.Generator().manual_seed(3)
+    found = []
+    for _ in range(steps):
+        first = torch.randint(VOCABULARY, (ROWS, 1), generator=draw)
+        stride = torch.randint(1, 4, (ROWS, 1), generator=draw)
+        found.append((first + stride * torch.arange(LENGTH + 1)) % VOCABULARY)
+    return found
+
+
+def train(cell: Cell, grid: Groups, steps: int) -> Trained:
+    """The run of one cell on this rank."""
+    engine = gpt2_engine(cell.config(), grid)
+    losses, norms, scales = [], [], []
+    for rows in batches(steps):
+        loss = 0.0
+        for part in rows.view(cell.accumulation, cell.dp, -1, LENGTH + 1)[:, grid.dp.rank]:
+            micro_loss = gpt2_loss(engine, part)
+            engine.backward(micro_loss)
+            report = engine.step(LR)
+            loss += micro_loss.item() / cell.accumulation
+        assert report is not None and report.applied
+        losses.append(loss)
+        norms.append(report.grad_norm)
+        scales.append(report.loss_scale)
+    return Trained(losses, norms, scales, weights(engine), master_runs(engine))
+
+
+def train_all(rank: int, world: int, cells: list[Cell], steps: int) -> list[Trained]:
+    grid = groups.build(cells[0].tp)
+    return [train(cell, grid, steps) for cell in cells]
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A run as one process would tell it."""
+
+    losses: list[float]
+    norms: list[float]
+    scales: list[float]
+    weights: dict[str, Tensor]
+    start: dict[str, Tensor]
+
+
+@cache
+def reference(precision: str, steps: int) -> Whole:
+    """The plain loop: whole batches, one process."""
+    config = Cell(0, 1, 1, precision).config()
+    model = GPT2(config.model, seed=config.train.seed)
+    loop = PlainLoop(model, config, DTYPES[precision])
+    start = {name: weight.clone() for name, weight in loop.weights.items()}
+    losses, norms, scales = [], [], []
+    for step, rows in enumerate(batches(steps)):
+        scale = FIRST_SCALE * 2 ** (step // WINDOW) if precision == "fp16" else 1.0
+        loss, norm = loop.step(lambda model: plain_loss(model, rows), LR, scale)
+        losses.append(loss)
+        norms.append(norm)
+        scales.append(scale)
+    return Whole(losses, norms, scales, loop.weights, start)
+
+
+def plain_loss(model: nn.Module, rows: Tensor) -> Tensor:
+    """Whole logits, torch's cross-entropy."""
+    assert isinstance(model, GPT2)
+    logits = F.linear(model.hidden_states(rows[:, :-1]), model.wte.weight)[..., :VOCABULARY]
+    return F.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
+
+
+def joined(cell: Cell, ranks: list[Trained]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(fp32 masters, weights at work) of the whole model, from what all ranks have of it."""
+    columns = [ranks[t :: cell.tp] for t in range(cell.tp)]  # one a tensor parallel rank
+    model = GPT2(cell.config().model)
+    masters = [assemble([run for rank in column for run in rank.masters]) for column in columns]
+    return join_tensor_parallel(masters, model), join_tensor_parallel([column[0].weights for column in columns], model)
+
+
+def assert_ranks_agree(cell: Cell, ranks: list[Trained]) -> None:
+    for number, rank in enumerate(ranks):
+        assert rank.norms == ranks[0].norms and rank.scales == ranks[0].scales
+        replica = ranks[number % cell.tp].weights
+        assert all(torch.equal(weight, replica[name]) for name, weight in rank.weights.items())
+
+
+def assert_equals_the_plain_loop(cell: Cell, ranks: list[Trained]) -> None:
+    wanted, tolerance = reference(cell.precision, len(ranks[0].losses)), TOLERANCES[cell.precision]
+    masters, working = joined(cell, ranks)
+    for t in range(cell.tp):
+        losses = [sum(shares) / cell.dp for shares in zip(*(rank.losses for rank in ranks[t :: cell.tp]))]
+        assert losses == pytest.approx(wanted.losses, rel=tolerance.losses), "losses"
+    assert ranks[0].norms == pytest.approx(wanted.norms, rel=tolerance.norms), "gradient norms"
+    assert ranks[0].scales == wanted.scales, "loss scales"
+    for name, weight in wanted.weights.items():
+        walked, off = (weight - wanted.start[name]).norm(), (masters[name] - weight).norm()
+        assert off <= tolerance.weights * walked, f"{name} is {off / walked:.1e} of its way off"
+        assert torch.equal(working[name], masters[name].to(DTYPES[cell.precision])), f"{name} at work is not its master"
+
+
+def assert_equal_bits(cells: list[Cell], runs: list[list[Trained]]) -> None:
+    """The table of docs/zero.md: at one or two ranks of data parallel, cells that add the same numbers have the same
+    bits."""
+    alike: dict[object, tuple[Cell, list[Trained]]] = {}
+    for cell, ranks in zip(cells, runs, strict=True):
+        order_of_sums = cell.stage >= 2 if cell.accumulation > 1 else None  # ranks first, or micro-batches first
+        first, wanted = alike.setdefault((cell.accumulation, order_of_sums), (cell, ranks))
+        for found, other in zip(ranks, wanted, strict=True):
+            same = all(torch.equal(weight, other.weights[name]) for name, weight in found.weights.items())
+            assert same and found.losses == other.losses, f"{cell} is not {first}"
+
+
+def check(cells: list[Cell], steps: int) -> None:
+    """Run cells of one grid of ranks, and hold each against the plain loop and those of `alike` sums together."""
+    world = cells[0].tp * cells[0].dp
+    by_rank = run_ranks(train_all, world, cells, steps, timeout=TIMEOUT)
+    by_cell = [list(ranks) for ranks in zip(*by_rank)]
+    for cell, ranks in zip(cells, by_cell, strict=True):
+        try:
+            assert_ranks_agree(cell, ranks)
+            assert_equals_the_plain_loop(cell, ranks)
+        except AssertionError as error:
+            raise AssertionError(f"{cell}: {error}") from error
+    if cells[0].dp <= 2:
+        assert_equal_bits(cells, by_cell)
+
+
+@pytest.mark.parametrize("cells", [
+    pytest.param([Cell(stage, 1, 2) for stage in STAGES], id="every stage"),
+    pytest.param([Cell(3, 1, 1, "fp16", 4), Cell(0, 1, 1, "fp16", 4, True)], id="one rank"),
+    pytest.param([Cell(2, 2, 1, "bf16", 1, True), Cell(1, 2, 1, "bf16", 4)], id="tensor parallel"),
+    pytest.param([Cell(2, 2, 2, "fp16"), Cell(3, 2, 2, "fp16", 1, True)], id="both"),
+])
+def test_a_sample_of_the_layouts_trains_like_a_plain_loop(cells: list[Cell]) -> None:
+    check(cells, STEPS_OF_SAMPLE)
+
+
+def sweep(tp: int, dp: int, precision: str) -> list[Cell]:
+    """Every cell of a grid of ranks. On four ranks and more, of each pair with and without recomputation only one, in
+    turns: each stage meets both, and both accumulations. On eight, accumulation at the last stage only."""
+    every = [Cell(stage, tp, dp, precision, accumulation, recompute)
+             for stage, accumulation, recompute in product(STAGES, (1, 4), (False, True))]
+    if tp * dp >= 4:
+        every = [cell for cell in every if cell.recompute == ((cell.stage + (cell.accumulation == 4)) % 2 == 1)]
+    return [cell for cell in every if tp * dp < 8 or cell.accumulation == 1 or cell.stage == 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(("tp", "dp"), list(product((1, 2), (1, 2, 4))))
+def test_every_layout_trains_like_a_plain_loop(tp: int, dp: int, precision: str) -> None:
+    check(sweep(tp, dp, precision), STEPS)

@@ -1,0 +1,229 @@
+"""Models and loops that are not GPT-2's: the engine at every stage is a plain loop over the same model (models.py).
+
+Each data parallel rank has a share of the rows; the plain loop sees the shares one by one and takes their mean.
+A *script* is what a loop does in one optimizer step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.zero.engine import ZeroEngine
+from mpu import groups
+from tests.distributed import RankError, run_ranks
+from tests.megatron.zero.models import (AllInBlocks, Backwards, Buffers, Dicts, Frozen, FrozenRoot, InPlace,
+                                        LayerDrop, ListInBlock, Net, NoList, OddSizes, Permuted, RankDrop, Records,
+                                        ThreeElements, Tuples, WIDTH, Words)
+from tests.megatron.zero.run import DTYPES, PlainLoop, configure, engine_around, late_network, weights
+from tests.megatron.zero.sharing import (BlockReadsBlock, BlockTwice, NestedLists, OtherMethod, RootReadsBlock,
+                                         Teacher, TiedBlocks, TiedInOneBlock, TiedToRoot)
+
+STEPS, LR = 4, 1e-2
+
+Script = Callable[[ZeroEngine, Tensor], None]
+"""One optimizer step on this rank's share of the rows."""
+
+
+def plainly(engine: ZeroEngine, x: Tensor) -> None:
+    engine.backward(engine(x))
+    engine.step(LR)
+
+
+def evaluating(engine: ZeroEngine, x: Tensor) -> None:
+    """Forwards without gradients before, and between forward and backward."""
+    with torch.no_grad():
+        engine(x + 1)
+    loss = engine(x)
+    with torch.no_grad():
+        engine(x + 2)
+    engine.backward(loss)
+    engine.step(LR)
+
+
+def looking(engine: ZeroEngine, x: Tensor) -> None:
+    """The same, with gradients that nobody asks for."""
+    engine(x + 1)
+    loss = engine(x)
+    engine(x + 2)
+    engine.backward(loss)
+    engine.step(LR)
+
+
+def summing(engine: ZeroEngine, x: Tensor) -> None:
+    """Two forwards, one backward."""
+    one, two = x.chunk(2)
+    engine.backward((engine(one) + engine(two)) / 2)
+    engine.step(LR)
+
+
+def queueing(engine: ZeroEngine, x: Tensor) -> None:
+    """Two forwards, then two backwards, of two micro-batches."""
+    losses = [engine(part) for part in x.chunk(2)]
+    for loss in losses:
+        engine.backward(loss)
+        engine.step(LR)
+
+
+def failing_forward(engine: ZeroEngine, x: Tensor) -> None:
+    """A forward that ends in the second block, then a good step."""
+    with pytest.raises(RuntimeError, match="on purpose"), broken(engine.module, backward=False):
+        engine(x)
+    plainly(engine, x)
+
+
+def failing_backward(engine: ZeroEngine, x: Tensor) -> None:
+    """A backward that ends in the second block, then a good step."""
+    with pytest.raises(RuntimeError, match="on purpose"), broken(engine.module, backward=True):
+        engine.backward(engine(x))
+    plainly(engine, x)
+
+
+@contextmanager
+def broken(module: nn.Module, backward: bool) -> Iterator[None]:
+    """The second block fails within, on all ranks."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("on purpose")
+
+    def fail_later(_module: nn.Module, _inputs: object, output: Tensor) -> None:
+        output.register_hook(fail)
+
+    layer = module.get_submodule("blocks.1.narrow")
+    handle = layer.register_forward_hook(fail_later if backward else fail)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def rows(step: int) -> Tensor:
+    """[8, WIDTH]; the last column is the number of the step."""
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))
+    x[:, -1] = step
+    return x
+
+
+class Case(NamedTuple):
+    model: type[nn.Module]
+    script: Script = plainly
+    precision: str = "fp32"
+
+    def __str__(self) -> str:
+        return f"{self.model.__name__} {self.script.__name__} {self.precision}"
+
+
+def train(rank: int, world: int, cases: list[Case], stage: int) -> list[dict[str, Tensor]]:
+    """The weights each case ends with. A weight that is read before it has arrived is read as nan."""
+    grid = groups.build(1)
+    ends = []
+    with late_network():
+        for model, script, precision in cases:
+            settings = {precision: True} if precision != "fp32" else {}
+            config = configure(zero_stage=stage, **settings)
+            engine = engine_around(model(), config, grid, accumulation=2 if script is queueing else 1)
+            for step in range(STEPS):
+                script(engine, rows(step).to(DTYPES[precision]).chunk(world)[rank])
+            ends.append(weights(engine))
+    return ends
+
+
+@cache
+def plain(model: type[nn.Module], world: int, precision: str) -> dict[str, Tensor]:
+    """The weights of a plain loop over the same rows."""
+    dtype = DTYPES[precision]
+    loop = PlainLoop(model(), configure(), dtype)
+    for step in range(STEPS):
+        shares = rows(step).to(dtype).chunk(world)
+        loop.step(lambda net: torch.stack([net(share) for share in shares]).mean(), LR)
+    loop.load_model()
+    return {name: parameter.detach().clone() for name, parameter in loop.model.named_parameters()}
+
+
+TOLERANCES = {
+    "fp32": 1e-5,  # ranks are added up in another order (measured 2e-7)
+    "bf16": 4e-3,  # one rounding of a weight below 1 (measured 0)
+}
+
+
+def check(cases: list[Case], stage: int, world: int = 2) -> None:
+    for number, ends in enumerate(run_ranks(train, world, cases, stage)):
+        for case, found in zip(cases, ends, strict=True):
+            wanted = plain(case.model, world, case.precision)
+            torch.testing.assert_close(found, wanted, rtol=0, atol=TOLERANCES[case.precision],
+                                       msg=lambda text: f"{case} on rank {number}: {text}")
+
+
+ALL = (0, 1, 2, 3)
+
+WORKS: dict[Case, tuple[int, ...]] = {
+    **{Case(model): ALL for model in (
+        Net, OddSizes, ThreeElements, NoList, AllInBlocks, Dicts, Tuples, TiedInOneBlock, BlockReadsBlock, BlockTwice,
+        Backwards, LayerDrop, Frozen, FrozenRoot, Buffers, ListInBlock, InPlace, Teacher, Permuted, Words)},
+    **{Case(Net, script): ALL for script in (evaluating, looking, summing, queueing, failing_forward)},
+    Case(Words, evaluating): ALL, Case(Net, precision="bf16"): ALL, Case(OddSizes, precision="bf16"): ALL,
+    Case(Records): (0, 1, 2), Case(TiedToRoot): (0, 1, 2), Case(RootReadsBlock): (0, 1, 2), Case(RankDrop): (0, 1, 2),
+    Case(TiedBlocks): (0,), Case(NestedLists): (0,), Case(OtherMethod): (0,),
+}
+"""Case -> stages at which it is as the plain loop."""
+
+
+@pytest.mark.parametrize("stage", ALL)
+def test_an_engine_around_any_model_is_the_plain_loop(stage: int) -> None:
+    check([case for case, stages in WORKS.items() if stage in stages], stage)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ALL)
+def test_more_ranks_than_elements_are_the_plain_loop(stage: int) -> None:
+    check([Case(model) for model in (ThreeElements, OddSizes, AllInBlocks, Frozen, LayerDrop)], stage, world=4)
+
+
+EARLY = "only the forward of its unit waits for a weight; one used by others is read while it is still arriving"
+GONE = "only the forward of its unit gathers a weight; one used by others is not there"
+FAILS = [
+    (Case(TiedBlocks), 1, EARLY), (Case(TiedBlocks), 3, GONE), (Case(TiedToRoot), 3, GONE),
+    (Case(RootReadsBlock), 3, GONE), (Case(NestedLists), 1, EARLY), (Case(NestedLists), 3, GONE),
+    (Case(OtherMethod), 2, EARLY), (Case(OtherMethod), 3, GONE),
+    (Case(Records), 3, "backward is not announced through an output that is no tensor, dict, list or tuple"),
+    (Case(RankDrop), 3, "ranks gather different blocks at the same time and nobody notices"),
+    (Case(Net, failing_backward), 0, "a backward that failed leaves its gradients behind"),
+    (Case(Net, failing_backward), 3, "a backward that failed leaves its gradients behind"),
+    *((Case(Words, script), 0, "every forward writes the gradient of the token table to the same place")
+      for script in (looking, summing, queueing)),
+    (Case(Frozen, precision="bf16"), 0, "frozen parameters stay in fp32"),
+    (Case(Buffers, precision="bf16"), 0, "buffers stay in fp32"),
+]
+"""What is not yet as the plain loop: (case, stage, why)."""
+
+
+def expected_failures() -> Iterator[Any]:
+    """Parameters of the test below; after the first of its kind a failure is looked for in slow runs only."""
+    seen = set()
+    for case, stage, reason in FAILS:
+        slow = [pytest.mark.slow] if reason in seen else []
+        seen.add(reason)
+        yield pytest.param(case, stage, id=f"{case} {stage}",
+                           marks=[pytest.mark.xfail(strict=True, reason=reason), *slow])
+
+
+@pytest.mark.parametrize(("case", "stage"), list(expected_failures()))
+def test_an_engine_around_a_harder_model_is_the_plain_loop(case: Case, stage: int) -> None:
+    check([case], stage)
+
+
+def freeze_everything(rank: int, world: int) -> None:
+    net = Net()
+    engine_around(net.requires_grad_(False), configure(), groups.build(1))
+
+
+@pytest.mark.xfail(strict=True, reason="an IndexError")
+def test_a_model_with_nothing_to_train_is_refused() -> None:
+    with pytest.raises(RankError, match="ConfigError"):
+        run_ranks(freeze_everything, 1)
