@@ -35,7 +35,7 @@ def import_tokens(inputs: Sequence[str | os.PathLike[str]], prefix: str | os.Pat
     with CorpusWriter(prefix, tokenizer=tokenizer.facts) as writer:
         for path, start in zip(inputs, starts):
             _copy(path, start, writer, tokenizer.eod)
-    return f"{os.fspath(prefix)}: {writer.documents} documents, {writer.tokens} tokens of {len(inputs)} files"
+    return f"{os.fspath(prefix)}: {writer.documents} documents, {writer.tokens} tokens"
 
 
 def tokens_at(path: str | os.PathLike[str]) -> int:

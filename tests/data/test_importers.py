@@ -99,7 +99,7 @@ def test_what_is_no_token_file_is_refused(tmp_path: Path) -> None:
 def test_the_command_and_train_data_read_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = nanogpt(tmp_path / "train.bin", [*range(100), EOD] * 5)
     main(["--input", str(path), "--output-prefix", str(tmp_path / "c"), "--tokenizer-type", "byte"])
-    assert capsys.readouterr().out == f"{tmp_path}/c: 5 documents, 505 tokens of 1 files\n"
+    assert capsys.readouterr().out == f"{tmp_path}/c: 5 documents, 505 tokens\n"
 
     def opened(name: str) -> str:
         return open_datasets(train_data=[str(tmp_path / name)], split="1", seq_length=9, seed=1, tokenizer=BYTE,
