@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import struct
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -201,6 +202,19 @@ def test_the_files_do_not_depend_on_how_tokens_and_sizes_come(tmp_path: Path, mo
             writer.add_sizes(part)
     for suffix in (".bin", ".idx", ".json"):
         assert Path(f"{tmp_path}/b{suffix}").read_bytes() == Path(f"{expected}{suffix}").read_bytes()
+
+
+def test_memory_does_not_grow_with_the_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(indexed, "BLOCK", 1 << 10)
+    piece, peaks = np.ones(10_000, np.int64), []
+    for pieces in (2, 50):
+        tracemalloc.start()
+        with CorpusWriter(tmp_path / "c", vocab_size=10) as writer:
+            for _ in range(pieces):
+                writer.add_documents(piece, piece)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < peaks[0] + 100_000  # its index has 10 MB
 
 
 def test_a_document_too_long_for_an_index_is_refused(tmp_path: Path) -> None:
