@@ -1,7 +1,8 @@
 """From what the user names to datasets: `open_datasets`.
 
 A *source* is what `--train-data` and its sisters take: the prefix of a corpus, a `.jsonl` or `.json` file of one object
-per line (tokenised once into a cache), or the names `default` and `webtext`. Several sources are blended: with `weight
+per line or a `.bin` file of nanoGPT or llm.c (made into a corpus once, in a cache), or the names `default` and
+`webtext`. Several sources are blended: with `weight
 source` pairs in those proportions, without weights in proportion to their sizes. `--split` cuts every training source
 into three parts by documents; `--valid-data` and `--test-data` replace a part, which then takes nothing away from the
 training data.
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from data.default_corpus import DEFAULT_FOLDER
 from data.gpt2_dataset import BlendedDataset, Dataset, GPT2Dataset, MockDataset
+from data.importers import import_tokens
 from data.indexed import IndexedCorpus
 from data.preprocess import build_corpus
 from data.sample_index import digest, samples_in
@@ -25,6 +27,7 @@ from data.storage import DataError, crc32_file, exclusive, make_folder
 from data.tokenizer import Tokenizer
 
 PARTS = ("train", "valid", "test")
+TOKENS_SUFFIX = ".bin"
 JSONL_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 
 
@@ -119,8 +122,7 @@ class _Opener:
     def corpus(self, name: str) -> IndexedCorpus:
         """The corpus of a source, checked against the tokenizer."""
         if name not in self.opened:
-            corpus = IndexedCorpus(NAMED[name]() if name in NAMED else
-                                   self.tokenised(name) if name.endswith(JSONL_SUFFIXES) else name)
+            corpus = IndexedCorpus(self.prefix(name))
             made_by = corpus.facts and corpus.facts.tokenizer
             if made_by and made_by.fingerprint != self.tokenizer.fingerprint:
                 raise DataError(
@@ -131,8 +133,16 @@ class _Opener:
             self.opened[name] = corpus
         return self.opened[name]
 
-    def tokenised(self, path: str) -> str:
-        """The prefix of the corpus of a JSONL file, built at the first use by whichever process comes first."""
+    def prefix(self, name: str) -> str:
+        """The corpus that a name stands for."""
+        if name in NAMED:
+            return NAMED[name]()
+        if name.endswith(TOKENS_SUFFIX) and os.path.exists(name.removesuffix(TOKENS_SUFFIX) + ".idx"):
+            return name.removesuffix(TOKENS_SUFFIX)
+        return self.built(name) if name.endswith((*JSONL_SUFFIXES, TOKENS_SUFFIX)) else name
+
+    def built(self, path: str) -> str:
+        """The prefix of the corpus of another file, made at the first use by whichever process comes first."""
         try:
             content = f"{os.path.getsize(path)}-{crc32_file(path)}"
         except OSError as error:
@@ -142,7 +152,10 @@ class _Opener:
         prefix = folder / f"{Path(path).name.split('.')[0]}-{key}"
         with exclusive(folder / f".{prefix.name}.lock"):
             if not prefix.with_name(prefix.name + ".idx").exists():
-                build_corpus([path], prefix, self.tokenizer, append_eod=self.append_eod, key=self.json_key)
+                if path.endswith(TOKENS_SUFFIX):
+                    import_tokens([path], prefix, self.tokenizer)
+                else:
+                    build_corpus([path], prefix, self.tokenizer, append_eod=self.append_eod, key=self.json_key)
         return str(prefix)
 
     def dataset(self, part: str, pieces: Sequence[Piece], *, required: bool) -> Dataset | None:

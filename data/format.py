@@ -99,13 +99,3 @@ def read_header(start: bytes, file_size: int, name: str) -> Header:
     if sequences < 1 or boundaries < 2:
         raise DataError(f"{name}: counts: the corpus is empty ({sequences} sequences, {boundaries} boundaries)")
     return header
-
-
-def pack_index(dtype: np.dtype[Any], lengths: np.ndarray[tuple[int], np.dtype[np.int32]]) -> bytes:
-    """The whole index of a corpus with one sequence per document."""
-    pointers = np.zeros(len(lengths), dtype="<i8")
-    np.cumsum(lengths[:-1], dtype="<i8", out=pointers[1:])
-    pointers *= dtype.itemsize
-    header = Header(dtype, len(lengths), len(lengths) + 1)
-    documents = np.arange(len(lengths) + 1, dtype="<i8")
-    return b"".join((header.pack(), lengths.astype("<i4").tobytes(), pointers.tobytes(), documents.tobytes()))

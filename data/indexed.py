@@ -1,4 +1,4 @@
-"""A corpus on disk: reading it memory-mapped, writing it in one pass, merging several.
+"""A corpus on disk: reading it memory-mapped, writing it in one pass.
 
 A *corpus* is `PREFIX.bin` and `PREFIX.idx` (see `format`) and, when we wrote it, `PREFIX.json`: its *facts*, which
 say what the two cannot (tokenizer, checksum, largest id). Corpora written by Megatron-LM have no facts and work
@@ -11,8 +11,6 @@ import hashlib
 import json
 import os
 import zlib
-from array import array
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import cached_property
@@ -24,15 +22,15 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from data.facts import Facts, TokenizerFacts, read_facts
-from data.format import HEADER, Header, pack_index, read_header, token_dtype
+from data.format import HEADER, Header, read_header, token_dtype
 from data.sampling import index_dtype
 from data.storage import DataError, staged_file, writing
 
 BLOCK = 1 << 20
 """Entries looked at together when a whole file is scanned: bounds the memory, not the corpus."""
 
-MERGED_AT_ONCE = 1 << 10
-"""Documents copied together when corpora are merged."""
+MAX_LENGTH = 2**31 - 1
+"""Tokens of one document: its length is an int32 in the index."""
 
 SCAN_LIMIT = 1 << 28
 """A corpus without facts is scanned for its largest id when opened, up to this many tokens (about 0.2 s)."""
@@ -173,7 +171,7 @@ def _is_range(values: NDArray[np.int64]) -> bool:
 
 
 class CorpusWriter:
-    """Writes a corpus in one pass; nothing appears under its names unless the `with` block ends well.
+    """Writes a corpus in one pass and bounded memory; nothing appears under its names unless the block ends well.
 
     The index is renamed last: it is what makes a corpus exist.
     """
@@ -188,8 +186,8 @@ class CorpusWriter:
         self.dtype = token_dtype(vocab_size or 0) if dtype is None else np.dtype(dtype)
         self._tokenizer = tokenizer
         self._limit = int(np.iinfo(self.dtype).max) + 1 if vocab_size is None else vocab_size
-        self._lengths = array("i")
-        self._max_token, self._tokens, self._crc = -1, 0, 0
+        self.documents = self.tokens = 0
+        self._max_token, self._crc, self._tokens_of_documents = -1, 0, 0
 
     def __enter__(self) -> CorpusWriter:
         with ExitStack() as stack:  # left in reverse order: .bin is renamed first, .idx last
@@ -197,6 +195,7 @@ class CorpusWriter:
             self._json = stack.enter_context(staged_file(self.prefix + ".json", "w"))
             self._bin = stack.enter_context(staged_file(self.prefix + ".bin"))
             self._stack = stack.pop_all()
+        self._idx.seek(HEADER.size)  # lengths go there as they come; the header needs their number
         return self
 
     def add_document(self, tokens: ArrayLike) -> None:
@@ -205,19 +204,32 @@ class CorpusWriter:
 
     def add_documents(self, tokens: ArrayLike, sizes: ArrayLike) -> None:
         """Several documents, joined, and how many tokens each has."""
-        ids, lengths = np.asarray(tokens), np.asarray(sizes, dtype=np.int32)
-        assert int(lengths.sum(dtype=np.int64)) == len(ids)
+        self.add_tokens(tokens)
+        self.add_sizes(sizes)
+
+    def add_tokens(self, tokens: ArrayLike) -> None:
+        """The next tokens of the corpus; `add_sizes` says, before or after, to which documents they belong."""
+        ids = np.asarray(tokens)
         if len(ids):
             lowest, highest = int(ids.min()), int(ids.max())
             if lowest < 0 or highest >= self._limit:
                 raise DataError(f"{self.prefix}: token id {lowest if lowest < 0 else highest} at document "
-                                f"{len(self._lengths)} or after: expected 0 to {self._limit - 1}")
+                                f"{self.documents} or after: expected 0 to {self._limit - 1}")
             self._max_token = max(self._max_token, highest)
-            raw = ids.astype(self.dtype).tobytes()
+            raw = np.ascontiguousarray(ids, self.dtype).data
             self._crc = zlib.crc32(raw, self._crc)
             self._bin.write(raw)
-            self._tokens += len(ids)
-        self._lengths.frombytes(lengths.tobytes())
+            self.tokens += len(ids)
+
+    def add_sizes(self, sizes: ArrayLike) -> None:
+        """The tokens of each of the next documents."""
+        lengths = np.asarray(sizes, np.int64)
+        if len(lengths) and int(lengths.max()) > MAX_LENGTH:
+            raise DataError(f"{self.prefix}: a document has {lengths.max()} tokens; an index counts "
+                            f"to {MAX_LENGTH}: cut it")
+        self._idx.write(lengths.astype("<i4").data)
+        self.documents += len(lengths)
+        self._tokens_of_documents += int(lengths.sum())
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  traceback: TracebackType | None) -> None:
@@ -228,12 +240,13 @@ class CorpusWriter:
                 self._finish()
 
     def _finish(self) -> None:
-        if not self._tokens:
-            raise DataError(f"{self.prefix}: no tokens: the input holds {len(self._lengths)} documents and no text")
-        self._idx.write(pack_index(self.dtype, np.frombuffer(self._lengths, np.int32)))
+        if not self.tokens:
+            raise DataError(f"{self.prefix}: no tokens: the input holds {self.documents} documents and no text")
+        assert self.tokens == self._tokens_of_documents
         json.dump(asdict(self._facts()), self._json, indent=1)
         self._json.write("\n")
         with writing(self.prefix):
+            self._finish_index(Header(self.dtype, self.documents, self.documents + 1))
             for file in (self._bin, self._json, self._idx):  # a full disk shows here, while the old corpus is whole
                 file.flush()
                 os.fsync(file.fileno())
@@ -241,26 +254,21 @@ class CorpusWriter:
             for suffix in (".idx", ".json"):
                 Path(self.prefix + suffix).unlink(missing_ok=True)
 
+    def _finish_index(self, header: Header) -> None:
+        """What follows from the lengths, which are read back: pointers and boundaries; then the header."""
+        self._idx.flush()
+        first = 0
+        with open(self._idx.name, "rb") as written:
+            written.seek(header.lengths_at)
+            for at in range(0, header.sequences, BLOCK):
+                lengths = np.fromfile(written, "<i4", min(BLOCK, header.sequences - at))
+                ends = first + np.cumsum(lengths, dtype="<i8")
+                self._idx.write(((ends - lengths) * self.dtype.itemsize).data)
+                first = int(ends[-1])
+        for at in range(0, header.boundaries, BLOCK):
+            self._idx.write(np.arange(at, min(at + BLOCK, header.boundaries), dtype="<i8").data)
+        self._idx.seek(0)
+        self._idx.write(header.pack())
+
     def _facts(self) -> Facts:
-        return Facts(len(self._lengths), self._tokens, f"{self._crc:08x}", self._max_token, self._tokenizer)
-
-
-def merge(prefixes: Sequence[str], out: str | os.PathLike[str]) -> None:
-    """One corpus with the documents of several, in order. All must have one token dtype and one tokenizer."""
-    corpora = [IndexedCorpus(prefix) for prefix in prefixes]
-    first = corpora[0]
-    for other in corpora[1:]:
-        if other.dtype != first.dtype:
-            raise DataError(f"cannot merge {first.prefix} ({first.dtype.name}) and {other.prefix} ({other.dtype.name})")
-        if _tokenizer(other) != _tokenizer(first):
-            raise DataError(f"cannot merge {first.prefix} and {other.prefix}: different tokenizers "
-                            f"({_tokenizer(first)} and {_tokenizer(other)})")
-    with CorpusWriter(out, tokenizer=_tokenizer(first), dtype=first.dtype) as writer:
-        for corpus in corpora:
-            for start in range(0, corpus.num_documents, MERGED_AT_ONCE):
-                stop = min(start + MERGED_AT_ONCE, corpus.num_documents)
-                writer.add_documents(corpus.tokens_of(start, stop), corpus.sizes[start:stop])
-
-
-def _tokenizer(corpus: IndexedCorpus) -> TokenizerFacts | None:
-    return corpus.facts.tokenizer if corpus.facts else None
+        return Facts(self.documents, self.tokens, f"{self._crc:08x}", self._max_token, self._tokenizer)

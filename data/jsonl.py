@@ -10,13 +10,16 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, NoReturn
 
 from data.storage import DataError
 
 CHUNK_BYTES = 1 << 20
+SUFFIXES = (".jsonl", ".jsonl.gz")
+"""Of the files that are read when a folder is named."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,24 @@ class Chunk:
     path: str
     first_line: int
     """Number of the first line, from 1."""
-    lines: list[bytes]
+    offset: int
+    """Bytes before it in the file (the text of the file, where it is compressed)."""
+    data: bytes
+
+
+def find_files(inputs: Iterable[str | os.PathLike[str]]) -> list[str]:
+    """The files that are meant: a folder stands for those in it, in the order of their names."""
+    files: list[str] = []
+    for path in inputs:
+        name = os.fspath(path)
+        if not os.path.isdir(name):
+            files.append(name)
+            continue
+        inside = sorted(str(file) for file in Path(name).iterdir() if file.name.endswith(SUFFIXES))
+        if not inside:
+            raise DataError(f"{name}: this folder holds no file that ends in {' or '.join(SUFFIXES)}")
+        files += inside
+    return files
 
 
 def read_chunks(path: str | os.PathLike[str], size: int = CHUNK_BYTES) -> Iterator[Chunk]:
@@ -34,10 +54,11 @@ def read_chunks(path: str | os.PathLike[str], size: int = CHUNK_BYTES) -> Iterat
     name = os.fspath(path)
     try:
         with _open(name) as file:
-            number = 1
-            while lines := file.readlines(size):
-                yield Chunk(name, number, lines)
-                number += len(lines)
+            number, offset = 1, 0
+            while data := file.read(size):
+                data += file.readline()
+                yield Chunk(name, number, offset, data)
+                number, offset = number + data.count(b"\n"), offset + len(data)
     except (OSError, EOFError, zlib.error) as error:  # a gzip stream that is damaged or cut off is among them
         raise DataError(f"{name}: cannot read: {getattr(error, 'strerror', None) or error}") from error
 
@@ -46,15 +67,16 @@ def _open(name: str) -> IO[bytes]:
     return gzip.open(name) if name.endswith(".gz") else open(name, "rb")  # type: ignore[return-value]
 
 
-def texts(chunk: Chunk, key: str) -> Iterator[str | DataError]:
-    """The text of each line, or why it has none (`file:line reason`)."""
-    for number, line in enumerate(chunk.lines, start=chunk.first_line):
-        if line.isspace():
-            continue
-        try:
-            yield parse_text(line, key)
-        except (ValueError, RecursionError) as error:
-            yield DataError(f"{chunk.path}:{number} {error}")
+def lines_of(chunk: Chunk, key: str) -> Iterator[tuple[bytes, str | DataError]]:
+    """Each line that is not blank, without its end, and its text or why it has none (`file:line reason`)."""
+    start = chunk.offset
+    for number, line in enumerate(chunk.data.split(b"\n"), start=chunk.first_line):
+        if line and not line.isspace():
+            try:
+                yield line, parse_text(line, key)
+            except (ValueError, RecursionError) as error:
+                yield line, DataError(f"{chunk.path}:{number} {error} (the line begins at byte {start})")
+        start += len(line) + 1
 
 
 def parse_text(line: bytes, key: str) -> str:
@@ -68,7 +90,7 @@ def parse_text(line: bytes, key: str) -> str:
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8: byte 0x{line[error.start]:02x} at column {error.start + 1}") from error
     try:
-        value = json.loads(decoded, object_pairs_hook=_distinct, parse_constant=_refuse_constant)
+        value = DECODER.decode(decoded)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from error
     if not isinstance(value, dict):
@@ -97,6 +119,10 @@ def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"not JSON: {name} is not a JSON number")
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_distinct, parse_constant=_refuse_constant)
+"""`json.loads` with these hooks would make one for every line."""
 
 
 def _kind(value: object) -> str:

@@ -12,6 +12,9 @@ import difflib
 from collections.abc import Iterable
 from typing import final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from data.gpt2_bpe import GPT2BPETokenizer
 from data.sentencepiece_model import SentencePieceTokenizer
 from data.storage import DataError
@@ -34,6 +37,9 @@ class ByteLevelTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8", "replace"))
+
+    def encode_array(self, text: str) -> NDArray[np.uint32]:
+        return np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.uint32)
 
     def decode(self, ids: Iterable[int]) -> str:
         def spell(token: int) -> bytes:

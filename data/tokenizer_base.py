@@ -12,6 +12,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
+from data.facts import TokenizerFacts
 from data.storage import DataError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -27,9 +31,18 @@ class Tokenizer(ABC):
     eod: int
     fingerprint: str
 
+    @property
+    def facts(self) -> TokenizerFacts:
+        """What a corpus remembers of the tokenizer that made it."""
+        return TokenizerFacts(self.name, self.fingerprint, self.vocab_size, self.eod)
+
     @abstractmethod
     def encode(self, text: str) -> list[int]:
         """The ids of a text; lone surrogates are replaced, everything else comes back from `decode`."""
+
+    def encode_array(self, text: str) -> NDArray[np.uint32]:
+        """The same ids as an array. Kinds that need no list for it override this."""
+        return np.array(self.encode(text), np.uint32)
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:

@@ -34,8 +34,9 @@ FLOORS: tuple[tuple[str, str], ...] = (
         mpu.groups mpu.facade mpu.collectives mpu.partition mpu.sinks mpu.regions mpu.layers mpu.cross_entropy
         mpu.random mpu.grads mpu.data mpu
         data.facts data.indexed data.sample_index data.gpt2_dataset
-        data.tokenizer_base data.gpt2_bpe data.sentencepiece_model data.tokenizer
-        data.cli data.jsonl data.parallel data.preprocess data.default_corpus data.verify data.corpora
+        data.tokenizer_base data.bpe_engines data.gpt2_bpe data.sentencepiece_model data.tokenizer
+        data.cli data.jsonl data.parallel data.preprocess data.default_corpus data.verify data.merge data.split_json
+        data.importers data.corpora
     """),
     ("2: the model, and what is put on its blocks from outside", """
         megatron.model.init megatron.model.attention megatron.model.mlp megatron.model.block megatron.model.gpt2

@@ -6,14 +6,16 @@ import json
 import os
 import pickle
 import struct
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from data import indexed
 from data.facts import TokenizerFacts
 from data.format import token_dtype
-from data.indexed import CorpusWriter, IndexedCorpus, merge
+from data.indexed import CorpusWriter, IndexedCorpus
 from data.storage import DataError
 
 DOCUMENTS = [[1, 2, 3], [], [4], [5, 6]]
@@ -186,19 +188,36 @@ def test_dying_between_two_renames_leaves_no_corpus(tmp_path: Path, monkeypatch:
         IndexedCorpus(prefix)
 
 
-def test_merging_equals_writing_everything_at_once(tmp_path: Path) -> None:
-    parts = [write(tmp_path / name, documents) for name, documents in (("a", DOCUMENTS), ("b", [[7], [8, 9]]))]
-    whole = write(tmp_path / "whole", [*DOCUMENTS, [7], [8, 9]])
-    merge([str(part) for part in parts], tmp_path / "merged")
+def test_the_files_do_not_depend_on_how_tokens_and_sizes_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = np.random.default_rng(0)
+    sizes = draw.integers(0, 5, 100)
+    tokens = draw.integers(0, 10, sizes.sum())
+    documents = [part.tolist() for part in np.split(tokens, np.cumsum(sizes)[:-1])]
+    expected = write(tmp_path / "a", documents)
+    monkeypatch.setattr(indexed, "BLOCK", 7)  # the index is finished in blocks
+    with CorpusWriter(tmp_path / "b", vocab_size=10) as writer:
+        for part in np.array_split(tokens, 9):
+            writer.add_tokens(part)
+        for part in np.array_split(sizes, 4):
+            writer.add_sizes(part)
     for suffix in (".bin", ".idx", ".json"):
-        assert Path(f"{tmp_path}/merged{suffix}").read_bytes() == Path(f"{whole}{suffix}").read_bytes()
+        assert Path(f"{tmp_path}/b{suffix}").read_bytes() == Path(f"{expected}{suffix}").read_bytes()
 
 
-def test_merging_refuses_different_origins(tmp_path: Path) -> None:
-    a = write(tmp_path / "a", DOCUMENTS)
-    b = write(tmp_path / "b", DOCUMENTS, vocab_size=70_000)
-    c = write(tmp_path / "c", DOCUMENTS, tokenizer=TokenizerFacts("T", "abcd", 10, 9))
-    with pytest.raises(DataError, match="uint16.*int32"):
-        merge([str(a), str(b)], tmp_path / "out")
-    with pytest.raises(DataError, match="different tokenizers"):
-        merge([str(a), str(c)], tmp_path / "out")
+def test_memory_does_not_grow_with_the_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(indexed, "BLOCK", 1 << 10)
+    piece, peaks = np.ones(10_000, np.int64), []
+    for pieces in (2, 50):
+        tracemalloc.start()
+        with CorpusWriter(tmp_path / "c", vocab_size=10) as writer:
+            for _ in range(pieces):
+                writer.add_documents(piece, piece)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < peaks[0] + 100_000  # its index has 10 MB
+
+
+def test_a_document_too_long_for_an_index_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="2147483648 tokens"), CorpusWriter(tmp_path / "c", vocab_size=10) as writer:
+        writer.add_sizes([3, 2**31])
+    assert os.listdir(tmp_path) == []

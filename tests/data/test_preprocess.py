@@ -17,6 +17,7 @@ import pytest
 from data import jsonl
 from data.indexed import IndexedCorpus
 from data.jsonl import parse_text, read_chunks
+from data.merge import merge
 from data.parallel import ordered_map
 from data.preprocess import build_corpus
 from data.preprocess import main as preprocess
@@ -67,6 +68,47 @@ def test_any_number_of_workers_makes_the_same_bytes(tmp_path: Path, monkeypatch:
     assert made[0] == made[1] == made[2] == made[3]
 
 
+def test_shards_of_a_folder_merge_to_the_whole(tmp_path: Path) -> None:
+    folder, whole = tmp_path / "in", tmp_path / "whole"
+    folder.mkdir()
+    for i in range(7):
+        write_jsonl(folder / f"part-{i}.jsonl", [f"document {i}.{k}" for k in range(i + 1)])
+    byte = ["--input", str(folder), "--tokenizer-type", "byte", "--append-eod", "--output-prefix"]
+    preprocess([*byte, str(whole)])
+    for count in (1, 3, 7):
+        parts = [tmp_path / f"{count}-{i}" for i in range(count)]
+        for i, part in enumerate(parts):
+            preprocess([*byte, str(part), "--shard", f"{i}/{count}"])
+        merge(parts, tmp_path / "merged")
+        assert files_of(tmp_path / "merged") == files_of(whole)
+
+
+def test_a_shard_that_cannot_be_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ["a"])
+    arguments = ["--input", str(path), "--tokenizer-type", "byte", "--output-prefix", str(tmp_path / "c"), "--shard"]
+    with pytest.raises(DataError, match="only 1 input files"):
+        preprocess([*arguments, "0/2"])
+    for wrong in ("2/2", "-1/2", "1", "0/0", "a/b", "1/2/3"):
+        with pytest.raises(SystemExit, match="2"):
+            preprocess([*arguments, wrong])
+        assert "expected I/N with I from 0 to N - 1" in capsys.readouterr().err or wrong == "-1/2"
+    with pytest.raises(DataError, match="holds no file that ends in .jsonl"):
+        (tmp_path / "empty").mkdir()
+        preprocess(["--input", str(tmp_path / "empty"), "--output-prefix", str(tmp_path / "c")])
+
+
+def test_chunks_are_whole_lines_and_know_their_place(tmp_path: Path) -> None:
+    content = b"".join(b"x" * (i % 9) + b"\n" for i in range(100)) + b"no line end"
+    (tmp_path / "a").write_bytes(content)
+    for size in (1, 10, 10_000):
+        chunks = list(read_chunks(tmp_path / "a", size))
+        assert b"".join(chunk.data for chunk in chunks) == content
+        for chunk in chunks:
+            before = content[:chunk.offset]
+            assert not before or before.endswith(b"\n")
+            assert chunk.first_line == before.count(b"\n") + 1
+
+
 MALFORMED = [
     (b'{"text": "cut', "not JSON: "), (b"[]", "expected a JSON object, found an array"),
     (b'"text"', "expected a JSON object, found text"), (b"null", "expected a JSON object, found null"),
@@ -90,6 +132,7 @@ def test_a_malformed_line_is_named_or_skipped(tmp_path: Path, line: bytes, reaso
     with pytest.raises(DataError) as caught:
         build_corpus([path], tmp_path / "c", ByteLevelTokenizer())
     assert str(caught.value).startswith(f"{path}:3 ") and reason in str(caught.value)
+    assert str(caught.value).endswith("(the line begins at byte 18)")
     assert os.listdir(tmp_path) == ["a.jsonl"]
     progress, skipped = build_corpus([path], tmp_path / "c", ByteLevelTokenizer(), skip_malformed=True)
     assert (progress.documents, skipped) == (2, 1)
@@ -219,6 +262,6 @@ def test_sizes_and_tokens_of_a_chunk_are_plain_arrays() -> None:
     from data.jsonl import Chunk
     from data.preprocess import encode_chunk
 
-    encoded = encode_chunk(Chunk("f", 1, [b'{"text": "ab"}', b'{"text": ""}']), ByteLevelTokenizer(), "text", True)
+    encoded = encode_chunk(Chunk("f", 1, 0, b'{"text": "ab"}\n{"text": ""}'), ByteLevelTokenizer(), "text", True)
     assert encoded.tokens.dtype == np.uint16 and encoded.tokens.tolist() == [97, 98, 256, 256]
     assert encoded.sizes.tolist() == [3, 1]

@@ -11,7 +11,7 @@ import pytest
 import regex
 
 from data import tokenizer as tokenizers
-from data.gpt2_bpe import _packaged_merges, byte_alphabet, parse_merges
+from data.gpt2_bpe import packaged_merges, byte_alphabet, parse_merges
 from data.sentencepiece_model import train_sentencepiece
 from data.storage import DataError
 from data.tokenizer import ByteLevelTokenizer, GPT2BPETokenizer, SentencePieceTokenizer, Tokenizer
@@ -96,7 +96,7 @@ def plain_bpe(text: str, tokens: list[str]) -> list[int]:
 
 
 def test_tiktoken_agrees_with_plain_bpe_and_the_original_pattern(gpt2: GPT2BPETokenizer) -> None:
-    tokens = parse_merges(_packaged_merges(), "vocab.bpe")
+    tokens = parse_merges(packaged_merges(), "vocab.bpe")
     for text in NASTY + random_texts(100) + ["  The quick\n\n brown fox's   1,234 jumps. \t\n"]:
         assert gpt2.encode(text) == plain_bpe(text, tokens)
 

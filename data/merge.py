@@ -1,0 +1,73 @@
+"""Several corpora to one: `python -m data.merge OUT PREFIX...`. The last step after many machines made a part each.
+
+The documents follow one another in the order given, so the corpora that `data.preprocess --shard` made of some files
+merge to the very bytes that one run over all of them makes. Tokens are copied in blocks and checked on the way.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from data.cli import Parser, run
+from data.facts import TokenizerFacts
+from data.indexed import BLOCK, CorpusWriter, IndexedCorpus
+from data.storage import DataError, make_folder
+
+
+def merge(prefixes: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> str:
+    """Write the corpus `out`; says what became of it. All must have one token dtype and one tokenizer."""
+    dtype, tokenizer = _in_common(prefixes)
+    make_folder(Path(out).parent)
+    documents = tokens = 0
+    with CorpusWriter(out, tokenizer=tokenizer, dtype=dtype) as writer:
+        for prefix in prefixes:
+            corpus = IndexedCorpus(prefix)  # one at a time: each holds eight bytes a document
+            _copy(corpus, writer)
+            documents, tokens = documents + corpus.num_documents, tokens + corpus.num_tokens
+    return f"{os.fspath(out)}: {documents} documents, {tokens} tokens of {len(prefixes)} corpora"
+
+
+def _in_common(prefixes: Sequence[str | os.PathLike[str]]) -> tuple[np.dtype[np.generic], TokenizerFacts | None]:
+    """The dtype and the tokenizer of all. Everything is opened, and so checked, before anything is written."""
+    first = IndexedCorpus(prefixes[0])
+    for other in map(IndexedCorpus, prefixes[1:]):
+        if other.dtype != first.dtype:
+            raise DataError(f"cannot merge {first.prefix} ({first.dtype.name}) and {other.prefix} ({other.dtype.name})")
+        if _tokenizer(other) != _tokenizer(first):
+            raise DataError(f"cannot merge {first.prefix} and {other.prefix}: different tokenizers "
+                            f"({_tokenizer(first)} and {_tokenizer(other)})")
+    return first.dtype, _tokenizer(first)
+
+
+def _tokenizer(corpus: IndexedCorpus) -> TokenizerFacts | None:
+    return corpus.facts.tokenizer if corpus.facts else None
+
+
+def _copy(corpus: IndexedCorpus, writer: CorpusWriter) -> None:
+    """All documents, by plain reads: pages of a memory map would count as ours until someone wants them back."""
+    crc = 0
+    with open(f"{corpus.prefix}.bin", "rb") as file:
+        while len(tokens := np.fromfile(file, corpus.dtype, BLOCK)):
+            crc = zlib.crc32(tokens.data, crc)
+            writer.add_tokens(tokens)
+    if corpus.facts and f"{crc:08x}" != corpus.facts.crc32:
+        raise DataError(f"{corpus.prefix}.bin: crc32: expected {corpus.facts.crc32} ({corpus.prefix}.json), "
+                        f"found {crc:08x}; make this corpus again")
+    writer.add_sizes(corpus.sizes)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser("data.merge", "Join corpora of one tokenizer, in the order given, into OUT.bin, .idx and .json.")
+    parser.add_argument("out", metavar="OUT", help="prefix of the corpus to write")
+    parser.add_argument("prefixes", metavar="PREFIX", nargs="+", help="prefixes of the corpora to join")
+    args = parser.parse_args(argv)
+    print(merge(args.prefixes, args.out))
+
+
+if __name__ == "__main__":
+    run(main)
