@@ -41,25 +41,16 @@ def main() -> int:
     with ExitStack() as closing:
         checkpoints = closing.enter_context(Checkpoints(config, groups, datasets.fingerprint))
         build.seed_everything(config.train, groups, device)
-<<<<<<< HEAD
-        engine = build.engine(config, build.model(config, groups, device), groups)
-        state = checkpoints.resume(engine)
-        speaks = groups.world.rank == 0
-        log = closing.enter_context(
-            MetricsLog(config.log, config.train.train_iters, state.iteration, writes=speaks))
-        idle = zero_notes(config.zero, precision=config.precision.name, on_cuda=device.type == "cuda")
-        notes = (*config.notes, *idle, *datasets.notes, *checkpoints.notes)
-=======
         recomputation = build.recomputation(config, groups)
         engine = build.engine(config, build.model(config, groups, device, recomputation), groups)
-        state, schedule = checkpoints.resume(engine, build.schedule(config))
+        state = checkpoints.resume(engine)
         speaks = groups.world.rank == 0
         log = closing.enter_context(
             MetricsLog(config.log, config.train.train_iters, state.iteration, writes=speaks,
                        aside=recomputation.report))
-        notes = (*config.notes, *zero_notes(config.zero), *recompute_notes(config.recompute, groups.tp.size, device),
-                 *datasets.notes, *checkpoints.notes)
->>>>>>> a57c33fc09bec3c09ad8f778df37064fa8dbfde7
+        idle = (*zero_notes(config.zero, precision=config.precision.name, on_cuda=device.type == "cuda"),
+                *recompute_notes(config.recompute, groups.tp.size, device))
+        notes = (*config.notes, *idle, *datasets.notes, *checkpoints.notes)
         for line in (build.summary(config, groups, device), *notes):
             log.say(line)
         trainer = Trainer(config, engine, build.batch_rule(config, groups, tokenizer), device, log,

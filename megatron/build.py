@@ -23,16 +23,12 @@ from megatron.config import Config, DataConfig, TrainConfig, require
 from megatron.errors import ConfigError
 from megatron.model import GPT2
 from megatron.optim.schedule import Schedule, build_schedule
-<<<<<<< HEAD
+from megatron.recompute import Recomputation
 from megatron.zero.api import initialize
 from megatron.zero.engine import ParamGroup
 from megatron.zero.facade import Engine
 from megatron.zero.holders import shape_of
-=======
-from megatron.recompute import Recomputation
-from megatron.zero.engine import ZeroEngine
 from megatron.zero.tiling import tile_linears
->>>>>>> a57c33fc09bec3c09ad8f778df37064fa8dbfde7
 from mpu.collectives import all_gather_json
 from mpu.groups import Groups
 from mpu.random import model_parallel_cuda_manual_seed

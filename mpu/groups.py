@@ -70,7 +70,6 @@ def build(tp_size: int = 1, timeout: timedelta | None = None) -> Groups:
 
 
 def of_handle(handle: dist.ProcessGroup | None) -> Group:
-<<<<<<< HEAD
     """The group behind a process group made elsewhere; None is a group of one."""
     if handle is None or not dist.is_initialized():
         return SOLO
@@ -82,13 +81,6 @@ def of_handle(handle: dist.ProcessGroup | None) -> Group:
 def of_handles(tp: dist.ProcessGroup | None, dp: dist.ProcessGroup | None) -> Groups:
     """The groups of a grid that was made elsewhere."""
     return Groups(of_handle(dist.group.WORLD if dist.is_initialized() else None), of_handle(tp), of_handle(dp))
-=======
-    """The group behind one of torch's; none is a group of one."""
-    if handle is None:
-        return SOLO
-    ranks = tuple(dist.get_process_group_ranks(handle))
-    return Group(ranks.index(dist.get_rank()), len(ranks), ranks, handle)
->>>>>>> a57c33fc09bec3c09ad8f778df37064fa8dbfde7
 
 
 def _join(groups: list[tuple[int, ...]], world: Group, timeout: timedelta | None) -> Group:

@@ -44,17 +44,11 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.recompute.keep megatron.recompute.replay megatron.recompute.facade megatron.recompute
     """),
     ("3: the engine", """
-<<<<<<< HEAD
         megatron.optim.norm megatron.optim.rule megatron.optim.adam megatron.optim.lion megatron.optim.lamb
         megatron.optim.torch_rule megatron.optim.build
         megatron.zero.holders megatron.zero.parked megatron.zero.tiling
         megatron.zero.bucket megatron.zero.hooks megatron.zero.units megatron.zero.residency megatron.zero.reductions
         megatron.zero.engine megatron.zero.optimizer megatron.zero.init
-=======
-        megatron.optim.norm megatron.optim.adam
-        megatron.zero.bucket megatron.zero.hooks megatron.zero.units megatron.zero.engine
-        megatron.zero.tiling megatron.zero
->>>>>>> a57c33fc09bec3c09ad8f778df37064fa8dbfde7
     """),
     ("4: the application", """
         megatron.signals megatron.allocator

@@ -92,8 +92,8 @@ class Engine:
     def __init__(self, core: ZeroEngine, config: Config, optimizer: ZeroOptimizer, scheduler: Scheduler | None) -> None:
         self.core, self.config, self.optimizer, self.lr_scheduler = core, config, optimizer, scheduler
         self.reads_weights_between_steps = True
-        """New weights are complete when `step` returns. A loop that looks at them only through this engine may switch it
-        off: they then travel during the forward that follows."""
+        """New weights are complete when `step` returns. A loop that looks at them only through this engine may switch
+        it off: they then travel during the forward that follows."""
         self._run_id: str = all_gather_json(secrets.token_hex(8), core.groups.world)[0]
         self.last_save: SaveReport | None = None
         """What the last save cost."""

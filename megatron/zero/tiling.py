@@ -31,7 +31,7 @@ LinearClass = Callable[..., nn.Module]
 """(in_features, out_features, bias=..., **kwargs) -> a layer with `weight` [out, in] and `bias` [out] or None."""
 
 
-class _Tiled(nn.Module, ABC):
+class Tiled(nn.Module, ABC):
     """The tiles, and their walk; what a tile returns is the business of the two classes below."""
 
     def __init__(
@@ -94,7 +94,7 @@ class _Tiled(nn.Module, ABC):
             _set(row[-1], "bias", values)
 
 
-class TiledLinear(_Tiled):
+class TiledLinear(Tiled):
     """A linear layer whose tiles return their output."""
 
     def forward(self, x: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
@@ -105,7 +105,7 @@ class TiledLinear(_Tiled):
         return torch.cat(outputs, dim=-1) if self.combine_out_splits else outputs
 
 
-class TiledLinearReturnBias(_Tiled):
+class TiledLinearReturnBias(Tiled):
     """A linear layer whose tiles return (output, bias or None), for a caller that adds the bias."""
 
     def forward(self, x: Tensor | Sequence[Tensor]) -> tuple[Any, Any]:

@@ -18,7 +18,7 @@ from megatron.zero.holders import external_parameters, shape_of
 from megatron.zero.hooks import Unit
 from megatron.zero.layout import Slot
 from megatron.zero.policy import Policy, Wire
-from megatron.zero.tiling import TiledLinear
+from megatron.zero.tiling import Tiled
 from mpu.groups import Group
 from mpu.layers import VocabParallelEmbedding
 from mpu.partition import partition_of
@@ -86,7 +86,7 @@ def connect_sinks(units: list[Unit]) -> None:
 
 def _unit_modules(module: nn.Module, path: str = "", inside: bool = False) -> Iterator[tuple[str, nn.Module]]:
     """Elements of outermost lists; inside of them the tiles of tiled linears."""
-    if isinstance(module, TiledLinear):
+    if isinstance(module, Tiled):
         yield from ((f"{path}.tiles.{number}", tile) for number, tile in enumerate(module.tiles()))
         return
     for name, child in module.named_children():

@@ -19,26 +19,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import mpu
 from megatron import build, recompute
-<<<<<<< HEAD
-from megatron.config import TrainConfig
-from megatron.model import GPT2
-=======
 from megatron.arguments import parse_args
-from megatron.config import OptimConfig, PrecisionConfig, RecomputeConfig, TrainConfig, ZeroConfig
+from megatron.config import RecomputeConfig, TrainConfig
 from megatron.errors import ConfigError
 from megatron.model import GPT2
 from megatron.recompute import Recomputation, facade, keep, notes
-from megatron.zero.engine import ZeroEngine
 from mpu.groups import SOLO, Group, Groups
->>>>>>> a57c33fc09bec3c09ad8f778df37064fa8dbfde7
 from mpu.groups import build as build_groups
 from mpu.random import capture_rng, get_rng_tracker, model_parallel_cuda_manual_seed
 from tests.distributed import run_ranks
-<<<<<<< HEAD
-from tests.megatron.helpers import engine_of, tiny_model
-=======
-from tests.megatron.helpers import TINY, lines, tiny_model, train
->>>>>>> a57c33fc09bec3c09ad8f778df37064fa8dbfde7
+from tests.megatron.helpers import TINY, engine_of, lines, tiny_model, train
 
 LAYERS = 5
 """Chunks of 2 and 3 leave a short last one."""
@@ -61,17 +51,10 @@ def gradients(rank: int, world: int, tp: int, chunk: int | None, precision: str,
     build.seed_everything(TrainConfig(seed=3), groups, torch.device("cpu"))
     model = GPT2(tiny_model(num_layers=LAYERS, attention_dropout=0.1, hidden_dropout=0.1), groups.tp)
     if chunk is not None:
-<<<<<<< HEAD
-        model.run_blocks = recompute.in_chunks(chunk)
-    engine = engine_of(model, groups, accumulation=accumulation, bf16=precision == "bf16")
-    model.train()
-=======
         model.run_blocks = recompute.in_chunks(chunk, Recomputation(switches, groups.tp).checkpoint)
-    engine = ZeroEngine(model, groups, zero=ZeroConfig(zero_stage=stage), optim=OptimConfig(),
-                        precision=PrecisionConfig(bf16=precision == "bf16"),
-                        accumulation=accumulation)
-    engine.train()
->>>>>>> a57c33fc09bec3c09ad8f778df37064fa8dbfde7
+    engine = engine_of(model, groups, accumulation=accumulation, bf16=precision == "bf16", zero_stage=stage,
+                       stage3_param_persistence_threshold=0)
+    model.train()
     calls = []
     for block in model.blocks:
         block.register_forward_pre_hook(lambda *_: calls.append(1))  # torch leaves the last block early
