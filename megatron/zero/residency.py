@@ -89,7 +89,7 @@ class Residency:
                     bucket.prefetch()
 
     def _note(self, unit: Unit) -> None:
-        if not unit.is_here:
+        if unit.numel and not unit.is_here:
             self.trace = (self.trace * 31 + unit.index + 1) % TRACES
 
     def _rest(self, unit: Unit) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -18,7 +19,10 @@ from megatron.arguments import build_config
 from megatron.build import engine as build_engine
 from megatron.build import model as build_model
 from megatron.config import Config
+from megatron.zero.api import initialize
 from megatron.zero.engine import ZeroEngine
+from megatron.zero.facade import Engine
+from megatron.zero.init import GatheredParameters
 from mpu.collectives import all_gather_into
 from mpu.groups import Group, Groups
 from mpu.partition import join_slices, partition_of
@@ -45,13 +49,35 @@ def configure_gpt2(**settings: Any) -> Config:
 
 
 def gpt2_engine(config: Config, grid: Groups) -> ZeroEngine:
-    return build_engine(config, build_model(config, grid, torch.device("cpu")), grid)
+    return build_engine(config, build_model(config, grid, torch.device("cpu")), grid).core
 
 
-def engine_around(module: nn.Module, config: Config, grid: Groups, accumulation: int = 1) -> ZeroEngine:
-    """An engine for any module."""
-    return ZeroEngine(module, grid, zero=config.zero, optim=config.optim, precision=config.precision,
-                      accumulation=accumulation)
+def engine_around(module: nn.Module, config: Config, grid: Groups, accumulation: int = 1) -> Engine:
+    """An engine for any module; matrices decay."""
+    batch = replace(config.train, batch_size=1, global_batch_size=accumulation * grid.dp.size)
+    groups = [{"params": [p for p in module.parameters() if p.dim() >= 2], "weight_decay": config.optim.weight_decay},
+              {"params": [p for p in module.parameters() if p.dim() < 2], "weight_decay": 0.0}]
+    return initialize(model=module, model_parameters=groups, config=replace(config, train=batch), mpu=grid,
+                      lr_scheduler=Held())[0]
+
+
+def step(engine: Engine, lr: float) -> None:
+    for group in engine.core.param_groups:
+        group["lr"] = lr
+    engine.step()
+
+
+class Held:
+    """A scheduler that leaves the rate alone."""
+
+    def step(self) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
 
 
 def gpt2_loss(engine: ZeroEngine, rows: Tensor) -> Tensor:
@@ -60,14 +86,10 @@ def gpt2_loss(engine: ZeroEngine, rows: Tensor) -> Tensor:
     return loss
 
 
-def weights(engine: ZeroEngine) -> dict[str, Tensor]:
+def weights(engine: ZeroEngine | Engine) -> dict[str, Tensor]:
     """The parameters as a forward would see them: whole over data parallel, this rank's slice of tensor parallel."""
-    for bucket in engine.buckets:
-        bucket.gather()
-    seen = {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
-    for bucket in engine.buckets:
-        bucket.release()
-    return seen
+    with GatheredParameters(engine.module.parameters()):
+        return {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
 
 
 def state(engine: ZeroEngine) -> list[Tensor]:
@@ -120,7 +142,7 @@ def late_network() -> Iterator[None]:
             while self in under_way:  # in the order they were begun in, which is the same on all ranks
                 all_gather_into(*under_way.pop(0)._parts).wait()
 
-    def begin(full: Tensor, shard: Tensor, group: Group) -> Late:
+    def begin(full: Tensor, shard: Tensor, group: Group, *how: Any) -> Late:
         mine = shard.clone()  # it may be a part of `full`
         full.fill_(math.nan)
         shard.copy_(mine)
