@@ -80,6 +80,7 @@ class FlatBucket:
         self._grads: Tensor | None = None
         self._sum: Tensor | None = None  # where the reduction under way puts this rank's part
         self._grad_shard: Tensor | None = None
+        self._lent: Tensor | None = None  # what the user was given
         self._take_over()
 
     @property
@@ -178,18 +179,20 @@ class FlatBucket:
 
     def lend(self) -> None:
         self.gather()
+        self._lent = self._whole.clone()
 
     def take_back(self, editor: int | None) -> None:
+        assert self._lent is not None, f"bucket {self.name} was not lent"
         if editor is not None:
             broadcast_into(self._whole, editor, self._dp).wait()
-        own = self._span(self._whole)
-        edited = own != (self.shard if self.comes_and_goes else self.master.to(own.dtype))
-        if editor is not None:
+            own = self._span(self._whole)
+            edited = own != self._span(self._lent)
             self.shard.copy_(own)
             self.master[edited] = own[edited].to(self.master.dtype)  # others keep the bits that `own` has not
-        elif edited.any():
+        elif not torch.equal(self._whole, self._lent):
             raise ConfigError(f"parameters of {self.name} were edited inside GatheredParameters without modifier_rank: "
                               "the edits would be lost; say which rank's edits count")
+        self._lent = None
         self.rest()
         self.leave()
 

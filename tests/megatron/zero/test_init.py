@@ -1,0 +1,186 @@
+"""zero.Init, zero.GatheredParameters and external parameters: a split model is the model it would be whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron import zero
+from megatron.errors import ConfigError
+from tests.distributed import RankError, run_ranks
+
+WIDTH = 16
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        nn.init.constant_(self.scale, 2.0)  # after its child was made, before this module is finished
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x)) * self.scale
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.head = nn.Linear(WIDTH, 1)
+        self.apply(halve)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x).square().mean()
+
+
+def halve(module: nn.Module) -> None:
+    """An initialisation that reads what it changes."""
+    if isinstance(module, nn.Linear):
+        with torch.no_grad():
+            module.weight.mul_(0.5)
+            module.bias.fill_(float(module.weight.shape[0]))
+
+
+def config(stage: int, **extra: Any) -> dict[str, Any]:
+    return {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}, **extra}
+
+
+def whole(module: nn.Module) -> list[torch.Tensor]:
+    with zero.GatheredParameters(module.parameters()):
+        return [p.detach().clone() for p in module.parameters()]
+
+
+def train(model: nn.Module, stage: int) -> list[torch.Tensor]:
+    engine = zero.initialize(model=model, config=config(stage))[0]
+    draw = torch.Generator().manual_seed(engine.groups.dp.rank)
+    for _ in range(3):
+        engine.backward(engine(torch.randn(4, WIDTH, generator=draw)))
+        engine.step()
+    return whole(model)
+
+
+def made_in_parts(rank: int, world: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    plain = Model()
+    torch.manual_seed(rank)  # values are those of rank 0
+    most = 0
+
+    def look(*_: Any) -> None:
+        nonlocal most
+        most = max(most, sum(p.numel() for p in alive))
+
+    alive: list[nn.Parameter] = []
+    seen = torch.nn.modules.module.register_module_parameter_registration_hook(
+        lambda module, name, parameter: (alive.append(parameter), look())[1])
+    with zero.Init():
+        model = Model()
+    seen.remove()
+    found: dict[str, Any] = {"placeholders": all(p.numel() == 0 for p in model.parameters()), "most": most}
+    found["values"] = all(map(torch.equal, whole(model), (p.detach() for p in plain.parameters())))
+    existing = Model()
+    zero.Init(existing)
+    found["wrapped"] = all(p.numel() == 0 for p in existing.parameters())
+    with zero.Init(enabled=False):
+        found["disabled"] = Model().head.weight.numel() == WIDTH
+    found["restored"] = nn.Linear(2, 2).weight.numel() == 4
+    for stage in (1, 3):
+        torch.manual_seed(0)
+        wanted = train(Model(), stage)
+        torch.manual_seed(0)
+        with zero.Init():
+            split = Model()
+        found[f"stage {stage}"] = all(map(torch.equal, train(split, stage), wanted))
+    return found
+
+
+def test_a_model_made_in_parts_is_the_model_and_never_whole() -> None:
+    layer = WIDTH * WIDTH + 2 * WIDTH
+    for found in run_ranks(made_in_parts, 2):
+        assert found.pop("most") <= layer
+        assert all(found.values()), found
+
+
+def edits(rank: int, world: int, stage: int) -> list[bool]:
+    """Edits of rank 1 inside GatheredParameters: seen by all, kept by the next step, which changes little."""
+    model = Model()
+    engine = zero.initialize(model=model, config=config(stage, bf16={"enabled": True}))[0]
+    masters = [bucket.master.clone() for bucket in engine.core.buckets]
+    with zero.GatheredParameters([model.head.weight, model.head.weight], modifier_rank=1):
+        model.head.weight.fill_(5.0 + rank)
+    edited = whole(model.head)[0]
+    untouched = [torch.equal(bucket.master[~(bucket.master > 4)], before[~(bucket.master > 4)])
+                 for bucket, before in zip(engine.core.buckets, masters, strict=True)]
+    engine.backward(engine(torch.randn(4, WIDTH, dtype=torch.bfloat16)))
+    engine.step()
+    after = whole(model.head)[0]
+    return [bool((edited == 6.0).all()), all(untouched), bool((after - 6.0).abs().max() < 0.1)]
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_edits_inside_gathered_parameters_count_at_every_stage(stage: int) -> None:
+    assert run_ranks(edits, 2, stage) == [[True] * 3] * 2
+
+
+def edits_nobody_claims(rank: int, world: int, stage: int) -> None:
+    model = Model()
+    zero.initialize(model=model, config=config(stage))
+    with zero.GatheredParameters(model.head.weight):
+        model.head.weight.zero_()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_edits_without_modifier_rank_are_refused(stage: int) -> None:
+    with pytest.raises(RankError, match="edited inside GatheredParameters without modifier_rank"):
+        run_ranks(edits_nobody_claims, 2, stage)
+
+
+class Reader(nn.Module):
+    """Its forward uses a parameter of another block."""
+
+    def __init__(self, owner: nn.Linear, registered: bool) -> None:
+        super().__init__()
+        self.owner = [owner]  # in a list: no submodule
+        if registered:
+            zero.register_external_parameter(self, owner.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.owner[0].weight
+
+
+def external(rank: int, world: int, registered: bool) -> bool:
+    owner = nn.Linear(WIDTH, WIDTH)
+    model = nn.Sequential(nn.ModuleList([owner, nn.Linear(WIDTH, WIDTH)]), Reader(owner, registered))
+    model.forward = lambda x: model[1](model[0][1](model[0][0](x))).square().mean()  # type: ignore[method-assign]
+    engine = zero.initialize(model=model, config=config(3))[0]
+    before = whole(model)
+    engine.backward(engine(torch.randn(4, WIDTH)))
+    engine.step()
+    return not torch.equal(before[0], whole(model)[0])
+
+
+def test_an_external_parameter_is_there_once_it_is_registered() -> None:
+    assert run_ranks(external, 2, True) == [True, True]
+    with pytest.raises(RankError, match="RuntimeError"):  # a placeholder fits no operation
+        run_ranks(external, 2, False)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    linear = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="takes parameters, not a Tensor"), \
+            zero.GatheredParameters([torch.ones(2)]):  # type: ignore[list-item]
+        pass
+    with pytest.raises(ConfigError, match="remote_device is 'nvme'"):
+        zero.Init(remote_device="nvme")
+    with pytest.raises(ConfigError, match="takes a Module and a Parameter"):
+        zero.register_external_parameter(linear, torch.ones(2))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="not registered"):
+        zero.unregister_external_parameter(linear, linear.weight)
+    zero.register_external_parameter(linear, linear.weight)
+    zero.unregister_external_parameter(linear, linear.weight)
