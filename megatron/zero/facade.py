@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.checkpoint.agree import on_rank_0
+from megatron.checkpoint.commit import probe
 from megatron.checkpoint.manifest import step_tag
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.tags import tag_names
@@ -247,10 +248,11 @@ class Engine:
         if not save_latest:
             raise ConfigError("save_latest=False: the checkpoints themselves tell which is the newest, `latest` is a "
                               "hint; load an older one by its tag")
-        name = step_tag(self.global_steps) if tag is None else str(tag)
+        root, name = Path(save_dir), step_tag(self.global_steps) if tag is None else str(tag)
+        on_rank_0(lambda: probe(root), self.groups.world)
         who = Identity(self._run_id, self.config.as_dict(), self.layout)
         self.last_save = save_engine(
-            self.core, Path(save_dir), name, who, client_state=client_state or {}, scheduler=self.lr_scheduler,
+            self.core, root, name, who, client_state=client_state or {}, scheduler=self.lr_scheduler,
             optimizer=save_optimizer_states, rng=save_rng_states, frozen=not exclude_frozen_parameters)
         return True
 
