@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.errors import ConfigError
-from megatron.zero.holders import hold
+from megatron.zero.holders import hold, let_go
 from megatron.zero.layout import FlatLayout, Segment, Slot
 from megatron.zero.parked import whole_value
 from megatron.zero.policy import Policy, Wire
@@ -189,12 +189,18 @@ class FlatBucket:
             edited = own != self._span(self._lent)
             self.shard.copy_(own)
             self.master[edited] = own[edited].to(self.master.dtype)  # others keep the bits that `own` has not
-        elif not torch.equal(self._whole, self._lent):
+        elif not torch.equal(self._whole.view(torch.uint8), self._lent.view(torch.uint8)):  # bits: nan is not nan
             raise ConfigError(f"parameters of {self.name} were edited inside GatheredParameters without modifier_rank: "
                               "the edits would be lost; say which rank's edits count")
         self._lent = None
         self.rest()
         self.leave()
+
+    def give_back(self) -> None:
+        """The parameters are ordinary tensors again, whole, and nobody's."""
+        self.gather()
+        for parameter in self.parameters:
+            let_go(parameter)
 
     # ---- gradients --------------------------------------------------------------------------------------------
 

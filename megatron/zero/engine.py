@@ -31,7 +31,7 @@ from megatron.zero.layout import FlatLayout, Slot
 from megatron.zero.policy import Policy, policy, wire
 from megatron.zero.reductions import ReductionOrder
 from megatron.zero.residency import Residency
-from megatron.zero.units import Cut, build_units, connect_sinks
+from megatron.zero.units import Cut, build_units, connect_sinks, disconnect_sinks
 from mpu.collectives import all_gather_json, all_reduce, broadcast_into
 from mpu.groups import Groups
 
@@ -191,9 +191,12 @@ class ZeroEngine:
             bucket.await_parameters()
 
     def detach(self) -> None:
-        """Take the hooks off the module."""
+        """Leave the module to itself: no hooks, and whole parameters."""
         for handle in self._handles:
             handle.remove()
+        disconnect_sinks(self._units)
+        for bucket in (*self.buckets, *self.frozen):
+            bucket.give_back()
 
     # ---- events (hooks.py) --------------------------------------------------------------------------------------
 

@@ -150,8 +150,7 @@ class Engine:
         self.core.settle()
 
     def destroy(self) -> None:
-        """Take the hooks off the model and forget it; parameters stay as they are, split ones as placeholders."""
-        self.core.settle()
+        """Leave the model to itself: without hooks, with whole parameters in the working precision. Collective."""
         self.core.detach()
 
     # ---- things to ask ------------------------------------------------------------------------------------------

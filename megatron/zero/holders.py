@@ -34,6 +34,10 @@ def hold(parameter: nn.Parameter, holder: Holder) -> None:
     _HOLDERS[parameter] = holder
 
 
+def let_go(parameter: nn.Parameter) -> None:
+    del _HOLDERS[parameter]
+
+
 def holder_of(parameter: Tensor) -> Holder | None:
     return cast("Holder | None", _HOLDERS.get(parameter))
 

@@ -84,6 +84,12 @@ def connect_sinks(units: list[Unit]) -> None:
             module.grad_sink = bucket.sink(index)
 
 
+def disconnect_sinks(units: list[Unit]) -> None:
+    for module in units[0].module.modules():
+        if isinstance(module, VocabParallelEmbedding):
+            module.grad_sink = None
+
+
 def _unit_modules(module: nn.Module, path: str = "", inside: bool = False) -> Iterator[tuple[str, nn.Module]]:
     """Elements of outermost lists; inside of them the tiles of tiled linears."""
     if isinstance(module, Tiled):

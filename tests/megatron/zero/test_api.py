@@ -31,6 +31,9 @@ class Model(nn.Module):
         self.outlet = nn.Linear(WIDTH, 1)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
+    def head_is_trained(self) -> bool:
+        return self.outlet.weight.grad is not None
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         x = self.inlet(x)
@@ -284,6 +287,23 @@ def test_misuse_is_told_with_its_remedy(tmp_path: Path) -> None:
         optimizer.step()
     with pytest.raises(ConfigError, match="belongs to another engine already"):
         zero.initialize(model=model, config=config())
+
+
+def plain_again(rank: int, world: int) -> list[bool]:
+    results = []
+    for stage in range(4):
+        model = Model()
+        engine = zero.initialize(model=model, config=config(stage))[0]
+        trained = train(engine, 2)
+        engine.destroy()
+        model(batches(1)[0]).backward()  # no engine listens
+        results.append(all(map(torch.equal, model.parameters(), trained)) and model.head_is_trained())
+        zero.initialize(model=model, config=config(stage))
+    return results
+
+
+def test_a_destroyed_engine_leaves_an_ordinary_model() -> None:
+    assert run_ranks(plain_again, 2) == [[True] * 4] * 2
 
 
 def test_args_name_the_configuration_file(tmp_path: Path) -> None:
