@@ -42,7 +42,7 @@ def main() -> int:
         checkpoints = closing.enter_context(Checkpoints(config, groups, datasets.fingerprint))
         build.seed_everything(config.train, groups, device)
         recomputation = build.recomputation(config, groups)
-        engine = build.engine(config, build.model(config, groups, device, recomputation), groups)
+        engine = build.engine(config, build.model(config, groups, recomputation), groups, device)
         state = checkpoints.resume(engine)
         speaks = groups.world.rank == 0
         log = closing.enter_context(

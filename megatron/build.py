@@ -28,6 +28,7 @@ from megatron.zero.api import initialize
 from megatron.zero.engine import ParamGroup
 from megatron.zero.facade import Engine
 from megatron.zero.holders import shape_of
+from megatron.zero.init import Init
 from megatron.zero.tiling import tile_linears
 from mpu.collectives import all_gather_json
 from mpu.groups import Groups
@@ -112,10 +113,12 @@ def recomputation(config: Config, groups: Groups) -> Recomputation:
     return Recomputation(replace(section, number_checkpoints=section.number_checkpoints or config.chunks), groups.tp)
 
 
-def model(config: Config, groups: Groups, device: torch.device, again: Recomputation | None = None) -> GPT2:
-    """GPT-2 in fp32 on its device; recomputation (`again`, or one of its own), tiling and compilation are put on its
-    blocks."""
-    gpt2 = GPT2(config.model, groups.tp, config.train.seed).to(device)
+def model(config: Config, groups: Groups, again: Recomputation | None = None) -> GPT2:
+    """GPT-2 in fp32 on the host, at stage 3 in parts; recomputation (`again`, or one of its own), tiling and
+    compilation are put on its blocks."""
+    split = config.zero.zero_stage == 3 and not config.model.memory_centric_tiled_linear  # tiles need whole layers
+    with Init(enabled=split, mpu=groups):
+        gpt2 = GPT2(config.model, groups.tp, config.train.seed)
     if config.recompute.checkpoint_activations:
         again = again or recomputation(config, groups)
         gpt2.run_blocks = recompute.in_chunks(config.recompute.checkpoint_num_layers, again.checkpoint)
@@ -127,10 +130,10 @@ def model(config: Config, groups: Groups, device: torch.device, again: Recomputa
     return gpt2
 
 
-def engine(config: Config, model: GPT2, groups: Groups) -> Engine:
-    """The engine, with the learning rate schedule of the flags."""
+def engine(config: Config, model: GPT2, groups: Groups, device: torch.device) -> Engine:
+    """The engine on its device, with the learning rate schedule of the flags."""
     built = initialize(model=model, model_parameters=param_groups(model, config.optim.weight_decay),
-                       lr_scheduler=schedule(config), mpu=groups, config=config)[0]
+                       lr_scheduler=schedule(config), mpu=groups, config=config, device=device)[0]
     built.reads_weights_between_steps = False
     return built
 

@@ -43,13 +43,15 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
                dist_init_required: bool | None = None, collate_fn: Callable[[list[Any]], Any] | None = None,
                config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None,
                config_params: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+               device: torch.device | None = None,
                ) -> tuple[Engine, ZeroOptimizer, DataLoader[Any] | None, Scheduler | None]:
     """The engine of a model, its optimizer, a loader of `training_data` and the learning rate scheduler.
 
     `config` is a path or a dict in DeepSpeed's keys (or `args.deepspeed_config`). The optimizer is the given one, or a
     callable that makes it from the parameters, or the config's; the scheduler is the given one (also a callable that
     makes it from the optimizer), or the config's. `mpu` tells the groups where the model is tensor parallel. All
-    parameters take the values of data parallel rank 0; the model moves to this rank's device and working precision.
+    parameters take the values of data parallel rank 0, move to `device` (default: this rank's) one by one, and to the
+    working precision.
     """
     if model is None:
         raise ConfigError("zero.initialize needs a model")
@@ -59,11 +61,12 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
     groups = groups_of(mpu)
     settings = _settings(source, groups)
     config = settings.config
-    _move(model, config.precision.name)
+    device = device or distributed.device_for(distributed.read_environment())
+    _move_buffers(model, device, DTYPES[config.precision.name])
     rule, param_groups = _rule_and_groups(settings, model, model_parameters, optimizer)
     _check_groups(model, param_groups)
     core = ZeroEngine(model, groups, zero=config.zero, precision=config.precision, rule=rule,
-                      param_groups=param_groups, clip_grad=config.optim.clip_grad,
+                      param_groups=param_groups, device=device, clip_grad=config.optim.clip_grad,
                       accumulation=config.accumulation(groups.dp.size))
     wrapped = ZeroOptimizer(core)
     scheduler = _scheduler(settings, lr_scheduler, wrapped)
@@ -176,13 +179,11 @@ def _scheduler(settings: _Settings, given: Any, optimizer: ZeroOptimizer) -> Sch
         decay_iters=section.lr_decay_iters or max(1, settings.config.train.train_iters)))
 
 
-def _move(model: nn.Module, precision: str) -> None:
-    """To this rank's device; floating-point buffers to the working precision (parameters follow in their buckets)."""
-    model.to(distributed.device_for(distributed.read_environment()))
+def _move_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """To the device; numbers with a point to the working precision. (Parameters go with their buckets.)"""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_floating_point():
-                setattr(module, name, buffer.to(DTYPES[precision]))
+            setattr(module, name, buffer.to(device, dtype if buffer.is_floating_point() else None))
 
 
 def _loader(samples: Dataset[Any], engine: Engine, collate_fn: Callable[[list[Any]], Any] | None) -> DataLoader[Any]:

@@ -63,7 +63,7 @@ class FlatBucket:
     """The buffers of one unit; see the module docstring for the vocabulary."""
 
     def __init__(self, name: str, slots: Sequence[Slot], parameters: Sequence[nn.Parameter], *, policy: Policy,
-                 dp: Group, dtypes: Dtypes, wire: Wire = Wire()) -> None:
+                 dp: Group, device: torch.device, dtypes: Dtypes, wire: Wire) -> None:
         self.name, self._dtypes, self._wire, self._dp = name, dtypes, wire, dp
         self.trainable = parameters[0].requires_grad
         self._policy = policy
@@ -81,16 +81,17 @@ class FlatBucket:
         self._sum: Tensor | None = None  # where the reduction under way puts this rank's part
         self._grad_shard: Tensor | None = None
         self._lent: Tensor | None = None  # what the user was given
-        self._take_over()
+        self._take_over(device)
 
     @property
     def comes_and_goes(self) -> bool:
         """The parameters are whole only while they are used."""
         return self._policy.split_params
 
-    def _take_over(self) -> None:
-        """Move the parameters into the flat buffers, one at a time, so that little exists twice."""
-        device, work = self.parameters[0].device, self._dtypes.work
+    def _take_over(self, device: torch.device) -> None:
+        """Move the values of the first rank into the flat buffers, one parameter at a time: little exists twice, and
+        the fp32 model never stands on the device."""
+        work = self._dtypes.work
         self._whole = torch.zeros(self.layout.numel, dtype=work, device=device)
         self._views = [self._whole[slot.offset : slot.end].view(slot.shape) for slot in self.layout.slots]
         self.is_here = not self.comes_and_goes
@@ -99,7 +100,7 @@ class FlatBucket:
         wide = torch.zeros(self.layout.shard_numel, dtype=torch.float32, device=device)
         own = {segment.slot.name: segment for segment in self.layout.segments(self.shard_group.rank)}
         for slot, view, parameter in zip(self.layout.slots, self._views, self.parameters, strict=True):
-            value = whole_value(parameter)
+            value = whole_value(parameter, self._dp, device)
             if (part := own.get(slot.name)) is not None:
                 flat = value.flatten()[part.slot_offset : part.slot_offset + part.count]
                 wide[part.shard_offset : part.shard_offset + part.count] = flat

@@ -25,7 +25,6 @@ from megatron.optim.loss_scale import LossScaleRule, LossScaleState
 from megatron.optim.norm import clip_factor, global_norm, square_sum
 from megatron.optim.rule import Part, Rule, Span
 from megatron.zero.bucket import Dtypes, FlatBucket
-from megatron.zero.holders import holder_of
 from megatron.zero.hooks import Unit, attach
 from megatron.zero.layout import FlatLayout, Slot
 from megatron.zero.policy import Policy, policy, wire
@@ -57,7 +56,8 @@ class StepReport:
 
 class ZeroEngine:
     def __init__(self, module: nn.Module, groups: Groups, *, zero: ZeroConfig, precision: PrecisionConfig, rule: Rule,
-                 param_groups: list[ParamGroup], clip_grad: float = 0.0, accumulation: int = 1) -> None:
+                 param_groups: list[ParamGroup], device: torch.device, clip_grad: float = 0.0,
+                 accumulation: int = 1) -> None:
         self.module, self.groups, self.param_groups, self.accumulation = module, groups, param_groups, accumulation
         self._policy, self._precision = policy(zero.zero_stage), precision
         self.rule, self._clip_grad, self._loads_masters = rule, clip_grad, zero.load_from_fp32_weights
@@ -68,10 +68,11 @@ class ZeroEngine:
         self._micro_batches = self._overflows_in_a_row = 0  # of this optimizer step; skipped ones at the end
         self._boundary: bool | None = None
         self.last_report: StepReport | None = None
-        copy_from_first(module, groups)
+        for buffer in module.buffers():  # parameters do the same as the buckets take them over
+            broadcast_into(buffer, 0, groups.dp).wait()
         group_of = {parameter: number for number, group in enumerate(param_groups) for parameter in group["params"]}
         self._units = build_units(module, Cut(
-            self._policy, wire(zero), _dtypes(self._policy, precision, accumulation), groups.dp,
+            self._policy, wire(zero), _dtypes(self._policy, precision, accumulation), groups.dp, device,
             zero.stage3_param_persistence_threshold, group_of.__getitem__))
         connect_sinks(self._units)
         in_forward_order = [bucket for unit in self._units for bucket in unit.buckets]
@@ -397,14 +398,3 @@ def scale_rule(precision: PrecisionConfig) -> LossScaleRule:
         dynamic=precision.loss_scale is None,
         scales=True,
     )
-
-
-def copy_from_first(module: nn.Module, groups: Groups) -> None:
-    """Every data parallel rank starts from the values of the first one."""
-    if groups.dp.is_solo:
-        return
-    for tensor in (*module.parameters(), *module.buffers()):
-        if holder_of(tensor) is None:
-            value = tensor.detach().contiguous()
-            broadcast_into(value, 0, groups.dp).wait()
-            tensor.data = value

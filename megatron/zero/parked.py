@@ -63,12 +63,14 @@ class Parked:
         return own
 
 
-def whole_value(parameter: nn.Parameter) -> Tensor:
-    """The values of a parameter that no engine holds yet. Collective where it is parked."""
+def whole_value(parameter: nn.Parameter, dp: Group, device: torch.device) -> Tensor:
+    """The values, on every rank those of the first, of a parameter that no engine holds yet. Collective."""
     holder = holder_of(parameter)
     if holder is None:
-        return parameter.detach()
+        value = parameter.detach().to(device).contiguous()
+        broadcast_into(value, 0, dp).wait()
+        return value
     if isinstance(holder, Parked):
-        return holder.whole()
+        return holder.whole().to(device)
     raise ConfigError(f"a parameter of shape {tuple(holder.shape_of(parameter))} belongs to another engine already: "
                       "build one engine for a model, or destroy() the other first")

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from megatron.zero.bucket import Dtypes, FlatBucket
@@ -36,6 +37,7 @@ class Cut:
     wire: Wire
     dtypes: Dtypes
     dp: Group
+    device: torch.device
     persistence_threshold: int
     group_of: Callable[[nn.Parameter], int]
     """The number of a parameter's hyper-parameter group."""
@@ -43,8 +45,8 @@ class Cut:
     def bucket(self, name: str, members: list[tuple[str, nn.Parameter]], policy: Policy) -> FlatBucket:
         slots = [Slot(path, tuple(shape_of(p)), self.group_of(p) if p.requires_grad else 0, partition_of(p))
                  for path, p in members]
-        return FlatBucket(name, slots, [p for _, p in members], policy=policy, dp=self.dp, dtypes=self.dtypes,
-                          wire=self.wire)
+        return FlatBucket(name, slots, [p for _, p in members], policy=policy, dp=self.dp, device=self.device,
+                          dtypes=self.dtypes, wire=self.wire)
 
     def persists(self, parameter: nn.Parameter) -> bool:
         return self.policy.split_params and shape_of(parameter).numel() < self.persistence_threshold

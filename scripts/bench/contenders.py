@@ -147,7 +147,7 @@ def ours(task: Task, stage: int = 0) -> Step:
         }
     )
     grid = groups.build(1)
-    engine = build.engine(config, build.model(config, grid, torch.device(task.device)), grid)
+    engine = build.engine(config, build.model(config, grid), grid, torch.device(task.device))
 
     def step(tokens: Tensor, targets: Tensor) -> None:
         loss = engine(tokens, targets, grad_scale=engine.backward_scale)

@@ -54,7 +54,8 @@ def tiny_model(**changes: Any) -> ModelConfig:
 def engine_of(model: GPT2, groups: Groups, *, accumulation: int = 1, **values: Any) -> ZeroEngine:
     """The mechanism around a model; `values` are fields of any section of the configuration."""
     batch = {"batch_size": 1, "global_batch_size": accumulation * groups.dp.size}
-    return build.engine(build_config({**batch, **values}), model, groups).core
+    device = next(model.parameters()).device
+    return build.engine(build_config({**batch, **values}), model, groups, device).core
 
 
 def write_corpus(prefix: Path, documents: int = 60, longest: int = 40) -> str:

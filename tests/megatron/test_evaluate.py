@@ -61,7 +61,7 @@ def mean_losses(rank: int, world: int, micro: int, accumulation: int, global_bat
     config = build.with_vocabulary(config, build.tokenizer(config))
     groups = build_groups(1)
     build.seed_everything(config.train, groups, torch.device("cpu"))
-    engine = build.engine(config, build.model(config, groups, torch.device("cpu")), groups)
+    engine = build.engine(config, build.model(config, groups), groups, torch.device("cpu"))
     samples = Limited(distinct)
     streams = capture_rng()
     found = evaluate(engine, samples, BatchRule(micro, accumulation, rank, world, 256), global_batches,
@@ -100,7 +100,7 @@ def test_a_validation_set_smaller_than_one_round_of_all_ranks_is_still_evaluated
     config = parse_args([*TINY, "--mock-data"])
     config = build.with_vocabulary(config, build.tokenizer(config))
     groups = build_groups(1)
-    engine = build.engine(config, build.model(config, groups, torch.device("cpu")), groups)
+    engine = build.engine(config, build.model(config, groups), groups, torch.device("cpu"))
     assert math.isfinite(evaluate(engine, Small(3), BatchRule(8, 1, 0, 1, 256), 10, torch.device("cpu")))
 
 

@@ -49,7 +49,7 @@ def configure_gpt2(**settings: Any) -> Config:
 
 
 def gpt2_engine(config: Config, grid: Groups) -> ZeroEngine:
-    return build_engine(config, build_model(config, grid, torch.device("cpu")), grid).core
+    return build_engine(config, build_model(config, grid), grid, torch.device("cpu")).core
 
 
 def engine_around(module: nn.Module, config: Config, grid: Groups, accumulation: int = 1) -> Engine:

@@ -34,8 +34,8 @@ def bytes_per_parameter(rank: int, world: int, stage: int) -> float:
         "num_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": 128,
         "vocab_size": 1024, "attention_dropout": 0.0, "hidden_dropout": 0.0, "bf16": True, "zero_stage": stage,
         "stage3_param_persistence_threshold": 0})
-    model = build_model(config, grid, torch.device("cpu"))
-    engine = build_engine(config, model, grid).core
+    model = build_model(config, grid)
+    engine = build_engine(config, model, grid, torch.device("cpu")).core
     rows = torch.randint(0, 1024, (1, 33))
     for _ in range(2):
         engine.backward(engine(rows[:, :-1], rows[:, 1:]))
@@ -61,7 +61,7 @@ def most_live(rank: int, world: int, recompute: bool, settings: dict[str, int]) 
         "num_layers": 6, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 16, "vocab_size": 61,
         "zero_stage": 3, "stage3_param_persistence_threshold": 0, "checkpoint_activations": recompute,
         "checkpoint_num_layers": 3, **settings})
-    engine = build_engine(config, build_model(config, grid, torch.device("cpu")), grid).core
+    engine = build_engine(config, build_model(config, grid), grid, torch.device("cpu")).core
     counts = []
     for bucket in engine.buckets:
         def start(start=bucket._start_gather) -> None:  # type: ignore[no-untyped-def]

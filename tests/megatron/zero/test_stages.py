@@ -26,7 +26,7 @@ def train(rank: int, world: int, stage: int, accumulation: int, extra: dict[str,
         "adam_eps": 1e-5,  # the gradient of a key bias is zero but for rounding, which a small epsilon would blow up
         "batch_size": ROWS // dp.size // accumulation, "global_batch_size": ROWS, "zero_stage": stage,
         "stage3_param_persistence_threshold": 0, **extra})
-    engine = build_engine(config, build_model(config, grid, torch.device("cpu")), grid).core
+    engine = build_engine(config, build_model(config, grid), grid, torch.device("cpu")).core
     generator = torch.Generator().manual_seed(3)
     history = []
     for _ in range(STEPS):
@@ -128,7 +128,7 @@ def reductions_during_backward(rank: int, world: int, stage: int) -> dict[str, b
     config = build_config({
         "num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 16, "vocab_size": 61,
         "zero_stage": stage, "stage3_param_persistence_threshold": 0})
-    engine = build_engine(config, build_model(config, grid, torch.device("cpu")), grid).core
+    engine = build_engine(config, build_model(config, grid), grid, torch.device("cpu")).core
     seen: dict[str, bool] = {}
     for bucket in engine.buckets:
         def reduce(bucket=bucket, launch=bucket.reduce) -> None:  # type: ignore[no-untyped-def]
