@@ -23,6 +23,7 @@ def main() -> int:
     from megatron.generate import generate
     from megatron.metrics import MetricsLog
     from megatron.resume import Checkpoints
+    from megatron.shortage import explained
     from megatron.training import Trainer
     from megatron.zero.policy import notes as zero_notes
     from mpu import groups as mpu_groups
@@ -37,7 +38,7 @@ def main() -> int:
     config = build.with_vocabulary(config, tokenizer)
     datasets = build.datasets(config, tokenizer, groups)
     assert datasets.train is not None, "build.datasets refuses a run without training text"
-    with ExitStack() as closing:
+    with explained(config, env.rank, world_size, "cuda" if device.type == "cuda" else "cpu"), ExitStack() as closing:
         checkpoints = closing.enter_context(Checkpoints(config, groups, datasets.fingerprint))
         build.seed_everything(config.train, groups, device)
         engine = build.engine(config, build.model(config, groups, device), groups)

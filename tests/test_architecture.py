@@ -28,6 +28,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron megatron.errors megatron.config megatron.loose_json megatron.ds_keys megatron.ds_config
         megatron.zero.layout megatron.zero.policy
         megatron.optim megatron.optim.schedule megatron.optim.loss_scale
+        megatron.activations megatron.memory megatron.remedies
     """),
     ("1: communication and storage", """
         mpu.groups mpu.facade mpu.collectives mpu.partition mpu.sinks mpu.regions mpu.layers mpu.cross_entropy
@@ -42,11 +43,13 @@ FLOORS: tuple[tuple[str, str], ...] = (
     """),
     ("3: the engine", """
         megatron.optim.norm megatron.optim.adam
-        megatron.zero.bucket megatron.zero.hooks megatron.zero.units megatron.zero.engine megatron.zero
+        megatron.zero.bucket megatron.zero.hooks megatron.zero.units megatron.zero.engine megatron.zero.estimate
+        megatron.zero
     """),
     ("4: the application", """
         megatron.signals megatron.allocator
-        megatron.arguments megatron.supervise megatron.launch megatron.distributed megatron.exits
+        megatron.arguments megatron.supervise megatron.launch megatron.distributed megatron.shortage
+        megatron.exits
         megatron.checkpoint megatron.checkpoint.strict megatron.checkpoint.cut megatron.checkpoint.manifest
         megatron.checkpoint.tags megatron.checkpoint.tensorfile megatron.checkpoint.state megatron.checkpoint.agree
         megatron.checkpoint.piece megatron.checkpoint.commit megatron.checkpoint.writer megatron.checkpoint.reader
@@ -55,7 +58,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.training megatron.resume
     """),
     ("5: entry points", """
-        megatron.checkpoint.__main__
+        megatron.checkpoint.__main__ megatron.plan
         pretrain_gpt2
     """),
 )
