@@ -184,18 +184,24 @@ class Run:
         """Bytes of one rank on the host: the fp32 model before it goes to the device, or what is offloaded."""
         if self.device == "cpu":
             return 0
-        model = self.config.model
-        drawn = FP32 * model.hidden_size * max(model.tokens, 3 * model.hidden_size, model.ffn_size)  # before slicing
         offloaded = 0
         if self.offload != "none":
             offloaded = self.optimizer + self.shard_numel * self.sums
         if self.offload == "optimizer+params":
             offloaded += (self.root.shard_numel + self.layers * self.block.shard_numel) * self.work
-        return max(self._drawn_model + drawn, offloaded)
+        return max(self._drawing, offloaded)
 
     @cached_property
     def _drawn_model(self) -> int:
         return FP32 * (_used(self._root_slots) + self.layers * _used(self._block_slots))
+
+    @property
+    def _drawing(self) -> int:
+        """The fp32 weights while they are drawn, every matrix whole before it is sliced: the token table first, with a
+        padded copy; a matrix of the last block last."""
+        model, padded = self.config.model, self.columns * self.tp
+        table = self.columns + model.tokens + (padded if padded > model.tokens else 0)
+        return max(FP32 * model.hidden_size * table, self._drawn_model + FP32 * model.hidden_size * model.ffn_size)
 
     # ---- moments ------------------------------------------------------------------------------------------------
 
@@ -238,8 +244,9 @@ class Run:
         root_weights = (root.shard_numel if self.policy.split_params else root.numel) * self.work
         at_root = self._drawn_model + root_weights + root.shard_numel * masters + self._moving(root)
         at_last = self.weights + self.shard_numel * masters + FP32 * _used(self._block_slots) + self._moving(last)
+        drawing = self._drawing if self.device == "cpu" else 0  # elsewhere the host draws
         built = self._moment("building", 0, 0, 0)
-        return replace(built, buffers=max(0, at_root - built.total, at_last - built.total))
+        return replace(built, buffers=max(0, *(held - built.total for held in (at_root, at_last, drawing))))
 
     def _moving(self, layout: FlatLayout) -> int:
         """A bucket that is being filled, beside what stays of it: its fp32 values, and all of what will be split."""

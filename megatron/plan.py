@@ -110,22 +110,20 @@ def table(asked: Run, cards: Sequence[float]) -> Iterator[str]:
     rows = report(asked, cards)
     unit, name = (2**30, "GiB") if max(row["device"] for row in rows) >= 2**30 else (2**20, "MiB")
     config, batch = asked.config, asked.config.train.batch_size
-    yield (f"{config.model.parameters():,} parameters in {config.precision.name} on {asked.ranks} ranks: tensor "
-           f"parallel {asked.tp}, data parallel {asked.dp}; micro-batch {batch} x {config.seq_length} tokens, "
-           f"{asked.accumulation} a step; " + (f"{asked.chunk} block(s) recomputed at a time" if asked.chunk else
-                                               "nothing recomputed"))
-    yield (f"{name} of one rank at its fullest moment; sent: by a rank in a step; "
-           "right: the largest micro-batch on a card")
-    yield ("  zero offload   " + "".join(f"{head:>8}" for head in HEADS.values()) + "    sent  fullest at"
-           + "".join(f"{card:>6g}" for card in cards) + " GB")
+    yield (f"{config.model.parameters():,} parameters in {config.precision.name} on {asked.ranks} ranks: "
+           f"tensor parallel {asked.tp}, data parallel {asked.dp}")
+    yield (f"{asked.accumulation} micro-batch(es) of {batch} x {config.seq_length} tokens a step; "
+           + (f"recomputed in chunks of {asked.chunk}" if asked.chunk else "nothing recomputed"))
+    yield f"{name} of one rank at its fullest moment; sent by a rank in a step; the largest micro-batch on each card"
+    yield ("  zero offload   " + "".join(f"{head:>8}" for head in HEADS.values()) + "    sent  fullest  "
+           + "".join(f"{card:>5g}" for card in cards) + " GB")
     for row in rows:
         sent = (row["sent_gradients"] + row["sent_parameters"]) / unit
         most = (entry["largest_micro_batch"] for entry in row["cards"].values())
         yield (f"{'*' if row['chosen'] else ' '} {row['stage']}    {SHORT[row['offload']]:<10}"
-               + "".join(f"{row[part] / unit:8.2f}" for part in HEADS) + f"{sent:8.2f}  {row['moment']:<10}"
-               + "".join(f"{_cell(count, batch):>6}" for count in most))
-    yield (f"a number in brackets is below the micro-batch asked for, {batch}; - means that not even 1 fits; "
-           f"{1 - USABLE:.0%} of a card are left to libraries")
+               + "".join(f"{row[part] / unit:8.2f}" for part in HEADS) + f"{sent:8.2f}  {row['moment']:<9}"
+               + "".join(f"{_cell(count, batch):>5}" for count in most))
+    yield f"(n): less than the {batch} asked for; -: not even 1; {1 - USABLE:.0%} of a card are left to libraries"
     if "cpu" not in OFFLOAD_DEVICES:
         yield "rows with offloading are estimates: this version refuses to offload"
 

@@ -25,7 +25,7 @@ from tests.megatron.live_bytes import LiveBytes
 
 CPU = torch.device("cpu")
 SHAPE: dict[str, Any] = {
-    "num_layers": 6, "hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": 64, "vocab_size": 1000,
+    "num_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": 64, "vocab_size": 1000,
     "attention_dropout": 0.0, "hidden_dropout": 0.0, "batch_size": 4}
 
 TOLERANCE = 0.02

@@ -54,7 +54,7 @@ def test_json_says_the_same_in_bytes(capsys: pytest.CaptureFixture[str], monkeyp
 def test_a_thousand_ranks_are_planned_without_any() -> None:
     run = planned("--preset", "10B", "--bf16", "--ranks", "1024", "--model-parallel-size", "4", "--zero-stage", "3")
     assert (run.tp, run.dp) == (4, 256)
-    # Weights and optimizer state of stage 3 are 14 bytes a parameter, cut in 1024 equal parts but for replicated vectors.
+    # Weights and optimizer state of stage 3 are 14 bytes a parameter, in 1024 equal parts but for replicated vectors.
     assert run.weights + run.optimizer == pytest.approx(14 * 10.28e9 / 1024, rel=0.02)
 
 
@@ -67,7 +67,8 @@ def test_a_deepspeed_config_is_read_like_in_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("argv, words", [
-    (["--preset", "tiny", "--ranks", "0"], "--ranks is 0"), (["--preset", "tiny", "--card-gb", "-1"], "--card-gb is -1"),
+    (["--preset", "tiny", "--ranks", "0"], "--ranks is 0"),
+    (["--preset", "tiny", "--card-gb", "-1"], "--card-gb is -1"),
     (["--preset", "tiny", "--zero-stagee", "1"], "did you mean --zero-stage"),
     (["--preset", "tiny", "--ranks", "3", "--model-parallel-size", "2"], "3 is not divisible by 2"),
 ])
