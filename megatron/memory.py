@@ -36,7 +36,6 @@ CPU_CHUNK_BYTES, CUDA_CHUNK_ROWS = 104 << 20, 4096  # logits at a time
 CPU_BLOCK_ROWS, CUDA_BLOCK_ROWS = 64, 1024  # rows of them in fp32 at a time
 CPU_SLAB_COLUMNS = 8192  # columns of a 16-bit weight gradient at a time
 LARGEST_TILE = 2**24  # elements of an optimizer step at a time
-CPU_NORM_BLOCK = 1 << 20  # elements of a gradient norm at a time
 MOMENTS_PER_WEIGHT = 2
 
 

@@ -19,7 +19,7 @@ from megatron.config import Config, build_config
 from megatron.memory import Run
 from megatron.model import GPT2
 from megatron.optim import adam
-from mpu import grads, groups
+from mpu import groups
 from tests.distributed import run_ranks
 from tests.megatron.live_bytes import LiveBytes
 
@@ -28,8 +28,9 @@ SHAPE: dict[str, Any] = {
     "num_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": 64, "vocab_size": 1000,
     "attention_dropout": 0.0, "hidden_dropout": 0.0, "batch_size": 4}
 
-TOLERANCE = 0.02
-"""What memory.py leaves out on purpose: seeds of recomputed chunks, loss weights, copies inside single operations."""
+TOLERANCE = 0.03
+"""memory.py leaves out the seeds of recomputed chunks; it counts, and the meter does not see, the fp32 copy that
+log_softmax makes inside itself of 16-bit logits: 2.5 % of the smallest model here, on four ranks."""
 
 
 def described(values: dict[str, Any]) -> dict[str, Any]:
@@ -90,8 +91,9 @@ def test_the_predicted_peak_of_one_process_is_the_measured_one(values: dict[str,
 
 def test_the_predicted_peak_of_two_ranks_is_the_measured_one() -> None:
     check(2, [{"zero_stage": stage, "bf16": stage % 2 == 1, "accumulation": 2 - stage % 2} for stage in range(4)]
-          + [{"zero_stage": 2, "vocab_size": 20_000, "batch_size": 1},
-             {"model_parallel_size": 2, "hidden_dropout": 0.1, "attention_dropout": 0.1}])
+          # A large table and few tokens: the peak is its exchange, or its gathered weights.
+          + [{"zero_stage": stage, "vocab_size": 20_000, "batch_size": 1, "seq_length": 16} for stage in (1, 2, 3)]
+          + [{"model_parallel_size": 2, "hidden_dropout": 0.1, "attention_dropout": 0.1}])
 
 
 @pytest.mark.parametrize("values", [{}, {"accumulation": 2}, {"accumulation": 2, "zero_stage": 2}], ids=str)
@@ -99,7 +101,7 @@ def test_the_predicted_peak_holds_where_the_loss_walks_in_many_chunks(values: di
                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mpu.cross_entropy, "_CPU_CHUNK_BYTES", 1 << 16)
     monkeypatch.setattr(megatron.memory, "CPU_CHUNK_BYTES", 1 << 16)
-    check(1, [{"bf16": True, "vocab_size": 8000, **values}])
+    check(1, [{"bf16": True, "vocab_size": 3000, **values}])
 
 
 @pytest.mark.slow
@@ -165,7 +167,6 @@ def test_the_sizes_of_loops_are_those_of_the_code() -> None:
         loss._BLOCK_ROWS, loss._CUDA_BLOCK_ROWS)
     assert megatron.memory.CPU_SLAB_COLUMNS == loss._SLAB_COLUMNS
     assert megatron.memory.LARGEST_TILE == adam.LARGEST_TILE
-    assert megatron.memory.CPU_NORM_BLOCK == grads._CPU_BLOCK
     assert megatron.memory.MOMENTS_PER_WEIGHT == len(adam.AdamW().states)
 
 
