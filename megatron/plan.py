@@ -22,7 +22,8 @@ from megatron.arguments import parse_args
 from megatron.config import OFFLOAD_DEVICES, Config, require
 from megatron.errors import ConfigError
 from megatron.exits import run as run_program
-from megatron.memory import OFFLOADS, Offload, Run
+from megatron.footprint import OFFLOADS, Offload, Run
+from megatron.memory import peak
 from megatron.remedies import largest_micro_batch, with_stage
 
 CARDS = (16.0, 24.0, 40.0, 80.0, 141.0)
@@ -91,15 +92,15 @@ def report(asked: Run, cards: Sequence[float]) -> list[dict[str, Any]]:
     """One record a row, in bytes."""
     rows = []
     for run in choices(asked):
-        peak, traffic = run.peak(), run.traffic()
+        fullest, traffic = peak(run), run.traffic()
         stage = run.config.zero.zero_stage
         rows.append({
             "stage": stage, "offload": run.offload, "supported": run.offload == "none" or "cpu" in OFFLOAD_DEVICES,
             "chosen": (stage, run.offload) == (asked.config.zero.zero_stage, asked.offload),
-            "moment": peak.name, **{key: value for key, value in asdict(peak).items() if key != "name"},
-            "device": peak.total, "host": run.host, "sent_gradients": traffic.gradients,
+            "moment": fullest.name, **{key: value for key, value in asdict(fullest).items() if key != "name"},
+            "device": fullest.total, "host": run.host, "sent_gradients": traffic.gradients,
             "sent_parameters": traffic.parameters,
-            "cards": {f"{card:g}": {"fits": peak.total <= card * 2**30 * USABLE,
+            "cards": {f"{card:g}": {"fits": fullest.total <= card * 2**30 * USABLE,
                                     "largest_micro_batch": largest_micro_batch(run, card * 2**30 * USABLE)}
                       for card in cards}})
     return rows

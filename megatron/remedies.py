@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, replace
 
 from megatron.config import OFFLOAD_DEVICES, Config
 from megatron.errors import ConfigError
-from megatron.memory import Moment, Run
+from megatron.footprint import Run
+from megatron.memory import Moment, peak
 
 WORTHWHILE = 0.05
 """A change that saves a smaller share of the memory is no remedy."""
@@ -29,8 +30,8 @@ class Remedy:
 
 def remedies(run: Run) -> list[Remedy]:
     """The changes that help this run, the cheapest first."""
-    now = run.peak().total
-    found = [Remedy(flags, now - changed.peak().total) for flags, changed in _changes(run)]
+    now = peak(run).total
+    found = [Remedy(flags, now - peak(changed).total) for flags, changed in _changes(run)]
     return [remedy for remedy in found if remedy.saves >= WORTHWHILE * now]
 
 
@@ -73,7 +74,7 @@ def largest_micro_batch(run: Run, capacity: float) -> int:
 
     def fits(batch: int) -> bool:
         sized = replace(run, config=with_batch(run.config, batch, batch * run.dp * steps))
-        return sized.peak().total <= capacity
+        return peak(sized).total <= capacity
 
     low, high = 0, 1
     while high <= LARGEST_MICRO_BATCH and fits(high):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megatron.activations import Device
     from megatron.config import Config
-    from megatron.memory import Run
+    from megatron.footprint import Run
 
 MEMORY_CLASSES = frozenset({"MemoryError", "OutOfMemoryError"})
 MEMORY_TEXTS = ("can't allocate memory", "not enough memory", "CUDA out of memory")
@@ -37,7 +37,8 @@ def is_lack_of_memory(error: BaseException) -> bool:
 @contextmanager
 def explained(config: Config, rank: int, ranks: int, device: Device) -> Iterator[None]:
     """Lack of memory inside becomes MemoryShortage; `config` knows its vocabulary."""
-    from megatron.memory import Run  # now: importing takes memory too
+    from megatron.footprint import Run  # now: importing takes memory too
+    from megatron.memory import peak
     from megatron.remedies import breakdown
 
     try:
@@ -46,7 +47,7 @@ def explained(config: Config, rank: int, ranks: int, device: Device) -> Iterator
         if not is_lack_of_memory(error) or isinstance(error, MemoryShortage):
             raise
         run = Run(config, ranks, device)
-        print(f" rank {rank} was to hold {breakdown(run.peak())}", file=sys.stderr, flush=True)
+        print(f" rank {rank} was to hold {breakdown(peak(run))}", file=sys.stderr, flush=True)
         reason = (str(error).strip() or "no more memory").splitlines()[0]
         raise MemoryShortage(f"{reason}; {advice(run)}") from error
 

@@ -28,7 +28,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron megatron.errors megatron.config megatron.loose_json megatron.ds_keys megatron.ds_config
         megatron.zero.layout megatron.zero.policy
         megatron.optim megatron.optim.schedule megatron.optim.loss_scale
-        megatron.activations megatron.memory megatron.remedies
+        megatron.activations megatron.footprint megatron.memory megatron.remedies
     """),
     ("1: communication and storage", """
         mpu.groups mpu.facade mpu.collectives mpu.partition mpu.sinks mpu.regions mpu.layers mpu.cross_entropy

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+import megatron.footprint
 import megatron.memory
 import mpu.cross_entropy
 from megatron.arguments import parse_args
@@ -16,7 +17,8 @@ from megatron.build import engine as build_engine
 from megatron.build import model as build_model
 from megatron.build import seed_everything
 from megatron.config import Config, build_config
-from megatron.memory import Run
+from megatron.footprint import Run
+from megatron.memory import moments, peak
 from megatron.model import GPT2
 from megatron.optim import adam
 from mpu import groups
@@ -74,10 +76,10 @@ def check(world: int, runs: list[dict[str, Any]]) -> None:
     measured = peaks(0, 1, runs) if world == 1 else run_ranks(peaks, world, runs, timeout=600)[0]
     for values, (building, stepping) in zip(runs, measured, strict=True):
         run = Run(build_config(described({**values, "world": world})), world, "cpu")
-        at_building, *others = run.moments()
+        at_building, *others = moments(run)
         predicted = max(moment.total for moment in others)
         assert at_building.total == pytest.approx(building, rel=TOLERANCE), f"building {values}"
-        assert predicted == pytest.approx(stepping, rel=TOLERANCE), f"{values}: {run.peak()}"
+        assert predicted == pytest.approx(stepping, rel=TOLERANCE), f"{values}: {peak(run)}"
 
 
 @pytest.mark.parametrize("values", [
@@ -167,7 +169,7 @@ def test_the_sizes_of_loops_are_those_of_the_code() -> None:
         loss._BLOCK_ROWS, loss._CUDA_BLOCK_ROWS)
     assert megatron.memory.CPU_SLAB_COLUMNS == loss._SLAB_COLUMNS
     assert megatron.memory.LARGEST_TILE == adam.LARGEST_TILE
-    assert megatron.memory.MOMENTS_PER_WEIGHT == len(adam.AdamW().states)
+    assert megatron.footprint.MOMENTS_PER_WEIGHT == len(adam.AdamW().states)
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 2, 3, 5, 9])
@@ -178,7 +180,7 @@ def test_the_extreme_blocks_include_the_largest_of_all(stage: int, chunk: int | 
     for batch, steps in product((1, 64), (1, 2)):
         config = build_config(described({"num_layers": 9, "zero_stage": stage, "batch_size": batch, **chunking,
                                          "accumulation": steps, "world": 4}))
-        quick = Run(config, 4, "cpu").peak()
+        quick = peak(Run(config, 4, "cpu"))
         with monkeypatch.context() as patch:
-            patch.setattr(Run, "_extreme_blocks", lambda run: iter(range(run.layers)))
-            assert Run(config, 4, "cpu").peak() == quick
+            patch.setattr(megatron.memory, "_extreme_blocks", lambda run: iter(range(run.layers)))
+            assert peak(Run(config, 4, "cpu")) == quick

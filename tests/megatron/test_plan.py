@@ -14,7 +14,8 @@ import torch
 import megatron.training
 from megatron import exits, plan
 from megatron.errors import ConfigError
-from megatron.memory import Run
+from megatron.footprint import Run
+from megatron.memory import moments, peak
 from megatron.remedies import largest_micro_batch, remedies, with_batch, with_stage
 from megatron.shortage import MemoryShortage, explained
 from tests.megatron.helpers import ROOT, TINY, train
@@ -46,7 +47,7 @@ def test_json_says_the_same_in_bytes(capsys: pytest.CaptureFixture[str], monkeyp
     found = json.loads(printed(capsys, monkeypatch, *FLAGS, "--json", "--card-gb", "4", "80"))
     (row,) = [row for row in found["rows"] if row["chosen"]]
     parts = ("parameters", "gradients", "optimizer", "activations", "buffers")
-    assert row["device"] == sum(row[part] for part in parts) == planned(*FLAGS).peak().total
+    assert row["device"] == sum(row[part] for part in parts) == peak(planned(*FLAGS)).total
     assert row["cards"]["80"]["fits"] and not row["cards"]["4"]["fits"]
     assert row["cards"]["80"]["largest_micro_batch"] > 8 > row["cards"]["4"]["largest_micro_batch"]
 
@@ -83,7 +84,7 @@ def test_wrong_flags_are_refused_as_in_training(argv: list[str], words: str) -> 
 def test_what_lasts_is_what_the_zero_paper_says(stage: int, formula) -> None:  # type: ignore[no-untyped-def]
     for ranks in (1, 2, 64):
         run = planned("--preset", "1.5B", "--bf16", "--ranks", str(ranks), "--zero-stage", str(stage))
-        update = [moment for moment in run.moments() if moment.name == "update"][0]
+        update = [moment for moment in moments(run) if moment.name == "update"][0]
         lasting = update.parameters + update.gradients + update.optimizer
         # 0.2 %: padding of slots, shards and the vocabulary.
         assert lasting / run.config.model.parameters() == pytest.approx(formula(ranks), rel=2e-3)
@@ -105,7 +106,7 @@ def test_the_largest_micro_batch_fits_and_one_more_does_not() -> None:
     run = planned("--preset", "124M", "--bf16", "--ranks", "4", "--batch-size", "2", "--global-batch-size", "24")
     for capacity in (1e9, 4e9, 8e9, 20e9):
         best = largest_micro_batch(run, capacity)
-        totals = [replace(run, config=with_batch(run.config, size, size * 12)).peak().total for size in (best, best + 1)
+        totals = [peak(replace(run, config=with_batch(run.config, size, size * 12))).total for size in (best, best + 1)
                   if size]
         assert totals[-1] > capacity and all(total <= capacity for total in totals[:-1])
 
@@ -117,8 +118,8 @@ def test_remedies_keep_the_samples_of_a_step_and_save_what_they_say() -> None:
                            "--zero-stage 2", "--zero-stage 3", "--model-parallel-size 2"]
     argv = [word for word in FLAGS[:-1] if word not in ("--batch-size", "8", "--ranks", "--zero-stage")]
     smaller = planned(*argv, "--ranks", "8", "--batch-size", "4", "--global-batch-size", "64")
-    assert found["--batch-size 4 --global-batch-size 64"] == run.peak().total - smaller.peak().total
-    assert found["--zero-stage 3"] == run.peak().total - with_stage(run, 3).peak().total
+    assert found["--batch-size 4 --global-batch-size 64"] == peak(run).total - peak(smaller).total
+    assert found["--zero-stage 3"] == peak(run).total - peak(with_stage(run, 3)).total
 
 
 def test_lack_of_memory_in_a_run_ends_in_one_error_line_with_the_plan_before_it(
@@ -132,7 +133,7 @@ def test_lack_of_memory_in_a_run_ends_in_one_error_line_with_the_plan_before_it(
     assert exits.run(lambda: train(argv) and 0, debug=False) == 5  # type: ignore[func-returns-value]
     shown, error = capfd.readouterr().err.splitlines()
     run = planned(*[word for word in argv if word != "--mock-data"], "--device", "cpu")
-    assert shown.startswith(" rank 0 was to hold ") and f"({run.peak().name})" in shown
+    assert shown.startswith(" rank 0 was to hold ") and f"({peak(run).name})" in shown
     assert error.startswith("error: rank 0 is out of memory: CUDA out of memory. Tried to allocate 2.00 GiB.; try "
                             "--batch-size 32 --global-batch-size 64 (saves ")
     assert "or --checkpoint-activations (saves" in error
