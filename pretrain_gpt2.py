@@ -24,6 +24,7 @@ def main() -> int:
     from megatron.metrics import MetricsLog
     from megatron.recompute import notes as recompute_notes
     from megatron.resume import Checkpoints
+    from megatron.shortage import explained
     from megatron.training import Trainer
     from megatron.zero.policy import notes as zero_notes
     from mpu import groups as mpu_groups
@@ -38,7 +39,7 @@ def main() -> int:
     config = build.with_vocabulary(config, tokenizer)
     datasets = build.datasets(config, tokenizer, groups)
     assert datasets.train is not None, "build.datasets refuses a run without training text"
-    with ExitStack() as closing:
+    with explained(config, env.rank, world_size, "cuda" if device.type == "cuda" else "cpu"), ExitStack() as closing:
         checkpoints = closing.enter_context(Checkpoints(config, groups, datasets.fingerprint))
         build.seed_everything(config.train, groups, device)
         recomputation = build.recomputation(config, groups)

@@ -23,6 +23,7 @@ from typing import NamedTuple, NoReturn
 from megatron.distributed import read_environment
 from megatron.errors import (EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER, EXIT_STORAGE, ConfigError, PeerError,
                              exit_code)
+from megatron.shortage import MemoryShortage, is_lack_of_memory
 
 EXIT_OWN_FAILURE_OF_RANK = 1
 """A bug or lack of memory under our launcher, which makes it 5; from a rank itself, 5 means a victim: a lost peer."""
@@ -30,8 +31,6 @@ EXIT_OWN_FAILURE_OF_RANK = 1
 PEER_CLASSES = frozenset({"DistError", "DistBackendError", "DistNetworkError", "DistStoreError"})
 PEER_TEXTS = ("gloo/", "Connection closed by peer", "Connection reset by peer", "NCCL", "wait timeout after",
               "Socket Timeout")
-MEMORY_CLASSES = frozenset({"MemoryError", "OutOfMemoryError"})
-MEMORY_TEXTS = ("can't allocate memory", "CUDA out of memory")
 STORAGE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EPIPE})
 
 
@@ -74,9 +73,10 @@ def explain(error: BaseException, environ: Mapping[str, str] = os.environ) -> Fa
     if isinstance(error, KeyboardInterrupt):
         return Failure(EXIT_INTERRUPTED, "interrupted before training could save; start the same command to resume")
     if is_lack_of_memory(error):
-        first = message.strip().splitlines()[0]
-        return Failure(own_failure, f"{rank} is out of memory: {first}; use a smaller --batch-size, "
-                                    "--checkpoint-activations or a higher --zero-stage")
+        explained = isinstance(error, MemoryShortage)
+        what = message if explained else (f"{message.strip().splitlines()[0]}; use a smaller --batch-size, "
+                                          "--checkpoint-activations or a higher --zero-stage")
+        return Failure(own_failure, f"{rank} is out of memory: {what}")
     if is_peer_loss(error):
         # The rest of gloo's message is advice and a greeting.
         what = re.sub(r"^\[.*?\] ", "", message).partition(". This is typically")[0]
@@ -94,13 +94,6 @@ def is_peer_loss(error: BaseException) -> bool:
     if PEER_CLASSES & names:
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in PEER_TEXTS)
-
-
-def is_lack_of_memory(error: BaseException) -> bool:
-    names = {cls.__name__ for cls in type(error).__mro__}
-    if MEMORY_CLASSES & names:
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in MEMORY_TEXTS)
 
 
 def write_error(text: str) -> None:

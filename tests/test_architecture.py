@@ -29,6 +29,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.ds_keys megatron.ds_config
         megatron.zero.layout megatron.zero.policy
         megatron.optim.schedule megatron.optim.schedulers megatron.optim.loss_scale
+        megatron.activations megatron.footprint megatron.memory megatron.remedies
     """),
     ("1: communication and storage", """
         mpu.groups mpu.facade mpu.collectives mpu.partition mpu.sinks mpu.regions mpu.layers mpu.cross_entropy
@@ -48,11 +49,12 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.optim.torch_rule megatron.optim.build
         megatron.zero.holders megatron.zero.parked megatron.zero.tiling
         megatron.zero.bucket megatron.zero.hooks megatron.zero.units megatron.zero.residency megatron.zero.reductions
-        megatron.zero.engine megatron.zero.optimizer megatron.zero.init
+        megatron.zero.engine megatron.zero.optimizer megatron.zero.init megatron.zero.estimate
     """),
     ("4: the application", """
         megatron.signals megatron.allocator
-        megatron.arguments megatron.supervise megatron.launch megatron.distributed megatron.exits
+        megatron.arguments megatron.supervise megatron.launch megatron.distributed megatron.shortage
+        megatron.exits
         megatron.checkpoint megatron.checkpoint.strict megatron.checkpoint.cut megatron.checkpoint.manifest
         megatron.checkpoint.tags megatron.checkpoint.tensorfile megatron.checkpoint.state megatron.checkpoint.agree
         megatron.checkpoint.piece megatron.checkpoint.commit megatron.checkpoint.writer megatron.checkpoint.reader
@@ -62,7 +64,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.training megatron.resume
     """),
     ("5: entry points", """
-        megatron.checkpoint.__main__
+        megatron.checkpoint.__main__ megatron.plan
         pretrain_gpt2
     """),
 )

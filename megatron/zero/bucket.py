@@ -97,20 +97,22 @@ class FlatBucket:
         self.is_here = not self.comes_and_goes
         if self.comes_and_goes:
             self._whole.untyped_storage().resize_(0)
-        wide = torch.zeros(self.layout.shard_numel, dtype=torch.float32, device=device)
+        keeps_master = self.trainable and work != torch.float32
+        wide = None
+        if self.comes_and_goes or keeps_master:
+            wide = torch.zeros(self.layout.shard_numel, dtype=torch.float32, device=device)
         own = {segment.slot.name: segment for segment in self.layout.segments(self.shard_group.rank)}
         for slot, view, parameter in zip(self.layout.slots, self._views, self.parameters, strict=True):
             value = whole_value(parameter, self._dp, device)
-            if (part := own.get(slot.name)) is not None:
+            if wide is not None and (part := own.get(slot.name)) is not None:
                 flat = value.flatten()[part.slot_offset : part.slot_offset + part.count]
                 wide[part.shard_offset : part.shard_offset + part.count] = flat
             if self.is_here:
                 view.copy_(value)
             parameter.data = view if self.is_here else self._whole.new_empty(0)
             hold(parameter, self)
-        self.shard = self._span(self._whole) if self.is_here else wide.to(work)
-        keeps_master = self.trainable and work != torch.float32
-        self.master = wide if keeps_master else self.shard
+        self.shard = self._span(self._whole) if wide is None or self.is_here else wide.to(work)
+        self.master = wide if wide is not None and keeps_master else self.shard
 
     def _span(self, flat: Tensor) -> Tensor:
         start = self.shard_group.rank * self.layout.shard_numel

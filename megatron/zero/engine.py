@@ -79,7 +79,7 @@ class ZeroEngine:
         self.buckets = [bucket for bucket in in_forward_order if bucket.trainable]
         self.frozen = [bucket for bucket in in_forward_order if not bucket.trainable]
         self._states = [{name: torch.zeros_like(bucket.master) for name in rule.states} for bucket in self.buckets]
-        self._reductions = ReductionOrder(self._units, in_flight=1 if self._policy.split_grads else None)
+        self._reductions = ReductionOrder(self._units, in_flight=1 if self._policy.split_optim else None)
         self.residency = Residency(self._units, max_live=zero.stage3_max_live_parameters,
                                    reuse_distance=zero.stage3_max_reuse_distance,
                                    prefetch_limit=zero.stage3_prefetch_bucket_size if zero.overlap_comm else 0)

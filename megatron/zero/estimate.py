@@ -1,0 +1,98 @@
+"""DeepSpeed's estimates of what ZeRO's model states need, for scripts written against them: same names, same formulas.
+
+Four functions print a table, one row for each choice of offloading and of construction, and return its rows:
+
+    ..._all_live(model, ...)      counts the parameters of a model
+    ..._all_cold(numbers, ...)    is told them
+
+Bytes a parameter: 2 the 16-bit weight, 2 or 4 the gradient, 12 the fp32 master and the moments. `zero_init` means that
+each layer is split as soon as it is made, so that the host never holds a whole model for every GPU. These are rules of
+thumb without activations and buffers; what a run of this trainer takes is told by `python -m megatron.plan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+BUFFER_FACTOR = 1.5
+"""Room on the host beside what is counted."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes of model states on the host of one node and on one GPU, and the choice they belong to."""
+
+    host: int
+    gpu: int
+    offload_optimizer: bool
+    offload_param: bool | None = None
+    """None where the stage does not know it."""
+    zero_init: bool | None = None
+
+
+def estimate_zero2_model_states_mem_needs_all_live(
+    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = BUFFER_FACTOR
+) -> list[Estimate]:
+    total, _ = count_parameters(model)
+    return estimate_zero2_model_states_mem_needs_all_cold(total, num_gpus_per_node, num_nodes, additional_buffer_factor)
+
+
+def estimate_zero2_model_states_mem_needs_all_cold(
+    total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = BUFFER_FACTOR
+) -> list[Estimate]:
+    """Stage 2; with offloading the GPU keeps the weights alone."""
+    gpus = num_gpus_per_node * num_nodes
+    rows = [
+        Estimate(int(total_params * max(4 * gpus, 16) * additional_buffer_factor), 2 * total_params, True),
+        Estimate(int(total_params * 4 * num_gpus_per_node * additional_buffer_factor),
+                 4 * total_params + 16 * total_params // gpus, False),
+    ]
+    _show(rows, f"ZeRO stage 2, {total_params:,} parameters", num_gpus_per_node, num_nodes)
+    return rows
+
+
+def estimate_zero3_model_states_mem_needs_all_live(
+    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = BUFFER_FACTOR
+) -> list[Estimate]:
+    return estimate_zero3_model_states_mem_needs_all_cold(
+        *count_parameters(model), num_gpus_per_node, num_nodes, additional_buffer_factor)
+
+
+def estimate_zero3_model_states_mem_needs_all_cold(
+    total_params: int, largest_layer_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1,
+    additional_buffer_factor: float = BUFFER_FACTOR,
+) -> list[Estimate]:
+    """Stage 3; on the GPU the largest layer is whole, weights and gradients, while it is at work."""
+    gpus, layer = num_gpus_per_node * num_nodes, 4 * largest_layer_params
+    whole_models = 4 * total_params * num_gpus_per_node  # one in fp32 for every process of the node
+    rows = []
+    for optimizer, param in ((True, True), (True, False), (False, False)):
+        on_gpu = 0 if param else 2 if optimizer else 18
+        on_host = (18 if param else 16 if optimizer else 0) * total_params / num_nodes
+        for zero_init in (True, False):
+            built = (0 if optimizer else layer * num_gpus_per_node) if zero_init else whole_models
+            rows.append(Estimate(int(max(on_host, built) * additional_buffer_factor),
+                                 layer + on_gpu * total_params // gpus, optimizer, param, zero_init))
+    _show(rows, f"ZeRO stage 3, {total_params:,} parameters, {largest_layer_params:,} in the largest layer",
+          num_gpus_per_node, num_nodes)
+    return rows
+
+
+def count_parameters(model: nn.Module) -> tuple[int, int]:
+    """(all, those of the largest layer), shared ones once; a layer is a module with parameters of its own."""
+    total = sum(parameter.numel() for parameter in model.parameters())
+    layers = (sum(parameter.numel() for parameter in module.parameters(recurse=False)) for module in model.modules())
+    return total, max(layers, default=0)
+
+
+def _show(rows: Sequence[Estimate], what: str, gpus: int, nodes: int) -> None:
+    print(f"{what}; {nodes} node(s) with {gpus} GPU(s) each")
+    print(f"{'per CPU':>12} {'per GPU':>12}   options")
+    for row in rows:
+        options = {"offload_optimizer": row.offload_optimizer, "offload_param": row.offload_param,
+                   "zero_init": row.zero_init}
+        named = ", ".join(f"{name}={int(value)}" for name, value in options.items() if value is not None)
+        print(f"{row.host / 2**30:9.2f} GB {row.gpu / 2**30:9.2f} GB   {named}")
