@@ -124,26 +124,27 @@ def _load(text: str, repairs: list[str] | None) -> Any:
 
     def number(spelling: str) -> float | None:
         value = float(spelling)
-        if math.isfinite(value):
-            return value
-        return note("not JSON", f"not JSON: {spelling} is not a number JSON has, or too large")
+        if not math.isfinite(value):
+            note("not JSON", f"not JSON: {spelling} is not a number of JSON, or too large")
+            return None
+        return value
 
     def note(reason: str, message: str) -> None:
         if repairs is None:
             raise Fault(reason, message)
         repairs.append(reason)
 
-    decoder = json.JSONDecoder(object_pairs_hook=distinct, parse_float=number, parse_constant=number, strict=True)
+    def load(strict: bool) -> Any:
+        return json.loads(text, object_pairs_hook=distinct, parse_float=number, parse_constant=number, strict=strict)
+
     try:
         try:
-            return decoder.decode(text)
+            return load(strict=True)
         except json.JSONDecodeError as error:
             if repairs is None or not error.msg.startswith("Invalid control character"):
                 raise
             repairs.append("control character")
-            decoder = json.JSONDecoder(object_pairs_hook=distinct, parse_float=number, parse_constant=number,
-                                       strict=False)
-            return decoder.decode(text)
+            return load(strict=False)
     except json.JSONDecodeError as error:
         raise Fault("not JSON", f"not JSON: {error.msg} at column {error.colno}") from error
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits; nested too deeply

@@ -1,0 +1,88 @@
+"""`stage.json`: what a stage was made from, what it did, what stands in its folder. Written last.
+
+The *key* of a stage is everything its output depends on: its name and parameters, the content of its inputs, which
+share of them this machine took. A folder whose record has the same key is done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from data.storage import CHUNK, write_json_atomic
+from data.webtext.counts import Counts
+from data.webtext.inputs import STAGE_FILE
+
+REVISION = 1
+"""Raised whenever the same inputs and parameters would give another output."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """One shard."""
+
+    name: str
+    documents: int
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """A finished stage."""
+
+    key: Mapping[str, Any]
+    counts: Counts
+    outputs: tuple[Output, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def stage(self) -> str:
+        return str(self.key["stage"])
+
+    def write(self, folder: Path) -> None:
+        write_json_atomic(folder / STAGE_FILE, {
+            "key": self.key, "counts": self.counts.to_json(), "notes": self.notes,
+            "outputs": [asdict(output) for output in self.outputs]})
+
+
+def make_key(stage: str, parameters: Mapping[str, Any], inputs: Sequence[Mapping[str, Any]], shard: tuple[int, int]
+             ) -> dict[str, Any]:
+    """As it comes back from JSON, so that equal keys compare equal."""
+    key = {"stage": stage, "revision": REVISION, "parameters": parameters, "shard": list(shard), "inputs": inputs}
+    return dict(json.loads(json.dumps(key)))
+
+
+def digest(key: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def read_record(folder: Path) -> Record | None:
+    """The record of a folder; None where there is none, or none that can be read."""
+    try:
+        value = json.loads((folder / STAGE_FILE).read_bytes())
+        return Record(value["key"], Counts.from_json(value["counts"]),
+                      tuple(Output(**output) for output in value["outputs"]), tuple(value["notes"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def is_whole(folder: Path, record: Record) -> bool:
+    """Whether every shard is there in its size."""
+    return all((folder / output.name).is_file() and (folder / output.name).stat().st_size == output.bytes
+               for output in record.outputs)
+
+
+def describe(folder: Path, name: str) -> Output:
+    """A shard that someone else wrote."""
+    sha256, size, documents = hashlib.sha256(), 0, 0
+    with open(folder / name, "rb") as file:
+        while chunk := file.read(CHUNK):
+            sha256.update(chunk)
+            size += len(chunk)
+            documents += chunk.count(b"\n")
+    return Output(name, documents, size, sha256.hexdigest())
