@@ -47,6 +47,12 @@ class Counts:
                       self.dropped + other.dropped, self.dropped_bytes + other.dropped_bytes,
                       self.repaired + other.repaired, self.sizes + other.sizes)
 
+    def then(self, later: Counts) -> Counts:
+        """These counts, where `later` says what became of the documents kept."""
+        return Counts(self.documents_in, self.bytes_in, later.documents_kept, later.bytes_kept,
+                      self.dropped + later.dropped, self.dropped_bytes + later.dropped_bytes, self.repaired,
+                      later.sizes)
+
     def to_json(self) -> dict[str, Any]:
         """Equal counts give equal JSON, whatever came first."""
         return {

@@ -71,7 +71,7 @@ def find(inputs: Sequence[str | Path], format: str = "auto") -> tuple[list[Sourc
         if not path.is_dir():
             sources.append(_source(path, path.name, format))
         elif (path / STAGE_FILE).exists():
-            sources += shards(path)
+            sources += shards_of(path)
         elif (path / WORK).exists():
             raise DataError(f"{path}: this stage is not complete; run its command again first")
         else:
@@ -87,7 +87,7 @@ def find(inputs: Sequence[str | Path], format: str = "auto") -> tuple[list[Sourc
     return sources, notes
 
 
-def shards(folder: Path, part: str = "") -> list[Source]:
+def shards_of(folder: Path, part: str = "") -> list[Source]:
     """The shards of a complete stage in order; `part`: only those in this folder of it."""
     try:
         record = json.loads((folder / STAGE_FILE).read_bytes())

@@ -1,9 +1,8 @@
 """One stage from inputs to a finished folder: workers, resuming, no half-made results.
 
 Everything is made in `FOLDER/.work/<digest of the key>/` and moved into FOLDER when all of it is there; `stage.json`
-comes last. A map stage is resumed shard by shard (a shard counts when its own small record stands beside it), a global
-stage from its start. Shard k of the output is made of unit k of the input, by whichever worker: the files are the same
-for any number of them.
+comes last. A map stage is resumed shard by shard: a shard counts when its own small record stands beside it. Shard k of
+the output is made of unit k of the input, by whichever worker: the files are the same for any number of them.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tqdm import tqdm
 
@@ -27,11 +26,17 @@ from data.storage import (
     DataError, crc32_file, exclusive, fsync_directory, make_folder, staged_file, write_json_atomic, writing)
 from data.webtext.counts import Counts
 from data.webtext.document import Document, Drop, Fault, Function
-from data.webtext.inputs import STAGE_FILE, WORK, Source, Unit, find, plan, shards, share, total_size
+from data.webtext.inputs import STAGE_FILE, WORK, Source, Unit, find, plan, share, shards_of, total_size
 from data.webtext.reading import Read, Reading, read_unit
 from data.webtext.record import Output, Record, describe, digest, is_whole, make_key, read_record
 
 SHARD_BYTES = 1 << 24
+
+
+Report = Callable[[Counts], None]
+"""A global stage calls it with the counts of what it has just written."""
+Run = Callable[[Sequence[Path], Path, Any, int, Report], None]
+"""(shards in order, folder for what it writes, options, workers, report)"""
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,8 @@ class MapStage:
     """A function of a module: workers call it with the options, once each."""
     options: Any
     """A frozen dataclass of plain values."""
+    then: Run | None = None
+    """A second pass, over all that the first kept; not where this machine has a share of the documents only."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +57,7 @@ class GlobalStage:
     """A stage that looks at all documents."""
 
     name: str
-    run: Callable[[list[Path], Path, Any, int, Counts], None]
-    """(shards in order, folder for the shards it writes, options, workers, counts to add to)"""
+    run: Run
     options: Any
 
 
@@ -82,25 +88,53 @@ def run_map(stage: MapStage, inputs: Sequence[str | Path], output: Path, reading
     used = list(dict.fromkeys(piece.source for k in mine for piece in units[k]))
     parameters = asdict(stage.options) | {"reading": asdict(reading), "shard_bytes": work.shard_bytes}
     key = make_key(stage.name, parameters, fingerprints(used, work.workers), work.shard)
-    with building(output, key, resume=True) as (record, folder):
+    with building(output, key) as (record, folder):
         if record:
             return record
         parts = finish([Job(units[k], folder / f"part-{k:05d}.jsonl") for k in mine], stage, output, reading, work)
         counts = sum((counts for _, counts in parts), Counts())
-        return publish(Record(key, counts, tuple(shard for shard, _ in parts), tuple(notes)), folder, output)
+        shards = tuple(shard for shard, _ in parts)
+        if stage.then and work.shard == (0, 1):
+            second = make_folder(folder / "then")
+            kept = run_all(stage.then, [folder / shard.name for shard in shards], second, stage, work)
+            return publish(Record(key, counts.then(kept), written(second), tuple(notes)), second, output)
+        return publish(Record(key, counts, shards, tuple(notes)), folder, output)
 
 
 def run_global(stage: GlobalStage, inputs: Sequence[str | Path], output: Path, work: Work = Work()) -> Record:
-    """Bring a global stage to its end, from its start."""
-    sources = [source for path in inputs for source in shards(Path(path))]
+    """Bring a global stage to its end; what it finds of itself in its folder is its own business."""
+    sources = [source for path in inputs for source in shards_of(Path(path))]
     key = make_key(stage.name, asdict(stage.options), fingerprints(sources, work.workers), (0, 1))
-    with building(output, key, resume=False) as (record, folder):
+    with building(output, key) as (record, folder):
         if record:
             return record
-        counts = Counts()
-        stage.run([Path(source.path) for source in sources], folder, stage.options, work.workers, counts)
-        names = sorted(str(path.relative_to(folder)) for path in folder.rglob("part-*.jsonl"))
-        return publish(Record(key, counts, tuple(describe(folder, name) for name in names)), folder, output)
+        counts = run_all(stage.run, [Path(source.path) for source in sources], folder, stage, work)
+        return publish(Record(key, counts, written(folder)), folder, output)
+
+
+def run_all(run: Run, shards: Sequence[Path], folder: Path, stage: MapStage | GlobalStage, work: Work) -> Counts:
+    """Run a pass over all documents; its counts."""
+    counts = Counts()
+    size = sum(shard.stat().st_size for shard in shards)
+    with bar_of(stage.name, size) as bar:
+        def report(part: Counts) -> None:
+            nonlocal counts
+            counts += part
+            bar.update(part.bytes_in)
+
+        run(shards, folder, stage.options, work.workers, report)
+    return counts
+
+
+def bar_of(name: str, size: int) -> tqdm[NoReturn]:
+    """A progress bar over bytes, on a terminal only."""
+    return tqdm(total=size, desc=name, unit="B", unit_scale=True, file=sys.stderr, leave=False, disable=None)
+
+
+def written(folder: Path) -> tuple[Output, ...]:
+    """The shards in a folder and its folders."""
+    names = sorted(str(path.relative_to(folder)) for path in folder.glob("**/part-*.jsonl"))
+    return tuple(describe(folder, name) for name in names)
 
 
 def fingerprints(sources: Sequence[Source], workers: int) -> list[dict[str, Any]]:
@@ -115,7 +149,7 @@ def fingerprints(sources: Sequence[Source], workers: int) -> list[dict[str, Any]
 
 
 @contextmanager
-def building(output: Path, key: Mapping[str, Any], resume: bool) -> Iterator[tuple[Record | None, Path]]:
+def building(output: Path, key: Mapping[str, Any]) -> Iterator[tuple[Record | None, Path]]:
     """The record of a stage that is done, or else the folder to make it in, while no other process does.
 
     What an earlier stage with another key left here goes; what is not a stage's is not touched.
@@ -128,7 +162,7 @@ def building(output: Path, key: Mapping[str, Any], resume: bool) -> Iterator[tup
             shutil.rmtree(output / WORK, ignore_errors=True)  # killed between the record and this
             yield record, folder
             return
-        if not (resume and folder.is_dir()):
+        if not folder.is_dir():
             with writing(output):
                 clear(output)
         make_folder(folder)
@@ -144,7 +178,7 @@ def clear(output: Path) -> None:
         return
     make_folder(output / WORK)
     (output / STAGE_FILE).unlink(missing_ok=True)
-    for shard in output.glob("**/part-*.jsonl"):
+    for shard in [*output.glob("**/part-*.jsonl"), *output.glob("dropped.jsonl")]:
         shard.unlink()
     shutil.rmtree(output / WORK, ignore_errors=True)
 
@@ -156,6 +190,8 @@ def publish(record: Record, folder: Path, output: Path) -> Record:
             if (folder / shard.name).exists():
                 make_folder((output / shard.name).parent)
                 os.replace(folder / shard.name, output / shard.name)
+        for log in folder.glob("dropped.jsonl"):
+            os.replace(log, output / log.name)
         for place in {(output / shard.name).parent for shard in record.outputs}:
             fsync_directory(place)
         record.write(output)
@@ -169,9 +205,8 @@ def finish(jobs: Sequence[Job], stage: MapStage, output: Path, reading: Reading,
     done = {job.target: part for job in jobs if (part := read_part(job.target, output))}
     left = [job for job in jobs if job.target not in done]
     made = ordered_map(partial(make_part, stage=stage, reading=reading), left, min(work.workers, len(left)))
-    with tqdm(total=sum(total_size(job.unit) for job in jobs), desc=stage.name, unit="B", unit_scale=True,
-              file=sys.stderr, leave=False, disable=None,
-              initial=sum(total_size(job.unit) for job in jobs if job.target in done)) as bar:
+    with bar_of(stage.name, sum(total_size(job.unit) for job in jobs)) as bar:
+        bar.update(sum(total_size(job.unit) for job in jobs if job.target in done))
         for job, part in zip(left, made):
             done[job.target] = part
             bar.update(total_size(job.unit))
