@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from data.storage import CHUNK, write_json_atomic
+from data.storage import CHUNK, DataError, write_json_atomic
 from data.webtext.counts import Counts
 from data.webtext.inputs import STAGE_FILE
 
@@ -75,6 +75,31 @@ def is_whole(folder: Path, record: Record) -> bool:
     """Whether every shard is there in its size."""
     return all((folder / output.name).is_file() and (folder / output.name).stat().st_size == output.bytes
                for output in record.outputs)
+
+
+def merge(folders: Sequence[Path]) -> Record:
+    """The record of the whole from those of its shares: the one that a run on a single machine would have left."""
+    records = []
+    for folder in folders:
+        record = read_record(folder)
+        if record is None or not is_whole(folder, record):
+            raise DataError(f"{folder}: expected the folder of a stage that is complete; run its command again first")
+        records.append(record)
+    records.sort(key=lambda record: list(record.key["shard"]))
+    found = [record.key["shard"] for record in records]
+    if found != [[k, len(records)] for k in range(len(records))]:
+        raise DataError(f"merge: expected each share of {len(records)} once, found "
+                        f"{', '.join(f'{i}/{n}' for i, n in found)}")
+    first = records[0].key
+    for record in records[1:]:
+        for name in ("stage", "revision", "parameters"):
+            if record.key[name] != first[name]:
+                raise DataError(f"merge: the shares differ in {name}: {first[name]} and {record.key[name]}")
+    inputs = {json.dumps(source): source for record in records for source in record.key["inputs"]}
+    key = make_key(str(first["stage"]), first["parameters"], list(inputs.values()), (0, 1))
+    return Record(key, sum((record.counts for record in records), Counts()),
+                  tuple(output for record in records for output in record.outputs),
+                  tuple(dict.fromkeys(note for record in records for note in record.notes)))
 
 
 def describe(folder: Path, name: str) -> Output:

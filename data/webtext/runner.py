@@ -1,20 +1,17 @@
-"""One stage from inputs to a finished folder: workers, resuming, no half-made results.
+"""One stage from its inputs to a finished folder: units to workers, counts and shards back.
 
-Everything is made in `FOLDER/.work/<digest of the key>/` and moved into FOLDER when all of it is there; `stage.json`
-comes last. A map stage is resumed shard by shard: a shard counts when its own small record stands beside it. Shard k of
-the output is made of unit k of the input, by whichever worker: the files are the same for any number of them.
+Shard k of the output is made of unit k of the input, by whichever worker: the files are the same for any number of
+them. A map stage is resumed shard by shard: a shard counts when its own small record stands beside it. A line that
+holds no document, or that a library does not survive, is an error or a counted loss (`--on-error`), never a surprise.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,21 +19,33 @@ from typing import Any, NoReturn
 from tqdm import tqdm
 
 from data.parallel import ordered_map
-from data.storage import (
-    DataError, crc32_file, exclusive, fsync_directory, make_folder, staged_file, write_json_atomic, writing)
+from data.storage import DataError, crc32_file, make_folder, staged_file, write_json_atomic
 from data.webtext.counts import Counts
 from data.webtext.document import Document, Drop, Fault, Function
-from data.webtext.inputs import STAGE_FILE, WORK, Source, Unit, find, plan, share, shards_of, total_size
+from data.webtext.folder import building, publish, written
+from data.webtext.inputs import Source, Unit, find, plan, share, shards_of, total_size
 from data.webtext.reading import Read, Reading, read_unit
-from data.webtext.record import Output, Record, describe, digest, is_whole, make_key, read_record
+from data.webtext.record import Output, Record, make_key
 
 SHARD_BYTES = 1 << 24
+WHOLE = (0, 1)
 
 
 Report = Callable[[Counts], None]
 """A global stage calls it with the counts of what it has just written."""
 Run = Callable[[Sequence[Path], Path, Any, int, Report], None]
 """(shards in order, folder for what it writes, options, workers, report)"""
+
+
+@dataclass(frozen=True)
+class GlobalStage:
+    """A stage that looks at all documents. Options with a field `part` can be told to write a share of the shards."""
+
+    name: str
+    run: Run
+    options: Any
+    prepare_share: Callable[[Sequence[Path], Path, Any, int, int, int], None] | None = None
+    """(shards, folder, options, workers, i, n): the part of the work that several machines can do before `run`."""
 
 
 @dataclass(frozen=True)
@@ -48,17 +57,10 @@ class MapStage:
     """A function of a module: workers call it with the options, once each."""
     options: Any
     """A frozen dataclass of plain values."""
-    then: Run | None = None
+    files: tuple[str, ...] = ()
+    """Files besides the documents that the result depends on."""
+    then: GlobalStage | None = None
     """A second pass, over all that the first kept; not where this machine has a share of the documents only."""
-
-
-@dataclass(frozen=True)
-class GlobalStage:
-    """A stage that looks at all documents."""
-
-    name: str
-    run: Run
-    options: Any
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Work:
     """How a stage is run. Only `shard_bytes` and `shard` have a part in what comes out."""
 
     workers: int = 1
-    shard: tuple[int, int] = (0, 1)
+    shard: tuple[int, int] = WHOLE
     """This machine's number, from 0, of how many."""
     shard_bytes: int = SHARD_BYTES
 
@@ -86,55 +88,66 @@ def run_map(stage: MapStage, inputs: Sequence[str | Path], output: Path, reading
     units = plan(sources, work.shard_bytes)
     mine = share(len(units), *work.shard)
     used = list(dict.fromkeys(piece.source for k in mine for piece in units[k]))
-    parameters = asdict(stage.options) | {"reading": asdict(reading), "shard_bytes": work.shard_bytes}
+    then = stage.then if work.shard == WHOLE else None
+    parameters = asdict(stage.options) | {
+        "reading": asdict(reading), "shard_bytes": work.shard_bytes, "then": then and {then.name: asdict(then.options)},
+        "files": [crc32_file(path) for path in stage.files]}
     key = make_key(stage.name, parameters, fingerprints(used, work.workers), work.shard)
     with building(output, key) as (record, folder):
         if record:
             return record
         parts = finish([Job(units[k], folder / f"part-{k:05d}.jsonl") for k in mine], stage, output, reading, work)
-        counts = sum((counts for _, counts in parts), Counts())
-        shards = tuple(shard for shard, _ in parts)
-        if stage.then and work.shard == (0, 1):
-            second = make_folder(folder / "then")
-            kept = run_all(stage.then, [folder / shard.name for shard in shards], second, stage, work)
-            return publish(Record(key, counts.then(kept), written(second), tuple(notes)), second, output)
+        counts, shards = sum((counts for _, counts in parts), Counts()), tuple(shard for shard, _ in parts)
+        if then:
+            first, folder = folder, make_folder(folder / "then")
+            counts = counts.then(run_all(then, [first / shard.name for shard in shards], folder, work))
+            shards = written(folder)
         return publish(Record(key, counts, shards, tuple(notes)), folder, output)
 
 
-def run_global(stage: GlobalStage, inputs: Sequence[str | Path], output: Path, work: Work = Work()) -> Record:
-    """Bring a global stage to its end; what it finds of itself in its folder is its own business."""
+def run_global(stage: GlobalStage, inputs: Sequence[str | Path], output: Path, work: Work = Work()) -> Record | None:
+    """Bring a global stage to its end; what it finds of itself in its folder is its own business.
+
+    None: this machine's share is prepared, and the same command without a share does the rest.
+    """
     sources = [source for path in inputs for source in shards_of(Path(path))]
-    key = make_key(stage.name, asdict(stage.options), fingerprints(sources, work.workers), (0, 1))
+    shards = [Path(source.path) for source in sources]
+    preparing = stage.prepare_share if work.shard != WHOLE else None
+    parameters = asdict(stage.options)
+    if "part" in parameters:
+        stage, _ = replace(stage, options=replace(stage.options, part=work.shard)), parameters.pop("part")
+    elif work.shard != WHOLE and not preparing:
+        raise DataError(f"{stage.name} --shard: this stage cannot be shared between machines; leave it out")
+    key = make_key(stage.name, parameters, fingerprints(sources, work.workers), WHOLE if preparing else work.shard)
+    if preparing:
+        with building(output, key) as (record, folder):
+            pass  # other machines prepare their shares at the same time: no lock
+        if not record:
+            preparing(shards, folder, stage.options, work.workers, *work.shard)
+        return record
     with building(output, key) as (record, folder):
         if record:
             return record
-        counts = run_all(stage.run, [Path(source.path) for source in sources], folder, stage, work)
+        counts = run_all(stage, shards, folder, work)
         return publish(Record(key, counts, written(folder)), folder, output)
 
 
-def run_all(run: Run, shards: Sequence[Path], folder: Path, stage: MapStage | GlobalStage, work: Work) -> Counts:
+def run_all(stage: GlobalStage, shards: Sequence[Path], folder: Path, work: Work) -> Counts:
     """Run a pass over all documents; its counts."""
     counts = Counts()
-    size = sum(shard.stat().st_size for shard in shards)
-    with bar_of(stage.name, size) as bar:
+    with bar_of(stage.name, sum(shard.stat().st_size for shard in shards)) as bar:
         def report(part: Counts) -> None:
             nonlocal counts
             counts += part
             bar.update(part.bytes_in)
 
-        run(shards, folder, stage.options, work.workers, report)
+        stage.run(shards, folder, stage.options, work.workers, report)
     return counts
 
 
 def bar_of(name: str, size: int) -> tqdm[NoReturn]:
     """A progress bar over bytes, on a terminal only."""
     return tqdm(total=size, desc=name, unit="B", unit_scale=True, file=sys.stderr, leave=False, disable=None)
-
-
-def written(folder: Path) -> tuple[Output, ...]:
-    """The shards in a folder and its folders."""
-    names = sorted(str(path.relative_to(folder)) for path in folder.glob("**/part-*.jsonl"))
-    return tuple(describe(folder, name) for name in names)
 
 
 def fingerprints(sources: Sequence[Source], workers: int) -> list[dict[str, Any]]:
@@ -146,57 +159,6 @@ def fingerprints(sources: Sequence[Source], workers: int) -> list[dict[str, Any]
         raise DataError(f"{error.filename}: cannot read: {error.strerror}") from error
     return [{"name": source.name, "format": source.format, "bytes": source.size,
              "content": source.sha256 or crcs[source.path]} for source in sources]
-
-
-@contextmanager
-def building(output: Path, key: Mapping[str, Any]) -> Iterator[tuple[Record | None, Path]]:
-    """The record of a stage that is done, or else the folder to make it in, while no other process does.
-
-    What an earlier stage with another key left here goes; what is not a stage's is not touched.
-    """
-    make_folder(output)
-    folder = output / WORK / digest(key)
-    with exclusive(output / ".lock"):
-        record = read_record(output)
-        if record and record.key == key and is_whole(output, record):
-            shutil.rmtree(output / WORK, ignore_errors=True)  # killed between the record and this
-            yield record, folder
-            return
-        if not folder.is_dir():
-            with writing(output):
-                clear(output)
-        make_folder(folder)
-        yield None, folder
-
-
-def clear(output: Path) -> None:
-    """Remove a stage, and nothing else. `.work` stays to the end: it says whose the shards are."""
-    if not (output / STAGE_FILE).exists() and not (output / WORK).exists():
-        if any(output.glob("part-*.jsonl")):
-            raise DataError(f"{output}: expected a new folder or one of a stage, found shards no stage made; choose "
-                            "another --output")
-        return
-    make_folder(output / WORK)
-    (output / STAGE_FILE).unlink(missing_ok=True)
-    for shard in [*output.glob("**/part-*.jsonl"), *output.glob("dropped.jsonl")]:
-        shard.unlink()
-    shutil.rmtree(output / WORK, ignore_errors=True)
-
-
-def publish(record: Record, folder: Path, output: Path) -> Record:
-    """Move the shards to where they belong (some may be there), then write the record."""
-    with writing(output):
-        for shard in record.outputs:
-            if (folder / shard.name).exists():
-                make_folder((output / shard.name).parent)
-                os.replace(folder / shard.name, output / shard.name)
-        for log in folder.glob("dropped.jsonl"):
-            os.replace(log, output / log.name)
-        for place in {(output / shard.name).parent for shard in record.outputs}:
-            fsync_directory(place)
-        record.write(output)
-        shutil.rmtree(output / WORK, ignore_errors=True)
-    return record
 
 
 def finish(jobs: Sequence[Job], stage: MapStage, output: Path, reading: Reading, work: Work

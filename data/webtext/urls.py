@@ -14,6 +14,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
@@ -24,13 +25,12 @@ from data.storage import DataError, staged_file
 from data.webtext.counts import Counts
 from data.webtext.document import Document, Drop, Function, parse
 from data.webtext.external import Rows, RowSorter
-from data.webtext.shards import shard_lines
+from data.webtext.shards import shard_lines, shard_name, share
 from data.webtext.url_lists import DOMAINS, EXTENSIONS
 
 _FORBIDDEN = re.compile(r"[\s\x00-\x20\x7f<>\"{}|\\^`]")
 _LABEL = re.compile(r"[^\W_](?:[\w-]{0,61}[^\W_])?")
 DUPLICATE = "duplicate URL"
-MEMORY = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,15 @@ class UrlOptions:
     extensions: tuple[str, ...] = tuple(sorted(EXTENSIONS))
     shortest: int = 9
     """Characters; `http://a` is no page."""
+
+
+@dataclass(frozen=True)
+class UniqueOptions:
+    """How the second pass is run."""
+
+    memory: int = 1 << 28
+    part: tuple[int, int] = (0, 1)
+    """(i, n): write the i-th n-th of the shards."""
 
 
 def read_list(path: str) -> tuple[str, ...]:
@@ -99,20 +108,22 @@ def same_address(url: str) -> str:
     return f"{host}:{parts.port or ''}{parts.path.rstrip('/')}?{parts.query}"
 
 
-def run_unique(inputs: Sequence[Path], output: Path, options: UrlOptions, workers: int,
+def run_unique(inputs: Sequence[Path], output: Path, options: UniqueOptions, workers: int,
                report: Callable[[Counts], None]) -> None:
     """Of the documents with one address, keep the first."""
-    seen = RowSorter(output, 4, MEMORY)
+    seen = RowSorter(output, 4, options.memory // 2)
     for rows in ordered_map(addresses, enumerate(inputs), workers):
         seen.add(rows)
-    repeated = RowSorter(output, 2, MEMORY)
+    repeated = RowSorter(output, 2, options.memory // 2)
     last = np.empty((0, 4), np.uint64)
     for block in seen.sorted():
         rows = np.concatenate([last, block])
         equal = (rows[1:, :2] == rows[:-1, :2]).all(axis=1)
         repeated.add(rows[1:][equal][:, 2:])
         last = block[-1:]
-    for counts in ordered_map(_copy, _tasks(inputs, output, repeated.sorted()), workers):
+    mine = share(len(inputs), *options.part)
+    tasks = islice(_tasks(inputs, output, repeated.sorted()), mine.start, mine.stop)
+    for counts in ordered_map(_copy, tasks, workers):
         report(counts)
 
 
@@ -140,7 +151,7 @@ def _tasks(inputs: Sequence[Path], output: Path, repeated: Iterator[Rows]) -> It
             parts.append(block)
         rows = np.concatenate(parts)
         cut = int(np.searchsorted(rows[:, 0], number, "right"))
-        yield path, output / path.name, rows[:cut, 1]
+        yield path, output / shard_name(number), rows[:cut, 1]
         held = rows[cut:]
 
 
