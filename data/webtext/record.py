@@ -17,6 +17,7 @@ from data.storage import CHUNK, DataError, write_json_atomic
 from data.webtext.counts import Counts
 from data.webtext.inputs import STAGE_FILE
 
+WHOLE = (0, 1)
 REVISION = 1
 """Raised whenever the same inputs and parameters would give another output."""
 
@@ -50,11 +51,19 @@ class Record:
             "outputs": [asdict(output) for output in self.outputs]})
 
 
-def make_key(stage: str, parameters: Mapping[str, Any], inputs: Sequence[Mapping[str, Any]], shard: tuple[int, int]
-             ) -> dict[str, Any]:
+def make_key(stage: str, parameters: Mapping[str, Any], inputs: Sequence[Mapping[str, Any]],
+             shard: tuple[int, int] = WHOLE) -> dict[str, Any]:
     """As it comes back from JSON, so that equal keys compare equal."""
     key = {"stage": stage, "revision": REVISION, "parameters": parameters, "shard": list(shard), "inputs": inputs}
     return dict(json.loads(json.dumps(key)))
+
+
+def read_json(path: Path) -> Any:
+    """The value in a file; None where there is none that can be read."""
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
 
 
 def digest(key: Mapping[str, Any]) -> str:
@@ -63,11 +72,11 @@ def digest(key: Mapping[str, Any]) -> str:
 
 def read_record(folder: Path) -> Record | None:
     """The record of a folder; None where there is none, or none that can be read."""
+    value = read_json(folder / STAGE_FILE)
     try:
-        value = json.loads((folder / STAGE_FILE).read_bytes())
         return Record(value["key"], Counts.from_json(value["counts"]),
                       tuple(Output(**output) for output in value["outputs"]), tuple(value["notes"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (KeyError, TypeError):
         return None
 
 
@@ -96,7 +105,7 @@ def merge(folders: Sequence[Path]) -> Record:
             if record.key[name] != first[name]:
                 raise DataError(f"merge: the shares differ in {name}: {first[name]} and {record.key[name]}")
     inputs = {json.dumps(source): source for record in records for source in record.key["inputs"]}
-    key = make_key(str(first["stage"]), first["parameters"], list(inputs.values()), (0, 1))
+    key = make_key(str(first["stage"]), first["parameters"], list(inputs.values()))
     return Record(key, sum((record.counts for record in records), Counts()),
                   tuple(output for record in records for output in record.outputs),
                   tuple(dict.fromkeys(note for record in records for note in record.notes)))

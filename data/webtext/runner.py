@@ -25,10 +25,9 @@ from data.webtext.document import Document, Drop, Fault, Function
 from data.webtext.folder import building, publish, written
 from data.webtext.inputs import Source, Unit, find, plan, share, shards_of, total_size
 from data.webtext.reading import Read, Reading, read_unit
-from data.webtext.record import Output, Record, make_key
+from data.webtext.record import WHOLE, Output, Record, make_key
 
 SHARD_BYTES = 1 << 24
-WHOLE = (0, 1)
 
 
 Report = Callable[[Counts], None]
