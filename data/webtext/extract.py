@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 
 from data.storage import DataError
 from data.webtext.document import Document, Drop, Function
+from data.webtext.inputs import format_of
 from data.webtext.markup import visible_text
 
 EXTRACTORS = ("resiliparse", "markup")
 HTML = ("detect", "all", "none")
 _PAGE = re.compile(r"\ufeff?\s{0,100}(<\?xml[^>]{0,200}>\s{0,100})?<(!doctype\s+html|html|head|body)\b", re.IGNORECASE)
-_NAMES = (".html", ".htm", ".xhtml")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def make(options: ExtractOptions) -> Function:
     def extract(document: Document) -> Document | Drop:
         if options.html == "none" or options.html == "detect" and not is_page(document):
             return document
-        text = text_of(document.text)
+        text = text_of(document.text.removeprefix("\ufeff")).strip()
         return replace(document, text=text) if text else Drop("no text in the page")
 
     return extract
@@ -53,15 +53,9 @@ def make(options: ExtractOptions) -> Function:
 
 def is_page(document: Document) -> bool:
     name = document.meta.get("file")
-    if isinstance(name, str) and _bare(name).endswith(_NAMES):
+    if isinstance(name, str) and format_of(name) == "html":
         return True
     return _PAGE.match(document.text) is not None
-
-
-def _bare(name: str) -> str:
-    for compression in (".gz", ".xz", ".zst"):
-        name = name.removesuffix(compression)
-    return name.lower()
 
 
 def _resiliparse() -> Callable[[str], str]:

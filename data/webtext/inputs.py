@@ -77,7 +77,7 @@ def find(inputs: Sequence[str | Path], format: str = "auto") -> tuple[list[Sourc
         else:
             inside = sorted(file.relative_to(path) for file in path.rglob("*") if file.is_file())
             visible = [name for name in inside if not any(part.startswith(".") for part in name.parts)]
-            known = [name for name in visible if format != "auto" or _suffix(name) in FORMATS]
+            known = [name for name in visible if format != "auto" or format_of(str(name))]
             sources += [_source(path / name, str(name), format) for name in known]
             if len(known) < len(visible):
                 notes.append(f"{path}: {len(visible) - len(known)} of {len(visible)} files left out, of unknown kind")
@@ -103,13 +103,15 @@ def shards_of(folder: Path, part: str = "") -> list[Source]:
     return found
 
 
-def _suffix(path: Path) -> str:
-    return Path(path.stem if path.suffix in COMPRESSED else path.name).suffix.lower()
+def format_of(name: str) -> str:
+    """What a name says of the content, under any compression; "" if nothing."""
+    path = Path(name.lower())
+    return FORMATS.get((path.with_suffix("") if path.suffix in COMPRESSED else path).suffix, "")
 
 
 def _source(path: Path, name: str, format: str) -> Source:
     if format == "auto":
-        format = FORMATS.get(_suffix(path), "")
+        format = format_of(name)
     if not format:
         raise DataError(f"{path}: its name does not say what it holds; expected {' '.join(FORMATS)}, or give --format")
     try:
@@ -147,7 +149,7 @@ def plan(sources: Iterable[Source], shard_bytes: int) -> list[Unit]:
 
 
 def _cut(source: Source, shard_bytes: int) -> Iterator[Piece]:
-    if source.format not in LINES or source.path.endswith(COMPRESSED):
+    if source.format not in LINES or source.path.lower().endswith(COMPRESSED):
         yield Piece(source)
         return
     count = max(1, -(-source.size // shard_bytes))
@@ -181,11 +183,12 @@ DAMAGED: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error, lzma.LZMA
 def opened(path: str) -> Iterator[BinaryIO]:
     """The bytes of a file, decompressed by its name."""
     file: object
-    if path.endswith(".gz"):
+    name = path.lower()
+    if name.endswith(".gz"):
         file = gzip.open(path)
-    elif path.endswith(".xz"):
+    elif name.endswith(".xz"):
         file = lzma.open(path)
-    elif path.endswith(".zst"):
+    elif name.endswith(".zst"):
         if ZSTD is None:
             raise DataError(f"{path}: reading .zst needs a package: pip install backports.zstd")
         file = ZSTD.open(path)

@@ -29,37 +29,45 @@ CELLS = ("td", "th")
 def visible_text(page: str) -> str:
     """Lines of text, a blank one between paragraphs."""
     text = html.unescape("".join(_pieces(page)))
-    lines = (line.strip(" \t") for line in text.split("\n"))
-    return _BLANK_LINES.sub("\n\n", "\n".join(lines)).strip()
+    return _BLANK_LINES.sub("\n\n", "\n".join(line.rstrip(" \t") for line in text.split("\n"))).strip()
 
 
 def _pieces(page: str) -> Iterator[str]:
-    at, around, depth, pre = 0, "", 0, 0  # the element that is left out, and how often it stands in itself
+    at, around, depth, pre, fresh = 0, "", 0, 0, True
     while mark := _MARK.search(page, at):
-        if not around:
-            yield _text(page[at:mark.start()], pre)
+        if not around and (text := _text(page[at:mark.start()], pre, fresh)):
+            fresh = False
+            yield text
         at, name, ends = mark.end(), (mark[2] or "").lower(), mark[1] == "/"
         if mark[0] == "<!--":
             at = _after(page, "-->", at)
         elif name in RAW and not ends:
             at = _after_end(page, name, at)
-        elif around and name in CONTENT and not ends:  # the end of what is around it was left to the browser
-            around = ""
-        elif around:
-            depth += (name == around) * (-1 if ends else 1)
+        elif around:  # left out, with the elements of this name in it; or its end was left to the browser
+            depth = 0 if name in CONTENT and not ends else depth + (name == around) * (-1 if ends else 1)
             around = around if depth else ""
         elif name in AROUND and not ends:
             around, depth = name, 1
         elif name == "pre":
             pre = max(0, pre - 1) if ends else pre + 1
-        yield "" if around else "\n\n" if name in PARAGRAPHS else "\n" if name in LINES else \
-            " " if name in CELLS else ""
+        if not around and (gap := _gap(name)):
+            fresh = fresh or gap != " "
+            yield gap
     if not around:
-        yield _text(page[at:], pre)
+        yield _text(page[at:], pre, fresh)
 
 
-def _text(part: str, pre: int) -> str:
-    return part if pre else _SPACES.sub(" ", part)
+def _gap(name: str) -> str:
+    """What a tag puts between the texts around it."""
+    return "\n\n" if name in PARAGRAPHS else "\n" if name in LINES else " " if name in CELLS else ""
+
+
+def _text(part: str, pre: int, fresh: bool) -> str:
+    """The text between two tags; `fresh`: it begins a line."""
+    if pre:
+        return part
+    text = _SPACES.sub(" ", part)
+    return text.lstrip(" ") if fresh else text
 
 
 def _after(page: str, end: str, at: int) -> int:

@@ -176,7 +176,7 @@ def finish(jobs: Sequence[Job], stage: MapStage, output: Path, reading: Reading,
 
 def make_part(job: Job, stage: MapStage, reading: Reading) -> tuple[Output, Counts]:
     """Run the stage over one unit; the shard first, then the record beside it that says so."""
-    function = function_of(stage)
+    function = function_of(stage, tuple(map(crc32_file, stage.files)))
     counts, sha256 = Counts(), hashlib.sha256()
     with staged_file(job.target) as file:
         for record in read_unit(job.unit, reading):
@@ -207,8 +207,8 @@ def read_part(target: Path, output: Path) -> tuple[Output, Counts] | None:
 
 
 @cache
-def function_of(stage: MapStage) -> Function:
-    """Models and word lists are loaded once in each process."""
+def function_of(stage: MapStage, files: tuple[str, ...]) -> Function:
+    """Models and word lists are loaded once in each process, and again when `files`, their checksums, change."""
     made: Function = stage.make(stage.options)
     return made
 

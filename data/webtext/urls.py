@@ -73,7 +73,7 @@ def make(options: UrlOptions) -> Function:
         parts = split(url)
         if parts is None:
             return Drop("malformed URL")
-        labels = str(parts.hostname).split(".")
+        labels = str(parts.hostname).removesuffix(".").split(".")
         if any(".".join(labels[k:]) in domains for k in range(len(labels))):
             return Drop("blacklisted domain")
         name = parts.path.rpartition("/")[2].lower()

@@ -37,7 +37,8 @@ DIRT: list[tuple[bytes, str, str, Document | None]] = [
     (b'{"text": "\xed\xa0\x80"}', "not UTF-8", "byte 0xed", Document("\ufffd\ufffd\ufffd")),
     (b'{"text": "a\\ud800"}', "lone surrogate", "U+D800 at character 2", Document("a\ufffd")),
     (b'{"text": "a", "url": "\\uDFFF"}', "lone surrogate", "U+DFFF", Document("a", "\ufffd")),
-    (b'{"text": "a", "k\\ud800": ["\\udc00"]}', "lone surrogate", "U+D800", Document("a", None, {"k\ufffd": ["\ufffd"]})),
+    (b'{"text": "a", "k\\ud800": ["\\udc00"]}', "lone surrogate", "U+D800",
+     Document("a", None, {"k\ufffd": ["\ufffd"]})),
     (b'{"text": "a\0b\tc"}', "not JSON", "Invalid control character", Document("a\0b\tc")),
 ]
 

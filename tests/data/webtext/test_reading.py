@@ -67,7 +67,7 @@ def test_every_format_is_read_compressed_or_not(tmp_path: Path, compression: str
 
 def test_what_ends_a_line_and_what_does_not(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\n   \n\r\n' + '{"text": "b\u2028\u0085"}\n'.encode() + b'{"text": "c"}')
+    path.write_bytes('\ufeff{"text": "a"}\r\n\n   \n\r\n{"text": "b\u2028\u0085"}\n{"text": "c"}'.encode())
     reads = read_all([path])
     assert [document.text for document in documents(reads)] == ["a", "b\u2028\u0085", "c"]
     assert [read.where() for read in reads] == [f"{path}:1 (byte 0)", f"{path}:5 (byte 25)", f"{path}:6 (byte 44)"]
@@ -131,7 +131,8 @@ ARRAYS = [
 
 
 @pytest.mark.parametrize("array", ARRAYS, ids=range(len(ARRAYS)))
-def test_array_elements_are_those_of_a_parser_for_any_size_of_read(array: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_array_elements_are_those_of_a_parser_for_any_size_of_read(array: bytes,
+                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     expected = json.loads(array.decode("utf-8-sig"))
     for size in range(1, len(array) + 2):
         monkeypatch.setattr("data.webtext.jsonarray.READ", size)
