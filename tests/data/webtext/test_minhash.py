@@ -1,0 +1,73 @@
+"""Signatures estimate the Jaccard index as theory says; bands find what they promise."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from data.storage import DataError
+from data.webtext.minhash import HASHES, RECALL_AT_THRESHOLD, Banding, shingles_of, signature, similarity
+from data.webtext.words import Numbers
+
+
+def pair_of_sets(rng: np.random.Generator, alike: float, size: int = 400) -> tuple[Numbers, Numbers]:
+    """Two sets of `size` with about that Jaccard index."""
+    shared = round(2 * size * alike / (1 + alike))
+    numbers = rng.integers(0, 1 << 64, 2 * size - shared, dtype=np.uint64)
+    return np.sort(numbers[:size]), np.sort(numbers[size - shared:])
+
+
+def test_similarity_is_the_jaccard_index() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        left, right = (np.unique(rng.integers(0, 60, 40, dtype=np.uint64)) for _ in range(2))
+        a, b = set(left.tolist()), set(right.tolist())
+        assert similarity(left, right) == len(a & b) / len(a | b)
+
+
+@pytest.mark.parametrize("alike", [0.1, 0.5, 0.8, 0.9])
+def test_signatures_agree_as_often_as_sets_are_alike(alike: float) -> None:
+    rng = np.random.default_rng(1)
+    shares = []
+    for _ in range(100):
+        left, right = pair_of_sets(rng, alike)
+        shares.append(float((signature(left) == signature(right)).mean()) - similarity(left, right))
+    deviation = (alike * (1 - alike) / HASHES) ** 0.5  # of one estimate, if the hashes were perfectly random
+    assert abs(np.mean(shares)) < 4 * deviation / 10  # the mean of 100
+    assert 0.75 * deviation < np.std(shares) < 1.3 * deviation
+
+
+@pytest.mark.parametrize("threshold", [0.5, 0.8, 0.95])
+def test_bands_find_pairs_with_the_probability_promised(threshold: float) -> None:
+    rng, banding = np.random.default_rng(2), Banding.for_threshold(threshold)
+    assert banding.recall(threshold) >= RECALL_AT_THRESHOLD
+    assert Banding(HASHES // (banding.rows + 1), banding.rows + 1).recall(threshold) < RECALL_AT_THRESHOLD
+    for alike in (threshold, threshold - 0.2, (1 + threshold) / 2):
+        found, expected = 0, 0.0
+        for _ in range(200):
+            left, right = pair_of_sets(rng, alike)
+            found += bool((banding.bands_of(left) == banding.bands_of(right)).any())
+            expected += banding.recall(similarity(left, right))
+        assert abs(found - expected) <= 4 * (200 * 0.25) ** 0.5  # four deviations of a fair coin at most
+
+
+def test_the_order_of_shingles_and_their_number_do_not_matter() -> None:
+    shingles = shingles_of("one two three four five six seven " * 2000)  # several slices
+    assert (signature(shingles) == signature(np.unique(shingles))).all()
+
+
+def test_bands_of_different_places_never_meet() -> None:
+    banding = Banding(16, 8)
+    bands = banding.bands_of(np.zeros(1, np.uint64))
+    assert len(set(bands.tolist())) == 16
+
+
+def test_a_text_of_less_than_five_words_has_no_shingle() -> None:
+    assert len(shingles_of("one two three, four!")) == 0
+    assert len(shingles_of("one two three, four: five")) == 1
+
+
+@pytest.mark.parametrize("threshold", [0, 0.29, 1.01, float("nan")])
+def test_a_threshold_that_makes_no_sense_is_refused(threshold: float) -> None:
+    with pytest.raises(DataError, match="expected a similarity from 0.3"):
+        Banding.for_threshold(threshold)
