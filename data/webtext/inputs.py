@@ -157,11 +157,6 @@ def _cut(source: Source, shard_bytes: int) -> Iterator[Piece]:
     yield from (Piece(source, start, stop) for start, stop in zip(edges, edges[1:]))
 
 
-def share(units: int, index: int, count: int) -> range:
-    """Which units the index-th of `count` machines takes (from 0): neighbours."""
-    return range(units * index // count, units * (index + 1) // count)
-
-
 def _zstandard() -> ModuleType | None:
     try:
         from compression import zstd  # Python 3.14

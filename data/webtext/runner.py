@@ -23,9 +23,10 @@ from data.storage import DataError, crc32_file, make_folder, staged_file, write_
 from data.webtext.counts import Counts
 from data.webtext.document import Document, Drop, Fault, Function
 from data.webtext.folder import building, publish, written
-from data.webtext.inputs import Source, Unit, find, plan, share, shards_of, total_size
+from data.webtext.inputs import Source, Unit, find, plan, shards_of, total_size
 from data.webtext.reading import Read, Reading, read_unit
 from data.webtext.record import WHOLE, Output, Record, make_key
+from data.webtext.shards import share, shard_name
 
 SHARD_BYTES = 1 << 24
 
@@ -95,7 +96,7 @@ def run_map(stage: MapStage, inputs: Sequence[str | Path], output: Path, reading
     with building(output, key) as (record, folder):
         if record:
             return record
-        parts = finish([Job(units[k], folder / f"part-{k:05d}.jsonl") for k in mine], stage, output, reading, work)
+        parts = finish([Job(units[k], folder / shard_name(k)) for k in mine], stage, output, reading, work)
         counts, shards = sum((counts for _, counts in parts), Counts()), tuple(shard for shard, _ in parts)
         if then:
             first, folder = folder, make_folder(folder / "then")

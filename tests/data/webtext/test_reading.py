@@ -15,9 +15,10 @@ import pytest
 from data.storage import DataError
 from data.webtext import inputs
 from data.webtext.document import Document, Fault
-from data.webtext.inputs import Piece, find, plan, share
+from data.webtext.inputs import Piece, find, plan
 from data.webtext.jsonarray import elements
 from data.webtext.reading import Read, Reading, read_unit
+from data.webtext.shards import share
 
 zstd = pytest.importorskip("backports.zstd")
 
