@@ -18,6 +18,8 @@ from typing import Any
 
 from data.storage import DataError
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
+
 
 @dataclass(frozen=True)
 class Document:
@@ -34,7 +36,7 @@ class Document:
             value["url"] = self.url
         if self.meta:
             value["meta"] = self.meta
-        return json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8") + b"\n"
+        return _ENCODER.encode(value).encode("utf-8") + b"\n"
 
 
 @dataclass(frozen=True)
