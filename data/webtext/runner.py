@@ -8,7 +8,6 @@ holds no document, or that a library does not survive, is an error or a counted 
 from __future__ import annotations
 
 import hashlib
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,7 +24,7 @@ from data.webtext.document import Document, Drop, Fault, Function
 from data.webtext.folder import building, publish, written
 from data.webtext.inputs import Source, Unit, find, plan, shards_of, total_size
 from data.webtext.reading import Read, Reading, read_unit
-from data.webtext.record import WHOLE, Output, Record, make_key
+from data.webtext.record import WHOLE, Output, Record, make_key, read_json
 from data.webtext.shards import share, shard_name
 
 SHARD_BYTES = 1 << 24
@@ -96,7 +95,7 @@ def run_map(stage: MapStage, inputs: Sequence[str | Path], output: Path, reading
     with building(output, key) as (record, folder):
         if record:
             return record
-        parts = finish([Job(units[k], folder / shard_name(k)) for k in mine], stage, output, reading, work)
+        parts = finish([Job(units[k], folder / shard_name(k)) for k in mine], stage, reading, work)
         counts, shards = sum((counts for _, counts in parts), Counts()), tuple(shard for shard, _ in parts)
         if then:
             first, folder = folder, make_folder(folder / "then")
@@ -161,10 +160,9 @@ def fingerprints(sources: Sequence[Source], workers: int) -> list[dict[str, Any]
              "content": source.sha256 or crcs[source.path]} for source in sources]
 
 
-def finish(jobs: Sequence[Job], stage: MapStage, output: Path, reading: Reading, work: Work
-           ) -> list[tuple[Output, Counts]]:
+def finish(jobs: Sequence[Job], stage: MapStage, reading: Reading, work: Work) -> list[tuple[Output, Counts]]:
     """Shard and counts of every job, made now or before."""
-    done = {job.target: part for job in jobs if (part := read_part(job.target, output))}
+    done = {job.target: part for job in jobs if (part := read_part(job.target))}
     left = [job for job in jobs if job.target not in done]
     made = ordered_map(partial(make_part, stage=stage, reading=reading), left, min(work.workers, len(left)))
     with bar_of(stage.name, sum(total_size(job.unit) for job in jobs)) as bar:
@@ -196,15 +194,12 @@ def make_part(job: Job, stage: MapStage, reading: Reading) -> tuple[Output, Coun
     return shard, counts
 
 
-def read_part(target: Path, output: Path) -> tuple[Output, Counts] | None:
-    """What `make_part` left, if it came to its end."""
-    try:
-        value = json.loads(target.with_suffix(".json").read_bytes())
-    except FileNotFoundError:
+def read_part(target: Path) -> tuple[Output, Counts] | None:
+    """What `make_part` left, if it came to its end (and was not moved away by a `publish` that did not)."""
+    value = read_json(target.with_suffix(".json"))
+    if value is None or not target.is_file():
         return None
-    shard = Output(**value["shard"])
-    whole = any(place.is_file() and place.stat().st_size == shard.bytes for place in (target, output / target.name))
-    return (shard, Counts.from_json(value["counts"])) if whole else None
+    return Output(**value["shard"]), Counts.from_json(value["counts"])
 
 
 @cache

@@ -174,10 +174,11 @@ def test_asking_ftfy_about_suspect_lines_only_changes_nothing() -> None:
     config = ftfy.TextFixerConfig(uncurl_quotes=False, fix_latin_ligatures=False, fix_character_width=False,
                                   normalization=None, explain=False)
     rng = random.Random(3)
-    words = ["plain", "caf\u00e9", "\u201cquoted\u201d", "it\u2019s", "R&D", "&amp;", "&lt;b&gt;",
-             "\u00e2\u20ac\u2122s", "\u00c3\u00a9", "\u00c2 ", "\u00c3 ", "\n", "\n", "\n", "\x85", "\x1b[1m", "\0", "\ufeff", "\u0153", "$",
-             "\u65e5\u672c", "\u00b0", "\u20ac5", "<i>", "\u0153\u2019", "\u00e0\u00b2", "\u0432\u0402", "\u2014",
-             "na\u00efve", "\u00d9\u0192\u00d8\u00a7", "\U0001f600", "x", "\u2018a", "\u2013", "\u00c2", "\u00e2"]
+    words = ["plain", "caf\u00e9", "\u201cquoted\u201d", "it\u2019s", "R&D", "&amp;", "&lt;b&gt;", "<i>", "x",
+             "\u00e2\u20ac\u2122s", "\u00c3\u00a9", "\u00c2 ", "\u00c3 ", "\n", "\n", "\n", "\x85", "\x1b[1m", "\0",
+             "\ufeff", "\u0153", "$", "\u65e5\u672c", "\u00b0", "\u20ac5", "\u0153\u2019", "\u00e0\u00b2",
+             "\u0432\u0402", "\u2014", "na\u00efve", "\u00d9\u0192\u00d8\u00a7", "\U0001f600", "\u2018a", "\u2013",
+             "\u00c2", "\u00e2"]
     changed = 0
     for k in range(1500):
         pieces = rng.choices(words[:4] + words[-6:] if k % 2 else words, k=rng.randrange(1, 12))

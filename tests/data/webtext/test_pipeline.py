@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import random
 import re
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -23,6 +19,7 @@ from data.storage import DataError
 from data.tokenizer import ByteLevelTokenizer
 from data.webtext.__main__ import main
 from data.webtext.sample import build as build_sample
+from tests.data.webtext.killing import in_a_fork
 from tests.data.webtext.test_map_stages import FOREIGN
 from tests.data.webtext.test_runner import contents
 
@@ -171,6 +168,29 @@ def test_errors_are_one_line_and_an_exit_code(raw: Path, tmp_path: Path) -> None
         assert code != 3 or "a.jsonl:26 (byte " in done.stderr
 
 
+def test_escapes_do_not_make_a_document_too_long_for_the_next_stage(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(article(1) + '"' * 800)
+    main([*arguments(tmp_path / "a.txt", tmp_path / "out"), "--max-document-bytes", "2K", "--split", "1,0,0"])
+    (shard,) = (tmp_path / "out" / "4-language").glob("part-*")
+    assert shard.stat().st_size > 2048 > (tmp_path / "a.txt").stat().st_size
+
+
+def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
+    """Peak memory of a process that cleans 30 MB, against one that cleans 3 MB."""
+    peaks = []
+    for copies in (60, 600):
+        path = tmp_path / f"{copies}.jsonl"
+        with open(path, "wb") as file:
+            for k in range(copies):
+                file.write(json.dumps({"text": article(k) * 50}).encode() + b"\n")
+        program = ("import resource; from data.webtext.__main__ import main; "
+                   f"main(['clean', {str(path)!r}, '--output', {str(tmp_path / f'out{copies}')!r}, '--workers', '1', "
+                   "'--shard-bytes', '1M']); print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)")
+        peaks.append(int(subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, check=True,
+                                        capture_output=True, text=True).stdout))
+    assert peaks[1] < 1.1 * peaks[0]
+
+
 def test_a_corpus_of_nothing_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "short"}\n')
     with pytest.raises(DataError, match="3-clean: no document is left"):
@@ -180,63 +200,19 @@ def test_a_corpus_of_nothing_is_an_error(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------- killing
 
 
-@contextmanager
-def counting(stop: int | None) -> Iterator[list[int]]:
-    """Count renames, syncs, removals and folders made; die before the `stop`-th."""
-    seen = [0]
-
-    def wrapped(original: Callable[..., object]) -> Callable[..., object]:
-        def call(*arguments: object, **named: object) -> object:
-            seen[0] += 1
-            if seen[0] == stop:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return original(*arguments, **named)
-        return call
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("replace", "fsync", "unlink", "mkdir", "rmdir"):
-            patch.setattr(os, name, wrapped(getattr(os, name)))
-        yield seen
-
-
-def in_a_fork(argv: list[str], stop: int | None) -> int:
-    """Run the command in a copy of this process. Returns how many events it met; -1 if it was killed."""
-    read, write = os.pipe()
-    child = os.fork()
-    if not child:
-        code = 1
-        try:
-            with open(os.devnull, "w") as nowhere, counting(stop) as seen:
-                sys.stdout = sys.stderr = nowhere
-                main(argv)
-            os.write(write, str(seen[0]).encode())
-            code = 0
-        finally:
-            os._exit(code)
-    os.close(write)
-    with open(read) as pipe:
-        said = pipe.read()
-    _, status = os.waitpid(child, 0)
-    if os.WIFSIGNALED(status):
-        assert os.WTERMSIG(status) == signal.SIGKILL
-        return -1
-    assert os.WEXITSTATUS(status) == 0
-    return int(said)
-
-
 def kill_and_compare(raw: Path, whole: Path, output: Path, points: int) -> None:
     """Kill a run at points spread over all its events; what is left must be whole, and a second run must mend all."""
-    events = in_a_fork(arguments(raw, output / "count"), None)
+    events = in_a_fork(lambda: main(arguments(raw, output / "count")))
     assert contents(output / "count") == contents(whole)
     assert events > 300
     for point in range(points):
         stop = 1 + (2 * point + 1) * events // (2 * points)
         out = output / str(point)
-        assert in_a_fork(arguments(raw, out), stop) == -1
+        assert in_a_fork(lambda: main(arguments(raw, out)), stop) == -1
         for name, content in (contents(out) if out.exists() else {}).items():
             finished = contents(whole)[name]
             assert content == finished, f"{name} after a kill at event {stop}"
-        in_a_fork(arguments(raw, out), None)
+        in_a_fork(lambda: main(arguments(raw, out)))
         assert contents(out) == contents(whole), f"kill at event {stop} of {events}"
 
 

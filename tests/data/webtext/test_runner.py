@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from data.webtext.inputs import shards_of
 from data.webtext.reading import Reading
 from data.webtext.record import read_record
 from data.webtext.runner import Work, run_global, run_map
+from tests.data.webtext.killing import in_a_fork
 from tests.data.webtext.stages import REVERSE, SHOUT, Options
 
 SMALL = Work(shard_bytes=500)
@@ -130,6 +132,28 @@ def test_a_stage_goes_on_with_the_shards_it_has(raw: Path, tmp_path: Path, monke
     run_map(SHOUT, [raw], tmp_path / "out", work=SMALL)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert not (tmp_path / "out" / ".work").exists()
+
+
+def test_a_stage_killed_at_every_point_while_it_takes_the_place_of_another(raw: Path, tmp_path: Path) -> None:
+    work = Work(shard_bytes=2000)
+    other = replace(SHOUT, options=Options(drop="more"), then=REVERSE)
+    old, new, out = tmp_path / "old", tmp_path / "new", tmp_path / "out"
+    run_map(SHOUT, [raw], old, work=work)
+    run_map(other, [raw], new, work=work)
+    shutil.copytree(old, out)
+    events = in_a_fork(lambda: run_map(other, [raw], out, work=work))
+    assert events > 20 and contents(out) == contents(new)
+    for stop in range(1, events + 1):
+        shutil.rmtree(out)
+        shutil.copytree(old, out)
+        assert in_a_fork(lambda: run_map(other, [raw], out, work=work), stop) == -1
+        record = read_record(out)
+        assert record is None or contents(out) in (contents(old), contents(new)), stop
+        if record is None:
+            with pytest.raises(DataError, match="not complete|no file to read"):
+                run_map(SHOUT, [out], tmp_path / "next")
+        run_map(other, [raw], out, work=work)
+        assert contents(out) == contents(new), stop
 
 
 def test_a_global_stage_reads_the_folder_of_a_stage_and_nothing_else(raw: Path, tmp_path: Path) -> None:
