@@ -84,7 +84,7 @@ def mender() -> Callable[[str], str]:
             return text
         # In a text about markup, an entity is probably meant as it stands.
         choice = config._replace(unescape_html="<" not in text)
-        return "\n".join(str(ftfy.fix_text(line, choice)) if suspect(f"\n{line}") else line
+        return "\n".join(str(ftfy.fix_text(line, choice)) if suspect(line) else line
                          for line in text.split("\n"))
 
     return mend

@@ -130,6 +130,8 @@ def test_stages_by_hand_on_two_machines_end_in_the_same_documents(raw: Path, who
     for k in (0, 1):
         main(["unique", str(tmp_path / "u"), "--output", str(tmp_path / f"q{k}"), "--shard", f"{k}/2", *flags])
     main(["merge", str(tmp_path / "q1"), str(tmp_path / "q0"), "--output", str(tmp_path / "q")])
+    main(["unique", str(tmp_path / "u"), "--output", str(tmp_path / "one"), *flags])
+    assert contents(tmp_path / "q") == contents(tmp_path / "one")
     by_hand = [json.loads(line)["text"] for path in sorted((tmp_path / "q").glob("part-*"))
                for line in path.read_bytes().splitlines()]
     at_once = [json.loads(line)["text"] for path in sorted((whole / "1-urls").glob("part-*"))
