@@ -35,6 +35,9 @@ FLOORS: tuple[tuple[str, str], ...] = (
         data.facts data.indexed data.sample_index data.gpt2_dataset
         data.tokenizer_base data.gpt2_bpe data.sentencepiece_model data.tokenizer
         data.cli data.jsonl data.parallel data.preprocess data.default_corpus data.verify data.corpora
+        data.webtext data.webtext.counts data.webtext.document data.webtext.words data.webtext.minhash
+        data.webtext.external data.webtext.shards data.webtext.signatures data.webtext.near data.webtext.dedup
+        data.webtext.decontaminate data.webtext.shuffle data.webtext.split
     """),
     ("2: the model, and what is put on its blocks from outside", """
         megatron.model.init megatron.model.attention megatron.model.mlp megatron.model.block megatron.model.gpt2
