@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from data.storage import DataError
 from data.webtext.document import Document, Drop
-from data.webtext.words import Numbers, Words, runs, words
+from data.webtext.words import Numbers, Words, numbers_of, runs, words
 
 RUN = 13
 SHORTEST = 8
@@ -80,7 +80,7 @@ def evaluation_runs(files: Sequence[str]) -> Evaluation:
     for file in files:
         before = sum(map(len, found.values()))
         for passage in passages(file):
-            numbers = words(passage).numbers
+            numbers = numbers_of(passage)
             length = min(RUN, len(numbers))
             if length >= SHORTEST:
                 found[length].append(runs(numbers, length))

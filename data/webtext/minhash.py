@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data.storage import DataError
-from data.webtext.words import Numbers, mix, runs, words
+from data.webtext.words import Numbers, mix, numbers_of, runs
 
 SHINGLE = 5
 """Words."""
@@ -63,7 +63,7 @@ class Banding:
 
 def shingles_of(text: str) -> Numbers:
     """The shingles of a text, in order and as often as they stand there. A text of fewer words has none."""
-    return runs(words(text).numbers, SHINGLE)
+    return runs(numbers_of(text), SHINGLE)
 
 
 def signatures(texts: Sequence[Numbers]) -> NDArray[np.uint32]:

@@ -142,6 +142,16 @@ def test_what_is_kept_does_not_depend_on_shards_or_ranges(tmp_path: Path, monkey
     assert kept_of(tmp_path / "out") == kept_of(tmp_path / "out40")
 
 
+def test_the_digest_is_that_of_the_words_and_where_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(11)
+    digests: dict[tuple[str, ...], bytes] = {}
+    for number in range(3000):
+        monkeypatch.setattr(signatures, "PIECE", rng.choice([1, 2, 5, 1000]))
+        text = "".join(rng.choice("ab \n\u3000\x1c") for _ in range(rng.randint(0, 8)))
+        assert digests.setdefault(tuple(text.split()), signatures.digest(text)) == signatures.digest(text)
+    assert len(set(digests.values())) == len(digests) > 50
+
+
 def test_a_chain_of_small_changes_does_not_drop_its_end(tmp_path: Path) -> None:
     rng = random.Random(4)
     chain = [babble(rng, 400)]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from data.webtext import words as module
-from data.webtext.words import UNSPACED, runs, words
+from data.webtext.words import UNSPACED, numbers_of, runs, words
 
 AWKWARD = [
     "", " ", "...", "a", "Hello, WORLD!", "don’t stop", "e\u0301te\u0301", "日本語 and 한국어", "x\u2028y\u0000z\ufeffw",
@@ -46,6 +46,7 @@ def test_words_are_those_found_character_by_character(piece: int, monkeypatch: p
     numbers: dict[str, int] = {}
     for text in [*AWKWARD, *(random_text(rng, rng.randint(0, 300)) for _ in range(300))]:
         expected, found = slow_words(text), words(text)
+        assert (numbers_of(text) == found.numbers).all()
         assert list(zip(found.starts.tolist(), found.stops.tolist())) == [(a, b) for _, a, b in expected], repr(text)
         for (word, _, _), number in zip(expected, found.numbers.tolist(), strict=True):
             assert numbers.setdefault(word, number) == number
