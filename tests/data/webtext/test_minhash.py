@@ -71,6 +71,17 @@ def test_bands_of_different_places_never_meet() -> None:
     assert len(set(bands[0].tolist())) == 16
 
 
+def test_a_band_changes_with_each_of_its_places_and_no_other() -> None:
+    banding = Banding(16, 7)
+    plain = np.random.default_rng(4).integers(0, 1 << 32, (1, HASHES), dtype=np.uint32)
+    for place in range(HASHES):
+        for bit in (0, 13, 31):
+            changed = plain.copy()
+            changed[0, place] ^= np.uint32(1 << bit)
+            differ = np.flatnonzero(banding.bands_of(changed)[0] != banding.bands_of(plain)[0])
+            assert differ.tolist() == [place // 7] * (place < 16 * 7)
+
+
 def test_a_text_of_less_than_five_words_has_no_shingle() -> None:
     assert len(shingles_of("one two three, four!")) == 0
     assert len(shingles_of("one two three, four: five")) == 1
