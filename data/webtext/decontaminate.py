@@ -20,9 +20,9 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from data.storage import DataError, crc32_file
+from data.storage import DataError
 from data.webtext.document import Document, Drop
-from data.webtext.words import Numbers, Words, runs, words
+from data.webtext.words import Numbers, Words, numbers_of, runs, words
 
 RUN = 13
 SHORTEST = 8
@@ -40,13 +40,7 @@ Span = tuple[int, int]
 @dataclass(frozen=True)
 class Options:
     files: tuple[str, ...]
-    checksums: tuple[str, ...]
-    """Of the files, in their order: with other content it is another stage."""
     mode: str = MODES[0]
-
-    @classmethod
-    def of(cls, files: Sequence[str], mode: str = MODES[0]) -> Options:
-        return cls(tuple(files), tuple(map(_checksum, files)), mode)
 
 
 def make(options: Options) -> Callable[[Document], Document | Drop]:
@@ -86,7 +80,7 @@ def evaluation_runs(files: Sequence[str]) -> Evaluation:
     for file in files:
         before = sum(map(len, found.values()))
         for passage in passages(file):
-            numbers = words(passage).numbers
+            numbers = numbers_of(passage)
             length = min(RUN, len(numbers))
             if length >= SHORTEST:
                 found[length].append(runs(numbers, length))
@@ -111,13 +105,6 @@ def passages(path: str) -> Iterator[str]:
                 yield from _strings(_json(line, f"{path}:{number}"))
     else:
         yield content
-
-
-def _checksum(path: str) -> str:
-    try:
-        return crc32_file(path)
-    except OSError as error:
-        raise DataError(f"{path}: cannot read: {error.strerror}") from error
 
 
 def _json(text: str, where: str) -> object:

@@ -72,15 +72,18 @@ class RowSorter:
         cursors = [first for first, _ in self._runs]
         pieces = [np.empty((0, self._width), np.uint64) for _ in self._runs]
         while True:
+            # Every piece is filled up each time, else the emptiest would set a slow pace for all.
             for number, (_, stop) in enumerate(self._runs):
-                if not len(pieces[number]) and cursors[number] < stop:
-                    pieces[number] = self._read(cursors[number], min(piece, stop - cursors[number]))
-                    cursors[number] += len(pieces[number])
+                count = min(piece - len(pieces[number]), stop - cursors[number])
+                if count > 0:
+                    pieces[number] = np.concatenate([pieces[number], self._read(cursors[number], count)])
+                    cursors[number] += count
             # Rows that are still in the file come after the last one that is held of their run.
             lasts = [tuple(held[-1]) for held, cursor, (_, stop) in zip(pieces, cursors, self._runs) if cursor < stop]
             if not lasts:
                 break
-            cuts = [_rows_up_to(held, min(lasts)) for held in pieces]
+            bound = min(lasts)
+            cuts = [_rows_up_to(held, bound) for held in pieces]
             yield _sort(np.concatenate([held[:cut] for held, cut in zip(pieces, cuts)]))
             pieces = [held[cut:] for held, cut in zip(pieces, cuts)]
         yield _sort(np.concatenate(pieces))

@@ -12,6 +12,7 @@ place with a probability that is the similarity s. A *band* is a number that sta
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -19,15 +20,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data.storage import DataError
-from data.webtext.words import Numbers, mix, runs, words
+from data.webtext.words import Numbers, mix, numbers_of, runs
 
 SHINGLE = 5
 """Words."""
 HASHES = 128
 RECALL_AT_THRESHOLD = 0.9
 """The least share of pairs with exactly the threshold's similarity that become candidates; more alike, more of them."""
-SLICE = 4096
-"""Shingles that are hashed together; 128 hashes of so many stay in a core's cache."""
+TOGETHER = 1 << 15
+"""Shingles that are hashed together: enough to hide the cost of a call, few enough for a core's cache."""
 
 
 @dataclass(frozen=True)
@@ -51,29 +52,33 @@ class Banding:
         """The probability that a pair becomes a candidate."""
         return float(1 - (1 - similarity ** self.rows) ** self.bands)
 
-    def bands_of(self, shingles: Numbers) -> Numbers:
-        """One number per band of a text with at least one shingle. Equal bands at different places differ."""
-        rows = signature(shingles)[:self.bands * self.rows].reshape(self.bands, self.rows)
-        band = np.arange(self.bands, dtype=np.uint64)
-        for row in rows.T:
-            band = mix(band ^ row)
+    def bands_of(self, signatures: NDArray[np.uint32]) -> Numbers:
+        """(texts, bands) of the signatures of some texts, (texts, HASHES). Equal bands at different places differ."""
+        rows = signatures[:, :self.bands * self.rows].reshape(-1, self.bands, self.rows)
+        band = np.tile(np.arange(self.bands, dtype=np.uint64), (len(rows), 1))
+        for row in range(self.rows):
+            band = mix(band ^ rows[:, :, row])
         return band
 
 
 def shingles_of(text: str) -> Numbers:
     """The shingles of a text, in order and as often as they stand there. A text of fewer words has none."""
-    return runs(words(text).numbers, SHINGLE)
+    return runs(numbers_of(text), SHINGLE)
 
 
-def signature(shingles: Numbers) -> NDArray[np.uint32]:
-    """The smallest value of each hash over the shingles."""
-    factors, offsets = _hashes()
-    short = (shingles >> np.uint64(32)).astype(np.uint32)
-    smallest = np.full(HASHES, 0xFFFFFFFF, np.uint32)
-    for start in range(0, len(short), SLICE):
-        hashed = short[start:start + SLICE] * factors  # (HASHES, SLICE), modulo 2^32
-        hashed += offsets
-        np.minimum(smallest, hashed.min(axis=1), out=smallest)
+def signatures(texts: Sequence[Numbers]) -> NDArray[np.uint32]:
+    """(texts, HASHES): the smallest value of each hash over the shingles of each text, of which there must be one."""
+    smallest = np.empty((len(texts), HASHES), np.uint32)
+    ends = np.cumsum([len(shingles) for shingles in texts])
+    groups = np.flatnonzero(np.diff(ends // TOGETHER, prepend=-1))  # the first text of each
+    for first, stop in zip(groups.tolist(), [*groups[1:].tolist(), len(texts)]):
+        starts = np.cumsum([0, *map(len, texts[first:stop - 1])])
+        shingles = (np.concatenate(texts[first:stop]) >> np.uint64(32)).astype(np.uint32)
+        hashed = np.empty_like(shingles)
+        for number, (factor, offset) in enumerate(_hashes()):
+            np.multiply(shingles, factor, out=hashed)  # modulo 2^32
+            np.add(hashed, offset, out=hashed)
+            smallest[first:stop, number] = np.minimum.reduceat(hashed, starts)
     return smallest
 
 
@@ -84,7 +89,7 @@ def similarity(left: Numbers, right: Numbers) -> float:
 
 
 @cache
-def _hashes() -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-    """Factors (odd, so that no two shingles meet) and offsets, one row per hash, fixed for ever."""
-    numbers = mix(np.arange(2 * HASHES, dtype=np.uint64)).astype(np.uint32).reshape(2, HASHES, 1)
-    return numbers[0] | np.uint32(1), numbers[1]
+def _hashes() -> list[tuple[np.uint32, np.uint32]]:
+    """Factor (odd, so that no two shingles meet) and offset of each hash, fixed for ever."""
+    factors, offsets = mix(np.arange(2 * HASHES, dtype=np.uint64)).astype(np.uint32).reshape(2, HASHES)
+    return list(zip(factors | np.uint32(1), offsets))

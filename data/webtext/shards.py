@@ -12,7 +12,7 @@ from pathlib import Path
 from data.storage import DataError
 from data.webtext.document import Document, parse
 
-RANGE_BYTES = 1 << 22
+RANGE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)

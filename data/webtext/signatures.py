@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,11 +20,14 @@ import numpy as np
 from data.parallel import ordered_map
 from data.storage import DataError, make_folder, staged_file
 from data.webtext.external import Rows
-from data.webtext.minhash import Banding, shingles_of
+from data.webtext.minhash import Banding, shingles_of, signatures
 from data.webtext.shards import Range, cut, document_at, lines
 
 SIZE, DIGEST, BANDS = 0, slice(1, 3), slice(3, None)
 """Columns of a row."""
+SPACE = re.compile(r"\s")
+PIECE = 1 << 18
+"""Characters that are split into words together, so that a text of 50 MB is never a list of ten million words."""
 VERSION = 1
 """Part of the file names; to be raised when the same text gets other numbers."""
 
@@ -45,14 +49,27 @@ def sign_range(piece: Range, banding: Banding) -> Rows:
     """The rows of some neighbouring documents."""
     found = list(lines(piece))
     rows = np.zeros((len(found), 3 + banding.bands), np.uint64)
+    shingles = []
     for row, (offset, line) in zip(rows, found):
         text = document_at(piece.path, offset, line).text
         row[SIZE] = len(line)
-        row[DIGEST] = np.frombuffer(hashlib.blake2b(" ".join(text.split()).encode(), digest_size=16).digest(), "<u8")
-        shingles = shingles_of(text)
-        if len(shingles):
-            row[BANDS] = banding.bands_of(shingles)
+        row[DIGEST] = np.frombuffer(digest(text), "<u8")
+        shingles.append(shingles_of(text))
+    long_enough = np.array(list(map(len, shingles)), bool)
+    rows[long_enough, BANDS] = banding.bands_of(signatures([some for some in shingles if len(some)]))
     return rows
+
+
+def digest(text: str) -> bytes:
+    """128 bits that stand for the text, white space made equal."""
+    state, start = hashlib.blake2b(digest_size=16), 0
+    while start < len(text):
+        space = SPACE.search(text, start + PIECE)
+        stop = space.start() if space else len(text)
+        if words := text[start:stop].split():
+            state.update(f"{' '.join(words)} ".encode())
+        start = stop
+    return state.digest()
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from pydoc_data.topics import topics
 from data.webtext.document import Document
 from data.webtext.shards import shard_name
 
-EVALUATION = ("The lighthouse keeper counted eleven grey ships before breakfast and wrote their names, as she had every "
-              "morning since the war, into a ledger that nobody would ever ask her to produce.")
+EVALUATION = ("The lighthouse keeper counted eleven grey ships before breakfast and wrote their names, as she had "
+              "every morning since the war, into a ledger that nobody would ever ask her to produce.")
 BOILERPLATE = ("Home About Contact Sign in. We use cookies to improve your experience on our site. By continuing you "
                "agree to our terms of service and to our privacy policy. All rights reserved. ")
 FOREIGN = {

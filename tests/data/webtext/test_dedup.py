@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from data.storage import DataError
@@ -21,7 +20,7 @@ from data.webtext import near, signatures
 from data.webtext.counts import Counts
 from data.webtext.dedup import Options, run, sign_share
 from data.webtext.document import Document, parse
-from data.webtext.minhash import shingles_of
+from data.webtext.minhash import shingles_of, similarity
 from tests.data.webtext.planted import Page, babble, edited, plant, write
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -33,8 +32,9 @@ def deduplicate(shards: Sequence[Path], output: Path, workers: int = 1, **option
     return sum(counts[1:], counts[0])
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+def visible(folder: Path) -> dict[str, bytes]:
+    """The files that are not hidden."""
+    return {path.name: path.read_bytes() for path in folder.glob("[!.]*")}
 
 
 def kept_of(folder: Path) -> list[str]:
@@ -70,10 +70,11 @@ def slow_dedup(texts: Sequence[str], threshold: float) -> dict[int, int]:
 
 def logged(folder: Path, shards: Sequence[Path]) -> dict[int, int]:
     """Document -> the kept one, from the log."""
-    first = dict(zip((path.name for path in shards), np.cumsum([0, *(len(p.read_bytes().splitlines())
-                                                                     for p in shards)]).tolist()))
+    sizes = [len(path.read_bytes().splitlines()) for path in shards]
+    first = {path.name: sum(sizes[:k]) for k, path in enumerate(shards)}
+
     def number(place: dict[str, Any]) -> int:
-        return int(first[place["shard"]] + place["line"] - 1)
+        return first[place["shard"]] + int(place["line"]) - 1
 
     drops = [json.loads(line) for line in (folder / "dropped.jsonl").read_bytes().splitlines()]
     return {number(drop): number(drop["kept"]) for drop in drops}
@@ -128,9 +129,9 @@ def test_the_same_goes_as_when_every_pair_is_compared(threshold: float, tmp_path
 
 def test_output_is_the_same_for_any_workers_and_memory(tmp_path: Path) -> None:
     shards = write(plant(2, originals=15, words=150), tmp_path / "in")
-    for workers, memory in [(1, 1 << 30), (2, 1 << 30), (3, 1 << 12)]:
+    for workers, memory in [(1, 1 << 30), (2, 1 << 17)]:
         deduplicate(shards, tmp_path / f"{workers}", workers, memory=memory)
-    assert files_of(tmp_path / "1") == files_of(tmp_path / "2") == files_of(tmp_path / "3")
+    assert visible(tmp_path / "1") == visible(tmp_path / "2")
 
 
 def test_what_is_kept_does_not_depend_on_shards_or_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,6 +140,16 @@ def test_what_is_kept_does_not_depend_on_shards_or_ranges(tmp_path: Path, monkey
     monkeypatch.setattr(signatures.cut, "__defaults__", (1000,))  # bytes; most lines are longer than that
     deduplicate(write(pages, tmp_path / "in40", 40), tmp_path / "out40")
     assert kept_of(tmp_path / "out") == kept_of(tmp_path / "out40")
+
+
+def test_the_digest_is_that_of_the_words_and_where_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(11)
+    digests: dict[tuple[str, ...], bytes] = {}
+    for number in range(3000):
+        monkeypatch.setattr(signatures, "PIECE", rng.choice([1, 2, 5, 1000]))
+        text = "".join(rng.choice("ab \n\u3000\x1c") for _ in range(rng.randint(0, 8)))
+        assert digests.setdefault(tuple(text.split()), signatures.digest(text)) == signatures.digest(text)
+    assert len(set(digests.values())) == len(digests) > 50
 
 
 def test_a_chain_of_small_changes_does_not_drop_its_end(tmp_path: Path) -> None:
@@ -166,14 +177,12 @@ def test_a_copy_of_a_near_copy_is_logged_with_what_is_kept(tmp_path: Path) -> No
     assert 0.8 <= log[0]["similarity"] == log[1]["similarity"] < 1 == log[2]["similarity"]
 
 
-def test_a_crowd_of_near_copies_costs_comparisons_in_proportion(tmp_path: Path,
-                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = random.Random(6)
-    template = babble(rng, 400)
+def test_a_crowd_of_near_copies_costs_comparisons_in_proportion(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = babble(random.Random(6), 400)
     pages = [Page(f"{template} number {number}", "template") for number in range(500)]
     compared = []
-    monkeypatch.setattr(near, "similarity", lambda *pair: compared.append(pair) or near_similarity(*pair))
-    near_similarity = __import__("data.webtext.minhash", fromlist=["similarity"]).similarity
+    monkeypatch.setattr(near, "similarity", lambda *pair: compared.append(pair) or similarity(*pair))
     deduplicate(write(pages, tmp_path / "in"), tmp_path / "out")
     assert kept_of(tmp_path / "out") == [pages[0].text]
     assert len(compared) <= 500 + near.BATCH
@@ -184,8 +193,8 @@ def test_without_near_only_exact_copies_go(tmp_path: Path) -> None:
     assert counts.dropped == {"exact copy": 5}
 
 
-def test_signatures_of_several_machines_are_used_and_stale_ones_are_not(tmp_path: Path,
-                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signatures_of_several_machines_are_used_and_stale_ones_are_not(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shards = write(plant(8, originals=8, words=100), tmp_path / "in", 5)
     deduplicate(shards, tmp_path / "alone")
     for machine in range(3):
@@ -204,8 +213,14 @@ def test_signatures_of_several_machines_are_used_and_stale_ones_are_not(tmp_path
 def test_empty_inputs_give_empty_shards(tmp_path: Path) -> None:
     shards = write([], tmp_path / "in", 2)
     assert deduplicate(shards, tmp_path / "out").documents_in == 0
-    assert files_of(tmp_path / "out") == {"part-00000.jsonl": b"", "part-00001.jsonl": b"", "dropped.jsonl": b""}
+    assert visible(tmp_path / "out") == {"part-00000.jsonl": b"", "part-00001.jsonl": b"", "dropped.jsonl": b""}
     assert deduplicate([], tmp_path / "none").documents_in == 0
+
+
+def test_pages_that_are_all_too_short_are_compared_as_they_are(tmp_path: Path) -> None:
+    texts = ["", "a b c d", "A b c d", " a  b c d", "!", "", "?"]
+    deduplicate(write([Page(text, "") for text in texts], tmp_path / "in"), tmp_path / "out")
+    assert kept_of(tmp_path / "out") == ["", "a b c d", "A b c d", "!", "?"]
 
 
 def test_a_line_that_is_no_document_is_named(tmp_path: Path) -> None:
@@ -219,82 +234,94 @@ def test_a_line_that_is_no_document_is_named(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from data import storage
-from data.webtext.dedup import Options, run
-count, real = [int(sys.argv[1])], {name: getattr(os, name) for name in ("fsync", "replace", "pread", "open")}
-def deadly(name):
+from data.webtext import dedup
+left = [int(sys.argv[1])]
+def tick():
+    left[0] -= 1
+    if left[0] < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+def deadly(function):
     def call(*arguments, **options):
-        count[0] -= 1
-        if count[0] < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real[name](*arguments, **options)
+        tick()
+        return function(*arguments, **options)
     return call
-for name in real:
-    setattr(os, name, deadly(name))
-run(sorted(Path(sys.argv[2]).glob("part-*")), Path(sys.argv[3]), Options(memory=1 << 16), 1, lambda counts: None)
+for name in ("fsync", "replace", "pread", "open"):
+    setattr(os, name, deadly(getattr(os, name)))
+real_lines = dedup.shard_lines
+dedup.shard_lines = lambda path: (line for line in real_lines(path) if tick() is None)
+dedup.run(sorted(Path(sys.argv[2]).glob("part-*")), Path(sys.argv[3]), dedup.Options(memory=1 << 16), 1, lambda _: None)
+print(left[0])
 """
 
 
-def check_kills(tmp_path: Path, points: Sequence[int]) -> None:
-    """Kill a run at its n-th call that touches the disk; nothing half stands there, and the next run ends as if alone."""
+def run_killed(after: int, folder: Path) -> subprocess.CompletedProcess[str]:
+    """A run that is killed at the call after so many that touch the disk, or copy a line."""
+    return subprocess.run([sys.executable, "-c", KILLED, str(after), str(folder / "in"), str(folder / "out")],
+                          cwd=REPOSITORY, timeout=60, capture_output=True, text=True)
+
+
+def check_kills(tmp_path: Path, points: int) -> None:
+    """Nothing half stands there after a kill, and the next run ends as if there had been none."""
     shards = write(plant(9, originals=4, words=60), tmp_path / "in")
     deduplicate(shards, tmp_path / "alone")
-    whole = files_of(tmp_path / "alone")
-    for point in points:
-        shutil.rmtree(tmp_path / "out", ignore_errors=True)
-        result = subprocess.run([sys.executable, "-c", KILLED, str(point), str(tmp_path / "in"), str(tmp_path / "out")],
-                                cwd=REPOSITORY, timeout=60)
-        assert result.returncode in (0, -signal.SIGKILL)
-        left = {name: content for name, content in files_of_flat(tmp_path / "out").items() if not name.startswith(".")}
-        assert all(whole[name] == content for name, content in left.items()), point
+    whole = visible(tmp_path / "alone")
+    calls = 10_000 - int(run_killed(10_000, tmp_path).stdout)
+    assert visible(tmp_path / "out") == whole and calls > 60
+    for point in range(points):
+        shutil.rmtree(tmp_path / "out")
+        after = calls * point // points
+        assert run_killed(after, tmp_path).returncode == -signal.SIGKILL
+        left = visible(tmp_path / "out")
+        assert all(whole[name] == content for name, content in left.items()), after
         deduplicate(shards, tmp_path / "out")
-        assert {name: content for name, content in files_of(tmp_path / "out").items() if name[0] != "."} == whole, point
-
-
-def files_of_flat(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.glob("*") if path.is_file()}
+        assert visible(tmp_path / "out") == whole, after
 
 
 def test_a_killed_run_leaves_nothing_half_and_is_finished_by_the_next(tmp_path: Path) -> None:
-    check_kills(tmp_path, [3, 17, 40])
+    check_kills(tmp_path, 4)
 
 
 @pytest.mark.slow
 def test_a_run_killed_anywhere_is_finished_by_the_next(tmp_path: Path) -> None:
-    check_kills(tmp_path, range(60))
+    check_kills(tmp_path, 60)
 
 
 PEAK = """
 import resource, sys
 from pathlib import Path
+from data.webtext import shards
 from data.webtext.dedup import Options, run
-run(sorted(Path(sys.argv[1]).glob("part-*")), Path(sys.argv[2]), Options(memory=16 << 20), 1, lambda counts: None)
+folder, output, memory, range_bytes = sys.argv[1:]
+shards.cut.__defaults__ = (int(range_bytes),)
+run(sorted(Path(folder).glob("part-*")), Path(output), Options(memory=int(memory)), 1, lambda counts: None)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
 
 
-def peak_memory(tmp_path: Path, documents: int, words: int) -> int:
+def peak_memory(tmp_path: Path, documents: int, phrases: int, memory: int, range_bytes: int) -> int:
     """Bytes that a run of its own takes for a corpus of distinct pages and some copies."""
     folder, rng, line = tmp_path / f"in{documents}", random.Random(0), b""
     folder.mkdir()
-    vocabulary = [f"w{number}" for number in range(1 << 16)]
+    pool = [f"a{n % 97} b{n % 89} c{n % 83} d{n}" for n in range(1 << 16)]  # shorter than a shingle
     for shard in range(4):
         with (folder / f"part-{shard:05d}.jsonl").open("wb") as file:
             for number in range(documents // 4):
                 if number % 10 or not line:
-                    line = Document(" ".join(rng.choices(vocabulary, k=words))).line()
+                    line = Document(" ".join(rng.choices(pool, k=phrases))).line()
                 file.write(line)
-    result = subprocess.run([sys.executable, "-c", PEAK, str(folder), str(tmp_path / f"out{documents}")],
-                            cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    arguments = [folder, tmp_path / f"out{documents}", memory, range_bytes]
+    result = subprocess.run([sys.executable, "-c", PEAK, *map(str, arguments)], cwd=REPOSITORY, capture_output=True,
+                            text=True, check=True)
     return int(result.stdout)
 
 
 def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
-    small, large = peak_memory(tmp_path, 4000, 20), peak_memory(tmp_path, 40_000, 20)
+    # Short pages show what is kept for each, and budgets are such that the small corpus uses them up.
+    small, large = (peak_memory(tmp_path, documents, 3, 1 << 20, 1 << 16) for documents in (4000, 16_000))
     assert large <= 1.1 * small
 
 
 @pytest.mark.slow
 def test_memory_is_that_of_a_hundredth_of_the_corpus(tmp_path: Path) -> None:
-    small, large = peak_memory(tmp_path, 2000, 800), peak_memory(tmp_path, 200_000, 800)  # 10 MB, 1 GB
-    assert large <= 1.1 * small
+    small, large = (peak_memory(tmp_path, documents, 280, 16 << 20, 1 << 20) for documents in (2000, 200_000))
+    assert large <= 1.1 * small  # of 10 MB and 1 GB

@@ -35,10 +35,16 @@ def test_rows_come_back_sorted_whatever_fits(memory: int, high: int, tmp_path: P
 def test_blocks_are_bounded_by_memory_even_if_all_rows_are_equal(tmp_path: Path) -> None:
     memory = 1 << 14
     sorter = RowSorter(tmp_path, 2, memory)
-    for _ in range(50):
+    for _ in range(10):
         sorter.add(np.ones((1000, 2), np.uint64))
     sizes = [block.nbytes for block in sorter.sorted()]
-    assert sum(sizes) == 50 * 1000 * 16 and max(sizes) <= memory // 4
+    assert sum(sizes) == 10 * 1000 * 16 and max(sizes) <= memory // 4
+
+
+def test_merging_takes_large_steps(tmp_path: Path) -> None:
+    sorter, rows = RowSorter(tmp_path, 1, 1 << 15), random_rows(np.random.default_rng(0), 50_000, 1, (1 << 64) - 1)
+    sorter.add(rows)
+    assert len(list(sorter.sorted())) < 3 * (50_000 * 8 / (1 << 13))  # a block is a quarter of memory; a third of that
 
 
 def test_rows_one_by_one_are_rows(tmp_path: Path) -> None:

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from data.webtext import words as module
-from data.webtext.words import UNSPACED, runs, words
+from data.webtext.words import UNSPACED, numbers_of, runs, words
 
-AWKWARD = ["", " ", "...", "a", "Hello, WORLD!", "don’t stop", "e\u0301te\u0301", "日本語 and 한국어", "x\u2028y\u0000z\ufeffw",
-           "İstanbul ŞIRNAK ﬁn", "\U0001f600 a\U0001f600b", "\U00020000\U00020001", "१२३ हिन्दी", "a_b-c/d", "สวัสดี", "\u3000。、"]
+AWKWARD = [
+    "", " ", "...", "a", "Hello, WORLD!", "don’t stop", "e\u0301te\u0301", "日本語 and 한국어", "x\u2028y\u0000z\ufeffw",
+    "İstanbul ŞIRNAK ﬁn", "\U0001f600 a\U0001f600b", "\U00020000\U00020001", "१२३ हिन्दी", "a_b-c/d", "สวัสดี",
+    "\u3000。、"]
 
 
 def slow_words(text: str) -> list[tuple[str, int, int]]:
@@ -44,6 +46,7 @@ def test_words_are_those_found_character_by_character(piece: int, monkeypatch: p
     numbers: dict[str, int] = {}
     for text in [*AWKWARD, *(random_text(rng, rng.randint(0, 300)) for _ in range(300))]:
         expected, found = slow_words(text), words(text)
+        assert (numbers_of(text) == found.numbers).all()
         assert list(zip(found.starts.tolist(), found.stops.tolist())) == [(a, b) for _, a, b in expected], repr(text)
         for (word, _, _), number in zip(expected, found.numbers.tolist(), strict=True):
             assert numbers.setdefault(word, number) == number
@@ -72,6 +75,7 @@ def test_runs_are_equal_where_the_words_are() -> None:
 
 
 def test_numbers_do_not_change_between_versions_of_this_code() -> None:
-    # Signature files on disk hold them: change minhash's or signatures.VERSION together with these.
-    assert words("Hello, wörld 日本").numbers.tolist() == []
-    assert runs(words("a b c d e").numbers, 5).tolist() == []
+    # Signature files on disk hold them: raise signatures.VERSION together with these.
+    assert words("Hello, wörld 日本").numbers.tolist() == [
+        14436853186599029085, 6754916799844202833, 3913650560111125320, 11557339308617255188]
+    assert runs(words("a b c d e").numbers, 5).tolist() == [7462623408334267199]
