@@ -80,19 +80,19 @@ def find(inputs: Sequence[str | Path], format: str = "auto") -> tuple[list[Sourc
             known = [name for name in visible if format != "auto" or format_of(str(name))]
             sources += [_source(path / name, str(name), format) for name in known]
             if len(known) < len(visible):
-                notes.append(f"{path}: {len(visible) - len(known)} of {len(visible)} files left out, of unknown kind")
+                notes.append(f"{path.name}: {len(visible) - len(known)} of {len(visible)} files left out, of unknown kind")
     if not sources:
         raise DataError(f"{' '.join(map(str, inputs))}: no file to read (known: {' '.join(FORMATS)}, "
                         f"each also with {' '.join(COMPRESSED)})")
     return sources, notes
 
 
-def shards_of(folder: Path, part: str = "") -> list[Source]:
-    """The shards of a complete stage in order; `part`: only those in this folder of it."""
+def shards_of(folder: Path) -> list[Source]:
+    """The shards of a complete stage, in order."""
     try:
         record = json.loads((folder / STAGE_FILE).read_bytes())
         found = [Source(str(folder / output["name"]), output["name"], "jsonl", output["bytes"], output["sha256"])
-                 for output in record["outputs"] if output["name"].startswith(part)]
+                 for output in record["outputs"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{folder / STAGE_FILE}: not the record of a stage ({error}); run its command again") from error
     for shard in found:

@@ -15,9 +15,8 @@ from data.storage import staged_file, write_json_atomic
 from data.webtext.counts import Counts
 from data.webtext.record import Record
 
-WIDTH = 640
-"""Of a plot, in pixels."""
-BAR = 18
+LABEL, BAR, ROW = 320, 360, 18
+"""Of a plot, in pixels: room for the labels, length of the longest bar, height of a row."""
 KEPT, DROPPED = "#2a7", "#c54"
 STYLE = ("body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#222}"
          "table{border-collapse:collapse}td,th{padding:.2em .8em;text-align:right;border-bottom:1px solid #ddd}"
@@ -84,12 +83,14 @@ def page(records: Sequence[Record], corpora: Sequence[dict[str, Any]]) -> str:
 
 def plot(bars: Sequence[tuple[str, int, str]]) -> str:
     """Horizontal bars (label, number, colour) as SVG."""
-    most = max((number for _, number, _ in bars), default=0)
-    drawn = [f'<text x="210" y="{y + 13}" text-anchor="end">{escape(label)}</text>'
-             f'<rect x="216" y="{y}" width="{(WIDTH - 300) * number / most if most else 0:.1f}" height="{BAR - 4}" '
-             f'fill="{colour}"/><text x="{220 + (WIDTH - 300) * number / most if most else 220:.1f}" y="{y + 13}">'
-             f"{number:,}</text>" for y, (label, number, colour) in zip(range(0, BAR * len(bars), BAR), bars)]
-    return f'<svg width="{WIDTH}" height="{BAR * len(bars)}">{"".join(drawn)}</svg>'
+    most = max((number for _, number, _ in bars), default=0) or 1
+    drawn = []
+    for place, (label, number, colour) in enumerate(bars):
+        y, length = ROW * place, BAR * number / most
+        drawn.append(f'<text x="{LABEL - 6}" y="{y + 13}" text-anchor="end">{escape(label)}</text>'
+                     f'<rect x="{LABEL}" y="{y}" width="{length:.1f}" height="{ROW - 4}" fill="{colour}"/>'
+                     f'<text x="{LABEL + length + 6:.1f}" y="{y + 13}">{number:,}</text>')
+    return f'<svg width="{LABEL + BAR + 100}" height="{ROW * len(bars)}">{"".join(drawn)}</svg>'
 
 
 def _largest(counts: Counts) -> list[tuple[str, int]]:

@@ -29,7 +29,6 @@ from data.webtext.shards import share, shard_name
 
 SHARD_BYTES = 1 << 24
 
-
 Report = Callable[[Counts], None]
 """A global stage calls it with the counts of what it has just written."""
 Run = Callable[[Sequence[Path], Path, Any, int, Report], None]
@@ -90,7 +89,7 @@ def run_map(stage: MapStage, inputs: Sequence[str | Path], output: Path, reading
     then = stage.then if work.shard == WHOLE else None
     parameters = asdict(stage.options) | {
         "reading": asdict(reading), "shard_bytes": work.shard_bytes, "then": then and {then.name: asdict(then.options)},
-        "files": [crc32_file(path) for path in stage.files]}
+        "files": checksums(stage.files)}
     key = make_key(stage.name, parameters, fingerprints(used, work.workers), work.shard)
     with building(output, key) as (record, folder):
         if record:
@@ -114,7 +113,8 @@ def run_global(stage: GlobalStage, inputs: Sequence[str | Path], output: Path, w
     preparing = stage.prepare_share if work.shard != WHOLE else None
     parameters = asdict(stage.options)
     if "part" in parameters:
-        stage, _ = replace(stage, options=replace(stage.options, part=work.shard)), parameters.pop("part")
+        del parameters["part"]  # the key names the share apart from them, so that `merge` can compare them
+        stage = replace(stage, options=replace(stage.options, part=work.shard))
     elif work.shard != WHOLE and not preparing:
         raise DataError(f"{stage.name} --shard: this stage cannot be shared between machines; leave it out")
     key = make_key(stage.name, parameters, fingerprints(sources, work.workers), WHOLE if preparing else work.shard)
@@ -151,13 +151,19 @@ def bar_of(name: str, size: int) -> tqdm[NoReturn]:
 
 def fingerprints(sources: Sequence[Source], workers: int) -> list[dict[str, Any]]:
     """Name and content of every input; files that are no shards are read for it."""
-    unknown = [source.path for source in sources if source.sha256 is None]
+    unknown = [source for source in sources if source.sha256 is None]
+    large = sum(source.size for source in unknown) > SHARD_BYTES  # worth starting processes for
+    crcs = dict(zip(unknown, checksums([source.path for source in unknown], workers if large else 1)))
+    return [{"name": source.name, "format": source.format, "bytes": source.size,
+             "content": source.sha256 or crcs[source]} for source in sources]
+
+
+def checksums(paths: Sequence[str], workers: int = 1) -> list[str]:
+    """Of the content of each file."""
     try:
-        crcs = dict(zip(unknown, ordered_map(crc32_file, unknown, min(workers, len(unknown) // 64))))
+        return list(ordered_map(crc32_file, paths, min(workers, len(paths))))
     except OSError as error:
         raise DataError(f"{error.filename}: cannot read: {error.strerror}") from error
-    return [{"name": source.name, "format": source.format, "bytes": source.size,
-             "content": source.sha256 or crcs[source.path]} for source in sources]
 
 
 def finish(jobs: Sequence[Job], stage: MapStage, reading: Reading, work: Work) -> list[tuple[Output, Counts]]:
@@ -175,7 +181,7 @@ def finish(jobs: Sequence[Job], stage: MapStage, reading: Reading, work: Work) -
 
 def make_part(job: Job, stage: MapStage, reading: Reading) -> tuple[Output, Counts]:
     """Run the stage over one unit; the shard first, then the record beside it that says so."""
-    function = function_of(stage, tuple(map(crc32_file, stage.files)))
+    function = function_of(stage, tuple(checksums(stage.files)))
     counts, sha256 = Counts(), hashlib.sha256()
     with staged_file(job.target) as file:
         for record in read_unit(job.unit, reading):

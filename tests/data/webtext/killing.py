@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -19,7 +20,9 @@ EVENTS = ("replace", "fsync", "unlink", "mkdir", "rmdir", "link")
 def in_a_fork(function: Callable[[], object], stop: int | None = None) -> int:
     """Run the function, killed before its `stop`-th event. Returns how many events it met; -1 if it was killed."""
     read, write = os.pipe()
-    child = os.fork()
+    with warnings.catch_warnings():  # of Python 3.12, that threads do not live on in the child: it needs none
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
     if not child:
         code = 1
         try:

@@ -175,7 +175,7 @@ def test_names_that_say_nothing_are_refused_alone_and_left_out_of_folders(tmp_pa
         (tmp_path / name).write_text('{"text": "a"}\n')
     sources, notes = find([tmp_path])
     assert [source.name for source in sources] == ["a.jsonl", "c.JSONL"]
-    assert notes == [f"{tmp_path}: 1 of 3 files left out, of unknown kind"]
+    assert notes == [f"{tmp_path.name}: 1 of 3 files left out, of unknown kind"]
     with pytest.raises(DataError, match="b.dat: its name does not say what it holds.*--format"):
         find([tmp_path / "b.dat"])
     assert find([tmp_path / "b.dat"], "jsonl")[0][0].format == "jsonl"
