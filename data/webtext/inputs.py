@@ -80,7 +80,8 @@ def find(inputs: Sequence[str | Path], format: str = "auto") -> tuple[list[Sourc
             known = [name for name in visible if format != "auto" or format_of(str(name))]
             sources += [_source(path / name, str(name), format) for name in known]
             if len(known) < len(visible):
-                notes.append(f"{path.name}: {len(visible) - len(known)} of {len(visible)} files left out, of unknown kind")
+                unknown = len(visible) - len(known)
+                notes.append(f"{path.name}: {unknown} of {len(visible)} files left out, of unknown kind")
     if not sources:
         raise DataError(f"{' '.join(map(str, inputs))}: no file to read (known: {' '.join(FORMATS)}, "
                         f"each also with {' '.join(COMPRESSED)})")

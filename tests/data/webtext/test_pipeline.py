@@ -19,6 +19,7 @@ from data.storage import DataError
 from data.tokenizer import ByteLevelTokenizer
 from data.webtext.__main__ import main
 from data.webtext.sample import build as build_sample
+from tests.data.webtext import planted
 from tests.data.webtext.killing import in_a_fork
 from tests.data.webtext.test_map_stages import FOREIGN
 from tests.data.webtext.test_runner import contents
@@ -142,6 +143,19 @@ def test_stages_by_hand_on_two_machines_end_in_the_same_documents(raw: Path, who
     main(["dedup", str(tmp_path / "q"), "--output", str(tmp_path / "d"), *flags])
     main(["dedup", str(tmp_path / "q"), "--output", str(tmp_path / "d2"), *flags])
     assert contents(tmp_path / "d") == contents(tmp_path / "d2")
+
+
+def test_the_truth_of_a_planted_corpus_is_found(tmp_path: Path) -> None:
+    pages = planted.plant(seed=5, originals=30, rates=(0.01, 0.2))
+    planted.write(pages, tmp_path / "raw")
+    (tmp_path / "eval.txt").write_text(planted.EVALUATION)
+    main([*arguments(tmp_path / "raw", tmp_path / "out"), "--evaluation", str(tmp_path / "eval.txt"),
+          "--shard-bytes", "100K"])
+    found = {json.loads(line)["text"] for shard in (tmp_path / "out" / "8-split").glob("*/part-*")
+             for line in shard.read_bytes().splitlines()}
+    expected = {page.clean or page.text for page in pages
+                if page.kind in ("original", "boilerplate", "broken") or page.kind == "near" and page.rate == 0.2}
+    assert found == expected
 
 
 def test_evaluation_text_is_kept_out(raw: Path, tmp_path: Path) -> None:
