@@ -17,6 +17,7 @@ from data.facts import read_facts
 from data.preprocess import build_corpus
 from data.storage import DataError, make_folder, write_json_atomic, writing
 from data.tokenizer import Tokenizer
+from data.webtext.flags import ORDER
 from data.webtext.inputs import shards_of
 from data.webtext.reading import Reading
 from data.webtext.record import Record, make_key, read_json
@@ -42,9 +43,9 @@ def run(raw: Sequence[str], output: Path, plan: Plan, reading: Reading, work: Wo
     inputs: list[str | Path] = list(raw)
     # Later stages read what we wrote; a line of it is longer than its text, by its escapes.
     later = Reading(on_error=reading.on_error, max_bytes=8 * reading.max_bytes)
-    for number, stage in enumerate(plan.stages, start=1):
-        folder = make_folder(output) / f"{number}-{stage.name}"
-        record = run_stage(stage, inputs, folder, reading if number == 1 else later, work)
+    for stage in plan.stages:
+        folder = make_folder(output) / f"{ORDER.index(stage.name) + 1}-{stage.name}"
+        record = run_stage(stage, inputs, folder, later if records else reading, work)
         assert record, "a whole run is no share"
         print(line(record), file=sys.stderr, flush=True)
         records.append(record)
