@@ -89,7 +89,7 @@ def unchanged(document: Document) -> Document:
 
 def add_urls(parser: Parser) -> None:
     parser.add_argument("--blacklist-domains", metavar="FILE", help="one a line, in place of the built-in list")
-    parser.add_argument("--blacklist-extensions", metavar="FILE", help="the same, `.pdf`")
+    parser.add_argument("--blacklist-extensions", metavar="FILE", help="the same, of file names")
 
 
 def build_urls(args: argparse.Namespace) -> Stage:
@@ -97,7 +97,8 @@ def build_urls(args: argparse.Namespace) -> Stage:
     if args.blacklist_domains:
         options = replace(options, domains=urls.read_list(args.blacklist_domains))
     if args.blacklist_extensions:
-        options = replace(options, extensions=urls.read_list(args.blacklist_extensions))
+        named = urls.read_list(args.blacklist_extensions)
+        options = replace(options, extensions=tuple(f".{name.removeprefix('.')}" for name in named))
     return MapStage("urls", urls.make, options, then=build_unique(args))
 
 

@@ -39,7 +39,7 @@ class Plan:
 
 def run(raw: Sequence[str], output: Path, plan: Plan, reading: Reading, work: Work) -> list[Record]:
     """Bring every stage to its end; the records of all."""
-    records = []
+    records: list[Record] = []
     inputs: list[str | Path] = list(raw)
     # Later stages read what we wrote; a line of it is longer than its text, by its escapes.
     later = Reading(on_error=reading.on_error, max_bytes=8 * reading.max_bytes)
