@@ -121,6 +121,7 @@ def add_clean(parser: Parser) -> None:
 
 
 def build_clean(args: argparse.Namespace) -> Stage:
+    clean.mender()  # if its package is missing, say so before the first stage
     return MapStage("clean", clean.make, clean.CleanOptions(args.min_tokens))
 
 
