@@ -59,8 +59,7 @@ def test_black_lists_can_be_files(tmp_path: Path) -> None:
         urls.read_list("no such list")
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("memory", [1 << 28, 4096])
+@pytest.mark.parametrize(("workers", "memory"), [(1, 1 << 28), (1, 4096), (2, 4096)])
 def test_the_first_document_of_each_address_is_kept_as_a_set_would_have_it(tmp_path: Path, workers: int,
                                                                            memory: int) -> None:
     rng = random.Random(0)
