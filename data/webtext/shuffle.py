@@ -18,7 +18,7 @@ import numpy as np
 from data.storage import make_folder, staged_file
 from data.webtext.counts import Counts
 from data.webtext.external import LineBuckets
-from data.webtext.shards import shard_lines, shard_name, share
+from data.webtext.shards import shard_lines, shard_name, share, whole
 from data.webtext.words import mix
 
 Report = Callable[[Counts], None]
@@ -37,11 +37,11 @@ class Options:
 def run(inputs: Sequence[Path], output: Path, options: Options, workers: int, report: Report) -> None:
     """Write the shards. Moving bytes is all the work, so one process does it, whatever `workers` says."""
     work = make_folder(output / ".work")
-    total = options.shards or len(inputs)
+    total = options.shards or max(1, len(inputs))
     wanted = share(total, *options.part)
-    size = sum(path.stat().st_size for path in inputs)
+    size = sum(whole(path).stop for path in inputs)
     finer = max(1, -(-4 * size // (options.memory * total)))  # buckets of a shard; a bucket takes a quarter of memory
-    buckets = LineBuckets(work, len(wanted) * finer, options.memory // 2)
+    buckets = LineBuckets(work, max(1, len(wanted) * finer), options.memory // 2)
     for key, line in zip(keys(options.seed), chain.from_iterable(map(shard_lines, inputs))):
         bucket = (key * total * finer >> 64) - wanted.start * finer
         if 0 <= bucket < len(wanted) * finer:

@@ -64,6 +64,17 @@ def test_memory_shards_and_machines_do_not_change_the_order(tmp_path: Path) -> N
     assert files_of(tmp_path / "c") == files_of(tmp_path / "d")
 
 
+def test_nothing_to_shuffle_and_more_machines_than_shards(tmp_path: Path) -> None:
+    shuffle.run([], tmp_path / "none", shuffle.Options(), 1, lambda _: None)
+    assert files_of(tmp_path / "none") == {shard_name(0): b""}
+    shards = write_shards(tmp_path / "in", [5])
+    for machine in range(3):
+        shuffle.run(shards, tmp_path / "out", shuffle.Options(part=(machine, 3)), 1, lambda _: None)
+    assert sorted(numbers_of(tmp_path / "out")) == list(range(5))
+    with pytest.raises(DataError, match="part-00007.jsonl: cannot read"):
+        shuffle.run([tmp_path / shard_name(7)], tmp_path / "bad", shuffle.Options(), 1, lambda _: None)
+
+
 def test_every_place_is_equally_likely_and_seeds_differ() -> None:
     places = np.array([np.argsort(np.argsort(list(islice(shuffle.keys(seed), 100)))) for seed in range(300)])
     assert len({tuple(row) for row in places.tolist()}) == 300
