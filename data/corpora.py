@@ -192,8 +192,8 @@ def _default_prefix() -> str:
 def _webtext_prefix() -> str:
     prefix = os.environ.get("WEBTEXT_PREFIX") or str(Path(__file__).resolve().parent / "webtext" / "corpus")
     if not os.path.exists(prefix + ".idx"):
-        raise DataError(f"webtext: {prefix}.idx is missing; set WEBTEXT_PREFIX, or build it: python -m data.preprocess "
-                        f"--input webtext.jsonl --output-prefix {prefix} --append-eod")
+        raise DataError(f"webtext: {prefix}.idx is missing; set WEBTEXT_PREFIX, or build it: "
+                        "bash scripts/preprocess_webtext.sh")
     return prefix
 
 

@@ -38,6 +38,12 @@ FLOORS: tuple[tuple[str, str], ...] = (
         data.tokenizer_base data.bpe_engines data.gpt2_bpe data.sentencepiece_model data.tokenizer
         data.cli data.jsonl data.parallel data.preprocess data.default_corpus data.verify data.merge data.split_json
         data.importers data.corpora
+        data.webtext data.webtext.document data.webtext.counts data.webtext.jsonarray data.webtext.inputs
+        data.webtext.reading data.webtext.record data.webtext.folder data.webtext.shards data.webtext.runner
+        data.webtext.external data.webtext.words data.webtext.minhash data.webtext.signatures data.webtext.near
+        data.webtext.url_lists data.webtext.urls data.webtext.markup data.webtext.extract data.webtext.clean
+        data.webtext.language data.webtext.dedup data.webtext.decontaminate data.webtext.shuffle data.webtext.split
+        data.webtext.flags data.webtext.report data.webtext.pipeline data.webtext.sample data.webtext.__main__
     """),
     ("2: the model, and what is put on its blocks from outside", """
         megatron.model.init megatron.model.attention megatron.model.mlp megatron.model.block megatron.model.gpt2

@@ -141,7 +141,7 @@ def test_missing_data_is_refused_with_the_command_that_makes_it(
         folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpora, "DEFAULT_FOLDER", folder / "none")
     monkeypatch.delenv("WEBTEXT_PREFIX", raising=False)
-    for source, message in (("default", "python -m data.default_corpus"), ("webtext", "python -m data.preprocess"),
+    for source, message in (("default", "python -m data.default_corpus"), ("webtext", "preprocess_webtext.sh"),
                             ("missing", "missing.idx: cannot read"), ("missing.jsonl", "missing.jsonl: cannot read")):
         with pytest.raises(DataError, match=message):
             opened(source)

@@ -1,0 +1,84 @@
+"""`python -m data.webtext`: each stage as a command, `run` for all of them, `merge` for what several machines did."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from data import tokenizer as tokenizers
+from data.cli import Parser, run
+from data.webtext import flags, pipeline
+from data.webtext.folder import run_merge
+from data.webtext.report import line
+
+
+def build_parser() -> Parser:
+    parser = Parser("data.webtext", "From pages of the web to a corpus. Each command reads files, or the folder of "
+                    "the stage before, and writes a folder of shards.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in flags.STAGES.items():
+        stage = commands.add_parser(name, help=command.help, description=command.help)
+        command.add(stage)
+        if name in flags.SEEDED:
+            flags.add_seed(stage)
+        add_common(stage, "IN")
+    everything = commands.add_parser("run", help="all stages in order, then tokens and a report",
+                                     description="All stages in order, then tokens and a report.")
+    for name in flags.ORDER:
+        flags.STAGES[name].add(everything)
+    flags.add_seed(everything)
+    add_run(everything)
+    add_common(everything, "RAW", share=False)
+    merge = commands.add_parser("merge", help="one folder of the shares of several machines",
+                                description="One folder of the shares of several machines.")
+    merge.add_argument("inputs", nargs="+", type=Path, metavar="FOLDER")
+    merge.add_argument("--output", type=Path, required=True, metavar="DIR")
+    return parser
+
+
+def add_common(parser: Parser, what: str, *, share: bool = True) -> None:
+    parser.add_argument("inputs", nargs="+", metavar=what, help="files, folders of files, folders of stages")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR")
+    flags.add_reading(parser)
+    flags.add_work(parser, share=share)
+
+
+def add_run(parser: Parser) -> None:
+    parser.add_argument("--skip", nargs="+", choices=flags.ORDER, default=[], metavar="STAGE", help="leave these out")
+    parser.add_argument("--output-prefix", type=Path, metavar="PREFIX", help="of the tokens (default: DIR/corpus)")
+    parser.add_argument("--tokenizer-type", default="GPT2BPETokenizer", help=f"one of {', '.join(tokenizers.KINDS)}")
+    parser.add_argument("--vocab-file", help="GPT-2's vocab.json, or the text of a character vocabulary")
+    parser.add_argument("--merge-file", help="GPT-2's merges; without it the packaged vocabulary is used")
+    parser.add_argument("--tokenizer-path", help="a SentencePiece model")
+
+
+def run_all(args: argparse.Namespace) -> None:
+    left_out = {*args.skip, *(() if args.evaluation else ("decontaminate",))}
+    stages = tuple(flags.STAGES[name].build(args) for name in flags.ORDER if name not in left_out)
+    tokenizer = tokenizers.build(args.tokenizer_type, args.vocab_file, args.merge_file, args.tokenizer_path)
+    plan = pipeline.Plan(stages, tokenizer, args.output_prefix or args.output / "corpus")
+    pipeline.run(args.inputs, args.output, plan, flags.reading_of(args), flags.work_of(args))
+    print((args.output / "report.txt").read_text(encoding="utf-8"), end="")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = build_parser().parse_args(argv)
+    if args.command == "run":
+        run_all(args)
+        return
+    if args.command == "merge":
+        record = run_merge(args.inputs, args.output)
+    else:
+        stage = flags.STAGES[args.command].build(args)
+        done = pipeline.run_stage(stage, args.inputs, args.output, flags.reading_of(args), flags.work_of(args))
+        if done is None:
+            print(f"{args.command}: share {args.shard[0]}/{args.shard[1]} is prepared", file=sys.stderr)
+            return
+        record = done
+    print(line(record), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,97 @@
+"""`clean`: repaired text, one kind of white space, nothing too short.
+
+ftfy mends what went wrong between encodings, HTML entities and control characters. What is merely unusual stays: curly
+quotes, ligatures, wide letters, any normal form. A text with nothing wrong comes out as it went in, to the byte.
+
+White space: lines end in "\\n", without spaces or tabs before it; no more than one blank line in a row; none at the
+start and the end of the text.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from data.gpt2_bpe import GPT2BPETokenizer
+from data.storage import DataError
+from data.webtext.document import Document, Drop, Function
+
+_LINE_ENDS = re.compile("\r\n?|[\u2028\u2029]")
+_BLANK_LINES = re.compile("\n{3,}")
+# What ftfy looks for: control characters, entities, mojibake (its signs have an odd one for the beginning of a line).
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u206a-\u206f\ufeff\ufff9-\ufffc\ud800-\udfff]")
+_ENTITY = re.compile(r"&#?\w{1,24};")
+ODD_BEGINNINGS = ("\nÃ ", "\nÂ ")
+# No sign of mojibake holds one of these with nothing but ASCII at its sides; they are most of what is not ASCII.
+_HARMLESS = re.compile(r"(?<=[a-zA-Z\s.,])[‘’“”–—](?=[a-zA-Z\s])")
+_NOT_ASCII = re.compile("[^\x00-\x7f]+")
+WINDOW = 4
+"""ftfy's signs of mojibake are at most five characters, at least one of them not ASCII."""
+
+LONG_TOKENS = 8
+"""Characters; English has about 4.5 a token. A text of `min_tokens` times as many is long enough without counting."""
+
+
+@dataclass(frozen=True)
+class CleanOptions:
+    """Flags of the command line."""
+
+    min_tokens: int = 128
+    """GPT-2 tokens."""
+
+
+def make(options: CleanOptions) -> Function:
+    mend = mender()
+    tokenizer = GPT2BPETokenizer()
+
+    def clean(document: Document) -> Document | Drop:
+        text = tidy(mend(document.text))
+        if not text:
+            return Drop("empty")
+        if len(text) < LONG_TOKENS * options.min_tokens and len(tokenizer.encode(text)) < options.min_tokens:
+            return Drop("too short")
+        return replace(document, text=text)
+
+    return clean
+
+
+def mender() -> Callable[[str], str]:
+    """ftfy, asked only about lines that it could want to change: most have none, and asking costs milliseconds."""
+    if importlib.util.find_spec("ftfy") is None:
+        raise DataError("clean needs a package: pip install ftfy")
+    import ftfy
+    from ftfy.badness import is_bad
+
+    config = ftfy.TextFixerConfig(uncurl_quotes=False, fix_latin_ligatures=False, fix_character_width=False,
+                                  normalization=None, explain=False)
+
+    def suspect(text: str) -> bool:
+        if _CONTROL.search(text) or "&" in text and _ENTITY.search(text):
+            return True
+        if text.isascii():
+            return False
+        if any(beginning in text for beginning in ODD_BEGINNINGS):
+            return True
+        text = _HARMLESS.sub("x", text)
+        return any(is_bad(text[max(0, run.start() - WINDOW):run.end() + WINDOW]) for run in _NOT_ASCII.finditer(text))
+
+    def mend(text: str) -> str:
+        if any(character in text for character in "\r\u2028\u2029"):
+            text = _LINE_ENDS.sub("\n", text)
+        if not suspect(text):
+            return text
+        # In a text about markup, an entity is probably meant as it stands.
+        choice = config._replace(unescape_html="<" not in text)
+        return "\n".join(str(ftfy.fix_text(line, choice)) if suspect(line) else line
+                         for line in text.split("\n"))
+
+    return mend
+
+
+def tidy(text: str) -> str:
+    """White space as the module says. Linear in the text, whatever it holds."""
+    if " \n" in text or "\t\n" in text:
+        text = "\n".join(line.rstrip(" \t") for line in text.split("\n"))
+    return _BLANK_LINES.sub("\n\n", text).strip()

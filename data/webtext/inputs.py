@@ -1,0 +1,199 @@
+"""Files of any kind -> work of equal size.
+
+A *source* is one file with its format and compression; a folder stands for the files in it. A *piece* is a range of the
+bytes of a source, a *unit* some pieces that are worked on together and become one shard of output. Units depend on the
+files and the wanted shard size only, so every machine cuts the same ones.
+
+Formats: `jsonl` (one object a line), `array` (one JSON array of objects), `object` (one object), `text` and `html` (the
+file is the document), `urls` (an address a line). Only uncompressed lines can be cut: a compressed file, like an array,
+is one piece however large it is, read as a stream.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import lzma
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import BinaryIO, cast
+
+from data.storage import DataError
+
+STAGE_FILE = "stage.json"
+WORK = ".work"
+"""In the folder of a stage while it is made."""
+LINES = ("jsonl", "urls")
+FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".txt": "text", ".html": "html", ".htm": "html",
+           ".xhtml": "html"}
+COMPRESSED = (".gz", ".xz", ".zst")
+CHOICES = ("auto", "jsonl", "json", "text", "html", "urls")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file."""
+
+    path: str
+    name: str
+    """Its place in the folder that was named, or its own name: what output may depend on."""
+    format: str
+    size: int
+    sha256: str | None = None
+    """Known of a shard."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The lines that begin in [start, stop), or all of a source that cannot be cut (stop None)."""
+
+    source: Source
+    start: int = 0
+    stop: int | None = None
+
+
+Unit = tuple[Piece, ...]
+
+
+def find(inputs: Sequence[str | Path], format: str = "auto") -> tuple[list[Source], list[str]]:
+    """The sources behind some paths, in the order given and by name within a folder; and notes on what is left out.
+
+    Left out are, in folders only, files whose names do not say what they hold. Hidden files are no input.
+    """
+    sources: list[Source] = []
+    notes = []
+    for path in map(Path, inputs):
+        if not path.is_dir():
+            sources.append(_source(path, path.name, format))
+        elif (path / STAGE_FILE).exists():
+            sources += shards_of(path)
+        elif (path / WORK).exists():
+            raise DataError(f"{path}: this stage is not complete; run its command again first")
+        else:
+            inside = sorted(file.relative_to(path) for file in path.rglob("*") if file.is_file())
+            visible = [name for name in inside if not any(part.startswith(".") for part in name.parts)]
+            known = [name for name in visible if format != "auto" or format_of(str(name))]
+            sources += [_source(path / name, str(name), format) for name in known]
+            if len(known) < len(visible):
+                unknown = len(visible) - len(known)
+                notes.append(f"{path.name}: {unknown} of {len(visible)} files left out, of unknown kind")
+    if not sources:
+        raise DataError(f"{' '.join(map(str, inputs))}: no file to read (known: {' '.join(FORMATS)}, "
+                        f"each also with {' '.join(COMPRESSED)})")
+    return sources, notes
+
+
+def shards_of(folder: Path) -> list[Source]:
+    """The shards of a complete stage, in order."""
+    try:
+        record = json.loads((folder / STAGE_FILE).read_bytes())
+        found = [Source(str(folder / output["name"]), output["name"], "jsonl", output["bytes"], output["sha256"])
+                 for output in record["outputs"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{folder / STAGE_FILE}: not the record of a stage ({error}); run its command again") from error
+    for shard in found:
+        size = Path(shard.path).stat().st_size if Path(shard.path).is_file() else None
+        if size != shard.size:
+            raise DataError(f"{shard.path}: expected {shard.size} bytes ({STAGE_FILE}), found {size or 'no file'}; "
+                            "remove the folder and run its command again")
+    return found
+
+
+def format_of(name: str) -> str:
+    """What a name says of the content, under any compression; "" if nothing."""
+    path = Path(name.lower())
+    return FORMATS.get((path.with_suffix("") if path.suffix in COMPRESSED else path).suffix, "")
+
+
+def _source(path: Path, name: str, format: str) -> Source:
+    if format == "auto":
+        format = format_of(name)
+    if not format:
+        raise DataError(f"{path}: its name does not say what it holds; expected {' '.join(FORMATS)}, or give --format")
+    try:
+        size = path.stat().st_size
+        return Source(str(path), name, _look(path) if format == "json" else format, size)
+    except OSError as error:
+        raise DataError(f"{path}: cannot read: {error.strerror or error}") from error
+
+
+def _look(path: Path) -> str:
+    """What a .json file is: an array, one object on several lines, or (the usual name of it) objects line by line."""
+    try:
+        with opened(str(path)) as file:
+            first = file.readline(1 << 16).removeprefix(b"\xef\xbb\xbf").strip()
+            while not first and (line := file.readline(1 << 16)):
+                first = line.strip()
+    except DAMAGED:  # counted when it is read for good
+        return "jsonl"
+    return "array" if first.startswith(b"[") else "object" if first == b"{" else "jsonl"
+
+
+def plan(sources: Iterable[Source], shard_bytes: int) -> list[Unit]:
+    """Units of about `shard_bytes`: large files of lines are cut, small files put together."""
+    units: list[Unit] = []
+    unit: list[Piece] = []
+    filled = 0
+    for piece in (piece for source in sources for piece in _cut(source, shard_bytes)):
+        size = (piece.source.size if piece.stop is None else piece.stop) - piece.start
+        if unit and filled + size > shard_bytes:
+            units.append(tuple(unit))
+            unit, filled = [], 0
+        unit.append(piece)
+        filled += size
+    return [*units, tuple(unit)] if unit else units
+
+
+def _cut(source: Source, shard_bytes: int) -> Iterator[Piece]:
+    if source.format not in LINES or source.path.lower().endswith(COMPRESSED):
+        yield Piece(source)
+        return
+    count = max(1, -(-source.size // shard_bytes))
+    edges = [source.size * k // count for k in range(count + 1)]
+    yield from (Piece(source, start, stop) for start, stop in zip(edges, edges[1:]))
+
+
+def _zstandard() -> ModuleType | None:
+    try:
+        from compression import zstd  # Python 3.14
+    except ImportError:
+        try:
+            from backports import zstd
+        except ImportError:
+            return None
+    return cast(ModuleType, zstd)
+
+
+ZSTD = _zstandard()
+DAMAGED: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error, lzma.LZMAError,
+                                        *((ZSTD.ZstdError,) if ZSTD else ()))
+"""What reading a compressed file that is cut off or damaged can raise."""
+
+
+@contextmanager
+def opened(path: str) -> Iterator[BinaryIO]:
+    """The bytes of a file, decompressed by its name."""
+    file: object
+    name = path.lower()
+    if name.endswith(".gz"):
+        file = gzip.open(path)
+    elif name.endswith(".xz"):
+        file = lzma.open(path)
+    elif name.endswith(".zst"):
+        if ZSTD is None:
+            raise DataError(f"{path}: reading .zst needs a package: pip install backports.zstd")
+        file = ZSTD.open(path)
+    else:
+        file = open(path, "rb", buffering=0)
+    with io.BufferedReader(cast(io.RawIOBase, file), 1 << 18) as buffered:
+        yield cast(BinaryIO, buffered)
+
+
+def total_size(unit: Unit) -> int:
+    """Bytes on the disk."""
+    return sum((piece.source.size if piece.stop is None else piece.stop) - piece.start for piece in unit)

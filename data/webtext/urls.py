@@ -1,0 +1,168 @@
+"""`urls`: leave out documents by their address, before anything is done to their text.
+
+Dropped: an address that is malformed or too short to be a page's, one on the black list of domains or extensions, and
+every document but the first with the same address. Documents without an address stay.
+
+Two passes, each like a stage of its own: one looks at single documents, the other (`run_unique`) compares all, with the
+sorter on disk. Addresses are the same when host (case, `www.`), port, path and query are; scheme and fragment do not
+matter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from urllib.parse import SplitResult, urlsplit
+
+import numpy as np
+
+from data.parallel import ordered_map
+from data.storage import DataError, staged_file
+from data.webtext.counts import Counts
+from data.webtext.document import Document, Drop, Function, parse
+from data.webtext.external import Rows, RowSorter
+from data.webtext.shards import shard_lines, shard_name, share
+from data.webtext.url_lists import DOMAINS, EXTENSIONS
+
+_FORBIDDEN = re.compile(r"[\s\x00-\x20\x7f<>\"{}|\\^`]")
+_LABEL = re.compile(r"[^\W_](?:[\w-]{0,61}[^\W_])?")
+DUPLICATE = "duplicate URL"
+
+
+@dataclass(frozen=True)
+class UrlOptions:
+    """Flags of the command line."""
+
+    domains: tuple[str, ...] = tuple(sorted(DOMAINS))
+    extensions: tuple[str, ...] = tuple(sorted(EXTENSIONS))
+    shortest: int = 9
+    """Characters; `http://a` is no page."""
+
+
+@dataclass(frozen=True)
+class UniqueOptions:
+    """How the second pass is run."""
+
+    memory: int = 1 << 28
+    part: tuple[int, int] = (0, 1)
+    """(i, n): write the i-th n-th of the shards."""
+
+
+def read_list(path: str) -> tuple[str, ...]:
+    """A black list: one entry a line, `#` begins a comment."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot read: {getattr(error, 'strerror', None) or error}") from error
+    return tuple(sorted({entry.lower() for line in lines if (entry := line.partition("#")[0].strip())}))
+
+
+def make(options: UrlOptions) -> Function:
+    domains, extensions = frozenset(options.domains), frozenset(options.extensions)
+
+    def check(document: Document) -> Document | Drop:
+        url = document.url
+        if url is None:
+            return document
+        if len(url) < options.shortest:
+            return Drop("short URL")
+        parts = split(url)
+        if parts is None:
+            return Drop("malformed URL")
+        labels = str(parts.hostname).removesuffix(".").split(".")
+        if any(".".join(labels[k:]) in domains for k in range(len(labels))):
+            return Drop("blacklisted domain")
+        name = parts.path.rpartition("/")[2].lower()
+        if "." in name and name[name.rindex("."):] in extensions:
+            return Drop("blacklisted extension")
+        return document
+
+    return check
+
+
+def split(url: str) -> SplitResult | None:
+    """The parts of a web address, or None if it is none."""
+    if _FORBIDDEN.search(url):
+        return None
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname or "", parts.port  # reading the port checks it
+    except ValueError:
+        return None
+    labels = host.removesuffix(".").split(".")
+    if parts.scheme.lower() not in ("http", "https") or len(labels) < 2 or not all(map(_LABEL.fullmatch, labels)):
+        return None
+    return parts
+
+
+def same_address(url: str) -> str:
+    """Equal for two spellings of one address."""
+    parts = split(url)
+    if parts is None:
+        return url
+    host = str(parts.hostname).removesuffix(".").removeprefix("www.")
+    return f"{host}:{parts.port or ''}{parts.path.rstrip('/')}?{parts.query}"
+
+
+def run_unique(inputs: Sequence[Path], output: Path, options: UniqueOptions, workers: int,
+               report: Callable[[Counts], None]) -> None:
+    """Of the documents with one address, keep the first."""
+    seen = RowSorter(output, 4, options.memory // 2)
+    for rows in ordered_map(addresses, enumerate(inputs), workers):
+        seen.add(rows)
+    repeated = RowSorter(output, 2, options.memory // 2)
+    last = np.empty((0, 4), np.uint64)
+    for block in seen.sorted():
+        rows = np.concatenate([last, block])
+        equal = (rows[1:, :2] == rows[:-1, :2]).all(axis=1)
+        repeated.add(rows[1:][equal][:, 2:])
+        last = block[-1:]
+    mine = share(len(inputs), *options.part)
+    tasks = islice(_tasks(inputs, output, repeated.sorted()), mine.start, mine.stop)
+    for counts in ordered_map(_copy, tasks, workers):
+        report(counts)
+
+
+def addresses(shard: tuple[int, Path]) -> Rows:
+    """Rows (hash of the address in two numbers, shard, line) of the documents of a shard that have an address."""
+    number, path = shard
+    rows = []
+    for place, line in enumerate(shard_lines(path)):
+        url = parse(line, f"{path}:{place + 1}").url
+        if url is not None:
+            key = hashlib.blake2b(same_address(url).encode(), digest_size=16).digest()
+            rows.append([int.from_bytes(key[:8], "little"), int.from_bytes(key[8:], "little"), number, place])
+    return np.array(rows, np.uint64).reshape(-1, 4)
+
+
+def _tasks(inputs: Sequence[Path], output: Path, repeated: Iterator[Rows]) -> Iterator[tuple[Path, Path, Rows]]:
+    """(shard, its new place, lines to leave out) of each shard, from sorted rows (shard, line)."""
+    held = np.empty((0, 2), np.uint64)
+    for number, path in enumerate(inputs):
+        parts = [held]
+        while not len(parts[-1]) or parts[-1][-1, 0] <= number:
+            block = next(repeated, None)
+            if block is None:
+                break
+            parts.append(block)
+        rows = np.concatenate(parts)
+        cut = int(np.searchsorted(rows[:, 0], number, "right"))
+        yield path, output / shard_name(number), rows[:cut, 1]
+        held = rows[cut:]
+
+
+def _copy(task: tuple[Path, Path, Rows]) -> Counts:
+    path, target, left_out = task
+    places, counts = set(left_out.tolist()), Counts()
+    with staged_file(target) as file:
+        for place, line in enumerate(shard_lines(path)):
+            if place in places:
+                counts.drop(DUPLICATE, len(line))
+            else:
+                counts.keep(len(line), len(line))
+                file.write(line)
+    return counts

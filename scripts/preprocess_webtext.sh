@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# From raw pages to the corpus that `--train-data webtext` finds. Run it again: it goes on where it stopped.
+#
+#   bash scripts/preprocess_webtext.sh                              a sample made of installed documentation, about a minute
+#   bash scripts/preprocess_webtext.sh crawl/ more.jsonl.gz         your files; flags of `python -m data.webtext run` follow
+#   python pretrain_gpt2.py --preset small --tokenizer-type GPT2BPETokenizer --train-data webtext
+#
+#   RUNS             where the stages and the report are kept: RUNS/webtext (the repository's runs/)
+#   WEBTEXT_PREFIX   the corpus (data/webtext/corpus)
+. "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
+
+FOLDER="${RUNS:-$ROOT/runs}/webtext"
+if [[ $# -eq 0 || "$1" == -* ]]; then
+    python -m data.webtext.sample --output-dir "$FOLDER/sample"
+    set -- "$FOLDER/sample" --on-error replace "$@"
+fi
+python -m data.webtext run --output "$FOLDER/stages" --output-prefix "${WEBTEXT_PREFIX:-$ROOT/data/webtext/corpus}" "$@"
+say "the report: $FOLDER/stages/report.html; to train on it: --train-data webtext --tokenizer-type GPT2BPETokenizer"

@@ -1,0 +1,53 @@
+"""Small stages for the tests of the runner: functions of a module, since workers import them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from data.storage import staged_file
+from data.webtext.counts import Counts
+from data.webtext.document import Document, Drop, Function
+from data.webtext.runner import GlobalStage, MapStage
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the stages below do."""
+
+    drop: str = "drop"
+    """Texts with this word go."""
+    fail: str = "fail"
+    die: str = "die"
+
+
+def make(options: Options) -> Function:
+    def shout(document: Document) -> Document | Drop:
+        if options.fail in document.text:
+            raise ZeroDivisionError("a library gave up")
+        if options.die in document.text:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if options.drop in document.text:
+            return Drop("asked for")
+        return replace(document, text=document.text.upper())
+
+    return shout
+
+
+def reverse(inputs: Sequence[Path], output: Path, options: Options, workers: int,
+            report: Callable[[Counts], None]) -> None:
+    """All documents in one shard, the last first."""
+    lines = [line for path in inputs for line in path.read_bytes().splitlines(keepends=True)]
+    counts = Counts()
+    with staged_file(output / "part-00000.jsonl") as file:
+        for line in reversed(lines):
+            counts.keep(len(line), len(line))
+            file.write(line)
+    report(counts)
+
+
+SHOUT = MapStage("shout", make, Options())
+REVERSE = GlobalStage("reverse", reverse, Options())

@@ -1,0 +1,225 @@
+"""Duplicates of a planted corpus: all that should go goes, nothing else does, whatever workers, memory and shards."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.storage import DataError
+from data.webtext import near, signatures
+from data.webtext.counts import Counts
+from data.webtext.dedup import Options, run, sign_share
+from data.webtext.document import Document, parse
+from data.webtext.minhash import shingles_of, similarity
+from tests.data.webtext.planted import Page, babble, edited, plant, write
+
+
+def deduplicate(shards: Sequence[Path], output: Path, workers: int = 1, **options: Any) -> Counts:
+    counts = [Counts()]
+    run(shards, output, Options(**options), workers, counts.append)
+    return sum(counts[1:], counts[0])
+
+
+def visible(folder: Path) -> dict[str, bytes]:
+    """The files that are not hidden."""
+    return {path.name: path.read_bytes() for path in folder.glob("[!.]*")}
+
+
+def kept_of(folder: Path) -> list[str]:
+    return [parse(line, path.name).text for path in sorted(folder.glob("part-*"))
+            for line in path.read_bytes().splitlines()]
+
+
+def shingle_sets(texts: Sequence[str]) -> list[set[int]]:
+    return [set(shingles_of(text).tolist()) for text in texts]
+
+
+def jaccard(left: set[int], right: set[int]) -> float:
+    return len(left & right) / len(left | right) if left and right else 0.0
+
+
+def slow_dedup(texts: Sequence[str], threshold: float) -> dict[int, int]:
+    """Document -> the kept one it is a copy of. Every pair is compared."""
+    kept: list[int] = []
+    first_with: dict[str, int] = {}
+    gone: dict[int, int] = {}
+    sets = shingle_sets(texts)
+    for number, text in enumerate(texts):
+        same = first_with.setdefault(" ".join(text.split()), number)
+        like = [other for other in kept if jaccard(sets[number], sets[other]) >= threshold]
+        if same != number:
+            gone[number] = gone.get(same, same)
+        elif like:
+            gone[number] = like[0]
+        else:
+            kept.append(number)
+    return gone
+
+
+def logged(folder: Path, shards: Sequence[Path]) -> dict[int, int]:
+    """Document -> the kept one, from the log."""
+    sizes = [len(path.read_bytes().splitlines()) for path in shards]
+    first = {path.name: sum(sizes[:k]) for k, path in enumerate(shards)}
+
+    def number(place: dict[str, Any]) -> int:
+        return first[place["shard"]] + int(place["line"]) - 1
+
+    drops = [json.loads(line) for line in (folder / "dropped.jsonl").read_bytes().splitlines()]
+    return {number(drop): number(drop["kept"]) for drop in drops}
+
+
+def test_exactly_the_copies_go_and_what_is_kept_is_unchanged(tmp_path: Path) -> None:
+    pages = plant(0, originals=60)
+    shards = write(pages, tmp_path / "in")
+    counts = deduplicate(shards, tmp_path / "out")
+
+    kept = kept_of(tmp_path / "out")
+    positions = {page.text: number for number, page in enumerate(pages)}
+    gone = set(range(len(pages))) - {positions[text] for text in kept}
+    for kind, rate, least, most in [("exact", 0.0, 1, 1), ("near", 0.01, 0.99, 1), ("near", 0.05, 0, 0.01),
+                                    ("near", 0.2, 0, 0), ("original", 0.0, 0, 0), ("boilerplate", 0.0, 0, 0),
+                                    ("contaminated", 0.0, 0, 0), ("foreign", 0.0, 0, 0)]:
+        planted = [number for number, page in enumerate(pages) if (page.kind, page.rate) == (kind, rate)]
+        assert least <= len(gone.intersection(planted)) / len(planted) <= most, (kind, rate)
+    lines = [line for shard in shards for line in shard.read_bytes().splitlines()]
+    out = [line for path in sorted((tmp_path / "out").glob("part-*")) for line in path.read_bytes().splitlines()]
+    assert out == [line for number, line in enumerate(lines) if number not in gone]
+    assert counts.documents_in == len(pages) and counts.documents_kept == len(kept)
+    assert counts.bytes_in == sum(map(len, lines)) + len(lines)
+    assert counts.dropped["exact copy"] == 60 and counts.dropped["near copy"] == len(gone) - 60
+    assert os.listdir(tmp_path / "out").count(".work") == 0
+
+
+@pytest.mark.parametrize("threshold", [0.5, 0.8])
+def test_the_same_goes_as_when_every_pair_is_compared(threshold: float, tmp_path: Path) -> None:
+    rng = random.Random(1)
+    texts = []
+    for _ in range(30):  # families with members at every distance, in any order; also short texts
+        texts.append(babble(rng, rng.randint(3, 150)))
+        for _ in range(rng.randint(0, 8)):
+            texts.append(edited(rng, rng.choice(texts[-9:]), rng.choice([0, 0, 0.004, 0.01, 0.02, 0.05, 0.1])))
+    texts += ["", " ", "!", "?", "a", "A", "a ", "!", "one two"] * 2
+    rng.shuffle(texts)
+    shards = write([Page(text, "family") for text in texts], tmp_path / "in", 5)
+    deduplicate(shards, tmp_path / "out", threshold=threshold)
+
+    expected, found = slow_dedup(texts, threshold), logged(tmp_path / "out", shards)
+    assert len(expected) > 60
+    sets = shingle_sets(texts)
+    for document, kept in found.items():  # exact, whatever was found
+        same = texts[document].split() == texts[kept].split()
+        assert kept not in found and (same or jaccard(sets[document], sets[kept]) >= threshold)
+    missed = set(expected) - set(found)  # bands find pairs near the threshold by chance, 9 in 10 and better
+    assert len(missed) <= 0.03 * len(expected)
+    assert len(set(found) - set(expected)) <= len(missed)  # what a missed one would have been kept instead of
+    assert sum(found[d] != expected[d] for d in found if d in expected) <= 2 * len(missed)
+
+
+def test_output_is_the_same_for_any_workers_and_memory(tmp_path: Path) -> None:
+    shards = write(plant(2, originals=15, words=150), tmp_path / "in")
+    for workers, memory in [(1, 1 << 30), (2, 1 << 17)]:
+        deduplicate(shards, tmp_path / f"{workers}", workers, memory=memory)
+    assert visible(tmp_path / "1") == visible(tmp_path / "2")
+
+
+def test_what_is_kept_does_not_depend_on_shards_or_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = plant(3, originals=15, words=150)
+    deduplicate(write(pages, tmp_path / "in", 3), tmp_path / "out")
+    monkeypatch.setattr(signatures.cut, "__defaults__", (1000,))  # bytes; most lines are longer than that
+    deduplicate(write(pages, tmp_path / "in40", 40), tmp_path / "out40")
+    assert kept_of(tmp_path / "out") == kept_of(tmp_path / "out40")
+
+
+def test_the_digest_is_that_of_the_words_and_where_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(11)
+    digests: dict[tuple[str, ...], bytes] = {}
+    for number in range(3000):
+        monkeypatch.setattr(signatures, "PIECE", rng.choice([1, 2, 5, 1000]))
+        text = "".join(rng.choice("ab \n\u3000\x1c") for _ in range(rng.randint(0, 8)))
+        assert digests.setdefault(tuple(text.split()), signatures.digest(text)) == signatures.digest(text)
+    assert len(set(digests.values())) == len(digests) > 50
+
+
+def test_a_chain_of_small_changes_does_not_drop_its_end(tmp_path: Path) -> None:
+    rng = random.Random(4)
+    chain = [babble(rng, 400)]
+    for _ in range(20):
+        chain.append(edited(rng, chain[-1], 0.01))
+    deduplicate(write([Page(text, "chain") for text in chain], tmp_path / "in"), tmp_path / "out")
+    assert kept_of(tmp_path / "out") != chain[:1]
+    sets = shingle_sets(kept_of(tmp_path / "out"))
+    assert 2 <= len(sets) < 21
+    assert all(jaccard(left, right) < 0.8 for k, left in enumerate(sets) for right in sets[:k])
+
+
+def test_a_copy_of_a_near_copy_is_logged_with_what_is_kept(tmp_path: Path) -> None:
+    rng = random.Random(5)
+    text = babble(rng, 300)
+    near_copy = edited(rng, text, 0.01)
+    texts = [babble(rng, 50), text, near_copy, babble(rng, 60), near_copy.replace(" ", "  "), text]
+    shards = write([Page(t, "") for t in texts], tmp_path / "in", 2)
+    deduplicate(shards, tmp_path / "out")
+    assert logged(tmp_path / "out", shards) == {2: 1, 4: 1, 5: 1}
+    log = [json.loads(line) for line in (tmp_path / "out" / "dropped.jsonl").read_bytes().splitlines()]
+    assert [drop["reason"] for drop in log] == ["near copy", "exact copy", "exact copy"]
+    assert 0.8 <= log[0]["similarity"] == log[1]["similarity"] < 1 == log[2]["similarity"]
+
+
+def test_a_crowd_of_near_copies_costs_comparisons_in_proportion(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = babble(random.Random(6), 400)
+    pages = [Page(f"{template} number {number}", "template") for number in range(500)]
+    compared = []
+    monkeypatch.setattr(near, "similarity", lambda *pair: compared.append(pair) or similarity(*pair))
+    deduplicate(write(pages, tmp_path / "in"), tmp_path / "out")
+    assert kept_of(tmp_path / "out") == [pages[0].text]
+    assert len(compared) <= 500 + near.BATCH
+
+
+def test_without_near_only_exact_copies_go(tmp_path: Path) -> None:
+    counts = deduplicate(write(plant(7, originals=5, words=100), tmp_path / "in"), tmp_path / "out", near=False)
+    assert counts.dropped == {"exact copy": 5}
+
+
+def test_signatures_of_several_machines_are_used_and_stale_ones_are_not(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = write(plant(8, originals=8, words=100), tmp_path / "in", 5)
+    deduplicate(shards, tmp_path / "alone")
+    for machine in range(3):
+        sign_share(shards, tmp_path / "out", Options(), 1, machine, 3)
+    made = []
+    sign_range = signatures.sign_range
+    monkeypatch.setattr(signatures, "sign_range",
+                        lambda piece, banding: made.append(piece.path) or sign_range(piece, banding))
+    with shards[3].open("ab") as file:
+        file.write(Document("a new page").line())
+    counts = deduplicate(shards, tmp_path / "out")
+    assert made == [str(shards[3])]
+    assert counts.documents_kept == len(kept_of(tmp_path / "alone")) + 1
+
+
+def test_empty_inputs_give_empty_shards(tmp_path: Path) -> None:
+    shards = write([], tmp_path / "in", 2)
+    assert deduplicate(shards, tmp_path / "out").documents_in == 0
+    assert visible(tmp_path / "out") == {"part-00000.jsonl": b"", "part-00001.jsonl": b"", "dropped.jsonl": b""}
+    assert deduplicate([], tmp_path / "none").documents_in == 0
+
+
+def test_pages_that_are_all_too_short_are_compared_as_they_are(tmp_path: Path) -> None:
+    texts = ["", "a b c d", "A b c d", " a  b c d", "!", "", "?"]
+    deduplicate(write([Page(text, "") for text in texts], tmp_path / "in"), tmp_path / "out")
+    assert kept_of(tmp_path / "out") == ["", "a b c d", "A b c d", "!", "?"]
+
+
+def test_a_line_that_is_no_document_is_named(tmp_path: Path) -> None:
+    (shard := tmp_path / "part-00000.jsonl").write_bytes(Document("fine").line() + b"{no\n")
+    with pytest.raises(DataError, match=r"part-00000.jsonl \(byte 17\): not JSON"):
+        deduplicate([shard], tmp_path / "out")
+    with pytest.raises(DataError, match="part-00009.jsonl: cannot read: No such file"):
+        deduplicate([tmp_path / "part-00009.jsonl"], tmp_path / "out")

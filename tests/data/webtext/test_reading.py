@@ -1,0 +1,194 @@
+"""Every line, element and file becomes one record, good or bad, whatever its format and wherever the file is cut."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import lzma
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from data.storage import DataError
+from data.webtext import inputs
+from data.webtext.document import Document, Fault
+from data.webtext.inputs import Piece, find, plan
+from data.webtext.jsonarray import elements
+from data.webtext.reading import Read, Reading, read_unit
+from data.webtext.shards import share
+
+zstd = pytest.importorskip("backports.zstd")
+
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstd.compress}
+
+
+def read_all(paths: list[Path], reading: Reading = Reading(), shard_bytes: int = 1 << 24) -> list[Read]:
+    sources, _ = find(paths, reading.format)
+    return [read for unit in plan(sources, shard_bytes) for read in read_unit(unit, reading)]
+
+
+def documents(reads: list[Read]) -> list[Document]:
+    assert all(isinstance(read.value, Document) for read in reads), [read.value for read in reads]
+    return [read.value for read in reads if isinstance(read.value, Document)]
+
+
+def reasons(reads: list[Read]) -> list[str]:
+    return [read.value.reason if isinstance(read.value, Fault) else "" for read in reads]
+
+
+@pytest.mark.parametrize("compression", COMPRESS)
+def test_every_format_is_read_compressed_or_not(tmp_path: Path, compression: str) -> None:
+    objects = [{"text": "one\ntwo"}, {"text": "h\u00e4", "url": "u"}]
+    lines = "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in objects).encode()
+    expected = [Document("one\ntwo"), Document("h\u00e4", "u")]
+    contents = {
+        "a.jsonl": (lines, expected), "b.json": (lines, expected), "c.json": (json.dumps(objects).encode(), expected),
+        "d.json": (json.dumps(objects, indent=2).encode(), expected),
+        "e.json": (json.dumps(objects[1], indent=2).encode(), expected[1:]),
+        "f.ndjson": (lines[:-1], expected), "g.jsonl": (b"", []), "h.json": (b"[]", []),
+        "i.txt": ("\ufeffa\r\nb\u2028".encode(), [Document("a\r\nb\u2028", None, {"file": f"i.txt{compression}"})]),
+        "j.html": (b"<p>\xc3\xa4", [Document("<p>\u00e4", None, {"file": f"j.html{compression}"})]),
+        "k.html": (b'<meta charset="latin-1">\xe4', [Document('<meta charset="latin-1">\u00e4', None,
+                                                              {"file": f"k.html{compression}"})]),
+    }
+    for name, (content, documents_in) in contents.items():
+        path = tmp_path / (name + compression)
+        path.write_bytes(COMPRESS[compression](content))
+        assert documents(read_all([path])) == documents_in, name
+    everything = [document for _, found in contents.values() for document in found]
+    assert documents(read_all([tmp_path])) == everything, "a folder is its files by name"
+    (tmp_path / "list").write_text("http://a.org\nhttp://b.org\n")
+    assert documents(read_all([tmp_path / "list"], Reading(format="urls"))) == [
+        Document("", "http://a.org"), Document("", "http://b.org")]
+
+
+def test_what_ends_a_line_and_what_does_not(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes('\ufeff{"text": "a"}\r\n\n   \n\r\n{"text": "b\u2028\u0085"}\n{"text": "c"}'.encode())
+    reads = read_all([path])
+    assert [document.text for document in documents(reads)] == ["a", "b\u2028\u0085", "c"]
+    assert [read.where() for read in reads] == [f"{path}:1 (byte 0)", f"{path}:5 (byte 25)", f"{path}:6 (byte 44)"]
+
+
+def test_a_file_cut_anywhere_gives_every_line_once(tmp_path: Path) -> None:
+    rng = random.Random(1)
+    path = tmp_path / "a.jsonl"
+    lines = [b"" if rng.random() < 0.1 else json.dumps({"text": "x" * rng.choice([0, 1, 5, 300])}).encode()
+             for _ in range(50)]
+    for end in (b"", b"\n"):
+        path.write_bytes(b"\n".join(lines) + end)
+        whole = [(read.offset, read.size, read.value) for read in read_all([path])]
+        assert len(whole) == sum(map(bool, lines))
+        for shard_bytes in [*range(1, 40, 3), 400, 1000, 5000]:
+            cut = read_all([path], Reading(), shard_bytes)
+            assert [(read.offset, read.size, read.value) for read in cut] == whole, shard_bytes
+
+
+def test_units_hold_every_piece_once_and_shares_every_unit_once(tmp_path: Path) -> None:
+    for number, size in enumerate([0, 5, 90, 1, 1, 1, 250, 30]):
+        (tmp_path / f"{number}.jsonl").write_bytes(b"x" * size)
+    (tmp_path / "9.jsonl.gz").write_bytes(b"x" * 500)
+    sources, _ = find([tmp_path])
+    units = plan(sources, 100)
+    pieces = [piece for unit in units for piece in unit]
+    assert [piece.source for piece in pieces if piece.start == 0] == sources
+    assert all(inputs.total_size(unit) <= 100 or len(unit) == 1 for unit in units)
+    assert pieces[-1] == Piece(sources[-1]), "a compressed file is not cut"
+    for count in (1, 3, 20):
+        shares = [share(len(units), index, count) for index in range(count)]
+        assert [k for part in shares for k in part] == list(range(len(units)))
+
+
+@pytest.mark.parametrize("limit", [100, 64])
+def test_a_document_over_the_limit_is_passed_over_and_those_beside_it_are_not(tmp_path: Path, limit: int) -> None:
+    good = [json.dumps({"text": str(k)}).encode() for k in range(3)]
+    long = json.dumps({"text": "x" * 100}).encode()
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join([good[0], long, good[1], long, good[2]]))
+    (tmp_path / "b.json").write_bytes(b"[" + b", ".join([good[0], long, good[1], long, good[2]]) + b"]")
+    (tmp_path / "c.txt").write_bytes(b"x" * 101)
+    reading = Reading(max_bytes=limit)
+    expected = ["", "too long", "", "too long", ""]
+    for name in ("a.jsonl", "b.json"):
+        for shard_bytes in (1 << 20, 7):
+            assert reasons(read_all([tmp_path / name], reading, shard_bytes)) == expected, name
+    assert reasons(read_all([tmp_path / "c.txt"], reading)) == ["too long"]
+    assert reasons(read_all([tmp_path / "a.jsonl"], Reading(max_bytes=len(long)))) == [""] * 5, "the limit itself fits"
+
+
+def test_a_line_of_50_megabytes_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "' + b"x" * 50_000_000 + b'"}\n{"text": "b"}\n')
+    assert [len(document.text) for document in documents(read_all([path]))] == [50_000_000, 1]
+
+
+ARRAYS = [
+    b"[]", b" [ ] ", b"[1]", b'[{"a": "]"}, {"b": "\\"],["}]', b'[[1, [2, 3]], {"x": [{}]}, "a,b", "\\\\"]',
+    b'\xef\xbb\xbf["\\\\\\"", "[{"]', b"[1 ,\n 2\n]\n",
+]
+
+
+@pytest.mark.parametrize("array", ARRAYS, ids=range(len(ARRAYS)))
+def test_array_elements_are_those_of_a_parser_for_any_size_of_read(array: bytes,
+                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = json.loads(array.decode("utf-8-sig"))
+    for size in range(1, len(array) + 2):
+        monkeypatch.setattr("data.webtext.jsonarray.READ", size)
+        found = list(elements(io.BytesIO(array), 1000))
+        assert [json.loads(content or b"") for _, _, content in found] == expected, size
+        for offset, length, content in found:
+            assert content and content in array[offset:offset + length]
+
+
+@pytest.mark.parametrize(("array", "good", "message"), [
+    (b'[{"text": "a"}, {"text": "b"}', 1, "not closed"), (b'[{"text": "a"}] x', 1, "something follows"),
+    (b'[{"text": "a"},]', 1, "Expecting value"), (b'[{"text": "a"}, {"text": "b]', 1, "not closed"),
+    (b'[{"text": "a"} {"text": "b"}]', 0, "Extra data"), (b"[,]", 0, "Expecting value"), (b"[", 0, "not closed"),
+])
+def test_a_broken_array_keeps_what_is_whole_and_says_what_is_wrong(tmp_path: Path, array: bytes, good: int,
+                                                                   message: str) -> None:
+    (tmp_path / "a.json").write_bytes(array)
+    reads = read_all([tmp_path / "a.json"])
+    assert reasons(reads)[:good] == [""] * good
+    assert isinstance(reads[good].value, Fault) and message in str(reads[good].value)
+
+
+@pytest.mark.parametrize("compression", [".gz", ".xz", ".zst"])
+def test_compressed_data_that_ends_early_or_is_damaged_is_a_fault(tmp_path: Path, compression: str) -> None:
+    rng = random.Random(2)
+    lines = b"".join(json.dumps({"text": f"{rng.random()}"}).encode() + b"\n" for _ in range(3000))
+    whole = COMPRESS[compression](lines)
+    path = tmp_path / f"a.jsonl{compression}"
+    path.write_bytes(whole + whole)
+    assert len(documents(read_all([path]))) == 6000, "members one after another are one file"
+    for content in (whole[:-1], whole[:len(whole) // 2], b"no such format", whole + whole[:30]):
+        path.write_bytes(content)
+        found = reasons(read_all([path]))
+        assert found[-1] == "unreadable" and set(found[:-1]) <= {""}, content[:10]
+
+
+def test_names_that_say_nothing_are_refused_alone_and_left_out_of_folders(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.dat", ".hidden.jsonl", "c.JSONL"):
+        (tmp_path / name).write_text('{"text": "a"}\n')
+    sources, notes = find([tmp_path])
+    assert [source.name for source in sources] == ["a.jsonl", "c.JSONL"]
+    assert notes == [f"{tmp_path.name}: 1 of 3 files left out, of unknown kind"]
+    with pytest.raises(DataError, match="b.dat: its name does not say what it holds.*--format"):
+        find([tmp_path / "b.dat"])
+    assert find([tmp_path / "b.dat"], "jsonl")[0][0].format == "jsonl"
+    with pytest.raises(DataError, match="missing.jsonl: cannot read: No such file"):
+        find([tmp_path / "missing.jsonl"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="no file to read"):
+        find([tmp_path / "empty"])
+
+
+def test_zst_without_its_package_is_an_error_that_says_what_to_install(tmp_path: Path,
+                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.jsonl.zst").write_bytes(b"")
+    monkeypatch.setattr("data.webtext.inputs.ZSTD", None)
+    with pytest.raises(DataError, match="pip install backports.zstd"):
+        read_all([tmp_path / "a.jsonl.zst"])

@@ -1,0 +1,131 @@
+"""The order and the parts of a corpus depend on seed and documents alone."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.storage import DataError
+from data.webtext import shuffle, split
+from data.webtext.counts import Counts
+from data.webtext.document import Document
+from data.webtext.shards import shard_name
+
+
+def write_shards(folder: Path, sizes: Sequence[int]) -> list[Path]:
+    """Documents that hold their numbers."""
+    folder.mkdir()
+    number, paths = 0, []
+    for shard, size in enumerate(sizes):
+        paths.append(folder / shard_name(shard))
+        documents = (Document(f"{n} " + "x" * (n % 90)) for n in range(number, number + size))
+        paths[-1].write_bytes(b"".join(document.line() for document in documents))
+        number += size
+    return paths
+
+
+def numbers_of(folder: Path) -> list[int]:
+    return [int(json.loads(line)["text"].split()[0]) for path in sorted(folder.glob("part-*"))
+            for line in path.read_bytes().splitlines()]
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("part-*")}
+
+
+def test_the_order_is_that_of_the_keys(tmp_path: Path) -> None:
+    shards = write_shards(tmp_path / "in", [100, 0, 333, 67])
+    counts: list[Counts] = []
+    shuffle.run(shards, tmp_path / "out", shuffle.Options(seed=5), 1, counts.append)
+    keys = list(islice(shuffle.keys(5), 500))
+    assert len(set(keys)) == 500
+    assert numbers_of(tmp_path / "out") == sorted(range(500), key=keys.__getitem__) != list(range(500))
+    assert sum(c.documents_kept for c in counts) == sum(c.documents_in for c in counts) == 500
+    assert sorted(os.listdir(tmp_path / "out")) == [shard_name(k) for k in range(4)]
+
+
+def test_memory_shards_and_machines_do_not_change_the_order(tmp_path: Path) -> None:
+    shards = write_shards(tmp_path / "in", [200, 300])
+    shuffle.run(shards, tmp_path / "a", shuffle.Options(), 1, lambda _: None)
+    shuffle.run(shards, tmp_path / "b", shuffle.Options(memory=1000), 2, lambda _: None)
+    assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
+    shuffle.run(shards, tmp_path / "c", shuffle.Options(shards=7), 1, lambda _: None)
+    assert numbers_of(tmp_path / "a") == numbers_of(tmp_path / "c")
+    for machine in range(3):
+        options = shuffle.Options(shards=7, memory=9999, part=(machine, 3))
+        shuffle.run(shards, tmp_path / "d", options, 1, lambda _: None)
+    assert files_of(tmp_path / "c") == files_of(tmp_path / "d")
+
+
+def test_nothing_to_shuffle_and_more_machines_than_shards(tmp_path: Path) -> None:
+    shuffle.run([], tmp_path / "none", shuffle.Options(), 1, lambda _: None)
+    assert files_of(tmp_path / "none") == {shard_name(0): b""}
+    shards = write_shards(tmp_path / "in", [5])
+    for machine in range(3):
+        shuffle.run(shards, tmp_path / "out", shuffle.Options(part=(machine, 3)), 1, lambda _: None)
+    assert sorted(numbers_of(tmp_path / "out")) == list(range(5))
+    with pytest.raises(DataError, match="part-00007.jsonl: cannot read"):
+        shuffle.run([tmp_path / shard_name(7)], tmp_path / "bad", shuffle.Options(), 1, lambda _: None)
+
+
+def test_every_place_is_equally_likely_and_seeds_differ() -> None:
+    places = np.array([np.argsort(np.argsort(list(islice(shuffle.keys(seed), 100)))) for seed in range(300)])
+    assert len({tuple(row) for row in places.tolist()}) == 300
+    # The mean place of each document over seeds: 49.5, deviation 28.9 / sqrt(300) = 1.67; five of them.
+    assert abs(places.mean(axis=0) - 49.5).max() < 5 * 1.67
+    # Neighbours before are no neighbours after: 2 in 100 by chance.
+    assert 0.01 < (abs(np.diff(places, axis=1)) == 1).mean() < 0.03
+
+
+@pytest.mark.parametrize("method", split.METHODS)
+def test_every_document_is_in_one_part_in_order(method: str, tmp_path: Path) -> None:
+    shards = write_shards(tmp_path / "in", [500, 0, 700])
+    counts: list[Counts] = []
+    split.run(shards, tmp_path / "out", split.Options("80,15,5", method), 1, counts.append)
+    found = [numbers_of(tmp_path / "out" / part) for part in split.PARTS]
+    assert sorted(sum(found, [])) == list(range(1200)) and all(part == sorted(part) for part in found)
+    assert sum(c.documents_kept for c in counts) == 1200
+    if method == "count":
+        assert found == [list(range(960)), list(range(960, 1140)), list(range(1140, 1200))]
+    else:
+        for part, share in zip(found, (0.80, 0.15, 0.05)):
+            assert abs(len(part) - 1200 * share) < 4 * (1200 * share * (1 - share)) ** 0.5
+
+
+def test_by_hash_a_document_stays_in_its_part_when_the_corpus_grows(tmp_path: Path) -> None:
+    part_of: dict[int, int] = {}
+    for name, sizes in (("a", [50, 50]), ("b", [10, 300])):
+        split.run(write_shards(tmp_path / name, sizes), tmp_path / f"{name}.out", split.Options("1,1,1"), 1,
+                  lambda _: None)
+        for place, part in enumerate(split.PARTS):
+            for number in numbers_of(tmp_path / f"{name}.out" / part):
+                assert part_of.setdefault(number, place) == place
+    assert len(part_of) == 310 and min(Counter(part_of.values()).values()) > 60
+
+
+def test_workers_and_machines_make_the_same_files(tmp_path: Path) -> None:
+    shards = write_shards(tmp_path / "in", [40, 50, 60, 70])
+    for method in split.METHODS:
+        split.run(shards, tmp_path / f"{method}1", split.Options("8,1,1", method), 1, lambda _: None)
+        for machine in range(2):
+            split.run(shards, tmp_path / f"{method}2", split.Options("8,1,1", method, part=(machine, 2)), 1 + machine,
+                      lambda _: None)
+        assert files_of(tmp_path / f"{method}1") == files_of(tmp_path / f"{method}2")
+
+
+def test_seeds_split_otherwise_and_shares_of_nothing_are_empty() -> None:
+    shares = split.parse_split("1,1,0")
+    parts = [[split.part_by_hash(f"text {n}", shares, seed) for n in range(200)] for seed in (1, 2)]
+    assert parts[0] != parts[1] and set(parts[0]) == set(parts[1]) == {0, 1}
+
+
+def test_shares_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="expected up to three numbers"):
+        split.run([], tmp_path / "out", split.Options("a,b"), 1, lambda _: None)
