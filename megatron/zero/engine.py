@@ -68,8 +68,7 @@ class ZeroEngine:
         self._micro_batches = self._overflows_in_a_row = 0  # of this optimizer step; skipped ones at the end
         self._boundary: bool | None = None
         self.last_report: StepReport | None = None
-        for buffer in module.buffers():  # parameters do the same as the buckets take them over
-            broadcast_into(buffer, 0, groups.dp).wait()
+        _copy_buffers_from_first(module, groups)
         group_of = {parameter: number for number, group in enumerate(param_groups) for parameter in group["params"]}
         self._units = build_units(module, Cut(
             self._policy, wire(zero), _dtypes(self._policy, precision, accumulation), groups.dp, device,
@@ -398,3 +397,11 @@ def scale_rule(precision: PrecisionConfig) -> LossScaleRule:
         dynamic=precision.loss_scale is None,
         scales=True,
     )
+
+
+def _copy_buffers_from_first(module: nn.Module, groups: Groups) -> None:
+    """Every data parallel rank starts from those of the first. (Parameters do the same as buckets take them over.)"""
+    for buffer in module.buffers() if not groups.dp.is_solo else ():
+        values = buffer.contiguous()
+        broadcast_into(values.view(-1).view(torch.uint8), 0, groups.dp).wait()  # as bytes: not every type can travel
+        buffer.copy_(values)

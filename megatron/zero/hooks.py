@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
+from megatron.errors import ConfigError
 from megatron.zero.bucket import FlatBucket
 
 
@@ -84,9 +85,14 @@ def _before(events: Events, unit: Unit, module: nn.Module, args: Any, kwargs: An
 
 
 def _after(events: Events, unit: Unit, module: nn.Module, inputs: object, output: object) -> None:
-    for tensor in _tensors(output):
+    seen = list(_tensors(output))
+    for tensor in seen:
         if tensor.requires_grad:
             tensor.register_hook(partial(_backward, events, unit))
+    if not seen and output is not None and unit.numel:
+        raise ConfigError(f"{unit.name} returned a {type(output).__name__}, in which no tensor can be found: its "
+                          "backward could not be announced; return tensors, or tuples, lists, dicts or dataclasses of "
+                          "them")
     events.after_forward(unit)
 
 

@@ -30,6 +30,7 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(3))
         self.outlet = nn.Linear(WIDTH, 1)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mask", torch.tensor([seed == 0, True]))
 
     def head_is_trained(self) -> bool:
         return self.outlet.weight.grad is not None
@@ -98,7 +99,7 @@ def every_stage(rank: int, world: int, make: Any) -> list[list[torch.Tensor]]:
     for stage in range(4):
         model = Model(seed=rank)  # every rank takes the values of the first
         engine = zero.initialize(model=model, optimizer=make(three_groups(model)), config=config(stage))[0]
-        assert engine.get_lr() == [1e-2, 3e-3, 1e-2]
+        assert engine.get_lr() == [1e-2, 3e-3, 1e-2] and model.mask.all()
         found.append(train(engine, 8))
     return found
 

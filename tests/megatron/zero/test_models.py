@@ -196,6 +196,30 @@ def test_what_stage_3_cannot_run_fails_and_never_trains_wrongly(model: type[nn.M
         run_ranks(train, 2, [Case(model)], 3)
 
 
+class Wrapped:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class Wrapping(nn.Linear):
+    def forward(self, x: Tensor) -> Wrapped:  # type: ignore[override]
+        return Wrapped(super().forward(x))
+
+
+class Opaque(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Wrapping(WIDTH, WIDTH)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[0](x).x.square().mean()
+
+
+def test_at_stage_3_an_output_that_hides_its_tensors_is_refused() -> None:
+    with pytest.raises(RankError, match="blocks.0 returned a Wrapped, in which no tensor can be found"):
+        run_ranks(train, 2, [Case(Opaque)], 3)
+
+
 def freeze_everything(rank: int, world: int) -> None:
     net = Net()
     engine_around(net.requires_grad_(False), configure(), groups.build(1))
