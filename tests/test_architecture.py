@@ -54,8 +54,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.optim.norm megatron.optim.rule megatron.optim.adam megatron.optim.lion megatron.optim.lamb
         megatron.optim.torch_rule megatron.optim.build
         megatron.zero.holders megatron.zero.parked megatron.zero.tiling
-        megatron.zero.bucket megatron.zero.hooks megatron.zero.units megatron.zero.residency megatron.zero.reductions
-        megatron.zero.engine megatron.zero.optimizer megatron.zero.init megatron.zero.estimate
+        megatron.zero.gradients megatron.zero.bucket megatron.zero.hooks megatron.zero.units megatron.zero.residency
+        megatron.zero.reductions megatron.zero.engine megatron.zero.optimizer megatron.zero.init megatron.zero.estimate
     """),
     ("4: the application", """
         megatron.signals megatron.allocator

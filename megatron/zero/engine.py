@@ -24,7 +24,8 @@ from megatron.errors import ConfigError, NumericsError
 from megatron.optim.loss_scale import LossScaleRule, LossScaleState
 from megatron.optim.norm import clip_factor, global_norm, square_sum
 from megatron.optim.rule import Part, Rule, Span
-from megatron.zero.bucket import Dtypes, FlatBucket
+from megatron.zero.bucket import FlatBucket
+from megatron.zero.gradients import Dtypes
 from megatron.zero.hooks import Unit, attach
 from megatron.zero.layout import FlatLayout, Slot
 from megatron.zero.policy import Policy, policy, wire
@@ -117,7 +118,7 @@ class ZeroEngine:
                 self._check_unused()
                 self._reductions.flush()
             for bucket in self.buckets:
-                bucket.end_backward()
+                bucket.grads.end_backward()
         except BaseException:
             self._abandon_step()
             raise
@@ -130,14 +131,14 @@ class ZeroEngine:
     def _abandon_step(self) -> None:
         """A backward failed half way: what has been accumulated is not whole, and goes."""
         for bucket in self.buckets:
-            bucket.settle_reduce()
+            bucket.grads.settle_reduce()
         self._reductions.reset()
         self.residency.done_with_all()
         self.zero_grad()
         self._micro_batches = 0
 
     def _check_unused(self) -> None:
-        unused = [] if self._allows_unused else [name for bucket in self.buckets for name in bucket.unused()]
+        unused = [] if self._allows_unused else [name for bucket in self.buckets for name in bucket.grads.unused()]
         if unused:
             raise ConfigError(f"{len(unused)} parameters got no gradient, {unused[0]} first: the loss does not depend "
                               "on them; mend the model, or set ignore_unused_parameters")
@@ -168,7 +169,7 @@ class ZeroEngine:
     def zero_grad(self) -> None:
         """Forget what has been accumulated."""
         for bucket in self.buckets:
-            bucket.discard_grads()
+            bucket.grads.discard()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Say oneself whether the next backward and step end an optimizer step; None: count micro-batches again."""
@@ -224,7 +225,7 @@ class ZeroEngine:
     def gradient_ready(self, unit: Unit, bucket: FlatBucket, index: int) -> None:
         if not self._in_backward:
             raise ConfigError("gradients outside of engine.backward: call engine.backward(loss), not loss.backward()")
-        if bucket.accept(index):
+        if bucket.grads.accept(index):
             self._finish(unit)
             if self._reduces_now:
                 self._reductions.ready(bucket)
@@ -232,7 +233,7 @@ class ZeroEngine:
     def _finish(self, unit: Unit) -> None:
         """Let the parameters of a unit go as soon as nothing in this backward can need them: all gradients have been
         made, and where some parameters have none, those of the inputs."""
-        made = all(bucket.complete for bucket in unit.buckets if bucket.trainable)
+        made = all(bucket.grads.complete for bucket in unit.buckets if bucket.trainable)
         if made and not unit.is_root and (not unit.has_frozen or unit in self._inputs_done):
             self.residency.done(unit)
 
@@ -246,7 +247,7 @@ class ZeroEngine:
         """Of the sum of all gradients of this step, times the loss scale."""
         total = torch.zeros((), dtype=torch.float64, device=self.buckets[0].shard.device)
         for bucket in self.buckets:
-            total = total + square_sum(bucket.grad_parts(), self.groups.tp)
+            total = total + square_sum(bucket.grads.parts(), self.groups.tp)
         norm, alike = global_norm(total, self.buckets[0].shard_group, self.groups.tp, self.residency.take_trace())
         if not alike:
             raise ConfigError(
@@ -272,7 +273,7 @@ class ZeroEngine:
             Part(index, start - span.start, stop - span.start)
             for index, start, stop in bucket.layout.slot_spans(bucket.shard_group.rank)
             if span.start <= start < span.stop]
-        return Span(group, bucket.master[span], bucket.grad_shard[span],
+        return Span(group, bucket.master[span], bucket.grads.shard[span],
                     {name: state[span] for name, state in states.items()}, parts, len(bucket.layout.slots),
                     partial(self._slot_totals, bucket))
 
@@ -303,7 +304,7 @@ class ZeroEngine:
         found = [
             segment.slot.name
             for bucket in self.buckets
-            for segment, grad in bucket.grad_parts()
+            for segment, grad in bucket.grads.parts()
             if not grad.isfinite().all()
         ]
         for rank, name in enumerate(all_gather_json(found[0] if found else None, self.groups.world)):

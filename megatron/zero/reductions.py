@@ -38,7 +38,7 @@ class ReductionOrder:
         self._ready.clear()
 
     def _launch(self) -> None:
-        self._order[self._next].reduce()
+        self._order[self._next].grads.reduce()
         if self._in_flight is not None and self._next >= self._in_flight:
-            self._order[self._next - self._in_flight].finish_reduce()
+            self._order[self._next - self._in_flight].grads.finish_reduce()
         self._next += 1

@@ -95,8 +95,6 @@ class Residency:
     def _rest(self, unit: Unit) -> None:
         self._in_use.discard(unit)
         self._in_backward.discard(unit)
-        for bucket in unit.buckets:
-            bucket.rest()
 
     def _away(self, unit: Unit) -> None:
         for bucket in unit.buckets:

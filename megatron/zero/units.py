@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from megatron.zero.bucket import Dtypes, FlatBucket
+from megatron.zero.bucket import FlatBucket
+from megatron.zero.gradients import Dtypes
 from megatron.zero.holders import external_parameters, shape_of
 from megatron.zero.hooks import Unit
 from megatron.zero.layout import Slot
@@ -83,7 +84,7 @@ def connect_sinks(units: list[Unit]) -> None:
     for module in units[0].module.modules():
         if isinstance(module, VocabParallelEmbedding) and module.weight in places:
             bucket, index = places[module.weight]
-            module.grad_sink = bucket.sink(index)
+            module.grad_sink = bucket.grads.sink(index)
 
 
 def disconnect_sinks(units: list[Unit]) -> None:

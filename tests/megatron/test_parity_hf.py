@@ -113,7 +113,7 @@ def test_loss_and_every_gradient_equal_hf() -> None:
     expected = {name: parameter.grad for name, parameter in twin.named_parameters()}
     seen = 0
     for bucket in engine.buckets:
-        for segment, grad in bucket.grad_parts():
+        for segment, grad in bucket.grads.parts():
             name = segment.slot.name
             grad = grad.view(segment.slot.shape)
             assert name != "wte.weight" or not grad[VOCAB:].any()

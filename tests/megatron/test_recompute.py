@@ -63,7 +63,7 @@ def gradients(rank: int, world: int, tp: int, chunk: int | None, precision: str,
         engine.backward(engine(rows[:, :-1], rows[:, 1:], grad_scale=engine.backward_scale))
         if not engine.at_boundary:
             engine.step(0.0)
-    found = {segment.slot.name: grad.clone() for bucket in engine.buckets for segment, grad in bucket.grad_parts()}
+    found = {segment.slot.name: grad.clone() for bucket in engine.buckets for segment, grad in bucket.grads.parts()}
     return found, capture_rng(), len(calls)
 
 

@@ -13,6 +13,7 @@ from megatron import zero
 from megatron.config import ZeroConfig, build_config
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.facade import Engine
+from megatron.zero.gradients import FlatGradients
 from megatron.zero.policy import notes
 from mpu import collectives, groups
 from tests.distributed import run_ranks
@@ -115,7 +116,7 @@ def when_gradients_move(rank: int, world: int, contiguous: bool) -> list[int]:
     """How many gradients of a block stood in its flat buffer each time one more had been made."""
     engine = engine_of(2, contiguous_gradients=contiguous)
     seen: list[int] = []
-    block = engine.core.buckets[1]
+    block = engine.core.buckets[1].grads
 
     def accept(index: int, accept: Any = block.accept) -> bool:
         done: bool = accept(index)
@@ -137,16 +138,16 @@ def waits_at_once(rank: int, world: int, overlap: bool) -> set[bool]:
     engine = engine_of(3, overlap_comm=overlap)
     seen: set[bool] = set()
     for bucket in engine.core.buckets:
-        def reduce(bucket: FlatBucket = bucket, reduce: Any = bucket.reduce) -> None:
+        def reduce(grads: FlatGradients = bucket.grads, reduce: Any = bucket.grads.reduce) -> None:
             reduce()
-            assert bucket._departure is not None
-            seen.add(not bucket._departure._works)
+            assert grads._departure is not None
+            seen.add(not grads._departure._works)
 
         def gather(bucket: FlatBucket = bucket, gather: Any = bucket._start_gather) -> None:
             gather()
             seen.add(bucket._arrival is None)
 
-        bucket.reduce, bucket._start_gather = reduce, gather  # type: ignore[method-assign]
+        bucket.grads.reduce, bucket._start_gather = reduce, gather  # type: ignore[method-assign]
     steps(engine, 1)
     return seen
 

@@ -20,7 +20,8 @@ def live_bytes(engine: ZeroEngine) -> int:
     """Every storage of the engine's state, once."""
     storages = {}
     for bucket, states in zip(engine.buckets, engine._states, strict=True):
-        held = [bucket._whole, bucket.shard, bucket.master, bucket._grads, bucket._grad_shard, *states.values()]
+        held = [bucket._whole, bucket.shard, bucket.master, bucket.grads._whole, bucket.grads._shard,
+                *states.values()]
         for tensor in held:
             if tensor is not None and tensor.untyped_storage().nbytes():
                 storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()

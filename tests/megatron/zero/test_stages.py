@@ -131,11 +131,11 @@ def reductions_during_backward(rank: int, world: int, stage: int) -> dict[str, b
     engine = build_engine(config, build_model(config, grid), grid, torch.device("cpu")).core
     seen: dict[str, bool] = {}
     for bucket in engine.buckets:
-        def reduce(bucket=bucket, launch=bucket.reduce) -> None:  # type: ignore[no-untyped-def]
+        def reduce(bucket=bucket, launch=bucket.grads.reduce) -> None:  # type: ignore[no-untyped-def]
             seen[bucket.name] = engine._in_backward
             launch()
 
-        bucket.reduce = reduce  # type: ignore[method-assign]
+        bucket.grads.reduce = reduce  # type: ignore[method-assign]
     rows = torch.randint(0, 61, (2, 17))
     engine.backward(engine(rows[:, :-1], rows[:, 1:]))
     return seen

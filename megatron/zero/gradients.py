@@ -1,0 +1,251 @@
+"""FlatGradients: the gradients of one bucket, from autograd's hands to the sum over data parallel.
+
+    whole    gradients of all parameters of the bucket, in slots of one flat buffer; made with the first one
+    shard    this rank's part of their sum over data parallel: what its optimizer needs
+
+They come one by one (`accept`), or are written in place by whoever makes them (`sink`). When all are there they leave
+(`reduce`); `finish_reduce` waits for the sum. Where gradients are split, the shard adds up over micro-batches and the
+whole is given back each time; elsewhere the whole adds up, and leaves at the accumulation boundary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+
+from megatron.zero.layout import FlatLayout, Segment
+from megatron.zero.policy import Policy, Wire
+from mpu.collectives import Pending, all_reduce_into, reduce_scatter_into
+from mpu.groups import Group
+from mpu.sinks import Claim, GradSink
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """Precisions of a bucket: weights at work, gradients as backward leaves them, gradients as they are summed up."""
+
+    work: torch.dtype = torch.float32
+    grads: torch.dtype = torch.float32
+    grad_shard: torch.dtype = torch.float32
+
+
+class FlatGradients:
+    def __init__(self, name: str, layout: FlatLayout, parameters: Sequence[nn.Parameter], *, policy: Policy,
+                 owners: Group, replicas: Group, device: torch.device, dtypes: Dtypes, wire: Wire) -> None:
+        self.name, self.layout, self.parameters = name, layout, parameters
+        self._accumulates_shard = policy.split_grads
+        self._owners, self._replicas = owners, replicas
+        self._device, self._dtypes, self._wire = device, dtypes, wire
+        self._arrived: set[int] = set()  # parameters whose gradient of this backward is here
+        self.filled: set[int] = set()  # slots that hold something to add to
+        self._claims: dict[int, ReferenceType[_SlotClaim]] = {}  # slots that a forward has written to
+        self._departure: Pending | None = None  # the reduction under way
+        self._sum: Tensor | None = None  # where it puts this rank's part
+        self._whole: Tensor | None = None
+        self._shard: Tensor | None = None
+
+    # ---- arriving -----------------------------------------------------------------------------------------------
+
+    @property
+    def complete(self) -> bool:
+        """All gradients of this backward have arrived."""
+        return len(self._arrived) == len(self.parameters)
+
+    def accept(self, index: int) -> bool:
+        """Take the gradient of one parameter; True when it was the last one of this backward."""
+        self._arrived.add(index)
+        if self._wire.contiguous:
+            self._pour(index)
+        elif self.complete:
+            self._pour_all()
+        return self.complete
+
+    def _pour(self, index: int) -> None:
+        """Move a gradient that autograd left into the flat buffer."""
+        grad = self.parameters[index].grad
+        if grad is not None:  # otherwise a sink has it already
+            self._free(index)
+            view = self.view(index)
+            if index in self.filled:
+                view.add_(grad)
+            else:
+                view.copy_(grad)
+                self.filled.add(index)
+            self.parameters[index].grad = None
+
+    def _pour_all(self) -> None:
+        for index in range(len(self.parameters)):
+            self._pour(index)
+
+    def sink(self, index: int) -> GradSink:
+        """Lets the operation that makes the gradient of one parameter write it in place (mpu/sinks.py)."""
+        return _SlotSink(self, index)
+
+    def claim(self, index: int) -> _SlotClaim | None:
+        """The slot for a forward to write to, where no gradient stands yet."""
+        self._free(index)
+        if index in self.filled:
+            return None
+        claim = _SlotClaim(self, index)
+        self._claims[index] = ref(claim)
+        return claim
+
+    def keep_claim(self, index: int) -> None:
+        """What was written to the claimed slot is its gradient so far."""
+        del self._claims[index]
+        self.filled.add(index)
+
+    def total(self, index: int) -> Tensor:
+        """The gradient so far, zeros if there is none."""
+        self._free(index)
+        view = self.view(index)
+        if index not in self.filled:
+            view.zero_()
+            self.filled.add(index)
+        return view
+
+    def _free(self, index: int) -> None:
+        """Somebody needs the slot: a claim whose backward has not come, but may, takes its numbers away."""
+        claim = self._claims.pop(index, None)
+        if claim is not None and (alive := claim()) is not None:
+            alive.move_away()
+
+    def _free_all(self) -> None:
+        for index in [*self._claims]:
+            self._free(index)
+
+    def _own(self, flat: Tensor) -> Tensor:
+        start = self._owners.rank * self.layout.shard_numel
+        return flat[start : start + self.layout.shard_numel]
+
+    def view(self, index: int) -> Tensor:
+        slot = self.layout.slots[index]
+        return self._buffer()[slot.offset : slot.end].view(slot.shape)
+
+    def _buffer(self) -> Tensor:
+        if self._whole is None:
+            self._whole = torch.empty(self.layout.numel, dtype=self._dtypes.grads, device=self._device)
+            for start, stop in self.layout.gaps():  # the slots are written by whoever fills them
+                self._whole[start:stop].zero_()
+        return self._whole
+
+    def unused(self) -> list[str]:
+        """Names of the parameters no gradient has reached."""
+        return [slot.name for index, slot in enumerate(self.layout.slots) if index not in self.filled]
+
+    # ---- leaving ------------------------------------------------------------------------------------------------
+
+    def reduce(self) -> None:
+        """Send the gradients to their owners; parameters nobody used count as zero."""
+        assert self._departure is None, f"the gradients of {self.name} are on their way already"
+        self._pour_all()
+        self._free_all()
+        grads = self._buffer()
+        for index, slot in enumerate(self.layout.slots):
+            if index not in self.filled:
+                grads[slot.offset : slot.end].zero_()
+        mine = self._own(grads)
+        if self._dtypes.grad_shard != self._dtypes.grads:
+            mine = torch.empty_like(mine, dtype=self._dtypes.grad_shard)
+        self._sum, at_a_time = mine, self._wire.gradients_at_a_time
+        if self._owners.size == 1 and mine.dtype == grads.dtype:
+            self._departure = all_reduce_into(grads, self._replicas, at_a_time=at_a_time)
+        elif self._wire.scatter:
+            self._departure = reduce_scatter_into(mine, grads, self._owners, at_a_time)
+        else:
+            everything = all_reduce_into(grads, self._owners, at_a_time=at_a_time)
+            self._departure = Pending([everything], partial(_fill, mine, self._own(grads)))
+        if not self._wire.overlap:
+            self._departure.wait()
+
+    def finish_reduce(self) -> None:
+        """The sum over data parallel stands in `shard` when this returns."""
+        if self._departure is None or self._sum is None:
+            return
+        self._departure.wait()
+        if self._accumulates_shard:
+            self._keep_shard(self._sum)
+        else:
+            self._shard = self._sum
+        self._departure = self._sum = None
+
+    def _keep_shard(self, part: Tensor) -> None:
+        """Add up the shard and give the whole gradient's memory back."""
+        if self._shard is None:
+            self._shard = part.clone()  # `part` may be a view of the whole gradient, which goes
+        else:
+            self._shard.add_(part)
+        self._whole = None
+        self.filled.clear()
+
+    @property
+    def shard(self) -> Tensor:
+        assert self._shard is not None, f"{self.name} has no reduced gradient"
+        return self._shard
+
+    def parts(self) -> Iterator[tuple[Segment, Tensor]]:
+        """(segment, its run of the reduced gradient) for everything this rank owns."""
+        for segment in self.layout.segments(self._owners.rank):
+            yield segment, self.shard[segment.shard_offset : segment.shard_offset + segment.count]
+
+    def settle_reduce(self) -> None:
+        """Let a reduction under way end without using its result."""
+        if self._departure is not None:
+            self._departure.wait()
+            self._departure = self._sum = None
+
+    def end_backward(self) -> None:
+        """Forget who has arrived; what was accumulated stays."""
+        self._pour_all()
+        self.finish_reduce()
+        self._arrived.clear()
+
+    def discard(self) -> None:
+        """The next backward starts from nothing."""
+        self._free_all()
+        self._arrived.clear()
+        self.filled.clear()
+        self._whole = self._shard = None
+
+
+def _fill(target: Tensor, source: Tensor) -> None:
+    target.copy_(source)
+
+
+class _SlotSink:
+    """The place of one parameter's gradient in its bucket."""
+
+    def __init__(self, grads: FlatGradients, index: int) -> None:
+        self._grads, self._index = grads, index
+
+    def claim(self) -> Claim | None:
+        return self._grads.claim(self._index)
+
+    def total(self) -> Tensor:
+        return self._grads.total(self._index)
+
+
+class _SlotClaim:
+    """A slot that a forward has written to. If anything else needs the slot before the backward of that forward, what
+    was written moves to a tensor of its own."""
+
+    def __init__(self, grads: FlatGradients, index: int) -> None:
+        self._grads, self._index = grads, index
+        self.place = grads.view(index)
+        self._has_moved = False
+
+    def move_away(self) -> None:
+        self.place, self._has_moved = self.place.clone(), True
+
+    def keep(self, factor: Tensor | None = None) -> None:
+        if factor is not None:
+            self.place.mul_(factor)
+        if self._has_moved:
+            self._grads.total(self._index).add_(self.place)
+        else:
+            self._grads.keep_claim(self._index)
