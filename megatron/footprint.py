@@ -167,10 +167,12 @@ class Run:
     @property
     def drawing(self) -> int:
         """The fp32 weights while they are drawn, every matrix whole before it is sliced: the token table first, with a
-        padded copy; a matrix of the last block last."""
+        padded copy; a matrix of the last block last. At stage 3 a layer that is finished leaves this rank's part."""
         model, padded = self.config.model, self.columns * self.tp
         table = self.columns + model.tokens + (padded if padded > model.tokens else 0)
-        return max(FP32 * model.hidden_size * table, self.drawn_model + FP32 * model.hidden_size * model.ffn_size)
+        matrix = FP32 * model.hidden_size * model.ffn_size
+        model_so_far = self.drawn_model // self.dp + matrix if self.policy.split_params else self.drawn_model
+        return max(FP32 * model.hidden_size * table, model_so_far + matrix)
 
     # ---- traffic ------------------------------------------------------------------------------------------------
 

@@ -116,10 +116,12 @@ def _check_optimizer(engine: ZeroEngine, found: Checkpoint) -> None:
     missing = [kind for kind in engine.state_kinds if not found.has(kind)]
     saved = found.shared_state["optimizer"]
     if missing or saved != engine.rule.name:
-        why = f"is {saved}'s" if saved != engine.rule.name else f"is missing ({', '.join(missing)}): saved without it"
+        where = f"{found.tag} of {found.folder.parent}"
+        what = (f"holds the optimizer state of {saved}, not of {engine.rule.name}" if saved != engine.rule.name else
+                f"holds no optimizer state ({', '.join(missing)}): saved without")
         raise CheckpointError(
-            f"{found.tag} of {found.folder.parent}: expected the optimizer state of {engine.rule.name}, but it {why}; "
-            "to go on from the weights alone give --no-load-optim or --finetune (load_optimizer_states=False)")
+            f"{where} {what}; to go on from the weights alone give --no-load-optim or --finetune "
+            "(load_optimizer_states=False)")
 
 
 def _check_names(engine: ZeroEngine, found: Checkpoint, strict: bool) -> None:

@@ -126,7 +126,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         0.1, {"lr_decay_iters": 100, "warmup": 0.1, "min_lr": pytest.approx(1.5e-5)}, COSINE),
     "zero_optimization": (True, {"zero_stage": 1}, {}),
     ZERO + "stage": (3, {"zero_stage": 3}, {}),
-    ZERO + "overlap_comm": (True, {"overlap_comm": True}, {}),
+    ZERO + "overlap_comm": (False, {"overlap_comm": False}, {}),
     **{ZERO + name: (not getattr(ZeroConfig, name), {name: not getattr(ZeroConfig, name)}, {}) for name in (
         "contiguous_gradients", "reduce_scatter", "allgather_partitions", "load_from_fp32_weights",
         "ignore_unused_parameters", "round_robin_gradients", "stage3_gather_16bit_weights_on_model_save")},
@@ -275,10 +275,9 @@ def test_auto_says_what_was_chosen():
 def test_defaults_are_those_of_deepspeeds_code():
     zero = ZeroConfig()
     assert (zero.reduce_bucket_size, zero.allgather_bucket_size, zero.sub_group_size) == (5e8, 5e8, 1e9)
-    assert (zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance) == (1e9, 1e9)
+    assert (zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance) == (1e9, 0)  # 0: docs/decisions/005
     assert (zero.stage3_prefetch_bucket_size, zero.stage3_param_persistence_threshold) == (5e7, 1e5)
-    assert [ZeroConfig(zero_stage=stage).overlaps for stage in range(4)] == [False, False, False, True]
-    assert ZeroConfig(zero_stage=3, overlap_comm=False).overlaps is False
+    assert zero.overlap_comm  # at every stage: docs/decisions/005
 
 
 # ---- unknown, double and misplaced keys --------------------------------------------------------------------------

@@ -151,7 +151,7 @@ def our_training(rank: int, world: int, batches: list[torch.Tensor], weights: di
     model = GPT2(our_config(), groups.tp)
     cut_into(model, weights, groups.tp.rank, tp)
     engine, schedule = engine_of(model, groups, accumulation, **OPTIM), the_schedule()
-    engine.train()
+    model.train()
     found = []
     for step, batch in enumerate(batches):
         share = batch.chunk(groups.dp.size)[groups.dp.rank].chunk(accumulation)
