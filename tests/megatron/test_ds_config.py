@@ -584,7 +584,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], int, Any]] = {
          "optimizer": {"type": "Adam", "params": {"lr": 0.00015, "weight_decay": 0.01}}, "gradient_clipping": 1.0,
          "fp16": {**SCALING, "initial_scale_power": 16}, "wall_clock_breakdown": False,
          "zero_allow_untested_optimizer": True}, {}, 4,
-        {"zero_stage": 2, "overlap_comm": True, "reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000,
+        {"zero_stage": 2, "reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000,
          "fp16": True, "log_interval": 1, "global_batch_size": 16}),
     "zero2 with the script's own batch": (
         {"train_batch_size": 16, "gradient_accumulation_steps": 1}, {"batch_size": 8}, 4, "size 16 != micro_batch 8"),
@@ -614,7 +614,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], int, Any]] = {
     "stage 3, spelt right": ({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1,
                               "zero_optimization": {**STAGE3, "stage3_param_persistence_threshold": 8.192e4},
                               "fp16": {**SCALING, "loss_scale": 1024}, "zero_allow_untested_optimizer": False}, {}, 1,
-                             {"zero_stage": 3, "stage3_max_reuse_distance": 100_000_000, "overlap_comm": True,
+                             {"zero_stage": 3, "stage3_max_reuse_distance": 100_000_000,
                               "stage3_param_persistence_threshold": 81_920, "reduce_bucket_size": 90_000_000,
                               "sub_group_size": 400_000_000, "global_batch_size": 4, "fp16": True, "loss_scale": 1024}),
     "stage 3, old offload": ({"train_batch_size": 64, "zero_optimization": {

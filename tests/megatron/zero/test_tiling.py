@@ -160,7 +160,9 @@ def test_a_tiled_run_trains_as_one_without_tiles_and_resumes(tmp_path: Path) -> 
     for row, other in zip(tiled, plain, strict=True):  # with dropout: the same masks
         assert row["lm_loss"] == pytest.approx(other["lm_loss"], abs=1e-5)  # fp32 sums in another order, 3 steps
         assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
-    assert stage3_run == tiled
+    for row, other in zip(stage3_run, tiled, strict=True):
+        assert row["lm_loss"] == other["lm_loss"]
+        assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-12)  # buckets in another order, in fp64
     half = [*argv, *TILED, "--save", tmp_path / "half", "--load", tmp_path / "half"]
     train([*half, "--exit-interval", "2"])
     train(half)
