@@ -141,6 +141,7 @@ def discard(folder: Path) -> None:
     """Delete a folder so that no part of it is ever seen under its name; what cannot be deleted waits in the trash."""
     trash = folder.with_name(f"{TRASH}{folder.name.lstrip('.')}-{secrets.token_hex(4)}")
     os.rename(folder, trash)
+    fsync_directory(folder.parent)
     _delete(trash)
 
 
