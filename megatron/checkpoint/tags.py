@@ -97,7 +97,10 @@ def newest_first(root: Path) -> list[str]:
 
 
 def _is_empty(folder: Path) -> bool:
-    return folder.is_dir() and not any(folder.iterdir())
+    try:
+        return folder.is_dir() and not any(folder.iterdir())
+    except OSError:
+        return False  # who opens it will say why it cannot be read
 
 
 def check_hint(root: Path, newest: str, say: Say) -> None:
