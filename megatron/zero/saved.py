@@ -139,7 +139,13 @@ def _check_names(engine: ZeroEngine, found: Checkpoint, strict: bool) -> None:
 
 
 def _check_shapes(engine: ZeroEngine, found: Checkpoint, optimizer: bool) -> None:
-    """Weights, and the optimizer state of what is trained, have the shapes of the model's parameters."""
+    """Buffers, weights, and the optimizer state of what is trained, have the shapes of the model's."""
+    where = f"{found.tag} of {found.folder.parent}"
+    for name, buffer in engine.module.named_buffers():
+        saved = found.shared_state["buffers"].get(name, buffer).shape
+        if saved != buffer.shape:
+            raise CheckpointError(f"{where} is of another model: buffer {name!r}: shape expected {list(buffer.shape)}, "
+                                  f"found {list(saved)}")
     kinds = ("weight", *(engine.state_kinds if optimizer else ()))
     for bucket in (*engine.buckets, *engine.frozen):
         for slot in bucket.layout.slots:
@@ -148,11 +154,11 @@ def _check_shapes(engine: ZeroEngine, found: Checkpoint, optimizer: bool) -> Non
                 if (kind, slot.name) not in found.tensors:
                     if kind == "weight":  # not strict, or its absence is told by _check_names
                         continue
-                    raise CheckpointError(f"{found.tag} of {found.folder.parent} holds no {kind} of {slot.name!r}: it "
-                                          "was frozen then; load_optimizer_states=False starts the optimizer anew")
-                if (saved := found.shape(kind, slot.name)) != expected:
-                    raise CheckpointError(f"{found.tag} of {found.folder.parent} is of another model: {kind} "
-                                          f"{slot.name!r}: shape expected {list(expected)}, found {list(saved)}")
+                    raise CheckpointError(f"{where} holds no {kind} of {slot.name!r}: it was frozen then; "
+                                          "load_optimizer_states=False starts the optimizer anew")
+                if (shape := found.shape(kind, slot.name)) != expected:
+                    raise CheckpointError(f"{where} is of another model: {kind} {slot.name!r}: shape expected "
+                                          f"{list(expected)}, found {list(shape)}")
 
 
 def restore_streams(found: Checkpoint, groups: Groups, layout: Mapping[str, int], seed: int) -> str | None:
