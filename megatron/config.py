@@ -353,13 +353,15 @@ class TrainConfig:
     eval_interval: int = flag(1000, "evaluate every so many steps; 0 switches it off")
     eval_iters: int = flag(100, "global batches of one evaluation")
     exit_interval: int = flag(0, "leave after steps divisible by this; 0 switches it off")
+    exit_duration_in_mins: float = flag(0.0, "leave after the step in which the program has run so many minutes; 0 "
+                                             "switches it off")
     seed: int = flag(1234, "seed of weights, dropout and data order")
     compile: bool = flag(False, "torch.compile each block")
     deterministic: bool = flag(False, "refuse kernels whose result varies from run to run")
 
     def __post_init__(self) -> None:
         _require_range(self, "batch_size global_batch_size", 1)
-        _require_range(self, "train_iters eval_interval exit_interval", 0)
+        _require_range(self, "train_iters eval_interval exit_interval exit_duration_in_mins", 0)
         _require_range(self, "eval_iters", 1)
         _require_range(self, "seed", 0, 2**63 - 1)
 
@@ -377,12 +379,14 @@ class SaveConfig:
     no_load_optim: bool = flag(False, "do not load optimizer state")
     no_load_rng: bool = flag(False, "do not load random number state")
     finetune: bool = flag(False, "load the weights only, and start at iteration 0")
+    load_precision_change: bool = flag(False, "load a checkpoint of another precision; the loss scale starts anew")
+    resume_fallback: bool = flag(False, "where the newest checkpoint is damaged, take the newest good one")
     resume_dataloader: bool = flag(False, "accepted for old scripts: the data position is always restored")
 
     def __post_init__(self) -> None:
         _require_range(self, "save_interval", 0)
         _require_range(self, "keep_last", 1)
-        for name in ("no_load_optim", "no_load_rng", "finetune"):
+        for name in ("no_load_optim", "no_load_rng", "finetune", "load_precision_change", "resume_fallback"):
             require(
                 not getattr(self, name) or self.load is not None,
                 f"{flag_name(name)} needs --load: there is nothing to load",

@@ -6,7 +6,7 @@ the data, which data that is, and the learning rate schedule it follows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.agree import on_rank_0
-from megatron.checkpoint.commit import probe, prune
+from megatron.checkpoint.commit import probe, prune, storing, sweep
 from megatron.checkpoint.lock import locked
+from megatron.checkpoint.manifest import step_of, step_tag
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.tags import tag_names
 from megatron.config import Config, flag_name
@@ -56,9 +57,12 @@ class Checkpoints:
             on_rank_0(lambda: self._claim(root), self.groups.world)
 
     def _claim(self, root: Path) -> None:
-        """Before the first step: the folder can be written, and no other job saves into it."""
+        """Before the first step: the folder can be written, no other job saves into it, and what an interrupted save
+        left is tidied up."""
         probe(root)
         self._held.enter_context(locked(root))
+        with storing(root, 0):
+            sweep(root)
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -73,27 +77,41 @@ class Checkpoints:
         """Where this run starts."""
         section = self.config.save
         if section.load is None or self._starts_fresh(Path(section.load)):
-            return TrainState()
-        found = open_checkpoint(section.load, world=self.groups.world)
+            return self._start_at(TrainState())
+        found = open_checkpoint(section.load, world=self.groups.world, fallback=section.resume_fallback)
         _check_model(self.config, found)
         optimizer = not (section.finetune or section.no_load_optim)
         saved: dict[str, Any] = found.shared_state["client_state"]
         scheduler = _follows(engine)
         if not section.finetune:  # the rate is set by the schedule in force: it has to be chosen before
             scheduler.schedule = _agreed_schedule(self.config, Schedule(**saved["schedule"]), scheduler.schedule)
+        same_precision = _precision(found.config) == self.config.precision.name
         engine.restore(found, LoadOptions(optimizer, counters=not section.finetune, scheduler=not section.finetune,
-                                          rng=not (section.finetune or section.no_load_rng)))
+                                          rng=not (section.finetune or section.no_load_rng),
+                                          loss_scale=same_precision))
         what = "weights" if section.finetune else "weights and optimizer" if optimizer else "weights, without optimizer"
         self.notes.append(f" loaded {what} of {found.tag} from {section.load}")
         if section.finetune:
-            return TrainState()
+            return self._start_at(TrainState())
+        self.notes += _relaid(engine, found, self.config.precision.name)
         if engine.rng_note is not None:
             self.notes.append(engine.rng_note)
         if saved["data"] != self.data_fingerprint:
             self.notes.append(
                 " warning: --train-data is another corpus than the checkpoint's; the data position carries over"
             )
-        return TrainState(saved["iteration"], saved["consumed_samples"])
+        return self._start_at(TrainState(saved["iteration"], saved["consumed_samples"]))
+
+    def _start_at(self, state: TrainState) -> TrainState:
+        """`state`, with a warning where --save holds later steps: they would be taken for the newest of this run."""
+        root = self.config.save.save
+        steps = [] if root is None else on_rank_0(lambda: [step_of(tag) for tag in tag_names(Path(root))],
+                                                  self.groups.world)
+        if later := [step for step in steps if step is not None and step > state.iteration]:
+            self.notes.append(f" warning: --save {root} holds {step_tag(max(later))}, later than iteration "
+                              f"{state.iteration} where this run starts: a resume would take it; give another --save, "
+                              "or remove it")
+        return state
 
     def _starts_fresh(self, load: Path) -> bool:
         """--load of a --save folder that holds nothing yet: the first start of a command made to be run again."""
@@ -113,7 +131,7 @@ class Checkpoints:
                                save_rng_states=not section.no_save_rng)
         if section.keep_last is not None:
             root, keep = Path(section.save), section.keep_last
-            on_rank_0(lambda: prune(root, keep), self.groups.world)
+            on_rank_0(lambda: prune(root, keep, state.iteration), self.groups.world)
         report = engine.last_save
         assert report is not None
         say(f" saved {report.tag} to {section.save} ({report.bytes / 1e6:.1f} MB in {report.seconds:.2f} s)")
@@ -140,10 +158,8 @@ def _check_model(config: Config, found: Checkpoint) -> None:
     rows = [(flag_name(key), _model_field(saved["model"], key), _model_field(present["model"], key))
             for key in MUST_MATCH]
     if not config.save.finetune:
-        old, new = (
-            "bf16" if p["bf16"] else "fp16" if p["fp16"] else "fp32" for p in (saved["precision"], present["precision"])
-        )
-        rows.append(("precision", old, new))
+        if not config.save.load_precision_change:
+            rows.append(("precision", _precision(saved), _precision(present)))
         length = saved["data"]["seq_length"] or saved["model"]["max_position_embeddings"]
         rows.append(("--seq-length", length, config.seq_length))
     differing = [f"{name} {was} in the checkpoint, {now} here" for name, was, now in rows if was != now]
@@ -151,8 +167,24 @@ def _check_model(config: Config, found: Checkpoint) -> None:
         raise CheckpointError(
             f"{found.tag} of {config.save.load} is of another run: {'; '.join(differing)}; "
             "give the checkpoint's values, or "
-            "another --load" + ("" if config.save.finetune else ", or --finetune where only precision or length differ")
+            "another --load"
+            + ("" if config.save.finetune else ", or --finetune where only precision or length differ, "
+               "or --load-precision-change where only precision does")
         )
+
+
+def _precision(config: Mapping[str, Any]) -> str:
+    """fp32, fp16 or bf16, of a saved configuration."""
+    return next((name for name in ("bf16", "fp16") if config["precision"][name]), "fp32")
+
+
+def _relaid(engine: Engine, found: Checkpoint, precision: str) -> list[str]:
+    """What was laid out anew for this run, in one line; none where nothing was."""
+    saved, present = {**found.layout, "precision": _precision(found.config)}, {**engine.layout, "precision": precision}
+    changes = [f"{key} {saved.get(key)} -> {now}" for key, now in present.items() if saved.get(key) != now]
+    if saved["precision"] != precision == "fp16":
+        changes.append(f"the loss scale starts anew at {engine.cur_scale:g}")
+    return [f" re-laid: {', '.join(changes)}"] if changes else []
 
 
 def _agreed_schedule(config: Config, saved: Schedule, present: Schedule) -> Schedule:

@@ -52,12 +52,12 @@ class Trainer:
         self.engine.train()
         try:
             for batches in stream:
-                metrics, asked = self._step(state, batches, watch, rates)
+                metrics, asked, late = self._step(state, batches, watch, rates)
                 self.log.step(metrics)
                 if state.iteration < self.config.train.train_iters:  # at the end `finish` evaluates
                     if valid is not None and due(state.iteration, self.config.train.eval_interval):
                         self.evaluate("validation", state.iteration, valid)
-                    reason = self._reason_to_leave(state.iteration, asked)
+                    reason = self._reason_to_leave(state.iteration, asked, late)
                     if asked and self.save is None:
                         raise Interrupted(
                             f"asked to stop at step {state.iteration}, and nothing was saved: give --save"
@@ -80,9 +80,12 @@ class Trainer:
         steps = self.config.train.train_iters - state.iteration
         return BatchStream(samples, self.rule, state.consumed_samples, steps, self.config.data.num_workers)
 
-    def _reason_to_leave(self, iteration: int, asked: bool) -> str:
+    def _reason_to_leave(self, iteration: int, asked: bool, late: bool) -> str:
         if asked:
             return f"preempted at step {iteration}"
+        if late:
+            limit = self.config.train.exit_duration_in_mins
+            return f"leaving after iteration {iteration} (--exit-duration-in-mins {limit:g})"
         interval = self.config.train.exit_interval
         return f"leaving after iteration {iteration} (--exit-interval {interval})" if due(iteration, interval) else ""
 
@@ -98,15 +101,14 @@ class Trainer:
 
     def _step(
         self, state: TrainState, batches: list[Batch], watch: Stopwatch, rates: Rates
-    ) -> tuple[StepMetrics, bool]:
-        """One optimizer step, and whether any rank was asked to stop."""
+    ) -> tuple[StepMetrics, bool, bool]:
+        """One optimizer step; whether any rank was asked to stop; whether the time of any rank is up."""
         lr = self.engine.get_lr()[0]
         digest = samples_digest(state.consumed_samples, self.rule.global_batch)
         report, total = self._train_step(batches)
         # Tensor parallel ranks hold equal losses, so the mean over the world is the mean over data parallel.
-        loss, asked = all_reduce(
-            torch.stack([total, total.new_tensor(float(bool(self.stop)))]), self.engine.groups.world
-        )
+        own = total.new_tensor([bool(self.stop), self._is_late()])
+        loss, asked, late = all_reduce(torch.cat([total.view(1), own]), self.engine.groups.world)
         state.iteration += 1
         state.consumed_samples += self.rule.global_batch
         mean = loss.item() / (len(batches) * self.engine.groups.world.size)
@@ -117,7 +119,10 @@ class Trainer:
             loss_scale=report.loss_scale, skipped=not report.applied, consumed_samples=state.consumed_samples,
             samples_digest=digest, step_ms=seconds * 1e3, tokens_per_s=tokens, tflops=tflops, mfu=mfu,
             max_memory_bytes=max_memory_bytes(self.device))
-        return metrics, asked.item() > 0
+        return metrics, asked.item() > 0, late.item() > 0
+
+    def _is_late(self) -> bool:
+        return 0 < self.config.train.exit_duration_in_mins <= self.stop.minutes
 
     def _train_step(self, batches: list[Batch]) -> tuple[StepReport, torch.Tensor]:
         """All micro-batches of one step; what the optimizer did, and the sum of this rank's losses."""

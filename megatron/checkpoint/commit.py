@@ -16,6 +16,7 @@ the next save.
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
@@ -46,7 +47,8 @@ def _free(path: Path) -> int | str:
     with suppress(OSError):
         while not path.exists() and path != path.parent:
             path = path.parent
-        return shutil.disk_usage(path).free
+        disk = shutil.disk_usage(path)
+        return disk.free if disk.total else "unknown"  # some network file systems do not tell
     return "unknown"
 
 
@@ -75,14 +77,18 @@ def _objection(root: Path) -> str | None:
     return "is a file; a folder is needed" if root.exists() and not root.is_dir() else None
 
 
-def stage(root: Path, tag: str, run_id: str, say: Say = say_stderr) -> Path:
-    """An empty staging folder for `tag`, after tidying what an interrupted save left."""
+def stage(root: Path, tag: str, run_id: str, say: Say = say_stderr, needed: int = 0) -> Path:
+    """An empty staging folder for `tag`, after tidying what an interrupted save left, on a disk with `needed` bytes
+    free: better no byte of a checkpoint than half of them."""
     staging = root / f"{STAGING}{safe_name(tag, 'tag')}-{safe_name(run_id, 'run id')}"
-    with storing(staging, 0):
+    with storing(staging, needed):
         if not root.is_dir():
             root.mkdir()
             fsync_directory(root.parent)
         sweep(root, say)
+        free = _free(root)
+        if isinstance(free, int) and free < needed:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         staging.mkdir()
     return staging
 
@@ -96,7 +102,7 @@ def sweep(root: Path, say: Say = say_stderr) -> None:
             say(f"removing {root / name}, left by an interrupted save")
             discard(root / name)
         elif name.startswith(TRASH):
-            shutil.rmtree(root / name, ignore_errors=True)
+            _delete(root / name)
         elif name.startswith(f".{LATEST}."):
             (root / name).unlink(missing_ok=True)
 
@@ -135,14 +141,26 @@ def discard(folder: Path) -> None:
     """Delete a folder so that no part of it is ever seen under its name; what cannot be deleted waits in the trash."""
     trash = folder.with_name(f"{TRASH}{folder.name.lstrip('.')}-{secrets.token_hex(4)}")
     os.rename(folder, trash)
-    shutil.rmtree(trash, ignore_errors=True)
+    fsync_directory(folder.parent)
+    _delete(trash)
 
 
-def prune(root: Path, keep_last: int) -> list[str]:
-    """Delete all but the newest `keep_last` complete step tags (tags of the user's own stay); the names deleted."""
+def _delete(path: Path) -> None:
+    """As far as it can be deleted; a link goes without what it leads to."""
+    if path.is_symlink() or path.is_file():
+        with suppress(OSError):
+            path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def prune(root: Path, keep_last: int, saved: int | None = None) -> list[str]:
+    """Delete all but the newest `keep_last` complete step tags, those after step `saved` left aside: another run's, or
+    passed over as damaged, they must not push out what was just saved. Tags of the user's own stay. The names deleted.
+    """
     assert keep_last >= 1, keep_last
-    steps = [manifest.tag for manifest in complete(root) if step_of(manifest.tag) is not None]
-    doomed = steps[:-keep_last]
+    steps = [(step, manifest.tag) for manifest in complete(root) if (step := step_of(manifest.tag)) is not None]
+    doomed = [tag for step, tag in steps if saved is None or step <= saved][:-keep_last]
     with storing(root, 0):
         for tag in doomed:
             discard(folder_of(root, tag))

@@ -19,12 +19,17 @@ from megatron.errors import ConfigError
 LOCK = ".lock"
 
 
+def _no_link(path: str, flags: int) -> int:
+    """The file is emptied below: a symbolic link in its place must not lead to another one."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
 @contextmanager
 def locked(root: str | Path) -> Iterator[None]:
     """Hold the lock of the existing save root, or raise a ConfigError naming the holder."""
     path = Path(root) / LOCK
     with storing(path, 0):
-        file = open(path, "a+", encoding="utf-8", errors="replace")
+        file = open(path, "a+", encoding="utf-8", errors="replace", opener=_no_link)
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

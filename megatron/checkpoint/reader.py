@@ -54,8 +54,12 @@ def open_checkpoint(root: str | Path, tag: str | None = None, *, world: Group = 
 
 
 def _open_verified(root: Path, tag: str, world: Group) -> Checkpoint:
-    manifest, folder = manifest_of(root, tag), folder_of(root, tag)
-    check_files(folder, manifest, world.rank, world.size)
+    try:
+        manifest, folder = manifest_of(root, tag), folder_of(root, tag)
+        check_files(folder, manifest, world.rank, world.size)
+    except OSError as error:  # a folder that cannot be listed, a file that cannot be looked at
+        where = error.filename or root / tag
+        raise CheckpointError(f"tag {tag}: {where}: cannot be read ({error.strerror})") from error
     return Checkpoint(folder, manifest)
 
 

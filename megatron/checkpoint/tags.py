@@ -63,8 +63,10 @@ def _folders(root: Path) -> Iterator[str]:
         with os.scandir(root) as entries:
             yield from (entry.name for entry in entries
                         if entry.is_dir() and (not entry.name.startswith(".") or entry.name.startswith(ASIDE)))
-    except OSError:
-        return  # an absent or unreadable root holds no checkpoint; the caller says so
+    except (FileNotFoundError, NotADirectoryError):
+        return  # an absent root holds no checkpoint; the caller says so
+    except OSError as error:  # an unreadable one may well hold some: this is no fresh start
+        raise CheckpointError(f"{root}: cannot be read ({error.strerror})") from error
 
 
 def _own_iteration(root: Path, tag: str) -> int | None:
@@ -95,18 +97,28 @@ def newest_first(root: Path) -> list[str]:
 
 
 def _is_empty(folder: Path) -> bool:
-    return folder.is_dir() and not any(folder.iterdir())
+    try:
+        return folder.is_dir() and not any(folder.iterdir())
+    except OSError:
+        return False  # who opens it will say why it cannot be read
 
 
 def check_hint(root: Path, newest: str, say: Say) -> None:
     """One line when `latest` does not name the newest tag; it is never followed."""
-    try:
-        hint = (root / LATEST).read_bytes()[:256].decode("utf-8", "replace").strip()
-    except OSError:
-        hint = None
+    hint = _hint(root / LATEST)
     if hint != newest:
         state = "is missing" if hint is None else f"says {hint!r:.60}"
         say(f"warning: {root / LATEST} {state}; the newest complete tag is {newest}")
+
+
+def _hint(path: Path) -> str | None:
+    try:
+        if not path.is_file():  # a pipe in its place would never end
+            return None
+        with open(path, "rb") as file:
+            return file.read(256).decode("utf-8", "replace").strip()
+    except OSError:
+        return None
 
 
 def verify(root: Path, tag: str) -> Manifest:

@@ -1,6 +1,6 @@
 """Save: every rank writes the pieces it owns, rank 0 commits. Collective: every rank calls `save` with the same tag.
 
-    staging   rank 0 makes the folder                                                        all ranks agree
+    staging   rank 0 makes the folder, if there is room for the pieces of all ranks          all ranks agree
     writing   rank k: rank<k>.safetensors (and rank<k>-1, ... beyond 4 GB), rank<k>.json;
               rank 0 also shared.json and config.json; checksummed on the way, fsynced       all ranks agree
     commit    rank 0: manifest.json with what all ranks wrote, fsync, rename                 all ranks agree
@@ -53,7 +53,8 @@ def save(root: str | Path, tag: str, *, pieces: Iterable[Piece], rank_state: Map
     if world.rank == 0:
         states |= {"shared": shared_state, "config": config}  # config.json is for people: the manifest has it too
     own = [piece for piece in pieces if piece.partition is not None or piece.tp_rank == 0]
-    staging = Path(on_rank_0(lambda: str(stage(root, tag, run_id, say)), world))
+    needed = sum(all_gather_json(sum(piece.item().nbytes for piece in own), world))
+    staging = Path(on_rank_0(lambda: str(stage(root, tag, run_id, say, needed)), world))
     try:
         parts = all_gather_json(agree(lambda: _write_rank(staging, world.rank, own, states), world), world)
         size = on_rank_0(lambda: _commit(staging, root, Manifest(run_id, tag, iteration, layout, config,

@@ -85,6 +85,8 @@ class LoadOptions:
     counters: bool = True
     strict: bool = True
     rng: bool = True
+    loss_scale: bool = True
+    """With the counters: a loss scale belongs to the precision it was found in."""
 
 
 class Engine:
@@ -280,7 +282,8 @@ class Engine:
     def restore(self, found: Checkpoint, options: LoadOptions = LoadOptions()) -> dict[str, Any]:
         """`load_checkpoint` for one that is open already; the client_state."""
         load_engine(self.core, found, scheduler=self.lr_scheduler if options.scheduler else None,
-                    optimizer=options.optimizer, counters=options.counters, strict=options.strict)
+                    optimizer=options.optimizer, counters=options.counters, loss_scale=options.loss_scale,
+                    strict=options.strict)
         if options.counters:
             self._run_id = found.shared_state["run_id"]
         self.rng_note = (restore_streams(found, self.groups, self.layout, self.config.train.seed)

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron.checkpoint.piece import Piece
+from megatron.checkpoint.piece import Piece, sharding_of
 from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.writer import SaveReport, save
 from megatron.errors import CheckpointError, ConfigError
@@ -36,6 +36,9 @@ OWN_KEYS = frozenset({
     "ds_version", "buffer_names", "optimizer_state_dict", "param_shapes", "frozen_param_shapes",
 })
 """Keys of `client_state` that would be taken for the engine's own."""
+
+SCALER = ("loss_scale", "clean_steps", "hysteresis_left")
+"""The counters of the loss scale, which belongs to one precision."""
 
 SEED_STRIDE = 1_000_003
 
@@ -86,11 +89,13 @@ def save_engine(engine: ZeroEngine, root: Path, tag: str, who: Identity, *, clie
 
 
 def load_engine(engine: ZeroEngine, found: Checkpoint, *, scheduler: Stateful | None, optimizer: bool = True,
-                counters: bool = True, strict: bool = True) -> None:
-    """Take everything but the random streams from an open checkpoint. `counters` also means loss scale and schedule."""
+                counters: bool = True, loss_scale: bool = True, strict: bool = True) -> None:
+    """Take everything but the random streams from an open checkpoint. `counters` also means the schedule, and the loss
+    scale unless that is switched off. What does not fit is refused before anything is changed."""
     if optimizer:
         _check_optimizer(engine, found)
     _check_names(engine, found, strict)
+    _check_shapes(engine, found, strict and optimizer)
     kinds = ("weight", *(engine.state_kinds if optimizer else ()))
     known = {kind: frozenset(found.names(kind)) for kind in kinds}
 
@@ -105,7 +110,8 @@ def load_engine(engine: ZeroEngine, found: Checkpoint, *, scheduler: Stateful | 
         if name in shared["buffers"]:
             buffer.copy_(shared["buffers"][name])
     if counters:
-        engine.restore_counters(shared["engine"])
+        own = {} if loss_scale else {key: value for key, value in engine.counters().items() if key in SCALER}
+        engine.restore_counters({**shared["engine"], **own})
         if scheduler is not None and shared["lr_scheduler"] is not None:
             scheduler.load_state_dict(shared["lr_scheduler"])
     if not optimizer:
@@ -132,6 +138,29 @@ def _check_names(engine: ZeroEngine, found: Checkpoint, strict: bool) -> None:
         if names and strict:
             raise CheckpointError(f"{found.tag} of {found.folder.parent} is of another model: {len(names)} parameters "
                                   f"are {what}, {min(names)} first; give the model it was saved from")
+
+
+def _check_shapes(engine: ZeroEngine, found: Checkpoint, optimizer: bool) -> None:
+    """Buffers, weights, and the optimizer state of what is trained, have the shapes of the model's."""
+    where = f"{found.tag} of {found.folder.parent}"
+    for name, buffer in engine.module.named_buffers():
+        saved = found.shared_state["buffers"].get(name, buffer).shape
+        if saved != buffer.shape:
+            raise CheckpointError(f"{where} is of another model: buffer {name!r}: shape expected {list(buffer.shape)}, "
+                                  f"found {list(saved)}")
+    kinds = ("weight", *(engine.state_kinds if optimizer else ()))
+    for bucket in (*engine.buckets, *engine.frozen):
+        for slot in bucket.layout.slots:
+            expected = sharding_of(slot.shape, slot.partition, engine.groups.tp.size).shape
+            for kind in kinds if bucket.trainable else ("weight",):
+                if (kind, slot.name) not in found.tensors:
+                    if kind == "weight":  # not strict, or its absence is told by _check_names
+                        continue
+                    raise CheckpointError(f"{where} holds no {kind} of {slot.name!r}: it was frozen then; "
+                                          "load_optimizer_states=False starts the optimizer anew")
+                if (shape := found.shape(kind, slot.name)) != expected:
+                    raise CheckpointError(f"{where} is of another model: {kind} {slot.name!r}: shape expected "
+                                          f"{list(expected)}, found {list(shape)}")
 
 
 def restore_streams(found: Checkpoint, groups: Groups, layout: Mapping[str, int], seed: int) -> str | None:

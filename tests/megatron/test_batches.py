@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from data.gpt2_dataset import GPT2Dataset
+from data.indexed import CorpusWriter, IndexedCorpus
 from megatron.batches import BatchRule, BatchStream, document_numbers, positions_in_document, samples_digest
 from megatron.model import GPT2
 from tests.distributed import run_ranks
@@ -60,6 +63,34 @@ def test_a_stream_that_is_left_early_ends_its_threads() -> None:
     next(iter(stream))
     stream.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
+
+
+def test_a_hundred_chains_of_resumes_use_every_sample_of_three_epochs_once(tmp_path: Path) -> None:
+    """Every link has its own dp, micro-batch, accumulation and readers, and ends where it likes."""
+    length, documents, draw = 4, 50, random.Random(3)
+    with CorpusWriter(tmp_path / "corpus", vocab_size=length * documents) as writer:
+        for number in range(documents):  # a sample is a document and one token more, so its first token names it
+            writer.add_document(range(number * length, (number + 1) * length))
+    samples = GPT2Dataset(IndexedCorpus(tmp_path / "corpus"), range(documents), length, seed=5, name="train")
+    epoch = samples.samples_per_epoch
+    expected = [int(samples[index][0]) for index in range(3 * epoch)]
+    assert epoch == documents - 1
+    assert all(len(set(expected[at:at + epoch])) == epoch for at in range(0, 3 * epoch, epoch))
+    for _ in range(100):
+        seen: list[int] = []
+        while len(seen) < 3 * epoch:
+            dp, micro, accumulation, steps = (draw.choice(values) for values in ((1, 2, 3, 4), (1, 2, 4), (1, 3),
+                                                                                 (1, 2, 5, 9)))
+            rules = [rule(micro_batch=micro, accumulation=accumulation, dp_rank=rank, dp_size=dp) for rank in range(dp)]
+            # A stream reads ahead of the steps that are taken; only those count.
+            streams = [BatchStream(samples, one, len(seen), 99, workers=draw.choice((0, 0, 2))) for one in rules]
+            taken = [list(itertools.islice(stream, steps)) for stream in streams]
+            for stream in streams:
+                stream.close()
+            for of_a_step in zip(*taken, strict=True):
+                for of_ranks in zip(*of_a_step, strict=True):
+                    seen += [token for batch in of_ranks for token in batch.tokens[:, 0].tolist()]
+        assert seen[:3 * epoch] == expected
 
 
 def test_targets_are_the_next_tokens() -> None:

@@ -201,6 +201,35 @@ def test_a_damaged_shard_stops_the_real_job(saved: Path) -> None:
     check(command([*RUN, "--load", saved]), 4, shard.name, "crc32")
 
 
+def test_a_damaged_newest_tag_makes_way_when_asked_and_is_replaced_in_time(saved: Path, tmp_path: Path,
+                                                                           cli: Cli) -> None:
+    expected = list(digest(open_checkpoint(saved)))[-1]
+    shard = saved / "global_step3" / "rank0.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    again = [*RUN, "--load", saved, "--save", saved, "--keep-last", 1, "--metrics-file", tmp_path / "m"]
+    check(cli(again), 4, "global_step3", shard.name)
+    code, stderr = cli([*again, "--resume-fallback"])
+    assert code == 0 and stderr.count("falling back to an older tag") == 1 and shard.name in stderr
+    assert [step["iteration"] for step in steps(tmp_path / "m")] == [3]
+    assert list(digest(open_checkpoint(saved)))[-1] == expected
+    assert not (saved / "global_step2").exists(), "--keep-last counts again"
+
+
+def test_what_an_interrupted_save_left_is_removed_at_the_next_start_with_one_line(saved: Path, cli: Cli) -> None:
+    (saved / ".staging-global_step4-dead").mkdir()
+    (saved / "global_step3").rename(saved / ".aside-global_step3")
+    code, stderr = cli([*RUN, "--load", saved, "--save", saved])
+    assert code == 0 and len(stderr.splitlines()) == 2
+    assert "restoring" in stderr and "removing" in stderr
+    assert sorted(os.listdir(saved)) == [".lock", "global_step2", "global_step3", "latest"]
+
+
+def test_a_save_folder_with_later_steps_is_pointed_out(saved: Path) -> None:
+    """A fresh run beside an old one: a resume would take the old one's newest tag."""
+    assert "holds global_step3, later than iteration 0" in train([*RUN, "--save", saved])
+    assert "later than" not in train([*RUN, "--load", saved, "--save", saved])
+
+
 def test_another_model_is_refused_with_every_differing_field(saved: Path, cli: Cli) -> None:
     other = ["--num-layers", 3, "--hidden-size", 64, "--num-attention-heads", 8, "--max-position-embeddings", 32,
              "--seq-length", 8, "--bf16"]

@@ -13,7 +13,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from megatron import exits
+from megatron.checkpoint import writer
+from megatron.checkpoint.tags import tag_names
 from megatron.metrics import MetricsLog
+from megatron.resume import Checkpoints
+from megatron.signals import StopRequest
 from megatron.training import Trainer
 from tests.distributed import run_ranks
 from tests.megatron.helpers import (NO_DROPOUT, ROOT, TINY, lines, records, steps, total_digest, train, train_all,
@@ -159,6 +164,83 @@ def test_a_signal_to_any_rank_saves_after_the_step_and_the_rest_is_the_same_text
     said = run_ranks(asked_to_stop, world, again, culprit, number, 3)[0]
     assert "preempted at step 3" in said and (tmp_path / "s" / "latest").read_text().strip() == "global_step3"
     run_ranks(train_all, world, [again])
+    assert lines(tmp_path / "m") == lines(tmp_path / "whole.jsonl")
+    assert total_digest(tmp_path / "s") == total_digest(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("numbers", [(signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1), (signal.SIGUSR1, signal.SIGINT),
+                                     (signal.SIGINT, signal.SIGTERM)], ids=str)
+def test_further_signals_change_nothing(numbers: tuple[int, ...], tmp_path: Path,
+                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come during the step, and again during the save."""
+    saving, taken = Checkpoints._save, Trainer._train_step
+    saves = []
+
+    def signalled(trainer: Trainer, *args: Any) -> Any:
+        if trainer.engine.global_steps == 1:
+            for number in numbers:
+                os.kill(os.getpid(), number)
+        return taken(trainer, *args)
+
+    def save(*args: Any) -> None:
+        for number in set(numbers) - {signal.SIGINT}:
+            os.kill(os.getpid(), number)
+        saves.append(saving(*args))
+
+    monkeypatch.setattr(Trainer, "_train_step", signalled)
+    monkeypatch.setattr(Checkpoints, "_save", save)
+    try:
+        said = train([*TINY, "--mock-data", "--train-iters", STEPS, "--save", tmp_path / "s"])
+    except KeyboardInterrupt:
+        pytest.fail("one Ctrl-C among other signals ended the run")
+    assert "preempted at step 2" in said and len(saves) == 1
+    assert tag_names(tmp_path / "s") == ["global_step2"]
+
+
+@pytest.mark.parametrize("where", ["step", "save"])
+def test_a_second_ctrl_c_ends_at_once_with_130_and_loses_nothing(where: str, tmp_path: Path,
+                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    common = [*TINY, "--mock-data", "--train-iters", STEPS, "--save-interval", 1]
+    again = [*common, "--save", tmp_path / "s", "--load", tmp_path / "s"]
+    train([*common, "--save", tmp_path / "whole"])
+    train([*again, "--exit-interval", 2])
+
+    def twice(*args: Any) -> Any:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("not reached")
+
+    with monkeypatch.context() as patching:
+        if where == "step":
+            patching.setattr(Trainer, "_train_step", twice)
+        else:
+            patching.setattr(writer, "_commit", twice)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            train(again)
+    assert exits.explain(caught.value).code == 130
+    assert tag_names(tmp_path / "s") == ["global_step1", "global_step2"]
+    assert "loaded weights and optimizer of global_step2" in train(again)
+    assert total_digest(tmp_path / "s") == total_digest(tmp_path / "whole")
+
+
+def runs_out_of_time(rank: int, world: int, argv: list[object], at: int) -> str:
+    """The clock of rank 1 alone says that the time is up, in step `at`."""
+    reads = itertools.count(1)
+    clock = property(lambda stop: 90.0 if rank == 1 and next(reads) == at else 0.5)
+    with pytest.MonkeyPatch.context() as patching:
+        patching.setattr(StopRequest, "minutes", clock)
+        return train(argv)
+
+
+def test_all_ranks_leave_when_the_time_of_one_is_up_and_the_rest_is_the_same_text(tmp_path: Path) -> None:
+    common = [*TINY, "--mock-data", "--model-parallel-size", 2, "--train-iters", STEPS]
+    run_ranks(train_all, 2, [[*common, "--save", tmp_path / "whole", "--metrics-file", tmp_path / "whole.jsonl"]])
+    again = [*common, "--save", tmp_path / "s", "--load", tmp_path / "s", "--metrics-file", tmp_path / "m",
+             "--exit-duration-in-mins", 1.5]
+    said = run_ranks(runs_out_of_time, 2, again, 4)[0]
+    assert "leaving after iteration 4 (--exit-duration-in-mins 1.5), saved" in said
+    assert tag_names(tmp_path / "s") == ["global_step4"]
+    run_ranks(train_all, 2, [again])
     assert lines(tmp_path / "m") == lines(tmp_path / "whole.jsonl")
     assert total_digest(tmp_path / "s") == total_digest(tmp_path / "whole")
 

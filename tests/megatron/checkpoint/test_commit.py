@@ -172,6 +172,26 @@ def test_prune_keeps_the_newest_and_the_users_own(tmp_path: Path) -> None:
     assert prune(tmp_path, 2) == []
 
 
+def test_prune_leaves_steps_after_the_one_just_saved_and_keeps_that_one(tmp_path: Path) -> None:
+    """They are another run's, or damaged and passed over: by number they would push out what was just saved."""
+    for step in (3, 4, 5, 90, 100):
+        save_solo(tmp_path, step)
+    assert prune(tmp_path, 1, saved=5) == ["global_step3", "global_step4"]
+    assert tag_names(tmp_path) == ["global_step5", "global_step90", "global_step100"]
+
+
+def test_links_are_swept_without_what_they_lead_to(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "file").write_text("kept")
+    save_solo(tmp_path / "root", 1)
+    for name in (".trash-a", ".staging-global_step2-x"):
+        (tmp_path / "root" / name).symlink_to(tmp_path / "kept")
+    (tmp_path / "root" / ".trash-b").write_text("")
+    commit.sweep(tmp_path / "root", lambda line: None)
+    assert sorted(os.listdir(tmp_path / "root")) == ["global_step1", "latest"]
+    assert (tmp_path / "kept" / "file").read_text() == "kept"
+
+
 def test_probe_names_the_flag_and_the_path(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")

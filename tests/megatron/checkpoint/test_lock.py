@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint.lock import locked
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, StorageError
 from tests.megatron.checkpoint.made import save_solo
 
 HOLD = """
@@ -43,3 +43,12 @@ def test_the_lock_is_given_back(tmp_path: Path) -> None:
         _ = 1 / 0
     with locked(tmp_path):
         pass
+
+
+def test_a_link_in_place_of_the_lock_does_not_empty_what_it_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "thesis").write_text("two years of work")
+    (tmp_path / ".lock").symlink_to("thesis")
+    with pytest.raises(StorageError, match="cannot write .*/.lock: Too many levels of symbolic links"), \
+            locked(tmp_path):
+        pass
+    assert (tmp_path / "thesis").read_text() == "two years of work"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -149,3 +152,33 @@ def test_falling_back_is_asked_for_and_said_once(root: Path) -> None:
     (root / "global_step1" / MANIFEST).unlink()
     with pytest.raises(CheckpointError, match="tag global_step1: manifest.json missing"):
         opened(root, fallback=True)
+
+
+def test_a_latest_that_is_no_file_is_not_read(tmp_path: Path) -> None:
+    """A pipe would be waited on for ever, /dev/zero never ends."""
+    save_solo(tmp_path, 1)
+    for put in (os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir):
+        (tmp_path / "latest").unlink()
+        put(tmp_path / "latest")
+        assert opened(tmp_path) == ("global_step1", [f"warning: {tmp_path}/latest is missing; the newest complete tag "
+                                                     "is global_step1"])
+
+
+def test_a_file_that_leads_out_of_its_tag_must_still_be_the_file_that_was_saved(root: Path, tmp_path: Path) -> None:
+    shard = root / "global_step2" / "rank1.safetensors"
+    for target in ("/etc/passwd", "/dev/zero", root / "global_step1" / shard.name, tmp_path):
+        shard.unlink()
+        shard.symlink_to(target)
+        if Path(target).is_file() and Path(target).read_bytes() == (root / "global_step1" / shard.name).read_bytes():
+            continue  # the same state in both tags
+        check_named(root, shard.name)
+
+
+def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(root: Path) -> None:
+    unreadable = OSError(errno.EIO, os.strerror(errno.EIO), str(root))
+    with mock.patch.object(os, "scandir", side_effect=unreadable), \
+            pytest.raises(CheckpointError, match="cannot be read .Input/output error"):
+        tag_names(root)
+    with mock.patch.object(os, "listdir", side_effect=unreadable), \
+            pytest.raises(CheckpointError, match="tag global_step2: .*cannot be read .Input/output error"):
+        open_checkpoint(root)

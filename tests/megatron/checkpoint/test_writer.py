@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import shutil
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +23,7 @@ from megatron.errors import CheckpointError, NumericsError, StorageError, Traine
 from mpu.groups import SOLO, Group, build
 from mpu.split import Partition
 from tests.distributed import run_ranks
-from tests.megatron.checkpoint.made import Grid, save_grid, save_solo
+from tests.megatron.checkpoint.made import KINDS, SHAPES, Grid, save_grid, save_solo
 
 
 class FullDisk:
@@ -60,6 +63,25 @@ def test_a_full_disk_fails_every_rank_with_one_line(tmp_path: Path, where: str) 
     assert message.startswith(f"--save: cannot write {tmp_path}/.staging-global_step2-made/{where}")
     assert "No space left on device; " in message and " bytes needed, " in message and "\n" not in message
     check_untouched(tmp_path)
+
+
+def test_without_room_for_all_ranks_no_byte_is_written(tmp_path: Path) -> None:
+    """The pieces of the four ranks together decide: each alone would fit."""
+    save_grid(tmp_path, Grid(2, 2), step=1)
+    needed = sum(prod(shape) * 4 for shape, _ in SHAPES.values()) * len(KINDS)
+    for free, fits in ((needed // 2, False), (2 * needed, True)):
+        disk = mock.Mock(total=1 << 40, free=free)
+        with mock.patch.object(shutil, "disk_usage", lambda path, disk=disk: disk), \
+                mock.patch.object(tensorfile, "_Sink", wraps=tensorfile._Sink) as sink:
+            results = save_grid(tmp_path, Grid(2, 2), step=2)
+        assert sink.called == fits
+        if not fits:
+            assert [type(result) for result in results] == [StorageError] * 4
+            (message,) = {str(result) for result in results}
+            assert re.search(f"No space left on device; [0-9]+ bytes needed, {free} free", message)
+            assert int(message.split(" bytes needed")[0].split()[-1]) >= needed
+            check_untouched(tmp_path)
+    verify(tmp_path, "global_step2")
 
 
 def test_a_full_disk_at_any_write_loses_nothing(tmp_path: Path) -> None:

@@ -212,6 +212,27 @@ def test_what_cannot_be_loaded_or_saved_is_refused(tmp_path: Path) -> None:
     zero.initialize(model=Model(), config=config(**lion))[0].load_checkpoint(tmp_path, load_optimizer_states=False)
 
 
+@pytest.mark.parametrize("change", ["shape", "buffer", "frozen then"])
+def test_what_does_not_fit_is_refused_before_anything_changes(change: str, tmp_path: Path) -> None:
+    """The last parameter, the last buffer, the last moment: all that comes before them would fit."""
+    saved, model = Model(), Model(seed=1)
+    if change == "frozen then":
+        saved.outlet.requires_grad_(False)
+    zero.initialize(model=saved, config=config())[0].save_checkpoint(tmp_path)
+    if change == "shape":
+        model.outlet = nn.Linear(WIDTH, 2)
+    if change == "buffer":
+        model.register_buffer("calls", torch.zeros(2, dtype=torch.int64))
+    engine = zero.initialize(model=model, config=config())[0]
+    before = weights_of(engine)
+    words = {"shape": r"weight 'outlet...+': shape expected \[.*\], found \[",
+             "buffer": "buffer 'calls': shape expected",
+             "frozen then": "holds no exp_avg of 'outlet...+': it was frozen then; load_optimizer_states=False"}
+    with pytest.raises(CheckpointError, match=words[change]):
+        engine.load_checkpoint(tmp_path)
+    assert all(map(torch.equal, weights_of(engine), before)) and engine.global_steps == 0
+
+
 def whole_model(rank: int, world: int, folder: str) -> list[bool]:
     refused = zero.initialize(model=Model(), config=config(3, bf16={"enabled": True}))[0]
     results = [refused.save_16bit_model(folder)]
