@@ -13,8 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.agree import on_rank_0
+from megatron.checkpoint.agree import agree, on_rank_0
 from megatron.checkpoint.commit import probe, prune
+from megatron.checkpoint.foreign import Foreign
+from megatron.checkpoint.huggingface import open_folder
 from megatron.checkpoint.lock import locked
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.tags import tag_names
@@ -23,6 +25,7 @@ from megatron.errors import CheckpointError
 from megatron.optim.schedule import Schedule
 from megatron.training import TrainState
 from megatron.zero.facade import Engine, FollowSchedule, LoadOptions
+from megatron.zero.saved import load_weights
 from mpu.groups import Groups
 
 MUST_MATCH = (
@@ -73,11 +76,13 @@ class Checkpoints:
         """Where this run starts."""
         section = self.config.save
         if section.load is None or self._starts_fresh(Path(section.load)):
-            return TrainState()
+            return self._start(engine)
         found = open_checkpoint(section.load, world=self.groups.world)
         _check_model(self.config, found)
         optimizer = not (section.finetune or section.no_load_optim)
         saved: dict[str, Any] = found.shared_state["client_state"]
+        if not section.finetune and "schedule" not in saved:
+            raise CheckpointError(f"{found.tag} of {section.load} holds imported weights, not a run: give --finetune")
         scheduler = _follows(engine)
         if not section.finetune:  # the rate is set by the schedule in force: it has to be chosen before
             scheduler.schedule = _agreed_schedule(self.config, Schedule(**saved["schedule"]), scheduler.schedule)
@@ -94,6 +99,14 @@ class Checkpoints:
                 " warning: --train-data is another corpus than the checkpoint's; the data position carries over"
             )
         return TrainState(saved["iteration"], saved["consumed_samples"])
+
+    def _start(self, engine: Engine) -> TrainState:
+        """Step 0: from weights of Hugging Face where asked for, else from those the model was built with."""
+        source = self.config.save.load_hf
+        if source is not None:
+            load_weights(engine.core, agree(lambda: _open_hf(self.config, Path(source)), self.groups.world))
+            self.notes.append(f" initial weights from the Hugging Face folder {source}")
+        return TrainState()
 
     def _starts_fresh(self, load: Path) -> bool:
         """--load of a --save folder that holds nothing yet: the first start of a command made to be run again."""
@@ -153,6 +166,16 @@ def _check_model(config: Config, found: Checkpoint) -> None:
             "give the checkpoint's values, or "
             "another --load" + ("" if config.save.finetune else ", or --finetune where only precision or length differ")
         )
+
+
+def _open_hf(config: Config, folder: Path) -> Foreign:
+    """The weights, of exactly the model that the flags describe."""
+    found = open_folder(folder)
+    rows = [(flag_name(key), _model_field(asdict(found.model), key), _model_field(asdict(config.model), key))
+            for key in (*MUST_MATCH, "layernorm_epsilon")]
+    if differing := [f"{name} {theirs} there, {ours} here" for name, theirs, ours in rows if theirs != ours]:
+        raise CheckpointError(f"--load-hf {folder} is another model: {'; '.join(differing)}; give its values")
+    return found
 
 
 def _agreed_schedule(config: Config, saved: Schedule, present: Schedule) -> Schedule:
