@@ -35,6 +35,7 @@ MUST_MATCH = (
     "intermediate_size",
     "max_position_embeddings",
     "vocab_size",
+    "layernorm_epsilon",
     "tile_factor",
 )
 """Model fields a checkpoint must share with the run that loads it."""
@@ -172,7 +173,7 @@ def _open_hf(config: Config, folder: Path) -> Foreign:
     """The weights, of exactly the model that the flags describe."""
     found = open_folder(folder)
     rows = [(flag_name(key), _model_field(asdict(found.model), key), _model_field(asdict(config.model), key))
-            for key in (*MUST_MATCH, "layernorm_epsilon")]
+            for key in MUST_MATCH]
     if differing := [f"{name} {theirs} there, {ours} here" for name, theirs, ours in rows if theirs != ours]:
         raise CheckpointError(f"--load-hf {folder} is another model: {'; '.join(differing)}; give its values")
     return found

@@ -38,7 +38,7 @@ Array = NDArray[Any]
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "I16": "<i2",
           "I8": "|i1", "U8": "|u1", "BOOL": "|b1"}
 NAMES = {"<f4": "F32", "<i8": "I64", "<i4": "I32", "<i2": "I16", "|i1": "I8", "|u1": "U8", "|b1": "BOOL"}
-BLOCK = 1 << 20
+BLOCK = 1 << 18
 """Bytes or elements read at a time."""
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 SAFE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
@@ -164,22 +164,29 @@ class Tag:
 
 def open_tag(folder: Path, tag: str | None = None) -> Tag:
     """`folder` may be the root of the tags, where the newest is taken, or one tag's own."""
-    if tag is not None:
-        if not SAFE_NAME.fullmatch(tag):
-            raise Usage(f"-t {tag!r:.80}: not the name of a tag")
-        return Tag(folder / tag)
-    if (folder / "manifest.json").exists():
+    if tag is None and (folder / "manifest.json").exists():
         return Tag(folder)
-    with reading(folder):
-        names = [name for name in os.listdir(folder) if SAFE_NAME.fullmatch(name) and (folder / name).is_dir()]
+    found = tags_under(folder)
+    if tag is not None:
+        if tag not in found:
+            raise Damaged(f"no tag {tag!r:.80} under {folder}, found {', '.join(found) or 'none'}")
+        return Tag(found[tag])
     # A step tag is newest by its number; without any, a tag of the user's own is newest by what it says.
-    steps = {int(name[11:]): name for name in names if re.fullmatch(r"global_step\d{1,18}", name)}
+    steps = {int(name[11:]): path for name, path in found.items() if re.fullmatch(r"global_step\d{1,18}", name)}
     if steps:
-        return Tag(folder / steps[max(steps)])
-    tags = [Tag(folder / name) for name in sorted(names) if (folder / name / "manifest.json").exists()]
+        return Tag(steps[max(steps)])
+    tags = [Tag(path) for path in found.values() if (path / "manifest.json").exists()]
     if not tags:
         raise Damaged(f"no committed checkpoint under {folder}")
-    return max(tags, key=lambda found: int(found.manifest["iteration"]))
+    return max(tags, key=lambda other: int(other.manifest["iteration"]))
+
+
+def tags_under(folder: Path) -> dict[str, Path]:
+    """Tag -> where it stands: aside, if a kill fell between the two renames of its replacement."""
+    with reading(folder):
+        names = sorted(os.listdir(folder), key=lambda name: not name.startswith(".aside-"))  # its own folder wins
+    return {tag: folder / name for name in names if (folder / name).is_dir()
+            and SAFE_NAME.fullmatch(tag := name.removeprefix(".aside-"))}
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

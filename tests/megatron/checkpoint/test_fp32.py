@@ -104,6 +104,15 @@ def test_a_folder_gets_the_name_its_loaders_look_for_and_the_newest_step_is_take
                 {n: t for (k, n), t in logical(2).items() if k == "weight"})
 
 
+def test_a_tag_that_stands_aside_counts_until_its_successor_is_there(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save_grid(tmp_path, Grid(1, 1), step=step, seed=step)
+    (tmp_path / "global_step2").rename(tmp_path / ".aside-global_step2")
+    assert zero_to_fp32.open_tag(tmp_path).manifest["iteration"] == 2
+    (tmp_path / "global_step1").rename(tmp_path / "global_step2")
+    assert zero_to_fp32.open_tag(tmp_path).manifest["iteration"] == 1
+
+
 @pytest.mark.parametrize(("file", "position"), [("rank1.safetensors", 700), ("rank0.safetensors", -1),
                                                 ("manifest.json", 40), ("manifest.json", -5), ("shared.json", 3)])
 def test_one_flipped_bit_is_exit_4_and_names_the_file(file: str, position: int, tmp_path: Path,
@@ -128,7 +137,7 @@ def test_errors_have_their_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixt
     assert zero_to_fp32.main([root, str(tmp_path / "absent" / "out.bin")]) == 7
     assert zero_to_fp32.main([root]) == 2
     assert zero_to_fp32.main([root, "out.bin", "--max_shard_size", "much"]) == 2
-    assert zero_to_fp32.main([root, "out.bin", "-t", "../x"]) == 2
+    assert zero_to_fp32.main([root, "out.bin", "-t", "../x"]) == 4
     assert capsys.readouterr().err.count("error: ") == 5
     with pytest.raises(ConfigError, match="max_shard_size"):
         zero.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "out", max_shard_size="0GB")
@@ -187,7 +196,9 @@ def test_lazy_mode_reads_what_is_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("tp", "world", "stage", "precision"), [(1, 1, 0, "--bf16"), (2, 2, 1, "--fp16"),
-                                                                 (1, 2, 2, "--bf16"), (2, 4, 3, "--bf16")])
+                                                                 (1, 2, 3, "--bf16"),
+                                                                 pytest.param(2, 4, 2, "--bf16",
+                                                                              marks=pytest.mark.slow)])
 def test_a_trained_model_comes_out_whole_at_every_stage(tp: int, world: int, stage: int, precision: str,
                                                         tmp_path: Path) -> None:
     argv = [*TINY, *NO_DROPOUT, "--train-data", write_corpus(tmp_path / "corpus"), "--train-iters", 2, precision,
@@ -204,10 +215,10 @@ def test_a_trained_model_comes_out_whole_at_every_stage(tp: int, world: int, sta
 
 
 MEASURE = """
-import resource, runpy, sys
+import re, runpy, sys
 sys.argv = sys.argv[1:]
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def peak():  # not ru_maxrss, which a child inherits
+    return 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
 import numpy
 if not sys.argv[2].endswith("safetensors"):
     import torch
@@ -234,5 +245,4 @@ def test_peak_memory_is_that_of_one_output_file(suffix: str, tmp_path: Path) -> 
     shard = max(path.stat().st_size for path in tmp_path.glob("out-*"))
     assert shard < 25e6 and len(list(tmp_path.glob("out-*"))) == 4
     peak = int(done.stdout.split("PEAK")[1])
-    print("PEAK/shard", suffix, peak / shard)
-    assert peak <= 1.3 * shard, (peak / shard, done.stdout)
+    assert shard / 4 < peak <= 1.3 * shard, (peak / shard, done.stdout)
