@@ -162,6 +162,10 @@ def test_dtypes_buffers_and_frozen_parameters(tmp_path: Path) -> None:
         found = load_file(tmp_path / name) if "safe" in name else torch.load(tmp_path / name, weights_only=True)
         assert same(found, {str(dtype): value.float() for dtype, value in half.items()}
                     | {"mask": buffers["mask"], "count": buffers["count"], "mean": torch.ones(2)})
+    data = (tmp_path / "out.safetensors").read_bytes()
+    header = json.loads(data[8:8 + int.from_bytes(data[:8], "little")])
+    width = {"F32": 4, "I64": 8, "BOOL": 1}
+    assert not any(told["data_offsets"][0] % width[told["dtype"]] for name, told in header.items() if name[0] != "_")
     trained = zero.get_fp32_state_dict_from_zero_checkpoint(tmp_path, exclude_frozen_parameters=True)
     assert set(trained) == {"torch.float16", *buffers}
     save_pieces(tmp_path / "alone", pieces)
