@@ -188,3 +188,11 @@ def test_probe_refuses_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     with mock.patch.object(os, "mkdir", side_effect=PermissionError(13, "Permission denied")), \
             pytest.raises(StorageError, match=f"--save {tmp_path}: cannot be written .Permission denied"):
         probe(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["latest", "zero_to_fp32.py"])
+def test_what_a_kill_left_of_a_small_file_is_swept_by_the_next_save(name: str, tmp_path: Path) -> None:
+    save_solo(tmp_path, 1)
+    (tmp_path / f".{name}.123.abcd.tmp").touch()
+    save_solo(tmp_path, 2)
+    assert not [left for left in os.listdir(tmp_path) if left.startswith(".")]
