@@ -372,6 +372,7 @@ class SaveConfig:
 
     save: str | None = flag(None, "folder for checkpoints")
     load: str | None = flag(None, "folder to resume from; must hold a checkpoint unless it is an empty --save")
+    load_hf: str | None = flag(None, "Hugging Face GPT-2 folder of the initial weights; --load wins where it resumes")
     save_interval: int = flag(1000, "save every so many steps; 0 saves only at the end")
     keep_last: int | None = flag(None, "keep only the newest so many checkpoints")
     no_save_optim: bool = flag(False, "leave optimizer state out of checkpoints")
@@ -439,6 +440,9 @@ class Config:
         require(tp == 1 or not self.model.memory_centric_tiled_linear,
                 f"--memory-centric-tiled-linear and --model-parallel-size {tp} exclude each other: both cut the "
                 "matrices of a block; give one of them")
+        require(self.save.load_hf is None or not self.model.memory_centric_tiled_linear,
+                "--load-hf and --memory-centric-tiled-linear exclude each other: its matrices are whole; give one of "
+                "them")
         for name in ("num_attention_heads", "hidden_size"):
             value = getattr(self.model, name)
             require(value % tp == 0, f"{flag_name(name)} {value} is not divisible by --model-parallel-size {tp}")

@@ -13,8 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.agree import on_rank_0
+from megatron.checkpoint.agree import agree, on_rank_0
 from megatron.checkpoint.commit import probe, prune, storing, sweep
+from megatron.checkpoint.foreign import Foreign
+from megatron.checkpoint.huggingface import open_folder
 from megatron.checkpoint.lock import locked
 from megatron.checkpoint.manifest import step_of, step_tag
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
@@ -24,6 +26,7 @@ from megatron.errors import CheckpointError
 from megatron.optim.schedule import Schedule
 from megatron.training import TrainState
 from megatron.zero.facade import Engine, FollowSchedule, LoadOptions
+from megatron.zero.saved import load_weights
 from mpu.groups import Groups
 
 MUST_MATCH = (
@@ -33,6 +36,7 @@ MUST_MATCH = (
     "intermediate_size",
     "max_position_embeddings",
     "vocab_size",
+    "layernorm_epsilon",
     "tile_factor",
 )
 """Model fields a checkpoint must share with the run that loads it."""
@@ -77,11 +81,13 @@ class Checkpoints:
         """Where this run starts."""
         section = self.config.save
         if section.load is None or self._starts_fresh(Path(section.load)):
-            return self._start_at(TrainState())
+            return self._start(engine)
         found = open_checkpoint(section.load, world=self.groups.world, fallback=section.resume_fallback)
         _check_model(self.config, found)
         optimizer = not (section.finetune or section.no_load_optim)
         saved: dict[str, Any] = found.shared_state["client_state"]
+        if not section.finetune and "schedule" not in saved:
+            raise CheckpointError(f"{found.tag} of {section.load} holds imported weights, not a run: give --finetune")
         scheduler = _follows(engine)
         if not section.finetune:  # the rate is set by the schedule in force: it has to be chosen before
             scheduler.schedule = _agreed_schedule(self.config, Schedule(**saved["schedule"]), scheduler.schedule)
@@ -112,6 +118,14 @@ class Checkpoints:
                               f"{state.iteration} where this run starts: a resume would take it; give another --save, "
                               "or remove it")
         return state
+
+    def _start(self, engine: Engine) -> TrainState:
+        """Step 0: from weights of Hugging Face where asked for, else from those the model was built with."""
+        source = self.config.save.load_hf
+        if source is not None:
+            load_weights(engine.core, agree(lambda: _open_hf(self.config, Path(source)), self.groups.world))
+            self.notes.append(f" initial weights from the Hugging Face folder {source}")
+        return self._start_at(TrainState())
 
     def _starts_fresh(self, load: Path) -> bool:
         """--load of a --save folder that holds nothing yet: the first start of a command made to be run again."""
@@ -185,6 +199,16 @@ def _relaid(engine: Engine, found: Checkpoint, precision: str) -> list[str]:
     if saved["precision"] != precision == "fp16":
         changes.append(f"the loss scale starts anew at {engine.cur_scale:g}")
     return [f" re-laid: {', '.join(changes)}"] if changes else []
+
+
+def _open_hf(config: Config, folder: Path) -> Foreign:
+    """The weights, of exactly the model that the flags describe."""
+    found = open_folder(folder)
+    rows = [(flag_name(key), _model_field(asdict(found.model), key), _model_field(asdict(config.model), key))
+            for key in MUST_MATCH]
+    if differing := [f"{name} {theirs} there, {ours} here" for name, theirs, ours in rows if theirs != ours]:
+        raise CheckpointError(f"--load-hf {folder} is another model: {'; '.join(differing)}; give its values")
+    return found
 
 
 def _agreed_schedule(config: Config, saved: Schedule, present: Schedule) -> Schedule:

@@ -1,6 +1,8 @@
-"""python -m megatron.checkpoint list|verify|digest|merge DIR [--tag T]
+"""python -m megatron.checkpoint list|verify|digest|merge|convert DIR [--tag T]
 
 DIR is a save root, or the folder of one tag. Without --tag: `verify` checks every tag, the others take the newest.
+`convert` writes a Hugging Face GPT-2 folder; where DIR is such a folder, nanoGPT's ckpt.pt or Megatron-LM's folder of
+mp_rank_XX, it writes a save root of ours (start from it with --load OUTPUT --finetune).
 `list` and `verify` import no torch. Exit codes: 0 good, 2 usage, 4 damaged or no checkpoint, 7 output not writable.
 """
 
@@ -13,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron.checkpoint.manifest import MANIFEST, Manifest
-from megatron.checkpoint.tags import complete, manifest_of, newest_first, verify
+from megatron.checkpoint.tags import complete, manifest_of, newest_first, tag_names, verify
 from megatron.errors import EXIT_STORAGE, CheckpointError, ConfigError, TrainerError, exit_code
 
 
@@ -57,12 +59,32 @@ def print_digest(root: Path, tag: str | None) -> None:
         print(line, flush=True)
 
 
-def merge_weights(root: Path, tag: str | None, output: str) -> None:
+def merge_weights(root: Path, tag: str | None, output: Path) -> None:
     from megatron.checkpoint.export import merge
     from megatron.checkpoint.reader import open_checkpoint
 
     checkpoint = open_checkpoint(root, tag)
     print(f"{output}: weights of {checkpoint.tag} as fp32, {merge(checkpoint, output)} bytes")
+
+
+def convert(source: Path, tag: str | None, output: Path, vocab_size: int | None, heads: int | None) -> None:
+    from megatron.checkpoint.convert import import_weights, open_foreign
+    from megatron.checkpoint.huggingface import export
+    from megatron.checkpoint.reader import open_checkpoint
+
+    if tag is not None or tag_names(source):
+        for path in export(open_checkpoint(source, tag), output):
+            print(f"{path}: {path.stat().st_size} bytes")
+        return
+    found = open_foreign(source, vocab_size, heads)
+    for note in found.notes:
+        print(f"note: {found.where}: {note}")
+    report = import_weights(found, output)
+    shape = found.model
+    print(f"{output}: {report.tag} with {found.parameters} parameters: --num-layers {shape.num_layers} --hidden-size "
+          f"{shape.hidden_size} --num-attention-heads {shape.num_attention_heads} --intermediate-size {shape.ffn_size} "
+          f"--max-position-embeddings {shape.max_position_embeddings} --vocab-size {shape.vocab_size} "
+          f"--layernorm-epsilon {shape.layernorm_epsilon:g} --load {output} --finetune")
 
 
 class Parser(argparse.ArgumentParser):
@@ -75,13 +97,19 @@ class Parser(argparse.ArgumentParser):
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(prog="python -m megatron.checkpoint", description=__doc__,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["list", "verify", "digest", "merge"])
-    parser.add_argument("dir", type=Path, metavar="DIR", help="save root, or the folder of one tag")
+    parser.add_argument("command", choices=["list", "verify", "digest", "merge", "convert"])
+    parser.add_argument("dir", type=Path, metavar="DIR",
+                        help="save root, or the folder of one tag; convert: also what another program saved")
     parser.add_argument("--tag", metavar="T", help="the checkpoint to take")
-    parser.add_argument("--output", metavar="FILE", help="merge: the safetensors file to write")
+    parser.add_argument("--output", type=Path, metavar="PATH",
+                        help="merge: the safetensors file to write; convert: the folder")
+    parser.add_argument("--vocab-size", type=int, metavar="N",
+                        help="convert from nanoGPT and Megatron-LM: tokens, without the rows that pad the table")
+    parser.add_argument("--num-attention-heads", type=int, metavar="N",
+                        help="convert from Megatron-LM: where its file does not say")
     chosen = parser.parse_args(arguments)
-    if (chosen.command == "merge") != (chosen.output is not None):
-        parser.error("--output FILE belongs to merge, and merge needs it")
+    if (chosen.command in ("merge", "convert")) != (chosen.output is not None):
+        parser.error("--output PATH belongs to merge and convert, and they need it")
     if chosen.tag is None and (chosen.dir / MANIFEST).exists():
         folder = chosen.dir.resolve()
         chosen.dir, chosen.tag = folder.parent, folder.name
@@ -92,6 +120,8 @@ def run(arguments: list[str]) -> None:
     chosen = parse(arguments)
     if chosen.command == "merge":
         merge_weights(chosen.dir, chosen.tag, chosen.output)
+    elif chosen.command == "convert":
+        convert(chosen.dir, chosen.tag, chosen.output, chosen.vocab_size, chosen.num_attention_heads)
     else:
         {"list": list_tags, "verify": verify_tags, "digest": print_digest}[chosen.command](chosen.dir, chosen.tag)
 

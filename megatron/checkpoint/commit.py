@@ -7,11 +7,11 @@ Names under the save root (only the first two mean anything to a reader)
     .staging-<tag>-<run>     a save under way; never read
     .trash-<name>            on its way out; never read
 
-A commit is: all files and the manifest fsynced in staging, fsync staging, [rename <tag> to aside], rename staging
-to <tag>, fsync the root, write `latest`, [trash the aside copy]. Killed before the second rename, the old copy is
-found under its own name or aside; killed after it, the new one is. Nothing is deleted in place: a folder is first
-renamed to trash, so no half-deleted folder ever stands under a name that is read. `sweep` takes up what was left, at
-the next save.
+A commit is: all files and the manifest fsynced in staging, fsync staging, [write zero_to_fp32.py], [rename <tag> to
+aside], rename staging to <tag>, fsync the root, write `latest`, [trash the aside copy]. Killed before the second
+rename, the old copy is found under its own name or aside; killed after it, the new one is. Nothing is deleted in
+place: a folder is first renamed to trash, so no half-deleted folder ever stands under a name that is read. `sweep`
+takes up what was left, at the next save.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from megatron.checkpoint.tags import ASIDE, Say, complete, folder_of, manifest_o
 from megatron.errors import CheckpointError, StorageError
 
 STAGING, TRASH = ".staging-", ".trash-"
+SCRIPT = "zero_to_fp32.py"
+"""Stands beside the tags: it turns them into one state dict where this program is not installed."""
 
 
 @contextmanager
@@ -103,7 +105,7 @@ def sweep(root: Path, say: Say = say_stderr) -> None:
             discard(root / name)
         elif name.startswith(TRASH):
             _delete(root / name)
-        elif name.startswith(f".{LATEST}."):
+        elif name.startswith((f".{LATEST}.", f".{SCRIPT}.")):
             (root / name).unlink(missing_ok=True)
 
 
@@ -125,6 +127,7 @@ def commit(staging: Path, root: Path, tag: str) -> None:
     folder, aside = root / tag, root / (ASIDE + tag)
     with storing(folder, 0):
         fsync_directory(staging)
+        _place_script(root)
         if folder.exists() and aside.exists():
             discard(folder)  # `sweep` kept the aside copy because this one is damaged
         elif folder.exists():
@@ -135,6 +138,14 @@ def commit(staging: Path, root: Path, tag: str) -> None:
             file.write(f"{tag}\n")
         if aside.exists():
             discard(aside)
+
+
+def _place_script(root: Path) -> None:
+    """The script that reads the tags of this format, if it is not there."""
+    text, path = Path(__file__).with_name(SCRIPT).read_bytes(), root / SCRIPT
+    if not path.is_file() or path.read_bytes() != text:
+        with staged_file(path) as file:
+            file.write(text)
 
 
 def discard(folder: Path) -> None:

@@ -15,6 +15,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megatron.checkpoint.fp32 import (
+        convert_zero_checkpoint_to_fp32_state_dict,
+        get_fp32_state_dict_from_zero_checkpoint,
+        load_state_dict_from_zero_checkpoint,
+    )
     from megatron.zero.api import add_config_arguments, init_distributed, initialize
     from megatron.zero.estimate import (
         estimate_zero2_model_states_mem_needs_all_cold,
@@ -33,6 +38,8 @@ _MODULES = {
     "init": "Init GatheredParameters",
     "holders": "register_external_parameter unregister_external_parameter",
     "tiling": "TiledLinear TiledLinearReturnBias",
+    "megatron.checkpoint.fp32": "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint "
+                                "convert_zero_checkpoint_to_fp32_state_dict",
     "estimate": "estimate_zero2_model_states_mem_needs_all_live estimate_zero2_model_states_mem_needs_all_cold "
                 "estimate_zero3_model_states_mem_needs_all_live estimate_zero3_model_states_mem_needs_all_cold",
 }
@@ -45,12 +52,15 @@ __all__ = [
     "TiledLinear",
     "TiledLinearReturnBias",
     "add_config_arguments",
+    "convert_zero_checkpoint_to_fp32_state_dict",
     "estimate_zero2_model_states_mem_needs_all_cold",
     "estimate_zero2_model_states_mem_needs_all_live",
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
+    "get_fp32_state_dict_from_zero_checkpoint",
     "init_distributed",
     "initialize",
+    "load_state_dict_from_zero_checkpoint",
     "register_external_parameter",
     "unregister_external_parameter",
 ]
@@ -59,4 +69,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    module = _MODULE_OF[name]
+    return getattr(import_module(module if "." in module else f"{__name__}.{module}"), name)

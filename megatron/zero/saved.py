@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron.checkpoint.foreign import Foreign
 from megatron.checkpoint.piece import Piece, sharding_of
 from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.writer import SaveReport, save
@@ -101,8 +103,7 @@ def load_engine(engine: ZeroEngine, found: Checkpoint, *, scheduler: Stateful | 
 
     def read(kind: str, slot: Slot, offset: int, out: Tensor) -> None:
         if slot.name in known[kind]:  # otherwise not strict: it stays as it is
-            found.read(kind, slot.name, shape=slot.shape, partition=slot.partition, tp_rank=engine.groups.tp.rank,
-                       tp_size=engine.groups.tp.size, offset=offset, out=out)
+            _read_run(engine, found, kind, slot, offset, out)
 
     engine.load_runs(kinds, read)
     shared = found.shared_state
@@ -116,6 +117,17 @@ def load_engine(engine: ZeroEngine, found: Checkpoint, *, scheduler: Stateful | 
             scheduler.load_state_dict(shared["lr_scheduler"])
     if not optimizer:
         engine.forget_optimizer_steps()
+
+
+def load_weights(engine: ZeroEngine, found: Foreign) -> None:
+    """Initial weights from another program's checkpoint, which must hold those of this model."""
+    engine.load_runs(("weight",), partial(_read_run, engine, found))
+
+
+def _read_run(engine: ZeroEngine, found: Checkpoint | Foreign, kind: str, slot: Slot, offset: int, out: Tensor) -> None:
+    """This rank's run of a parameter, whatever layout or program wrote it."""
+    found.read(kind, slot.name, shape=slot.shape, partition=slot.partition, tp_rank=engine.groups.tp.rank,
+               tp_size=engine.groups.tp.size, offset=offset, out=out)
 
 
 def _check_optimizer(engine: ZeroEngine, found: Checkpoint) -> None:

@@ -72,7 +72,7 @@ def value(root: Path, tag: str) -> float:
 def check_next_save(root: Path) -> None:
     """The next save works, and leaves nothing hidden behind."""
     save_solo(root, 3)
-    assert set(os.listdir(root)) - {"global_step2"} == {"global_step1", "global_step3", "latest"}
+    assert set(os.listdir(root)) - {"global_step2"} == {"global_step1", "global_step3", "latest", "zero_to_fp32.py"}
     assert value(root, "global_step3") == 3 and (root / "latest").read_text() == "global_step3\n"
 
 
@@ -160,7 +160,8 @@ def test_a_good_copy_aside_outlives_a_damaged_new_one(tmp_path: Path) -> None:
     commit.sweep(tmp_path, lambda line: None)
     assert (tmp_path / ".aside-global_step1").exists()
     save_solo(tmp_path, 1, seed=20)
-    assert value(tmp_path, "global_step1") == 20 and sorted(os.listdir(tmp_path)) == ["global_step1", "latest"]
+    assert value(tmp_path, "global_step1") == 20
+    assert sorted(os.listdir(tmp_path)) == ["global_step1", "latest", "zero_to_fp32.py"]
 
 
 def test_prune_keeps_the_newest_and_the_users_own(tmp_path: Path) -> None:
@@ -168,7 +169,7 @@ def test_prune_keeps_the_newest_and_the_users_own(tmp_path: Path) -> None:
     for step in (9, 10, 11, 100):
         save_solo(tmp_path, step)
     assert prune(tmp_path, 2) == ["global_step9", "global_step10"]
-    assert sorted(os.listdir(tmp_path)) == ["best", "global_step100", "global_step11", "latest"]
+    assert sorted(os.listdir(tmp_path)) == ["best", "global_step100", "global_step11", "latest", "zero_to_fp32.py"]
     assert prune(tmp_path, 2) == []
 
 
@@ -207,3 +208,11 @@ def test_probe_refuses_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     with mock.patch.object(os, "mkdir", side_effect=PermissionError(13, "Permission denied")), \
             pytest.raises(StorageError, match=f"--save {tmp_path}: cannot be written .Permission denied"):
         probe(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["latest", "zero_to_fp32.py"])
+def test_what_a_kill_left_of_a_small_file_is_swept_by_the_next_save(name: str, tmp_path: Path) -> None:
+    save_solo(tmp_path, 1)
+    (tmp_path / f".{name}.123.abcd.tmp").touch()
+    save_solo(tmp_path, 2)
+    assert not [left for left in os.listdir(tmp_path) if left.startswith(".")]

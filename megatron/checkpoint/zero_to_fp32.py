@@ -1,0 +1,375 @@
+#!/usr/bin/env python3
+"""The fp32 weights of a checkpoint as one state dict, whatever ZeRO stage and tensor parallel size it was saved with.
+
+    python zero_to_fp32.py . pytorch_model.bin [-t TAG] [--max_shard_size 5GB] [--safe_serialization]
+                                               [--exclude_frozen_parameters] [-d]
+
+The first argument is the folder of the tags, or one tag's; the second a file, or a folder that gets a
+`pytorch_model.bin` (`model.safetensors` with --safe_serialization). Larger than --max_shard_size, the output is several
+files and an index, as Hugging Face's loaders expect them. Exit codes: 0 good, 2 usage, 4 damaged, 7 not writable.
+
+This file stands alone: a copy of it lies beside the tags it can read, and needs Python and numpy, and torch only to
+write a `.bin`. Every byte of the files it reads is checked first; no more than one output file is in memory at a time,
+for `.safetensors` no more than one tensor.
+
+A *piece* is a run of elements of one tensor parallel rank's flattened part of a tensor; the manifest lists them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import IO, Any, NamedTuple, NoReturn
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "I16": "<i2",
+          "I8": "|i1", "U8": "|u1", "BOOL": "|b1"}
+NAMES = {"<f4": "F32", "<i8": "I64", "<i4": "I32", "<i2": "I16", "|i1": "I8", "|u1": "U8", "|b1": "BOOL"}
+BLOCK = 1 << 18
+"""Bytes or elements read at a time."""
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+SAFE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
+FORMAT = 1
+
+
+class Damaged(Exception):
+    """A checkpoint that is missing, damaged or not of this format."""
+
+
+class Usage(Exception):
+    """Arguments that cannot be honoured."""
+
+
+class Entry(NamedTuple):
+    """One tensor of the output: its size is known now, its data is fetched when its turn comes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    load: Callable[[], Array]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+class Tag:
+    """One checkpoint, its manifest read and checked."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.manifest = folder, read_manifest(folder)
+        self._headers: dict[str, tuple[int, dict[str, Any]]] = {}
+
+    def entries(self, exclude_frozen: bool = False) -> list[Entry]:
+        """The weights and the model's buffers, by name; every file they stand in is verified."""
+        tensors = [tensor for tensor in self.manifest["tensors"] if tensor["kind"] == "weight"]
+        if exclude_frozen:
+            learnt = {tensor["name"] for tensor in self.manifest["tensors"] if tensor["kind"] != "weight"}
+            if not learnt:
+                raise Usage(f"--exclude_frozen_parameters: {self.folder.name} holds no optimizer state, which would "
+                            "tell what is frozen; leave the flag out")
+            tensors = [tensor for tensor in tensors if tensor["name"] in learnt]
+        for name in sorted({piece["file"] for tensor in tensors for piece in tensor["pieces"]}):
+            self.verify(name)
+        weights = [Entry(tensor["name"], logical_shape(tensor["sharding"]), "<f4", partial(self.weight, tensor))
+                   for tensor in tensors]
+        return sorted([*weights, *self._buffers()], key=lambda entry: entry.name)
+
+    def weight(self, tensor: Mapping[str, Any]) -> Array:
+        """The whole tensor as fp32, put together from its pieces a block at a time."""
+        cut, shape = tensor["sharding"], logical_shape(tensor["sharding"])
+        out, filled = np.empty(prod(shape), "<f4"), 0
+        for piece in tensor["pieces"]:
+            for done in range(0, piece["count"], BLOCK):
+                start = piece["offset"] + done
+                data = as_fp32(*self._read(piece["file"], piece["key"], done, min(BLOCK, piece["count"] - done)))
+                for local, logical, count in runs(cut, piece["tp_rank"], start, start + len(data)):
+                    out[logical:logical + count] = data[local - start:local - start + count]
+                    filled += count
+        if filled != out.size:
+            raise Damaged(f"{self.folder}: weight {tensor['name']!r}: {filled} of {out.size} elements found")
+        return out.reshape(shape)
+
+    def _buffers(self) -> Iterator[Entry]:
+        """What the model registers besides parameters; whole numbers stay what they are."""
+        self.verify("shared.json")
+        buffers = json.loads((self.folder / "shared.json").read_bytes()).get("buffers", {})
+        files = sorted(name for name in self.manifest["files"] if re.fullmatch(r"rank0(-\d+)?\.safetensors", name))
+        for name in files if buffers else ():
+            self.verify(name)
+        for name, value in buffers.items():
+            file = next((file for file in files if value["$tensor"] in self._header(file)[1]), None)
+            if file is None:
+                raise Damaged(f"{self.folder}: buffer {name!r} is in none of {files}")
+            yield self._buffer(name, file, value["$tensor"])
+
+    def _buffer(self, name: str, file: str, key: str) -> Entry:
+        told = self._header(file)[1][key]
+        shape, floats = tuple(told["shape"]), told["dtype"] in ("F64", "F32", "F16", "BF16")
+
+        def load() -> Array:
+            data, dtype = self._read(file, key, 0, prod(shape))
+            return (as_fp32(data, dtype) if floats else data).reshape(shape)
+
+        return Entry(name, shape, "<f4" if floats else DTYPES[told["dtype"]], load)
+
+    def verify(self, name: str) -> None:
+        """Size and checksum of one file."""
+        told, path = self.manifest["files"].get(name), self.folder / name
+        if told is None or not SAFE_NAME.fullmatch(name):
+            raise Damaged(f"{self.folder}: file {name!r:.80} is not listed in the manifest")
+        size, crc = 0, 0
+        with reading(path), open(path, "rb") as file:
+            while data := file.read(BLOCK):
+                size, crc = size + len(data), crc32(data, crc)
+        if (size, f"{crc:08x}") != (told["size"], told["crc32"]):
+            raise Damaged(f"{path}: damaged: expected {told['size']} bytes of crc32 {told['crc32']}, found {size} of "
+                          f"{crc:08x}; take another tag with -t")
+
+    def _header(self, name: str) -> tuple[int, dict[str, Any]]:
+        """(first byte of the data, key -> dtype, shape, data_offsets) of a safetensors file."""
+        if name not in self._headers:
+            with reading(self.folder / name), open(self.folder / name, "rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                self._headers[name] = 8 + length, json.loads(file.read(length))
+        return self._headers[name]
+
+    def _read(self, name: str, key: str, start: int, count: int) -> tuple[Array, str]:
+        """Elements of one stored tensor, and what type the file says they are."""
+        base, header = self._header(name)
+        told = header[key]
+        dtype = np.dtype(DTYPES[told["dtype"]])
+        with reading(self.folder / name):
+            offset = base + told["data_offsets"][0] + start * dtype.itemsize
+            data = np.fromfile(self.folder / name, dtype, count, offset=offset)
+        if len(data) != count:
+            raise Damaged(f"{self.folder / name}: {key!r}: {count} elements expected, found {len(data)}")
+        return data, told["dtype"]
+
+
+def open_tag(folder: Path, tag: str | None = None) -> Tag:
+    """`folder` may be the root of the tags, where the newest is taken, or one tag's own."""
+    if tag is None and (folder / "manifest.json").exists():
+        return Tag(folder)
+    found = tags_under(folder)
+    if tag is not None:
+        if tag not in found:
+            raise Damaged(f"no tag {tag!r:.80} under {folder}, found {', '.join(found) or 'none'}")
+        return Tag(found[tag])
+    # A step tag is newest by its number; without any, a tag of the user's own is newest by what it says.
+    steps = {int(name[11:]): path for name, path in found.items() if re.fullmatch(r"global_step\d{1,18}", name)}
+    if steps:
+        return Tag(steps[max(steps)])
+    tags = [Tag(path) for path in found.values() if (path / "manifest.json").exists()]
+    if not tags:
+        raise Damaged(f"no committed checkpoint under {folder}")
+    return max(tags, key=lambda other: int(other.manifest["iteration"]))
+
+
+def tags_under(folder: Path) -> dict[str, Path]:
+    """Tag -> where it stands: aside, if a kill fell between the two renames of its replacement."""
+    with reading(folder):
+        names = sorted(os.listdir(folder), key=lambda name: not name.startswith(".aside-"))  # its own folder wins
+    return {tag: folder / name for name in names if (folder / name).is_dir()
+            and SAFE_NAME.fullmatch(tag := name.removeprefix(".aside-"))}
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / "manifest.json"
+    with reading(path):
+        data = path.read_bytes()
+    text, mark, rest = data.rpartition(b',"crc32":"')
+    if not mark or rest != b'%08x"}\n' % crc32(text):
+        raise Damaged(f"{path}: damaged: its {len(data)} bytes do not match its own checksum; take another tag with -t")
+    manifest: dict[str, Any] = json.loads(text + b"}")
+    if manifest["format"] != FORMAT:
+        raise Damaged(f"{path}: format {manifest['format']}, this script reads format {FORMAT}")
+    return manifest
+
+
+def logical_shape(cut: Mapping[str, Any]) -> tuple[int, ...]:
+    """The shape without tensor parallelism and padding."""
+    shape, dim = list(cut["local_shape"]), cut["dim"]
+    if dim is not None:
+        shape[dim] = shape[dim] * cut["tp_size"] if cut["size"] is None else cut["size"]
+    return tuple(shape)
+
+
+def runs(cut: Mapping[str, Any], tp_rank: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """(local, logical, count) of what stands together in both in [start, stop) of a rank's part; no padding.
+
+    Flattened, a rank holds the same part of every block: of each index before `dim`, of each of the `stride` parts.
+    """
+    if cut["dim"] is None:
+        yield start, start, stop - start
+        return
+    inner = prod(cut["local_shape"][cut["dim"] + 1:])
+    mine = cut["local_shape"][cut["dim"]] // cut["stride"] * inner
+    whole = mine * cut["tp_size"] if cut["size"] is None else cut["size"] * inner
+    for block in range(start // mine, -(-stop // mine)):
+        low, high = max(start, block * mine), min(stop, (block + 1) * mine)
+        shift = (tp_rank - block) * mine
+        first, last = low + shift, min(high + shift, whole)
+        if first < last:
+            yield low, block * whole + first, last - first
+
+
+def as_fp32(data: Array, dtype: str) -> Array:
+    if dtype == "BF16":  # the upper half of an fp32
+        return (data.astype("<u4") << 16).view("<f4")
+    return data.astype("<f4", copy=False)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise Damaged(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
+# ---- writing --------------------------------------------------------------------------------------------------------
+
+def write(entries: Iterable[Entry], output: Path, max_shard_size: int) -> list[Path]:
+    """The tensors in one file, safetensors or torch's by its suffix, or in several with an index; what was written."""
+    shards = list(split(entries, max_shard_size))
+    index = output.with_name(f"{output.name}.index.json")
+    if len(shards) == 1:
+        with staged(output) as file:
+            write_shard(file, shards[0], output.suffix)
+        index.unlink(missing_ok=True)  # of an earlier output: it would name other files
+        return [output]
+    files, weight_map = [], {}
+    for number, shard in enumerate(shards, 1):
+        path = output.with_name(f"{output.stem}-{number:05d}-of-{len(shards):05d}{output.suffix}")
+        with staged(path) as file:
+            write_shard(file, shard, output.suffix)
+        files.append(path)
+        weight_map.update({entry.name: path.name for entry in shard})
+    total = sum(entry.nbytes for shard in shards for entry in shard)
+    with staged(index) as file:
+        file.write(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2).encode() + b"\n")
+    output.unlink(missing_ok=True)  # likewise: loaders would take it first
+    return [*files, index]
+
+
+def split(entries: Iterable[Entry], limit: int) -> Iterator[list[Entry]]:
+    """The entries of each file, in order; at least one."""
+    shard: list[Entry] = []
+    for entry in entries:
+        if shard and sum(other.nbytes for other in shard) + entry.nbytes > limit:
+            yield shard
+            shard = []
+        shard.append(entry)
+    yield shard
+
+
+def write_shard(file: IO[bytes], entries: list[Entry], suffix: str) -> None:
+    if suffix != ".safetensors":
+        import torch
+
+        torch.save({entry.name: torch.from_numpy(entry.load()) for entry in entries}, file)
+        return
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    entries = sorted(entries, key=lambda entry: -np.dtype(entry.dtype).itemsize)  # each aligned to its width
+    for entry in entries:
+        start, end = end, end + entry.nbytes
+        header[entry.name] = {"dtype": NAMES[entry.dtype], "shape": entry.shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for entry in entries:
+        file.write(np.ascontiguousarray(entry.load()).reshape(-1).view(np.uint8).data)
+
+
+@contextmanager
+def staged(path: Path) -> Iterator[IO[bytes]]:
+    """A file that appears complete or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def target(output: Path, safe: bool) -> Path:
+    """The file to write: a folder gets the name that Hugging Face looks for in it."""
+    if output.is_dir() or not output.suffix:
+        output.mkdir(parents=True, exist_ok=True)
+        return output / ("model.safetensors" if safe else "pytorch_model.bin")
+    return output.with_suffix(".safetensors") if safe else output
+
+
+def byte_count(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2].upper() not in UNITS or (size := int(float(match[1]) * UNITS[match[2].upper()])) < 1:
+        raise Usage(f"--max_shard_size {text}: expected a size such as 5GB or 500MiB")
+    return size
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise Usage(f"{message}; see --help")
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint_dir", type=Path, help="folder of the tags, or of one")
+    parser.add_argument("output", type=Path, help="file, or folder")
+    parser.add_argument("-t", "--tag", help="the checkpoint to take (default: the newest)")
+    parser.add_argument("--max_shard_size", default="5GB", help="of one file (default: 5GB)")
+    parser.add_argument("--safe_serialization", action="store_true", help="write safetensors")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="only what was trained")
+    parser.add_argument("-d", "--debug", action="store_true", help="name every tensor; traceback at an error")
+    return parser.parse_args(arguments)
+
+
+def convert(chosen: argparse.Namespace) -> None:
+    tag = open_tag(chosen.checkpoint_dir, chosen.tag)
+    layout, limit = tag.manifest["layout"], byte_count(chosen.max_shard_size)
+    world = layout.get("tp", 1) * layout.get("dp", 1)
+    print(f"{tag.folder}: iteration {tag.manifest['iteration']}, ZeRO stage {layout.get('zero_stage', 'unknown')}, "
+          f"world size {world} (tp {layout.get('tp', 1)}, dp {layout.get('dp', 1)})", flush=True)
+    entries = tag.entries(chosen.exclude_frozen_parameters)
+    for entry in entries if chosen.debug else ():
+        print(f"  {entry.name} {list(entry.shape)} {NAMES[entry.dtype]}")
+    for path in write(entries, target(chosen.output, chosen.safe_serialization), limit):
+        print(f"wrote {path} ({path.stat().st_size} bytes)", flush=True)
+    print(f"{len(entries)} tensors, {sum(prod(entry.shape) for entry in entries)} elements in fp32")
+
+
+def main(arguments: list[str]) -> int:
+    try:
+        convert(parse(arguments))
+        return 0
+    except (Usage, Damaged, OSError) as error:
+        if {"-d", "--debug"} & set(arguments):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return {Usage: 2, Damaged: 4}.get(type(error), 7)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,252 @@
+"""zero_to_fp32.py and the functions around it: the same bytes as the digest, for every layout, and little memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from megatron import zero
+from megatron.checkpoint import zero_to_fp32
+from megatron.checkpoint.export import merge
+from megatron.checkpoint.fp32 import LazyStateDict
+from megatron.checkpoint.piece import Piece
+from megatron.checkpoint.reader import open_checkpoint
+from megatron.checkpoint.writer import save
+from megatron.errors import CheckpointError, ConfigError, StorageError
+from megatron.model import GPT2
+from mpu.groups import SOLO
+from mpu.split import Partition
+from tests.distributed import run_ranks
+from tests.megatron.checkpoint.made import GRIDS, SHAPES, Grid, logical, save_grid
+from tests.megatron.helpers import NO_DROPOUT, TINY, tiny_model, total_digest, train_all, write_corpus
+
+
+def expected(step: int) -> dict[str, torch.Tensor]:
+    return {name: tensor for (kind, name), tensor in logical(step).items() if kind == "weight"}
+
+
+def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def script(root: Path, *arguments: object, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """The copy beside the tags, run far from this project."""
+    return subprocess.run([sys.executable, "-I", root / "zero_to_fp32.py", *map(str, arguments)], cwd=folder or root,
+                          capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_every_layout_gives_the_logical_tensors(grid: Grid, tmp_path: Path) -> None:
+    save_grid(tmp_path, grid, step=3, padding=9.0)
+    assert zero_to_fp32.main([str(tmp_path), str(tmp_path / "all.safetensors")]) == 0
+    assert same(load_file(tmp_path / "all.safetensors"), expected(0))
+    assert same(dict(zero.get_fp32_state_dict_from_zero_checkpoint(tmp_path)), expected(0))
+
+
+def test_small_blocks_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_grid(tmp_path, Grid(2, 2))
+    monkeypatch.setattr(zero_to_fp32, "BLOCK", 7)
+    assert same(dict(zero.get_fp32_state_dict_from_zero_checkpoint(tmp_path)), expected(0))
+
+
+def test_the_copy_beside_the_tags_needs_neither_this_program_nor_torch(tmp_path: Path) -> None:
+    save_grid(tmp_path / "root", Grid(2, 2), step=7)
+    (tmp_path / "no").mkdir()
+    for name in ("torch", "megatron", "safetensors"):
+        (tmp_path / "no" / f"{name}.py").write_text(f"raise SystemExit('{name} was imported')")
+    done = subprocess.run([sys.executable, "zero_to_fp32.py", ".", "out.safetensors"], cwd=tmp_path / "root",
+                          env={**os.environ, "PYTHONPATH": str(tmp_path / "no")}, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "global_step7: iteration 7, ZeRO stage unknown, world size 4 (tp 2, dp 2)" in done.stdout
+    assert f"{len(SHAPES)} tensors, {sum(t.numel() for t in expected(0).values())} elements" in done.stdout
+    assert same(load_file(tmp_path / "root" / "out.safetensors"), expected(0))
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_shards_and_their_index_hold_every_tensor_once(safe: bool, tmp_path: Path) -> None:
+    save_grid(tmp_path, Grid(4, 1))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"of an earlier conversion")
+    flags = ["--safe_serialization"] if safe else []
+    done = script(tmp_path, ".", "pytorch_model.bin", "--max_shard_size", "2KB", *flags)
+    assert (done.returncode, done.stderr) == (0, "")
+    suffix = ".safetensors" if safe else ".bin"
+    index = json.loads((tmp_path / f"pytorch_model{suffix}.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert len(files) > 2 and files[0] == f"pytorch_model-00001-of-{len(files):05d}{suffix}"
+    parts = [load_file(tmp_path / file) if safe else torch.load(tmp_path / file, weights_only=True) for file in files]
+    assert same({name: tensor for part in parts for name, tensor in part.items()}, expected(0))
+    assert all(name in part for file, part in zip(files, parts)
+               for name, place in index["weight_map"].items() if place == file)
+    # One tensor larger than the limit stands alone.
+    assert all(len(part) == 1 or sum(t.nbytes for t in part.values()) <= 2000 for part in parts)
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in expected(0).values())
+    assert safe or not (tmp_path / "pytorch_model.bin").exists(), "loaders would take the stale file first"
+
+
+def test_a_folder_gets_the_name_its_loaders_look_for_and_the_newest_step_is_taken(tmp_path: Path) -> None:
+    for step in (2, 10):
+        save_grid(tmp_path, Grid(1, 1), step=step, seed=step)
+    (tmp_path / "latest").write_text("global_step2\n")
+    for tag, step, safe in ((None, 10, False), ("global_step2", 2, True)):
+        zero.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "out", tag=tag, safe_serialization=safe)
+        path = tmp_path / "out" / ("model.safetensors" if safe else "pytorch_model.bin")
+        found = load_file(path) if safe else torch.load(path, weights_only=True)
+        assert same(found, {n: t for (k, n), t in logical(step).items() if k == "weight"})
+    assert same(dict(zero.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "global_step2")),
+                {n: t for (k, n), t in logical(2).items() if k == "weight"})
+
+
+def test_a_tag_that_stands_aside_counts_until_its_successor_is_there(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save_grid(tmp_path, Grid(1, 1), step=step, seed=step)
+    (tmp_path / "global_step2").rename(tmp_path / ".aside-global_step2")
+    assert zero_to_fp32.open_tag(tmp_path).manifest["iteration"] == 2
+    (tmp_path / "global_step1").rename(tmp_path / "global_step2")
+    assert zero_to_fp32.open_tag(tmp_path).manifest["iteration"] == 1
+
+
+@pytest.mark.parametrize(("file", "position"), [("rank1.safetensors", 700), ("rank0.safetensors", -1),
+                                                ("manifest.json", 40), ("manifest.json", -5), ("shared.json", 3)])
+def test_one_flipped_bit_is_exit_4_and_names_the_file(file: str, position: int, tmp_path: Path,
+                                                      capsys: pytest.CaptureFixture[str]) -> None:
+    save_grid(tmp_path, Grid(2, 1))
+    path = tmp_path / "global_step1" / file
+    data = bytearray(path.read_bytes())
+    data[position] ^= 4
+    path.write_bytes(data)
+    assert zero_to_fp32.main([str(tmp_path), str(tmp_path / "out.bin")]) == 4
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and file in error and error.count("\n") == 1
+    assert not (tmp_path / "out.bin").exists()
+    with pytest.raises(CheckpointError, match=file):
+        zero.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+
+
+def test_errors_have_their_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_grid(tmp_path, Grid(1, 1))
+    root = str(tmp_path)
+    assert zero_to_fp32.main([str(tmp_path / "nowhere"), "out.bin"]) == 4
+    assert zero_to_fp32.main([root, str(tmp_path / "absent" / "out.bin")]) == 7
+    assert zero_to_fp32.main([root]) == 2
+    assert zero_to_fp32.main([root, "out.bin", "--max_shard_size", "much"]) == 2
+    assert zero_to_fp32.main([root, "out.bin", "-t", "../x"]) == 4
+    assert capsys.readouterr().err.count("error: ") == 5
+    with pytest.raises(ConfigError, match="max_shard_size"):
+        zero.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "out", max_shard_size="0GB")
+    with pytest.raises(StorageError):
+        zero.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "absent" / "out.bin")
+
+
+def save_pieces(root: Path, pieces: list[Piece], buffers: dict[str, torch.Tensor] | None = None) -> None:
+    save(root, "global_step1", pieces=pieces, rank_state={}, shared_state={"buffers": buffers or {}}, config={},
+         layout={"tp": 1, "dp": 1, "zero_stage": 0}, world=SOLO, run_id="made", iteration=1)
+
+
+def test_dtypes_buffers_and_frozen_parameters(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    half = {dtype: torch.randn(6).to(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float64)}
+    pieces = [Piece(str(dtype), "weight", (6,), None, 0, 1, 0, value) for dtype, value in half.items()]
+    learnt = Piece("torch.float16", "exp_avg", (6,), None, 0, 1, 0, torch.zeros(6))
+    buffers = {"mask": torch.tensor([[True, False]]), "count": torch.tensor(7), "mean": torch.ones(2).bfloat16()}
+    save_pieces(tmp_path, [*pieces, learnt], buffers)
+    for name in ("out.safetensors", "out.bin"):
+        zero.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / name)
+        found = load_file(tmp_path / name) if "safe" in name else torch.load(tmp_path / name, weights_only=True)
+        assert same(found, {str(dtype): value.float() for dtype, value in half.items()}
+                    | {"mask": buffers["mask"], "count": buffers["count"], "mean": torch.ones(2)})
+    data = (tmp_path / "out.safetensors").read_bytes()
+    header = json.loads(data[8:8 + int.from_bytes(data[:8], "little")])
+    width = {"F32": 4, "I64": 8, "BOOL": 1}
+    assert not any(told["data_offsets"][0] % width[told["dtype"]] for name, told in header.items() if name[0] != "_")
+    trained = zero.get_fp32_state_dict_from_zero_checkpoint(tmp_path, exclude_frozen_parameters=True)
+    assert set(trained) == {"torch.float16", *buffers}
+    save_pieces(tmp_path / "alone", pieces)
+    with pytest.raises(ConfigError, match="no optimizer state"):
+        zero.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "alone", exclude_frozen_parameters=True)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)
+        self.head.weight = self.table.weight
+
+
+def test_a_model_is_filled_tied_names_included_and_another_model_is_refused(tmp_path: Path) -> None:
+    value = torch.randn(4, 3)
+    save_pieces(tmp_path, [Piece("table.weight", "weight", (4, 3), None, 0, 1, 0, value.flatten())])
+    model = zero.load_state_dict_from_zero_checkpoint(Tied(), tmp_path)
+    assert model.head.weight is model.table.weight and torch.equal(model.table.weight, value)
+    with pytest.raises(CheckpointError, match="only one of the model and the checkpoint"):
+        zero.load_state_dict_from_zero_checkpoint(nn.Linear(3, 4), tmp_path)
+    wrong = nn.ModuleDict({"table": nn.Embedding(5, 3)})
+    with pytest.raises(CheckpointError, match="shape"):
+        zero.load_state_dict_from_zero_checkpoint(wrong, tmp_path)
+
+
+def test_lazy_mode_reads_what_is_asked_for(tmp_path: Path) -> None:
+    save_grid(tmp_path, Grid(2, 1))
+    lazy = zero.get_fp32_state_dict_from_zero_checkpoint(tmp_path, lazy_mode=True)
+    assert isinstance(lazy, LazyStateDict) and same(dict(lazy), expected(0))
+    assert torch.equal(lazy["qkv.weight"].contiguous(), expected(0)["qkv.weight"])
+
+
+@pytest.mark.parametrize(("tp", "world", "stage", "precision"), [(1, 1, 0, "--bf16"), (2, 2, 1, "--fp16"),
+                                                                 (1, 2, 3, "--bf16"),
+                                                                 pytest.param(2, 4, 2, "--bf16",
+                                                                              marks=pytest.mark.slow)])
+def test_a_trained_model_comes_out_whole_at_every_stage(tp: int, world: int, stage: int, precision: str,
+                                                        tmp_path: Path) -> None:
+    argv = [*TINY, *NO_DROPOUT, "--train-data", write_corpus(tmp_path / "corpus"), "--train-iters", 2, precision,
+            "--model-parallel-size", tp, "--zero-stage", stage, "--save", tmp_path / "s"]
+    run_ranks(train_all, world, [argv])
+    assert script(tmp_path / "s", ".", tmp_path / "out.safetensors").returncode == 0
+    merge(open_checkpoint(tmp_path / "s"), tmp_path / "merged.safetensors")
+    assert same(load_file(tmp_path / "out.safetensors"), load_file(tmp_path / "merged.safetensors"))
+    model = zero.load_state_dict_from_zero_checkpoint(GPT2(tiny_model()), tmp_path / "s")
+    weights = {name: parameter[:257] if name == "wte.weight" else parameter
+               for name, parameter in model.named_parameters()}
+    assert same(weights, load_file(tmp_path / "merged.safetensors"))
+    assert not model.wte.weight[257:].any() and total_digest(tmp_path / "s")
+
+
+MEASURE = """
+import re, runpy, sys
+sys.argv = sys.argv[1:]
+def peak():  # not ru_maxrss, which a child inherits
+    return 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
+import numpy
+if not sys.argv[2].endswith("safetensors"):
+    import torch
+    torch.save({"x": torch.zeros(9)}, sys.argv[2])
+before = peak()
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    print("PEAK", peak() - before)
+"""
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
+def test_peak_memory_is_that_of_one_output_file(suffix: str, tmp_path: Path) -> None:
+    """Eight matrices of 12 MB, split over tp 2 along the columns, in files of 24 MB."""
+    tp, side = 2, 1732
+    pieces = [Piece(f"m{i}", "weight", (side, side // tp), Partition(1), rank, tp, 0,
+                    torch.full((side * side // tp,), float(i)))
+              for i in range(8) for rank in range(tp)]
+    save_pieces(tmp_path, pieces)
+    done = subprocess.run([sys.executable, "-c", MEASURE, tmp_path / "zero_to_fp32.py", tmp_path, tmp_path /
+                           f"out{suffix}", "--max_shard_size", "25MB"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    shard = max(path.stat().st_size for path in tmp_path.glob("out-*"))
+    assert shard < 25e6 and len(list(tmp_path.glob("out-*"))) == 4
+    peak = int(done.stdout.split("PEAK")[1])
+    assert shard / 4 < peak <= 1.3 * shard, (peak / shard, done.stdout)

@@ -1,0 +1,476 @@
+"""Hugging Face, nanoGPT and Megatron-LM: their weights in, ours out, the same logits at every tensor parallel size."""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import itertools
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron import build
+from megatron.checkpoint import huggingface
+from megatron.checkpoint.__main__ import main
+from megatron.checkpoint.convert import open_foreign
+from megatron.checkpoint.export import digest
+from megatron.checkpoint.foreign import shapes_of
+from megatron.checkpoint.reader import open_checkpoint
+from megatron.config import build_config
+from megatron.errors import CheckpointError, ConfigError
+from megatron.model import GPT2
+from megatron.zero.saved import load_weights
+from mpu.groups import build as build_groups
+from mpu.split import Partition
+from tests.distributed import run_ranks
+from tests.megatron.checkpoint.made import local
+from tests.megatron.helpers import NO_DROPOUT, TINY, steps, tiny_model, train, train_all, write_corpus
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+transformers = pytest.importorskip("transformers")
+
+VOCAB, LAYERS, HIDDEN, HEADS, LENGTH = 257, 2, 32, 4, 16
+"""The model of TINY; 257 is no multiple of 128, so the table is padded, differently for each tp."""
+
+SHAPE = dict(num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=HEADS, max_position_embeddings=LENGTH,
+             vocab_size=VOCAB)
+
+
+LENGTHS = (1, 7, LENGTH)
+"""Of the prompts whose next token is looked at: the model of a run gives the logits of the last position."""
+
+
+def tokens() -> Tensor:
+    return torch.randint(VOCAB, (3, LENGTH), generator=torch.Generator().manual_seed(5))
+
+
+def theirs(**changes: Any) -> torch.nn.Module:
+    """transformers' GPT-2 with weights as large as those of a trained model, none of them zero or one."""
+    config = transformers.GPT2Config(vocab_size=VOCAB, n_positions=LENGTH, n_embd=HIDDEN, n_layer=LAYERS, n_head=HEADS,
+                                     **changes)
+    torch.manual_seed(3)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += torch.randn(parameter.shape) * 0.05
+    return model
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hf")
+    theirs().save_pretrained(folder)
+    return folder
+
+
+def hf_logits(folder: Path) -> Tensor:
+    with torch.no_grad():
+        return transformers.GPT2LMHeadModel.from_pretrained(folder).eval()(tokens()).logits
+
+
+def our_logits(rank: int, world: int, source: Path, tp: int, stage: int = 0) -> Tensor:
+    """Through an engine that takes its weights as a run does."""
+    groups = build_groups(tp)
+    config = build_config({**SHAPE, "batch_size": 1, "zero_stage": stage, "model_parallel_size": tp,
+                           "stage3_param_persistence_threshold": 0, "attention_dropout": 0.0, "hidden_dropout": 0.0})
+    engine = build.engine(config, build.model(config, groups, torch.device("cpu")), groups)
+    load_weights(engine.core, open_foreign(source))
+    engine.eval()
+    with torch.no_grad():
+        return torch.stack([engine(tokens()[:, :length]) for length in LENGTHS], dim=1)
+
+
+def weights(root: Path) -> list[str]:
+    """Digests of the weights a folder of ours holds."""
+    return [line for line in digest(open_checkpoint(root)) if " weight " in line]
+
+
+# ---- Hugging Face ---------------------------------------------------------------------------------------------------
+
+def test_the_list_of_parameters_is_that_of_the_model() -> None:
+    model = GPT2(tiny_model(num_layers=3, intermediate_size=48))
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    assert shapes.pop("wte.weight")[0] >= VOCAB
+    expected = shapes_of(model.config)
+    assert expected.pop("wte.weight") == (VOCAB, HIDDEN) and shapes == expected
+
+
+@pytest.mark.parametrize(("tp", "world", "stage"), [
+    (1, 1, 0), (2, 2, 0), (1, 2, 3), *(pytest.param(*layout, marks=pytest.mark.slow)
+                                       for layout in ((2, 4, 2), (4, 4, 1)))])
+def test_their_weights_give_their_logits_at_every_layout(tp: int, world: int, stage: int, hf: Path) -> None:
+    for ours in run_ranks(our_logits, world, hf, tp, stage):
+        # fp32 sums in another order; logits are of size 1.
+        expected = hf_logits(hf)[:, [length - 1 for length in LENGTHS]]
+        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
+
+
+CUTS = {"wte.weight": Partition(0, size=VOCAB), "blocks.0.attn.qkv.weight": Partition(0, stride=3),
+        "blocks.1.attn.qkv.bias": Partition(0, stride=3), "blocks.1.mlp.proj.weight": Partition(-1),
+        "blocks.0.mlp.fc.bias": Partition(0), "ln_f.bias": None}
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_any_run_of_any_rank_is_what_plain_slicing_gives_and_padding_is_zero(tp: int, hf: Path) -> None:
+    found, generator = open_foreign(hf), torch.Generator().manual_seed(1)
+    for (name, partition), rank in itertools.product(CUTS.items(), range(tp)):
+        expected = local(found.tensor(name), partition, rank, tp)
+        for _ in range(20):
+            start, stop = sorted(torch.randint(expected.numel() + 1, (2,), generator=generator).tolist())
+            out = torch.full((stop - start,), 7.0)
+            found.read("weight", name, shape=tuple(expected.shape), partition=partition, tp_rank=rank, tp_size=tp,
+                       offset=start, out=out)
+            assert torch.equal(out, expected.flatten()[start:stop]), (name, rank, start, stop)
+
+
+def test_import_then_export_gives_their_files_back_bit_for_bit(hf: Path, tmp_path: Path) -> None:
+    ours, back = tmp_path / "ours", tmp_path / "back"
+    assert main(["convert", str(hf), "--output", str(ours)]) == 0
+    assert main(["convert", str(ours), "--output", str(back)]) == 0
+    before, after = load_file(hf / "model.safetensors"), load_file(back / "model.safetensors")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert torch.equal(hf_logits(back), hf_logits(hf))
+    assert main(["verify", str(ours)]) == 0
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_trained_run_exported_gives_the_logits_of_the_run(tp: int, tmp_path: Path) -> None:
+    """And imported again, the weights of its checkpoint to the bit."""
+    root, folder, again = tmp_path / "s", tmp_path / "hf", tmp_path / "again"
+    run_ranks(train_all, tp, [[*TINY, *NO_DROPOUT, "--train-data", write_corpus(tmp_path / "corpus"), "--train-iters",
+                               3, "--lr", 1e-2, "--model-parallel-size", tp, "--save", root]])
+    assert main(["convert", str(root), "--output", str(folder)]) == 0
+    found, model = open_checkpoint(root), GPT2(tiny_model())
+    for name, parameter in model.named_parameters():
+        shape = found.shape("weight", name)
+        flat = torch.empty(torch.Size(shape).numel())
+        found.read("weight", name, shape=shape, partition=None, tp_rank=0, tp_size=1, offset=0, out=flat)
+        parameter.data[:shape[0]] = flat.view(shape)
+    with torch.no_grad():
+        ours = model.logits(model.hidden_states(tokens()))
+    torch.testing.assert_close(ours, hf_logits(folder), atol=1e-5, rtol=0)
+    assert main(["convert", str(folder), "--output", str(again)]) == 0
+    assert weights(again) == weights(root)
+
+
+def old_styles(state: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """The same weights as releases of long ago, and other tools, keep them."""
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in state.items()}
+    masks = {f"h.{layer}.attn.{name}": torch.ones(1) for layer in range(LAYERS) for name in ("bias", "masked_bias")}
+    return {"bare": {**bare, **masks}, "head": {**state, "lm_head.weight": state["transformer.wte.weight"].clone()},
+            "module": {f"module.{name}": tensor for name, tensor in state.items()}}
+
+
+@pytest.mark.parametrize("style", ["bare", "head", "module"])
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+def test_old_key_styles_and_torch_files_are_read(style: str, file: str, hf: Path, tmp_path: Path) -> None:
+    state = load_file(hf / "model.safetensors")
+    renamed = old_styles(state)[style]
+    (save_file if file.endswith("s") else torch.save)(renamed, tmp_path / file)
+    (tmp_path / "config.json").write_bytes((hf / "config.json").read_bytes())
+    found, expected = open_foreign(tmp_path), open_foreign(hf)
+    assert all(torch.equal(found.tensor(name), expected.tensor(name)) for name in expected.shapes)
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_sharded_folders_are_read_and_written(safe: bool, hf: Path, tmp_path: Path) -> None:
+    theirs().save_pretrained(tmp_path / "in", max_shard_size="20KB")
+    if not safe:
+        index = json.loads((tmp_path / "in" / "model.safetensors.index.json").read_text())
+        for file in set(index["weight_map"].values()):
+            torch.save(load_file(tmp_path / "in" / file), tmp_path / "in" / f"{file}.bin")
+            (tmp_path / "in" / file).unlink()
+        index["weight_map"] = {name: f"{file}.bin" for name, file in index["weight_map"].items()}
+        (tmp_path / "in" / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+        (tmp_path / "in" / "model.safetensors.index.json").unlink()
+    assert main(["convert", str(tmp_path / "in"), "--output", str(tmp_path / "ours")]) == 0
+    huggingface.export(open_checkpoint(tmp_path / "ours"), tmp_path / "out", shard_bytes=20_000)
+    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 3
+    assert torch.equal(hf_logits(tmp_path / "out"), hf_logits(hf))
+
+
+def edited(hf: Path, folder: Path, config: dict[str, Any] | None = None, **tensors: Tensor | None) -> Path:
+    """A copy with other settings or tensors (None: without it)."""
+    folder.mkdir()
+    told = json.loads((hf / "config.json").read_text()) | (config or {})
+    (folder / "config.json").write_text(json.dumps(told))
+    state = {**load_file(hf / "model.safetensors"), **{name.replace("__", "."): x for name, x in tensors.items()}}
+    save_file({name: tensor for name, tensor in state.items() if tensor is not None}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(("config", "tensors", "words"), [
+    ({"activation_function": "relu"}, {}, "activation_function is 'relu'"),
+    ({"tie_word_embeddings": False}, {}, "tie_word_embeddings is False, True expected"),
+    ({"scale_attn_by_inverse_layer_idx": True}, {}, "scale_attn_by_inverse_layer_idx"),
+    ({"model_type": "llama"}, {}, "model_type is 'llama'"),
+    ({"n_head": 5}, {}, "config.json: .*not divisible"),
+    ({"n_layer": 3}, {}, "12 tensors missing .* blocks.2.attn.proj.bias"),
+    ({"n_layer": 1}, {}, "12 tensors unknown .* blocks.1.attn.proj.bias"),
+    ({"n_positions": 32}, {}, r"wpe.weight: expected \[32, 32\]"),
+    ({}, {"transformer__ln_f__bias": None}, "1 tensors missing .* ln_f.bias"),
+    ({}, {"transformer__wte__weight": torch.zeros(300, 32)}, r"wte.weight: expected \[257, 32\]"),
+    ({}, {"transformer__ln_f__bias": torch.zeros(32, dtype=torch.int64)}, "ln_f.bias: .*int64"),
+    ({}, {"lm_head__weight": torch.zeros(VOCAB, HIDDEN)}, "lm_head.weight differs"),
+])
+def test_another_model_is_refused_by_name(config: dict[str, Any], tensors: dict[str, Any], words: str, hf: Path,
+                                          tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        open_foreign(edited(hf, tmp_path / "edited", config, **tensors))
+
+
+def test_damaged_and_hostile_folders_are_exit_4_and_one_line(hf: Path, tmp_path: Path,
+                                                             capsys: pytest.CaptureFixture[str]) -> None:
+    for number, (name, data) in enumerate([("model.safetensors", b""), ("model.safetensors", b"\xff" * 64),
+                                           ("config.json", b"{"), ("config.json", b"[]"), ("config.json", b"{}"),
+                                           ("model.safetensors", None)]):
+        folder = edited(hf, tmp_path / str(number))
+        (folder / name).unlink() if data is None else (folder / name).write_bytes(data)
+        assert main(["convert", str(folder), "--output", str(tmp_path / "out")]) == 4
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and error.count("\n") == 1
+    folder = edited(hf, tmp_path / "index")
+    (folder / "model.safetensors").rename(tmp_path / "stray.safetensors")
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"x": "../stray.safetensors"}}')
+    assert main(["convert", str(folder), "--output", str(tmp_path / "out")]) == 4
+    assert "not a plain name" in capsys.readouterr().err and not (tmp_path / "out" / "latest").exists()
+
+
+def test_gpt2s_own_vocabulary_goes_with_the_model(tmp_path: Path) -> None:
+    root, folder = tmp_path / "s", tmp_path / "hf"
+    train(["--num-layers", 1, "--hidden-size", 8, "--num-attention-heads", 1, "--max-position-embeddings", 16,
+           "--mock-data", "--train-iters", 1, "--batch-size", 1, "--sample-tokens", 0, "--log-interval", 0,
+           "--num-workers", 0, "--save", root])
+    assert main(["convert", str(root), "--output", str(folder)]) == 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    text = "The quick brown fox, naïve in 2019."
+    ours = build.tokenizer(build_config({}))
+    assert tokenizer.encode(text) == ours.encode(text) and tokenizer.eos_token_id == ours.eod == 50256
+    config = transformers.AutoConfig.from_pretrained(folder)
+    assert config.eos_token_id == 50256 and config.vocab_size == 50257
+
+
+def test_an_output_folder_that_holds_something_is_not_touched(hf: Path, tmp_path: Path) -> None:
+    assert main(["convert", str(hf), "--output", str(tmp_path / "ours")]) == 0
+    assert main(["convert", str(hf), "--output", str(tmp_path / "ours")]) == 4
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    assert main(["convert", str(tmp_path / "ours"), "--output", str(tmp_path / "full")]) == 4
+    assert main(["convert", str(tmp_path / "nothing"), "--output", str(tmp_path / "x")]) == 4
+
+
+# ---- a run that starts from them ------------------------------------------------------------------------------------
+
+def test_runs_from_the_folder_and_from_its_import_are_the_same_text_at_every_layout(hf: Path, tmp_path: Path) -> None:
+    """--load-hf, and convert then --load --finetune; other layouts to the tolerance of another order of sums."""
+    assert main(["convert", str(hf), "--output", str(tmp_path / "ours")]) == 0
+    common = [*TINY, *NO_DROPOUT, "--train-data", write_corpus(tmp_path / "corpus"), "--train-iters", 3, "--lr", 1e-3,
+              "--global-batch-size", 4, "--batch-size", 2]
+    said = train([*common, "--load-hf", hf, "--metrics-file", tmp_path / "a"])
+    assert f"initial weights from the Hugging Face folder {hf}" in said
+    train([*common, "--load", tmp_path / "ours", "--finetune", "--metrics-file", tmp_path / "b"])
+    first = [record["lm_loss"] for record in steps(tmp_path / "a")]
+    assert first == [record["lm_loss"] for record in steps(tmp_path / "b")]
+    train([*common, "--metrics-file", tmp_path / "fresh"])
+    assert abs(steps(tmp_path / "fresh")[0]["lm_loss"] - first[0]) > 0.01
+    for tp, world, stage in ((2, 2, 0), (1, 2, 3)):
+        name = tmp_path / f"{tp}{world}{stage}"
+        run_ranks(train_all, world, [[*common, "--load-hf", hf, "--model-parallel-size", tp, "--zero-stage", stage,
+                                      "--metrics-file", name]])
+        assert [record["lm_loss"] for record in steps(name)] == pytest.approx(first, abs=1e-5)
+
+
+def test_load_wins_over_load_hf_where_it_resumes(hf: Path, tmp_path: Path) -> None:
+    again = [*TINY, "--mock-data", "--load-hf", hf, "--save", tmp_path / "s", "--load", tmp_path / "s", "--train-iters",
+             2]
+    assert "initial weights" in train([*again, "--exit-interval", 1])
+    said = train(again)
+    assert "initial weights" not in said and "loaded weights and optimizer of global_step1" in said
+
+
+def test_what_does_not_fit_is_refused_with_every_difference_named(hf: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="--num-layers 2 there, 3 here; --layernorm-epsilon 1e-05 there, 0.001"):
+        train([*TINY, "--mock-data", "--load-hf", hf, "--num-layers", 3, "--layernorm-epsilon", 1e-3])
+    with pytest.raises(ConfigError, match="memory-centric"):
+        train([*TINY, "--mock-data", "--load-hf", hf, "--memory-centric-tiled-linear", "--tile-factor", 2])
+    assert main(["convert", str(hf), "--output", str(tmp_path / "ours")]) == 0
+    with pytest.raises(CheckpointError, match="give --finetune"):
+        train([*TINY, "--mock-data", "--load", tmp_path / "ours"])
+
+
+# ---- nanoGPT --------------------------------------------------------------------------------------------------------
+
+LINEAR = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+
+
+def nanogpt_file(path: Path, hf: Path, *, bias: bool = True, rows: int = VOCAB, compiled: bool = False) -> Path:
+    """What nanoGPT's train.py saves of the same weights."""
+    state = {name: tensor.T.contiguous() if name.endswith(LINEAR) else tensor
+             for name, tensor in load_file(hf / "model.safetensors").items()}
+    table = torch.cat([state["transformer.wte.weight"], torch.full((rows - VOCAB, HIDDEN), 3.0)])
+    state |= {"transformer.wte.weight": table, "lm_head.weight": table}
+    state = {name: tensor for name, tensor in state.items() if bias or not name.endswith(".bias")}
+    args = dict(n_layer=LAYERS, n_head=HEADS, n_embd=HIDDEN, block_size=LENGTH, bias=bias, vocab_size=rows, dropout=0.0)
+    torch.save({"model": {("_orig_mod." if compiled else "") + name: tensor for name, tensor in state.items()},
+                "optimizer": {"state": {0: {"step": torch.tensor(1.0)}}, "param_groups": []}, "model_args": args,
+                "iter_num": 3, "best_val_loss": torch.tensor(2.5), "config": {"out_dir": "out"}}, path)
+    return path
+
+
+@pytest.mark.parametrize(("rows", "compiled"), [(VOCAB, False), (320, True)])
+def test_nanogpt_weights_are_ours(rows: int, compiled: bool, hf: Path, tmp_path: Path,
+                                  capsys: pytest.CaptureFixture[str]) -> None:
+    nanogpt_file(tmp_path / "ckpt.pt", hf, rows=rows, compiled=compiled)
+    for number, source in enumerate((tmp_path, tmp_path / "ckpt.pt")):
+        assert main(["convert", str(source), "--output", str(tmp_path / f"o{number}"), "--vocab-size", str(VOCAB)]) == 0
+    assert "exact GELU" in capsys.readouterr().out
+    assert main(["convert", str(hf), "--output", str(tmp_path / "hf")]) == 0
+    assert weights(tmp_path / "o0") == weights(tmp_path / "o1") == weights(tmp_path / "hf")
+    assert open_foreign(tmp_path).shapes["wte.weight"] == (rows, HIDDEN), "kept whole unless told otherwise"
+
+
+def test_nanogpt_without_biases_has_zeros(hf: Path, tmp_path: Path) -> None:
+    found = open_foreign(nanogpt_file(tmp_path / "ckpt.pt", hf, bias=False))
+    assert not any(found.tensor(name).any() for name in found.shapes if name.endswith(".bias"))
+    assert torch.equal(found.tensor("ln_f.weight"), open_foreign(hf).tensor("ln_f.weight"))
+
+
+# ---- Megatron-LM ----------------------------------------------------------------------------------------------------
+
+class AttnMaskType(enum.Enum):
+    """Stands for the classes that Megatron's arguments hold."""
+
+    causal = 2
+
+
+BLOCK = {"ln_1": "input_layernorm", "attn.qkv": "attention.query_key_value", "attn.proj": "attention.dense",
+         "ln_2": "post_attention_layernorm", "mlp.fc": "mlp.dense_h_to_4h", "mlp.proj": "mlp.dense_4h_to_h"}
+
+
+def in_their_order(whole: Tensor, version: float, rank: int, tp: int) -> Tensor:
+    """Rows of the fused projection as one rank of Megatron-LM keeps them, head by head, spelled out."""
+    q, k, v = whole.chunk(3)
+    width = HIDDEN // HEADS
+    rows = []
+    mine = range(rank * HEADS // tp, (rank + 1) * HEADS // tp)
+    if version == 0:
+        rows = [part[head * width + i] for part in (q, k, v) for head in mine for i in range(width)]
+    elif version == 1:
+        rows = [part[head * width + i] for head in mine for i in range(width) for part in (q, k, v)]
+    else:
+        rows = [part[head * width + i] for head in mine for part in (q, k, v) for i in range(width)]
+    return torch.stack(rows)
+
+
+def megatron_folder(root: Path, hf: Path, tp: int, version: float, style: str = "transformer") -> Path:
+    """What Megatron-LM saves of the same weights, its table padded to 384 rows."""
+    source, ranks = open_foreign(hf), []
+    for rank in range(tp):
+        layers: dict[str, Tensor] = {}
+        for name in source.shapes:
+            whole = source.tensor(name).clone()
+            if not name.startswith("blocks."):
+                continue
+            _, layer, *middle, last = name.split(".")
+            kind = ".".join(middle)
+            if kind == "attn.qkv":
+                whole = in_their_order(whole, version, rank, tp)
+            elif kind == "mlp.fc":
+                whole = whole.chunk(tp)[rank]
+            elif kind.endswith("proj") and last == "weight":
+                whole = whole.chunk(tp, dim=1)[rank]
+            module = BLOCK[kind].replace("attention.", "self_attention.") if style == "encoder" else BLOCK[kind]
+            layers[f"layers.{layer}.{module}.{last}"] = whole.clone()
+        layers |= {f"final_layernorm.{last}": source.tensor(f"ln_f.{last}").clone() for last in ("weight", "bias")}
+        table = torch.cat([source.tensor("wte.weight"), torch.full((384 - VOCAB, HIDDEN), 5.0)]).chunk(tp)[rank]
+        words, places = table.clone(), source.tensor("wpe.weight").clone()
+        if style == "flat":  # the first release
+            model: dict[str, Any] = {"word_embeddings.weight": words, "position_embeddings.weight": places,
+                                     **{f"transformer.{name}": tensor for name, tensor in layers.items()}}
+        else:
+            embedding = {"word_embeddings": {"weight": words}, "position_embeddings": {"weight": places}}
+            model = {"language_model": {"embedding": embedding, style: layers}}
+        ranks.append(model)
+    for rank, model in enumerate(ranks):
+        folder = root / f"mp_rank_{rank:02d}"
+        folder.mkdir(parents=True)
+        arguments = argparse.Namespace(num_attention_heads=HEADS, layernorm_epsilon=1e-5, mask=AttnMaskType.causal,
+                                       params_dtype=torch.float16)
+        saved: dict[str, Any] = {"model": model, "args": arguments, "iteration": 7}
+        torch.save(saved | ({"checkpoint_version": version} if version else {}), folder / "model_optim_rng.pt")
+    return root
+
+
+@pytest.mark.parametrize(("tp", "version", "style"), [
+    *((tp, version, "transformer") for tp, version in itertools.product((1, 2, 4), (0, 1.0, 2.0))),
+    (2, 3.0, "encoder"), (2, 0, "flat")])
+def test_megatron_weights_are_ours_for_every_tp_and_version(tp: int, version: float, style: str, hf: Path,
+                                                            tmp_path: Path) -> None:
+    megatron_folder(tmp_path / "m" / "iter_0000007", hf, tp, version, style)
+    (tmp_path / "m" / "latest_checkpointed_iteration.txt").write_text("7")
+    sources = [open_foreign(tmp_path / "m", VOCAB), open_foreign(tmp_path / "m" / "iter_0000007", VOCAB)]
+    expected = open_foreign(hf)
+    for found in sources:
+        assert found.shapes == expected.shapes
+        for name in expected.shapes:
+            assert torch.equal(found.tensor(name), expected.tensor(name)), name
+
+
+def test_megatron_files_of_the_old_torch_format_are_read(hf: Path, tmp_path: Path) -> None:
+    folder = megatron_folder(tmp_path, hf, 1, 0)
+    path = folder / "mp_rank_00" / "model_optim_rng.pt"
+    saved = torch.load(path, weights_only=False)
+    saved["args"] = argparse.Namespace(num_attention_heads=HEADS)
+    torch.save(saved, path, _use_new_zipfile_serialization=False)
+    assert torch.equal(open_foreign(folder, VOCAB).tensor("wte.weight"), open_foreign(hf).tensor("wte.weight"))
+
+
+def test_megatron_folders_that_do_not_fit_are_refused_by_name(hf: Path, tmp_path: Path) -> None:
+    folder = megatron_folder(tmp_path / "m", hf, 2, 2.0)
+    (folder / "mp_rank_01").rename(folder / "mp_rank_02")
+    with pytest.raises(CheckpointError, match="expected mp_rank_00, mp_rank_01, found mp_rank_00, mp_rank_02"):
+        open_foreign(folder)
+    (folder / "mp_rank_02").rename(folder / "mp_rank_01")
+    path = folder / "mp_rank_01" / "model_optim_rng.pt"
+    saved = torch.load(path, weights_only=False)
+    torch.save({**saved, "model": {**saved["model"], "output_layer.weight": torch.zeros(1)}}, path)
+    with pytest.raises(CheckpointError, match="mp_rank_01.*output_layer.weight belongs to no GPT-2"):
+        open_foreign(folder)
+    torch.save({"model": saved["model"]}, folder / "mp_rank_00" / "model_optim_rng.pt")
+    torch.save({"model": saved["model"]}, path)
+    with pytest.raises(CheckpointError, match="give --num-attention-heads"):
+        open_foreign(folder)
+
+
+# ---- hostile files --------------------------------------------------------------------------------------------------
+
+class Payload:
+    """Unpickled by a loader that looks names up, it makes a folder called `canary`."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, ("canary",)
+
+
+@pytest.mark.parametrize("zipped", [True, False, None], ids=["zip", "old format", "bare pickle"])
+@pytest.mark.parametrize("kind", ["ckpt.pt", "mp_rank_00/model_optim_rng.pt", "pytorch_model.bin"])
+def test_a_payload_in_a_torch_file_is_never_run(kind: str, zipped: bool | None, hf: Path, tmp_path: Path,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "in" / kind
+    path.parent.mkdir(parents=True)
+    value = {"model": {"wte.weight": torch.ones(2, 2)}, "args": Payload(), "x": Payload()}
+    if zipped is None:
+        path.write_bytes(pickle.dumps(value))
+    else:
+        torch.save(value, path, _use_new_zipfile_serialization=zipped)
+    if kind == "pytorch_model.bin":
+        (path.parent / "config.json").write_bytes((hf / "config.json").read_bytes())
+    assert main(["convert", str(tmp_path / "in"), "--output", str(tmp_path / "out")]) == 4
+    assert not (tmp_path / "canary").exists()
