@@ -55,8 +55,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.arguments megatron.supervise megatron.launch megatron.distributed megatron.exits
         megatron.checkpoint megatron.checkpoint.strict megatron.checkpoint.cut megatron.checkpoint.manifest
         megatron.checkpoint.tags megatron.checkpoint.tensorfile megatron.checkpoint.state megatron.checkpoint.agree
-        megatron.checkpoint.piece megatron.checkpoint.commit megatron.checkpoint.writer megatron.checkpoint.reader
-        megatron.checkpoint.export megatron.checkpoint.lock
+        megatron.checkpoint.piece megatron.checkpoint.commit megatron.checkpoint.writer
+        megatron.checkpoint.background megatron.checkpoint.reader megatron.checkpoint.export megatron.checkpoint.lock
         megatron.zero.saved megatron.zero.facade megatron.zero.api megatron.zero
         megatron.flops megatron.batches megatron.evaluate megatron.metrics megatron.generate megatron.build
         megatron.training megatron.resume

@@ -21,6 +21,7 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from data.storage import fsync_directory, staged_file
@@ -29,6 +30,15 @@ from megatron.checkpoint.tags import ASIDE, Say, complete, folder_of, manifest_o
 from megatron.errors import CheckpointError, StorageError
 
 STAGING, TRASH = ".staging-", ".trash-"
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which step tags stay after a save: the newest `last`, and those whose step `every` divides."""
+
+    last: int | None = None
+    """None: all stay."""
+    every: int | None = None
 
 
 @contextmanager
@@ -138,11 +148,10 @@ def discard(folder: Path) -> None:
     shutil.rmtree(trash, ignore_errors=True)
 
 
-def prune(root: Path, keep_last: int) -> list[str]:
-    """Delete all but the newest `keep_last` complete step tags (tags of the user's own stay); the names deleted."""
-    assert keep_last >= 1, keep_last
-    steps = [manifest.tag for manifest in complete(root) if step_of(manifest.tag) is not None]
-    doomed = steps[:-keep_last]
+def prune(root: Path, keep: Keep) -> list[str]:
+    """Delete the complete step tags that `keep` does not name; the names deleted. Tags of the user's own stay."""
+    steps = {manifest.tag: step for manifest in complete(root) if (step := step_of(manifest.tag)) is not None}
+    doomed = [tag for tag in list(steps)[:-keep.last] if not keep.every or steps[tag] % keep.every] if keep.last else []
     with storing(root, 0):
         for tag in doomed:
             discard(folder_of(root, tag))

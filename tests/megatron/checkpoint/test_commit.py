@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from megatron.checkpoint import commit, tensorfile
-from megatron.checkpoint.commit import probe, prune
+from megatron.checkpoint.commit import Keep, probe, prune
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.tags import complete, tag_names, verify
 from megatron.errors import StorageError
@@ -167,9 +167,17 @@ def test_prune_keeps_the_newest_and_the_users_own(tmp_path: Path) -> None:
     save_solo(tmp_path, 1, tag="best")
     for step in (9, 10, 11, 100):
         save_solo(tmp_path, step)
-    assert prune(tmp_path, 2) == ["global_step9", "global_step10"]
+    assert prune(tmp_path, Keep(2)) == ["global_step9", "global_step10"]
     assert sorted(os.listdir(tmp_path)) == ["best", "global_step100", "global_step11", "latest"]
-    assert prune(tmp_path, 2) == []
+    assert prune(tmp_path, Keep(2)) == []
+    assert prune(tmp_path, Keep()) == []
+
+
+def test_prune_keeps_every_nth_step_as_well(tmp_path: Path) -> None:
+    for step in range(1, 10):
+        save_solo(tmp_path, step)
+    assert prune(tmp_path, Keep(last=2, every=3)) == [f"global_step{step}" for step in (1, 2, 4, 5, 7)]
+    assert tag_names(tmp_path) == [f"global_step{step}" for step in (3, 6, 8, 9)]
 
 
 def test_probe_names_the_flag_and_the_path(tmp_path: Path) -> None:
