@@ -18,6 +18,7 @@ import shutil
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -173,6 +174,8 @@ def main() -> None:
     device = torch.device(args.device)
     if device.type == "cpu":
         keep_freed_memory()
+    torch.manual_seed(0)
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # dcp, about what no_dist asked for
     engine = make_engine(args.preset, device, args.batch)
     io_table(engine, args.folder, args.rounds)
     if args.step_rounds:
