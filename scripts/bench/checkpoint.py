@@ -2,12 +2,12 @@
 --preset 124M --folder runs/bench`.
 
 All contenders save the same tensors (fp32 weights and two moments of every parameter) of one rank into the same folder
-and flush them to the disk; they take turns, so drift of the machine hits all alike. Reported are medians and their ratio
-to the median of writing the same number of bytes from memory with one fsync. Loading is from the page cache, into tensors
-that exist. Ours loads only after it has verified every byte, which the others cannot; `verify` is that part alone.
+and flush them to the disk; they take turns, so drift of the machine hits all alike. Reported are medians, and their
+ratio to the median of writing the same number of bytes from memory with one fsync. Loading is from the page cache, into
+tensors that exist. Ours loads only after it has verified every byte, which the others cannot; `verify` is that alone.
 
-The second table is the step time of a run that saves every --interval steps over that of one that never does, in turns of
---interval steps. All of a save is counted: the copy, the disturbance, and the wait for what is not written in time.
+The second table is the step time of a run that saves every --interval steps over that of one that never does, in turns
+of --interval steps. All of a save is counted: the copy, the disturbance, and the wait for what is not written in time.
 """
 
 from __future__ import annotations
