@@ -374,7 +374,9 @@ class SaveConfig:
     load: str | None = flag(None, "folder to resume from; must hold a checkpoint unless it is an empty --save")
     load_hf: str | None = flag(None, "Hugging Face GPT-2 folder of the initial weights; --load wins where it resumes")
     save_interval: int = flag(1000, "save every so many steps; 0 saves only at the end")
+    async_save: bool = flag(False, "go on training after a copy of the state, while it is written")
     keep_last: int | None = flag(None, "keep only the newest so many checkpoints")
+    keep_every: int | None = flag(None, "with --keep-last: keep those of steps divisible by this as well")
     no_save_optim: bool = flag(False, "leave optimizer state out of checkpoints")
     no_save_rng: bool = flag(False, "leave random number state out of checkpoints")
     no_load_optim: bool = flag(False, "do not load optimizer state")
@@ -386,7 +388,9 @@ class SaveConfig:
 
     def __post_init__(self) -> None:
         _require_range(self, "save_interval", 0)
-        _require_range(self, "keep_last", 1)
+        _require_range(self, "keep_last keep_every", 1)
+        require(self.keep_every is None or self.keep_last is not None,
+                "--keep-every needs --keep-last: without it every checkpoint is kept")
         for name in ("no_load_optim", "no_load_rng", "finetune", "load_precision_change", "resume_fallback"):
             require(
                 not getattr(self, name) or self.load is not None,

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.agree import agree, on_rank_0
-from megatron.checkpoint.commit import probe, prune, storing, sweep
+from megatron.checkpoint.commit import Keep, probe, storing, sweep
 from megatron.checkpoint.foreign import Foreign
 from megatron.checkpoint.huggingface import open_folder
 from megatron.checkpoint.lock import locked
 from megatron.checkpoint.manifest import step_of, step_tag
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.tags import tag_names
+from megatron.checkpoint.writer import SaveReport
 from megatron.config import Config, flag_name
 from megatron.errors import CheckpointError
 from megatron.optim.schedule import Schedule
@@ -142,13 +143,13 @@ class Checkpoints:
         assert section.save is not None
         position = {**asdict(state), "schedule": asdict(_follows(engine).schedule), "data": self.data_fingerprint}
         engine.save_checkpoint(section.save, client_state=position, save_optimizer_states=not section.no_save_optim,
-                               save_rng_states=not section.no_save_rng)
-        if section.keep_last is not None:
-            root, keep = Path(section.save), section.keep_last
-            on_rank_0(lambda: prune(root, keep, state.iteration), self.groups.world)
-        report = engine.last_save
-        assert report is not None
-        say(f" saved {report.tag} to {section.save} ({report.bytes / 1e6:.1f} MB in {report.seconds:.2f} s)")
+                               save_rng_states=not section.no_save_rng,
+                               keep=Keep(section.keep_last, section.keep_every), in_background=section.async_save,
+                               then=partial(self._tell, say))
+
+    def _tell(self, say: Say, report: SaveReport) -> None:
+        say(f" saved {report.tag} to {self.config.save.save} "
+            f"({report.bytes / 1e6:.1f} MB in {report.seconds:.2f} s)")
 
 
 def _follows(engine: Engine) -> FollowSchedule:

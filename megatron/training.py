@@ -8,13 +8,14 @@ generators.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
 
 from megatron.batches import Batch, BatchRule, BatchStream, Samples, samples_digest
 from megatron.config import Config
-from megatron.errors import Interrupted
+from megatron.errors import Interrupted, NumericsError, TrainerError
 from megatron.evaluate import SizedSamples, evaluate, forward_loss
 from megatron.flops import flops_per_token, peak_tflops
 from megatron.metrics import MetricsLog, Rates, StepMetrics, Stopwatch, max_memory_bytes
@@ -47,6 +48,18 @@ class Trainer:
     def run(self, state: TrainState, samples: Samples, valid: SizedSamples | None) -> bool:
         """Train until --train-iters (True), or until there is a reason to leave (False); saves on the way and at the
         end."""
+        try:
+            reason = self._run(state, samples, valid)
+            self.engine.finish_save()
+        except Exception as error:
+            self._rescue_save(error)
+            raise
+        if reason:
+            self.log.say(f" {reason}{f', saved {self.config.save.save}' if self.save else ''}")
+        return not reason
+
+    def _run(self, state: TrainState, samples: Samples, valid: SizedSamples | None) -> str:
+        """The loop; why it was left early, if it was. The last save may be under way still."""
         watch, rates, saved_at, reason = Stopwatch(), self._rates(), state.iteration, ""
         stream = self._stream(samples, state)
         self.engine.train()
@@ -66,7 +79,6 @@ class Trainer:
                     self.save(state)
                     saved_at = state.iteration
                 if reason:
-                    self.log.say(f" {reason}{f', saved {self.config.save.save}' if self.save else ''}")
                     break
                 watch.lap()  # evaluating and saving are not training time
         finally:
@@ -74,7 +86,17 @@ class Trainer:
         self.engine.settle()
         if self.save and state.iteration != saved_at:
             self.save(state)
-        return not reason
+        return reason
+
+    def _rescue_save(self, error: Exception) -> None:
+        """After an error, a save under way is completed if every rank is known to have come here; otherwise it is lost,
+        and a line says so."""
+        if self.engine.is_saving:
+            if isinstance(error, NumericsError) or self.engine.groups.world.is_solo:
+                with suppress(TrainerError):  # the first error is the one to tell
+                    self.engine.finish_save()
+            else:
+                self.log.say(" the save under way is not complete; the tag before it is the newest")
 
     def _stream(self, samples: Samples, state: TrainState) -> BatchStream:
         steps = self.config.train.train_iters - state.iteration

@@ -207,7 +207,7 @@ def all_gather_json(value: Any, group: Group) -> list[Any]:
         return [json.loads(text)]
     wire = wire_device(group)
     sizes = all_gather(torch.tensor([len(text)], device=wire), group).tolist()
-    padded = torch.tensor(list(text.ljust(max(sizes))), dtype=torch.uint8, device=wire)
+    padded = torch.frombuffer(bytearray(text.ljust(max(sizes))), dtype=torch.uint8).to(wire)
     rows = all_gather(padded.unsqueeze(0), group, dim=0).cpu()  # [size, longest]
     return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes)]
 

@@ -64,8 +64,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.checkpoint megatron.checkpoint.strict megatron.checkpoint.cut megatron.checkpoint.manifest
         megatron.checkpoint.tags megatron.checkpoint.tensorfile megatron.checkpoint.state megatron.checkpoint.agree
         megatron.checkpoint.zero_to_fp32 megatron.checkpoint.fp32
-        megatron.checkpoint.piece megatron.checkpoint.commit megatron.checkpoint.writer megatron.checkpoint.reader
-        megatron.checkpoint.export megatron.checkpoint.lock
+        megatron.checkpoint.piece megatron.checkpoint.commit megatron.checkpoint.writer
+        megatron.checkpoint.background megatron.checkpoint.reader megatron.checkpoint.export megatron.checkpoint.lock
         megatron.checkpoint.foreign megatron.checkpoint.huggingface megatron.checkpoint.nanogpt
         megatron.checkpoint.megatron_lm megatron.checkpoint.convert
         megatron.zero.saved megatron.zero.facade megatron.zero.api megatron.zero

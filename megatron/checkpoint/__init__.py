@@ -12,6 +12,7 @@ Read in this order. The first six need no torch, so `list` and `verify` do not e
     tensorfile.py  safetensors files, written piece by piece and read through a memory map
     state.py       nested dicts of JSON values and tensors (random streams, schedules)
     writer.py      save: every rank its own pieces, one commit
+    background.py  save while training goes on
     reader.py      open and read, whatever layout wrote it
     export.py      layout-free digests, one-file fp32 export
     __main__.py    python -m megatron.checkpoint list|verify|digest|merge|convert

@@ -22,6 +22,7 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from data.storage import fsync_directory, staged_file
@@ -32,6 +33,15 @@ from megatron.errors import CheckpointError, StorageError
 STAGING, TRASH = ".staging-", ".trash-"
 SCRIPT = "zero_to_fp32.py"
 """Stands beside the tags: it turns them into one state dict where this program is not installed."""
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which step tags stay after a save: the newest `last`, and those whose step `every` divides."""
+
+    last: int | None = None
+    """None: all stay."""
+    every: int | None = None
 
 
 @contextmanager
@@ -165,13 +175,15 @@ def _delete(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def prune(root: Path, keep_last: int, saved: int | None = None) -> list[str]:
-    """Delete all but the newest `keep_last` complete step tags, those after step `saved` left aside: another run's, or
+def prune(root: Path, keep: Keep, saved: int | None = None) -> list[str]:
+    """Delete the complete step tags that `keep` does not name, those after step `saved` left aside: another run's, or
     passed over as damaged, they must not push out what was just saved. Tags of the user's own stay. The names deleted.
     """
-    assert keep_last >= 1, keep_last
+    if keep.last is None:
+        return []
     steps = [(step, manifest.tag) for manifest in complete(root) if (step := step_of(manifest.tag)) is not None]
-    doomed = [tag for step, tag in steps if saved is None or step <= saved][:-keep_last]
+    own = [(step, tag) for step, tag in steps if saved is None or step <= saved]
+    doomed = [tag for step, tag in own[:-keep.last] if not keep.every or step % keep.every]
     with storing(root, 0):
         for tag in doomed:
             discard(folder_of(root, tag))

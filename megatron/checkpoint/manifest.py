@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
+from data.storage import crc32
 from megatron.checkpoint.cut import Sharding
 from megatron.checkpoint.strict import Record, parse_json, read_bytes
 from megatron.errors import CheckpointError

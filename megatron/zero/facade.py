@@ -12,9 +12,10 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,11 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from megatron.checkpoint.agree import on_rank_0
-from megatron.checkpoint.commit import probe
+from megatron.checkpoint.background import Background, HostCopy
+from megatron.checkpoint.commit import Keep, probe
 from megatron.checkpoint.manifest import step_tag
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.tags import tag_names
-from megatron.checkpoint.writer import SaveReport
+from megatron.checkpoint.writer import SaveReport, complete
 from megatron.config import Config
 from megatron.errors import ConfigError
 from megatron.optim.schedule import Schedule
@@ -36,7 +38,7 @@ from megatron.zero.saved import (
     Identity,
     load_engine,
     restore_streams,
-    save_engine,
+    saving_engine,
     whole_weights,
     write_weights,
 )
@@ -99,7 +101,8 @@ class Engine:
         it off: they then travel during the forward that follows."""
         self._run_id: str = all_gather_json(secrets.token_hex(8), core.groups.world)[0]
         self.last_save: SaveReport | None = None
-        """What the last save cost."""
+        """What the last complete save cost."""
+        self._background, self._host_copy = Background(core.groups.world), HostCopy(self.device)
         self.rng_note: str | None = None
         """What to tell about random streams that could not go on where the loaded checkpoint's stopped."""
 
@@ -123,6 +126,8 @@ class Engine:
             self.core.settle()
         if report is not None and report.applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
+        if report is not None:
+            self._background.poll()
         return report
 
     def train(self, mode: bool = True) -> Engine:
@@ -153,6 +158,7 @@ class Engine:
 
     def destroy(self) -> None:
         """Leave the model to itself: without hooks, with whole parameters in the working precision. Collective."""
+        self.finish_save()
         self.core.detach()
 
     # ---- things to ask ------------------------------------------------------------------------------------------
@@ -243,19 +249,41 @@ class Engine:
     def save_checkpoint(self, save_dir: str | os.PathLike[str], tag: str | int | None = None,
                         client_state: Mapping[str, Any] | None = None, save_latest: bool = True,
                         exclude_frozen_parameters: bool = False, *, save_optimizer_states: bool = True,
-                        save_rng_states: bool = True) -> bool:
+                        save_rng_states: bool = True, keep: Keep = Keep(), in_background: bool = False,
+                        then: Callable[[SaveReport], None] | None = None) -> bool:
         """Save everything a resumed run needs; every rank calls it. The tag is `global_step<N>` unless given.
-        `client_state` (JSON values and tensors, rank 0's) comes back from `load_checkpoint`."""
+        `client_state` (JSON values and tensors, rank 0's) comes back from `load_checkpoint`.
+
+        `in_background` returns after a copy; the checkpoint is complete when a later `step`, or `finish_save`, has told
+        `then`. An error of the writing is raised there, on every rank."""
         if not save_latest:
             raise ConfigError("save_latest=False: the checkpoints themselves tell which is the newest, `latest` is a "
                               "hint; load an older one by its tag")
         root, name = Path(save_dir), step_tag(self.global_steps) if tag is None else str(tag)
         on_rank_0(lambda: probe(root), self.groups.world)
+        self.finish_save()
         who = Identity(self._run_id, self.config.as_dict(), self.layout)
-        self.last_save = save_engine(
+        steps = saving_engine(
             self.core, root, name, who, client_state=client_state or {}, scheduler=self.lr_scheduler,
-            optimizer=save_optimizer_states, rng=save_rng_states, frozen=not exclude_frozen_parameters)
+            optimizer=save_optimizer_states, rng=save_rng_states, frozen=not exclude_frozen_parameters, keep=keep,
+            hold=self._host_copy.hold if in_background else None)
+        self._background.start(steps, partial(self._saved, then)) if in_background else \
+            self._saved(then, complete(steps, self.groups.world))
         return True
+
+    def _saved(self, then: Callable[[SaveReport], None] | None, report: SaveReport) -> None:
+        self.last_save = report
+        if then is not None:
+            then(report)
+
+    @property
+    def is_saving(self) -> bool:
+        """A save is under way in the background."""
+        return self._background.busy
+
+    def finish_save(self) -> None:
+        """Wait for the save under way, if there is one; every rank calls it. Before leaving the process."""
+        self._background.wait()
 
     def load_checkpoint(self, load_dir: str | os.PathLike[str], tag: str | int | None = None,
                         load_module_strict: bool = True, load_optimizer_states: bool = True,
@@ -266,6 +294,7 @@ class Engine:
         if custom_load_fn is not None:
             raise ConfigError("custom_load_fn is not supported: the engine places pieces of parameters; edit weights "
                               "afterwards, inside zero.GatheredParameters")
+        self.finish_save()
         root = Path(load_dir)
         if tag is None and not on_rank_0(lambda: root.exists() and bool(tag_names(root)), self.groups.world):
             if self.groups.world.rank == 0:

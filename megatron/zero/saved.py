@@ -19,10 +19,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron.checkpoint.commit import Keep
 from megatron.checkpoint.foreign import Foreign
 from megatron.checkpoint.piece import Piece, sharding_of
 from megatron.checkpoint.reader import Checkpoint
-from megatron.checkpoint.writer import SaveReport, save
+from megatron.checkpoint.writer import Hold, Saving, saving
 from megatron.errors import CheckpointError, ConfigError
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.layout import Slot
@@ -68,10 +69,10 @@ def check_client_state(client_state: Mapping[str, Any]) -> None:
         raise ConfigError(f"client_state: {', '.join(taken)} is the engine's own; choose another name")
 
 
-def save_engine(engine: ZeroEngine, root: Path, tag: str, who: Identity, *, client_state: Mapping[str, Any],
-                scheduler: Stateful | None, optimizer: bool = True, rng: bool = True,
-                frozen: bool = True) -> SaveReport:
-    """Write the checkpoint `tag` under `root`. Collective over the world."""
+def saving_engine(engine: ZeroEngine, root: Path, tag: str, who: Identity, *, client_state: Mapping[str, Any],
+                  scheduler: Stateful | None, optimizer: bool = True, rng: bool = True, frozen: bool = True,
+                  keep: Keep = Keep(), hold: Hold | None = None) -> Saving:
+    """The save of the checkpoint `tag` under `root`, to be driven to its end. Collective over the world."""
     check_client_state(client_state)
     kinds = ("weight", *(engine.state_kinds if optimizer else ()))
     tp = engine.groups.tp
@@ -85,9 +86,9 @@ def save_engine(engine: ZeroEngine, root: Path, tag: str, who: Identity, *, clie
         "buffers": {name: buffer.detach().cpu() for name, buffer in engine.module.named_buffers()},
         "client_state": dict(client_state),
     }
-    return save(root, tag, pieces=pieces, rank_state={"rng": capture_rng()} if rng else {}, shared_state=shared,
-                config=who.config, layout=who.layout, world=engine.groups.world, run_id=who.run_id,
-                iteration=engine.global_steps)
+    return saving(root, tag, pieces=pieces, rank_state={"rng": capture_rng()} if rng else {}, shared_state=shared,
+                  config=who.config, layout=who.layout, world=engine.groups.world, run_id=who.run_id,
+                  iteration=engine.global_steps, keep=keep, hold=hold)
 
 
 def load_engine(engine: ZeroEngine, found: Checkpoint, *, scheduler: Stateful | None, optimizer: bool = True,

@@ -25,8 +25,8 @@ PROMISED = """
 --lr --min-lr --lr-decay-style --lr-decay-iters --warmup --weight-decay --adam-beta1 --adam-beta2 --adam-eps
 --clip-grad --fp16 --bf16 --loss-scale
 --initial-loss-scale --loss-scale-window --hysteresis --min-scale --checkpoint-activations --checkpoint-num-layers
---deepspeed-activation-checkpointing --zero-stage --save --load --save-interval --keep-last --no-save-optim
---no-save-rng --no-load-optim
+--deepspeed-activation-checkpointing --zero-stage --save --load --save-interval --async-save --keep-last --keep-every
+--no-save-optim --no-save-rng --no-load-optim
 --no-load-rng --finetune --resume-dataloader --override-lr-scheduler --use-checkpoint-lr-scheduler --train-data
 --valid-data --test-data --split
 --lazy-loader --tokenizer-type --vocab-file --merge-file --tokenizer-path --mock-data --data-cache-path --num-workers

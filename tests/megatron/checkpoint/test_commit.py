@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from megatron.checkpoint import commit, tensorfile
-from megatron.checkpoint.commit import probe, prune
+from megatron.checkpoint.commit import Keep, probe, prune
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.tags import complete, tag_names, verify
 from megatron.errors import StorageError
@@ -168,16 +168,24 @@ def test_prune_keeps_the_newest_and_the_users_own(tmp_path: Path) -> None:
     save_solo(tmp_path, 1, tag="best")
     for step in (9, 10, 11, 100):
         save_solo(tmp_path, step)
-    assert prune(tmp_path, 2) == ["global_step9", "global_step10"]
+    assert prune(tmp_path, Keep(2)) == ["global_step9", "global_step10"]
     assert sorted(os.listdir(tmp_path)) == ["best", "global_step100", "global_step11", "latest", "zero_to_fp32.py"]
-    assert prune(tmp_path, 2) == []
+    assert prune(tmp_path, Keep(2)) == []
+    assert prune(tmp_path, Keep()) == []
+
+
+def test_prune_keeps_every_nth_step_as_well(tmp_path: Path) -> None:
+    for step in range(1, 10):
+        save_solo(tmp_path, step)
+    assert prune(tmp_path, Keep(last=2, every=3)) == [f"global_step{step}" for step in (1, 2, 4, 5, 7)]
+    assert tag_names(tmp_path) == [f"global_step{step}" for step in (3, 6, 8, 9)]
 
 
 def test_prune_leaves_steps_after_the_one_just_saved_and_keeps_that_one(tmp_path: Path) -> None:
     """They are another run's, or damaged and passed over: by number they would push out what was just saved."""
     for step in (3, 4, 5, 90, 100):
         save_solo(tmp_path, step)
-    assert prune(tmp_path, 1, saved=5) == ["global_step3", "global_step4"]
+    assert prune(tmp_path, Keep(1), saved=5) == ["global_step3", "global_step4"]
     assert tag_names(tmp_path) == ["global_step5", "global_step90", "global_step100"]
 
 
@@ -189,7 +197,7 @@ def test_links_are_swept_without_what_they_lead_to(tmp_path: Path) -> None:
         (tmp_path / "root" / name).symlink_to(tmp_path / "kept")
     (tmp_path / "root" / ".trash-b").write_text("")
     commit.sweep(tmp_path / "root", lambda line: None)
-    assert sorted(os.listdir(tmp_path / "root")) == ["global_step1", "latest"]
+    assert sorted(os.listdir(tmp_path / "root")) == ["global_step1", "latest", "zero_to_fp32.py"]
     assert (tmp_path / "kept" / "file").read_text() == "kept"
 
 

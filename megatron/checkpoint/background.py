@@ -1,0 +1,118 @@
+"""Save while training goes on: copy the state, then write it from a thread. The protocol is writer.py's, unchanged.
+
+    start    copy this rank's share to the host and give the first job of the save to a thread     all ranks
+    poll     after every step while a save is under way: have all ranks done their job? Then agree,
+             and give the next job to a thread; after the last one the save is complete             all ranks
+    wait     the same without asking first: the thread is waited for                               all ranks
+
+A job sends nothing to other ranks, so there is no communication outside the training thread, and the commit rule is
+that of every save: a kill at any moment leaves the older tags, or the new one. When a job fails on one rank, the next
+poll raises its error on all. There is one save at a time: start a second one after `wait`.
+
+Memory: one copy of what this rank writes, taken at the first save and used again by the next ones. On CUDA it is pinned
+(torch rounds pinned blocks up to a power of two), so that the copy runs at the speed of the bus.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.tensorfile import Item
+from megatron.checkpoint.writer import Job, SaveReport, Saving, answer
+from mpu.collectives import agree
+from mpu.groups import Group
+
+ALIGNMENT = 64
+"""Of each tensor in the copy: views need their own width, copies like a cache line."""
+
+FAILED, RUNNING, DONE = 0, 1, 2
+"""State of a rank's job; the smallest one over the ranks says what to do."""
+
+
+class HostCopy:
+    """One buffer on the host, as large as the largest state it has held."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def hold(self, items: list[Item]) -> list[Item]:
+        """The items with their present data, which is good until the next call."""
+        sizes = [-(-item.nbytes // ALIGNMENT) * ALIGNMENT for item in items]
+        if self._buffer.numel() < sum(sizes):
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes before the new one comes
+            self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self._on_cuda)
+        held, start = [], 0
+        for item, size in zip(items, sizes, strict=True):
+            copy = self._buffer[start:start + item.nbytes].view(item.dtype).view(item.shape)
+            copy.copy_(item.load().view(item.shape), non_blocking=True)
+            held.append(replace(item, load=partial(torch.Tensor.detach, copy)))
+            start += size
+        if self._on_cuda:
+            torch.cuda.current_stream().synchronize()
+        return held
+
+
+class Background:
+    """At most one save under way. Every rank of `world` makes the same calls in the same order."""
+
+    def __init__(self, world: Group) -> None:
+        self._world = world
+        self._save: tuple[Saving, Callable[[SaveReport], None]] | None = None
+        self._job: Future[Any] = Future()
+
+    @property
+    def busy(self) -> bool:
+        """A save is under way; equal on all ranks."""
+        return self._save is not None
+
+    def start(self, steps: Saving, then: Callable[[SaveReport], None]) -> None:
+        """Begin a save; `then` is told when it is complete."""
+        assert not self.busy, "wait for the save under way first"
+        self._job = _in_thread(next(steps))
+        self._save = steps, then
+
+    def poll(self) -> None:
+        """Go on if all ranks can, or if one has failed; otherwise return at once."""
+        if self.busy and agree(self._state(), self._world, "min") != RUNNING:
+            self._advance()
+
+    def wait(self) -> None:
+        """Return when no save is under way."""
+        while self.busy:
+            self._advance()
+
+    def _state(self) -> int:
+        return RUNNING if not self._job.done() else DONE if self._job.exception() is None else FAILED
+
+    def _advance(self) -> None:
+        """Wait for this rank's job, agree, and start the next one or end the save."""
+        assert self._save is not None
+        (steps, then), self._save = self._save, None  # an error below ends the save
+        try:
+            self._job = _in_thread(answer(steps, self._job.result, self._world))
+        except StopIteration as end:
+            then(end.value)
+        else:
+            self._save = steps, then
+
+
+def _in_thread(job: Job) -> Future[Any]:
+    """Do the job in a thread that does not keep a process alive which leaves after a failure."""
+    future: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(job())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="save", daemon=True).start()
+    return future

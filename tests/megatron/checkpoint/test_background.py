@@ -1,0 +1,362 @@
+"""A save in the background is the save of that step, whatever training does meanwhile; it fails and dies like any."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron.checkpoint import background, tensorfile, writer
+from megatron.checkpoint.background import Background, HostCopy
+from megatron.checkpoint.piece import Piece
+from megatron.checkpoint.reader import open_checkpoint
+from megatron.checkpoint.tags import tag_names, verify
+from megatron.checkpoint.tensorfile import Item
+from megatron.checkpoint.writer import SaveReport, Saving, complete, saving
+from megatron.errors import NumericsError, PeerError, StorageError, TrainerError
+from megatron.training import Trainer
+from mpu.groups import SOLO
+from tests.distributed import run_ranks
+from tests.megatron.checkpoint.made import save_solo
+from tests.megatron.helpers import ROOT, TINY, lines, steps, total_digest, train, train_all, write_corpus
+
+CPU = torch.device("cpu")
+
+
+def save_of(root: Path, step: int, data: torch.Tensor, copy: HostCopy, **states: Any) -> Saving:
+    content: dict[str, Any] = dict(rank_state={}, shared_state={}, config={}, layout={"tp": 1, "dp": 1})
+    return saving(root, f"global_step{step}", pieces=[Piece("w", "weight", tuple(data.shape), None, 0, 1, 0, data)],
+                  world=SOLO, run_id="run", iteration=step, say=lambda line: None, hold=copy.hold,
+                  **{**content, **states})
+
+
+@contextmanager
+def held_back() -> Iterator[threading.Event]:
+    """Nothing is written until the event is set."""
+    go, write = threading.Event(), writer._write_rank
+
+    def later(*args: Any) -> Any:
+        assert go.wait(60)
+        return write(*args)
+
+    with mock.patch.object(writer, "_write_rank", later):
+        yield go
+
+
+def weight(root: Path, step: int, count: int) -> list[float]:
+    out = torch.empty(count)
+    open_checkpoint(root, f"global_step{step}").read("weight", "w", shape=(count,), partition=None, tp_rank=0,
+                                                     tp_size=1, offset=0, out=out)
+    return out.tolist()
+
+
+# ---- the copy ----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_saved_is_the_state_at_the_start_whatever_happens_to_it_meanwhile(tmp_path: Path) -> None:
+    data, stream, shared = torch.arange(8.0), torch.arange(3, dtype=torch.uint8), {"position": [1, 2]}
+    told: list[SaveReport] = []
+    saver = Background(SOLO)
+    with held_back() as go:
+        saver.start(save_of(tmp_path, 1, data, HostCopy(CPU), rank_state={"s": stream}, shared_state=shared),
+                    told.append)
+        data.zero_(), stream.zero_(), shared["position"].append(3)
+        saver.poll()
+        assert saver.busy and not told and tag_names(tmp_path) == []
+        go.set()
+        saver.wait()
+    assert [report.tag for report in told] == ["global_step1"] and not saver.busy
+    found = open_checkpoint(tmp_path)
+    assert weight(tmp_path, 1, 8) == list(range(8))
+    assert found.rank_state(0) == {"s": mock.ANY} and found.rank_state(0)["s"].tolist() == [0, 1, 2]  # type: ignore
+    assert found.shared_state == {"position": [1, 2]}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8, torch.bool])
+def test_the_copy_holds_any_mix_of_types_and_shapes_and_is_used_again(dtype: torch.dtype) -> None:
+    copy = HostCopy(CPU)
+    sources = [torch.ones(3, dtype=torch.uint8), torch.rand(2, 5).to(dtype), torch.empty(0, 4),
+               torch.tensor(7, dtype=torch.int64), torch.rand(1001)]
+    first = copy.hold([Item(str(i), x.dtype, tuple(x.shape), x.detach) for i, x in enumerate(sources)])
+    assert all(torch.equal(item.load(), x) and item.load().shape == x.shape
+               for item, x in zip(first, sources, strict=True))
+    where = copy._buffer.data_ptr()
+    copy.hold([Item("x", torch.float32, (500,), lambda: torch.zeros(500))])
+    assert copy._buffer.data_ptr() == where
+
+
+def peaks(rank: int, world: int, root: str) -> list[int]:
+    """How far memory rises in a plain save, the first one in the background and the second, of 32 MB in 4 pieces."""
+    data = [torch.rand(1 << 21) for _ in range(4)]
+    copy, saver = HostCopy(CPU), Background(SOLO)
+
+    def steps_of(step: int, **how: Any) -> Saving:
+        return saving(root, f"global_step{step}", rank_state={}, shared_state={}, config={}, world=SOLO, run_id="run",
+                      pieces=[Piece(f"w{i}", "weight", (1 << 21,), None, 0, 1, 0, x) for i, x in enumerate(data)],
+                      layout={"tp": 1, "dp": 1}, iteration=step, **how)
+
+    def in_background(step: int) -> None:
+        saver.start(steps_of(step, hold=copy.hold), lambda report: None)
+        saver.wait()
+
+    complete(steps_of(1), SOLO)  # whatever is imported or allocated once
+    return [rise(lambda: complete(steps_of(2), SOLO)), rise(lambda: in_background(3)), rise(lambda: in_background(4))]
+
+
+def rise(action: Callable[[], object]) -> int:
+    """Peak of resident memory during `action`, above what was resident before."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = memory("VmRSS")
+    action()
+    return memory("VmHWM") - before
+
+
+def memory(field: str) -> int:
+    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) << 10
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the kernel does not count peaks anew")
+def test_a_save_takes_no_memory_and_one_in_the_background_one_copy_that_is_used_again(tmp_path: Path) -> None:
+    plain, first, second = run_ranks(peaks, 1, str(tmp_path), init=False)[0]
+    state, slack = 32 << 20, 4 << 20  # slack: half a piece
+    assert plain < slack
+    assert state - slack < first < state + slack
+    assert second < slack
+
+
+# ---- one after the other -----------------------------------------------------------------------------------------
+
+
+def test_between_saves_a_step_asks_nobody() -> None:
+    with mock.patch.object(background, "agree", side_effect=AssertionError):
+        Background(SOLO).poll()
+
+
+def flags(root: Path, name: str, *more: object) -> list[object]:
+    return [*TINY, "--train-data", root / "corpus", "--train-iters", 6, "--save-interval", 2, "--save", root / name,
+            "--load", root / name, "--metrics-file", root / f"{name}.jsonl", *more]
+
+
+def slowly(rank: int, world: int, argv: list[object], seconds: float) -> str:
+    """A run whose rank `world - 1` needs that long to write."""
+    write = writer._write_rank
+
+    def later(*args: Any) -> Any:
+        time.sleep(seconds if rank == world - 1 else 0)
+        return write(*args)
+
+    with mock.patch.object(writer, "_write_rank", later):
+        return train(argv)
+
+
+@pytest.mark.parametrize(("world", "layout", "seconds"), [(1, [], 0.0), (1, [], 0.3),
+                                                          (2, ["--model-parallel-size", 2], 0.3),
+                                                          (2, ["--zero-stage", 2], 0.1)])
+def test_every_tag_of_a_run_is_the_one_of_a_run_that_waits_for_its_saves(world: int, layout: list[object],
+                                                                         seconds: float, tmp_path: Path) -> None:
+    write_corpus(tmp_path / "corpus")
+    run_ranks(train_all, world, [flags(tmp_path, "plain", *layout)])
+    said = run_ranks(slowly, world, flags(tmp_path, "async", *layout, "--async-save"), seconds)[0]
+    tags = ["global_step2", "global_step4", "global_step6"]
+    assert re.findall(r"saved (\w+) to", said) == tag_names(tmp_path / "async") == tags
+    assert lines(tmp_path / "async.jsonl") == lines(tmp_path / "plain.jsonl")
+    for tag in tags:
+        verify(tmp_path / "async", tag)
+        assert total_digest(tmp_path / "async", tag) == total_digest(tmp_path / "plain", tag)
+        plain, other = (open_checkpoint(tmp_path / name, tag).shared_state for name in ("plain", "async"))
+        assert {**plain, "run_id": ""} == {**other, "run_id": ""}
+    assert sorted(os.listdir(tmp_path / "async")) == [".lock", *tags, "latest", "zero_to_fp32.py"]
+
+
+def test_a_run_interrupted_after_every_second_step_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "corpus")
+    train(flags(tmp_path, "whole"))
+    for last in (2, 4, 6):
+        said = train(flags(tmp_path, "parts", "--async-save", "--exit-interval", 2))
+        assert said.index(f"saved global_step{last}") < said.find("leaving after") or last == 6
+    assert lines(tmp_path / "parts.jsonl") == lines(tmp_path / "whole.jsonl")
+    assert total_digest(tmp_path / "parts") == total_digest(tmp_path / "whole")
+
+
+def preempted(rank: int, world: int, argv: list[object]) -> str:
+    """A run that is asked to stop in step 3, while the save of step 2 is under way."""
+    step = Trainer._train_step
+
+    def signalled(trainer: Trainer, *args: Any) -> Any:
+        if rank == 0 and trainer.engine.global_steps == 2:
+            assert trainer.engine.is_saving
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(trainer, *args)
+
+    with mock.patch.object(Trainer, "_train_step", signalled):
+        return slowly(rank, world, argv, 0.3)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_preemption_completes_the_save_under_way_and_then_its_own(world: int, tmp_path: Path) -> None:
+    write_corpus(tmp_path / "corpus")
+    said = run_ranks(preempted, world, flags(tmp_path, "s", "--async-save"))[0]
+    assert re.findall(r"(saved \w+|preempted at step 3)", said) == [
+        "saved global_step2", "saved global_step3", "preempted at step 3"]
+    assert open_checkpoint(tmp_path / "s", say=pytest.fail).tag == "global_step3"
+
+
+# ---- errors ------------------------------------------------------------------------------------------------------
+
+
+def failing(rank: int, world: int, argv: list[object], culprit: int) -> str:
+    """A run in which rank `culprit` cannot write its part of global_step4; polls come after the thread is done."""
+    write, poll = writer._write_rank, Background.poll
+
+    def full(staging: Path, share: Any) -> Any:
+        if rank == culprit and "global_step4" in staging.name:
+            with mock.patch.object(tensorfile._Sink, "write", side_effect=OSError(errno.ENOSPC, "No space left")):
+                return write(staging, share)
+        return write(staging, share)
+
+    def patient(saver: Background) -> None:
+        wait([saver._job] if saver.busy else [])
+        poll(saver)
+
+    with mock.patch.object(writer, "_write_rank", full), mock.patch.object(Background, "poll", patient):
+        try:
+            return train(argv)
+        except TrainerError as error:
+            return f"{error.code}: {error}"
+
+
+@pytest.mark.parametrize(("world", "culprit"), [(1, 0), (2, 0), (2, 1)])
+def test_an_error_of_the_writing_ends_every_rank_at_the_next_step_with_code_7(world: int, culprit: int,
+                                                                              tmp_path: Path) -> None:
+    write_corpus(tmp_path / "corpus")
+    (said,) = set(run_ranks(failing, world, flags(tmp_path, "s", "--async-save"), culprit))
+    assert said.startswith(f"7: --save: cannot write {tmp_path}/s/.staging-global_step4-") and \
+        f"/rank{culprit}.safetensors: No space left" in said
+    assert [step["iteration"] for step in steps(tmp_path / "s.jsonl")] == [1, 2, 3, 4]  # it fell in step 5
+    assert sorted(os.listdir(tmp_path / "s")) == [".lock", "global_step2", "latest", "zero_to_fp32.py"]
+    verify(tmp_path / "s", "global_step2")
+    train_again = run_ranks(train_all, world, [flags(tmp_path, "s", "--async-save")])[0]
+    assert "loaded weights and optimizer of global_step2" in train_again[0]
+
+
+def broken_training(rank: int, world: int, argv: list[object], kind: type[TrainerError], culprit: int | None) -> str:
+    """A run whose step 3 fails, on rank `culprit` or all, while the save of step 2 is under way."""
+    step = Trainer._train_step
+    said: list[str] = []
+
+    def breaks(trainer: Trainer, *args: Any) -> Any:
+        if trainer.engine.global_steps == 2:
+            trainer.log.say = said.append  # type: ignore[method-assign]
+            raise kind("broken") if culprit in (None, rank) else PeerError("lost")
+        return step(trainer, *args)
+
+    with mock.patch.object(Trainer, "_train_step", breaks):
+        try:
+            return slowly(rank, world, argv, 0.3)
+        except TrainerError as error:
+            return f"{type(error).__name__} {''.join(said)}"
+
+
+def test_an_error_of_every_rank_completes_the_save_under_way(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "corpus")
+    for world, kind in ((1, PeerError), (2, NumericsError)):
+        root = tmp_path / f"s{world}"
+        said = run_ranks(broken_training, world, flags(tmp_path, root.name, "--async-save"), kind, None)
+        assert set(said) == {f"{kind.__name__} "}
+        assert open_checkpoint(root, say=pytest.fail).tag == "global_step2"
+
+
+def test_an_error_of_one_rank_tells_that_the_save_under_way_is_lost_and_waits_for_nobody(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "corpus")
+    said = run_ranks(broken_training, 2, flags(tmp_path, "s", "--async-save"), StorageError, 1, timeout=20)
+    assert said[0] == "PeerError  the save under way is not complete; the tag before it is the newest"
+
+
+# ---- deaths ------------------------------------------------------------------------------------------------------
+
+
+class Dead(BaseException):
+    """Stands for a signal that nobody can catch: nothing is done after it."""
+
+
+def dying(real: Callable[..., Any], calls: Iterator[int], last: int) -> Callable[..., Any]:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) >= last:
+            raise Dead
+        return real(*args, **kwargs)
+    return wrapped
+
+
+@pytest.mark.parametrize("step", [1, 2], ids=["same-tag", "next-tag"])
+def test_a_death_at_any_call_that_changes_a_file_loses_nothing(step: int, tmp_path: Path) -> None:
+    for last in range(200):
+        root, calls = tmp_path / str(last), iter(range(10**6))
+        save_solo(root, 1, seed=1)
+        saver = Background(SOLO)
+        job_done = False
+        with mock.patch.multiple(os, **{name: dying(getattr(os, name), calls, last)
+                                        for name in ("rename", "replace", "fsync", "mkdir", "unlink", "rmdir")}), \
+                mock.patch.object(tensorfile._Sink, "write", dying(tensorfile._Sink.write, calls, last)):
+            try:
+                saver.start(save_of(root, step, torch.full((16,), 5.0), HostCopy(CPU)), lambda report: None)
+                saver.wait()
+                job_done = True
+            except Dead:
+                pass
+        tags = tag_names(root)
+        assert tags[0] == "global_step1"
+        assert weight(root, int(tags[-1][11:]), 16)[0] in ((5.0,) if job_done else (1.0, 5.0))
+        save_solo(root, 3)
+        assert tag_names(root) == [*tags, "global_step3"]
+        assert not [name for name in os.listdir(root) if name.startswith(".")]
+        for tag in tag_names(root):
+            verify(root, tag)
+        if job_done:
+            break
+    assert job_done and last > 10
+
+
+@pytest.mark.slow
+def test_a_killed_process_resumes_as_if_it_had_not_been_killed(tmp_path: Path) -> None:
+    """SIGKILL at moments spread over a run that saves every step, while a thread writes nearly all the time."""
+    write_corpus(tmp_path / "corpus")
+    train(flags(tmp_path, "whole", "--save-interval", 1, "--train-iters", 40))
+    command = [sys.executable, "pretrain_gpt2.py",
+               *map(str, flags(tmp_path, "s", "--save-interval", 1, "--train-iters", 40, "--async-save"))]
+    killed = 0
+    for attempt in range(60):
+        process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
+                                   stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        seen = len(tag_names(tmp_path / "s"))
+        while process.poll() is None and len(tag_names(tmp_path / "s")) < seen + 3:
+            time.sleep(0.01)
+        time.sleep(0.003 * (attempt % 7))
+        if process.poll() is None:
+            process.kill()
+            killed += 1
+        _, complaint = process.communicate()
+        assert b"error:" not in complaint
+        for tag in tag_names(tmp_path / "s"):
+            verify(tmp_path / "s", tag)
+        if process.returncode == 0:
+            break
+    assert killed >= 5 and process.returncode == 0
+    last = {step["iteration"]: step for step in steps(tmp_path / "s.jsonl")}
+    assert list(last.values()) == steps(tmp_path / "whole.jsonl")
+    assert total_digest(tmp_path / "s") == total_digest(tmp_path / "whole")
