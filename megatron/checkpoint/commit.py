@@ -11,7 +11,7 @@ A commit is: all files and the manifest fsynced in staging, fsync staging, [writ
 aside], rename staging to <tag>, fsync the root, write `latest`, [trash the aside copy]. Killed before the second
 rename, the old copy is found under its own name or aside; killed after it, the new one is. Nothing is deleted in
 place: a folder is first renamed to trash, so no half-deleted folder ever stands under a name that is read. `sweep`
-takes up what was left, at the next save.
+takes up what was left, at the next start or save.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ TAG = "global_step0"
 def make_engine(preset: str, device: torch.device, batch: int) -> Engine:
     values = {**PRESETS[preset], "batch_size": batch, "global_batch_size": batch, "bf16": device.type == "cuda"}
     config = build_config({"vocab_size": 50257, **values})
-    return build.engine(config, build.model(config, Groups(), device), Groups())
+    return build.engine(config, build.model(config, Groups()), Groups(), device)
 
 
 def tensors_of(engine: Engine) -> dict[str, torch.Tensor]:

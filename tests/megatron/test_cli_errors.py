@@ -221,7 +221,7 @@ def test_what_an_interrupted_save_left_is_removed_at_the_next_start_with_one_lin
     code, stderr = cli([*RUN, "--load", saved, "--save", saved])
     assert code == 0 and len(stderr.splitlines()) == 2
     assert "restoring" in stderr and "removing" in stderr
-    assert sorted(os.listdir(saved)) == [".lock", "global_step2", "global_step3", "latest"]
+    assert sorted(os.listdir(saved)) == [".lock", "global_step2", "global_step3", "latest", "zero_to_fp32.py"]
 
 
 def test_a_save_folder_with_later_steps_is_pointed_out(saved: Path) -> None:

@@ -131,6 +131,7 @@ def memory(field: str) -> int:
     return int(found[1]) << 10
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the kernel does not count peaks anew")
 def test_a_save_takes_no_memory_and_one_in_the_background_one_copy_that_is_used_again(tmp_path: Path) -> None:
     plain, first, second = run_ranks(peaks, 1, str(tmp_path), init=False)[0]
@@ -165,9 +166,9 @@ def slowly(rank: int, world: int, argv: list[object], seconds: float) -> str:
         return train(argv)
 
 
-@pytest.mark.parametrize(("world", "layout", "seconds"), [(1, [], 0.0), (1, [], 0.3),
-                                                          (2, ["--model-parallel-size", 2], 0.3),
-                                                          (2, ["--zero-stage", 2], 0.1)])
+@pytest.mark.parametrize(("world", "layout", "seconds"), [
+    (1, [], 0.0), (2, ["--model-parallel-size", 2], 0.3), pytest.param(1, [], 0.3, marks=pytest.mark.slow),
+    pytest.param(2, ["--zero-stage", 2], 0.1, marks=pytest.mark.slow)])
 def test_every_tag_of_a_run_is_the_one_of_a_run_that_waits_for_its_saves(world: int, layout: list[object],
                                                                          seconds: float, tmp_path: Path) -> None:
     write_corpus(tmp_path / "corpus")
@@ -241,7 +242,8 @@ def failing(rank: int, world: int, argv: list[object], culprit: int) -> str:
             return f"{error.code}: {error}"
 
 
-@pytest.mark.parametrize(("world", "culprit"), [(1, 0), (2, 0), (2, 1)])
+@pytest.mark.parametrize(("world", "culprit"), [(2, 1), pytest.param(1, 0, marks=pytest.mark.slow),
+                                                pytest.param(2, 0, marks=pytest.mark.slow)])
 def test_an_error_of_the_writing_ends_every_rank_at_the_next_step_with_code_7(world: int, culprit: int,
                                                                               tmp_path: Path) -> None:
     write_corpus(tmp_path / "corpus")

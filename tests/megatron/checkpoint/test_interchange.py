@@ -80,7 +80,7 @@ def our_logits(rank: int, world: int, source: Path, tp: int, stage: int = 0) -> 
     groups = build_groups(tp)
     config = build_config({**SHAPE, "batch_size": 1, "zero_stage": stage, "model_parallel_size": tp,
                            "stage3_param_persistence_threshold": 0, "attention_dropout": 0.0, "hidden_dropout": 0.0})
-    engine = build.engine(config, build.model(config, groups, torch.device("cpu")), groups)
+    engine = build.engine(config, build.model(config, groups), groups, torch.device("cpu"))
     load_weights(engine.core, open_foreign(source))
     engine.eval()
     with torch.no_grad():
