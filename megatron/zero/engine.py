@@ -60,7 +60,7 @@ class ZeroEngine:
                  param_groups: list[ParamGroup], device: torch.device, clip_grad: float = 0.0,
                  accumulation: int = 1) -> None:
         self.module, self.groups, self.param_groups, self.accumulation = module, groups, param_groups, accumulation
-        self._policy, self._precision = policy(zero.zero_stage), precision
+        self._policy = policy(zero.zero_stage)
         self.rule, self._clip_grad, self._loads_masters = rule, clip_grad, zero.load_from_fp32_weights
         self._allows_unused = zero.ignore_unused_parameters
         self._scale_rule = scale_rule(precision)
@@ -119,7 +119,7 @@ class ZeroEngine:
                 self._reductions.flush()
             for bucket in self.buckets:
                 bucket.grads.end_backward()
-        except BaseException:
+        except Exception:  # not for Ctrl-C: this waits for peers
             self._abandon_step()
             raise
         finally:

@@ -36,6 +36,7 @@ from megatron.zero.engine import StepReport, ZeroEngine
 from megatron.zero.optimizer import ZeroOptimizer
 from megatron.zero.saved import (
     Identity,
+    Stateful,
     load_engine,
     restore_streams,
     saving_engine,
@@ -46,14 +47,10 @@ from mpu.collectives import all_gather_json
 from mpu.groups import Groups
 
 
-class Scheduler(Protocol):
+class Scheduler(Stateful, Protocol):
     """A learning rate scheduler of torch's kind; ours are such too."""
 
     def step(self) -> Any: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 class FollowSchedule:
