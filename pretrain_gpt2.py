@@ -22,6 +22,7 @@ def main() -> int:
     from megatron.allocator import keep_freed_memory
     from megatron.generate import generate
     from megatron.metrics import MetricsLog
+    from megatron.processor import notes as processor_notes
     from megatron.recompute import notes as recompute_notes
     from megatron.resume import Checkpoints
     from megatron.shortage import explained
@@ -50,7 +51,8 @@ def main() -> int:
             MetricsLog(config.log, config.train.train_iters, state.iteration, writes=speaks,
                        aside=recomputation.report))
         idle = (*zero_notes(config.zero, precision=config.precision.name, on_cuda=device.type == "cuda"),
-                *recompute_notes(config.recompute, groups.tp.size, device))
+                *recompute_notes(config.recompute, groups.tp.size, device),
+                *processor_notes(config.precision.name, device))
         notes = (*config.notes, *idle, *datasets.notes, *checkpoints.notes)
         for line in (build.summary(config, groups, device), *notes):
             log.say(line)

@@ -58,7 +58,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero.reductions megatron.zero.engine megatron.zero.optimizer megatron.zero.init megatron.zero.estimate
     """),
     ("4: the application", """
-        megatron.signals megatron.allocator
+        megatron.signals megatron.allocator megatron.processor
         megatron.arguments megatron.supervise megatron.launch megatron.distributed megatron.shortage
         megatron.exits
         megatron.checkpoint megatron.checkpoint.strict megatron.checkpoint.cut megatron.checkpoint.manifest
