@@ -24,8 +24,9 @@ _BLANK_LINES = re.compile("\n{3,}")
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u206a-\u206f\ufeff\ufff9-\ufffc\ud800-\udfff]")
 _ENTITY = re.compile(r"&#?\w{1,24};")
 ODD_BEGINNINGS = ("\nÃ ", "\nÂ ")
-# No sign of mojibake holds one of these with nothing but ASCII at its sides; they are most of what is not ASCII.
-_HARMLESS = re.compile(r"(?<=[a-zA-Z\s.,])[‘’“”–—](?=[a-zA-Z\s])")
+# Typography, and nothing but ASCII at its sides: every sign of mojibake that has one of these has another character
+# beside it that is neither. They are most of what is not ASCII.
+_HARMLESS = re.compile("(?<![^\x00-\x7f])[‘’“”–—…•\xa0]+(?![^\x00-\x7f])")
 _NOT_ASCII = re.compile("[^\x00-\x7f]+")
 WINDOW = 4
 """ftfy's signs of mojibake are at most five characters, at least one of them not ASCII."""

@@ -32,7 +32,8 @@ def anonymous_bytes() -> int:
 
 
 class PeakMemory:
-    """Samples this process's anonymous memory every 2 ms while it is armed."""
+    """Samples this process's anonymous memory every 2 ms while it is armed: during its own steps, as reading it takes
+    processor time, and the others are timed then."""
 
     def __init__(self) -> None:
         self.peak, self.armed = 0, threading.Event()
@@ -71,7 +72,9 @@ def serve(name: str, task, rank: int, world: int, store: str, threads: int, pipe
         step(tokens, targets)
         if task.device == "cuda":
             torch.cuda.synchronize()
-        pipe.send(time.perf_counter() - begin)
+        seconds = time.perf_counter() - begin
+        memory.armed.clear()
+        pipe.send(seconds)
     pipe.send(torch.cuda.max_memory_allocated() if task.device == "cuda" else memory.peak)
     pipe.recv()
 

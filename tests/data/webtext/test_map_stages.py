@@ -177,7 +177,7 @@ def test_asking_ftfy_about_suspect_lines_only_changes_nothing() -> None:
              "\u00e2\u20ac\u2122s", "\u00c3\u00a9", "\u00c2 ", "\u00c3 ", "\n", "\n", "\n", "\x85", "\x1b[1m", "\0",
              "\ufeff", "\u0153", "$", "\u65e5\u672c", "\u00b0", "\u20ac5", "\u0153\u2019", "\u00e0\u00b2",
              "\u0432\u0402", "\u2014", "na\u00efve", "\u00d9\u0192\u00d8\u00a7", "\U0001f600", "\u2018a", "\u2013",
-             "\u00c2", "\u00e2"]
+             "\u00c2", "\u00e2", "\u2026", "\u2022 a", "a\xa0b", "\u2019\u201d", "\u201c(", "1\u201d"]
     changed = 0
     for k in range(1500):
         pieces = rng.choices(words[:4] + words[-6:] if k % 2 else words, k=rng.randrange(1, 12))
@@ -188,7 +188,8 @@ def test_asking_ftfy_about_suspect_lines_only_changes_nothing() -> None:
     assert 300 < changed < 1400
     for code in [*range(0xd), *range(0xe, 0x180), *range(0x180, 0x3000, 11)]:
         character = chr(code)
-        for text in (f"a{character}b", f"{character} \u2019", f"\u00e9{character}"):
+        for text in (f"a{character}b", f"{character} \u2019", f"\u00e9{character}",
+                     *(f"a {character}{sign} {sign}{character} a{sign}" for sign in "‘’“”–—…•\xa0")):
             if character not in "\u2028\u2029":
                 assert mend(text) == ftfy.fix_text(text, config._replace(unescape_html="<" not in text)), text
 

@@ -1,0 +1,89 @@
+"""A load takes no memory of its own, whatever layout wrote the tag: runs are copied from the mapped files into the
+state that is there. (Pages of a mapped file are the system's cache, which it drops when it needs them.)"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from megatron import build
+from megatron.checkpoint.tensorfile import TensorFile
+from megatron.config import build_config
+from megatron.zero.facade import Engine
+from mpu import groups
+from tests.distributed import run_ranks
+from tests.megatron.live_bytes import STEP, LiveBytes
+
+SHAPE = {"num_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": 64,
+         "vocab_size": 2048, "batch_size": 1}
+LARGEST = 2048 * 128 * 4
+"""Bytes of the word embedding, the largest parameter: a load that kept copies would rise by this at least."""
+
+SMALL = LARGEST // 8
+
+
+class UnmappedBytes(LiveBytes):
+    """Leaves out what lies in a mapped file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maps: list[tuple[int, int]] = []
+
+    def add(self, file: TensorFile) -> None:
+        start = torch.frombuffer(file.map, dtype=torch.uint8).data_ptr()
+        self.maps.append((start, start + len(file.map)))
+
+    def _note(self, tensor: torch.Tensor, maker: object) -> None:
+        where = tensor.untyped_storage().data_ptr()
+        if not any(start <= where < stop for start, stop in self.maps):
+            super()._note(tensor, maker)
+
+
+def engine(tp: int, stage: int) -> Engine:
+    config = build_config({**SHAPE, "model_parallel_size": tp, "zero_stage": stage})
+    grid = groups.build(tp)
+    return build.engine(config, build.model(config, grid), grid, torch.device("cpu"))
+
+
+def save(rank: int, world: int, folder: Path, tp: int, stage: int) -> None:
+    engine(tp, stage).save_checkpoint(folder)
+
+
+def rise(rank: int, world: int, folder: Path, tp: int, stage: int) -> int:
+    """Bytes alive at the peak of a load, above those before it."""
+    asking, opened = engine(tp, stage), TensorFile.__init__
+    live = UnmappedBytes()
+
+    def and_tell(file: TensorFile, path: Path, where: str) -> None:
+        opened(file, path, where)
+        live.add(file)
+
+    with live, patch.object(TensorFile, "__init__", and_tell):
+        for _, _, _, run in asking.core.state_runs(("weight", *asking.core.state_kinds)):
+            run.view(-1)  # so that the meter knows the state
+        for weight in asking.core.module.parameters():
+            weight.view(-1)
+        before = live.sample()
+        live.reset_peak()
+        asking.load_checkpoint(folder)
+    assert before > SMALL and live.maps
+    return live.peak - before
+
+
+@pytest.mark.parametrize(("written", "asked"), [
+    pytest.param((1, 1, 0), (1, 1, 0), id="same"),
+    pytest.param((1, 1, 0), (1, 2, 3), id="split"),
+    pytest.param((1, 2, 3), (1, 1, 0), id="joined"),
+    pytest.param((1, 1, 0), (2, 1, 1), id="cut for tensor parallelism"),
+    pytest.param((2, 1, 1), (1, 2, 2), id="tensor parallelism undone"),
+])
+def test_a_load_takes_no_memory_beside_the_state(written: tuple[int, int, int], asked: tuple[int, int, int],
+                                                 tmp_path: Path) -> None:
+    (tp, dp, stage) = written
+    run_ranks(save, tp * dp, tmp_path, tp, stage)
+    (tp, dp, stage) = asked
+    rises = run_ranks(rise, tp * dp, tmp_path, tp, stage)
+    assert max(rises) < SMALL + STEP, rises
