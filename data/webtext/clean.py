@@ -24,9 +24,8 @@ _BLANK_LINES = re.compile("\n{3,}")
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u206a-\u206f\ufeff\ufff9-\ufffc\ud800-\udfff]")
 _ENTITY = re.compile(r"&#?\w{1,24};")
 ODD_BEGINNINGS = ("\nÃ ", "\nÂ ")
-# Typography, and nothing but ASCII at its sides: every sign of mojibake that has one of these has another character
-# beside it that is neither. They are most of what is not ASCII.
-_HARMLESS = re.compile("(?<![^\x00-\x7f])[‘’“”–—…•\xa0]+(?![^\x00-\x7f])")
+TYPOGRAPHY = "‘’“”–—…•\xa0"
+"""Most of what is not ASCII. No sign of mojibake is made of these and ASCII alone."""
 _NOT_ASCII = re.compile("[^\x00-\x7f]+")
 WINDOW = 4
 """ftfy's signs of mojibake are at most five characters, at least one of them not ASCII."""
@@ -75,8 +74,11 @@ def mender() -> Callable[[str], str]:
             return False
         if any(beginning in text for beginning in ODD_BEGINNINGS):
             return True
-        text = _HARMLESS.sub("x", text)
-        return any(is_bad(text[max(0, run.start() - WINDOW):run.end() + WINDOW]) for run in _NOT_ASCII.finditer(text))
+        others = text
+        for character in TYPOGRAPHY:
+            others = others.replace(character, " ")
+        return not others.isascii() and any(is_bad(text[max(0, run.start() - WINDOW):run.end() + WINDOW])
+                                            for run in _NOT_ASCII.finditer(others))
 
     def mend(text: str) -> str:
         if any(character in text for character in "\r\u2028\u2029"):

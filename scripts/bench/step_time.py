@@ -127,7 +127,7 @@ def measure(names: list[str], task, world: int, steps: int, warmup: int, threads
             seconds = contender.step()
             if round_ >= warmup:
                 contender.seconds.append(seconds)
-            print(f"round {round_ + 1} of {warmup + steps}: {contender.name} {seconds:.2f} s", file=sys.stderr, flush=True)
+            print(f"round {round_ + 1} of {warmup + steps}: {contender.name} {seconds:.2f} s", file=sys.stderr)
     return [(c.name, statistics.median(c.seconds), c.finish()) for c in contenders]
 
 

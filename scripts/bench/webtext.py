@@ -56,6 +56,25 @@ def datasketch_signatures(path: Path) -> Task:
 
 
 def our_cleaning(path: Path) -> Task:
+    from data.webtext import clean
+    from data.webtext.document import Document, parse
+
+    mended = clean.make(clean.CleanOptions())
+
+    def one(line: bytes) -> object:
+        document = mended(parse(line, "bench"))
+        return document.line() if isinstance(document, Document) else document
+
+    return lambda: [one(line) for line in path.read_bytes().splitlines()]
+
+
+def ftfy_alone(path: Path) -> Task:
+    import ftfy
+
+    return lambda: [json.dumps(ftfy.fix_text(text)) for text in texts_of(path)]
+
+
+def our_cleaning_and_language(path: Path) -> Task:
     from data.webtext import clean, language
     from data.webtext.document import Document, parse
 
@@ -119,7 +138,8 @@ def hf_tokens(path: Path) -> Task:
 
 GROUPS: dict[str, dict[str, Callable[[Path], Task]]] = {
     "duplicate signatures": {"ours": our_signatures, "datasketch": datasketch_signatures},
-    "cleaning and language": {"ours": our_cleaning, "ftfy + py3langid": partial(ftfy_and, "py3langid"),
+    "cleaning": {"ours": our_cleaning, "ftfy": ftfy_alone},
+    "cleaning and language": {"ours": our_cleaning_and_language, "ftfy + py3langid": partial(ftfy_and, "py3langid"),
                               "ftfy + langdetect": partial(ftfy_and, "langdetect")},
     "tokens": {"ours": our_tokens, "tiktoken": tiktoken_tokens, "tokenizers (HF)": hf_tokens},
 }
