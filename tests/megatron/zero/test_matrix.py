@@ -27,7 +27,7 @@ ROWS, LENGTH, VOCABULARY, LR = 16, 8, 61, 2e-3
 STEPS, STEPS_OF_SAMPLE = 50, 8
 STAGES = (0, 1, 2, 3)
 
-TIMEOUT = 400
+TIMEOUT = 1200
 """Seconds for one grid: eight ranks on two cores wait for each other most of the time."""
 
 FIRST_SCALE, WINDOW = 64.0, 7
