@@ -101,7 +101,8 @@ def parse_text(line: bytes, key: str) -> str:
     if not isinstance(text, str):
         raise ValueError(f"key {key!r}: expected text, found {_kind(text)}")
     try:
-        text.encode("utf-8")
+        if not text.isascii():
+            text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError(f"key {key!r}: lone surrogate U+{ord(text[error.start]):04X} "
                          f"at character {error.start + 1}") from error
