@@ -28,6 +28,7 @@ from megatron.zero.layout import ALIGNMENT, FlatLayout, Slot
 CPU_CHUNK_BYTES, CUDA_CHUNK_ROWS = 104 << 20, 4096  # logits at a time
 CPU_BLOCK_ROWS, CUDA_BLOCK_ROWS = 64, 1024  # rows of them in fp32 at a time
 CPU_SLAB_COLUMNS = 8192  # columns of a 16-bit weight gradient at a time
+CPU_SUM_BLOCK = 2**17  # elements of an exchange summed at a time
 LARGEST_TILE = 2**24  # elements of an optimizer step at a time
 
 
@@ -157,9 +158,9 @@ def _handing_over(run: Run, block: int, first: bool) -> Moment:
     alive = acts.before_blocks + acts.kept(run.chunk, block) - acts.block + 2 * acts.stream
     kept, whole = _grads_at(run, block, first, True)
     if run.policy.split_grads:
-        whole += _part(run, run.block) if block + 1 < run.layers and first else 0
+        whole += _taken_out(run, run.block) if block + 1 < run.layers and first else 0
     if run.policy.split_optim:
-        whole += _exchange(run, run.block)
+        whole += _exchange(run, run.block) + _summing(run, run.block)
     return _moment(run, "backward", kept, alive, whole + _gathered(run, _whole_blocks(run, block)))
 
 
@@ -170,8 +171,10 @@ def _end_of_backward(run: Run, first: bool) -> Moment:
         embedding = max(embedding, acts.stream + run.columns * model.hidden_size * run.work)
     kept, whole = _grads_at(run, 0, first, True)
     leaving = _exchange(run, run.root) + _exchange(run, run.resident)
+    if run.policy.split_optim:
+        leaving += _summing(run, run.root, run.resident)
     if run.policy.split_grads:
-        leaving += _exchange(run, run.block) + (_part(run, run.block) if first else 0)
+        leaving += _exchange(run, run.block) + (_taken_out(run, run.block) if first else 0)
     elif run.policy.split_optim:
         leaving += _exchange(run, run.block)
     buffers = whole + max(embedding, leaving) + _gathered(run, 0)
@@ -195,6 +198,20 @@ def _grads_at(run: Run, block: int, first: bool, last: bool) -> tuple[int, int]:
 
 def _part(run: Run, layout: FlatLayout) -> int:
     return layout.shard_numel * run.sums
+
+
+def _taken_out(run: Run, layout: FlatLayout) -> int:
+    """The sum, copied out of the whole gradient before that is given back; if it is all of it, or wider, it has a
+    place of its own."""
+    return 0 if run.shards == 1 or run.sums != run.grads else _part(run, layout)
+
+
+def _summing(run: Run, *layouts: FlatLayout) -> int:
+    """The accumulator of sums that are taken here, and not by NCCL."""
+    if run.shards == 1 or run.device == "cuda" and run.sums == run.grads:
+        return 0
+    at_a_time = CPU_SUM_BLOCK if run.device == "cpu" else max(1, run.config.zero.reduce_bucket_size // run.shards)
+    return min(at_a_time, max(layout.shard_numel for layout in layouts)) * FP32
 
 
 def _exchange(run: Run, layout: FlatLayout) -> int:

@@ -146,14 +146,15 @@ def _check_sizes(full: Tensor, shard: Tensor, group: Group) -> None:
 
 def _sum_in_rank_order(parts: Sequence[Tensor], out: Tensor) -> None:
     """out[i] <- parts[0][i] + parts[1][i] + ..., 16-bit values in fp32; `out` may be one of the parts."""
-    step = len(out) if out.is_cuda else _CPU_SUM_BLOCK
-    for start in range(0, len(out), max(1, step)):
+    step = max(1, len(out) if out.is_cuda else min(len(out), _CPU_SUM_BLOCK))
+    first = parts[0]
+    total = first.new_empty(step, dtype=first.dtype if first.element_size() >= 4 else torch.float32)
+    for start in range(0, len(out), step):
         blocks = [part[start:start + step] for part in parts]
-        wide = blocks[0].element_size() >= 4
-        total = blocks[0] + blocks[1] if wide else blocks[0].float() + blocks[1]
-        for block in blocks[2:]:
-            total += block
-        out[start:start + step].copy_(total)
+        sums = total[:len(blocks[0])].copy_(blocks[0])
+        for block in blocks[1:]:
+            sums += block
+        out[start:start + step].copy_(sums)
 
 
 # -- out of place: for autograd and small values -------------------------------------------------------------------

@@ -168,16 +168,17 @@ class FlatGradients:
         if self._departure is None or self._sum is None:
             return
         self._departure.wait()
+        part, self._departure, self._sum = self._sum, None, None  # what the others sent goes before more is taken
         if self._accumulates_shard:
-            self._keep_shard(self._sum)
+            self._keep_shard(part)
         else:
-            self._shard = self._sum
-        self._departure = self._sum = None
+            self._shard = part
 
     def _keep_shard(self, part: Tensor) -> None:
         """Add up the shard and give the whole gradient's memory back."""
         if self._shard is None:
-            self._shard = part.clone()  # `part` may be a view of the whole gradient, which goes
+            is_slice = part.untyped_storage().nbytes() > part.nbytes  # of the whole gradient, which goes
+            self._shard = part.clone() if is_slice else part
         else:
             self._shard.add_(part)
         self._whole = None

@@ -170,6 +170,7 @@ def test_the_sizes_of_loops_are_those_of_the_code() -> None:
     assert (megatron.memory.CPU_BLOCK_ROWS, megatron.memory.CUDA_BLOCK_ROWS) == (
         loss._BLOCK_ROWS, loss._CUDA_BLOCK_ROWS)
     assert megatron.memory.CPU_SLAB_COLUMNS == loss._SLAB_COLUMNS
+    assert megatron.memory.CPU_SUM_BLOCK == mpu.collectives._CPU_SUM_BLOCK
     assert megatron.memory.LARGEST_TILE == adam.LARGEST_TILE
     assert megatron.footprint.MOMENTS_PER_WEIGHT == len(adam.AdamW().states)
 
