@@ -10,6 +10,8 @@ import time
 
 import torch
 
+from megatron.zero.engine import DTYPES
+
 SIDE = 192
 """Of the square matrices: long enough to time, and 20 ms at the worst rate seen (1 GFLOP/s)."""
 
@@ -34,8 +36,7 @@ def notes(precision: str, device: torch.device) -> tuple[str, ...]:
     """A line for the start of a run whose precision this CPU has to emulate."""
     if device.type != "cpu" or precision == "fp32":
         return ()
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    times = seconds_of_products(dtype) / seconds_of_products(torch.float32)
+    times = seconds_of_products(DTYPES[precision]) / seconds_of_products(torch.float32)
     if times < TOLERATED:
         return ()
     return (f" warning: this CPU takes about {times:.0f} times as long for matrix products in {precision} as in fp32; "

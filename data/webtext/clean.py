@@ -28,7 +28,7 @@ TYPOGRAPHY = "‘’“”–—…•\xa0"
 """Most of what is not ASCII. No sign of mojibake is made of these and ASCII alone."""
 _NOT_ASCII = re.compile("[^\x00-\x7f]+")
 WINDOW = 4
-"""ftfy's signs of mojibake are at most five characters, at least one of them not ASCII."""
+"""ftfy's signs of mojibake are at most five characters, at least one of them neither ASCII nor typography."""
 
 LONG_TOKENS = 8
 """Characters; English has about 4.5 a token. A text of `min_tokens` times as many is long enough without counting."""
