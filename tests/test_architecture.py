@@ -62,7 +62,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.arguments megatron.supervise megatron.launch megatron.distributed megatron.shortage
         megatron.exits
         megatron.checkpoint megatron.checkpoint.strict megatron.checkpoint.cut megatron.checkpoint.manifest
-        megatron.checkpoint.tags megatron.checkpoint.tensorfile megatron.checkpoint.state megatron.checkpoint.agree
+        megatron.checkpoint.tags megatron.checkpoint.sink megatron.checkpoint.tensorfile megatron.checkpoint.state
+        megatron.checkpoint.agree
         megatron.checkpoint.zero_to_fp32 megatron.checkpoint.fp32
         megatron.checkpoint.piece megatron.checkpoint.commit megatron.checkpoint.writer
         megatron.checkpoint.background megatron.checkpoint.reader megatron.checkpoint.export megatron.checkpoint.lock

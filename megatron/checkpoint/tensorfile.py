@@ -2,35 +2,29 @@
 
 A file is an 8-byte little-endian header length, a JSON header (dtype, shape and byte range of each key), and the bytes.
 Any safetensors library reads it. We write it ourselves because the library wants every tensor in memory at once and
-returns no checksum; ours holds one tensor at a time, wherever it comes from, and computes the crc32 on the way, while
-another thread hands the same bytes to the kernel.
+returns no checksum; ours holds one tensor at a time, wherever it comes from, and sink.py computes the crc32 on the way.
 """
 
 from __future__ import annotations
 
 import json
 import mmap
-import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import IO, Self
+from typing import IO
 
 import torch
 
-from data.storage import crc32
 from megatron.checkpoint.manifest import FileEntry
+from megatron.checkpoint.sink import Sink
 from megatron.checkpoint.strict import Record, parse_json
 from megatron.errors import CheckpointError
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
           "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-OVERLAP_BYTES = 1 << 20
-"""A smaller write is done before another thread would have taken it up."""
 
 FILE_BYTES = 4 << 30
 """A file is closed when the next tensor would make it larger: lost or damaged files stay small, copies resume."""
@@ -65,44 +59,14 @@ def split_files(items: Sequence[Item], limit: int | None = None) -> Iterator[lis
         yield batch
 
 
-class _Sink:
-    """A file being written, and what its manifest entry will say."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file, self.size, self.crc = file, 0, 0
-        self._helper = ThreadPoolExecutor(1)  # starts its thread at the first large write
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._helper.shutdown()
-
-    def write(self, data: bytes | memoryview) -> None:
-        self.size += len(data)
-        if len(data) < OVERLAP_BYTES:
-            self.file.write(data)
-            self.crc = crc32(data, self.crc)
-        else:  # both leave the interpreter to the other
-            written = self._helper.submit(self.file.write, data)
-            self.crc = crc32(data, self.crc)
-            written.result()
-
-    def finish(self) -> FileEntry:
-        """Wait until everything is on the disk."""
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        return FileEntry(self.size, f"{self.crc:08x}")
-
-
 def write_file(path: Path, items: Sequence[Item]) -> FileEntry:
     """Write and fsync a new safetensors file."""
-    with open(path, "xb") as file:
+    with open(path, "xb", buffering=0) as file:
         return write_items(file, items)
 
 
 def write_items(file: IO[bytes], items: Sequence[Item]) -> FileEntry:
-    with _Sink(file) as sink:
+    with Sink(file) as sink:
         sink.write(_header(items))
         for item in items:
             sink.write(_bytes_of(item))
@@ -111,7 +75,7 @@ def write_items(file: IO[bytes], items: Sequence[Item]) -> FileEntry:
 
 def write_blob(path: Path, data: bytes) -> FileEntry:
     """Write and fsync a new file of other content."""
-    with open(path, "xb") as file, _Sink(file) as sink:
+    with open(path, "xb", buffering=0) as file, Sink(file) as sink:
         sink.write(data)
         return sink.finish()
 

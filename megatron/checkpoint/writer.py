@@ -13,7 +13,8 @@ The protocol is written once, as the generator `saving`: it yields its slow part
 talks to no other rank, so it may run anywhere: `save` does each at once, background.py in a thread while training goes
 on. Whoever drives the generator calls `answer` on every rank when the job is done there; the rest is in that call.
 
-Memory of a save: one tensor of a rank's share (on the CPU none: it is written from where it stands) and the manifest.
+Memory of a save: one tensor of a rank's share (on the CPU none: it is read where it stands), two blocks of 8 MB and the
+manifest.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def traced(fault: Fault, log: Path) -> Iterator[None]:
 @contextmanager
 def dying(death: Death) -> Iterator[None]:
     """The kernel ends a process with SIGXFSZ at the first byte beyond its limit; Python would ignore that signal."""
-    made = tensorfile._Sink.__init__
+    made = tensorfile.Sink.__init__
 
     def limited(sink: Any, file: Any) -> None:
         made(sink, file)
@@ -99,7 +99,7 @@ def dying(death: Death) -> Iterator[None]:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             resource.setrlimit(resource.RLIMIT_FSIZE, (death.at, resource.RLIM_INFINITY))
 
-    with patch.object(tensorfile._Sink, "__init__", limited):
+    with patch.object(tensorfile.Sink, "__init__", limited):
         yield
 
 

@@ -227,7 +227,7 @@ def failing(rank: int, world: int, argv: list[object], culprit: int) -> str:
 
     def full(staging: Path, share: Any) -> Any:
         if rank == culprit and "global_step4" in staging.name:
-            with mock.patch.object(tensorfile._Sink, "write", side_effect=OSError(errno.ENOSPC, "No space left")):
+            with mock.patch.object(tensorfile.Sink, "write", side_effect=OSError(errno.ENOSPC, "No space left")):
                 return write(staging, share)
         return write(staging, share)
 
@@ -314,7 +314,7 @@ def test_a_death_at_any_call_that_changes_a_file_loses_nothing(step: int, tmp_pa
         job_done = False
         with mock.patch.multiple(os, **{name: dying(getattr(os, name), calls, last)
                                         for name in ("rename", "replace", "fsync", "mkdir", "unlink", "rmdir")}), \
-                mock.patch.object(tensorfile._Sink, "write", dying(tensorfile._Sink.write, calls, last)):
+                mock.patch.object(tensorfile.Sink, "write", dying(tensorfile.Sink.write, calls, last)):
             try:
                 saver.start(save_of(root, step, torch.full((16,), 5.0), HostCopy(CPU)), lambda report: None)
                 saver.wait()

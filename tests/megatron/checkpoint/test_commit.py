@@ -43,7 +43,7 @@ def dying_at(call: int, die: Callable[[], None]) -> Iterator[list[int]]:
     with ExitStack() as stack:
         for name in CALLS:
             stack.enter_context(mock.patch.object(os, name, dying(getattr(os, name))))
-        sink = tensorfile._Sink
+        sink = tensorfile.Sink
         stack.enter_context(mock.patch.object(sink, "write", dying(sink.write)))
         yield made
 

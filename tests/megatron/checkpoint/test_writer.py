@@ -44,7 +44,7 @@ class FullDisk:
 
 
 def patched(disk: FullDisk) -> Any:
-    return mock.patch.multiple(tensorfile._Sink, write=disk.patch(tensorfile._Sink.write))
+    return mock.patch.multiple(tensorfile.Sink, write=disk.patch(tensorfile.Sink.write))
 
 
 def check_untouched(root: Path) -> None:
@@ -72,7 +72,7 @@ def test_without_room_for_all_ranks_no_byte_is_written(tmp_path: Path) -> None:
     for free, fits in ((needed // 2, False), (2 * needed, True)):
         disk = mock.Mock(total=1 << 40, free=free)
         with mock.patch.object(shutil, "disk_usage", lambda path, disk=disk: disk), \
-                mock.patch.object(tensorfile, "_Sink", wraps=tensorfile._Sink) as sink:
+                mock.patch.object(tensorfile, "Sink", wraps=tensorfile.Sink) as sink:
             results = save_grid(tmp_path, Grid(2, 2), step=2)
         assert sink.called == fits
         if not fits:
