@@ -41,7 +41,8 @@ def check(path: Path, sizes: list[int]) -> None:
 
 
 @pytest.mark.parametrize("sizes", [
-    [], [0], [1], [BLOCK], [BLOCK - 1, 1], [BLOCK - 1, 2], [2 * BLOCK, 3], [5 * BLOCK], [len(CONTENT)], [7] * 2000], ids=str)
+    [], [0], [1], [BLOCK], [BLOCK - 1, 1], [BLOCK - 1, 2], [2 * BLOCK, 3], [5 * BLOCK], [len(CONTENT)], [7] * 2000],
+    ids=str)
 def test_the_parts_do_not_show(sizes: list[int], tmp_path: Path) -> None:
     check(tmp_path / "file", sizes)
 
