@@ -37,7 +37,7 @@ NEWER_LETTERS = (
 """The letters and numbers that Unicode 17 added: gigatoken 0.10 knows them, tiktoken 0.14 takes them for symbols."""
 
 RENEW_AFTER = 1 << 28
-"""Bytes after which a gigatoken encoder is built anew (0.1 s): its cache of words grows without bound (in 0.10)."""
+"""Characters after which a gigatoken encoder is built anew (0.1 s): its cache of words only grows (in 0.10)."""
 
 
 class Engine(ABC):
@@ -84,19 +84,23 @@ class Gigatoken(Engine):
         self._encoded = 0
 
     def ranks(self, text: str) -> NDArray[np.uint32]:
+        if not text.isascii() and self._is_tiktokens(text):
+            return self._tiktoken.ranks(text)
+        self._encoded += len(text)
+        if self._encoded > RENEW_AFTER:
+            self.__dict__.pop("_encoder", None)  # the old one is gone before the new one is built
+            self._encoded = len(text)
+        ranks: NDArray[np.uint32] = self._encoder.encode(text)
+        return ranks
+
+    def _is_tiktokens(self, text: str) -> bool:
+        """Whether the two differ: in a newer letter, or in a lone surrogate, which one takes and the other refuses."""
         try:
             raw = text.encode()
         except UnicodeEncodeError:
-            return self._tiktoken.ranks(text)
+            return True
         # Looking for a byte is far faster than the pattern, and few texts have one of these three.
-        if (b"\xf0" in raw or b"\xea" in raw or b"\xe0" in raw) and self._differing.search(raw):
-            return self._tiktoken.ranks(text)
-        self._encoded += len(raw)
-        if self._encoded > RENEW_AFTER:
-            self.__dict__.pop("_encoder", None)  # the old one is gone before the new one is built
-            self._encoded = len(raw)
-        ranks: NDArray[np.uint32] = self._encoder.encode(raw)
-        return ranks
+        return (b"\xf0" in raw or b"\xea" in raw or b"\xe0" in raw) and self._differing.search(raw) is not None
 
     @cached_property
     def _encoder(self) -> gigatoken.Tokenizer:

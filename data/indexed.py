@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import zlib
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import cached_property
@@ -24,7 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 from data.facts import Facts, TokenizerFacts, read_facts
 from data.format import HEADER, Header, read_header, token_dtype
 from data.sampling import index_dtype
-from data.storage import DataError, staged_file, writing
+from data.storage import DataError, crc32, staged_file, writing
 
 BLOCK = 1 << 20
 """Entries looked at together when a whole file is scanned: bounds the memory, not the corpus."""
@@ -124,7 +123,7 @@ class IndexedCorpus:
     @cached_property
     def fingerprint(self) -> str:
         """The same on every rank that opened the same corpus: the index and both ends of the tokens."""
-        digest = hashlib.sha256(zlib.crc32(self._index.data).to_bytes(4, "little"))
+        digest = hashlib.sha256(crc32(self._index.data).to_bytes(4, "little"))
         digest.update(self._tokens[:BLOCK].tobytes())
         digest.update(self._tokens[-BLOCK:].tobytes())
         return digest.hexdigest()[:16]
@@ -217,7 +216,7 @@ class CorpusWriter:
                                 f"{self.documents} or after: expected 0 to {self._limit - 1}")
             self._max_token = max(self._max_token, highest)
             raw = np.ascontiguousarray(ids, self.dtype).data
-            self._crc = zlib.crc32(raw, self._crc)
+            self._crc = crc32(raw, self._crc)
             self._bin.write(raw)
             self.tokens += len(ids)
 

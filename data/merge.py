@@ -7,7 +7,6 @@ merge to the very bytes that one run over all of them makes. Tokens are copied i
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import numpy as np
 from data.cli import Parser, run
 from data.facts import TokenizerFacts
 from data.indexed import BLOCK, CorpusWriter, IndexedCorpus
-from data.storage import DataError, make_folder
+from data.storage import DataError, crc32, make_folder
 
 
 def merge(prefixes: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> str:
@@ -53,7 +52,7 @@ def _copy(corpus: IndexedCorpus, writer: CorpusWriter) -> None:
     crc = 0
     with open(f"{corpus.prefix}.bin", "rb") as file:
         while len(tokens := np.fromfile(file, corpus.dtype, BLOCK)):
-            crc = zlib.crc32(tokens.data, crc)
+            crc = crc32(tokens.data, crc)
             writer.add_tokens(tokens)
     if corpus.facts and f"{crc:08x}" != corpus.facts.crc32:
         raise DataError(f"{corpus.prefix}.bin: crc32: expected {corpus.facts.crc32} ({corpus.prefix}.json), "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentTypeError
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from data import tokenizer as tokenizers
 from data.cli import Parser, Progress, positive, run
 from data.format import token_dtype
 from data.indexed import CorpusWriter
-from data.jsonl import Chunk, find_files, lines_of, read_chunks
+from data.jsonl import Chunk, Malformed, count_lines, find_files, lines_of, read_chunks
 from data.parallel import ordered_map
 from data.storage import DataError, make_folder
 from data.tokenizer import Tokenizer
@@ -32,9 +32,9 @@ class Encoded:
 
     tokens: NDArray[np.integer]
     sizes: NDArray[np.int32]
-    size_read: int
-    """Bytes of the lines."""
-    refused: list[DataError]
+    chunk: Chunk
+    lines: int
+    refused: list[Malformed]
 
 
 def encode_chunk(chunk: Chunk, tokenizer: Tokenizer, key: str, append_eod: bool) -> Encoded:
@@ -42,15 +42,16 @@ def encode_chunk(chunk: Chunk, tokenizer: Tokenizer, key: str, append_eod: bool)
     end = np.array([tokenizer.eod] if append_eod else [], np.uint32)
     pieces: list[NDArray[np.uint32]] = [end[:0]]  # so that there is one
     sizes, refused = [], []
-    for _, text in lines_of(chunk, key):
-        if isinstance(text, DataError):
+    data = chunk.read()
+    for _, text in lines_of(chunk, data, key):
+        if isinstance(text, Malformed):
             refused.append(text)
         else:
             ids = tokenizer.encode_array(text)
             pieces += (ids, end)
             sizes.append(len(ids) + len(end))
     tokens: NDArray[np.integer] = np.concatenate(pieces, dtype=token_dtype(tokenizer.vocab_size))
-    return Encoded(tokens, np.array(sizes, np.int32), len(chunk.data), refused)
+    return Encoded(tokens, np.array(sizes, np.int32), replace(chunk, data=None), count_lines(data), refused)
 
 
 def build_corpus(inputs: Iterable[str | Path], prefix: str | Path, tokenizer: Tokenizer, *, append_eod: bool = True,
@@ -62,15 +63,17 @@ def build_corpus(inputs: Iterable[str | Path], prefix: str | Path, tokenizer: To
     """
     make_folder(Path(prefix).parent)
     encode = partial(encode_chunk, tokenizer=tokenizer, key=key, append_eod=append_eod)
-    progress, skipped = Progress(log_interval), 0
+    progress, skipped, lines = Progress(log_interval), 0, 0
     chunks = (chunk for path in inputs for chunk in read_chunks(path))
     with CorpusWriter(prefix, tokenizer=tokenizer.facts) as writer:
         for encoded in ordered_map(encode, chunks, workers):
+            lines *= encoded.chunk.offset > 0  # lines of its file before this chunk
             if encoded.refused and not skip_malformed:
-                raise encoded.refused[0]
+                raise encoded.refused[0].error(lines)
+            lines += encoded.lines
             skipped += len(encoded.refused)
             writer.add_documents(encoded.tokens, encoded.sizes)
-            progress.add(len(encoded.sizes), encoded.size_read)
+            progress.add(len(encoded.sizes), encoded.chunk.size)
     return progress, skipped
 
 

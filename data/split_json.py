@@ -16,9 +16,9 @@ from itertools import accumulate
 from pathlib import Path
 
 from data.cli import Parser, run
-from data.jsonl import find_files, lines_of, read_chunks
+from data.jsonl import Malformed, count_lines, find_files, lines_of, read_chunks
 from data.sampling import parse_split
-from data.storage import DataError, make_folder, staged_file
+from data.storage import make_folder, staged_file
 
 PARTS = ("train", "valid", "test")
 
@@ -35,19 +35,22 @@ def split_json(inputs: Iterable[str], prefix: str, shares: Sequence[Fraction], *
     make_folder(Path(prefix).parent)
     ends = [int(end * 2**64) for end in accumulate(shares)]
     counts = {name: 0 for name, share in zip(PARTS, shares) if share}
-    skipped = 0
+    skipped = before = 0
     with ExitStack() as stack:  # a file appears when all are written
         files = {name: stack.enter_context(staged_file(f"{prefix}.{name}.jsonl")) for name in counts}
         for chunk in (chunk for path in inputs for chunk in read_chunks(path)):
-            for line, text in lines_of(chunk, key):
-                if not isinstance(text, DataError):
+            data = chunk.read()
+            before = before * (chunk.offset > 0)
+            for line, text in lines_of(chunk, data, key):
+                if not isinstance(text, Malformed):
                     name = PARTS[part_of(text, ends, seed)]
                     files[name].write(line + b"\n")
                     counts[name] += 1
                 elif skip_malformed:
                     skipped += 1
                 else:
-                    raise text
+                    raise text.error(before)
+            before += count_lines(data)
     return counts, skipped
 
 

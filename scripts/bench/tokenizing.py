@@ -30,7 +30,7 @@ from data.indexed import IndexedCorpus  # noqa: E402
 from data.jsonl import lines_of, read_chunks  # noqa: E402
 from data.preprocess import build_corpus  # noqa: E402
 
-WORKERS_BYTES = 300e6
+WORKERS_BYTES = 3e9
 """Text for the workers: enough that starting them does not count."""
 
 Work = Callable[[], np.ndarray]
@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("file", metavar="FILE.jsonl")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    texts = [str(text) for chunk in read_chunks(args.file) for _, text in lines_of(chunk, "text")]
+    texts = [str(text) for chunk in read_chunks(args.file) for _, text in lines_of(chunk, chunk.read(), "text")]
     size, tokens = os.path.getsize(args.file) / 1e6, spelling()
     with tempfile.TemporaryDirectory() as folder:
         contenders: dict[str, tuple[str, Callable[[], Work]]] = {  # name: (yardstick, what builds it)

@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,9 +18,9 @@ import pytest
 
 from data import jsonl
 from data.indexed import IndexedCorpus
-from data.jsonl import parse_text, read_chunks
+from data.jsonl import count_lines, parse_text, read_chunks
 from data.merge import merge
-from data.parallel import ordered_map
+from data.parallel import AHEAD, ordered_map
 from data.preprocess import build_corpus
 from data.preprocess import main as preprocess
 from data.storage import DataError
@@ -97,16 +99,37 @@ def test_a_shard_that_cannot_be_is_refused(tmp_path: Path, capsys: pytest.Captur
         preprocess(["--input", str(tmp_path / "empty"), "--output-prefix", str(tmp_path / "c")])
 
 
-def test_chunks_are_whole_lines_and_know_their_place(tmp_path: Path) -> None:
-    content = b"".join(b"x" * (i % 9) + b"\n" for i in range(100)) + b"no line end"
-    (tmp_path / "a").write_bytes(content)
-    for size in (1, 10, 10_000):
-        chunks = list(read_chunks(tmp_path / "a", size))
-        assert b"".join(chunk.data for chunk in chunks) == content
-        for chunk in chunks:
-            before = content[:chunk.offset]
-            assert not before or before.endswith(b"\n")
-            assert chunk.first_line == before.count(b"\n") + 1
+LINES = b"".join(b"x" * (i % 9) + b"\n" for i in range(100)) + b"no line end"
+
+
+@pytest.mark.parametrize("kind", ["file", "gz", "pipe"])
+@pytest.mark.parametrize("size", [1, 10, 10_000])
+def test_chunks_are_whole_lines_and_know_their_place(kind: str, size: int, tmp_path: Path) -> None:
+    path = tmp_path / f"a.{kind}"
+    if kind == "pipe":
+        os.mkfifo(path)
+        threading.Thread(target=path.write_bytes, args=(LINES,)).start()
+    else:
+        path.write_bytes(gzip.compress(LINES) if kind == "gz" else LINES)
+    chunks = list(read_chunks(path, size))
+    assert b"".join(chunk.read() for chunk in chunks) == LINES
+    assert all((chunk.data is None) == (kind == "file") for chunk in chunks)
+    for chunk in chunks:
+        before = LINES[:chunk.offset]
+        assert not before or before.endswith(b"\n")
+        assert LINES[chunk.offset:][:chunk.size] == chunk.read()
+        assert count_lines(chunk.read()) == chunk.read().count(b"\n")
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read_is_a_data_error(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(LINES)
+    last = list(read_chunks(tmp_path / "a", 10))[-1]
+    os.truncate(tmp_path / "a", len(LINES) - 1)
+    with pytest.raises(DataError, match="a: cannot read: the file became shorter meanwhile"):
+        last.read()
+    os.unlink(tmp_path / "a")
+    with pytest.raises(DataError, match="a: cannot read: No such file"):
+        last.read()
 
 
 MALFORMED = [
@@ -151,6 +174,9 @@ def test_the_first_of_several_malformed_lines_is_named(tmp_path: Path, monkeypat
     _, skipped = build_corpus([tmp_path / "a.jsonl"], tmp_path / "c", ByteLevelTokenizer(), workers=workers,
                               skip_malformed=True)
     assert skipped == 3
+    (tmp_path / "good.jsonl").write_text('{"text": "good"}\n' * 100)  # the lines of each file count from 1
+    with pytest.raises(DataError, match="a.jsonl:70 expected a JSON object"):
+        build_corpus([tmp_path / "good.jsonl", tmp_path / "a.jsonl"], tmp_path / "c", ByteLevelTokenizer())
 
 
 def test_surrogate_pairs_are_one_character() -> None:
@@ -217,6 +243,25 @@ def test_the_map_keeps_order_and_passes_errors_on() -> None:
         list(ordered_map(_refuse, range(9), workers=2))
 
 
+def _sleep(seconds: float) -> float:
+    time.sleep(seconds)
+    return seconds
+
+
+def test_the_map_gives_the_next_item_to_whoever_is_free_and_waits_for_the_slow_one() -> None:
+    taken: list[float] = []
+
+    def items() -> Iterator[float]:
+        for seconds in [1.0] + [0.001] * 99:
+            taken.append(seconds)
+            yield seconds
+
+    results = ordered_map(_sleep, items(), workers=2)
+    assert next(results) == 1.0
+    assert len(taken) == 2 * AHEAD + 1, "the other worker went on while the first one slept, but not without end"
+    assert list(results) == [0.001] * 99
+
+
 def test_a_killed_worker_is_an_error_not_a_hang() -> None:
     with pytest.raises(DataError, match="a worker process died"):
         list(ordered_map(_pid_or_die, range(100), workers=2))
@@ -262,6 +307,6 @@ def test_sizes_and_tokens_of_a_chunk_are_plain_arrays() -> None:
     from data.jsonl import Chunk
     from data.preprocess import encode_chunk
 
-    encoded = encode_chunk(Chunk("f", 1, 0, b'{"text": "ab"}\n{"text": ""}'), ByteLevelTokenizer(), "text", True)
+    encoded = encode_chunk(Chunk("f", 0, 27, b'{"text": "ab"}\n{"text": ""}'), ByteLevelTokenizer(), "text", True)
     assert encoded.tokens.dtype == np.uint16 and encoded.tokens.tolist() == [97, 98, 256, 256]
     assert encoded.sizes.tolist() == [3, 1]
