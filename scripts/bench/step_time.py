@@ -46,12 +46,18 @@ class PeakMemory:
             time.sleep(0.002)
 
 
-def serve(name: str, task, rank: int, world: int, store: str, threads: int, pipe: Connection) -> None:
+def serve(
+    name: str, task, rank: int, world: int, store: str, threads: int, fp32_products: bool, pipe: Connection
+) -> None:
     """One rank of one contender: a step per request."""
     import torch
     import torch.distributed as dist
     from contenders import CONTENDERS
 
+    if fp32_products:
+        import fp32_products as products
+
+        products.install()
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     if world > 1:
@@ -82,14 +88,15 @@ def serve(name: str, task, rank: int, world: int, store: str, threads: int, pipe
 class Contender:
     """The processes of one contender."""
 
-    def __init__(self, name: str, task, world: int, threads: int) -> None:
+    def __init__(self, name: str, task, world: int, threads: int, fp32_products: bool) -> None:
         context = multiprocessing.get_context("spawn")
         self.name, self.seconds = name, []
         store = tempfile.mktemp(prefix="bench-store-")
         self.pipes, self.processes = [], []
         for rank in range(world):
             mine, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(name, task, rank, world, store, threads, theirs), daemon=True)
+            arguments = (name, task, rank, world, store, threads, fp32_products, theirs)
+            process = context.Process(target=serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(mine)
@@ -115,11 +122,15 @@ def is_single(name: str) -> bool:
     return name.startswith(("plain", "hf"))
 
 
-def measure(names: list[str], task, world: int, steps: int, warmup: int, threads: int) -> list[tuple[str, float, int]]:
+def measure(
+    names: list[str], task, world: int, steps: int, warmup: int, threads: int, fp32_products: bool
+) -> list[tuple[str, float, int]]:
     """(name, median seconds, peak bytes) of each."""
     whole = replace(task, batch=task.batch * world)  # one process does the work of all ranks, with all their threads
     contenders = [
-        Contender(name, whole, 1, threads * world) if is_single(name) else Contender(name, task, world, threads)
+        Contender(name, whole, 1, threads * world, fp32_products)
+        if is_single(name)
+        else Contender(name, task, world, threads, fp32_products)
         for name in names
     ]
     for round_ in range(warmup + steps):
@@ -148,14 +159,18 @@ def main() -> None:
     parser.add_argument("--batch", type=int)
     parser.add_argument("--seq", type=int)
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument(
+        "--fp32-products", action="store_true", help="for bf16 on a processor that has none: see fp32_products.py"
+    )
     args = parser.parse_args()
     task = replace(TASKS[args.model], precision=args.precision, device=args.device, compile=args.compile)
     task = replace(task, batch=args.batch or task.batch, seq=args.seq or task.seq)
     threads = args.threads or max(1, (os.cpu_count() or 1) // args.ranks)
-    rows = measure(args.contenders.split(","), task, args.ranks, args.steps, args.warmup, threads)
+    rows = measure(args.contenders.split(","), task, args.ranks, args.steps, args.warmup, threads, args.fp32_products)
     base = rows[0][1]
+    precision = args.precision + ", products in fp32," * args.fp32_products
     print(
-        f"{args.model} {args.precision} {args.ranks} rank(s) x {threads} threads, "
+        f"{args.model} {precision} {args.ranks} rank(s) x {threads} threads, "
         f"batch {task.batch} x {task.seq} a rank, {args.steps} steps"
     )
     print(f"{'':15s} {'ms/step':>10s} {'time ratio':>11s} {'tokens/s':>10s} {'peak MB/rank':>13s}")
