@@ -47,17 +47,15 @@ class PeakMemory:
 
 
 def serve(
-    name: str, task, rank: int, world: int, store: str, threads: int, fp32_products: bool, pipe: Connection
+    name: str, task, rank: int, world: int, store: str, threads: int, products: str, pipe: Connection
 ) -> None:
     """One rank of one contender: a step per request."""
     import torch
     import torch.distributed as dist
     from contenders import CONTENDERS
+    from products import install
 
-    if fp32_products:
-        import fp32_products as products
-
-        products.install()
+    install(products)
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     if world > 1:
@@ -88,14 +86,14 @@ def serve(
 class Contender:
     """The processes of one contender."""
 
-    def __init__(self, name: str, task, world: int, threads: int, fp32_products: bool) -> None:
+    def __init__(self, name: str, task, world: int, threads: int, products: str) -> None:
         context = multiprocessing.get_context("spawn")
         self.name, self.seconds = name, []
         store = tempfile.mktemp(prefix="bench-store-")
         self.pipes, self.processes = [], []
         for rank in range(world):
             mine, theirs = context.Pipe()
-            arguments = (name, task, rank, world, store, threads, fp32_products, theirs)
+            arguments = (name, task, rank, world, store, threads, products, theirs)
             process = context.Process(target=serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -123,14 +121,14 @@ def is_single(name: str) -> bool:
 
 
 def measure(
-    names: list[str], task, world: int, steps: int, warmup: int, threads: int, fp32_products: bool
+    names: list[str], task, world: int, steps: int, warmup: int, threads: int, products: str
 ) -> list[tuple[str, float, int]]:
     """(name, median seconds, peak bytes) of each."""
     whole = replace(task, batch=task.batch * world)  # one process does the work of all ranks, with all their threads
     contenders = [
-        Contender(name, whole, 1, threads * world, fp32_products)
+        Contender(name, whole, 1, threads * world, products)
         if is_single(name)
-        else Contender(name, task, world, threads, fp32_products)
+        else Contender(name, task, world, threads, products)
         for name in names
     ]
     for round_ in range(warmup + steps):
@@ -160,15 +158,18 @@ def main() -> None:
     parser.add_argument("--seq", type=int)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument(
-        "--fp32-products", action="store_true", help="for bf16 on a processor that has none: see fp32_products.py"
+        "--products",
+        choices=("torch", "fp32", "none"),
+        default="torch",
+        help="other ones in bf16, for a processor that has none: see products.py",
     )
     args = parser.parse_args()
     task = replace(TASKS[args.model], precision=args.precision, device=args.device, compile=args.compile)
     task = replace(task, batch=args.batch or task.batch, seq=args.seq or task.seq)
     threads = args.threads or max(1, (os.cpu_count() or 1) // args.ranks)
-    rows = measure(args.contenders.split(","), task, args.ranks, args.steps, args.warmup, threads, args.fp32_products)
+    rows = measure(args.contenders.split(","), task, args.ranks, args.steps, args.warmup, threads, args.products)
     base = rows[0][1]
-    precision = args.precision + ", products in fp32," * args.fp32_products
+    precision = args.precision + f", products: {args.products}," * (args.products != "torch")
     print(
         f"{args.model} {precision} {args.ranks} rank(s) x {threads} threads, "
         f"batch {task.batch} x {task.seq} a rank, {args.steps} steps"

@@ -9,7 +9,7 @@ from pathlib import Path
 BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
 
 PRODUCTS = """
-import fp32_products, torch
+import products, torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 def results():
@@ -26,10 +26,10 @@ def results():
     return made + [attention] + [part.grad for part in parts]
 
 expected = results()
-calls, product = [], fp32_products.product
-fp32_products.product = lambda *args: calls.append(1) or product(*args)
-fp32_products.BLOCK = 1000
-fp32_products.install()
+calls, product = [], products.product
+products.product = lambda *args: calls.append(1) or product(*args)
+products.BLOCK = 1000
+products.install("fp32")
 for one, other in zip(expected, results(), strict=True):
     # Sums in another order, rounded to the 8 bits of bf16: a last bit, two where sums of sums are rounded.
     torch.testing.assert_close(other, one, rtol=2**-7, atol=2**-7 * float(one.abs().max()))

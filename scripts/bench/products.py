@@ -1,9 +1,13 @@
-"""bf16 products by way of fp32, for benchmarks on a processor that cannot multiply bf16: torch's own way takes up to
-150 times as long there, and hides everything else that a step does.
+"""Other bf16 products than those of torch, for benchmarks on a processor that cannot multiply bf16: there they take up
+to 150 times as long, and hide everything else that a step does.
 
-Products and attention take the time of fp32 and give the values of bf16, of all contenders alike; whatever else is in
-bf16 stays so, memory and what ranks send each other above all. Operands become fp32 in blocks, so no copy of a weight
-is seen in the peak.
+    "fp32"   by way of fp32: the values of bf16 in the time of fp32. Operands become fp32 in blocks, so no copy of a
+             weight is seen in the peak of memory
+    "none"   zeros, in no time: what a step does beside its products
+
+All contenders alike; whatever else is in bf16 stays so, memory and what ranks send each other above all. A step's time
+is that of its products and the rest, so on a processor that has bf16, however fast, the ratio of two contenders lies
+between that of "none" and that of the products alone.
 """
 
 from __future__ import annotations
@@ -48,8 +52,31 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
     return torch.addmm(torch.empty(()), a, b, beta=0, out=torch.empty(a.shape[0], b.shape[1]))
 
 
-def install() -> None:
+def install(kind: str) -> None:
     """In this process, from now on."""
+    if kind == "torch":
+        return
+    warnings.filterwarnings("ignore", "Warning only once for all operators")  # about what is done here on purpose
+    for name, function in (_zeros() if kind == "none" else _by_fp32()).items():
+        _replace(name, function)
+
+
+def _zeros() -> dict[str, Callable[..., Any]]:
+    def attention(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(q), torch.zeros(q.shape[:-1])
+
+    def attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
+                           ) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+
+    return {"mm": lambda a, b: a.new_zeros(a.shape[0], b.shape[1]),
+            "mm.out": lambda a, b, *, out: out.zero_(),
+            "addmm": lambda bias, a, b, **scales: a.new_zeros(a.shape[0], b.shape[1]),
+            "addmm_": lambda out, a, b, **scales: out.zero_(),
+            ATTENTION[0]: attention, ATTENTION[1]: attention_backward}
+
+
+def _by_fp32() -> dict[str, Callable[..., Any]]:
     def mm(a: Tensor, b: Tensor) -> Tensor:
         return product(a, b, a.new_empty(a.shape[0], b.shape[1]))
 
@@ -64,11 +91,9 @@ def install() -> None:
         assert alpha == 1
         return product(a, b, out, beta)
 
-    warnings.filterwarnings("ignore", "Warning only once for all operators")  # about what is done here on purpose
-    for name, function in {"mm": mm, "mm.out": mm_out, "addmm": addmm, "addmm_": addmm_}.items():
-        _replace(name, function)
-    for name in ATTENTION:
-        _replace(name, _in_fp32(get_kernel(f"aten::{name}", "CPU")))
+    kernels = {name: get_kernel(f"aten::{name}", "CPU") for name in ATTENTION}
+    return {"mm": mm, "mm.out": mm_out, "addmm": addmm, "addmm_": addmm_,
+            **{name: _in_fp32(kernel) for name, kernel in kernels.items()}}
 
 
 def _replace(name: str, function: Callable[..., Any]) -> None:
