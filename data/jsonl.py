@@ -41,7 +41,7 @@ class Chunk:
     def read(self) -> bytes:
         if self.data is not None:
             return self.data
-        with _reading(self.path), open(self.path, "rb", buffering=0) as file:
+        with _reading(self.path), open(self.path, "rb") as file:
             file.seek(self.offset)
             data = file.read(self.size)
         if len(data) < self.size:
@@ -84,18 +84,18 @@ def read_chunks(path: str | os.PathLike[str], size: int = CHUNK_BYTES) -> Iterat
     """The lines of a file in order, about `size` bytes (and at least one line) at a time."""
     name, offset = os.fspath(path), 0
     with _reading(name), _open(name) as file:
-        if not name.endswith(".gz") and S_ISREG(os.fstat(file.fileno()).st_mode):
-            end = os.fstat(file.fileno()).st_size
-            while offset < end:
-                file.seek(min(offset + size, end))
-                file.readline()
-                yield Chunk(name, offset, file.tell() - offset)
-                offset = file.tell()
-        else:
+        status = os.fstat(file.fileno())
+        if name.endswith(".gz") or not S_ISREG(status.st_mode):
             while data := file.read(size):
                 data += file.readline()
                 yield Chunk(name, offset, len(data), data)
                 offset += len(data)
+        else:
+            while offset < status.st_size:
+                file.seek(min(offset + size, status.st_size))
+                file.readline()
+                yield Chunk(name, offset, file.tell() - offset)
+                offset = file.tell()
 
 
 def _open(name: str) -> IO[bytes]:
