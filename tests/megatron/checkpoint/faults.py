@@ -25,7 +25,7 @@ from typing import Any
 from unittest.mock import patch
 
 from megatron import exits
-from megatron.checkpoint import tensorfile, writer
+from megatron.checkpoint import sink, tensorfile, writer
 from megatron.resume import Checkpoints
 from megatron.training import TrainState
 from tests.megatron.helpers import train
@@ -89,17 +89,20 @@ def traced(fault: Fault, log: Path) -> Iterator[None]:
 
 @contextmanager
 def dying(death: Death) -> Iterator[None]:
-    """The kernel ends a process with SIGXFSZ at the first byte beyond its limit; Python would ignore that signal."""
+    """The kernel ends a process with SIGXFSZ at the first byte beyond its limit; Python would ignore that signal.
+
+    Blocks are small, so that a tiny model's files are written as large ones are: past the page cache, by a thread.
+    """
     made = tensorfile.Sink.__init__
 
-    def limited(sink: Any, file: Any) -> None:
-        made(sink, file)
+    def limited(new: Any, file: Any) -> None:
+        made(new, file)
         if Path(file.name).name == death.name:
             signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             resource.setrlimit(resource.RLIMIT_FSIZE, (death.at, resource.RLIM_INFINITY))
 
-    with patch.object(tensorfile.Sink, "__init__", limited):
+    with patch.object(tensorfile.Sink, "__init__", limited), patch.object(sink, "BLOCK", 1 << 14):
         yield
 
 
