@@ -20,7 +20,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.checkpoint import background, tensorfile, writer
+from megatron.checkpoint import background, sink, tensorfile, writer
 from megatron.checkpoint.background import Background, HostCopy
 from megatron.checkpoint.piece import Piece
 from megatron.checkpoint.reader import open_checkpoint
@@ -100,13 +100,13 @@ def test_the_copy_holds_any_mix_of_types_and_shapes_and_is_used_again(dtype: tor
 
 
 def peaks(rank: int, world: int, root: str) -> list[int]:
-    """How far memory rises in a plain save, the first one in the background and the second, of 32 MB in 4 pieces."""
-    data = [torch.rand(1 << 21) for _ in range(4)]
+    """How far memory rises in a plain save, the first one in the background and the second, of 128 MB in 8 pieces."""
+    data = [torch.rand(1 << 22) for _ in range(8)]
     copy, saver = HostCopy(CPU), Background(SOLO)
 
     def steps_of(step: int, **how: Any) -> Saving:
         return saving(root, f"global_step{step}", rank_state={}, shared_state={}, config={}, world=SOLO, run_id="run",
-                      pieces=[Piece(f"w{i}", "weight", (1 << 21,), None, 0, 1, 0, x) for i, x in enumerate(data)],
+                      pieces=[Piece(f"w{i}", "weight", (1 << 22,), None, 0, 1, 0, x) for i, x in enumerate(data)],
                       layout={"tp": 1, "dp": 1}, iteration=step, **how)
 
     def in_background(step: int) -> None:
@@ -133,12 +133,12 @@ def memory(field: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the kernel does not count peaks anew")
-def test_a_save_takes_no_memory_and_one_in_the_background_one_copy_that_is_used_again(tmp_path: Path) -> None:
+def test_a_save_takes_two_blocks_and_one_in_the_background_a_copy_that_is_used_again(tmp_path: Path) -> None:
     plain, first, second = run_ranks(peaks, 1, str(tmp_path), init=False)[0]
-    state, slack = 32 << 20, 4 << 20  # slack: half a piece
-    assert plain < slack
-    assert state - slack < first < state + slack
-    assert second < slack
+    state, blocks, slack = 128 << 20, 2 * sink.BLOCK, 8 << 20  # slack: half a piece
+    assert plain < blocks + slack
+    assert state - slack < first < state + blocks + slack
+    assert second < blocks + slack
 
 
 # ---- one after the other -----------------------------------------------------------------------------------------
