@@ -63,10 +63,10 @@ def _in_order(items: Iterable[Any], pipes: Sequence[Connection]) -> Iterator[Any
             answers[at_work.pop(pipe)] = _receive(pipe)
             free.append(pipe)
 
-    def results(open_: int) -> Iterator[Any]:
-        """Those whose turn has come, and as many more as it takes until `open_` items are without theirs."""
+    def results(most: int) -> Iterator[Any]:
+        """Those whose turn has come; waits for more while more than `most` items are without theirs."""
         nonlocal turn
-        while turn in answers or given - turn > open_:
+        while turn in answers or given - turn > most:
             if turn in answers:
                 result, error = answers.pop(turn)
                 if error is not None:

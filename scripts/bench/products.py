@@ -5,9 +5,9 @@ to 150 times as long, and hide everything else that a step does.
              weight is seen in the peak of memory
     "none"   zeros, in no time: what a step does beside its products
 
-All contenders alike; whatever else is in bf16 stays so, memory and what ranks send each other above all. A step's time
-is that of its products and the rest, so on a processor that has bf16, however fast, the ratio of two contenders lies
-between that of "none" and that of the products alone.
+All contenders alike; whatever else is in bf16 stays so, memory and what ranks send each other above all. As far as a
+step's time is the sum of its products and the rest, the ratio of two contenders on a processor that has bf16, however
+fast, lies between that of "none" and that of the products alone.
 """
 
 from __future__ import annotations
