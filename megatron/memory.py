@@ -157,10 +157,8 @@ def _handing_over(run: Run, block: int, first: bool) -> Moment:
     acts = run.activations
     alive = acts.before_blocks + acts.kept(run.chunk, block) - acts.block + 2 * acts.stream
     kept, whole = _grads_at(run, block, first, True)
-    if run.policy.split_grads:
-        whole += _taken_out(run, run.block) if block + 1 < run.layers and first else 0
     if run.policy.split_optim:
-        whole += _exchange(run, run.block) + _summing(run, run.block)
+        whole += _exchange(run, run.block, first) + _summing(run, run.block)
     return _moment(run, "backward", kept, alive, whole + _gathered(run, _whole_blocks(run, block)))
 
 
@@ -170,13 +168,9 @@ def _end_of_backward(run: Run, first: bool) -> Moment:
     if run.device == "cuda":
         embedding = max(embedding, acts.stream + run.columns * model.hidden_size * run.work)
     kept, whole = _grads_at(run, 0, first, True)
-    leaving = _exchange(run, run.root) + _exchange(run, run.resident)
+    leaving = _exchange(run, run.root, first) + _exchange(run, run.resident, first)
     if run.policy.split_optim:
-        leaving += _summing(run, run.root, run.resident)
-    if run.policy.split_grads:
-        leaving += _exchange(run, run.block) + (_taken_out(run, run.block) if first else 0)
-    elif run.policy.split_optim:
-        leaving += _exchange(run, run.block)
+        leaving += _summing(run, run.root, run.resident) + _exchange(run, run.block, first)
     buffers = whole + max(embedding, leaving) + _gathered(run, 0)
     return _moment(run, "reduction", kept, acts.before_blocks, buffers)
 
@@ -188,22 +182,16 @@ def _grads_at(run: Run, block: int, first: bool, last: bool) -> tuple[int, int]:
     whole_roots = (run.root.numel + small) * run.grads
     if not run.policy.split_grads:
         blocks = done if first else run.layers
-        leaving = _exchange(run, run.block) if done > 1 and last and run.policy.split_optim else 0
+        leaving = _exchange(run, run.block, first) if done > 1 and last and run.policy.split_optim else 0
         return whole_roots + blocks * run.block.numel * run.grads, leaving
     shards = max(0, done - 2) if first else run.layers
     roots = 0 if first else _part(run, run.root) + _part(run, run.resident)
     whole = whole_roots + min(2, done) * run.block.numel * run.grads
-    return shards * _part(run, run.block) + roots, whole + (_exchange(run, run.block) if done > 1 else 0)
+    return shards * _part(run, run.block) + roots, whole + (_exchange(run, run.block, first) if done > 1 else 0)
 
 
 def _part(run: Run, layout: FlatLayout) -> int:
     return layout.shard_numel * run.sums
-
-
-def _taken_out(run: Run, layout: FlatLayout) -> int:
-    """The sum, copied out of the whole gradient before that is given back; if it is all of it, or wider, it has a
-    place of its own."""
-    return 0 if run.shards == 1 or run.sums != run.grads else _part(run, layout)
 
 
 def _summing(run: Run, *layouts: FlatLayout) -> int:
@@ -214,14 +202,15 @@ def _summing(run: Run, *layouts: FlatLayout) -> int:
     return min(at_a_time, max(layout.shard_numel for layout in layouts)) * FP32
 
 
-def _exchange(run: Run, layout: FlatLayout) -> int:
+def _exchange(run: Run, layout: FlatLayout, first: bool) -> int:
     """What a reduction holds beside the gradients: what peers sent, where it is summed here and not by NCCL, and
-    the sum where it is wider."""
-    widens = run.sums != run.grads
-    staged = run.device == "cpu" or widens
+    the sum where it is wider, or stays when the whole gradient goes. One that is not wider is what a peer sent before."""
+    wider = run.sums != run.grads
+    stays = first and run.policy.split_grads and run.shards > 1
     at_a_time = min(layout.shard_numel, max(1, run.config.zero.reduce_bucket_size // run.shards))
-    received = (run.shards - 1) * at_a_time * run.grads if staged and run.shards > 1 else 0
-    return received + (_part(run, layout) if widens else 0)
+    staged = run.device == "cpu" or wider
+    peers = run.shards - 1 - (stays and not wider) if staged else 0
+    return peers * at_a_time * run.grads + (_part(run, layout) if wider or stays else 0)
 
 
 def _gathered(run: Run, blocks: int) -> int:

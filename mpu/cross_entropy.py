@@ -177,8 +177,9 @@ class _LinearMean(torch.autograd.Function):
             if grad is not None:
                 grad.mul_(factor)
         d_hidden, d_weight = made
-        if ctx.claim is not None:
-            ctx.claim.keep(factor)
+        claim, ctx.claim = ctx.claim, None  # or a loss that is kept would keep the gradient's memory
+        if claim is not None:
+            claim.keep(factor)
         elif ctx.sink is not None and d_weight is not None:
             ctx.sink.total().add_(d_weight)
             d_weight = None

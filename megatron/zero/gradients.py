@@ -150,7 +150,8 @@ class FlatGradients:
             if index not in self.filled:
                 grads[slot.offset : slot.end].zero_()
         mine = self._own(grads)
-        if self._dtypes.grad_shard != self._dtypes.grads:
+        stays = self._accumulates_shard and self._shard is None and self._owners.size > 1
+        if stays or self._dtypes.grad_shard != self._dtypes.grads:
             mine = torch.empty_like(mine, dtype=self._dtypes.grad_shard)
         self._sum, at_a_time = mine, self._wire.gradients_at_a_time
         if self._owners.size == 1 and mine.dtype == grads.dtype:
@@ -177,8 +178,7 @@ class FlatGradients:
     def _keep_shard(self, part: Tensor) -> None:
         """Add up the shard and give the whole gradient's memory back."""
         if self._shard is None:
-            is_slice = part.untyped_storage().nbytes() > part.nbytes  # of the whole gradient, which goes
-            self._shard = part.clone() if is_slice else part
+            self._shard = part
         else:
             self._shard.add_(part)
         self._whole = None

@@ -169,9 +169,16 @@ def with_allocator(build: Callable[[Task], Step]) -> Callable[[Task], Step]:
     return built
 
 
-CONTENDERS: dict[str, Callable[[Task], Step]] = {
-    "plain": plain, "hf": hf, "ddp": ddp, "fsdp2": fsdp2, "zero-redundancy": zero_redundancy,
-    "ours": with_allocator(ours),
-    "plain+malloc": with_allocator(plain), "ddp+malloc": with_allocator(ddp), "ours-malloc": ours,
-    **{f"zero{stage}": with_allocator(partial(ours, stage=stage)) for stage in (1, 2, 3)},
+WITH_ALLOCATOR: dict[str, Callable[[Task], Step]] = {
+    "ours": ours, "plain+malloc": plain, "ddp+malloc": ddp,
+    **{f"zero{stage}": partial(ours, stage=stage) for stage in (1, 2, 3)},
 }
+CONTENDERS: dict[str, Callable[[Task], Step]] = {
+    "plain": plain, "hf": hf, "ddp": ddp, "fsdp2": fsdp2, "zero-redundancy": zero_redundancy, "ours-malloc": ours,
+    **{name: with_allocator(build) for name, build in WITH_ALLOCATOR.items()},
+}
+
+
+def environment(name: str) -> dict[str, str]:
+    """What a contender's processes are started with: for ours, as scripts/lib.sh starts a CPU run."""
+    return {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"} if name in WITH_ALLOCATOR else {}

@@ -19,6 +19,7 @@ import time
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from unittest import mock
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
@@ -87,6 +88,8 @@ class Contender:
     """The processes of one contender."""
 
     def __init__(self, name: str, task, world: int, threads: int, products: str) -> None:
+        from contenders import environment
+
         context = multiprocessing.get_context("spawn")
         self.name, self.seconds = name, []
         store = tempfile.mktemp(prefix="bench-store-")
@@ -95,7 +98,8 @@ class Contender:
             mine, theirs = context.Pipe()
             arguments = (name, task, rank, world, store, threads, products, theirs)
             process = context.Process(target=serve, args=arguments, daemon=True)
-            process.start()
+            with mock.patch.dict(os.environ, environment(name)):
+                process.start()
             theirs.close()
             self.pipes.append(mine)
             self.processes.append(process)

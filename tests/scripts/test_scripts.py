@@ -17,9 +17,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTILE = "a b; $(touch x) 'q\" &"
-SAY = "import json, os, sys\nprint(json.dumps({'argv': sys.argv[1:], 'pid': os.getpid(), 'cwd': os.getcwd()}))\n"
+SAY = """import json, os, sys
+print(json.dumps({'argv': sys.argv[1:], 'pid': os.getpid(), 'cwd': os.getcwd(),
+                  'tunables': os.environ.get('GLIBC_TUNABLES')}))
+"""
 SETTINGS = ("GPUS_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "PRESET", "RUNS", "PYTHON",
-            "VIRTUAL_ENV")
+            "VIRTUAL_ENV", "GLIBC_TUNABLES")
 
 
 @pytest.fixture
@@ -91,6 +94,13 @@ def test_the_shape_of_the_job_comes_from_the_environment(repository):
     assert argv[:10] == ["--nproc-per-node", "4", "--nnodes", "2", "--node-rank", "1", "--master-addr", "first",
                          "--master-port", "6001"]
     assert value(argv, "--model-parallel-size") == "2" and value(argv, "--preset") == "tiny"
+
+
+def test_on_a_cpu_the_allocator_is_set_and_what_the_user_sets_comes_last(repository):
+    ours = "glibc.malloc.tcache_count=0"
+    assert json.loads(run(repository, "pretrain_gpt2.sh").stdout)["tunables"] == ours
+    theirs = "glibc.malloc.tcache_count=9"
+    assert json.loads(run(repository, "pretrain_gpt2.sh", GLIBC_TUNABLES=theirs).stdout)["tunables"] == f"{ours}:{theirs}"
 
 
 def test_a_corpus_of_the_users_replaces_ours(repository):
