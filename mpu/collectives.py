@@ -120,9 +120,9 @@ def _reduce_scatter_columns(mine: Tensor, own: Tensor, group: Group) -> Pending:
         flat = own.reshape(-1)  # a copy where these are some columns of more
         return Pending([_native_reduce_scatter(mine, flat, group=group.handle, async_op=True)])
     peers = [rank for rank in range(group.size) if rank != group.rank]
-    # What the others have for this rank; the first one's in the place of the sum, where that is free.
-    in_place = mine.dtype == own.dtype and mine.data_ptr() != own[group.rank].data_ptr()
-    received = [mine] * in_place + [torch.empty_like(own[0]) for _ in peers[in_place:]]
+    is_free = mine.dtype == own.dtype and mine.data_ptr() != own[group.rank].data_ptr()
+    places = [mine] if is_free else []  # the place of the sum can take what one of the others has for this rank
+    received = places + [torch.empty_like(own[0]) for _ in peers[len(places):]]
     exchange = [dist.P2POp(dist.irecv, part, group.ranks[peer], group.handle) for peer, part in zip(peers, received)]
     exchange += [dist.P2POp(dist.isend, own[peer], group.ranks[peer], group.handle) for peer in peers]
     parts = [*received[:group.rank], own[group.rank], *received[group.rank:]]  # in rank order

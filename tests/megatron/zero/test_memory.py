@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -52,6 +54,26 @@ def test_live_state_is_what_the_paper_says(stage: int, world: int) -> None:
     for held in run_ranks(bytes_per_parameter, world, stage):
         # 2 %: slots and shards are padded to multiples of 128 elements.
         assert held == pytest.approx(PAPER[stage](world), rel=0.02)
+
+
+def held_by_a_loss(rank: int, world: int) -> bool:
+    """Whether the buffer that the loss wrote the token table's gradient to outlives the backward, with the loss."""
+    config = build_config({
+        "num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 16, "vocab_size": 61,
+        "zero_stage": 2})
+    grid = groups.build(1)
+    engine = build_engine(config, build_model(config, grid), grid, torch.device("cpu")).core
+    rows = torch.randint(0, 61, (2, 17))
+    loss = engine(rows[:, :-1], rows[:, 1:])
+    written = [bucket.grads._whole for bucket in engine.buckets if bucket.grads._whole is not None]
+    assert len(written) == 1, "only the loss has made gradients so far"
+    buffer = weakref.ref(written.pop().untyped_storage())
+    engine.backward(loss)
+    return loss.requires_grad and buffer() is not None
+
+
+def test_a_loss_that_is_kept_keeps_no_gradient() -> None:
+    assert run_ranks(held_by_a_loss, 2) == [False, False]
 
 
 def most_live(rank: int, world: int, recompute: bool, settings: dict[str, int]) -> dict[str, object]:
