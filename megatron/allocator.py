@@ -4,9 +4,9 @@ A training step frees and takes the same few gigabytes again and again. glibc ha
 every step pays for fresh zeroed pages: a third of the time of a bf16 step of plain torch on a virtual machine
 (docs/benchmarks.md, docs/decisions/003-allocator.md). Told to keep what it has, the process stays at its peak.
 
-Memory that is kept has to be found again. torch asks for aligned blocks, for which glibc takes some 100 bytes more; what
-is left over goes to a list of small blocks (tcache), where it does not join the hole that the large block leaves, and
-the next block of the same size finds no room there. So scripts/lib.sh starts CPU runs without that list.
+Memory that is kept has to be found again. torch asks for aligned blocks, for which glibc takes some 100 bytes more;
+what is left over goes to a list of small blocks (tcache), where it does not join the hole that the large block leaves,
+and the next block of the same size finds no room there. So scripts/lib.sh starts CPU runs without that list.
 """
 
 from __future__ import annotations

@@ -203,8 +203,9 @@ def _summing(run: Run, *layouts: FlatLayout) -> int:
 
 
 def _exchange(run: Run, layout: FlatLayout, first: bool) -> int:
-    """What a reduction holds beside the gradients: what peers sent, where it is summed here and not by NCCL, and
-    the sum where it is wider, or stays when the whole gradient goes. One that is not wider is what a peer sent before."""
+    """What a reduction holds beside the gradients: what peers sent, where it is summed here and not by NCCL, and the
+    sum, where it is wider or stays when the whole gradient goes. If it is not wider, it has the place of what one
+    peer sent."""
     wider = run.sums != run.grads
     stays = first and run.policy.split_grads and run.shards > 1
     at_a_time = min(layout.shard_numel, max(1, run.config.zero.reduce_bucket_size // run.shards))

@@ -150,8 +150,8 @@ class FlatGradients:
             if index not in self.filled:
                 grads[slot.offset : slot.end].zero_()
         mine = self._own(grads)
-        stays = self._accumulates_shard and self._shard is None and self._owners.size > 1
-        if stays or self._dtypes.grad_shard != self._dtypes.grads:
+        outlives = self._accumulates_shard and self._shard is None and self._owners.size > 1  # the whole gradient
+        if outlives or self._dtypes.grad_shard != self._dtypes.grads:
             mine = torch.empty_like(mine, dtype=self._dtypes.grad_shard)
         self._sum, at_a_time = mine, self._wire.gradients_at_a_time
         if self._owners.size == 1 and mine.dtype == grads.dtype:

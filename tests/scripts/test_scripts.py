@@ -100,7 +100,8 @@ def test_on_a_cpu_the_allocator_is_set_and_what_the_user_sets_comes_last(reposit
     ours = "glibc.malloc.tcache_count=0"
     assert json.loads(run(repository, "pretrain_gpt2.sh").stdout)["tunables"] == ours
     theirs = "glibc.malloc.tcache_count=9"
-    assert json.loads(run(repository, "pretrain_gpt2.sh", GLIBC_TUNABLES=theirs).stdout)["tunables"] == f"{ours}:{theirs}"
+    result = run(repository, "pretrain_gpt2.sh", GLIBC_TUNABLES=theirs)
+    assert json.loads(result.stdout)["tunables"] == f"{ours}:{theirs}"
 
 
 def test_a_corpus_of_the_users_replaces_ours(repository):
