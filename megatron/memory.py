@@ -170,7 +170,7 @@ def _end_of_backward(run: Run, first: bool) -> Moment:
     kept, whole = _grads_at(run, 0, first, True)
     leaving = _exchange(run, run.root, first) + _exchange(run, run.resident, first)
     if run.policy.split_optim:
-        leaving += _summing(run, run.root, run.resident) + _exchange(run, run.block, first)
+        leaving += _summing(run, run.root) + _exchange(run, run.block, first)  # the small ones' sum is taken after it
     buffers = whole + max(embedding, leaving) + _gathered(run, 0)
     return _moment(run, "reduction", kept, acts.before_blocks, buffers)
 
@@ -194,12 +194,12 @@ def _part(run: Run, layout: FlatLayout) -> int:
     return layout.shard_numel * run.sums
 
 
-def _summing(run: Run, *layouts: FlatLayout) -> int:
-    """The accumulator of sums that are taken here, and not by NCCL."""
+def _summing(run: Run, layout: FlatLayout) -> int:
+    """The accumulator of a sum that is taken here, and not by NCCL."""
     if run.shards == 1 or run.device == "cuda" and run.sums == run.grads:
         return 0
     at_a_time = CPU_SUM_BLOCK if run.device == "cpu" else max(1, run.config.zero.reduce_bucket_size // run.shards)
-    return min(at_a_time, max(layout.shard_numel for layout in layouts)) * FP32
+    return min(at_a_time, layout.shard_numel) * FP32
 
 
 def _exchange(run: Run, layout: FlatLayout, first: bool) -> int:

@@ -30,10 +30,9 @@ SHAPE: dict[str, Any] = {
     "num_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": 64, "vocab_size": 1000,
     "attention_dropout": 0.0, "hidden_dropout": 0.0, "batch_size": 4}
 
-TOLERANCE = 0.035
+TOLERANCE = 0.03
 """memory.py leaves out the seeds of recomputed chunks; it counts, and the meter does not see, the fp32 copy that
-log_softmax makes inside itself of 16-bit logits: 2.5 % of the smallest model here, on four ranks. There it also counts
-the exchange of two buckets together where the one may have left: 3.2 % of the same model."""
+log_softmax makes inside itself of 16-bit logits: 2.5 % of the smallest model here, on four ranks."""
 
 
 def described(values: dict[str, Any]) -> dict[str, Any]:
