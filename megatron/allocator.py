@@ -5,8 +5,9 @@ every step pays for fresh zeroed pages: a third of the time of a bf16 step of pl
 (docs/benchmarks.md, docs/decisions/003-allocator.md). Told to keep what it has, the process stays at its peak.
 
 Memory that is kept has to be found again. torch asks for aligned blocks, for which glibc takes some 100 bytes more;
-what is left over goes to a list of small blocks (tcache), where it does not join the hole that the large block leaves,
-and the next block of the same size finds no room there. So scripts/lib.sh starts CPU runs without that list.
+what is left over goes to lists of small blocks, where it does not join the hole that the large block leaves, and the
+next block of the same size finds no room there. So CPU runs go without those lists: fastbins are switched off here,
+tcache before the process starts, by scripts/lib.sh.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import sys
 
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
+M_MXFAST, M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = 1, -1, -2, -4
 
 
 def keep_freed_memory() -> bool:
@@ -26,4 +27,4 @@ def keep_freed_memory() -> bool:
     if not hasattr(libc, "gnu_get_libc_version"):
         return False
     return all(libc.mallopt(option, value) for option, value in (
-        (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 64 << 20)))
+        (M_MXFAST, 0), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 64 << 20)))
