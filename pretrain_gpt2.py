@@ -6,10 +6,10 @@ import sys
 from contextlib import ExitStack
 from datetime import timedelta
 
-from megatron.arguments import parse_args
-from megatron.distributed import read_environment
-from megatron.exits import run
-from megatron.signals import StopRequest
+from megatron.config.flags import parse_args
+from megatron.launch.distributed import read_environment
+from megatron.launch.exits import run
+from megatron.launch.signals import StopRequest
 
 
 def main() -> int:
@@ -18,15 +18,16 @@ def main() -> int:
     config = parse_args(sys.argv[1:], world_size)
     config.check_world(world_size)  # wrong flags end here, before torch is imported
 
-    from megatron import build, distributed
-    from megatron.allocator import keep_freed_memory
-    from megatron.generate import generate
-    from megatron.metrics import MetricsLog
-    from megatron.processor import notes as processor_notes
+    from megatron.launch import distributed
+    from megatron.plan.shortage import explained
     from megatron.recompute import notes as recompute_notes
-    from megatron.resume import Checkpoints
-    from megatron.shortage import explained
-    from megatron.training import Trainer
+    from megatron.train import build
+    from megatron.train.allocator import keep_freed_memory
+    from megatron.train.loop import Trainer
+    from megatron.train.metrics import MetricsLog
+    from megatron.train.processor import notes as processor_notes
+    from megatron.train.resume import Checkpoints
+    from megatron.train.sample import generate
     from megatron.zero.policy import notes as zero_notes
     from mpu import groups as mpu_groups
 

@@ -6,9 +6,7 @@ scripts written against Megatron's `mpu`.
 
 from torch import Tensor
 
-from mpu.cross_entropy import linear_cross_entropy, vocab_parallel_cross_entropy
-from mpu.data import broadcast_data
-from mpu.facade import (
+from mpu.classic import (
     VocabUtility,
     current_groups,
     destroy_model_parallel,
@@ -26,6 +24,8 @@ from mpu.facade import (
     initialize_model_parallel,
     model_parallel_is_initialized,
 )
+from mpu.cross_entropy import linear_cross_entropy, vocab_parallel_cross_entropy
+from mpu.data import broadcast_data
 from mpu.grads import clip_grad_norm
 from mpu.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, VocabParallelEmbedding
 from mpu.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed

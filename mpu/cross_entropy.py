@@ -21,8 +21,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from mpu.classic import resolve
 from mpu.collectives import all_reduce
-from mpu.facade import resolve
 from mpu.groups import Group
 from mpu.sinks import GradSink
 

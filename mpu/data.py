@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from mpu.classic import resolve
 from mpu.collectives import all_gather_json, broadcast_into, wire_device
-from mpu.facade import resolve
 from mpu.groups import Group
 from mpu.split import ParallelError
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from mpu.classic import current_groups
 from mpu.collectives import all_reduce
-from mpu.facade import current_groups
 from mpu.groups import Groups
 from mpu.partition import partition_of
 

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mpu.facade import resolve
+from mpu.classic import resolve
 from mpu.groups import Group
 from mpu.partition import local_slice, mark_partition, partition_of
 from mpu.regions import copy_to_region, gather_from_region, reduce_from_region, scatter_to_region

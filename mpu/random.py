@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpu.facade import current_groups
+from mpu.classic import current_groups
 from mpu.groups import Groups
 from mpu.split import ParallelError
 

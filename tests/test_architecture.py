@@ -25,14 +25,15 @@ FLOORS: tuple[tuple[str, str], ...] = (
     ("0: arithmetic and records; no process group, argv or clock", """
         mpu.split
         data data.storage data.format data.sampling
-        megatron megatron.errors megatron.optim megatron.optim.names megatron.config megatron.loose_json
-        megatron.ds_keys megatron.ds_config
+        megatron.errors
+        megatron.config megatron.config.optimizers megatron.config.tree megatron.config.loose_json
+        megatron.config.ds_keys megatron.config.ds_file
         megatron.zero.layout megatron.zero.policy
-        megatron.optim.schedule megatron.optim.schedulers megatron.optim.loss_scale
-        megatron.activations megatron.footprint megatron.memory megatron.remedies
+        megatron.optim megatron.optim.schedule megatron.optim.schedulers megatron.optim.loss_scale
+        megatron.plan megatron.plan.activations megatron.plan.footprint megatron.plan.memory megatron.plan.remedies
     """),
     ("1: communication and storage", """
-        mpu.groups mpu.facade mpu.collectives mpu.partition mpu.sinks mpu.regions mpu.layers mpu.cross_entropy
+        mpu.groups mpu.classic mpu.collectives mpu.partition mpu.sinks mpu.regions mpu.layers mpu.cross_entropy
         mpu.random mpu.grads mpu.data mpu
         data.facts data.indexed data.sample_index data.gpt2_dataset
         data.tokenizer_base data.bpe_engines data.gpt2_bpe data.sentencepiece_model data.tokenizer
@@ -48,33 +49,38 @@ FLOORS: tuple[tuple[str, str], ...] = (
     ("2: the model, and what is put on its blocks from outside", """
         megatron.model.init megatron.model.attention megatron.model.mlp megatron.model.block megatron.model.gpt2
         megatron.model
-        megatron.recompute.keep megatron.recompute.replay megatron.recompute.facade megatron.recompute
+        megatron.recompute.keep megatron.recompute.replay megatron.recompute.deepspeed megatron.recompute
     """),
     ("3: the engine", """
-        megatron.optim.norm megatron.optim.rule megatron.optim.adam megatron.optim.lion megatron.optim.lamb
-        megatron.optim.torch_rule megatron.optim.build
-        megatron.zero.holders megatron.zero.parked megatron.zero.tiling
+        megatron.optim.rule megatron.optim.adam megatron.optim.lion megatron.optim.lamb megatron.optim.torch_rule
+        megatron.optim.build
+        megatron.zero.norm megatron.zero.holders megatron.zero.parked megatron.zero.tiling
         megatron.zero.gradients megatron.zero.bucket megatron.zero.hooks megatron.zero.units megatron.zero.residency
-        megatron.zero.reductions megatron.zero.engine megatron.zero.optimizer megatron.zero.init megatron.zero.estimate
+        megatron.zero.reductions megatron.zero.engine
     """),
     ("4: the application", """
-        megatron.signals megatron.allocator megatron.processor
-        megatron.arguments megatron.supervise megatron.launch megatron.distributed megatron.shortage
-        megatron.exits
+        megatron.config.flags
+        megatron.launch megatron.launch.signals megatron.launch.supervise megatron.launch.distributed
+        megatron.launch.exits megatron.launch.command
         megatron.checkpoint megatron.checkpoint.strict megatron.checkpoint.cut megatron.checkpoint.manifest
         megatron.checkpoint.tags megatron.checkpoint.sink megatron.checkpoint.tensorfile megatron.checkpoint.state
-        megatron.checkpoint.agree
-        megatron.checkpoint.zero_to_fp32 megatron.checkpoint.fp32
-        megatron.checkpoint.piece megatron.checkpoint.commit megatron.checkpoint.writer
+        megatron.checkpoint.agree megatron.checkpoint.piece megatron.checkpoint.commit megatron.checkpoint.writer
         megatron.checkpoint.background megatron.checkpoint.reader megatron.checkpoint.export megatron.checkpoint.lock
-        megatron.checkpoint.foreign megatron.checkpoint.huggingface megatron.checkpoint.nanogpt
-        megatron.checkpoint.megatron_lm megatron.checkpoint.convert
-        megatron.zero.saved megatron.zero.facade megatron.zero.api megatron.zero
-        megatron.flops megatron.batches megatron.evaluate megatron.metrics megatron.generate megatron.build
-        megatron.training megatron.resume
+        megatron.checkpoint.interchange megatron.checkpoint.interchange.zero_to_fp32
+        megatron.checkpoint.interchange.fp32 megatron.checkpoint.interchange.foreign
+        megatron.checkpoint.interchange.huggingface megatron.checkpoint.interchange.nanogpt
+        megatron.checkpoint.interchange.megatron_lm megatron.checkpoint.interchange.convert
+        megatron.zero.api megatron.zero.api.estimate megatron.zero.api.init megatron.zero.api.saved
+        megatron.zero.api.optimizer megatron.zero.api.engine megatron.zero.api.initialize megatron.zero
+        megatron.train megatron.train.allocator megatron.train.processor megatron.train.flops megatron.train.batches
+        megatron.train.evaluation megatron.train.metrics megatron.train.sample megatron.train.build
+        megatron.train.loop megatron.train.resume
+        megatron.plan.shortage
     """),
     ("5: entry points", """
-        megatron.checkpoint.__main__ megatron.plan
+        megatron.checkpoint.command megatron.checkpoint.__main__
+        megatron.launch.__main__
+        megatron.plan.command megatron.plan.__main__
         pretrain_gpt2
     """),
 )
@@ -82,12 +88,17 @@ PLACES = {module: (floor, place)
           for floor, (_, listed) in enumerate(FLOORS) for place, module in enumerate(listed.split())}
 """Module -> (floor, place on it)."""
 
+ROOMS = ("data", "mpu", "megatron.errors", "megatron.config", "megatron.launch", "megatron.model", "megatron.recompute",
+         "megatron.optim", "megatron.checkpoint", "megatron.zero", "megatron.zero.api", "megatron.train",
+         "megatron.plan", "pretrain_gpt2")
+"""Every room of the house, from below; a room imports only rooms before it."""
+
 TYPES_OF_DISTRIBUTED = {"ProcessGroup", "Work", "Store"}
 QUERIES_OF_DISTRIBUTED = {"is_available", "is_initialized", "get_rank", "get_world_size", "get_backend", "group"}
 NAMES_OF_DISTRIBUTED = {
     "mpu.groups": QUERIES_OF_DISTRIBUTED | {"new_group", "get_process_group_ranks"},
-    "mpu.facade": QUERIES_OF_DISTRIBUTED,
-    "megatron.distributed": QUERIES_OF_DISTRIBUTED | {
+    "mpu.classic": QUERIES_OF_DISTRIBUTED,
+    "megatron.launch.distributed": QUERIES_OF_DISTRIBUTED | {
         "init_process_group", "destroy_process_group", "FileStore", "TCPStore", "PrefixStore"},
 }
 """What a module may use of torch.distributed, besides its types. mpu.collectives alone names operations."""
@@ -165,6 +176,22 @@ def test_no_import_goes_up():
                     "a module imports lower floors, and what is listed above it in its own package")
 
 
+def room_of(module: str) -> str:
+    """The room a module stands in; `megatron.zero` itself only hands on the names of zero/api."""
+    if module == "megatron.zero":
+        return "megatron.zero.api"
+    return max((room for room in ROOMS if f"{module}.".startswith(f"{room}.")), key=len)
+
+
+def test_rooms_build_on_each_other_one_way():
+    for module in sources():
+        for target, line in imports(module):
+            if target in sources():
+                here, there = room_of(module), room_of(target)
+                assert ROOMS.index(there) <= ROOMS.index(here), (
+                    f"{module}:{line} imports {target}: the room {there} stands above {here}")
+
+
 @pytest.mark.parametrize("lower, higher", [
     ("mpu", "megatron"), ("mpu", "data"), ("data", "megatron"), ("data", "mpu"),
     ("megatron.zero", "megatron.model"), ("megatron.model", "megatron.zero"), ("megatron.optim", "megatron.model"),
@@ -231,7 +258,7 @@ def test_every_module_says_what_it_is():
 
 
 def test_flags_are_checked_before_torch_is_imported():
-    early = "megatron.arguments, megatron.distributed, megatron.exits, megatron.launch"
+    early = "megatron.config.flags, megatron.launch.distributed, megatron.launch.exits, megatron.launch.command"
     program = f"import sys, {early}; print(sorted({{'torch', 'numpy'}} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

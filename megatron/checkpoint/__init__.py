@@ -15,15 +15,9 @@ Read in this order. The first six need no torch, so `list` and `verify` do not e
     background.py  save while training goes on
     reader.py      open and read, whatever layout wrote it
     export.py      layout-free digests, one-file fp32 export
-    __main__.py    python -m megatron.checkpoint list|verify|digest|merge|convert
+    command.py     python -m megatron.checkpoint list|verify|digest|merge|convert
 
-Between this program and others
-
-    zero_to_fp32.py  one fp32 state dict of a tag; stands alone, a copy lies beside the tags
-    fp32.py          DeepSpeed's functions over it
-    foreign.py       another program's weights under our names, read like a checkpoint of ours
-    huggingface.py, nanogpt.py, megatron_lm.py    the names and orders of each
-    convert.py       both ways
+interchange/ is about the checkpoints of other programs, and ours for them.
 
 This file imports nothing, so that the torch-free half stays torch-free: import from the modules.
 """

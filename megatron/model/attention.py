@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config import ModelConfig
+from megatron.config.tree import ModelConfig
 from megatron.model.init import GPT2Init
 from mpu.groups import Group
 from mpu.layers import ColumnParallelLinear, RowParallelLinear

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config import ModelConfig
+from megatron.config.tree import ModelConfig
 from megatron.model.attention import Attention
 from megatron.model.init import GPT2Init
 from megatron.model.mlp import MLP

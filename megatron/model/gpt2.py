@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config import ModelConfig
+from megatron.config.tree import ModelConfig
 from megatron.model.attention import document_mask
 from megatron.model.block import Block
 from megatron.model.init import GPT2Init

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from megatron.config import OptimConfig
+from megatron.config.optimizers import OPTIMIZERS
+from megatron.config.tree import OptimConfig
 from megatron.errors import ConfigError
 from megatron.optim.adam import AdamW
 from megatron.optim.lamb import Lamb
 from megatron.optim.lion import Lion
-from megatron.optim.names import OPTIMIZERS
 from megatron.optim.rule import Rule
 from megatron.optim.torch_rule import from_torch
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron.config import RecomputeConfig, require
+from megatron.config.tree import RecomputeConfig, require
 from megatron.errors import ConfigError
 from mpu.collectives import all_gather_into
 from mpu.groups import SOLO, Group

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from megatron.config import RecomputeConfig, flag_name
+from megatron.config.tree import RecomputeConfig, flag_name
 from megatron.recompute.keep import Keeper
 from mpu.groups import SOLO, Group
 from mpu.random import get_rng_tracker

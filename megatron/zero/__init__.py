@@ -5,8 +5,7 @@
 
 In the order to read them: layout.py (what lives where), policy.py (what is split), bucket.py (the buffers of one unit),
 hooks.py (module and gradient events), units.py (how a model is cut), residency.py (what is whole when), engine.py (the
-mechanism), saved.py (its state and checkpoints), facade.py and api.py (what a training script sees). holders.py,
-parked.py and init.py are about parameters outside of a step: `zero.Init`, `zero.GatheredParameters`.
+mechanism). holders.py and parked.py are about parameters outside of a step. api/ is what a training script sees.
 
 The names are fetched when they are asked for: floor 0 of this package must not import torch.
 """
@@ -15,33 +14,36 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron.checkpoint.fp32 import (
+    from megatron.checkpoint.interchange.fp32 import (
         convert_zero_checkpoint_to_fp32_state_dict,
         get_fp32_state_dict_from_zero_checkpoint,
         load_state_dict_from_zero_checkpoint,
     )
-    from megatron.zero.api import add_config_arguments, init_distributed, initialize
-    from megatron.zero.estimate import (
+    from megatron.zero.api.engine import Engine
+    from megatron.zero.api.estimate import (
         estimate_zero2_model_states_mem_needs_all_cold,
         estimate_zero2_model_states_mem_needs_all_live,
         estimate_zero3_model_states_mem_needs_all_cold,
         estimate_zero3_model_states_mem_needs_all_live,
     )
-    from megatron.zero.facade import Engine
+    from megatron.zero.api.init import GatheredParameters, Init
+    from megatron.zero.api.initialize import add_config_arguments, init_distributed, initialize
     from megatron.zero.holders import register_external_parameter, unregister_external_parameter
-    from megatron.zero.init import GatheredParameters, Init
     from megatron.zero.tiling import TiledLinear, TiledLinearReturnBias
 
 _MODULES = {
-    "api": "initialize add_config_arguments init_distributed",
-    "facade": "Engine",
-    "init": "Init GatheredParameters",
-    "holders": "register_external_parameter unregister_external_parameter",
-    "tiling": "TiledLinear TiledLinearReturnBias",
-    "megatron.checkpoint.fp32": "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint "
-                                "convert_zero_checkpoint_to_fp32_state_dict",
-    "estimate": "estimate_zero2_model_states_mem_needs_all_live estimate_zero2_model_states_mem_needs_all_cold "
-                "estimate_zero3_model_states_mem_needs_all_live estimate_zero3_model_states_mem_needs_all_cold",
+    "megatron.zero.api.initialize": "initialize add_config_arguments init_distributed",
+    "megatron.zero.api.engine": "Engine",
+    "megatron.zero.api.init": "Init GatheredParameters",
+    "megatron.zero.holders": "register_external_parameter unregister_external_parameter",
+    "megatron.zero.tiling": "TiledLinear TiledLinearReturnBias",
+    "megatron.checkpoint.interchange.fp32": "get_fp32_state_dict_from_zero_checkpoint "
+                                            "load_state_dict_from_zero_checkpoint "
+                                            "convert_zero_checkpoint_to_fp32_state_dict",
+    "megatron.zero.api.estimate": "estimate_zero2_model_states_mem_needs_all_live "
+                                  "estimate_zero2_model_states_mem_needs_all_cold "
+                                  "estimate_zero3_model_states_mem_needs_all_live "
+                                  "estimate_zero3_model_states_mem_needs_all_cold",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
@@ -69,5 +71,4 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = _MODULE_OF[name]
-    return getattr(import_module(module if "." in module else f"{__name__}.{module}"), name)
+    return getattr(import_module(_MODULE_OF[name]), name)

@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.config import PrecisionConfig, ZeroConfig
+from megatron.config.tree import PrecisionConfig, ZeroConfig
 from megatron.errors import ConfigError, NumericsError
 from megatron.optim.loss_scale import LossScaleRule, LossScaleState
-from megatron.optim.norm import clip_factor, global_norm, square_sum
 from megatron.optim.rule import Part, Rule, Span
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.gradients import Dtypes
 from megatron.zero.hooks import Unit, attach
 from megatron.zero.layout import FlatLayout, Slot
+from megatron.zero.norm import clip_factor, global_norm, square_sum
 from megatron.zero.policy import Policy, policy, wire
 from megatron.zero.reductions import ReductionOrder
 from megatron.zero.residency import Residency

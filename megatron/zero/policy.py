@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
-from megatron.config import ZeroConfig, flag_name
+from megatron.config.tree import ZeroConfig, flag_name
 
 SPLIT_FROM = {"optim": 1, "grads": 2, "params": 3}
 """Kind of state -> the stage from which it is split."""

@@ -29,11 +29,11 @@ import torch  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
 
 from data.storage import crc32_file  # noqa: E402
-from megatron import build  # noqa: E402
-from megatron.allocator import keep_freed_memory  # noqa: E402
 from megatron.checkpoint.tags import verify  # noqa: E402
-from megatron.config import PRESETS, build_config  # noqa: E402
-from megatron.zero.facade import Engine  # noqa: E402
+from megatron.config.tree import PRESETS, build_config  # noqa: E402
+from megatron.train import build  # noqa: E402
+from megatron.train.allocator import keep_freed_memory  # noqa: E402
+from megatron.zero.api.engine import Engine  # noqa: E402
 from mpu.groups import Groups  # noqa: E402
 
 CHUNK = 8 << 20

@@ -125,8 +125,8 @@ def hf(task: Task) -> Step:
 
 
 def ours(task: Task, stage: int = 0) -> Step:
-    from megatron import build
-    from megatron.arguments import build_config
+    from megatron.config.flags import build_config
+    from megatron.train import build
     from mpu import groups
 
     config = build_config(
@@ -161,7 +161,7 @@ def with_allocator(build: Callable[[Task], Step]) -> Callable[[Task], Step]:
     """The contender with the trainer's allocator setting, which plain torch does not make."""
 
     def built(task: Task) -> Step:
-        from megatron.allocator import keep_freed_memory
+        from megatron.train.allocator import keep_freed_memory
 
         keep_freed_memory()
         return build(task)

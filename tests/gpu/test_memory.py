@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.build import engine as build_engine
-from megatron.build import model as build_model
-from megatron.build import seed_everything
-from megatron.config import build_config
-from megatron.footprint import Run
-from megatron.memory import step_moments
+from megatron.config.tree import build_config
+from megatron.plan.footprint import Run
+from megatron.plan.memory import step_moments
+from megatron.train.build import engine as build_engine
+from megatron.train.build import model as build_model
+from megatron.train.build import seed_everything
 from mpu import groups
 
 pytestmark = pytest.mark.gpu

@@ -22,12 +22,12 @@ import torch
 import pretrain_gpt2
 from data.indexed import CorpusWriter
 from data.tokenizer import ByteLevelTokenizer
-from megatron import build
 from megatron.checkpoint.export import digest
 from megatron.checkpoint.reader import open_checkpoint
-from megatron.config import ModelConfig, build_config
+from megatron.config.tree import ModelConfig, build_config
+from megatron.launch.signals import GRACEFUL
 from megatron.model import GPT2
-from megatron.signals import GRACEFUL
+from megatron.train import build
 from megatron.zero.engine import ZeroEngine
 from mpu.groups import Groups
 
@@ -76,7 +76,7 @@ def train(argv: Sequence[object]) -> str:
     torch.manual_seed(99)
     said = io.StringIO()
     words = ["pretrain_gpt2.py", *map(str, argv)]
-    with own_signals(), patch("sys.argv", words), patch("megatron.distributed.shutdown"), redirect_stdout(said):
+    with own_signals(), patch("sys.argv", words), patch("megatron.launch.distributed.shutdown"), redirect_stdout(said):
         assert pretrain_gpt2.main() == 0
     return said.getvalue()
 

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from megatron import exits
 from megatron.checkpoint import sink, tensorfile, writer
-from megatron.resume import Checkpoints
-from megatron.training import TrainState
+from megatron.launch import exits
+from megatron.train.loop import TrainState
+from megatron.train.resume import Checkpoints
 from tests.megatron.helpers import train
 
 CALLS = "openat,write,fsync,close,rename,mkdir,unlink,unlinkat,rmdir,ftruncate"

@@ -28,7 +28,7 @@ from megatron.checkpoint.tags import tag_names, verify
 from megatron.checkpoint.tensorfile import Item
 from megatron.checkpoint.writer import SaveReport, Saving, complete, saving
 from megatron.errors import NumericsError, PeerError, StorageError, TrainerError
-from megatron.training import Trainer
+from megatron.train.loop import Trainer
 from mpu.groups import SOLO
 from tests.distributed import run_ranks
 from tests.megatron.checkpoint.made import save_solo

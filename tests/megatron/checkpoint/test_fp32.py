@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from megatron import zero
-from megatron.checkpoint import zero_to_fp32
 from megatron.checkpoint.export import merge
-from megatron.checkpoint.fp32 import LazyStateDict
+from megatron.checkpoint.interchange import zero_to_fp32
+from megatron.checkpoint.interchange.fp32 import LazyStateDict
 from megatron.checkpoint.piece import Piece
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.writer import save

@@ -16,17 +16,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron import build
-from megatron.checkpoint import huggingface
 from megatron.checkpoint.__main__ import main
-from megatron.checkpoint.convert import open_foreign
 from megatron.checkpoint.export import digest
-from megatron.checkpoint.foreign import shapes_of
+from megatron.checkpoint.interchange import huggingface
+from megatron.checkpoint.interchange.convert import open_foreign
+from megatron.checkpoint.interchange.foreign import shapes_of
 from megatron.checkpoint.reader import open_checkpoint
-from megatron.config import build_config
+from megatron.config.tree import build_config
 from megatron.errors import CheckpointError, ConfigError
 from megatron.model import GPT2
-from megatron.zero.saved import load_weights
+from megatron.train import build
+from megatron.zero.api.saved import load_weights
 from mpu.groups import build as build_groups
 from mpu.split import Partition
 from tests.distributed import run_ranks

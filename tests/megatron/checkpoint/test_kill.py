@@ -244,7 +244,7 @@ import os, sys
 from pathlib import Path
 sys.path.insert(0, os.getcwd())
 from tests.megatron.checkpoint.faults import Fault, armed
-from megatron.exits import run
+from megatron.launch.exits import run
 from pretrain_gpt2 import main
 victim, call, when, how, step, log = sys.argv[1:7]
 del sys.argv[1:7]

@@ -9,10 +9,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron import build
 from megatron.checkpoint.tensorfile import TensorFile
-from megatron.config import build_config
-from megatron.zero.facade import Engine
+from megatron.config.tree import build_config
+from megatron.train import build
+from megatron.zero.api.engine import Engine
 from mpu import groups
 from tests.distributed import run_ranks
 from tests.megatron.live_bytes import STEP, LiveBytes

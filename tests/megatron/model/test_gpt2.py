@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megatron.config import PRESETS, ModelConfig
+from megatron.config.tree import PRESETS, ModelConfig
 from megatron.model import GPT2
 from megatron.model.attention import document_mask
 from mpu.groups import build
@@ -105,8 +105,8 @@ def test_dropout_is_on_in_training_alone() -> None:
 
 def dropout_masks(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(which outputs of the embedding dropout are zero, which heads' weights) for one step of a tp 2 x dp 2 grid."""
-    from megatron.build import seed_everything
-    from megatron.config import TrainConfig
+    from megatron.config.tree import TrainConfig
+    from megatron.train.build import seed_everything
 
     groups = build(2)
     seed_everything(TrainConfig(), groups, torch.device("cpu"))

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from megatron.config import OptimConfig
+from megatron.config.optimizers import OPTIMIZERS
+from megatron.config.tree import OptimConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.optim.adam import LARGEST_TILE, AdamW
 from megatron.optim.build import build_rule
 from megatron.optim.lamb import Lamb
 from megatron.optim.lion import Lion
-from megatron.optim.names import OPTIMIZERS
 from megatron.optim.rule import Part, Rule, Span
 from megatron.optim.torch_rule import from_torch
 from megatron.zero.layout import ALIGNMENT

@@ -15,14 +15,14 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from megatron.arguments import build_config
-from megatron.build import engine as build_engine
-from megatron.build import model as build_model
-from megatron.config import Config
-from megatron.zero.api import initialize
+from megatron.config.flags import build_config
+from megatron.config.tree import Config
+from megatron.train.build import engine as build_engine
+from megatron.train.build import model as build_model
+from megatron.zero.api.engine import Engine
+from megatron.zero.api.init import GatheredParameters
+from megatron.zero.api.initialize import initialize
 from megatron.zero.engine import ZeroEngine
-from megatron.zero.facade import Engine
-from megatron.zero.init import GatheredParameters
 from mpu.collectives import all_gather_into
 from mpu.groups import Group, Groups
 from mpu.partition import join_slices, partition_of

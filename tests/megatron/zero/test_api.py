@@ -14,7 +14,7 @@ from torch import nn
 from megatron import zero
 from megatron.errors import CheckpointError, ConfigError
 from megatron.optim.schedulers import WarmupLR
-from megatron.zero.facade import Engine
+from megatron.zero.api.engine import Engine
 from tests.distributed import RankError, run_ranks
 
 WIDTH, ROWS = 12, 8

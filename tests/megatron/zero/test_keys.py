@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatron import zero
-from megatron.config import ZeroConfig, build_config
+from megatron.config.tree import ZeroConfig, build_config
+from megatron.zero.api.engine import Engine
 from megatron.zero.bucket import FlatBucket
-from megatron.zero.facade import Engine
 from megatron.zero.gradients import FlatGradients
 from megatron.zero.policy import notes
 from mpu import collectives, groups

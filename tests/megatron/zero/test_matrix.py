@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config import Config
+from megatron.config.tree import Config
 from megatron.model import GPT2
 from mpu import groups
 from mpu.groups import Groups

@@ -7,9 +7,9 @@ import weakref
 import pytest
 import torch
 
-from megatron.arguments import build_config
-from megatron.build import engine as build_engine
-from megatron.build import model as build_model
+from megatron.config.flags import build_config
+from megatron.train.build import engine as build_engine
+from megatron.train.build import model as build_model
 from megatron.zero.engine import ZeroEngine
 from mpu import groups
 from tests.distributed import RankError, run_ranks

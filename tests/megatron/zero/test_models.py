@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.zero.facade import Engine
+from megatron.zero.api.engine import Engine
 from mpu import groups
 from tests.distributed import RankError, run_ranks
 from tests.megatron.zero.models import (AllInBlocks, Backwards, Buffers, Dicts, Frozen, FrozenRoot, InPlace,

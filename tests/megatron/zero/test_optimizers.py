@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron import build
-from megatron.config import build_config
-from megatron.zero.facade import Engine
+from megatron.config.tree import build_config
+from megatron.train import build
+from megatron.zero.api.engine import Engine
 from mpu import groups
 from tests.distributed import run_ranks
 from tests.megatron.zero.run import assemble, join_tensor_parallel, master_runs

@@ -1,0 +1,139 @@
+"""python -m megatron.checkpoint list|verify|digest|merge|convert DIR [--tag T]
+
+DIR is a save root, or the folder of one tag. Without --tag: `verify` checks every tag, the others take the newest.
+`convert` writes a Hugging Face GPT-2 folder; where DIR is such a folder, nanoGPT's ckpt.pt or Megatron-LM's folder of
+mp_rank_XX, it writes a save root of ours (start from it with --load OUTPUT --finetune).
+`list` and `verify` import no torch. Exit codes: 0 good, 2 usage, 4 damaged or no checkpoint, 7 output not writable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from megatron.checkpoint.manifest import MANIFEST, Manifest
+from megatron.checkpoint.tags import complete, manifest_of, newest_first, tag_names, verify
+from megatron.errors import EXIT_STORAGE, CheckpointError, ConfigError, TrainerError, exit_code
+
+
+def list_tags(root: Path, tag: str | None) -> None:
+    """One line a complete tag, the oldest first: name, iteration, layout, bytes."""
+    manifests = complete(root) if tag is None else [manifest_of(root, tag)]
+    if not manifests:
+        raise CheckpointError(f"no committed checkpoint under {root}")
+    for manifest in manifests:
+        print(_line(manifest))
+
+
+def _line(manifest: Manifest) -> str:
+    layout = " ".join(f"{key}={value}" for key, value in manifest.layout.items())
+    return f"{manifest.tag}  iteration {manifest.iteration}  {layout}  {_bytes(manifest)} bytes"
+
+
+def _bytes(manifest: Manifest) -> int:
+    return sum(entry.size for entry in manifest.files.values())
+
+
+def verify_tags(root: Path, tag: str | None) -> None:
+    """Check every tag, then fail with the first that is damaged."""
+    damaged: list[CheckpointError] = []
+    for name in [tag] if tag is not None else reversed(newest_first(root)):
+        try:
+            manifest = verify(root, name)
+            print(f"{name}: ok, {len(manifest.files)} files, {_bytes(manifest)} bytes", flush=True)
+        except CheckpointError as error:
+            damaged.append(error)
+    if damaged:
+        more = f" (and {len(damaged) - 1} more damaged tags)" if len(damaged) > 1 else ""
+        raise CheckpointError(f"{damaged[0]}{more}")
+
+
+def print_digest(root: Path, tag: str | None) -> None:
+    from megatron.checkpoint.export import digest
+    from megatron.checkpoint.reader import open_checkpoint
+
+    for line in digest(open_checkpoint(root, tag)):
+        print(line, flush=True)
+
+
+def merge_weights(root: Path, tag: str | None, output: Path) -> None:
+    from megatron.checkpoint.export import merge
+    from megatron.checkpoint.reader import open_checkpoint
+
+    checkpoint = open_checkpoint(root, tag)
+    print(f"{output}: weights of {checkpoint.tag} as fp32, {merge(checkpoint, output)} bytes")
+
+
+def convert(source: Path, tag: str | None, output: Path, vocab_size: int | None, heads: int | None) -> None:
+    from megatron.checkpoint.interchange.convert import import_weights, open_foreign
+    from megatron.checkpoint.interchange.huggingface import export
+    from megatron.checkpoint.reader import open_checkpoint
+
+    if tag is not None or tag_names(source):
+        for path in export(open_checkpoint(source, tag), output):
+            print(f"{path}: {path.stat().st_size} bytes")
+        return
+    found = open_foreign(source, vocab_size, heads)
+    for note in found.notes:
+        print(f"note: {found.where}: {note}")
+    report = import_weights(found, output)
+    shape = found.model
+    print(f"{output}: {report.tag} with {found.parameters} parameters: --num-layers {shape.num_layers} --hidden-size "
+          f"{shape.hidden_size} --num-attention-heads {shape.num_attention_heads} --intermediate-size {shape.ffn_size} "
+          f"--max-position-embeddings {shape.max_position_embeddings} --vocab-size {shape.vocab_size} "
+          f"--layernorm-epsilon {shape.layernorm_epsilon:g} --load {output} --finetune")
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are ours: one `error:` line, exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see --help")
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = Parser(prog="python -m megatron.checkpoint", description=__doc__,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["list", "verify", "digest", "merge", "convert"])
+    parser.add_argument("dir", type=Path, metavar="DIR",
+                        help="save root, or the folder of one tag; convert: also what another program saved")
+    parser.add_argument("--tag", metavar="T", help="the checkpoint to take")
+    parser.add_argument("--output", type=Path, metavar="PATH",
+                        help="merge: the safetensors file to write; convert: the folder")
+    parser.add_argument("--vocab-size", type=int, metavar="N",
+                        help="convert from nanoGPT and Megatron-LM: tokens, without the rows that pad the table")
+    parser.add_argument("--num-attention-heads", type=int, metavar="N",
+                        help="convert from Megatron-LM: where its file does not say")
+    chosen = parser.parse_args(arguments)
+    if (chosen.command in ("merge", "convert")) != (chosen.output is not None):
+        parser.error("--output PATH belongs to merge and convert, and they need it")
+    if chosen.tag is None and (chosen.dir / MANIFEST).exists():
+        folder = chosen.dir.resolve()
+        chosen.dir, chosen.tag = folder.parent, folder.name
+    return chosen
+
+
+def run(arguments: list[str]) -> None:
+    chosen = parse(arguments)
+    if chosen.command == "merge":
+        merge_weights(chosen.dir, chosen.tag, chosen.output)
+    elif chosen.command == "convert":
+        convert(chosen.dir, chosen.tag, chosen.output, chosen.vocab_size, chosen.num_attention_heads)
+    else:
+        {"list": list_tags, "verify": verify_tags, "digest": print_digest}[chosen.command](chosen.dir, chosen.tag)
+
+
+def main(arguments: list[str]) -> int:
+    try:
+        run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader (`| head`) has what it wanted; what is left in the buffer has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (TrainerError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return exit_code(error) or EXIT_STORAGE
+    return 0

@@ -1,0 +1,63 @@
+"""Between checkpoints of ours and of other programs: what a folder is decides which way it goes.
+
+    ours (a save root, or one tag)        -> a Hugging Face GPT-2 folder
+    Hugging Face folder, nanoGPT's        -> a save root of ours with the one tag `global_step0`, which holds weights
+    ckpt.pt, Megatron-LM's mp_rank_XX        alone: a run starts from it with `--load DIR --finetune`
+"""
+
+from __future__ import annotations
+
+import secrets
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.commit import probe
+from megatron.checkpoint.interchange import huggingface, megatron_lm, nanogpt
+from megatron.checkpoint.interchange.foreign import Foreign
+from megatron.checkpoint.lock import locked
+from megatron.checkpoint.manifest import step_tag
+from megatron.checkpoint.piece import Deferred, Piece
+from megatron.checkpoint.tags import tag_names
+from megatron.checkpoint.writer import SaveReport, save
+from megatron.config.tree import Config
+from megatron.errors import CheckpointError
+from mpu.groups import SOLO
+
+
+def open_foreign(source: Path, vocab_size: int | None = None, heads: int | None = None) -> Foreign:
+    """Another program's checkpoint, whichever it is."""
+    if source.is_file():
+        return nanogpt.open_file(source, vocab_size)
+    if (source / huggingface.CONFIG).is_file():
+        return huggingface.open_folder(source)
+    if (source / nanogpt.FILE).is_file():
+        return nanogpt.open_file(source / nanogpt.FILE, vocab_size)
+    if (folder := megatron_lm.find_folder(source)) is not None:
+        return megatron_lm.open_folder(folder, vocab_size, heads)
+    raise CheckpointError(f"{source}: neither a checkpoint of this program, nor a Hugging Face folder "
+                          f"({huggingface.CONFIG}), nor nanoGPT's {nanogpt.FILE}, nor Megatron-LM's mp_rank_00")
+
+
+def import_weights(found: Foreign, root: Path) -> SaveReport:
+    """Write the weights as a checkpoint of ours, one tensor in memory at a time."""
+    if tag_names(root):
+        raise CheckpointError(f"{root}: holds checkpoints already; choose another folder")
+    pieces = [Piece(name, "weight", shape, None, 0, 1, 0,
+                    Deferred(prod(shape), torch.float32, partial(_fp32, found, name)))
+              for name, shape in found.shapes.items()]
+    run_id = secrets.token_hex(8)
+    shared: dict[str, Any] = {"run_id": run_id, "engine": {}, "optimizer": None, "lr_scheduler": None, "buffers": {},
+                              "client_state": {}}
+    config = Config(model=found.model)
+    probe(root)
+    with locked(root):
+        return save(root, step_tag(0), pieces=pieces, rank_state={}, shared_state=shared, config=config.as_dict(),
+                    layout={"tp": 1, "dp": 1, "zero_stage": 0}, world=SOLO, run_id=run_id, iteration=0)
+
+
+def _fp32(found: Foreign, name: str) -> torch.Tensor:
+    return found.flat(name).float()

@@ -1,0 +1,123 @@
+"""A GPT-2 that another program saved, under our names: whole, unpadded tensors in our orientation ([out, in]).
+
+`Foreign` reads like a checkpoint of ours (reader.py), so an engine of any layout takes its weights the same way. What
+the names and orders of each program are is said in huggingface.py, nanogpt.py and megatron_lm.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.piece import sharding_of
+from megatron.config.tree import ModelConfig
+from megatron.errors import CheckpointError, ConfigError
+from mpu.split import Partition
+
+Load = Callable[[], Tensor]
+
+
+def shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every parameter of the model and its logical shape (megatron/model/)."""
+    h, ffn = model.hidden_size, model.ffn_size
+    block = {"ln_1.weight": (h,), "ln_1.bias": (h,), "attn.qkv.weight": (3 * h, h), "attn.qkv.bias": (3 * h,),
+             "attn.proj.weight": (h, h), "attn.proj.bias": (h,), "ln_2.weight": (h,), "ln_2.bias": (h,),
+             "mlp.fc.weight": (ffn, h), "mlp.fc.bias": (ffn,), "mlp.proj.weight": (h, ffn), "mlp.proj.bias": (h,)}
+    return {"wte.weight": (model.tokens, h), "wpe.weight": (model.max_position_embeddings, h),
+            **{f"blocks.{i}.{name}": shape for i in range(model.num_layers) for name, shape in block.items()},
+            "ln_f.weight": (h,), "ln_f.bias": (h,)}
+
+
+@final
+class Foreign:
+    """The weights of a model; each is fetched when it is asked for, and the last one asked for is kept."""
+
+    def __init__(self, where: str, model: ModelConfig, loads: Mapping[str, Load], notes: tuple[str, ...] = ()) -> None:
+        self.where, self.model, self.notes = where, model, notes
+        self.shapes, self._loads = shapes_of(model), loads
+        for what, names in (("missing", self.shapes.keys() - loads), ("unknown", loads.keys() - self.shapes.keys())):
+            if names:
+                raise CheckpointError(f"{where}: {len(names)} tensors {what} for a GPT-2 of {model.num_layers} layers, "
+                                      f"{min(names)} (by our name) first")
+        self._last: tuple[str, Tensor] = "", torch.empty(0)
+
+    def check(self) -> None:
+        """Fetch every tensor once and compare its shape: before any parameter is changed."""
+        for name in self.shapes:
+            self.tensor(name)
+
+    def tensor(self, name: str) -> Tensor:
+        if name not in self.shapes:
+            raise CheckpointError(f"{self.where}: holds no {name!r}")
+        found, shape = self._loads[name](), self.shapes[name]
+        if tuple(found.shape) != shape or not found.is_floating_point():
+            raise CheckpointError(f"{self.where}: {name}: expected {list(shape)} floating point numbers, found "
+                                  f"{list(found.shape)} of {found.dtype}; the file does not match its own description")
+        return found
+
+    def flat(self, name: str) -> Tensor:
+        if self._last[0] != name:
+            self._last = name, self.tensor(name).contiguous().view(-1)
+        return self._last[1]
+
+    def read(self, kind: str, name: str, *, shape: tuple[int, ...], partition: Partition | None, tp_rank: int,
+             tp_size: int, offset: int, out: Tensor) -> None:
+        """Fill the 1-D `out` with the elements from `offset` of the flattened local tensor of `shape` at `tp_rank`."""
+        assert kind == "weight", kind
+        flat, asked = self.flat(name), sharding_of(shape, partition, tp_size)
+        if asked.shape != self.shapes[name]:
+            raise CheckpointError(f"{self.where}: {name}: shape expected {list(asked.shape)}, "
+                                  f"found {list(self.shapes[name])}")
+        out.zero_()
+        for run in asked.cut.to_logical(0 if partition is None else tp_rank, offset, offset + out.numel()):
+            out[run.local - offset:run.local - offset + run.count].copy_(flat[run.logical:run.logical + run.count])
+
+    @property
+    def parameters(self) -> int:
+        return sum(map(prod, self.shapes.values()))
+
+
+def model_config(where: str, **fields: Any) -> ModelConfig:
+    """The shape a file declares; wrong numbers are the file's fault."""
+    try:
+        return ModelConfig(**fields)
+    except (ConfigError, TypeError) as error:
+        raise CheckpointError(f"{where}: {error}") from error
+
+
+LEGACY_NAMES = ("argparse.Namespace", "numpy.core.multiarray._reconstruct", "numpy.ndarray", "numpy.dtype")
+"""What Megatron's files of before torch 1.6 name; files of the format of that time cannot be asked."""
+
+
+@final
+class Inert:
+    """Stands for anything but tensors and plain values that a torch file names: attributes at most, never code."""
+
+    def __init__(self, *values: object) -> None:
+        self.values = values
+
+    def __setstate__(self, state: object) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+
+
+def load_torch(path: Path) -> Any:
+    """What `torch.save` wrote, mapped into memory where its format allows it.
+
+    Read by torch's restricted loader, which makes tensors and plain values only. Old training programs also saved
+    their arguments and numpy's random state; such names are not looked up: an `Inert` record takes their place.
+    """
+    try:
+        with open(path, "rb") as file:
+            zipped = file.read(2) == b"PK"
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(path) if zipped else LEGACY_NAMES
+        with torch.serialization.safe_globals([(Inert, name) for name in names]):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+    except Exception as error:  # whatever a damaged file does to the unpickler
+        reason = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]
+        raise CheckpointError(f"{path}: cannot be read as a torch file of tensors: {reason:.300}") from error

@@ -1,0 +1,109 @@
+"""What DeepSpeed's users know for getting fp32 weights out of a checkpoint, as functions.
+
+They read through zero_to_fp32.py, the program that is copied beside the tags, so both give the same bytes. One tensor
+is in memory at a time, besides what is returned. Not for going on with training: that is `load_checkpoint`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar, final
+
+import torch
+from torch import Tensor, nn
+
+from megatron.checkpoint.interchange.zero_to_fp32 import Damaged, Entry, Usage, byte_count, open_tag, target, write
+from megatron.errors import CheckpointError, ConfigError, StorageError
+from mpu.partition import partition_of
+
+Folder = str | os.PathLike[str]
+M = TypeVar("M", bound=nn.Module)
+
+
+def get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir: Folder, tag: str | None = None,
+                                             exclude_frozen_parameters: bool = False,
+                                             lazy_mode: bool = False) -> Mapping[str, Tensor]:
+    """Whole, unpadded fp32 weights by name, of the newest tag unless one is named. With `lazy_mode` each is read when
+    it is asked for, and not kept."""
+    lazy = LazyStateDict(_entries(checkpoint_dir, tag, exclude_frozen_parameters))
+    return lazy if lazy_mode else dict(lazy)
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(checkpoint_dir: Folder, output_dir: Folder, max_shard_size: str = "5GB",
+                                               safe_serialization: bool = False, tag: str | None = None,
+                                               exclude_frozen_parameters: bool = False) -> None:
+    """The same as files: `pytorch_model.bin` or `model.safetensors` in a folder, or a file of that name."""
+    with _as_ours():
+        limit = byte_count(max_shard_size)
+    entries = _entries(checkpoint_dir, tag, exclude_frozen_parameters)
+    try:
+        write(entries, target(Path(output_dir), safe_serialization), limit)
+    except OSError as error:
+        raise StorageError(f"{output_dir}: cannot write: {error.strerror or error}") from error
+
+
+def load_state_dict_from_zero_checkpoint(model: M, checkpoint_dir: Folder, tag: str | None = None) -> M:
+    """Fill a model on the CPU with the weights. It must be whole (no tensor parallelism, no engine around it)."""
+    entries = {entry.name: entry for entry in _entries(checkpoint_dir, tag, False)}
+    model = model.cpu()
+    places = model.state_dict(keep_vars=True)
+    # A tied tensor has several names in the model and one in the checkpoint.
+    given = {id(places[name]) for name in entries if name in places}
+    strange = sorted(entries.keys() - places.keys())
+    strange += sorted(name for name, place in places.items() if id(place) not in given)
+    if strange:
+        raise CheckpointError(f"{checkpoint_dir}: {strange[0]!r} ({len(strange)} in all) is in only one of the model "
+                              "and the checkpoint; give the model that was saved")
+    for name, entry in entries.items():
+        _fill(places[name], entry)
+    return model
+
+
+def _fill(place: Tensor, entry: Entry) -> None:
+    """Into a parameter or buffer; rows that pad it for tensor parallelism are zero."""
+    partition, into = partition_of(place), place.detach()
+    if partition is not None and partition.size is not None:
+        into.zero_()
+        into = into.narrow(partition.dim, 0, partition.size)
+    if tuple(into.shape) != entry.shape:
+        raise CheckpointError(f"{entry.name}: shape {list(entry.shape)} in the checkpoint, {list(into.shape)} in the "
+                              "model; give a whole model, not one that is split or held by an engine")
+    into.copy_(torch.from_numpy(entry.load()))
+
+
+@final
+class LazyStateDict(Mapping[str, Tensor]):
+    """A state dict whose tensors are read each time they are asked for."""
+
+    def __init__(self, entries: list[Entry]) -> None:
+        self._entries = {entry.name: entry for entry in entries}
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self._entries[name]
+        with _as_ours():
+            return torch.from_numpy(entry.load())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def _entries(folder: Folder, tag: str | None, exclude_frozen: bool) -> list[Entry]:
+    with _as_ours():
+        return open_tag(Path(folder), tag).entries(exclude_frozen)
+
+
+@contextmanager
+def _as_ours() -> Iterator[None]:
+    """The script's own errors, which know nothing of this program, as those of the family."""
+    try:
+        yield
+    except Damaged as error:
+        raise CheckpointError(str(error)) from error
+    except Usage as error:
+        raise ConfigError(str(error)) from error

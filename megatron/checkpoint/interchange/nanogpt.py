@@ -1,0 +1,52 @@
+"""nanoGPT's ckpt.pt: {"model": state dict, "model_args": its shape, ...}, read by torch's restricted loader.
+
+Its names are those of Hugging Face with matrices [out, in] as ours; `_orig_mod.` before each comes from torch.compile.
+With bias=False, layers have no biases: ours are zero, which computes the same. It trains with the exact GELU where ours
+is the tanh form (GPT-2's own): hidden states differ by about 1e-3 until training has gone over them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.interchange.foreign import Foreign, load_torch, model_config, shapes_of
+from megatron.checkpoint.interchange.huggingface import under_our_names
+from megatron.errors import CheckpointError
+
+FILE = "ckpt.pt"
+FIELDS = {"n_layer": "num_layers", "n_embd": "hidden_size", "n_head": "num_attention_heads",
+          "block_size": "max_position_embeddings", "vocab_size": "vocab_size"}
+
+
+def open_file(path: Path, vocab_size: int | None = None) -> Foreign:
+    """`vocab_size` cuts off the rows that pad the token table (nanoGPT calls 50304 what GPT-2 calls 50257)."""
+    saved = load_torch(path)
+    if not isinstance(saved, dict) or not isinstance(saved.get("model"), dict) \
+            or not isinstance(args := saved.get("model_args"), dict) or not FIELDS.keys() <= args.keys():
+        raise CheckpointError(f"{path}: expected nanoGPT's `model` and `model_args` with {', '.join(FIELDS)}")
+    fields: dict[str, Any] = {ours: args[theirs] for theirs, ours in FIELDS.items()}
+    rows = fields["vocab_size"]
+    if vocab_size is not None and vocab_size > rows:
+        raise CheckpointError(f"{path}: --vocab-size {vocab_size} is more than its {rows} rows")
+    dropout = args.get("dropout", 0.0)
+    model = model_config(str(path), **{**fields, "vocab_size": vocab_size or rows}, attention_dropout=dropout,
+                         hidden_dropout=dropout)
+    found = under_our_names({key: value for key, value in saved["model"].items() if isinstance(value, Tensor)},
+                            str(path))
+    if "wte.weight" in found:
+        found["wte.weight"] = found["wte.weight"][:model.tokens]
+    if not args.get("bias", True):
+        found = {name: torch.zeros(shape) for name, shape in shapes_of(model).items() if name.endswith(".bias")} | found
+    foreign = Foreign(str(path), model, {name: partial(_same, tensor) for name, tensor in found.items()},
+                      ("it was trained with the exact GELU, this program's is the tanh form",))
+    foreign.check()
+    return foreign
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor

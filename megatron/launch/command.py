@@ -1,0 +1,135 @@
+"""Start one training job on this node: `python -m megatron.launch [options] script.py arguments...`
+
+A *node* is one machine, a *rank* one process of the job. N ranks are started here, each with RANK, LOCAL_RANK,
+WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, the names torchrun uses, so a script runs under either.
+On one node the ranks meet through a file (MEGATRON_STORE_FILE) in a private folder and talk over loopback: no socket
+listens outside the machine. One rank on one node is the script itself, in this very process.
+
+Not here: watching the ranks (`supervise.py`), reading the variables (`distributed.py`), starting other nodes (Slurm, or
+one command typed on each). Why torchrun is not enough: `docs/decisions/001-own-launcher.md`. Standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import tempfile
+from typing import NoReturn
+
+from megatron.errors import EXIT_CONFIG, EXIT_PEER, ConfigError
+from megatron.launch.supervise import Supervisor, write_stderr
+
+DEFAULT_PORT = 29500
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose complaints look like every other error of the trainer."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"launcher: {message}; see python -m megatron.launch --help")
+
+
+def parser() -> Parser:
+    usage = "python -m megatron.launch [options] script.py [arguments of the script...]"
+    p = Parser(prog="python -m megatron.launch", usage=usage, allow_abbrev=False)
+    p.add_argument("--nproc-per-node", type=int, default=1, metavar="N", help="ranks on this node, one per GPU (1)")
+    p.add_argument("--nnodes", type=int, default=1, metavar="N", help="nodes of the job (1)")
+    p.add_argument("--node-rank", type=int, default=0, metavar="R", help="number of this node, from 0 (0)")
+    p.add_argument("--master-addr", metavar="A", help="address of node 0; needed with several nodes")
+    p.add_argument("--master-port", type=int, metavar="P", help=f"free port on node 0 ({DEFAULT_PORT})")
+    return p
+
+
+def split_command_line(argv: list[str]) -> tuple[list[str], list[str]]:
+    """The launcher's own options, and the script with its arguments, which are passed on untouched (`--` included)."""
+    options: list[str] = []
+    at = 0
+    while at < len(argv) and argv[at].startswith("-"):
+        name, equals, value = argv[at].partition("=")
+        flag = name.replace("_", "-")  # torchrun's spelling is as good
+        values = 0 if equals or flag in ("-h", "--help") else 1
+        options += [flag + equals + value, *argv[at + 1:at + 1 + values]]
+        at += 1 + values
+    return options, argv[at:]
+
+
+def check(options: argparse.Namespace, command: list[str]) -> None:
+    if not command:
+        raise ConfigError("launcher: no script given; expected: python -m megatron.launch [options] script.py [...]")
+    if not os.path.isfile(command[0]):
+        raise ConfigError(f"launcher: script {command[0]!r} is not a file; give the path of a Python script")
+    for flag in ("nproc_per_node", "nnodes"):
+        if getattr(options, flag) < 1:
+            raise ConfigError(f"launcher: --{flag.replace('_', '-')} is {getattr(options, flag)}; expected 1 or more")
+    if not 0 <= options.node_rank < options.nnodes:
+        raise ConfigError(f"launcher: --node-rank {options.node_rank} does not fit --nnodes {options.nnodes}; "
+                          f"expected 0 to {options.nnodes - 1}")
+    if options.master_port is not None and not 0 < options.master_port < 65536:
+        raise ConfigError(f"launcher: --master-port {options.master_port} is no port; expected 1 to 65535")
+    if options.nnodes > 1 and not options.master_addr:
+        raise ConfigError("launcher: --nnodes is above 1 but --master-addr is missing; give the address of node 0")
+
+
+def free_port() -> int:
+    """A port for scripts that bring their own rendezvous; ours on one node needs none."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def shared_environment(options: argparse.Namespace, store_file: str | None) -> dict[str, str]:
+    """What all ranks of this node have in common."""
+    environment = dict(os.environ)
+    port = options.master_port or (free_port() if store_file else DEFAULT_PORT)
+    environment.update(
+        WORLD_SIZE=str(options.nnodes * options.nproc_per_node), LOCAL_WORLD_SIZE=str(options.nproc_per_node),
+        MASTER_ADDR=options.master_addr or "127.0.0.1", MASTER_PORT=str(port), MEGATRON_LAUNCHER=str(os.getpid()))
+    # Each rank would otherwise start one thread for every core, and N ranks would fight for them.
+    cores = len(os.sched_getaffinity(0))
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // options.nproc_per_node)))
+    environment.pop("MEGATRON_STORE_FILE", None)
+    if store_file:
+        environment["MEGATRON_STORE_FILE"] = store_file
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    return environment
+
+
+def launch(options: argparse.Namespace, command: list[str]) -> int:
+    if options.nnodes * options.nproc_per_node == 1:
+        replace_this_process(command)
+    if options.nnodes > 1 and options.node_rank == 0:
+        where = f"{options.master_addr}:{options.master_port or DEFAULT_PORT}"
+        write_stderr(f"warning: the ranks meet at {where}, a port open on all interfaces of this node; "
+                     "use a private network\n".encode())
+    with tempfile.TemporaryDirectory(prefix="megatron-launch-") as private:
+        store_file = os.path.join(private, "store") if options.nnodes == 1 else None
+        shared = shared_environment(options, store_file)
+        first = options.node_rank * options.nproc_per_node
+        environments = [{**shared, "RANK": str(first + local), "LOCAL_RANK": str(local)}
+                        for local in range(options.nproc_per_node)]
+        return Supervisor([sys.executable, *command], environments).run()
+
+
+def replace_this_process(command: list[str]) -> NoReturn:
+    """A job of one rank needs no launcher. The numbers are set all the same: a batch system may have left others."""
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+    os.environ.pop("MEGATRON_STORE_FILE", None)
+    os.execv(sys.executable, [sys.executable, *command])
+
+
+def main(argv: list[str]) -> int:
+    try:
+        head, command = split_command_line(argv)
+        options = parser().parse_args(head)
+        check(options, command)
+        return launch(options, command)
+    except ConfigError as error:
+        write_stderr(f"error: {error}\n".encode(errors="backslashreplace"))
+        return EXIT_CONFIG
+    except OSError as error:
+        write_stderr(f"error: launcher: cannot start the ranks: {error}; check limits on processes and the temporary "
+                     "folder\n".encode(errors="backslashreplace"))
+        return EXIT_PEER

@@ -1,0 +1,141 @@
+"""The one place where an exception becomes one `error:` line and an exit code (docs/launch.md has the table).
+
+`run(main)` is the outermost call of every entry point. Errors of the `errors.py` family carry their code; what torch
+raises when a peer is lost, a full disk, a lack of memory and Ctrl-C are recognised; anything else is a bug of ours.
+Among several ranks every one leaves at once, without destructors: after a failure, one that waits for a dead peer would
+keep the job alive; after success, gloo's threads now and then abort a process whose interpreter winds down.
+
+Not here: which rank of a job is to blame (`supervise.py`). No torch import: errors are told by class name and text, so
+that a wrong flag is reported before torch loads.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, NoReturn
+
+from megatron.errors import (EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER, EXIT_STORAGE, ConfigError, PeerError,
+                             exit_code)
+from megatron.launch.distributed import read_environment
+
+EXIT_OWN_FAILURE_OF_RANK = 1
+"""A bug or lack of memory under our launcher, which makes it 5; from a rank itself, 5 means a victim: a lost peer."""
+
+MEMORY_CLASSES = frozenset({"MemoryError", "OutOfMemoryError"})
+MEMORY_TEXTS = ("can't allocate memory", "not enough memory", "CUDA out of memory")
+PEER_CLASSES = frozenset({"DistError", "DistBackendError", "DistNetworkError", "DistStoreError"})
+PEER_TEXTS = ("gloo/", "Connection closed by peer", "Connection reset by peer", "NCCL", "wait timeout after",
+              "Socket Timeout")
+STORAGE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EPIPE})
+
+
+class MemoryShortage(MemoryError):
+    """Memory ran out, and the text says what to do."""
+
+
+class Failure(NamedTuple):
+    """What the user is told and what the shell is told."""
+
+    code: int
+    text: str
+    is_peer_loss: bool = False
+
+
+def run(main: Callable[[], int | None], debug: bool | None = None) -> int:
+    """Call `main` and return the exit code of the process; `debug` (default: --debug was given) adds tracebacks."""
+    try:
+        code = main() or EXIT_OK
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else EXIT_CONFIG if leaving.code else EXIT_OK
+        if isinstance(leaving.code, str):
+            write_error(leaving.code)
+    except BaseException as error:
+        failure = explain(error)
+        # Of a lost peer only the peer's own traceback helps.
+        if ("--debug" in sys.argv if debug is None else debug) and not failure.is_peer_loss:
+            traceback.print_exception(error)
+        write_error(failure.text)
+        code = failure.code
+    if among_ranks():
+        leave_now(code)
+    return code
+
+
+def explain(error: BaseException, environ: Mapping[str, str] = os.environ) -> Failure:
+    """The exit code and the text for one exception."""
+    rank = f"rank {environ.get('RANK', '0')}"
+    message = str(error) or type(error).__name__
+    own_failure = EXIT_OWN_FAILURE_OF_RANK if "MEGATRON_LAUNCHER" in environ else EXIT_PEER
+    known = exit_code(error)
+    if known is not None:
+        return Failure(known, message, isinstance(error, PeerError))
+    if isinstance(error, KeyboardInterrupt):
+        return Failure(EXIT_INTERRUPTED, "interrupted before training could save; start the same command to resume")
+    if is_lack_of_memory(error):
+        explained = isinstance(error, MemoryShortage)
+        what = message if explained else (f"{message.strip().splitlines()[0]}; use a smaller --batch-size, "
+                                          "--checkpoint-activations or a higher --zero-stage")
+        return Failure(own_failure, f"{rank} is out of memory: {what}")
+    if is_peer_loss(error):
+        # The rest of gloo's message is advice and a greeting.
+        what = re.sub(r"^\[.*?\] ", "", message).partition(". This is typically")[0]
+        return Failure(EXIT_PEER, f"{rank} lost contact with another rank ({what}); look for the first failure among "
+                                  "the ranks, then start the same command to resume", True)
+    if isinstance(error, OSError) and error.errno in STORAGE_ERRNOS:
+        where = error.filename or ("standard output" if error.errno == errno.EPIPE else "a file")
+        return Failure(EXIT_STORAGE, f"cannot write {where}: {error.strerror}; free space or choose another folder")
+    hint = "" if "--debug" in sys.argv else " (run with --debug for the traceback)"
+    return Failure(own_failure, f"internal error in {rank}: {type(error).__name__}: {message}{hint}")
+
+
+def is_lack_of_memory(error: BaseException) -> bool:
+    names = {cls.__name__ for cls in type(error).__mro__}
+    if MEMORY_CLASSES & names:
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in MEMORY_TEXTS)
+
+
+def is_peer_loss(error: BaseException) -> bool:
+    names = {cls.__name__ for cls in type(error).__mro__}
+    if PEER_CLASSES & names:
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in PEER_TEXTS)
+
+
+def write_error(text: str) -> None:
+    """Exactly one line: newlines of the message are folded."""
+    folded = " ".join(part.strip() for part in text.splitlines() if part.strip())
+    line = f"error: {folded.removeprefix('error: ')}\n"
+    try:
+        flush()
+        os.write(2, line.encode(errors="backslashreplace"))
+    except OSError:
+        pass  # nobody reads stderr any more; the exit code still tells
+
+
+def among_ranks() -> bool:
+    try:
+        return read_environment().world_size > 1
+    except ConfigError:
+        return False
+
+
+def leave_now(code: int) -> NoReturn:
+    """End this rank without destructors. `main` has closed by now what it opened."""
+    logging.shutdown()
+    flush()
+    os._exit(code)
+
+
+def flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            pass  # closed or full: no reason to hide the first error

@@ -1,0 +1,118 @@
+"""What one micro-batch leaves on the device between its forward and its backward: pure arithmetic, in bytes.
+
+Autograd *saves* the tensors that a backward formula reads, each storage once. The lists below are those of the
+modules in megatron/model/ with torch's own formulas; T tokens (batch x sequence), h hidden, f MLP width, t tensor
+parallel ranks, w bytes of the working precision:
+
+    LayerNorm        its input [T, h]; mean and 1/std [T]
+    linear           its input; the weight is a parameter
+    attention        q, k, v [T, 3h/t], output [T, h/t], one fp32 log-sum-exp a row and head
+    GELU             its input [T, f/t]
+    dropout          a mask [T, h]: bytes on CUDA, numbers of the working precision on CPU
+    addition         nothing
+
+On CPU, attention with dropout has no fused kernel: torch computes it in fp32 and keeps three [s, s] matrices a head.
+`--compile` keeps less than this. Not here: parameters, gradients and everything that lives for longer (memory.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.config.tree import ModelConfig
+
+Device = Literal["cpu", "cuda"]
+
+FP32 = 4
+
+
+@dataclass(frozen=True)
+class Activations:
+    """One micro-batch of `batch` x `sequence` tokens in a working precision of `work` bytes."""
+
+    model: ModelConfig
+    batch: int
+    sequence: int
+    tp: int
+    work: int
+    device: Device
+    document_mask: bool = False
+    """Documents are kept apart, so attention gets a mask."""
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.sequence
+
+    @property
+    def stream(self) -> int:
+        """One [T, h] tensor of the residual stream."""
+        return self.tokens * self.model.hidden_size * self.work
+
+    @property
+    def widened(self) -> int:
+        """One [T, f/t] tensor inside the MLP."""
+        return self.tokens * self.model.ffn_size // self.tp * self.work
+
+    @property
+    def statistics(self) -> int:
+        """Mean and 1/std of one LayerNorm."""
+        return 2 * self.tokens * (FP32 if self.device == "cuda" else self.work)
+
+    @property
+    def dropout_mask(self) -> int:
+        if not self.model.hidden_dropout:
+            return 0
+        return self.tokens * self.model.hidden_size * (1 if self.device == "cuda" else self.work)
+
+    @property
+    def block(self) -> int:
+        """Everything one block saves, its input included (the next block's input is its output)."""
+        streams = 4 * self.stream  # inputs of two LayerNorms, of the q, k, v projection and of the MLP
+        return streams + 2 * self.statistics + self._attention + 2 * self.widened + 2 * self.dropout_mask
+
+    @property
+    def _scores(self) -> int:
+        """One fp32 [s, s] matrix for each head of this rank and sample."""
+        return self.tokens * self.sequence * self.model.num_attention_heads // self.tp * FP32
+
+    @property
+    def _attends_unfused(self) -> bool:
+        return self.device == "cpu" and self.model.attention_dropout > 0
+
+    @property
+    def _attention(self) -> int:
+        split = self.tokens * self.model.hidden_size // self.tp  # elements of one [T, h/t]
+        if self._attends_unfused:
+            return split * self.work + 3 * split * FP32 + 3 * self._scores
+        rows = self.tokens * self.model.num_attention_heads // self.tp
+        mask = self.batch * self.sequence**2 * self.work if self.document_mask else 0
+        return 4 * split * self.work + rows * FP32 + mask
+
+    @property
+    def block_backward(self) -> int:
+        """The most that the backward of a block holds beside what its forward saved: gradients on their way."""
+        mlp = self.stream + self.widened  # of the residual stream; of GELU's output, while that of its input is made
+        if not self._attends_unfused:
+            return mlp
+        freed = 2 * self.stream + 2 * self.widened  # the second half of the block is done
+        return max(mlp, self.stream + 2 * self._scores - freed)
+
+    @property
+    def before_blocks(self) -> int:
+        """The tokens, their targets and weights, and what the embeddings save."""
+        split_lookup = self.tokens * (8 + 1 + 1) if self.tp > 1 else 0
+        return self.tokens * (8 + 8 + FP32) + split_lookup + self.dropout_mask
+
+    def kept(self, chunk: int | None, block: int) -> int:
+        """Alive when the backward of block number `block` begins: the blocks up to it, or, recomputing `chunk` blocks
+        at a time, the inputs of the chunks up to its own and what its own chunk has just made again."""
+        if chunk is None:
+            return (block + 1) * self.block
+        number, inside = divmod(block, chunk)
+        return number * self.stream + (inside + 1) * self.block
+
+    def at_loss(self, chunk: int | None) -> int:
+        """Alive when all blocks are done: all of them, or the input of each chunk."""
+        layers = self.model.num_layers
+        return layers * self.block if chunk is None else -(-layers // chunk) * self.stream

@@ -1,0 +1,248 @@
+"""How much memory a run takes, from its configuration alone: pure arithmetic, for any number of ranks.
+
+A *moment* is a point of the run at which something is about to be given back: building the engine, the loss, the
+backward of each block, the end of backward, the optimizer. A device must hold the largest of them. Its bytes are told
+as
+
+    parameters    weights at work: whole, or this rank's shards
+    gradients     what lasts from one block to the next: whole gradients, or shards
+    optimizer     fp32 masters (where they are not the weights themselves) and moments
+    activations   what autograd keeps, and gradients of activations on their way (activations.py)
+    buffers       what comes and goes: gathered units, whole gradients of split ones, the exchange, chunks of logits
+
+The layout is the engine's own (FlatLayout over the shapes of the parameters, padding included); the rules are those of
+zero/engine.py, zero/bucket.py and mpu/cross_entropy.py, and tests hold them to what a run really allocates. Not here:
+rounding by an allocator, the context of a device, the work space of libraries; plan.py leaves room for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import astuple, dataclass, replace
+
+from megatron.plan.activations import FP32
+from megatron.plan.footprint import Run, numel_of
+from megatron.zero.layout import ALIGNMENT, FlatLayout, Slot
+
+# Sizes of the loops described here; a test compares them with the modules they stand in.
+CPU_CHUNK_BYTES, CUDA_CHUNK_ROWS = 104 << 20, 4096  # logits at a time
+CPU_BLOCK_ROWS, CUDA_BLOCK_ROWS = 64, 1024  # rows of them in fp32 at a time
+CPU_SLAB_COLUMNS = 8192  # columns of a 16-bit weight gradient at a time
+CPU_SUM_BLOCK = 2**17  # elements of an exchange summed at a time
+LARGEST_TILE = 2**24  # elements of an optimizer step at a time
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What a device holds at one moment, in bytes."""
+
+    name: str
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    buffers: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(astuple(self)[1:])
+
+
+def peak(run: Run) -> Moment:
+    return max(moments(run), key=lambda moment: moment.total)
+
+
+def moments(run: Run) -> Iterator[Moment]:
+    yield _building(run)
+    yield from step_moments(run)
+
+
+def step_moments(run: Run) -> Iterator[Moment]:
+    """Those of one optimizer step: its first micro-batch, its last one, the update."""
+    for first, last in {(True, run.accumulation == 1), (run.accumulation == 1, True)}:
+        yield _loss(run, first)
+        for block in _extreme_blocks(run):
+            yield _backward(run, block, first, last)
+            yield _handing_over(run, block, first)
+        yield _end_of_backward(run, first)
+    yield _update(run)
+
+
+def _extreme_blocks(run: Run) -> Iterator[int]:
+    """From block to block everything grows or shrinks by equal amounts, and from chunk to chunk: the largest sum is
+    at one of the ends. Two at each, as the exchange overlaps by one."""
+    layers, chunk = run.layers, run.chunk or 1
+    last_chunk = (layers - 1) // chunk * chunk
+    ends = {0, 1, chunk - 1, chunk, last_chunk - 2, last_chunk - 1, layers - 2, layers - 1}
+    return (block for block in range(layers) if block in ends)
+
+
+def _moment(run: Run, name: str, gradients: int, activations: int, buffers: int) -> Moment:
+    optimizer = run.optimizer if run.offload == "none" else 0
+    if run.offload != "none" and run.policy.split_grads:
+        gradients = 0  # shards go to the host as they are made
+    return Moment(name, run.weights, gradients, optimizer, activations, buffers)
+
+
+def _building(run: Run) -> Moment:
+    """The model in fp32 on the host, at stage 3 in parts; bucket by bucket moves to the device, a parameter at a time;
+    then moments. The first bucket and the last are the extremes of the moving."""
+    masters = FP32 if run.work < FP32 else 0
+    on_host = run.device != "cpu"
+    drawn, last = (0, 0) if on_host else (run.drawn_model, FP32 * numel_of(run.block_parameters))
+    if run.policy.split_params:
+        drawn, last = drawn // run.dp, last // run.dp
+    at_root = drawn + _moving(run, run.root, run.root_parameters, on_host)
+    stays = run.weights + run.shard_numel * masters - _staying(run, run.block)
+    at_last = stays + last + _moving(run, run.block, run.block_parameters, on_host)
+    built = _moment(run, "building", 0, 0, 0)
+    drawing = 0 if on_host else run.drawing
+    return replace(built, buffers=max(0, *(held - built.total for held in (at_root, at_last, drawing))))
+
+
+def _staying(run: Run, layout: FlatLayout) -> int:
+    """What lasts of a bucket before there are moments."""
+    weights = layout.shard_numel if run.policy.split_params else layout.numel
+    return weights * run.work + (layout.shard_numel * FP32 if run.work < FP32 else 0)
+
+
+def _moving(run: Run, layout: FlatLayout, parameters: Iterable[Slot], on_host: bool) -> int:
+    """A bucket that is being filled: at first all of it, then what lasts, with one whole parameter where that comes
+    from elsewhere."""
+    comes_from_elsewhere = on_host or run.policy.split_params
+    largest = max(slot.numel for slot in parameters) * FP32 if comes_from_elsewhere else 0
+    return max(layout.numel * run.work, _staying(run, layout) + largest)
+
+
+def _loss(run: Run, first: bool) -> Moment:
+    acts = run.activations
+    alive = acts.before_blocks + acts.at_loss(run.chunk) + acts.stream + acts.statistics
+    ends = (3 if run.tp > 1 else 2) * acts.stream  # the last LayerNorm's output, its gradient, the latter's sum
+    kept, whole = _grads_at(run, run.layers, first, True)
+    fresh = first or run.policy.split_grads
+    return _moment(run, "loss", kept, alive + ends, whole + _logits(run, fresh) + _gathered(run, _kept(run)))
+
+
+def _logits(run: Run, fresh: bool) -> int:
+    """What linear_cross_entropy holds; `fresh`: its weight gradient may be made in its place."""
+    tokens, columns, width = run.activations.tokens, run.columns, run.config.model.hidden_size
+    on_cpu = run.device == "cpu"
+    chunk = max(CPU_BLOCK_ROWS, CPU_CHUNK_BYTES // (columns * run.work)) if on_cpu else CUDA_CHUNK_ROWS
+    rows = min(chunk, tokens)
+    scratch = min(CPU_BLOCK_ROWS if on_cpu else CUDA_BLOCK_ROWS, rows) * columns * FP32
+    held = rows * columns * run.work + scratch + 2 * tokens * FP32  # losses and their weights
+    total = run.work if rows >= tokens else FP32
+    if not (fresh and total == run.grads):
+        held += columns * width * total
+    if total == run.work:
+        return held + (scratch if run.work < FP32 else 0)
+    slab = (min(CPU_SLAB_COLUMNS, columns) if on_cpu else columns) * width * run.work
+    rounded = 0 if fresh else columns * width * run.work
+    return held + max(scratch, slab, rounded)
+
+
+def _backward(run: Run, block: int, first: bool, last: bool) -> Moment:
+    """The widest point of one block's backward."""
+    acts = run.activations
+    alive = acts.before_blocks + acts.kept(run.chunk, block) + acts.block_backward
+    kept, whole = _grads_at(run, block, first, last)
+    model = run.config.model
+    one_weight = model.hidden_size * model.ffn_size // run.tp * run.work  # before it is in its bucket
+    whole += max(0, one_weight - acts.widened)
+    return _moment(run, "backward", kept, alive, whole + _gathered(run, _whole_blocks(run, block)))
+
+
+def _handing_over(run: Run, block: int, first: bool) -> Moment:
+    """Split gradients: a block is done and its gradients leave; those of the block before it arrive."""
+    acts = run.activations
+    alive = acts.before_blocks + acts.kept(run.chunk, block) - acts.block + 2 * acts.stream
+    kept, whole = _grads_at(run, block, first, True)
+    if run.policy.split_optim:
+        whole += _exchange(run, run.block, first) + _summing(run, run.block)
+    return _moment(run, "backward", kept, alive, whole + _gathered(run, _whole_blocks(run, block)))
+
+
+def _end_of_backward(run: Run, first: bool) -> Moment:
+    acts, model = run.activations, run.config.model
+    embedding = 2 * acts.stream + model.max_position_embeddings * model.hidden_size * run.work
+    if run.device == "cuda":
+        embedding = max(embedding, acts.stream + run.columns * model.hidden_size * run.work)
+    kept, whole = _grads_at(run, 0, first, True)
+    leaving = _exchange(run, run.root, first) + _exchange(run, run.resident, first)
+    if run.policy.split_optim:
+        leaving += _summing(run, run.root) + _exchange(run, run.block, first)  # the small ones' sum is taken after it
+    buffers = whole + max(embedding, leaving) + _gathered(run, 0)
+    return _moment(run, "reduction", kept, acts.before_blocks, buffers)
+
+
+def _grads_at(run: Run, block: int, first: bool, last: bool) -> tuple[int, int]:
+    """(kept, on the way) bytes of gradients in the backward of block number `block`."""
+    done = run.layers - block  # this block included
+    small = run.resident.numel if done else 0  # the loss has written to the token table only
+    whole_roots = (run.root.numel + small) * run.grads
+    if not run.policy.split_grads:
+        blocks = done if first else run.layers
+        leaving = _exchange(run, run.block, first) if done > 1 and last and run.policy.split_optim else 0
+        return whole_roots + blocks * run.block.numel * run.grads, leaving
+    shards = max(0, done - 2) if first else run.layers
+    roots = 0 if first else _part(run, run.root) + _part(run, run.resident)
+    whole = whole_roots + min(2, done) * run.block.numel * run.grads
+    return shards * _part(run, run.block) + roots, whole + (_exchange(run, run.block, first) if done > 1 else 0)
+
+
+def _part(run: Run, layout: FlatLayout) -> int:
+    return layout.shard_numel * run.sums
+
+
+def _summing(run: Run, layout: FlatLayout) -> int:
+    """The accumulator of a sum that is taken here, and not by NCCL."""
+    if run.shards == 1 or run.device == "cuda" and run.sums == run.grads:
+        return 0
+    at_a_time = CPU_SUM_BLOCK if run.device == "cpu" else max(1, run.config.zero.reduce_bucket_size // run.shards)
+    return min(at_a_time, layout.shard_numel) * FP32
+
+
+def _exchange(run: Run, layout: FlatLayout, first: bool) -> int:
+    """What a reduction holds beside the gradients: what peers sent, where it is summed here and not by NCCL, and the
+    sum, where it is wider or stays when the whole gradient goes. If it is not wider, it has the place of what one
+    peer sent."""
+    wider = run.sums != run.grads
+    stays = first and run.policy.split_grads and run.shards > 1
+    at_a_time = min(layout.shard_numel, max(1, run.config.zero.reduce_bucket_size // run.shards))
+    staged = run.device == "cpu" or wider
+    peers = run.shards - 1 - (stays and not wider) if staged else 0
+    return peers * at_a_time * run.grads + (_part(run, layout) if wider or stays else 0)
+
+
+def _gathered(run: Run, blocks: int) -> int:
+    """Split parameters that are whole: the root during a pass, and so many blocks."""
+    if not run.policy.split_params:
+        return 0
+    return min(run.root.numel + blocks * run.block.numel, run.config.zero.stage3_max_live_parameters) * run.work
+
+
+def _kept(run: Run) -> int:
+    """Blocks that stay whole from their forward to their backward."""
+    return min(run.layers, run.config.zero.stage3_max_reuse_distance // (2 * max(1, run.block.numel)) + 1)
+
+
+def _whole_blocks(run: Run, block: int) -> int:
+    """Blocks that are whole in the backward of one: those of its chunk up to it, which were recomputed, and one ahead;
+    or those that were kept."""
+    chunk = run.chunk or 1
+    first = block // chunk * chunk
+    ahead = first > 0 and run.block.numel <= run.config.zero.stage3_prefetch_bucket_size
+    return max(block - first + 1 + ahead, block - (run.layers - _kept(run)) + 1)
+
+
+def _update(run: Run) -> Moment:
+    """Norm, Adam and the new weights, a tile at a time."""
+    layouts = (run.root, run.resident, run.block)
+    if run.policy.split_grads:
+        kept = run.shard_numel * run.sums
+    else:
+        kept = (run.root.numel + run.layers * run.block.numel) * run.grads
+    span = max(layout.shard_numel for layout in layouts)
+    tile = min(LARGEST_TILE, -(-run.config.zero.sub_group_size // ALIGNMENT) * ALIGNMENT, span)
+    widened = 0 if run.sums == FP32 else tile * FP32
+    return _moment(run, "update", kept, 0, widened)

@@ -1,0 +1,95 @@
+"""What to change in a run that does not fit, and how a plan is put into words. Pure arithmetic over memory.py.
+
+A *remedy* is one change of flags that keeps the samples of a step; they come in order of what they cost: a smaller
+micro-batch costs efficiency, recomputation a third more arithmetic, a higher ZeRO stage traffic, offloading the speed
+of the host, tensor parallelism traffic inside every block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+
+from megatron.config.tree import OFFLOAD_DEVICES, Config
+from megatron.errors import ConfigError
+from megatron.plan.footprint import Run
+from megatron.plan.memory import Moment, peak
+
+WORTHWHILE = 0.05
+"""A change that saves a smaller share of the memory is no remedy."""
+
+LARGEST_MICRO_BATCH = 1 << 16
+
+
+@dataclass(frozen=True)
+class Remedy:
+    flags: str
+    saves: int
+    """Bytes of the device."""
+
+
+def remedies(run: Run) -> list[Remedy]:
+    """The changes that help this run, the cheapest first."""
+    now = peak(run).total
+    found = [Remedy(flags, now - peak(changed).total) for flags, changed in _changes(run)]
+    return [remedy for remedy in found if remedy.saves >= WORTHWHILE * now]
+
+
+def _changes(run: Run) -> Iterator[tuple[str, Run]]:
+    config, batch = run.config, run.config.train.batch_size
+    total = config.global_batch_size(run.dp)
+    if batch > 1:
+        smaller = max(size for size in range(1, batch) if batch % size == 0)
+        yield (f"--batch-size {smaller} --global-batch-size {total}",
+               replace(run, config=with_batch(config, smaller, total)))
+    if not config.recompute.checkpoint_activations:
+        recompute = replace(config.recompute, checkpoint_activations=True)
+        yield "--checkpoint-activations", replace(run, config=replace(config, recompute=recompute))
+    for stage in range(config.zero.zero_stage + 1, 4) if run.dp > 1 else ():
+        yield f"--zero-stage {stage}", with_stage(run, stage)
+    if "cpu" in OFFLOAD_DEVICES and run.offload == "none" and config.zero.zero_stage > 0:
+        yield "--offload-optimizer-device cpu", replace(run, offload="optimizer")
+    tp = 2 * run.tp
+    if run.ranks % tp == 0:
+        try:
+            wider = replace(config, parallel=replace(config.parallel, model_parallel_size=tp))
+            changed = replace(run, config=with_batch(wider, batch, total))
+            changed.config.check_world(run.ranks)
+        except ConfigError:  # heads, widths or batches that do not divide by it
+            return
+        yield f"--model-parallel-size {tp}", changed
+
+
+def with_batch(config: Config, batch: int, total: int) -> Config:
+    return replace(config, train=replace(config.train, batch_size=batch, global_batch_size=total))
+
+
+def with_stage(run: Run, stage: int) -> Run:
+    return replace(run, config=replace(run.config, zero=replace(run.config.zero, zero_stage=stage)))
+
+
+def largest_micro_batch(run: Run, capacity: float) -> int:
+    """The largest --batch-size whose peak is at most `capacity` bytes, with as many micro-batches a step; 0: none."""
+    steps = run.accumulation
+
+    def fits(batch: int) -> bool:
+        sized = replace(run, config=with_batch(run.config, batch, batch * run.dp * steps))
+        return peak(sized).total <= capacity
+
+    low, high = 0, 1
+    while high <= LARGEST_MICRO_BATCH and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def size(count: int) -> str:
+    """Bytes for people."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def breakdown(moment: Moment) -> str:
+    parts = ", ".join(f"{name} {size(count)}" for name, count in asdict(moment).items() if name != "name")
+    return f"{size(moment.total)} at its fullest moment ({moment.name}): {parts}"

@@ -1,0 +1,49 @@
+"""Lack of memory, explained: what this run was to hold, and the two cheapest changes that make it smaller.
+
+`explained(...)` stands around the building and the training of a run. When memory runs out inside, it writes the plan
+of memory.py to stderr and raises `MemoryShortage`, whose text names the remedies; `launch/exits.py` makes the `error:`
+line and the exit code of it. The arithmetic is imported when it is needed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from megatron.launch.exits import MemoryShortage, is_lack_of_memory
+
+if TYPE_CHECKING:
+    from megatron.config.tree import Config
+    from megatron.plan.activations import Device
+    from megatron.plan.footprint import Run
+
+SHOWN_REMEDIES = 2
+
+
+@contextmanager
+def explained(config: Config, rank: int, ranks: int, device: Device) -> Iterator[None]:
+    """Lack of memory inside becomes MemoryShortage; `config` knows its vocabulary."""
+    from megatron.plan.footprint import Run  # now: importing takes memory too
+    from megatron.plan.memory import peak
+    from megatron.plan.remedies import breakdown
+
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_lack_of_memory(error) or isinstance(error, MemoryShortage):
+            raise
+        run = Run(config, ranks, device)
+        print(f" rank {rank} was to hold {breakdown(peak(run))}", file=sys.stderr, flush=True)
+        reason = (str(error).strip() or "no more memory").splitlines()[0]
+        raise MemoryShortage(f"{reason}; {advice(run)}") from error
+
+
+def advice(run: Run) -> str:
+    from megatron.plan.remedies import remedies, size
+
+    chosen = remedies(run)[:SHOWN_REMEDIES]
+    if not chosen:
+        return "no flag makes this run much smaller: use a smaller model, or more ranks with a higher --zero-stage"
+    return "try " + " or ".join(f"{remedy.flags} (saves {size(remedy.saves)})" for remedy in chosen)

@@ -1,0 +1,109 @@
+"""DeepSpeed's module interface: one configuration for every `checkpoint` of this process.
+
+    recompute.configure(mpu, "ds_config.json", partition_activations=True)
+    y = recompute.checkpoint(block, x, mask)
+
+Here, and only here, lives a current `Recomputation`; before `configure` it is one with every switch off. The trainer
+does not use it: it builds its own (build.py).
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from inspect import signature
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.config import ds_file
+from megatron.config.ds_keys import TABLE, Key
+from megatron.config.tree import RecomputeConfig
+from megatron.errors import ConfigError
+from megatron.model.gpt2 import run_in_order
+from megatron.recompute.replay import Recomputation
+from mpu.groups import of_handle
+
+SECTION = "activation_checkpointing."
+
+
+class ModelParallel(Protocol):
+    """What `configure` asks of an mpu; our package is one."""
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup | None: ...
+
+
+class _Current:
+    """The holder of the recomputation in use."""
+
+    recomputation = Recomputation(RecomputeConfig())
+    configured = False
+
+
+def configure(
+    mpu: ModelParallel | None, deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    partition_activations: bool | None = None, contiguous_checkpointing: bool | None = None,
+    num_checkpoints: float | None = None, checkpoint_in_cpu: bool | None = None, synchronize: bool | None = None,
+    profile: bool | None = None, **misspelt: object,
+) -> None:
+    """Set up `checkpoint`: as the section `activation_checkpointing` of a DeepSpeed file or dict says, but for what is
+    given as an argument. Without `mpu` nothing is split."""
+    for name in misspelt:
+        near = difflib.get_close_matches(name, signature(configure).parameters, n=1, cutoff=0.6)
+        hint = f": did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"recompute.configure has no argument {name}{hint}")
+    given = {
+        "partition_activations": partition_activations,
+        "contiguous_memory_optimization": contiguous_checkpointing,
+        "number_checkpoints": None if num_checkpoints is None else math.ceil(num_checkpoints),  # scripts divide layers
+        "cpu_checkpointing": checkpoint_in_cpu,
+        "synchronize_checkpoint_boundary": synchronize,
+        "profile_backward": profile,
+    }
+    values = {} if deepspeed_config is None else _section(deepspeed_config)
+    values |= {name: value for name, value in given.items() if value is not None}
+    tp = of_handle(None if mpu is None else mpu.get_model_parallel_group())
+    _Current.recomputation = Recomputation(RecomputeConfig(**values), tp)
+    _Current.configured = True
+
+
+def _section(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that a DeepSpeed configuration sets in its section on activation checkpointing."""
+    keys = ds_file.read(source).keys
+    rows = ((TABLE[path], value) for path, value in keys.items() if path.startswith(SECTION))
+    return {row.fields: value for row, value in rows if isinstance(row, Key)}
+
+
+def is_configured() -> bool:
+    return _Current.configured
+
+
+def reset() -> None:
+    """After a forward that gets no backward: begin anew."""
+    _Current.recomputation.reset()
+
+
+def report() -> str:
+    """What recomputation cost since the last report, if `configure(profile=True)`."""
+    return _Current.recomputation.report()
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """function(*args, **kwargs), recomputed in backward instead of remembered; as configured."""
+    return _Current.recomputation.checkpoint(function, *args, **kwargs)
+
+
+def in_chunks(chunk: int, checkpoint: Callable[..., Any] = checkpoint) -> Callable[..., Tensor]:
+    """A way to run blocks (for `GPT2.run_blocks`) that checkpoints every `chunk` of them; the last chunk may be
+    shorter."""
+
+    def run(blocks: Sequence[nn.Module], x: Tensor, *args: Any) -> Tensor:
+        for start in range(0, len(blocks), chunk):
+            x = checkpoint(partial(run_in_order, blocks[start : start + chunk]), x, *args)
+        return x
+
+    return run

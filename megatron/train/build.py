@@ -1,0 +1,181 @@
+"""Config -> the parts of a run: tokenizer, datasets, model, engine. Each function builds one part; pretrain_gpt2.py
+puts them together."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+import data.tokenizer
+from data.corpora import Datasets, open_datasets
+from data.default_corpus import DEFAULT_FOLDER
+from data.sampling import parse_split
+from data.storage import DataError
+from data.tokenizer import Tokenizer, canonical_kind
+from megatron import recompute
+from megatron.config.tree import Config, DataConfig, TrainConfig, require
+from megatron.errors import ConfigError
+from megatron.model import GPT2
+from megatron.optim.schedule import Schedule, build_schedule
+from megatron.recompute import Recomputation
+from megatron.train.batches import BatchRule
+from megatron.zero.api.engine import Engine
+from megatron.zero.api.init import Init
+from megatron.zero.api.initialize import initialize
+from megatron.zero.engine import ParamGroup
+from megatron.zero.holders import shape_of
+from megatron.zero.tiling import tile_linears
+from mpu.collectives import all_gather_json
+from mpu.groups import Groups
+from mpu.random import model_parallel_cuda_manual_seed
+
+DEFAULT_TOKENIZER = "GPT2BPETokenizer"
+
+
+def tokenizer(config: Config) -> Tokenizer:
+    section = config.data
+    _check_flags(section)
+    path = section.tokenizer_path
+    if path is None and "default" in section.train_data and section.tokenizer_type == "SentencePieceTokenizer":
+        path = str(DEFAULT_FOLDER / "tokenizer.model")  # the one trained on that corpus
+    return data.tokenizer.build(
+        section.tokenizer_type or DEFAULT_TOKENIZER,
+        vocab_file=section.vocab_file,
+        merge_file=section.merge_file,
+        tokenizer_path=path,
+    )
+
+
+def _check_flags(section: DataConfig) -> None:
+    """Flags whose values only the data package understands: wrong ones are errors of usage, not of data."""
+    try:
+        canonical_kind(section.tokenizer_type or DEFAULT_TOKENIZER)
+        parse_split(section.split)
+    except DataError as error:
+        raise ConfigError(str(error)) from error
+
+
+def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
+    """The config with the vocabulary size filled in."""
+    size = config.model.vocab_size
+    require(
+        size is None or size >= tokenizer.vocab_size,
+        f"--vocab-size {size} is smaller than the {tokenizer.vocab_size} tokens of {tokenizer.name}; leave it out",
+    )
+    return replace(config, model=replace(config.model, vocab_size=size or tokenizer.vocab_size))
+
+
+def datasets(config: Config, tokenizer: Tokenizer, groups: Groups) -> Datasets:
+    """Training, validation and test samples; every rank must see the same corpus."""
+    section = config.data
+    if not section.mock_data and not section.train_data:
+        raise ConfigError("no training text: give --train-data PREFIX, a .jsonl file, or --mock-data")
+    found = open_datasets(
+        train_data=section.train_data,
+        valid_data=section.valid_data,
+        test_data=section.test_data,
+        split=section.split,
+        seq_length=config.seq_length,
+        seed=config.train.seed,
+        tokenizer=tokenizer,
+        cache_path=section.data_cache_path,
+        mock=section.mock_data,
+        json_key=section.text_key,
+    )
+    seen = all_gather_json(found.fingerprint, groups.world)
+    strange = [rank for rank, fingerprint in enumerate(seen) if fingerprint != seen[0]]
+    require(
+        not strange,
+        f"--train-data differs between ranks: ranks {strange} do not see the corpus of rank 0; "
+        "copy the same files to every node",
+    )
+    return found
+
+
+def seed_everything(train: TrainConfig, groups: Groups, device: torch.device) -> None:
+    """Dropout streams: the same within a tensor parallel group, different over data parallel."""
+    random.seed(train.seed)
+    np.random.seed(train.seed % 2**32)
+    model_parallel_cuda_manual_seed(train.seed, groups, vary_over_dp=True)
+    if train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+
+
+def recomputation(config: Config, groups: Groups) -> Recomputation:
+    section = config.recompute
+    return Recomputation(replace(section, number_checkpoints=section.number_checkpoints or config.chunks), groups.tp)
+
+
+def model(config: Config, groups: Groups, again: Recomputation | None = None) -> GPT2:
+    """GPT-2 in fp32 on the host, at stage 3 in parts; recomputation (`again`, or one of its own), tiling and
+    compilation are put on its blocks."""
+    split = config.zero.zero_stage == 3 and not config.model.memory_centric_tiled_linear  # tiles need whole layers
+    with Init(enabled=split, mpu=groups):
+        gpt2 = GPT2(config.model, groups.tp, config.train.seed)
+    if config.recompute.checkpoint_activations:
+        again = again or recomputation(config, groups)
+        gpt2.run_blocks = recompute.in_chunks(config.recompute.checkpoint_num_layers, again.checkpoint)
+    if config.model.memory_centric_tiled_linear:
+        tile_linears(gpt2.blocks, config.model.tile_factor, config.model.hidden_size)
+    if config.train.compile:
+        for block in gpt2.blocks:
+            block.forward = torch.compile(block.forward)  # the hooks of the engine stay outside
+    return gpt2
+
+
+def engine(config: Config, model: GPT2, groups: Groups, device: torch.device) -> Engine:
+    """The engine on its device, with the learning rate schedule of the flags."""
+    built = initialize(model=model, model_parameters=param_groups(model, config.optim.weight_decay),
+                       lr_scheduler=schedule(config), mpu=groups, config=config, device=device)[0]
+    built.reads_weights_between_steps = False
+    return built
+
+
+def param_groups(model: GPT2, weight_decay: float) -> list[ParamGroup]:
+    """Matrices and embeddings decay; biases and LayerNorms do not."""
+    return [{"params": [p for p in model.parameters() if len(shape_of(p)) >= 2], "weight_decay": weight_decay},
+            {"params": [p for p in model.parameters() if len(shape_of(p)) < 2], "weight_decay": 0.0}]
+
+
+def schedule(config: Config) -> Schedule:
+    section = config.schedule
+    return build_schedule(style=section.lr_decay_style, lr=section.lr, min_lr=section.min_lr, warmup=section.warmup,
+                          decay_iters=section.lr_decay_iters or max(1, config.train.train_iters),
+                          warmup_type=section.warmup_type)
+
+
+def batch_rule(config: Config, groups: Groups, tokenizer: Tokenizer) -> BatchRule:
+    section = config.data
+    return BatchRule(
+        config.train.batch_size,
+        config.accumulation(groups.dp.size),
+        groups.dp.rank,
+        groups.dp.size,
+        tokenizer.eod,
+        section.reset_position_ids,
+        section.reset_attention_mask,
+        section.eod_mask_loss,
+    )
+
+
+def summary(config: Config, groups: Groups, device: torch.device) -> str:
+    """The resolved configuration, once: one dotted line a field, then what the run amounts to."""
+    rows: list[tuple[str, Any]] = [
+        (f"{section}.{key}", value) for section, values in config.as_dict().items() for key, value in values.items()
+    ]
+    lines = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in rows]
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    tp, dp = groups.tp.size, groups.dp.size
+    facts = (
+        f"GPT-2 with {config.model.parameters():,} parameters in {config.precision.name} on {tp * dp} x {where}: "
+        f"tensor parallel {tp}, data parallel {dp}, ZeRO stage {config.zero.zero_stage}; global batch "
+        f"{config.global_batch_size(dp)} = {config.train.batch_size} x {config.accumulation(dp)} x {dp}"
+    )
+    return "\n".join(["configuration", *lines, facts])

@@ -1,0 +1,42 @@
+"""How much arithmetic a token costs, and how much a device can do: the two numbers behind TFLOP/s and MFU. Pure."""
+
+from __future__ import annotations
+
+from megatron.config.tree import ModelConfig
+
+PEAK_TFLOPS = {
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "H800": 989.0,
+    "B200": 2250.0,
+    "GH200": 989.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "A40": 149.7,
+    "A30": 165.0,
+    "A10": 125.0,
+    "L40S": 362.0,
+    "L40": 181.0,
+    "L4": 121.0,
+    "V100": 125.0,
+    "T4": 65.0,
+    "RTX 5090": 209.5,
+    "RTX 4090": 165.2,
+    "RTX 4080": 97.5,
+    "RTX 3090": 71.0,
+    "MI300X": 1307.0,
+    "MI250X": 383.0,
+}
+"""Dense 16-bit peaks from the makers' data sheets, by a part of the device name; `--peak-tflops` overrides."""
+
+
+def flops_per_token(model: ModelConfig, seq_length: int) -> float:
+    """Forward and backward: 6 per parameter, plus attention scores and values over the sequence."""
+    return 6.0 * model.parameters() + 12.0 * model.num_layers * model.hidden_size * seq_length
+
+
+def peak_tflops(device_name: str) -> float | None:
+    """The peak of a device, or None where it is unknown (a CPU, say): then no MFU is reported."""
+    matches = [key for key in PEAK_TFLOPS if key in device_name]
+    return PEAK_TFLOPS[max(matches, key=len)] if matches else None

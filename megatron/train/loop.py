@@ -1,0 +1,175 @@
+"""The training loop: batches in, weights and metrics out. Everything it needs is built before it starts
+(pretrain_gpt2.py).
+
+`TrainState` is what a checkpoint restores of the loop itself; the rest of a run's state belongs to the engine and the
+generators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron.config.tree import Config
+from megatron.errors import Interrupted, NumericsError, TrainerError
+from megatron.launch.signals import StopRequest
+from megatron.train.batches import Batch, BatchRule, BatchStream, Samples, samples_digest
+from megatron.train.evaluation import SizedSamples, evaluate, forward_loss
+from megatron.train.flops import flops_per_token, peak_tflops
+from megatron.train.metrics import MetricsLog, Rates, StepMetrics, Stopwatch, max_memory_bytes
+from megatron.zero.api.engine import Engine
+from megatron.zero.engine import StepReport
+from mpu.collectives import all_reduce
+
+
+@dataclass
+class TrainState:
+    """Where the loop stands; the sample position is the only data state there is."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """One run of the loop."""
+
+    config: Config
+    engine: Engine
+    rule: BatchRule
+    device: torch.device
+    log: MetricsLog
+    save: Callable[[TrainState], None] | None = None
+    stop: StopRequest = field(default_factory=StopRequest)
+
+    def run(self, state: TrainState, samples: Samples, valid: SizedSamples | None) -> bool:
+        """Train until --train-iters (True), or until there is a reason to leave (False); saves on the way and at the
+        end."""
+        try:
+            reason = self._run(state, samples, valid)
+            self.engine.finish_save()
+        except Exception as error:
+            self._rescue_save(error)
+            raise
+        if reason:
+            self.log.say(f" {reason}{f', saved {self.config.save.save}' if self.save else ''}")
+        return not reason
+
+    def _run(self, state: TrainState, samples: Samples, valid: SizedSamples | None) -> str:
+        """The loop; why it was left early, if it was. The last save may be under way still."""
+        watch, rates, saved_at, reason = Stopwatch(), self._rates(), state.iteration, ""
+        stream = self._stream(samples, state)
+        self.engine.train()
+        try:
+            for batches in stream:
+                metrics, asked, late = self._step(state, batches, watch, rates)
+                self.log.step(metrics)
+                if state.iteration < self.config.train.train_iters:  # at the end `finish` evaluates
+                    if valid is not None and due(state.iteration, self.config.train.eval_interval):
+                        self.evaluate("validation", state.iteration, valid)
+                    reason = self._reason_to_leave(state.iteration, asked, late)
+                    if asked and self.save is None:
+                        raise Interrupted(
+                            f"asked to stop at step {state.iteration}, and nothing was saved: give --save"
+                        )
+                if self.save and (reason or due(state.iteration, self.config.save.save_interval)):
+                    self.save(state)
+                    saved_at = state.iteration
+                if reason:
+                    break
+                watch.lap()  # evaluating and saving are not training time
+        finally:
+            stream.close()
+        self.engine.settle()
+        if self.save and state.iteration != saved_at:
+            self.save(state)
+        return reason
+
+    def _rescue_save(self, error: Exception) -> None:
+        """After an error, a save under way is completed if every rank is known to have come here; otherwise it is lost,
+        and a line says so."""
+        if self.engine.is_saving:
+            if isinstance(error, NumericsError) or self.engine.groups.world.is_solo:
+                with suppress(TrainerError):  # the first error is the one to tell
+                    self.engine.finish_save()
+            else:
+                self.log.say(" the save under way is not complete; the tag before it is the newest")
+
+    def _stream(self, samples: Samples, state: TrainState) -> BatchStream:
+        steps = self.config.train.train_iters - state.iteration
+        return BatchStream(samples, self.rule, state.consumed_samples, steps, self.config.data.num_workers)
+
+    def _reason_to_leave(self, iteration: int, asked: bool, late: bool) -> str:
+        if asked:
+            return f"preempted at step {iteration}"
+        if late:
+            limit = self.config.train.exit_duration_in_mins
+            return f"leaving after iteration {iteration} (--exit-duration-in-mins {limit:g})"
+        interval = self.config.train.exit_interval
+        return f"leaving after iteration {iteration} (--exit-interval {interval})" if due(iteration, interval) else ""
+
+    def finish(self, state: TrainState, valid: SizedSamples | None, test: SizedSamples | None) -> None:
+        """The evaluations at the end of training."""
+        for name, samples in (("validation", valid), ("test", test)):
+            if samples is not None and self.config.train.eval_interval:
+                self.evaluate(name, state.iteration, samples)
+
+    def evaluate(self, name: str, iteration: int, samples: SizedSamples) -> None:
+        loss = evaluate(self.engine, samples, self.rule, self.config.train.eval_iters, self.device)
+        self.log.evaluation(name, iteration, loss)
+
+    def _step(
+        self, state: TrainState, batches: list[Batch], watch: Stopwatch, rates: Rates
+    ) -> tuple[StepMetrics, bool, bool]:
+        """One optimizer step; whether any rank was asked to stop; whether the time of any rank is up."""
+        lr = self.engine.get_lr()[0]
+        digest = samples_digest(state.consumed_samples, self.rule.global_batch)
+        report, total = self._train_step(batches)
+        # Tensor parallel ranks hold equal losses, so the mean over the world is the mean over data parallel.
+        own = total.new_tensor([bool(self.stop), self._is_late()])
+        loss, asked, late = all_reduce(torch.cat([total.view(1), own]), self.engine.groups.world)
+        state.iteration += 1
+        state.consumed_samples += self.rule.global_batch
+        mean = loss.item() / (len(batches) * self.engine.groups.world.size)
+        seconds = watch.lap()
+        tokens, tflops, mfu = rates.of(seconds)
+        metrics = StepMetrics(
+            iteration=state.iteration, lm_loss=mean, grad_norm=report.grad_norm, learning_rate=lr,
+            loss_scale=report.loss_scale, skipped=not report.applied, consumed_samples=state.consumed_samples,
+            samples_digest=digest, step_ms=seconds * 1e3, tokens_per_s=tokens, tflops=tflops, mfu=mfu,
+            max_memory_bytes=max_memory_bytes(self.device))
+        return metrics, asked.item() > 0, late.item() > 0
+
+    def _is_late(self) -> bool:
+        return 0 < self.config.train.exit_duration_in_mins <= self.stop.minutes
+
+    def _train_step(self, batches: list[Batch]) -> tuple[StepReport, torch.Tensor]:
+        """All micro-batches of one step; what the optimizer did, and the sum of this rank's losses."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        report = None
+        for batch in batches:
+            loss = forward_loss(self.engine, batch.to(self.device))
+            self.engine.backward(loss)
+            total += loss.detach()
+            report = self.engine.step()
+        assert report is not None, "the last micro-batch of a step is the accumulation boundary"
+        return report, total
+
+    def _rates(self) -> Rates:
+        peak = self.config.log.peak_tflops
+        if peak is None and self.device.type == "cuda":
+            peak = peak_tflops(torch.cuda.get_device_name(self.device))
+        return Rates(
+            self.rule.global_batch * self.config.seq_length,
+            flops_per_token(self.config.model, self.config.seq_length),
+            self.engine.groups.world.size,
+            peak,
+        )
+
+
+def due(iteration: int, interval: int) -> bool:
+    """An interval of 0 switches the thing off."""
+    return interval > 0 and iteration % interval == 0

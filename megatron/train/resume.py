@@ -1,0 +1,226 @@
+"""How a pretraining run is saved and resumed: what it may differ in from the run of its checkpoint, what it is told.
+
+The engine saves and restores itself (zero/saved.py); the loop's own state travels as its client state: where it is in
+the data, which data that is, and the learning rate schedule it follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.agree import agree, on_rank_0
+from megatron.checkpoint.commit import Keep, probe, storing, sweep
+from megatron.checkpoint.interchange.foreign import Foreign
+from megatron.checkpoint.interchange.huggingface import open_folder
+from megatron.checkpoint.lock import locked
+from megatron.checkpoint.manifest import step_of, step_tag
+from megatron.checkpoint.reader import Checkpoint, open_checkpoint
+from megatron.checkpoint.tags import tag_names
+from megatron.checkpoint.writer import SaveReport
+from megatron.config.tree import Config, flag_name
+from megatron.errors import CheckpointError
+from megatron.optim.schedule import Schedule
+from megatron.train.loop import TrainState
+from megatron.zero.api.engine import Engine, FollowSchedule, LoadOptions
+from megatron.zero.api.saved import load_weights
+from mpu.groups import Groups
+
+MUST_MATCH = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "intermediate_size",
+    "max_position_embeddings",
+    "vocab_size",
+    "layernorm_epsilon",
+    "tile_factor",
+)
+"""Model fields a checkpoint must share with the run that loads it."""
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Checkpoints:
+    """Loads once at the start, saves whenever asked."""
+
+    config: Config
+    groups: Groups
+    data_fingerprint: str
+    notes: list[str] = field(default_factory=list)
+    """What was loaded and what could not carry over, for the log."""
+
+    def __post_init__(self) -> None:
+        self._held = ExitStack()
+        if self.config.save.save is not None:
+            root = Path(self.config.save.save)
+            on_rank_0(lambda: self._claim(root), self.groups.world)
+
+    def _claim(self, root: Path) -> None:
+        """Before the first step: the folder can be written, no other job saves into it, and what an interrupted save
+        left is tidied up."""
+        probe(root)
+        self._held.enter_context(locked(root))
+        with storing(root, 0):
+            sweep(root)
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Let go of the --save folder."""
+        self._held.close()
+
+    # ---- loading ------------------------------------------------------------------------------------------------
+
+    def resume(self, engine: Engine) -> TrainState:
+        """Where this run starts."""
+        section = self.config.save
+        if section.load is None or self._starts_fresh(Path(section.load)):
+            return self._start(engine)
+        found = open_checkpoint(section.load, world=self.groups.world, fallback=section.resume_fallback)
+        _check_model(self.config, found)
+        optimizer = not (section.finetune or section.no_load_optim)
+        saved: dict[str, Any] = found.shared_state["client_state"]
+        if not section.finetune and "schedule" not in saved:
+            raise CheckpointError(f"{found.tag} of {section.load} holds imported weights, not a run: give --finetune")
+        scheduler = _follows(engine)
+        if not section.finetune:  # the rate is set by the schedule in force: it has to be chosen before
+            scheduler.schedule = _agreed_schedule(self.config, Schedule(**saved["schedule"]), scheduler.schedule)
+        same_precision = _precision(found.config) == self.config.precision.name
+        engine.restore(found, LoadOptions(optimizer, counters=not section.finetune, scheduler=not section.finetune,
+                                          rng=not (section.finetune or section.no_load_rng),
+                                          loss_scale=same_precision))
+        what = "weights" if section.finetune else "weights and optimizer" if optimizer else "weights, without optimizer"
+        self.notes.append(f" loaded {what} of {found.tag} from {section.load}")
+        if section.finetune:
+            return self._start_at(TrainState())
+        self.notes += _relaid(engine, found, self.config.precision.name)
+        if engine.rng_note is not None:
+            self.notes.append(engine.rng_note)
+        if saved["data"] != self.data_fingerprint:
+            self.notes.append(
+                " warning: --train-data is another corpus than the checkpoint's; the data position carries over"
+            )
+        return self._start_at(TrainState(saved["iteration"], saved["consumed_samples"]))
+
+    def _start_at(self, state: TrainState) -> TrainState:
+        """`state`, with a warning where --save holds later steps: they would be taken for the newest of this run."""
+        root = self.config.save.save
+        steps = [] if root is None else on_rank_0(lambda: [step_of(tag) for tag in tag_names(Path(root))],
+                                                  self.groups.world)
+        if later := [step for step in steps if step is not None and step > state.iteration]:
+            self.notes.append(f" warning: --save {root} holds {step_tag(max(later))}, later than iteration "
+                              f"{state.iteration} where this run starts: a resume would take it; give another --save, "
+                              "or remove it")
+        return state
+
+    def _start(self, engine: Engine) -> TrainState:
+        """Step 0: from weights of Hugging Face where asked for, else from those the model was built with."""
+        source = self.config.save.load_hf
+        if source is not None:
+            load_weights(engine.core, agree(lambda: _open_hf(self.config, Path(source)), self.groups.world))
+            self.notes.append(f" initial weights from the Hugging Face folder {source}")
+        return self._start_at(TrainState())
+
+    def _starts_fresh(self, load: Path) -> bool:
+        """--load of a --save folder that holds nothing yet: the first start of a command made to be run again."""
+        same = self.config.save.save is not None and load.resolve() == Path(self.config.save.save).resolve()
+        return same and bool(on_rank_0(lambda: not load.exists() or not tag_names(load), self.groups.world))
+
+    # ---- saving -------------------------------------------------------------------------------------------------
+
+    def saver(self, engine: Engine, say: Say) -> Callable[[TrainState], None] | None:
+        return partial(self._save, engine, say) if self.config.save.save is not None else None
+
+    def _save(self, engine: Engine, say: Say, state: TrainState) -> None:
+        section = self.config.save
+        assert section.save is not None
+        position = {**asdict(state), "schedule": asdict(_follows(engine).schedule), "data": self.data_fingerprint}
+        engine.save_checkpoint(section.save, client_state=position, save_optimizer_states=not section.no_save_optim,
+                               save_rng_states=not section.no_save_rng,
+                               keep=Keep(section.keep_last, section.keep_every), in_background=section.async_save,
+                               then=partial(self._tell, say))
+
+    def _tell(self, say: Say, report: SaveReport) -> None:
+        say(f" saved {report.tag} to {self.config.save.save} "
+            f"({report.bytes / 1e6:.1f} MB in {report.seconds:.2f} s)")
+
+
+def _follows(engine: Engine) -> FollowSchedule:
+    scheduler = engine.lr_scheduler
+    assert isinstance(scheduler, FollowSchedule), "build.engine gives the engine the schedule of the flags"
+    return scheduler
+
+
+def _model_field(model: dict[str, Any], key: str) -> Any:
+    """The value in force: an MLP width that was not given is four times the hidden size, and without tiles their
+    factor is nothing."""
+    value = model.get(key)
+    if key == "tile_factor" and not model.get("memory_centric_tiled_linear"):
+        return None
+    return 4 * model["hidden_size"] if key == "intermediate_size" and value is None else value
+
+
+def _check_model(config: Config, found: Checkpoint) -> None:
+    """Refuse another model, naming every field that differs."""
+    present, saved = config.as_dict(), found.config
+    rows = [(flag_name(key), _model_field(saved["model"], key), _model_field(present["model"], key))
+            for key in MUST_MATCH]
+    if not config.save.finetune:
+        if not config.save.load_precision_change:
+            rows.append(("precision", _precision(saved), _precision(present)))
+        length = saved["data"]["seq_length"] or saved["model"]["max_position_embeddings"]
+        rows.append(("--seq-length", length, config.seq_length))
+    differing = [f"{name} {was} in the checkpoint, {now} here" for name, was, now in rows if was != now]
+    if differing:
+        raise CheckpointError(
+            f"{found.tag} of {config.save.load} is of another run: {'; '.join(differing)}; "
+            "give the checkpoint's values, or "
+            "another --load"
+            + ("" if config.save.finetune else ", or --finetune where only precision or length differ, "
+               "or --load-precision-change where only precision does")
+        )
+
+
+def _precision(config: Mapping[str, Any]) -> str:
+    """fp32, fp16 or bf16, of a saved configuration."""
+    return next((name for name in ("bf16", "fp16") if config["precision"][name]), "fp32")
+
+
+def _relaid(engine: Engine, found: Checkpoint, precision: str) -> list[str]:
+    """What was laid out anew for this run, in one line; none where nothing was."""
+    saved, present = {**found.layout, "precision": _precision(found.config)}, {**engine.layout, "precision": precision}
+    changes = [f"{key} {saved.get(key)} -> {now}" for key, now in present.items() if saved.get(key) != now]
+    if saved["precision"] != precision == "fp16":
+        changes.append(f"the loss scale starts anew at {engine.cur_scale:g}")
+    return [f" re-laid: {', '.join(changes)}"] if changes else []
+
+
+def _open_hf(config: Config, folder: Path) -> Foreign:
+    """The weights, of exactly the model that the flags describe."""
+    found = open_folder(folder)
+    rows = [(flag_name(key), _model_field(asdict(found.model), key), _model_field(asdict(config.model), key))
+            for key in MUST_MATCH]
+    if differing := [f"{name} {theirs} there, {ours} here" for name, theirs, ours in rows if theirs != ours]:
+        raise CheckpointError(f"--load-hf {folder} is another model: {'; '.join(differing)}; give its values")
+    return found
+
+
+def _agreed_schedule(config: Config, saved: Schedule, present: Schedule) -> Schedule:
+    """The checkpoint's schedule and the flags' must agree unless a flag says which one wins."""
+    if saved == present or config.schedule.override_lr_scheduler:
+        return present
+    if config.schedule.use_checkpoint_lr_scheduler:
+        return saved
+    was, now = asdict(saved), asdict(present)
+    rows = "; ".join(f"{key} {was[key]} in the checkpoint, {now[key]} here" for key in was if was[key] != now[key])
+    raise CheckpointError(
+        f"the learning rate schedule of {config.save.load} differs: {rows}; --override-lr-scheduler takes the flags', "
+        "--use-checkpoint-lr-scheduler the checkpoint's"
+    )

@@ -1,0 +1,195 @@
+"""`zero.initialize`: an engine for any model and loop, from a DeepSpeed-style configuration.
+
+    engine, optimizer, loader, scheduler = zero.initialize(model=model, config="ds_config.json")
+    for batch in loader:
+        loss = engine(batch)
+        engine.backward(loss)
+        engine.step()
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from megatron.config import ds_file
+from megatron.config.tree import Config
+from megatron.errors import ConfigError
+from megatron.launch import distributed
+from megatron.optim.adam import LARGEST_TILE
+from megatron.optim.build import build_rule
+from megatron.optim.rule import Rule
+from megatron.optim.schedule import Schedule, build_schedule
+from megatron.optim.torch_rule import from_torch
+from megatron.zero.api.engine import Engine, FollowSchedule, Scheduler
+from megatron.zero.api.init import groups_of
+from megatron.zero.api.optimizer import ZeroOptimizer
+from megatron.zero.engine import DTYPES, ParamGroup, ZeroEngine
+from megatron.zero.layout import ALIGNMENT
+from mpu.groups import Groups
+
+
+def initialize(args: argparse.Namespace | None = None, model: nn.Module | None = None,
+               optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+               model_parameters: Iterable[nn.Parameter] | Iterable[ParamGroup] | None = None,
+               training_data: Dataset[Any] | None = None, lr_scheduler: Any = None, mpu: Any = None,
+               dist_init_required: bool | None = None, collate_fn: Callable[[list[Any]], Any] | None = None,
+               config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None,
+               config_params: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+               device: torch.device | None = None,
+               ) -> tuple[Engine, ZeroOptimizer, DataLoader[Any] | None, Scheduler | None]:
+    """The engine of a model, its optimizer, a loader of `training_data` and the learning rate scheduler.
+
+    `config` is a path or a dict in DeepSpeed's keys (or `args.deepspeed_config`). The optimizer is the given one, or a
+    callable that makes it from the parameters, or the config's; the scheduler is the given one (also a callable that
+    makes it from the optimizer), or the config's. `mpu` tells the groups where the model is tensor parallel. All
+    parameters take the values of data parallel rank 0, move to `device` (default: this rank's) one by one, and to the
+    working precision.
+    """
+    if model is None:
+        raise ConfigError("zero.initialize needs a model")
+    source = _config_source(args, config, config_params)
+    if dist_init_required is not False:
+        distributed.init()
+    groups = groups_of(mpu)
+    settings = _settings(source, groups)
+    config = settings.config
+    device = device or distributed.device_for(distributed.read_environment())
+    _move_buffers(model, device, DTYPES[config.precision.name])
+    rule, param_groups = _rule_and_groups(settings, model, model_parameters, optimizer)
+    _check_groups(model, param_groups)
+    core = ZeroEngine(model, groups, zero=config.zero, precision=config.precision, rule=rule,
+                      param_groups=param_groups, device=device, clip_grad=config.optim.clip_grad,
+                      accumulation=config.accumulation(groups.dp.size))
+    wrapped = ZeroOptimizer(core)
+    scheduler = _scheduler(settings, lr_scheduler, wrapped)
+    engine = Engine(core, config, wrapped, scheduler)
+    loader = None if training_data is None else _loader(training_data, engine, collate_fn)
+    return engine, wrapped, loader, scheduler
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """The flags of DeepSpeed's launcher: --deepspeed, --deepspeed_config FILE."""
+    group = parser.add_argument_group("DeepSpeed", "configuration of the engine")
+    group.add_argument("--deepspeed", action="store_true", help="accepted for old scripts: the engine is always used")
+    group.add_argument("--deepspeed_config", "--deepspeed-config", default=None, metavar="FILE",
+                       help="JSON configuration")
+    group.add_argument("--local_rank", type=int, default=None, help="accepted for old launchers")
+    return parser
+
+
+def init_distributed(dist_backend: str | None = None) -> None:
+    """Meet the other ranks that the launcher started; may be called again."""
+    distributed.init(dist_backend)
+
+
+def _config_source(args: argparse.Namespace | None, config: Any, config_params: Any) -> Any:
+    """The one place the configuration is given in."""
+    named = {"args.deepspeed_config": vars(args).get("deepspeed_config") if args is not None else None,
+             "config": config, "config_params": config_params}
+    given = [name for name, value in named.items() if value is not None]
+    if len(given) != 1:
+        raise ConfigError(f"zero.initialize needs one configuration, found {' and '.join(given) or 'none'}: "
+                          "give config= (a path or a dict), or args.deepspeed_config")
+    return named[given[0]]
+
+
+DEEPSPEED_DEFAULTS = {"clip_grad": 0.0, "weight_decay": 0.0, "lr": 1e-3}
+"""Where its defaults are not ours."""
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """A configuration, and what of it was really said."""
+
+    config: Config
+    has_optimizer: bool = True
+    has_scheduler: bool = True
+
+
+def _settings(source: Any, groups: Groups) -> _Settings:
+    if isinstance(source, Config):
+        return _Settings(source)
+    found = ds_file.read(source)
+    if not any(key in found.keys for key in ds_file.BATCH):
+        raise ConfigError(f"{found.name}: give at least one of {', '.join(ds_file.BATCH)}")
+    config = ds_file.build(source, flags={"model_parallel_size": groups.tp.size}, fallback=DEEPSPEED_DEFAULTS,
+                           world_size=groups.world.size)
+    return _Settings(config, "optimizer.type" in found.keys, "scheduler.type" in found.keys)
+
+
+def _rule_and_groups(settings: _Settings, model: nn.Module, parameters: Any, client: Any,
+                     ) -> tuple[Rule, list[ParamGroup]]:
+    """The client's optimizer, or the configuration's over the client's parameters (default: the model's)."""
+    given = list(model.parameters() if parameters is None else parameters)
+    if client is not None and not isinstance(client, torch.optim.Optimizer):
+        client = client(given)
+    if client is not None:
+        return from_torch(client), client.param_groups
+    if not settings.has_optimizer:
+        raise ConfigError("no optimizer: give optimizer= to zero.initialize, or optimizer.type in the configuration")
+    config = settings.config
+    rule, defaults = build_rule(config.optim, _tile(config.zero.sub_group_size))
+    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    return rule, [{"lr": config.schedule.lr, **defaults, **group, "params": list(group["params"])} for group in groups]
+
+
+def _check_groups(model: nn.Module, groups: Sequence[ParamGroup]) -> None:
+    """Every trainable parameter of the model is in one group, and groups hold no others."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    count = Counter(id(parameter) for group in groups for parameter in group["params"])
+    strangers = len(count.keys() - names.keys())
+    twice = [names[key] for key, times in count.items() if times > 1 and key in names]
+    missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in count]
+    if strangers:
+        raise ConfigError(f"the optimizer has {strangers} parameters that are not the model's; "
+                          "make it from model.parameters()")
+    if twice:
+        raise ConfigError(f"{twice[0]} is in more than one param group of the optimizer; leave it in one")
+    if missing:
+        raise ConfigError(f"{len(missing)} parameters are in no param group of the optimizer, {missing[0]} first; "
+                          "add them, or freeze them with requires_grad_(False)")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ConfigError("no parameter of the model requires a gradient: there is nothing to train")
+
+
+def _tile(sub_group_size: int) -> int:
+    """Tiles are cut where rows are, so that their size changes no bits."""
+    return min(LARGEST_TILE, -(-sub_group_size // ALIGNMENT) * ALIGNMENT)
+
+
+def _scheduler(settings: _Settings, given: Any, optimizer: ZeroOptimizer) -> Scheduler | None:
+    if isinstance(given, Schedule):
+        return FollowSchedule(optimizer, given)
+    if given is not None:
+        scheduler: Scheduler = given if hasattr(given, "state_dict") else given(optimizer)
+        return scheduler
+    section = settings.config.schedule
+    if not settings.has_scheduler:
+        return None
+    return FollowSchedule(optimizer, build_schedule(
+        style=section.lr_decay_style, lr=section.lr, min_lr=section.min_lr, warmup=section.warmup,
+        decay_iters=section.lr_decay_iters or max(1, settings.config.train.train_iters)))
+
+
+def _move_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """To the device; numbers with a point to the working precision. (Parameters go with their buckets.)"""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device, dtype if buffer.is_floating_point() else None))
+
+
+def _loader(samples: Dataset[Any], engine: Engine, collate_fn: Callable[[list[Any]], Any] | None) -> DataLoader[Any]:
+    """Micro-batches of this data parallel rank."""
+    dp = engine.groups.dp
+    sampler: DistributedSampler[Any] = DistributedSampler(samples, dp.size, dp.rank, seed=engine.config.train.seed)
+    return DataLoader(samples, engine.train_micro_batch_size_per_gpu(), sampler=sampler, collate_fn=collate_fn,
+                      pin_memory=engine.device.type == "cuda")

@@ -1,0 +1,229 @@
+"""An engine's state <-> a checkpoint. The files are checkpoint/'s business; this is what is in them.
+
+    tensors    weights and optimizer state, as pieces of parameters
+    shared     counters, loss scale, learning rate schedule, module buffers, the client's own state
+    per rank   every random stream, restored where the layout is the same
+
+On another layout random streams are derived anew from the seed and the step; everything else carries over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron.checkpoint.commit import Keep
+from megatron.checkpoint.interchange.foreign import Foreign
+from megatron.checkpoint.piece import Piece, sharding_of
+from megatron.checkpoint.reader import Checkpoint
+from megatron.checkpoint.writer import Hold, Saving, saving
+from megatron.errors import CheckpointError, ConfigError
+from megatron.zero.engine import ZeroEngine
+from megatron.zero.layout import Slot
+from mpu.collectives import all_gather
+from mpu.groups import Group, Groups
+from mpu.partition import join_slices, partition_of
+from mpu.random import capture_rng, model_parallel_cuda_manual_seed, restore_rng
+from mpu.split import Partition
+
+OWN_KEYS = frozenset({
+    "module", "optimizer", "lr_scheduler", "buffers", "engine", "run_id", "client_state", "rng", "config", "layout",
+    "global_steps", "skipped_steps", "global_samples", "micro_steps", "dp_world_size", "mp_world_size", "ds_config",
+    "ds_version", "buffer_names", "optimizer_state_dict", "param_shapes", "frozen_param_shapes",
+})
+"""Keys of `client_state` that would be taken for the engine's own."""
+
+SCALER = ("loss_scale", "clean_steps", "hysteresis_left")
+"""The counters of the loss scale, which belongs to one precision."""
+
+SEED_STRIDE = 1_000_003
+
+
+class Stateful(Protocol):
+    """A learning rate scheduler, as far as it is saved."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a checkpoint says about the run it is of."""
+
+    run_id: str
+    config: Mapping[str, Any]
+    layout: Mapping[str, int]
+
+
+def check_client_state(client_state: Mapping[str, Any]) -> None:
+    taken = sorted(OWN_KEYS & set(client_state))
+    if taken:
+        raise ConfigError(f"client_state: {', '.join(taken)} is the engine's own; choose another name")
+
+
+def saving_engine(engine: ZeroEngine, root: Path, tag: str, who: Identity, *, client_state: Mapping[str, Any],
+                  scheduler: Stateful | None, optimizer: bool = True, rng: bool = True, frozen: bool = True,
+                  keep: Keep = Keep(), hold: Hold | None = None) -> Saving:
+    """The save of the checkpoint `tag` under `root`, to be driven to its end. Collective over the world."""
+    check_client_state(client_state)
+    kinds = ("weight", *(engine.state_kinds if optimizer else ()))
+    tp = engine.groups.tp
+    pieces = [Piece(slot.name, kind, slot.shape, slot.partition, tp.rank, tp.size, offset, run)
+              for kind, slot, offset, run in engine.state_runs(kinds, frozen)]
+    shared = {
+        "run_id": who.run_id,
+        "engine": engine.counters(),
+        "optimizer": engine.rule.name,
+        "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
+        "buffers": {name: buffer.detach().cpu() for name, buffer in engine.module.named_buffers()},
+        "client_state": dict(client_state),
+    }
+    return saving(root, tag, pieces=pieces, rank_state={"rng": capture_rng()} if rng else {}, shared_state=shared,
+                  config=who.config, layout=who.layout, world=engine.groups.world, run_id=who.run_id,
+                  iteration=engine.global_steps, keep=keep, hold=hold)
+
+
+def load_engine(engine: ZeroEngine, found: Checkpoint, *, scheduler: Stateful | None, optimizer: bool = True,
+                counters: bool = True, loss_scale: bool = True, strict: bool = True) -> None:
+    """Take everything but the random streams from an open checkpoint. `counters` also means the schedule, and the loss
+    scale unless that is switched off. What does not fit is refused before anything is changed."""
+    if optimizer:
+        _check_optimizer(engine, found)
+    _check_names(engine, found, strict)
+    _check_shapes(engine, found, strict and optimizer)
+    kinds = ("weight", *(engine.state_kinds if optimizer else ()))
+    known = {kind: frozenset(found.names(kind)) for kind in kinds}
+
+    def read(kind: str, slot: Slot, offset: int, out: Tensor) -> None:
+        if slot.name in known[kind]:  # otherwise not strict: it stays as it is
+            _read_run(engine, found, kind, slot, offset, out)
+
+    engine.load_runs(kinds, read)
+    shared = found.shared_state
+    for name, buffer in engine.module.named_buffers():
+        if name in shared["buffers"]:
+            buffer.copy_(shared["buffers"][name])
+    if counters:
+        own = {} if loss_scale else {key: value for key, value in engine.counters().items() if key in SCALER}
+        engine.restore_counters({**shared["engine"], **own})
+        if scheduler is not None and shared["lr_scheduler"] is not None:
+            scheduler.load_state_dict(shared["lr_scheduler"])
+    if not optimizer:
+        engine.forget_optimizer_steps()
+
+
+def load_weights(engine: ZeroEngine, found: Foreign) -> None:
+    """Initial weights from another program's checkpoint, which must hold those of this model."""
+    engine.load_runs(("weight",), partial(_read_run, engine, found))
+
+
+def _read_run(engine: ZeroEngine, found: Checkpoint | Foreign, kind: str, slot: Slot, offset: int, out: Tensor) -> None:
+    """This rank's run of a parameter, whatever layout or program wrote it."""
+    found.read(kind, slot.name, shape=slot.shape, partition=slot.partition, tp_rank=engine.groups.tp.rank,
+               tp_size=engine.groups.tp.size, offset=offset, out=out)
+
+
+def _check_optimizer(engine: ZeroEngine, found: Checkpoint) -> None:
+    missing = [kind for kind in engine.state_kinds if not found.has(kind)]
+    saved = found.shared_state["optimizer"]
+    if missing or saved != engine.rule.name:
+        where = f"{found.tag} of {found.folder.parent}"
+        what = (f"holds the optimizer state of {saved}, not of {engine.rule.name}" if saved != engine.rule.name else
+                f"holds no optimizer state ({', '.join(missing)}): saved without")
+        raise CheckpointError(
+            f"{where} {what}; to go on from the weights alone give --no-load-optim or --finetune "
+            "(load_optimizer_states=False)")
+
+
+def _check_names(engine: ZeroEngine, found: Checkpoint, strict: bool) -> None:
+    """The model and the checkpoint are made of the same parameters."""
+    model = {slot.name for bucket in (*engine.buckets, *engine.frozen) for slot in bucket.layout.slots}
+    saved = set(found.names("weight"))
+    for what, names in (("not in the checkpoint", model - saved), ("not in the model", saved - model)):
+        if names and strict:
+            raise CheckpointError(f"{found.tag} of {found.folder.parent} is of another model: {len(names)} parameters "
+                                  f"are {what}, {min(names)} first; give the model it was saved from")
+
+
+def _check_shapes(engine: ZeroEngine, found: Checkpoint, optimizer: bool) -> None:
+    """Buffers, weights, and the optimizer state of what is trained, have the shapes of the model's."""
+    where = f"{found.tag} of {found.folder.parent}"
+    for name, buffer in engine.module.named_buffers():
+        saved = found.shared_state["buffers"].get(name, buffer).shape
+        if saved != buffer.shape:
+            raise CheckpointError(f"{where} is of another model: buffer {name!r}: shape expected {list(buffer.shape)}, "
+                                  f"found {list(saved)}")
+    kinds = ("weight", *(engine.state_kinds if optimizer else ()))
+    for bucket in (*engine.buckets, *engine.frozen):
+        for slot in bucket.layout.slots:
+            expected = sharding_of(slot.shape, slot.partition, engine.groups.tp.size).shape
+            for kind in kinds if bucket.trainable else ("weight",):
+                if (kind, slot.name) not in found.tensors:
+                    if kind == "weight":  # not strict, or its absence is told by _check_names
+                        continue
+                    raise CheckpointError(f"{where} holds no {kind} of {slot.name!r}: it was frozen then; "
+                                          "load_optimizer_states=False starts the optimizer anew")
+                if (shape := found.shape(kind, slot.name)) != expected:
+                    raise CheckpointError(f"{where} is of another model: {kind} {slot.name!r}: shape expected "
+                                          f"{list(expected)}, found {list(shape)}")
+
+
+def restore_streams(found: Checkpoint, groups: Groups, layout: Mapping[str, int], seed: int) -> str | None:
+    """Random streams of this rank; what to tell if they could not go on."""
+    saved = found.rank_state(groups.world.rank) if same_ranks(found.layout, layout) else None
+    if saved:
+        restore_rng(saved["rng"])
+        return None
+    # Another layout has other streams: derive them from what both know.
+    model_parallel_cuda_manual_seed(seed + SEED_STRIDE * found.iteration, groups, vary_over_dp=True)
+    if not found.rank_state(0):
+        return " the checkpoint holds no random streams: they start anew"
+    return f" random streams start anew: saved on {dict(found.layout)}, now {dict(layout)}"
+
+
+def same_ranks(saved: Mapping[str, Any], present: Mapping[str, int]) -> bool:
+    """Rank k of both runs does the same work, so its random streams carry over."""
+    return all(saved.get(axis) == present[axis] for axis in ("tp", "dp"))
+
+
+def whole_weights(engine: ZeroEngine, frozen: bool = True) -> dict[str, Tensor]:
+    """The model's state dict in the working precision, tensor parallel slices joined, on the host of world rank 0
+    (empty on the others). Collective; one bucket is whole at a time."""
+    keeps = engine.groups.world.rank == 0
+    found: dict[int, Tensor] = {}
+    for bucket in (*engine.buckets, *engine.frozen):
+        bucket.lend()
+        for parameter in bucket.parameters:
+            value = _joined(parameter.detach(), partition_of(parameter), engine.groups.tp)
+            if keeps and (frozen or bucket.trainable):
+                found[id(parameter)] = value.to("cpu", copy=True).contiguous()
+        bucket.take_back(None)
+    for tensor in engine.module.buffers() if keeps else ():
+        found[id(tensor)] = tensor.detach().cpu()
+    names = engine.module.state_dict(keep_vars=True)
+    return {name: found[id(tensor)] for name, tensor in names.items() if id(tensor) in found}
+
+
+def _joined(local: Tensor, partition: Partition | None, tp: Group) -> Tensor:
+    if partition is None:
+        return local
+    pieces = [local] if tp.is_solo else list(all_gather(local.unsqueeze(0), tp, dim=0))
+    whole = join_slices(pieces, partition)
+    return whole if partition.size is None else whole.narrow(partition.dim, 0, partition.size)
+
+
+def write_weights(weights: Mapping[str, Tensor], path: Path) -> None:
+    """One file: safetensors by its name (a tied tensor once per name), otherwise what `torch.load` reads."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".safetensors":
+        save_file({name: tensor.clone() for name, tensor in weights.items()}, path)
+    else:
+        torch.save(dict(weights), path)

@@ -1,0 +1,142 @@
+"""Flags become a frozen config; what cannot be honoured is a ConfigError that names the flag."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from megatron.config.flags import build_parser, parse_args
+from megatron.config.tree import PRESETS, SECTIONS, Config
+from megatron.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+
+PROMISED = """
+--num-layers --hidden-size --num-attention-heads --max-position-embeddings --seq-length --vocab-size
+--make-vocab-size-divisible-by
+--attention-dropout --hidden-dropout --layernorm-epsilon --init-method-std --model-parallel-size --batch-size
+--global-batch-size --train-iters
+--lr --min-lr --lr-decay-style --lr-decay-iters --warmup --weight-decay --adam-beta1 --adam-beta2 --adam-eps
+--clip-grad --fp16 --bf16 --loss-scale
+--initial-loss-scale --loss-scale-window --hysteresis --min-scale --checkpoint-activations --checkpoint-num-layers
+--deepspeed-activation-checkpointing --zero-stage --save --load --save-interval --async-save --keep-last --keep-every
+--no-save-optim --no-save-rng --no-load-optim
+--no-load-rng --finetune --resume-dataloader --override-lr-scheduler --use-checkpoint-lr-scheduler --train-data
+--valid-data --test-data --split
+--lazy-loader --tokenizer-type --vocab-file --merge-file --tokenizer-path --mock-data --data-cache-path --num-workers
+--reset-position-ids
+--reset-attention-mask --eval-interval --eval-iters --log-interval --exit-interval --seed --distributed-backend
+--distributed-timeout-seconds
+--tensorboard-dir --metrics-file --preset --compile --deterministic --debug
+""".split()
+
+
+def test_every_promised_flag_exists() -> None:
+    known = {option for action in build_parser()._actions for option in action.option_strings}
+    assert not set(PROMISED) - known
+
+
+def test_field_names_are_unique_across_sections() -> None:
+    counts = Counter(f.name for section in SECTIONS.values() for f in dataclasses.fields(section))
+    assert not [name for name, count in counts.items() if count > 1]
+
+
+def test_every_default_stands_for_itself() -> None:
+    assert parse_args([]) == Config()
+
+
+def test_dashes_and_underscores_are_the_same() -> None:
+    assert parse_args(["--num_layers", "3", "--hidden_size=64"]) == parse_args(
+        ["--num-layers=3", "--hidden-size", "64"]
+    )
+
+
+def test_an_explicit_flag_wins_over_the_preset_wherever_it_stands() -> None:
+    for argv in (["--preset", "tiny", "--num-layers", "5"], ["--num-layers", "5", "--preset", "tiny"]):
+        assert parse_args(argv).model.num_layers == 5
+        assert parse_args(argv).model.hidden_size == PRESETS["tiny"]["hidden_size"]
+
+
+@pytest.mark.parametrize(("preset", "vocabulary", "count"), [
+    ("tiny", 257, 118_592), ("124M", 50257, 124_439_808), ("345M", 50257, 354_823_168), ("774M", 50257, 774_030_080),
+    ("1.5B", 50257, 1_557_611_200), ("8.3B", 50257, 8_314_143_744), ("10B", 50257, 10_279_047_168)])
+def test_presets_have_the_published_sizes(preset: str, vocabulary: int, count: int) -> None:
+    assert parse_args(["--preset", preset]).model.parameters(vocabulary) == count
+
+
+def test_scientific_notation_counts_as_an_integer_when_it_is_one() -> None:
+    assert parse_args(["--train-iters", "5e5"]).train.train_iters == 500_000
+
+
+BAD = [
+    (["--num-layer", "3"], "did you mean --num-layers"),
+    (["--num-layers", "1.5"], "--num-layers"),
+    (["--num-layers", "0"], "--num-layers is 0"),
+    (["--lr", "nan"], "--lr is nan"),
+    (["--lr", "inf"], "--lr is inf"),
+    (["--lr", "abc"], "--lr"),
+    (["--min-lr", "1"], "--min-lr 1 is above --lr"),
+    (["--hidden-size", "100", "--num-attention-heads", "16"], "100 is not divisible by --num-attention-heads 16"),
+    (["--model-parallel-size", "3"], "--num-attention-heads 16 is not divisible by --model-parallel-size 3"),
+    (["--seq-length", "2048"], "--seq-length 2048 is above --max-position-embeddings 1024"),
+    (["--fp16", "--bf16"], "exclude each other"),
+    (["--loss-scale", "128"], "needs --fp16"),
+    (["--mock-data", "--train-data", "x"], "exclude each other"),
+    (["--zero-stage", "4"], "--zero-stage is 4"),
+    (["--finetune"], "--finetune needs --load"),
+    (["--lr-decay-style", "cosin"], "--lr-decay-style"),
+    (["--preset", "huge"], "--preset"),
+    (["stray"], "unexpected argument stray"),
+    (["--seed", "-1"], "--seed is -1"),
+    (["--warmup", "2"], "--warmup is 2"),
+]
+
+
+@pytest.mark.parametrize(("argv", "told"), BAD, ids=[" ".join(argv) for argv, _ in BAD])
+def test_a_flag_that_cannot_be_honoured_is_named(argv: list[str], told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_args(argv)
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "world", "told"),
+    [
+        (["--model-parallel-size", "2"], 3, "3 is not divisible by 2"),
+        (
+            ["--batch-size", "4", "--global-batch-size", "12"],
+            2,
+            "--global-batch-size 12 is not divisible by --batch-size 4 x data parallel size 2",
+        ),
+    ],
+)
+def test_a_world_that_does_not_fit_is_refused_with_its_factors(argv: list[str], world: int, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        parse_args(argv).check_world(world)
+
+
+def test_accumulation_follows_from_the_batch_sizes() -> None:
+    config = parse_args(["--batch-size", "4", "--global-batch-size", "32"])
+    assert (config.accumulation(2), config.accumulation(8)) == (4, 1)
+    assert parse_args(["--batch-size", "4"]).global_batch_size(3) == 12
+
+
+def test_config_errors_end_in_one_line_without_importing_torch() -> None:
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "pretrain_gpt2.py", "--num-layers", "x"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and "--num-layers" in done.stderr
+    assert time.monotonic() - started < 3
+    probe = (
+        "import sys; from megatron import arguments, exits, distributed; arguments.parse_args([]); "
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", probe], cwd=ROOT, check=True)

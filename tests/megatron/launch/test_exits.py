@@ -1,0 +1,126 @@
+"""One failure, one line, one exit code; and the place of a rank, read from three kinds of launchers."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from data.storage import DataError
+from megatron.errors import CheckpointError, ConfigError, NumericsError, PeerError, StorageError
+from megatron.launch import exits
+from megatron.launch.distributed import Environment, init_process_group, read_environment
+from mpu.split import ParallelError
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+class DistBackendError(RuntimeError):
+    """Named like torch's own."""
+
+
+class OutOfMemoryError(RuntimeError):
+    """Named like torch's own."""
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MEGATRON_LAUNCHER", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def failing(error: BaseException):
+    def main() -> int:
+        raise error
+    return main
+
+
+@pytest.mark.parametrize("error, code", [
+    (ConfigError("x"), 2), (ParallelError("x"), 2), (DataError("x"), 3), (CheckpointError("x"), 4), (PeerError("x"), 5),
+    (NumericsError("x"), 6), (StorageError("x"), 7),
+    (OSError(errno.ENOSPC, "No space left on device", "/full/file"), 7),
+    (RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer"), 5),
+    (DistBackendError("anything"), 5), (OutOfMemoryError("CUDA out of memory. Tried\nmore"), 5), (MemoryError(), 5),
+    (KeyboardInterrupt(), 130), (ZeroDivisionError("a bug"), 5), (SystemExit("usage"), 2), (SystemExit(3), 3),
+])
+def test_every_failure_is_one_line_and_its_code(error, code, capfd):
+    assert exits.run(failing(error), debug=False) == code
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == (0 if isinstance(error.args[0] if error.args else "", int) and code == 3 else 1)
+    assert all(line.startswith("error: ") for line in lines)
+
+
+def test_success_is_zero_and_silent(capfd):
+    assert exits.run(lambda: None) == 0 and exits.run(lambda: 0) == 0 and exits.run(failing(SystemExit())) == 0
+    assert capfd.readouterr().err == ""
+
+
+def test_a_message_of_several_lines_is_folded_and_not_marked_twice(capfd):
+    exits.run(failing(ConfigError("error: first\n   second\n\nthird")), debug=False)
+    assert capfd.readouterr().err == "error: first second third\n"
+
+
+def test_a_traceback_appears_only_for_debug_and_never_for_a_lost_peer(capfd):
+    exits.run(failing(ConfigError("x")), debug=True)
+    assert "Traceback" in capfd.readouterr().err
+    exits.run(failing(PeerError("x")), debug=True)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_under_the_launcher_an_own_failure_is_told_from_a_lost_peer():
+    under = {"MEGATRON_LAUNCHER": "1", "RANK": "3"}
+    assert exits.explain(ZeroDivisionError("x"), under).code == 1
+    assert exits.explain(MemoryError(), under).code == 1
+    assert exits.explain(DistBackendError("x"), under).code == 5
+    assert "rank 3" in exits.explain(ZeroDivisionError("x"), under).text
+
+
+def test_a_failing_rank_leaves_without_destructors_and_says_all_it_has_to_say():
+    program = ("import atexit, os, sys; from megatron import exits; atexit.register(lambda: print('destructor'));"
+               "os.environ.update(RANK='0', WORLD_SIZE='2'); print('flushed', end='');"
+               "sys.exit(exits.run(lambda: 6))")
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (6, "flushed")
+
+
+@pytest.mark.parametrize("environ, expected", [
+    ({}, Environment()),
+    ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}, Environment(5, 1, 8, 4)),
+    ({"RANK": "1", "WORLD_SIZE": "2"}, Environment(1, 1, 2, 2)),
+    ({"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"},
+     Environment(5, 1, 8, 4)),
+    ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}, Environment()),
+    ({"SLURM_NTASKS": "8"}, Environment()),
+    ({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+      "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, Environment(3, 1, 4, 2)),
+    ({"RANK": "0", "WORLD_SIZE": "1", "SLURM_PROCID": "3", "SLURM_NTASKS": "8"}, Environment()),
+])
+def test_the_place_of_a_rank_is_read_from_every_launcher(environ, expected):
+    assert read_environment(environ) == expected
+
+
+@pytest.mark.parametrize("environ, words", [
+    ({"RANK": "1"}, "RANK is set but WORLD_SIZE is not"),
+    ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set but RANK is not"),
+    ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 but WORLD_SIZE is 2"),
+    ({"RANK": "one", "WORLD_SIZE": "2"}, "'one'"),
+    ({"RANK": "-1", "WORLD_SIZE": "2"}, "'-1'"),
+])
+def test_a_broken_environment_is_named(environ, words):
+    with pytest.raises(ConfigError, match=words):
+        read_environment(environ)
+
+
+def test_one_rank_needs_no_process_group_and_wrong_settings_are_named(monkeypatch):
+    init_process_group(Environment())
+    with pytest.raises(ConfigError, match="expected one of nccl, gloo"):
+        init_process_group(Environment(), "mpi")
+    with pytest.raises(ConfigError, match="timeout"):
+        init_process_group(Environment(), "gloo", 0.0)
+    for name in ("MEGATRON_STORE_FILE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match="cannot meet without MASTER_ADDR and MASTER_PORT"):
+        init_process_group(Environment(0, 0, 2, 2), "gloo")

@@ -1,0 +1,315 @@
+"""The launcher, with ranks that are small plain programs: what they are given, and how a job ends when one fails.
+
+No torch here, so a job takes a tenth of a second. Real ranks over gloo are at the end of the file, and only two.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import ConfigError
+from megatron.launch import command as launch
+from megatron.launch.supervise import Ending
+
+ROOT = Path(__file__).resolve().parents[3]
+LIMIT = 5.0
+"""Seconds within which nobody may be left after a failure (docs/launch.md)."""
+
+PRELUDE = """
+import json, os, signal, sys, time
+rank = int(os.environ["RANK"])
+here = os.path.dirname(os.path.abspath(__file__))
+with open(os.path.join(here, f"pid{rank}.tmp"), "w") as f:
+    f.write(str(os.getpid()))
+os.rename(os.path.join(here, f"pid{rank}.tmp"), os.path.join(here, f"pid{rank}"))
+"""
+
+
+class Job:
+    """A running launcher and the program of its ranks."""
+
+    def __init__(self, folder: Path, body: str, ranks: int = 2, arguments: tuple[str, ...] = ()) -> None:
+        self.folder = folder
+        script = folder / "program.py"
+        script.write_text(PRELUDE + body)
+        command = [sys.executable, "-m", "megatron.launch", "--nproc-per-node", str(ranks), str(script), *arguments]
+        environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        environment.update(PYTHONPATH=str(ROOT), TMPDIR=str(folder))
+        self.process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def pid(self, rank: int) -> int:
+        """The process of a rank, once it has started."""
+        path = self.folder / f"pid{rank}"
+        wait_until(path.exists)
+        return int(path.read_text())
+
+    def end(self, limit: float = 2 * LIMIT) -> tuple[int, str, list[str]]:
+        """Exit code, standard output and the lines of standard error."""
+        out, err = self.process.communicate(timeout=limit)
+        return self.process.returncode, out, err.splitlines()
+
+
+def wait_until(condition: Callable[[], bool], limit: float = LIMIT) -> None:
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    """Neither gone nor a zombie whose parent has not looked yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    jobs: list[Job] = []
+
+    def begin(body: str, **options: object) -> Job:
+        jobs.append(Job(tmp_path, body, **options))  # type: ignore[arg-type]
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        if job.process.poll() is None:
+            job.process.kill()
+        job.process.communicate()
+
+
+SHOW_ENVIRONMENT = """
+names = ("RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS GLOO_SOCKET_IFNAME "
+         "MEGATRON_STORE_FILE").split()
+with open(os.path.join(here, f"environment{rank}"), "w") as f:
+    json.dump({name: os.environ.get(name) for name in names}, f)
+"""
+WAIT_FOR_A_STOP = """
+def stop(number, frame):
+    with open(os.path.join(here, f"got{rank}"), "w") as f:
+        f.write(str(number))
+    sys.exit(0)
+for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    signal.signal(number, stop)
+open(os.path.join(here, f"ready{rank}"), "w").close()
+while True:
+    time.sleep(0.02)
+"""
+SLEEP = "time.sleep(60)"
+
+
+def test_every_rank_gets_its_numbers_and_one_node_meets_over_loopback(start, tmp_path):
+    assert start(SHOW_ENVIRONMENT, ranks=3).end() == (0, "", [])
+    seen = [json.loads((tmp_path / f"environment{rank}").read_text()) for rank in range(3)]
+    assert [(s["RANK"], s["LOCAL_RANK"], s["WORLD_SIZE"], s["LOCAL_WORLD_SIZE"]) for s in seen] == [
+        (str(rank), str(rank), "3", "3") for rank in range(3)]
+    assert len({(s["MASTER_ADDR"], s["MASTER_PORT"], s["MEGATRON_STORE_FILE"]) for s in seen}) == 1
+    assert seen[0]["MASTER_ADDR"] == "127.0.0.1" and seen[0]["GLOO_SOCKET_IFNAME"] == "lo"
+    assert not os.path.exists(os.path.dirname(seen[0]["MEGATRON_STORE_FILE"])), "the private folder is removed"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_arguments_reach_the_script_unchanged(start, ranks):
+    arguments = ("--", "a b", "$(touch x)", ";", "'\"", "--nproc-per-node", "-x", "", "*", "--key=v w", "\u00e9\n")
+    job = start("rank or print(json.dumps(sys.argv[1:]))", ranks=ranks, arguments=arguments)
+    code, out, _ = job.end()
+    assert code == 0 and tuple(json.loads(out)) == arguments
+
+
+def test_one_rank_is_the_script_in_the_same_process(start):
+    job = start("print(os.getpid(), os.environ['WORLD_SIZE'], 'MEGATRON_LAUNCHER' in os.environ)", ranks=1)
+    assert job.end() == (0, f"{job.process.pid} 1 False\n", [])
+
+
+@pytest.mark.parametrize("code, expected", [(2, 2), (3, 3), (4, 4), (5, 5), (6, 6), (7, 7), (1, 5), (9, 5), (77, 5)])
+def test_the_job_ends_with_the_code_of_the_rank_that_failed(start, code, expected):
+    # Rank 0 is a victim: it leaves with 5 although it is the first to end.
+    body = f"print('error: of rank', rank, file=sys.stderr); time.sleep(0.2 * rank); sys.exit({code} if rank else 5)"
+    ended, _, lines = start(body).end()
+    assert ended == expected
+    assert lines == ["error: of rank 1" if code != 5 else "error: of rank 0"]
+
+
+def test_stderr_passes_through_and_a_failure_without_a_line_gets_one(start):
+    body = "print(f'note {rank}', file=sys.stderr); sys.stderr.write('no newline'); sys.exit(3)"
+    code, _, lines = start(body, ranks=1 + 1).end()
+    assert code == 3
+    assert sorted(lines[:-1]) == ["no newline", "no newline", "note 0", "note 1"]
+    assert lines[-1].startswith("error: rank ") and "exit code 3" in lines[-1]
+
+
+def test_a_line_of_a_job_that_succeeds_is_not_swallowed(start):
+    assert start("rank or print('error: only words', file=sys.stderr)").end() == (0, "", ["error: only words"])
+
+
+def test_a_killed_rank_is_named_and_nobody_is_left(start):
+    job = start(SLEEP, ranks=3)
+    pids = [job.pid(rank) for rank in range(3)]
+    killed = time.monotonic()
+    os.kill(pids[1], signal.SIGKILL)
+    code, _, lines = job.end()
+    assert time.monotonic() - killed < LIMIT
+    assert code == 5 and len(lines) == 1
+    assert lines[0].startswith(f"error: rank 1 (pid {pids[1]}) ended by signal 9 (SIGKILL)")
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_ranks_that_refuse_to_end_and_their_children_are_killed(start, tmp_path):
+    body = """
+if rank == 0:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    child = os.fork()
+    if child:
+        open(os.path.join(here, "child.tmp"), "w").write(str(child))
+        os.rename(os.path.join(here, "child.tmp"), os.path.join(here, "child"))
+    time.sleep(60)
+while not os.path.exists(os.path.join(here, "child")):
+    time.sleep(0.01)
+sys.exit(6)
+"""
+    job = start(body)
+    wait_until((tmp_path / "child").exists)
+    begun = time.monotonic()
+    assert job.end()[0] == 6 and time.monotonic() - begun < LIMIT
+    wait_until(lambda: not alive(int((tmp_path / "child").read_text())))
+
+
+def test_a_stopped_rank_is_named_and_killed(start):
+    job = start(SLEEP)
+    pids = [job.pid(rank) for rank in range(2)]
+    stopped = time.monotonic()
+    os.kill(pids[1], signal.SIGSTOP)
+    code, _, lines = job.end()
+    assert time.monotonic() - stopped < 2 * LIMIT
+    assert code == 5 and len(lines) == 1
+    assert lines[0].startswith(f"error: rank 1 (pid {pids[1]}) was stopped by signal 19 (SIGSTOP)")
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_a_short_stop_is_no_failure(start, tmp_path):
+    job = start(WAIT_FOR_A_STOP)
+    wait_until(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(2)))
+    os.kill(job.pid(0), signal.SIGSTOP)
+    time.sleep(0.3)
+    os.kill(job.pid(0), signal.SIGCONT)
+    job.process.terminate()
+    assert job.end() == (0, "", [])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_reaches_every_rank_once_and_a_clean_stop_is_success(start, tmp_path, number):
+    job = start(WAIT_FOR_A_STOP)
+    wait_until(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(2)))
+    job.process.send_signal(number)
+    code, _, lines = job.end()
+    assert code == 0 and not [line for line in lines if line.startswith("error:")]
+    assert [int((tmp_path / f"got{rank}").read_text()) for rank in range(2)] == [number, number]
+
+
+def test_a_request_to_stop_that_comes_too_early_is_a_failure_with_a_reason(start):
+    job = start(SLEEP)
+    pids = [job.pid(rank) for rank in range(2)]
+    job.process.terminate()
+    code, _, lines = job.end()
+    assert code == 5 and len(lines) == 1 and "before it could save" in lines[0]
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_the_second_interrupt_ends_at_once(start):
+    deaf = "for n in (2, 15): signal.signal(n, signal.SIG_IGN)\n"
+    job = start(deaf + "open(here + f'/ready{rank}', 'w').close()\n" + SLEEP)
+    wait_until(lambda: all((job.folder / f"ready{rank}").exists() for rank in range(2)))
+    job.process.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    job.process.send_signal(signal.SIGINT)
+    code, _, lines = job.end()
+    assert code == 130 and [line for line in lines if line.startswith("error:")] == lines[-1:]
+
+
+def test_a_killed_launcher_leaves_no_ranks(start):
+    job = start("signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEP)
+    pids = [job.pid(rank) for rank in range(2)]
+    job.process.kill()
+    wait_until(lambda: not any(alive(pid) for pid in pids))
+
+
+@pytest.mark.parametrize("arguments, words", [
+    ([], "no script given"),
+    (["--nproc-per-node", "0", __file__], "--nproc-per-node is 0"),
+    (["--nproc-per-node", "two", __file__], "invalid int value"),
+    (["--nproc-per-node"], "expected one argument"),
+    (["--nnodes", "2", __file__], "--master-addr is missing"),
+    (["--nnodes", "2", "--node-rank", "2", "--master-addr", "a", __file__], "--node-rank 2 does not fit --nnodes 2"),
+    (["--master-port", "70000", __file__], "--master-port 70000"),
+    (["no such file.py"], "'no such file.py' is not a file"),
+    (["--gpus", "2", __file__], "--gpus"),
+])
+def test_a_wrong_command_line_is_one_error_line_and_exit_2(arguments, words, capfd):
+    assert launch.main(arguments) == 2
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: launcher: ") and words in lines[0]
+
+
+def test_flags_may_be_written_with_underscores_and_equals_signs():
+    head, command = launch.split_command_line(["--nproc_per_node=2", "--node_rank", "0", "a.py", "--x_y"])
+    options = launch.parser().parse_args(head)
+    assert (options.nproc_per_node, options.node_rank, command) == (2, 0, ["a.py", "--x_y"])
+
+
+def test_several_nodes_number_their_ranks_through_and_meet_at_the_first_node(monkeypatch):
+    monkeypatch.setenv("MEGATRON_STORE_FILE", "/left/over")
+    head = "--nnodes 2 --node-rank 1 --nproc-per-node 4 --master-addr first --master-port 6000".split()
+    shared = launch.shared_environment(launch.parser().parse_args(head), None)
+    assert (shared["WORLD_SIZE"], shared["LOCAL_WORLD_SIZE"]) == ("8", "4")
+    assert (shared["MASTER_ADDR"], shared["MASTER_PORT"]) == ("first", "6000")
+    assert "MEGATRON_STORE_FILE" not in shared
+
+
+def test_blame_falls_on_no_rank_that_only_lost_its_peer():
+    assert Ending(0, 1, code=5).is_victim and Ending(0, 1, signal=signal.SIGABRT).is_victim
+    assert not Ending(0, 1, code=1).is_victim and not Ending(0, 1, signal=signal.SIGKILL).is_victim
+
+
+def test_check_names_what_was_expected():
+    with pytest.raises(ConfigError, match="expected 0 to 1"):
+        launch.check(launch.parser().parse_args("--nnodes 2 --node-rank -1 --master-addr a".split()), [__file__])
+
+
+TWO_RANKS_OVER_GLOO = """
+from megatron.launch import distributed, exits
+def main():
+    env = distributed.init(timeout_seconds=60)
+    import torch
+    x = torch.ones(1)
+    torch.distributed.all_reduce(x)
+    if "fail" in sys.argv and rank == 1:
+        raise ValueError("on purpose")
+    if "fail" in sys.argv:
+        torch.distributed.all_reduce(x)
+    distributed.init()
+    distributed.shutdown()
+    if rank == 0:
+        print(int(x), env.world_size)
+sys.exit(exits.run(main))
+"""
+
+
+def test_two_ranks_meet_over_gloo(start):
+    assert start(TWO_RANKS_OVER_GLOO).end(60) == (0, "2 2\n", [])
+
+
+def test_a_bug_in_one_rank_is_reported_and_its_victim_is_silent(start):
+    code, _, lines = start(TWO_RANKS_OVER_GLOO, arguments=("fail",)).end(60)
+    assert code == 5
+    assert lines == ["error: internal error in rank 1: ValueError: on purpose (run with --debug for the traceback)"]

@@ -1,0 +1,227 @@
+"""The same weights in HF transformers' GPT-2: the same logits, loss, gradients and training."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.config.tree import ModelConfig
+from megatron.model import GPT2
+from megatron.optim.adam import LARGEST_TILE, AdamW
+from megatron.optim.rule import Span
+from megatron.optim.schedule import build_schedule
+from megatron.zero.engine import ZeroEngine
+from mpu.groups import build
+from tests.distributed import run_ranks
+from tests.megatron import helpers
+from tests.megatron.helpers import tiny_model
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+transformers = pytest.importorskip("transformers")
+
+VOCAB, LAYERS, HIDDEN, HEADS, LENGTH = 211, 3, 48, 4, 24
+"""211 is no multiple of 128: the padded vocabulary has 256 rows at tp 1 and at tp 2."""
+
+TRANSPOSED = ("attn.qkv.weight", "attn.proj.weight", "mlp.fc.weight", "mlp.proj.weight")
+"""HF's Conv1D keeps [in, out]."""
+
+RENAMED = {"blocks.": "transformer.h.", "attn.qkv": "attn.c_attn", "attn.proj": "attn.c_proj", "mlp.fc": "mlp.c_fc",
+           "mlp.proj": "mlp.c_proj",
+           "wte.": "transformer.wte.", "wpe.": "transformer.wpe.", "ln_f": "transformer.ln_f"}
+
+
+def our_config() -> ModelConfig:
+    return tiny_model(num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=HEADS, max_position_embeddings=LENGTH,
+                      vocab_size=VOCAB)
+
+
+def our_model(tp=None) -> GPT2:
+    """With weights as large as those of a trained model: at N(0, 0.02) all after the embeddings hardly matters."""
+    model = GPT2(our_config(), **({} if tp is None else {"tp": tp}))
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if tp is None:
+                parameter += torch.randn(parameter.shape, generator=generator) * 0.05
+        model.wte.weight[VOCAB:] = 0
+    return model
+
+
+def hf_name(name: str) -> str:
+    for ours, theirs in RENAMED.items():
+        name = name.replace(ours, theirs)
+    return name
+
+
+def as_in_hf(name: str, x: torch.Tensor) -> torch.Tensor:
+    if name.endswith(TRANSPOSED):
+        return x.T
+    return x[:VOCAB] if name == "wte.weight" else x
+
+
+def hf_twin(model: GPT2) -> torch.nn.Module:
+    """HF's GPT-2 with copies of these weights."""
+    config = transformers.GPT2Config(vocab_size=VOCAB, n_positions=LENGTH, n_embd=HIDDEN, n_layer=LAYERS, n_head=HEADS,
+                                     resid_pdrop=0.0,
+                                     embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation="eager", use_cache=False)
+    twin = transformers.GPT2LMHeadModel(config).float().train()
+    theirs = dict(twin.named_parameters())
+    for name, parameter in model.named_parameters():
+        theirs.pop(hf_name(name)).data.copy_(as_in_hf(name, parameter.detach()))
+    assert not theirs, f"weights without a twin: {sorted(theirs)}"
+    return twin
+
+
+def rows(count: int, seed: int) -> torch.Tensor:
+    """[count, LENGTH + 1] tokens with something to learn."""
+    start, stride = torch.randint(VOCAB, (2, count, 1), generator=torch.Generator().manual_seed(seed))
+    return (start + (1 + stride % 5) * torch.arange(LENGTH + 1)) % VOCAB
+
+
+def hf_loss(twin: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(twin(batch[:, :-1]).logits.flatten(0, 1), batch[:, 1:].flatten())
+
+
+def engine_of(model: GPT2, groups=None, accumulation: int = 1, **optim: float) -> ZeroEngine:
+    return helpers.engine_of(model, groups or build(), accumulation=accumulation, **optim)
+
+
+def test_logits_at_every_position_equal_hf() -> None:
+    model = our_model()
+    twin, tokens = hf_twin(model), rows(4, seed=1)[:, :-1]
+    with torch.no_grad():
+        ours, theirs = model.logits(model.hidden_states(tokens)), twin(tokens).logits
+    assert ours.shape == theirs.shape == (4, LENGTH, VOCAB)
+    assert theirs.std() > 0.1, "logits too small to tell anything"
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+    torch.testing.assert_close(model(tokens), theirs[:, -1], atol=1e-5, rtol=0)
+
+
+def test_loss_and_every_gradient_equal_hf() -> None:
+    model = our_model()
+    twin, batch = hf_twin(model), rows(4, seed=2)
+    engine = engine_of(model)
+    ours, theirs = engine(batch[:, :-1], batch[:, 1:], grad_scale=engine.backward_scale), hf_loss(twin, batch)
+    assert ours.item() == pytest.approx(theirs.item(), abs=1e-6)
+    engine.backward(ours)
+    theirs.backward()
+    expected = {name: parameter.grad for name, parameter in twin.named_parameters()}
+    seen = 0
+    for bucket in engine.buckets:
+        for segment, grad in bucket.grads.parts():
+            name = segment.slot.name
+            grad = grad.view(segment.slot.shape)
+            assert name != "wte.weight" or not grad[VOCAB:].any()
+            # Sums of 96 fp32 terms in another order; gradients are up to 0.1.
+            torch.testing.assert_close(as_in_hf(name, grad), expected[hf_name(name)], atol=2e-6, rtol=1e-4,
+                                       msg=lambda m: f"{name}: {m}")
+            seen += 1
+    assert seen == len(expected)
+
+
+OPTIM = dict(weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, clip_grad=0.5)
+
+
+def hf_training(twin: torch.nn.Module, schedule, batches: list[torch.Tensor]) -> Iterator[tuple[float, float]]:
+    """Twenty steps of plain torch: decay on matrices and embeddings alone, clip, torch.optim.AdamW."""
+    groups = [{"params": [p for p in twin.parameters() if p.dim() >= 2], "weight_decay": OPTIM["weight_decay"]},
+              {"params": [p for p in twin.parameters() if p.dim() < 2], "weight_decay": 0.0}]
+    adam = torch.optim.AdamW(groups, betas=(OPTIM["adam_beta1"], OPTIM["adam_beta2"]), eps=OPTIM["adam_eps"],
+                             foreach=False)
+    for step, batch in enumerate(batches):
+        for group in adam.param_groups:
+            group["lr"] = schedule(step)
+        loss = hf_loss(twin, batch)
+        adam.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), OPTIM["clip_grad"])
+        adam.step()
+        yield loss.item(), norm.item()
+
+
+def our_training(rank: int, world: int, batches: list[torch.Tensor], weights: dict[str, np.ndarray], tp: int,
+                 accumulation: int):
+    """The same through the engine, on any grid; the checkpoint-like dict of full weights is cut by hand."""
+    groups = build(tp)
+    model = GPT2(our_config(), groups.tp)
+    cut_into(model, weights, groups.tp.rank, tp)
+    engine, schedule = engine_of(model, groups, accumulation, **OPTIM), the_schedule()
+    model.train()
+    found = []
+    for step, batch in enumerate(batches):
+        share = batch.chunk(groups.dp.size)[groups.dp.rank].chunk(accumulation)
+        losses, report = [], None
+        for part in share:
+            loss = engine(part[:, :-1], part[:, 1:], grad_scale=engine.backward_scale)
+            engine.backward(loss)
+            losses.append(loss.item())
+            report = engine.step(schedule(step))
+        assert report is not None
+        found.append((sum(losses) / len(losses), report.grad_norm))
+    return found
+
+
+def cut_into(model: GPT2, weights: dict[str, np.ndarray], rank: int, tp: int) -> None:
+    """Fill a tensor-parallel model from whole weights, by slicing written out for each kind of layer."""
+    rows_of = {"wte.weight", "mlp.fc.weight", "mlp.fc.bias"}
+    columns_of = {"attn.proj.weight", "mlp.proj.weight"}
+    for name, parameter in model.named_parameters():
+        whole, kind = torch.from_numpy(weights[name]), name.split(".", 2)[-1] if name.startswith("blocks") else name
+        if kind.startswith("attn.qkv"):
+            part = torch.cat([third.chunk(tp)[rank] for third in whole.chunk(3)])
+        elif kind in rows_of:
+            part = whole.chunk(tp)[rank]
+        elif kind in columns_of:
+            part = whole.chunk(tp, dim=1)[rank]
+        else:
+            part = whole
+        assert part.shape == parameter.shape, name
+        parameter.data.copy_(part)
+
+
+def the_schedule():
+    return build_schedule(style="cosine", lr=2e-3, min_lr=1e-4, warmup=0.2, decay_iters=20)
+
+
+@pytest.mark.parametrize(("tp", "world", "accumulation"), [(1, 1, 1), (1, 1, 4), (2, 2, 1), (1, 2, 2)])
+def test_the_first_20_training_losses_equal_hf_with_adamw_decay_groups_and_clipping(tp: int, world: int,
+                                                                                    accumulation: int) -> None:
+    model = our_model()
+    batches = [rows(8, seed=100 + step) for step in range(20)]
+    expected = list(hf_training(hf_twin(model), the_schedule(), batches))
+    weights = {name: parameter.detach().clone().numpy() for name, parameter in model.named_parameters()}
+    ranks = run_ranks(our_training, world, batches, weights, tp, accumulation)
+    dp = world // tp
+    for step, (loss, norm) in enumerate(expected):
+        mine = sum(ranks[rank][step][0] for rank in range(0, world, tp)) / dp
+        assert mine == pytest.approx(loss, abs=1e-5), step
+        assert ranks[0][step][1] == pytest.approx(norm, rel=1e-4), step
+    assert sum(norm > OPTIM["clip_grad"] for _, norm in expected) > 10, "clipping is not active"
+    assert expected[-1][0] < expected[0][0] - 0.3, "nothing is learnt"
+
+
+@pytest.mark.parametrize("tile", [LARGEST_TILE, 1000], ids=["one-tile", "many-tiles"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32-grads", "bf16-grads"])
+def test_fused_adamw_on_flat_spans_equals_torch_adamw(tile: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    master = torch.randn(2500, generator=generator)
+    twin = torch.nn.Parameter(master.clone())
+    adam = torch.optim.AdamW([twin], lr=1.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, foreach=False)
+    rule, hyper = AdamW(tile), {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    states = {name: torch.zeros_like(master) for name in rule.states}
+    for step in range(10):
+        grad, factor, lr = torch.randn(2500, generator=generator).to(dtype), 0.5 ** (step % 3), 1e-3 * (step + 1)
+        twin.grad = grad.float() * factor
+        adam.param_groups[0]["lr"] = lr
+        adam.step()
+        span = Span(0, master, grad.clone(), states, [], 0, lambda sums: sums)
+        rule.step(span, {**hyper, "lr": lr}, factor=factor, steps_taken=step)
+        # The fused kernel rounds in another place: a few ulps of weights up to 4.
+        torch.testing.assert_close(master, twin.detach(), atol=2e-6, rtol=0)
+    torch.testing.assert_close(states["exp_avg"], adam.state[twin]["exp_avg"], atol=1e-6, rtol=0)
+    torch.testing.assert_close(states["exp_avg_sq"], adam.state[twin]["exp_avg_sq"], atol=1e-6, rtol=0)

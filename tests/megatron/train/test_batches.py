@@ -1,0 +1,235 @@
+"""Which samples a step uses, and what becomes of a row that holds several documents."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from data.gpt2_dataset import GPT2Dataset
+from data.indexed import CorpusWriter, IndexedCorpus
+from megatron.model import GPT2
+from megatron.train.batches import BatchRule, BatchStream, document_numbers, positions_in_document, samples_digest
+from tests.distributed import run_ranks
+from tests.megatron.helpers import NO_DROPOUT, TINY, steps, tiny_model, train, write_corpus
+
+EOD = 256
+
+
+class Counting:
+    """Sample i is the row i, i, i, ...: batches show their ids."""
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return np.full(5, index, np.int64)
+
+
+def rule(**changes: Any) -> BatchRule:
+    settings: dict[str, Any] = dict(micro_batch=2, accumulation=1, dp_rank=0, dp_size=1, eod=EOD)
+    return BatchRule(**(settings | changes))
+
+
+@pytest.mark.parametrize(("micro", "accumulation", "dp"),
+                         list(itertools.product((1, 2, 3, 8), (1, 2, 5), (1, 2, 3, 8))))
+def test_the_ranks_use_every_id_of_a_step_exactly_once(micro: int, accumulation: int, dp: int) -> None:
+    rules = [rule(micro_batch=micro, accumulation=accumulation, dp_rank=rank, dp_size=dp) for rank in range(dp)]
+    size = micro * accumulation * dp
+    for first in (0, size, 1000):
+        batches = [one.micro_batch_ids(first) for one in rules]
+        assert all(len(ids) == micro for mine in batches for ids in mine)
+        assert all(len(mine) == accumulation for mine in batches)
+        # Micro-batch by micro-batch over all ranks they are in order, whatever accumulation and dp.
+        in_order = [i for ids in zip(*batches, strict=True) for part in ids for i in part]
+        assert in_order == list(range(first, first + size))
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_a_stream_gives_the_steps_in_order_and_then_ends(workers: int) -> None:
+    stream = BatchStream(Counting(), rule(accumulation=2, dp_rank=1, dp_size=2), first=80, steps=7, workers=workers)
+    seen = [[batch.tokens[:, 0].tolist() for batch in batches] for batches in stream]
+    stream.close()
+    assert seen == [[[first + 2, first + 3], [first + 6, first + 7]] for first in range(80, 80 + 7 * 8, 8)]
+
+
+def test_a_stream_that_is_left_early_ends_its_threads() -> None:
+    import threading
+
+    stream = BatchStream(Counting(), rule(), first=0, steps=1000, workers=2)
+    next(iter(stream))
+    stream.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
+
+
+def test_a_hundred_chains_of_resumes_use_every_sample_of_three_epochs_once(tmp_path: Path) -> None:
+    """Every link has its own dp, micro-batch, accumulation and readers, and ends where it likes."""
+    length, documents, draw = 4, 50, random.Random(3)
+    with CorpusWriter(tmp_path / "corpus", vocab_size=length * documents) as writer:
+        for number in range(documents):  # a sample is a document and one token more, so its first token names it
+            writer.add_document(range(number * length, (number + 1) * length))
+    samples = GPT2Dataset(IndexedCorpus(tmp_path / "corpus"), range(documents), length, seed=5, name="train")
+    epoch = samples.samples_per_epoch
+    expected = [int(samples[index][0]) for index in range(3 * epoch)]
+    assert epoch == documents - 1
+    assert all(len(set(expected[at:at + epoch])) == epoch for at in range(0, 3 * epoch, epoch))
+    for _ in range(100):
+        seen: list[int] = []
+        while len(seen) < 3 * epoch:
+            dp, micro, accumulation, steps = (draw.choice(values) for values in ((1, 2, 3, 4), (1, 2, 4), (1, 3),
+                                                                                 (1, 2, 5, 9)))
+            rules = [rule(micro_batch=micro, accumulation=accumulation, dp_rank=rank, dp_size=dp) for rank in range(dp)]
+            # A stream reads ahead of the steps that are taken; only those count.
+            streams = [BatchStream(samples, one, len(seen), 99, workers=draw.choice((0, 0, 2))) for one in rules]
+            taken = [list(itertools.islice(stream, steps)) for stream in streams]
+            for stream in streams:
+                stream.close()
+            for of_a_step in zip(*taken, strict=True):
+                for of_ranks in zip(*of_a_step, strict=True):
+                    seen += [token for batch in of_ranks for token in batch.tokens[:, 0].tolist()]
+        assert seen[:3 * epoch] == expected
+
+
+def test_targets_are_the_next_tokens() -> None:
+    class Increasing:
+        def __getitem__(self, index: int) -> np.ndarray:
+            return np.arange(index, index + 9)
+
+    batch = rule().build(Increasing(), range(3, 5))
+    assert batch.tokens.tolist() == [list(range(3, 11)), list(range(4, 12))]
+    assert batch.targets.equal(batch.tokens + 1)
+    assert batch.loss_weight is batch.positions is batch.segments is None
+
+
+def slow_documents(row: list[int]) -> tuple[list[int], list[int]]:
+    """(document number, position in it) of each token, one at a time."""
+    numbers, positions, number, position = [], [], 0, 0
+    for token in row:
+        numbers.append(number)
+        positions.append(position)
+        position += 1
+        if token == EOD:
+            number, position = number + 1, 0
+    return numbers, positions
+
+
+def test_documents_and_positions_equal_a_count_by_hand() -> None:
+    rng = np.random.default_rng(3)
+    rows = np.where(rng.random((200, 30)) < rng.random((200, 1)), EOD, rng.integers(0, 5, (200, 30)))
+    rows[0], rows[1, -1], rows[2, 0] = EOD, EOD, EOD
+    numbers = document_numbers(torch.from_numpy(rows), EOD)
+    expected = [slow_documents(row) for row in rows.tolist()]
+    assert numbers.tolist() == [number for number, _ in expected]
+    assert positions_in_document(numbers).tolist() == [position for _, position in expected]
+
+
+class OneRow:
+    def __init__(self, row: list[int]) -> None:
+        self.row = np.array(row)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return self.row
+
+
+DOCUMENTS = [[5, 6, 7, 8, EOD], [9, EOD], [1, 2, 3, 4, 5, 6, EOD], [7, 7]]
+
+
+@pytest.fixture
+def model() -> GPT2:
+    torch.manual_seed(0)
+    gpt2 = GPT2(tiny_model())
+    with torch.no_grad():
+        for parameter in gpt2.parameters():
+            parameter += 0.2 * torch.randn(parameter.shape)
+    return gpt2.eval()
+
+
+@torch.no_grad()
+def test_a_packed_document_gets_the_logits_it_gets_alone(model: GPT2) -> None:
+    row = [token for document in DOCUMENTS for token in document]
+    batch = rule(micro_batch=1, reset_position_ids=True, reset_attention_mask=True).build(OneRow([*row, 0]), range(1))
+    assert batch.tokens.tolist() == [row]
+    packed = model.logits(model.hidden_states(batch.tokens, batch.positions, batch.segments))[0]
+    alone = torch.cat([model.logits(model.hidden_states(torch.tensor([document])))[0] for document in DOCUMENTS])
+    # Another kernel (masked instead of causal) adds the same terms in another order.
+    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
+    plain = model.logits(model.hidden_states(batch.tokens))[0]
+    assert (plain - alone).abs().max() > 0.1, "documents would not have met anyway"
+
+
+@torch.no_grad()
+def test_no_token_reaches_another_document_or_an_earlier_position(model: GPT2) -> None:
+    """Change one token: the logits may move from there to the end of its document, and nowhere else, bit for bit."""
+    row = [token for document in DOCUMENTS for token in document]
+    build = rule(micro_batch=1, reset_position_ids=True, reset_attention_mask=True).build
+
+    def logits(tokens: list[int]) -> torch.Tensor:
+        batch = build(OneRow([*tokens, 0]), range(1))
+        return model.logits(model.hidden_states(batch.tokens, batch.positions, batch.segments))[0]
+
+    before, numbers = logits(row), slow_documents(row)[0]
+    for at, token in enumerate(row):
+        if token == EOD:
+            continue
+        moved = (logits([*row[:at], 100, *row[at + 1:]]) != before).any(dim=1)
+        reach = [at <= there and numbers[there] == numbers[at] for there in range(len(row))]
+        assert moved.tolist() == reach, at
+
+
+@torch.no_grad()
+def test_each_flag_alone_does_its_half(model: GPT2) -> None:
+    row = [token for document in DOCUMENTS for token in document]
+    for positions in (False, True):
+        for mask in (False, True):
+            batch = rule(micro_batch=1, reset_position_ids=positions,
+                         reset_attention_mask=mask).build(OneRow([*row, 0]), range(1))
+            assert ((batch.positions is not None), (batch.segments is not None)) == (positions, mask)
+
+
+def test_eod_mask_loss_leaves_out_what_follows_a_document(model: GPT2) -> None:
+    row = [token for document in DOCUMENTS for token in document] + [3]
+    batch = rule(micro_batch=1, eod_mask_loss=True).build(OneRow(row), range(1))
+    assert batch.loss_weight is not None and batch.loss_weight.tolist() == [[float(token != EOD) for token in row[:-1]]]
+    with torch.no_grad():
+        losses = F.cross_entropy(model.logits(model.hidden_states(batch.tokens))[0], batch.targets[0], reduction="none")
+        expected = losses[torch.tensor(row[:-1]) != EOD].mean()
+        found = model(batch.tokens, batch.targets, batch.loss_weight)
+    assert found.item() == pytest.approx(expected.item(), abs=1e-6)
+    assert found.item() != pytest.approx(losses.mean().item(), abs=1e-4)
+
+
+def test_a_row_of_nothing_but_document_ends_has_loss_0_and_finite_gradients(model: GPT2) -> None:
+    batch = rule(micro_batch=1, eod_mask_loss=True, reset_position_ids=True,
+                 reset_attention_mask=True).build(OneRow([EOD] * 9), range(1))
+    loss = model(batch.tokens, batch.targets, batch.loss_weight, batch.positions, batch.segments)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_the_digest_is_of_the_ordered_ids() -> None:
+    import hashlib
+
+    assert samples_digest(6, 3) == hashlib.sha256(b"".join(i.to_bytes(8, "little") for i in (6, 7, 8))).hexdigest()
+
+
+PACKED = ["--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss"]
+
+
+def packed_training(rank: int, world: int, tp: int, folder: Path, corpus: str) -> None:
+    train([*TINY, *NO_DROPOUT, *PACKED, "--train-data", corpus, "--train-iters", 10, "--batch-size", 4 * tp // world,
+           "--global-batch-size", 4,
+           "--model-parallel-size", tp, "--metrics-file", folder / f"{tp}-{world}", "--lr", 1e-2])
+
+
+def test_samples_digests_do_not_depend_on_the_layout_and_packing_trains_alike_over_tp(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "corpus", longest=12)
+    for tp, world in ((1, 1), (2, 2), (1, 2)):
+        run_ranks(packed_training, world, tp, tmp_path, corpus)
+    one, over_tp, over_dp = (steps(tmp_path / name) for name in ("1-1", "2-2", "1-2"))
+    digests = [[step["samples_digest"] for step in run] for run in (one, over_tp, over_dp)]
+    assert digests[0] == digests[1] == digests[2] and len(set(digests[0])) == 10
+    assert [s["lm_loss"] for s in one] == pytest.approx([s["lm_loss"] for s in over_tp], abs=1e-4)

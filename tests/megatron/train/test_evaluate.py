@@ -1,0 +1,114 @@
+"""Evaluation leaves no trace in training, and its figure is the plain mean over held-out samples."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from data.gpt2_dataset import MockDataset
+from megatron.config.flags import parse_args
+from megatron.train import build
+from megatron.train.batches import BatchRule
+from megatron.train.evaluation import evaluate
+from mpu.groups import build as build_groups
+from mpu.random import capture_rng
+from tests.distributed import run_ranks
+from tests.megatron.helpers import TINY, records, steps, total_digest, train, write_corpus
+from tests.megatron.recompute.test_recompute import same
+
+
+def with_and_without(rank: int, world: int, tp: int, precision: list[str], folder: Path, corpus: str) -> None:
+    common = [*TINY, *precision, "--model-parallel-size", tp, "--train-data", corpus, "--split", "6,2,2",
+              "--train-iters", 7]
+    for name, flags in (("without", []), ("often", ["--eval-interval", 2, "--eval-iters", 3]),
+                        ("always", ["--eval-interval", 1, "--eval-iters", 1])):
+        train([*common, *flags, "--save", folder / name, "--metrics-file", folder / f"{name}.jsonl"])
+
+
+@pytest.mark.parametrize(("tp", "world", "precision"),
+                         [(1, 1, []), (2, 2, ["--fp16"]), (1, 2, ["--bf16", "--checkpoint-activations"])])
+def test_evaluation_touches_neither_the_random_streams_nor_the_data_position(tp: int, world: int, precision: list[str],
+                                                                             tmp_path: Path) -> None:
+    run_ranks(with_and_without, world, tp, precision, tmp_path, write_corpus(tmp_path / "corpus"))
+    without, often, always = (steps(tmp_path / f"{name}.jsonl") for name in ("without", "often", "always"))
+    assert without == often == always and len(without) == 7
+    evaluated = [record["iteration"] for record in records(tmp_path / "often.jsonl") if record.get("eval")]
+    assert evaluated == [2, 4, 6, 7, 7], "every two steps, then validation and test at the end"
+    assert not [record for record in records(tmp_path / "without.jsonl") if record.get("eval")]
+    assert len({total_digest(tmp_path / name) for name in ("without", "often", "always")}) == 1
+
+
+class Limited:
+    """The first `distinct` samples of a dataset; any other must not be read."""
+
+    def __init__(self, distinct: int | None) -> None:
+        self.distinct_samples, self._all, self.read = distinct, MockDataset(257, 16, 5), set[int]()
+
+    def __getitem__(self, index: int):
+        assert self.distinct_samples is None or index < self.distinct_samples
+        self.read.add(index)
+        return self._all[index]
+
+
+def mean_losses(rank: int, world: int, micro: int, accumulation: int, global_batches: int,
+                distinct: int | None) -> tuple[float, float, set[int]]:
+    """(evaluate, the plain mean over the same samples, the samples this rank read)."""
+    config = parse_args([*TINY, "--mock-data"])
+    config = build.with_vocabulary(config, build.tokenizer(config))
+    groups = build_groups(1)
+    build.seed_everything(config.train, groups, torch.device("cpu"))
+    engine = build.engine(config, build.model(config, groups), groups, torch.device("cpu"))
+    samples = Limited(distinct)
+    streams = capture_rng()
+    found = evaluate(engine, samples, BatchRule(micro, accumulation, rank, world, 256), global_batches,
+                     torch.device("cpu"))
+    assert same(streams, capture_rng()) and engine.module.training
+    read = samples.read.copy()
+    count = global_batches * micro * accumulation * world
+    if distinct is not None:
+        count = min(count, distinct // (micro * world) * micro * world)
+    rows = torch.stack([torch.from_numpy(Limited(None)[i]) for i in range(count)])
+    engine.module.eval()
+    with torch.no_grad():
+        logits = engine.module.logits(engine.module.hidden_states(rows[:, :-1]))
+        plain = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).item()
+    return found, plain, read
+
+
+@pytest.mark.parametrize(("world", "micro", "accumulation", "batches", "distinct"), [
+    (1, 2, 1, 3, None), (1, 2, 3, 2, None), (1, 2, 1, 100, 7), (2, 2, 1, 3, None), (2, 1, 2, 100, 9)])
+def test_the_figure_is_the_mean_over_the_first_samples_each_read_once(world: int, micro: int, accumulation: int,
+                                                                      batches: int,
+                                                                      distinct: int | None) -> None:
+    ranks = run_ranks(mean_losses, world, micro, accumulation, batches, distinct)
+    for found, plain, _ in ranks:
+        assert found == pytest.approx(plain, abs=1e-5) and found == ranks[0][0]
+    union = sorted(i for *_, read in ranks for i in read)
+    assert union == list(range(len(union))), "a sample was read twice or left out"
+
+
+def test_a_validation_set_smaller_than_one_round_of_all_ranks_is_still_evaluated() -> None:
+    """Samples repeat then: an evaluation of something beats none."""
+    class Small(Limited):
+        def __getitem__(self, index: int):
+            return self._all[index % 3]
+
+    config = parse_args([*TINY, "--mock-data"])
+    config = build.with_vocabulary(config, build.tokenizer(config))
+    groups = build_groups(1)
+    engine = build.engine(config, build.model(config, groups), groups, torch.device("cpu"))
+    assert math.isfinite(evaluate(engine, Small(3), BatchRule(8, 1, 0, 1, 256), 10, torch.device("cpu")))
+
+
+def test_evaluations_of_one_run_read_the_same_samples_and_carry_the_perplexity(tmp_path: Path) -> None:
+    train([*TINY, "--mock-data", "--lr", 0, "--train-iters", 3, "--eval-interval", 1, "--eval-iters", 2,
+           "--metrics-file", tmp_path / "m"])
+    evaluations = [record for record in records(tmp_path / "m") if record.get("eval")]
+    assert [(e["split"], e["iteration"]) for e in evaluations] == [("validation", 1), ("validation", 2),
+                                                                   ("validation", 3), ("test", 3)]
+    assert len({e["lm_loss"] for e in evaluations[:3]}) == 1, "the weights stand still, so must the figure"
+    assert all(e["ppl"] == math.exp(e["lm_loss"]) for e in evaluations)

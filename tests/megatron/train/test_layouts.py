@@ -1,0 +1,156 @@
+"""The arrangement of the ranks does not change the training: tp x dp x accumulation against one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.config.flags import parse_args
+from megatron.model import GPT2
+from megatron.train.build import engine as make_engine
+from megatron.train.build import model as make_model
+from megatron.train.build import tokenizer, with_vocabulary
+from megatron.zero.engine import ZeroEngine
+from mpu.collectives import all_gather
+from mpu.groups import build
+from mpu.layers import partition_of
+from tests.distributed import run_ranks
+from tests.megatron.helpers import NO_DROPOUT, TINY, steps, tiny_model, total_digest, train, write_corpus
+
+STEPS, BATCH, CLIP = 50, 8, 0.5
+
+TOLERANCE = 1e-4
+"""The sums are the same in another order: rounding of 2e-7 a step, which 50 steps of Adam may enlarge."""
+
+
+def same_training(rank: int, world: int, tp: int, accumulation: int, folder: Path, corpus: str) -> None:
+    """The same global batches, cut another way."""
+    dp = world // tp
+    train([*TINY, *NO_DROPOUT, "--train-data", corpus, "--split", "8,1,1", "--train-iters", STEPS, "--lr", 3e-3,
+           "--clip-grad", CLIP,
+           "--weight-decay", 0.1, "--model-parallel-size", tp, "--batch-size", BATCH // (dp * accumulation),
+           "--global-batch-size", BATCH,
+           "--metrics-file", folder / f"{tp}-{dp}-{accumulation}.jsonl"])
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the corpus and the metrics of one process."""
+    folder = tmp_path_factory.mktemp("layouts")
+    run_ranks(same_training, 1, 1, 1, folder, write_corpus(folder / "corpus"))
+    return folder
+
+
+def is_slow(ranks: int, accumulation: int) -> bool:
+    """Four ranks share two cores: of those cells, the normal suite runs the ones with accumulation."""
+    return ranks > 4 or (ranks == 4 and accumulation == 1)
+
+
+CELLS = [pytest.param(tp, dp, accumulation, marks=[pytest.mark.slow] if is_slow(tp * dp, accumulation) else [])
+         for tp in (1, 2, 4) for dp in (1, 2) for accumulation in (1, 2) if (tp, dp, accumulation) != (1, 1, 1)]
+
+
+@pytest.mark.parametrize(("tp", "dp", "accumulation"), CELLS)
+def test_every_grid_and_accumulation_trains_like_one_process(tp: int, dp: int, accumulation: int,
+                                                             one_process: Path) -> None:
+    run_ranks(same_training, tp * dp, tp, accumulation, one_process, str(one_process / "corpus"), timeout=300)
+    expected, found = steps(one_process / "1-1-1.jsonl"), steps(one_process / f"{tp}-{dp}-{accumulation}.jsonl")
+    assert sum(step["grad_norm"] > CLIP for step in expected) > STEPS // 2, "clipping is not active"
+    assert expected[-1]["lm_loss"] < expected[0]["lm_loss"] - 1, "nothing is learnt"
+    assert len(found) == len(expected) == STEPS
+    for mine, theirs in zip(found, expected, strict=True):
+        for key in ("lm_loss", "grad_norm"):
+            assert mine[key] == pytest.approx(theirs[key], abs=TOLERANCE, rel=0), (key, mine["iteration"])
+        for key in ("iteration", "learning_rate", "consumed_samples", "samples_digest", "skipped"):
+            assert mine[key] == theirs[key]
+
+
+def logical_weights(rank: int, world: int) -> dict[str, torch.Tensor]:
+    """Every parameter as an unsplit model would have it, put together from the slices of all ranks."""
+    groups = build(world)
+    model = GPT2(tiny_model(num_layers=3, vocab_size=201), groups.tp, seed=5)
+    whole = {}
+    for name, parameter in model.named_parameters():
+        partition, x = partition_of(parameter), parameter.detach()
+        if partition is None:
+            copies = all_gather(x.unsqueeze(0), groups.tp, dim=0)
+            assert all(copy.equal(x) for copy in copies), f"{name} differs between ranks"
+        elif partition.stride == 1:
+            x = all_gather(x, groups.tp, dim=partition.dim)
+        else:  # q, k and v are cut one by one
+            x = torch.cat([all_gather(part.contiguous(), groups.tp, dim=partition.dim)
+                           for part in x.chunk(partition.stride, partition.dim)], partition.dim)
+        whole[name] = x[:201] if name == "wte.weight" else x
+        padding = parameter[max(0, 201 - rank * len(parameter)):] if name == "wte.weight" else parameter[:0]
+        assert not padding.any(), "padding is not zero"
+    return whole
+
+
+def test_initial_weights_are_bit_equal_for_every_tensor_parallel_size() -> None:
+    (expected,) = run_ranks(logical_weights, 1)
+    for tp in (2, 4):
+        for found in run_ranks(logical_weights, tp):
+            assert found.keys() == expected.keys()
+            assert all(found[name].equal(expected[name]) for name in expected)
+
+
+def initial_checkpoints(rank: int, world: int, tp: int, folder: Path) -> None:
+    train([*TINY, "--mock-data", "--train-iters", 1, "--lr", 0, "--weight-decay", 0, "--model-parallel-size", tp,
+           "--no-save-optim",
+           "--save", folder / f"{tp}-{world}"])
+
+
+def test_a_step_at_learning_rate_0_leaves_the_same_weights_on_every_grid(tmp_path: Path) -> None:
+    for tp, dp in ((1, 1), (2, 1), (1, 2), (2, 2)):
+        run_ranks(initial_checkpoints, tp * dp, tp, tmp_path)
+    assert len({total_digest(folder) for folder in tmp_path.iterdir()}) == 1
+
+
+def test_the_vocabulary_padding_stays_zero_and_does_not_change_the_training(tmp_path: Path,
+                                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    """257 tokens in 257, 260, 384 and 1,000 rows."""
+    engines: list[ZeroEngine] = []
+    made = ZeroEngine.__init__
+
+    def remember(engine: ZeroEngine, *args: Any, **settings: Any) -> None:
+        made(engine, *args, **settings)
+        engines.append(engine)
+
+    monkeypatch.setattr(ZeroEngine, "__init__", remember)
+    for multiple, rows in ((1, 257), (4, 260), (128, 384), (1000, 1000)):
+        train([*TINY, "--mock-data", "--train-iters", 20, "--lr", 1e-2, "--weight-decay", 0.1, "--metrics-file",
+               tmp_path / str(multiple),
+               "--make-vocab-size-divisible-by", multiple])
+        weight = dict(engines[-1].module.named_parameters())["wte.weight"]
+        assert weight.shape[0] == rows and not weight[257:].any() and weight[:257].any(dim=1).all()
+        for mine, theirs in zip(steps(tmp_path / str(multiple)), steps(tmp_path / "1"), strict=True):
+            # Padding takes part in the products and sums as zeros, which changes the order of the others: 1e-7 a step.
+            assert mine["lm_loss"] == pytest.approx(theirs["lm_loss"], abs=1e-5)
+            assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+
+
+def padding_of_wte(rank: int, world: int) -> list[float]:
+    """The largest absolute value of this rank's padding rows, after training in every precision."""
+    found = []
+    for precision in ([], ["--bf16"], ["--fp16"]):
+        config = parse_args([*TINY, *NO_DROPOUT, *precision, "--mock-data", "--model-parallel-size", str(world),
+                             "--lr", "1e-2", "--weight-decay", "0.1"])
+        groups = build(world)
+        config = with_vocabulary(config, tokenizer(config))
+        engine = make_engine(config, make_model(config, groups), groups, torch.device("cpu")).core
+        rows = torch.randint(257, (4, 17), generator=torch.Generator().manual_seed(1))
+        for _ in range(10):
+            engine.backward(engine(rows[:, :-1], rows[:, 1:], grad_scale=engine.backward_scale))
+            engine.step(1e-2)
+        weight = dict(engine.module.named_parameters())["wte.weight"]
+        padding = weight[max(0, 257 - rank * len(weight)):]
+        found.append(padding.abs().max().item() if len(padding) else -1.0)
+    return found
+
+
+def test_padding_rows_stay_zero_on_every_tensor_parallel_rank_and_precision() -> None:
+    """257 rows in 2 x 256: the second rank holds one real token and 255 rows of padding."""
+    assert run_ranks(padding_of_wte, 2) == [[-1.0] * 3, [0.0] * 3]

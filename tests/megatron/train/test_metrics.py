@@ -1,0 +1,214 @@
+"""What a run tells: the metrics file, the console line, and what the intervals switch on and off."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+import pretrain_gpt2
+from megatron.checkpoint.tags import tag_names
+from megatron.config.tree import LogConfig
+from megatron.train.metrics import MetricsLog, Rates, StepMetrics, console_line
+from tests.distributed import run_ranks
+from tests.megatron.helpers import TINY, lines, own_signals, records, steps, train, train_all, write_corpus
+
+PROMISED = {"iteration", "lm_loss", "grad_norm", "learning_rate", "loss_scale", "skipped", "consumed_samples",
+            "samples_digest", "step_ms",
+            "tokens_per_s", "tflops", "mfu", "max_memory_bytes"}
+
+
+def strict(line: str) -> dict[str, Any]:
+    """JSON as the standard has it: no NaN, no Infinity."""
+    value = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert isinstance(value, dict)
+    return value
+
+
+def test_every_step_is_one_line_with_every_promised_key(tmp_path: Path) -> None:
+    train([*TINY, "--mock-data", "--train-iters", 4, "--eval-interval", 2, "--eval-iters", 1, "--peak-tflops", 1,
+           "--metrics-file", tmp_path / "m"])
+    found = [strict(line) for line in (tmp_path / "m").read_text().splitlines()]
+    assert [line["iteration"] for line in found] == [1, 2, 2, 3, 4, 4, 4]
+    for line in found:
+        if line.get("eval"):
+            assert {"iteration", "lm_loss", "ppl"} <= set(line)
+            continue
+        assert set(line) == PROMISED
+        assert re.fullmatch("[0-9a-f]{64}", line["samples_digest"])
+        assert line["tokens_per_s"] == pytest.approx(4 * 16 / line["step_ms"] * 1e3)
+        assert line["mfu"] == pytest.approx(line["tflops"] / 1) and line["max_memory_bytes"] > 2**20
+    assert [line["consumed_samples"] for line in found if "eval" not in line] == [4, 8, 12, 16]
+
+
+def test_mfu_is_null_where_the_peak_is_not_known(tmp_path: Path) -> None:
+    train([*TINY, "--mock-data", "--train-iters", 1, "--metrics-file", tmp_path / "m"])
+    assert strict((tmp_path / "m").read_text())["mfu"] is None
+
+
+def test_floats_are_written_with_all_their_bits(tmp_path: Path) -> None:
+    log = MetricsLog(LogConfig(metrics_file=str(tmp_path / "m"), log_interval=0), 1, 0, writes=True)
+    values = (0.1 + 0.2, 1 / 3, 5e-324, 1.7976931348623157e308)
+    log.step(StepMetrics(1, values[0], values[1], values[2], values[3], False, 4, "00", 1.0, 1.0, 1.0, None, 1))
+    log.step(StepMetrics(2, math.nan, math.inf, 0.0, 1.0, True, 8, "00", 1.0, 1.0, 1.0, None, 1))
+    log.evaluation("validation", 2, math.nan)
+    log.close()
+    first, second, evaluation = (strict(line) for line in (tmp_path / "m").read_text().splitlines())
+    assert (first["lm_loss"], first["grad_norm"], first["learning_rate"], first["loss_scale"]) == values
+    assert (second["lm_loss"], second["grad_norm"]) == (None, None)
+    assert (evaluation["lm_loss"], evaluation["ppl"]) == (None, None), "no perplexity of something that is not a number"
+
+
+def test_a_line_is_on_disk_when_its_step_is_over(tmp_path: Path) -> None:
+    """A job that is killed keeps its figures: every line is flushed."""
+    log = MetricsLog(LogConfig(metrics_file=str(tmp_path / "m"), log_interval=0), 3, 0, writes=True)
+    for step in (1, 2, 3):
+        log.step(StepMetrics(step, 1.0, 1.0, 1.0, 1.0, False, 4, "00", 1.0, 1.0, 1.0, None, 1))
+        assert len((tmp_path / "m").read_text().splitlines()) == step
+    log.close()
+
+
+@pytest.mark.parametrize("flags", [[], ["--bf16", "--checkpoint-activations"],
+                                   ["--num-workers", "2", "--global-batch-size", "8"]])
+def test_equal_runs_write_equal_text_and_another_seed_another(flags: list[str], tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "corpus")
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        train([*TINY, *flags, "--train-data", corpus, "--train-iters", 5, "--seed", seed, "--metrics-file",
+               tmp_path / name])
+    assert lines(tmp_path / "a") == lines(tmp_path / "b") != lines(tmp_path / "c")
+
+
+def test_equal_runs_on_a_grid_write_equal_text_once(tmp_path: Path) -> None:
+    runs = [[*TINY, "--mock-data", "--model-parallel-size", 2, "--train-iters", 3, "--metrics-file", tmp_path / name]
+            for name in "ab"]
+    said, mute = run_ranks(train_all, 2, runs)
+    assert lines(tmp_path / "a") == lines(tmp_path / "b") and len(lines(tmp_path / "a")) == 3
+    assert all(said) and not any(mute), "rank 0 alone speaks"
+
+
+CONSOLE = re.compile(
+    r" iteration +(\d+)/ +(\d+) \| elapsed time per iteration \(ms\): \d+\.\d \| learning rate (\d\.\d{3}E[+-]\d\d) \| "
+    r"lm loss (\d\.\d{6}E[+-]\d\d) \| loss scale (\d+\.\d) \| grad norm \d+\.\d{3} \| tokens/s \d+ \| .*")
+
+
+def test_the_console_line_is_the_classic_one_at_every_log_interval(tmp_path: Path) -> None:
+    said = train([*TINY, "--mock-data", "--train-iters", 7, "--log-interval", 3, "--metrics-file", tmp_path / "m"])
+    matches = [match for line in said.splitlines() if (match := CONSOLE.fullmatch(line))]
+    assert [match[1] for match in matches] == ["3", "6"] and all(match[2] == "7" for match in matches)
+    losses = [step["lm_loss"] for step in steps(tmp_path / "m")]
+    for match, window in zip(matches, (losses[:3], losses[3:6]), strict=True):
+        assert float(match[4]) == pytest.approx(sum(window) / 3, rel=1e-6), "the mean since the line before"
+
+
+def test_the_console_line_leaves_skipped_steps_out_of_the_loss() -> None:
+    def step(number: int, loss: float, skipped: bool) -> StepMetrics:
+        return StepMetrics(number, loss, math.inf if skipped else 1.0, 1e-3, 64.0, skipped, 4, "", 10.0, 100.0, 1.0,
+                           0.5, 2**30)
+
+    line = console_line([step(1, 2.0, False), step(2, 99.0, True), step(3, 4.0, False)], 10)
+    assert CONSOLE.fullmatch(line) and "lm loss 3.000000E+00" in line and line.endswith("skipped 1")
+    assert "elapsed time per iteration (ms): 10.0" in line and "tokens/s 100 " in line and "MFU 50.0%" in line
+    assert "lm loss nan" in console_line([step(1, 2.0, True)], 10).lower()
+
+
+def test_the_configuration_is_printed_once(tmp_path: Path) -> None:
+    said = train([*TINY, "--mock-data", "--train-iters", 1, "--clip-grad", 0.25])
+    assert len(re.findall(r"^  optim\.clip_grad \.+ 0\.25$", said, re.MULTILINE)) == 1
+    assert "GPT-2 with" in said and "tensor parallel 1, data parallel 1" in said
+
+
+def test_rates_are_tokens_over_time_and_flops_over_devices() -> None:
+    tokens, tflops, mfu = Rates(1000, 2e9, 4, 10.0).of(0.5)
+    assert (tokens, tflops) == (2000.0, pytest.approx(1.0)) and mfu == pytest.approx(0.1)
+
+
+def test_tensorboard_gets_every_step(tmp_path: Path) -> None:
+    train([*TINY, "--mock-data", "--train-iters", 2, "--tensorboard-dir", tmp_path / "board", "--eval-interval", 2,
+           "--eval-iters", 1])
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "board")).Reload()
+    assert [event.step for event in events.Scalars("train/lm_loss")] == [1, 2]
+    assert [event.step for event in events.Scalars("validation/lm_loss")] == [2]
+
+
+def test_a_terminal_gets_a_progress_bar_and_a_file_does_not() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    argv = ["pretrain_gpt2.py", *TINY, "--mock-data", "--train-iters", "2"]
+    seen = []
+    for stream in (Terminal(), io.StringIO()):
+        with own_signals(), patch("sys.argv", argv), redirect_stdout(stream):
+            pretrain_gpt2.main()
+        seen.append("2/2" in stream.getvalue() or "step/s" in stream.getvalue())
+    assert seen == [True, False]
+
+
+# ---- intervals ---------------------------------------------------------------------------------------------------
+
+
+def tags(folder: Path) -> list[int]:
+    return [int(tag.removeprefix("global_step")) for tag in tag_names(folder)]
+
+
+@pytest.mark.parametrize(("interval", "keep", "expected"), [
+    (0, None, [7]), (1, None, [1, 2, 3, 4, 5, 6, 7]), (3, None, [3, 6, 7]), (7, None, [7]), (100, None, [7]),
+    (2, 2, [6, 7]), (1, 1, [7])])
+def test_save_interval_0_saves_only_at_the_end_and_keep_last_keeps_the_newest(interval: int, keep: int | None,
+                                                                              expected: list[int],
+                                                                              tmp_path: Path) -> None:
+    train([*TINY, "--mock-data", "--train-iters", 7, "--save", tmp_path / "s", "--save-interval", interval,
+           *([] if keep is None else ["--keep-last", keep])])
+    assert tags(tmp_path / "s") == expected
+    assert (tmp_path / "s" / "latest").read_text().strip() == "global_step7"
+
+
+def test_exit_interval_leaves_after_a_divisible_step_with_a_save(tmp_path: Path) -> None:
+    argv = [*TINY, "--mock-data", "--train-iters", 7, "--save", tmp_path / "s", "--load", tmp_path / "s",
+            "--exit-interval", 3,
+            "--metrics-file", tmp_path / "m", "--eval-interval", 100, "--eval-iters", 1]
+    for expected in ([3], [3, 6], [3, 6, 7]):
+        said = train(argv)
+        assert tags(tmp_path / "s") == expected
+        assert ("leaving after" in said) == (expected[-1] != 7)
+    assert [step["iteration"] for step in steps(tmp_path / "m")] == [1, 2, 3, 4, 5, 6, 7]
+    evaluated = [record["iteration"] for record in records(tmp_path / "m") if record.get("eval")]
+    assert evaluated == [7, 7], "a run that leaves early is not at its end"
+
+
+def test_exit_interval_without_save_just_leaves_and_0_never_does(tmp_path: Path) -> None:
+    for interval, last in ((2, 2), (0, 5), (5, 5)):
+        train([*TINY, "--mock-data", "--train-iters", 5, "--exit-interval", interval, "--metrics-file",
+               tmp_path / f"m{interval}"])
+        assert steps(tmp_path / f"m{interval}")[-1]["iteration"] == last
+
+
+def test_eval_interval_0_never_evaluates_and_train_iters_0_only_evaluates(tmp_path: Path) -> None:
+    train([*TINY, "--mock-data", "--train-iters", 3, "--eval-interval", 0, "--metrics-file", tmp_path / "none"])
+    assert not [r for r in records(tmp_path / "none") if r.get("eval")]
+    train([*TINY, "--mock-data", "--train-iters", 0, "--eval-interval", 1, "--eval-iters", 1, "--metrics-file",
+           tmp_path / "only"])
+    assert [r["iteration"] for r in records(tmp_path / "only")] == [0, 0]
+
+
+def test_log_interval_0_writes_no_console_line(tmp_path: Path) -> None:
+    assert "iteration  " not in train([*TINY, "--mock-data", "--train-iters", 3])
+
+
+def test_the_text_sample_is_the_same_for_equal_runs_and_every_tensor_parallel_size(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "corpus")
+    argv = [*TINY, "--train-data", corpus, "--train-iters", 30, "--lr", 1e-2, "--sample-tokens", 20, "--sample-prompt",
+            "one",
+            "--attention-dropout", 0, "--hidden-dropout", 0]
+    samples = [run_ranks(train_all, tp, [[*argv, "--model-parallel-size", tp]])[0][0].partition(" sample: ")[2]
+               for tp in (1, 1, 2)]
+    assert samples[0] == samples[1] == samples[2] and samples[0].startswith("'one")

@@ -1,0 +1,135 @@
+"""A tag of any layout goes on in any other: the same state to the bit after the load, the same losses but for rounding.
+
+Every ordered pair of layouts is compared with the run that goes on in the layout that wrote the tag.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import pytest
+
+from megatron.errors import CheckpointError
+from megatron.train.resume import Checkpoints
+from tests.distributed import run_ranks
+from tests.megatron.helpers import NO_DROPOUT, TINY, lines, steps, total_digest, train, write_corpus
+
+BEFORE, AFTER, BATCH = 5, 20, 8
+
+
+class Layout(NamedTuple):
+    tp: int
+    dp: int
+    stage: int
+
+    def __str__(self) -> str:
+        return f"tp{self.tp}dp{self.dp}z{self.stage}"
+
+    def flags(self) -> list[object]:
+        return ["--model-parallel-size", self.tp, "--zero-stage", self.stage, "--batch-size", BATCH // self.dp,
+                "--global-batch-size", BATCH]
+
+
+LAYOUTS = [Layout(*row) for row in ((1, 1, 0), (1, 1, 3), (1, 2, 0), (1, 2, 1), (1, 2, 2), (1, 2, 3), (1, 4, 1),
+                                    (1, 4, 3), (2, 1, 0), (2, 1, 3), (2, 2, 1), (2, 2, 2), (2, 2, 3), (4, 1, 0))]
+SAMPLE = [Layout(1, 2, 3), Layout(2, 1, 1)]
+
+
+def tolerance(written: Layout, asked: Layout) -> float:
+    """Rounding of sums in another order, enlarged by 20 steps of Adam; equal layouts are compared as text."""
+    return 1e-4 if written.tp != asked.tp else 5e-5 if written.dp != asked.dp else 1e-5
+
+
+def flags(corpus: str, layout: Layout) -> list[object]:
+    return [*TINY, *NO_DROPOUT, "--train-data", corpus, "--train-iters", BEFORE + AFTER, "--lr", 1e-3, *layout.flags()]
+
+
+def written_by(rank: int, world: int, corpus: str, layout: Layout, folder: Path) -> None:
+    train([*flags(corpus, layout), "--save", folder / f"{layout}", "--exit-interval", BEFORE])
+
+
+def loaded_by(rank: int, world: int, corpus: str, layout: Layout, others: list[Layout], folder: Path) -> list[str]:
+    """Go on from the tag of each of the others; what was loaded is saved at once, before a step."""
+    said = []
+    resume = Checkpoints.resume
+    for other in others:
+        def and_save(checkpoints: Checkpoints, engine: Any, other: Layout = other) -> Any:
+            state = resume(checkpoints, engine)
+            engine.save_checkpoint(folder / f"{other}-{layout}")
+            return state
+
+        with patch.object(Checkpoints, "resume", and_save):
+            said.append(train([*flags(corpus, layout), "--load", folder / f"{other}", "--metrics-file",
+                               folder / f"{other}-{layout}.jsonl"]))
+    return said
+
+
+def check(layouts: list[Layout], folder: Path) -> None:
+    corpus = write_corpus(folder / "corpus")
+    for layout in layouts:
+        run_ranks(written_by, layout.tp * layout.dp, corpus, layout, folder)
+    for asked in layouts:
+        said = run_ranks(loaded_by, asked.tp * asked.dp, corpus, asked, layouts, folder, timeout=600)[0]
+        for written, text in zip(layouts, said, strict=True):
+            relaid = [line for line in text.splitlines() if line.startswith(" re-laid: ")]
+            assert len(relaid) == (written != asked), text
+            assert all(f"{key} {was} -> {now}" in relaid[0] for key, was, now
+                       in zip(("tp", "dp", "zero_stage"), written, asked) if was != now)
+    for written, asked in itertools.product(layouts, layouts):
+        name = f"{written}-{asked}"
+        assert total_digest(folder / name) == total_digest(folder / f"{written}"), name
+        expected, found = (steps(folder / f"{written}-{layout}.jsonl") for layout in (written, asked))
+        assert len(found) == AFTER
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine["samples_digest"] == theirs["samples_digest"]
+            assert mine["lm_loss"] == pytest.approx(theirs["lm_loss"], abs=tolerance(written, asked), rel=0), name
+
+
+def test_a_tag_goes_on_in_another_layout(tmp_path: Path) -> None:
+    check(SAMPLE, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_tag_of_each_layout_goes_on_in_each_other(tmp_path: Path) -> None:
+    check(LAYOUTS, tmp_path)
+
+
+PRECISIONS: dict[str, list[object]] = {"fp32": [], "bf16": ["--bf16"], "fp16": ["--fp16", "--initial-loss-scale", 1024]}
+
+
+@pytest.mark.parametrize(("written", "asked"), list(itertools.permutations(PRECISIONS, 2)))
+def test_another_precision_is_said_explicitly_and_keeps_masters_and_moments(written: str, asked: str,
+                                                                            tmp_path: Path) -> None:
+    common = [*TINY, *NO_DROPOUT, "--mock-data", "--train-iters", 6]
+    train([*common, *PRECISIONS[written], "--save", tmp_path / "s", "--exit-interval", 3, "--loss-scale-window", 2])
+    again = [*common, *PRECISIONS[asked], "--load", tmp_path / "s", "--metrics-file", tmp_path / "m"]
+    with pytest.raises(CheckpointError, match=f"precision {written} in the checkpoint, {asked} here.*--load-precision"):
+        train(again)
+    assert not (tmp_path / "m").exists()
+    resume = Checkpoints.resume
+
+    def and_save(checkpoints: Checkpoints, engine: Any) -> Any:
+        state = resume(checkpoints, engine)
+        engine.save_checkpoint(tmp_path / "loaded")
+        return state
+
+    with patch.object(Checkpoints, "resume", and_save):
+        said = train([*again, "--load-precision-change"])
+    assert total_digest(tmp_path / "loaded") == total_digest(tmp_path / "s")
+    assert f" re-laid: precision {written} -> {asked}" in said
+    assert ("the loss scale starts anew at 1024" in said) == (asked == "fp16")
+    found = steps(tmp_path / "m")
+    assert [step["iteration"] for step in found] == [4, 5, 6]
+    assert found[0]["loss_scale"] == (1024 if asked == "fp16" else 1)
+
+
+def test_the_same_precision_goes_on_with_its_loss_scale_whatever_is_allowed(tmp_path: Path) -> None:
+    common = [*TINY, "--mock-data", "--train-iters", 4, "--fp16", "--initial-loss-scale", 64, "--loss-scale-window", 1]
+    train([*common, "--save", tmp_path / "whole", "--metrics-file", tmp_path / "whole.jsonl"])
+    train([*common, "--save", tmp_path / "s", "--exit-interval", 2])
+    train([*common, "--load", tmp_path / "s", "--load-precision-change", "--metrics-file", tmp_path / "m"])
+    assert lines(tmp_path / "m") == lines(tmp_path / "whole.jsonl")[2:]
+    assert steps(tmp_path / "m")[0]["loss_scale"] == 256

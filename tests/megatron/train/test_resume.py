@@ -1,0 +1,299 @@
+"""A run that was interrupted goes on as if it had not been: the same metrics text, the same final checkpoint."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from megatron.checkpoint import writer
+from megatron.checkpoint.tags import tag_names
+from megatron.launch import exits
+from megatron.launch.signals import StopRequest
+from megatron.train.loop import Trainer
+from megatron.train.metrics import MetricsLog
+from megatron.train.resume import Checkpoints
+from tests.distributed import run_ranks
+from tests.megatron.helpers import (NO_DROPOUT, ROOT, TINY, lines, records, steps, total_digest, train, train_all,
+                                    write_corpus)
+
+STEPS = 6
+
+
+class Cell(NamedTuple):
+    """One combination of what must not matter to a resume."""
+
+    precision: str
+    tp: int
+    dp: int
+    accumulation: int
+    recompute: bool
+
+    def flags(self) -> list[object]:
+        # The fp16 scale starts just above what fits and grows again soon: it moves both ways in six steps.
+        scale = 2**17 * self.accumulation
+        precision = {"fp32": [], "bf16": ["--bf16"],
+                     "fp16": ["--fp16", "--initial-loss-scale", scale, "--loss-scale-window", 2, "--hysteresis",
+                              2]}[self.precision]
+        return [*precision, "--model-parallel-size", self.tp, "--batch-size", 2, "--global-batch-size",
+                2 * self.accumulation * self.dp,
+                *(["--checkpoint-activations"] if self.recompute else [])]
+
+    @property
+    def name(self) -> str:
+        return "-".join(map(str, self))
+
+
+EVERY_CELL = [Cell(*values) for values in itertools.product(("fp32", "bf16", "fp16"), (1, 2), (1, 2), (1, 4),
+                                                            (False, True))]
+
+SAMPLE = [
+    Cell("fp32", 1, 1, 4, True), Cell("fp16", 1, 1, 1, False), Cell("bf16", 1, 1, 4, False),
+    Cell("fp32", 2, 1, 1, True), Cell("fp16", 2, 1, 4, True), Cell("bf16", 1, 2, 4, True), Cell("fp16", 1, 2, 1, False),
+    Cell("bf16", 2, 2, 1, True), Cell("fp32", 2, 2, 4, False),
+]
+"""Every value of every axis, on every grid."""
+
+
+def interrupted_after_every_step(rank: int, world: int, cells: list[Cell], folder: Path, corpus: str) -> None:
+    """Per cell: one run in one go, and one that leaves after each step and is started again."""
+    for cell in cells:
+        common = [*TINY, "--train-data", corpus, "--split", "8,1,1", "--train-iters", STEPS, *cell.flags(),
+                  "--lr", 1e-3, "--warmup", 0.5, "--eval-interval", 4, "--eval-iters", 1]
+        here = folder / cell.name
+        train([*common, "--save", f"{here}-whole", "--metrics-file", f"{here}-whole.jsonl"])
+        again = [*common, "--save", f"{here}-parts", "--load", f"{here}-parts", "--metrics-file", f"{here}-parts.jsonl"]
+        for _ in range(STEPS):
+            train([*again, "--exit-interval", 1])
+
+
+def check(cells: list[Cell], folder: Path) -> None:
+    corpus = write_corpus(folder / "corpus")
+    for (tp, dp), members in itertools.groupby(sorted(cells, key=lambda c: (c.tp, c.dp)), key=lambda c: (c.tp, c.dp)):
+        group = list(members)
+        run_ranks(interrupted_after_every_step, tp * dp, group, folder, corpus, timeout=300)
+        for cell in group:
+            whole, parts = (lines(folder / f"{cell.name}-{way}.jsonl") for way in ("whole", "parts"))
+            assert parts == whole, cell
+            scales = [step["loss_scale"] for step in steps(folder / f"{cell.name}-whole.jsonl")]
+            assert len(scales) == STEPS
+            if cell.precision == "fp16":  # or the cell would prove nothing about the scaler
+                assert min(scales[1:]) < scales[0] and any(b > a for a, b in itertools.pairwise(scales)), (cell, scales)
+            assert total_digest(folder / f"{cell.name}-parts") == total_digest(folder / f"{cell.name}-whole"), cell
+
+
+def test_a_run_interrupted_after_every_step_equals_one_that_was_not(tmp_path: Path) -> None:
+    check(SAMPLE, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_same_for_every_precision_grid_accumulation_and_recomputation(tmp_path: Path) -> None:
+    check([cell for cell in EVERY_CELL if cell not in SAMPLE], tmp_path)
+
+
+@pytest.mark.parametrize("step", range(1, STEPS))
+def test_a_killed_run_repeats_the_steps_since_its_last_checkpoint(step: int, tmp_path: Path) -> None:
+    """All later tags gone, as after a kill at any time between two saves: the repeated lines are the same text."""
+    common = [*TINY, "--train-data", write_corpus(tmp_path / "corpus"), "--train-iters", STEPS, "--save-interval", 1]
+    train([*common, "--save", tmp_path / "s", "--metrics-file", tmp_path / "whole"])
+    final = total_digest(tmp_path / "s")
+    for later in range(step + 1, STEPS + 1):
+        shutil.rmtree(tmp_path / "s" / f"global_step{later}")
+    (tmp_path / "s" / "latest").write_text(f"global_step{step}\n")
+    train([*common, "--save", tmp_path / "s", "--load", tmp_path / "s", "--metrics-file", tmp_path / "rest"])
+    assert lines(tmp_path / "rest") == lines(tmp_path / "whole")[step:]
+    assert total_digest(tmp_path / "s") == final
+
+
+class Killed(BaseException):
+    """Stands for a signal that nobody can catch."""
+
+
+def test_a_run_that_dies_inside_a_step_resumes_from_the_save_before(tmp_path: Path,
+                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    common = [*TINY, "--train-data", write_corpus(tmp_path / "corpus"), "--train-iters", STEPS, "--save-interval", 2]
+    train([*common, "--save", tmp_path / "whole", "--metrics-file", tmp_path / "whole.jsonl"])
+    again = [*common, "--save", tmp_path / "s", "--load", tmp_path / "s", "--metrics-file", tmp_path / "m"]
+    written = MetricsLog.step
+
+    def dies_at_5(log: MetricsLog, metrics: object) -> None:
+        written(log, metrics)  # type: ignore[arg-type]
+        if metrics.iteration == 5:  # type: ignore[attr-defined]
+            raise Killed
+
+    with monkeypatch.context() as patching, pytest.raises(Killed):
+        patching.setattr(MetricsLog, "step", dies_at_5)
+        train(again)
+    train(again)
+    seen = records(tmp_path / "m")
+    assert [record["iteration"] for record in seen] == [1, 2, 3, 4, 5, 5, 6]
+    last = {record["iteration"]: record for record in seen}  # the last line of a step counts
+    assert list(last.values()) == records(tmp_path / "whole.jsonl")
+    assert total_digest(tmp_path / "s") == total_digest(tmp_path / "whole")
+
+
+def asked_to_stop(rank: int, world: int, argv: list[object], culprit: int, number: int, at: int) -> str:
+    """A run whose rank `culprit` gets a signal while it is in step `at`."""
+    taken = Trainer._train_step
+
+    def signalled(trainer: Trainer, *args: Any) -> Any:
+        if rank == culprit and trainer.engine.global_steps == at - 1:
+            os.kill(os.getpid(), number)
+        return taken(trainer, *args)
+
+    with pytest.MonkeyPatch.context() as patching:
+        patching.setattr(Trainer, "_train_step", signalled)
+        return train(argv)
+
+
+@pytest.mark.parametrize(("world", "culprit", "number"),
+                         [(1, 0, signal.SIGTERM), (1, 0, signal.SIGINT), (2, 1, signal.SIGUSR1)])
+def test_a_signal_to_any_rank_saves_after_the_step_and_the_rest_is_the_same_text(world: int, culprit: int, number: int,
+                                                                                 tmp_path: Path) -> None:
+    common = [*TINY, "--model-parallel-size", world, "--train-data", write_corpus(tmp_path / "corpus"),
+              "--train-iters", STEPS]
+    run_ranks(train_all, world, [[*common, "--save", tmp_path / "whole", "--metrics-file", tmp_path / "whole.jsonl"]])
+    again = [*common, "--save", tmp_path / "s", "--load", tmp_path / "s", "--metrics-file", tmp_path / "m"]
+    said = run_ranks(asked_to_stop, world, again, culprit, number, 3)[0]
+    assert "preempted at step 3" in said and (tmp_path / "s" / "latest").read_text().strip() == "global_step3"
+    run_ranks(train_all, world, [again])
+    assert lines(tmp_path / "m") == lines(tmp_path / "whole.jsonl")
+    assert total_digest(tmp_path / "s") == total_digest(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("numbers", [(signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1), (signal.SIGUSR1, signal.SIGINT),
+                                     (signal.SIGINT, signal.SIGTERM)], ids=str)
+def test_further_signals_change_nothing(numbers: tuple[int, ...], tmp_path: Path,
+                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come during the step, and again during the save."""
+    saving, taken = Checkpoints._save, Trainer._train_step
+    saves = []
+
+    def signalled(trainer: Trainer, *args: Any) -> Any:
+        if trainer.engine.global_steps == 1:
+            for number in numbers:
+                os.kill(os.getpid(), number)
+        return taken(trainer, *args)
+
+    def save(*args: Any) -> None:
+        for number in set(numbers) - {signal.SIGINT}:
+            os.kill(os.getpid(), number)
+        saves.append(saving(*args))
+
+    monkeypatch.setattr(Trainer, "_train_step", signalled)
+    monkeypatch.setattr(Checkpoints, "_save", save)
+    try:
+        said = train([*TINY, "--mock-data", "--train-iters", STEPS, "--save", tmp_path / "s"])
+    except KeyboardInterrupt:
+        pytest.fail("one Ctrl-C among other signals ended the run")
+    assert "preempted at step 2" in said and len(saves) == 1
+    assert tag_names(tmp_path / "s") == ["global_step2"]
+
+
+@pytest.mark.parametrize("where", ["step", "save"])
+def test_a_second_ctrl_c_ends_at_once_with_130_and_loses_nothing(where: str, tmp_path: Path,
+                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    common = [*TINY, "--mock-data", "--train-iters", STEPS, "--save-interval", 1]
+    again = [*common, "--save", tmp_path / "s", "--load", tmp_path / "s"]
+    train([*common, "--save", tmp_path / "whole"])
+    train([*again, "--exit-interval", 2])
+
+    def twice(*args: Any) -> Any:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("not reached")
+
+    with monkeypatch.context() as patching:
+        if where == "step":
+            patching.setattr(Trainer, "_train_step", twice)
+        else:
+            patching.setattr(writer, "_commit", twice)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            train(again)
+    assert exits.explain(caught.value).code == 130
+    assert tag_names(tmp_path / "s") == ["global_step1", "global_step2"]
+    assert "loaded weights and optimizer of global_step2" in train(again)
+    assert total_digest(tmp_path / "s") == total_digest(tmp_path / "whole")
+
+
+def runs_out_of_time(rank: int, world: int, argv: list[object], at: int) -> str:
+    """The clock of rank 1 alone says that the time is up, in step `at`."""
+    reads = itertools.count(1)
+    clock = property(lambda stop: 90.0 if rank == 1 and next(reads) == at else 0.5)
+    with pytest.MonkeyPatch.context() as patching:
+        patching.setattr(StopRequest, "minutes", clock)
+        return train(argv)
+
+
+def test_all_ranks_leave_when_the_time_of_one_is_up_and_the_rest_is_the_same_text(tmp_path: Path) -> None:
+    common = [*TINY, "--mock-data", "--model-parallel-size", 2, "--train-iters", STEPS]
+    run_ranks(train_all, 2, [[*common, "--save", tmp_path / "whole", "--metrics-file", tmp_path / "whole.jsonl"]])
+    again = [*common, "--save", tmp_path / "s", "--load", tmp_path / "s", "--metrics-file", tmp_path / "m",
+             "--exit-duration-in-mins", 1.5]
+    said = run_ranks(runs_out_of_time, 2, again, 4)[0]
+    assert "leaving after iteration 4 (--exit-duration-in-mins 1.5), saved" in said
+    assert tag_names(tmp_path / "s") == ["global_step4"]
+    run_ranks(train_all, 2, [again])
+    assert lines(tmp_path / "m") == lines(tmp_path / "whole.jsonl")
+    assert total_digest(tmp_path / "s") == total_digest(tmp_path / "whole")
+
+
+def other_layout(rank: int, world: int, tp: int, micro: int, folder: Path, corpus: str) -> None:
+    train([*TINY, *NO_DROPOUT, "--train-data", corpus, "--train-iters", STEPS, "--lr", 1e-3, "--global-batch-size", 8,
+           "--batch-size", micro,
+           "--model-parallel-size", tp, "--load", folder / "part", "--metrics-file", folder / f"{tp}-{world}-{micro}"])
+
+
+@pytest.mark.parametrize(("tp", "world", "micro"), [(1, 1, 8), (1, 1, 1), (1, 1, 4), (1, 2, 2), (2, 2, 4), (2, 4, 1)])
+def test_a_run_goes_on_on_another_grid_with_another_accumulation(tp: int, world: int, micro: int,
+                                                                 tmp_path: Path) -> None:
+    """Three steps, a number that no other accumulation divides; then the same global batches, cut another way."""
+    corpus = write_corpus(tmp_path / "corpus")
+    common = [*TINY, *NO_DROPOUT, "--train-data", corpus, "--train-iters", STEPS, "--lr", 1e-3, "--global-batch-size",
+              8, "--batch-size", 8]
+    train([*common, "--metrics-file", tmp_path / "whole"])
+    train([*common, "--save", tmp_path / "part", "--exit-interval", 3])
+    run_ranks(other_layout, world, tp, micro, tmp_path, corpus)
+    expected, found = steps(tmp_path / "whole")[3:], steps(tmp_path / f"{tp}-{world}-{micro}")
+    assert [s["samples_digest"] for s in found] == [s["samples_digest"] for s in expected]
+    for key in ("lm_loss", "grad_norm", "learning_rate"):  # the sums are the same in another order
+        assert [s[key] for s in found] == pytest.approx([s[key] for s in expected], abs=1e-5)
+
+
+def test_a_finished_run_started_again_ends_at_once_and_changes_nothing(tmp_path: Path) -> None:
+    again = [*TINY, "--mock-data", "--train-iters", 2, "--save", tmp_path / "s", "--load", tmp_path / "s",
+             "--metrics-file", tmp_path / "m", "--eval-interval", 1, "--eval-iters", 1]
+    train(again)
+    before = (tmp_path / "m").read_text(), total_digest(tmp_path / "s")
+    assert "nothing to do" in train(again)
+    assert ((tmp_path / "m").read_text(), total_digest(tmp_path / "s")) == before
+
+
+@pytest.mark.parametrize("launch", [[], ["-m", "megatron.launch", "--nproc-per-node", "2"]],
+                         ids=["one-process", "two-ranks"])
+def test_the_real_command_line_resumes_by_running_it_again(launch: list[str], tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "corpus")
+    ranks = ["--model-parallel-size", "2"] if launch else []
+    common = [*TINY, *ranks, "--train-data", corpus, "--train-iters", "4"]
+
+    def run(*flags: object) -> str:
+        command = [sys.executable, *launch, "pretrain_gpt2.py", *common, *map(str, flags)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120,
+                              env={**os.environ, "OMP_NUM_THREADS": "1"})
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout
+
+    again = ["--save", tmp_path / "s", "--load", tmp_path / "s", "--metrics-file", tmp_path / "parts"]
+    run(*again, "--exit-interval", 3)
+    assert "loaded weights and optimizer of global_step3" in run(*again)
+    run_ranks(train_all, 2 if launch else 1, [[*common, "--save", tmp_path / "w", "--metrics-file",
+                                               tmp_path / "whole"]])
+    assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
+    assert total_digest(tmp_path / "s") == total_digest(tmp_path / "w")
