@@ -152,7 +152,7 @@ def commit(staging: Path, root: Path, tag: str) -> None:
 
 def _place_script(root: Path) -> None:
     """The script that reads the tags of this format, if it is not there."""
-    text, path = Path(__file__).with_name(SCRIPT).read_bytes(), root / SCRIPT
+    text, path = (Path(__file__).with_name("interchange") / SCRIPT).read_bytes(), root / SCRIPT
     if not path.is_file() or path.read_bytes() != text:
         with staged_file(path) as file:
             file.write(text)
