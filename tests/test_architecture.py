@@ -192,6 +192,15 @@ def test_rooms_build_on_each_other_one_way():
                     f"{module}:{line} imports {target}: the room {there} stands above {here}")
 
 
+def test_the_diagram_of_the_rooms_is_the_one_in_the_docs():
+    drawn = subprocess.run([sys.executable, ROOT / "scripts" / "draw_rooms.py"], capture_output=True, text=True,
+                           check=True).stdout
+    diagram, _, summary = drawn.partition("%%")
+    assert "0 pairs of rooms that reach each other" in summary
+    assert f"```mermaid\n{diagram}```" in (ROOT / "docs" / "architecture.md").read_text(), (
+        "docs/architecture.md is out of date: paste the output of python scripts/draw_rooms.py")
+
+
 @pytest.mark.parametrize("lower, higher", [
     ("mpu", "megatron"), ("mpu", "data"), ("data", "megatron"), ("data", "mpu"),
     ("megatron.zero", "megatron.model"), ("megatron.model", "megatron.zero"), ("megatron.optim", "megatron.model"),
