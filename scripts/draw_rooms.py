@@ -34,9 +34,10 @@ def rooms(tree: Path) -> dict[str, frozenset[str]]:
     for module, path in modules(tree):
         imported = found.setdefault(room_of(module), set())
         for node in ast.walk(ast.parse(path.read_bytes())):
-            names = ([alias.name for alias in node.names] if isinstance(node, ast.Import) else
-                     [f"{node.module}.{alias.name}" for alias in node.names] if isinstance(node, ast.ImportFrom) else [])
-            imported |= {room_of(name) for name in names if name.partition(".")[0] in PACKAGES}
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+                names = [prefix + alias.name for alias in node.names]
+                imported |= {room_of(name) for name in names if name.partition(".")[0] in PACKAGES}
     return {room: frozenset(imported & found.keys() - {room}) for room, imported in found.items() if room != "megatron"}
 
 
@@ -72,8 +73,8 @@ def main() -> None:
     house = rooms(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parents[1])
     print(mermaid(house))
     pairs = circles(house)
-    print(f"%% {len(house)} rooms, {sum(map(len, house.values()))} arrows, {len(pairs)} pairs of rooms that reach each other"
-          f"{': ' if pairs else ''}{', '.join(f'{a} and {b}' for a, b in pairs)}")
+    print(f"%% {len(house)} rooms, {sum(map(len, house.values()))} arrows, {len(pairs)} pairs of rooms that reach each "
+          f"other{': ' if pairs else ''}{', '.join(f'{a} and {b}' for a, b in pairs)}")
 
 
 if __name__ == "__main__":
