@@ -21,12 +21,12 @@ from megatron import recompute
 from megatron.config.tree import Config, DataConfig, TrainConfig, require
 from megatron.errors import ConfigError
 from megatron.model import GPT2
-from megatron.optim.schedule import Schedule, build_schedule
 from megatron.recompute import Recomputation
 from megatron.train.batches import BatchRule
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.init import Init
 from megatron.zero.api.initialize import initialize
+from megatron.zero.api.schedule import schedule_of
 from megatron.zero.engine import ParamGroup
 from megatron.zero.holders import shape_of
 from megatron.zero.tiling import tile_linears
@@ -133,7 +133,7 @@ def model(config: Config, groups: Groups, again: Recomputation | None = None) ->
 def engine(config: Config, model: GPT2, groups: Groups, device: torch.device) -> Engine:
     """The engine on its device, with the learning rate schedule of the flags."""
     built = initialize(model=model, model_parameters=param_groups(model, config.optim.weight_decay),
-                       lr_scheduler=schedule(config), mpu=groups, config=config, device=device)[0]
+                       lr_scheduler=schedule_of(config), mpu=groups, config=config, device=device)[0]
     built.reads_weights_between_steps = False
     return built
 
@@ -142,13 +142,6 @@ def param_groups(model: GPT2, weight_decay: float) -> list[ParamGroup]:
     """Matrices and embeddings decay; biases and LayerNorms do not."""
     return [{"params": [p for p in model.parameters() if len(shape_of(p)) >= 2], "weight_decay": weight_decay},
             {"params": [p for p in model.parameters() if len(shape_of(p)) < 2], "weight_decay": 0.0}]
-
-
-def schedule(config: Config) -> Schedule:
-    section = config.schedule
-    return build_schedule(style=section.lr_decay_style, lr=section.lr, min_lr=section.min_lr, warmup=section.warmup,
-                          decay_iters=section.lr_decay_iters or max(1, config.train.train_iters),
-                          warmup_type=section.warmup_type)
 
 
 def batch_rule(config: Config, groups: Groups, tokenizer: Tokenizer) -> BatchRule:

@@ -26,7 +26,8 @@ from megatron.config.tree import Config, flag_name
 from megatron.errors import CheckpointError
 from megatron.optim.schedule import Schedule
 from megatron.train.loop import TrainState
-from megatron.zero.api.engine import Engine, FollowSchedule, LoadOptions
+from megatron.zero.api.engine import Engine, LoadOptions
+from megatron.zero.api.schedule import FollowSchedule
 from megatron.zero.api.saved import load_weights
 from mpu.groups import Groups
 

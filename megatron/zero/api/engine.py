@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,48 +31,19 @@ from megatron.checkpoint.tags import tag_names
 from megatron.checkpoint.writer import SaveReport, complete
 from megatron.config.tree import Config
 from megatron.errors import ConfigError
-from megatron.optim.schedule import Schedule
 from megatron.zero.api.optimizer import ZeroOptimizer
 from megatron.zero.api.saved import (
     Identity,
-    Stateful,
     load_engine,
     restore_streams,
     saving_engine,
     whole_weights,
     write_weights,
 )
+from megatron.zero.api.schedule import Scheduler
 from megatron.zero.engine import StepReport, ZeroEngine
 from mpu.collectives import all_gather_json
 from mpu.groups import Groups
-
-
-class Scheduler(Stateful, Protocol):
-    """A learning rate scheduler of torch's kind; ours are such too."""
-
-    def step(self) -> Any: ...
-
-
-class FollowSchedule:
-    """A schedule, which is a pure function of the step, as a scheduler of the groups of an optimizer."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule) -> None:
-        self._optimizer, self.schedule = optimizer, schedule
-        self._go_to(0)
-
-    def _go_to(self, steps: int) -> None:
-        self._steps = steps
-        for group in self._optimizer.param_groups:
-            group["lr"] = self.schedule(steps)
-
-    def step(self) -> None:
-        self._go_to(self._steps + 1)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"steps": self._steps}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._go_to(state_dict["steps"])
 
 
 @dataclass(frozen=True)

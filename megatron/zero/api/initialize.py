@@ -27,11 +27,12 @@ from megatron.launch import distributed
 from megatron.optim.adam import LARGEST_TILE
 from megatron.optim.build import build_rule
 from megatron.optim.rule import Rule
-from megatron.optim.schedule import Schedule, build_schedule
+from megatron.optim.schedule import Schedule
 from megatron.optim.torch_rule import from_torch
-from megatron.zero.api.engine import Engine, FollowSchedule, Scheduler
+from megatron.zero.api.engine import Engine
 from megatron.zero.api.init import groups_of
 from megatron.zero.api.optimizer import ZeroOptimizer
+from megatron.zero.api.schedule import FollowSchedule, Scheduler, schedule_of
 from megatron.zero.engine import DTYPES, ParamGroup, ZeroEngine
 from megatron.zero.layout import ALIGNMENT
 from mpu.groups import Groups
@@ -172,12 +173,7 @@ def _scheduler(settings: _Settings, given: Any, optimizer: ZeroOptimizer) -> Sch
     if given is not None:
         scheduler: Scheduler = given if hasattr(given, "state_dict") else given(optimizer)
         return scheduler
-    section = settings.config.schedule
-    if not settings.has_scheduler:
-        return None
-    return FollowSchedule(optimizer, build_schedule(
-        style=section.lr_decay_style, lr=section.lr, min_lr=section.min_lr, warmup=section.warmup,
-        decay_iters=section.lr_decay_iters or max(1, settings.config.train.train_iters)))
+    return FollowSchedule(optimizer, schedule_of(settings.config)) if settings.has_scheduler else None
 
 
 def _move_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

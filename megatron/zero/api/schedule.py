@@ -1,0 +1,56 @@
+"""The learning rate of an engine: the schedule of a configuration as a scheduler of torch's kind.
+
+Not here: the curves (optim/schedule.py), and DeepSpeed's scheduler classes (optim/schedulers.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from megatron.config.tree import Config
+from megatron.optim.schedule import Schedule, build_schedule
+from megatron.zero.api.saved import Stateful
+
+
+class Scheduler(Stateful, Protocol):
+    """A learning rate scheduler of torch's kind; ours are such too."""
+
+    def step(self) -> Any: ...
+
+
+class FollowSchedule:
+    """A schedule, which is a pure function of the step, as a scheduler of the groups of an optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule) -> None:
+        self._optimizer, self.schedule = optimizer, schedule
+        self._go_to(0)
+
+    def _go_to(self, steps: int) -> None:
+        self._steps = steps
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.schedule(steps)
+
+    def step(self) -> None:
+        self._go_to(self._steps + 1)
+
+    def get_last_lr(self) -> list[float]:
+        """The rate of each param group in the next step."""
+        return [float(group["lr"]) for group in self._optimizer.param_groups]
+
+    get_lr = get_last_lr
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self._steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._go_to(state_dict["steps"])
+
+
+def schedule_of(config: Config) -> Schedule:
+    """The one reading of the configuration's schedule: the trainer and `zero.initialize` both train by it."""
+    section = config.schedule
+    return build_schedule(style=section.lr_decay_style, lr=section.lr, min_lr=section.min_lr, warmup=section.warmup,
+                          decay_iters=section.lr_decay_iters or max(1, config.train.train_iters),
+                          warmup_type=section.warmup_type)

@@ -1,0 +1,84 @@
+"""The scheduler of the configuration: the rates of `zero.initialize` are DeepSpeed's closed forms, and the trainer's."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron import zero
+from megatron.config.flags import parse_args
+from megatron.zero.api.schedule import schedule_of
+
+PEAK, WARMUP, TOTAL = 0.01, 10, 20
+TYPES = (None, "log", "linear")
+PARAMS: dict[str, dict[str, Any]] = {
+    "WarmupLR": {"warmup_max_lr": PEAK},
+    "WarmupDecayLR": {"warmup_max_lr": PEAK, "total_num_steps": TOTAL},
+    "WarmupCosineLR": {"total_num_steps": TOTAL},
+}
+
+
+def configuration(kind: str, warmup_type: str | None) -> dict[str, Any]:
+    params = {**PARAMS[kind], "warmup_num_steps": WARMUP, **({"warmup_type": warmup_type} if warmup_type else {})}
+    return {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": PEAK}},
+            "scheduler": {"type": kind, "params": params}}
+
+
+def wanted(kind: str, warmup_type: str | None, step: int) -> float:
+    """The rate of step 0, 1, 2 ...: log(2)/log(10), log(3)/log(10) ... of the peak is DeepSpeed's default warm-up."""
+    if step < WARMUP:
+        share = (step + 1) / WARMUP if warmup_type == "linear" else math.log(step + 2) / math.log(WARMUP)
+        return PEAK * min(1.0, share)
+    done = min(1.0, (step - WARMUP) / (TOTAL - WARMUP))
+    after = {"WarmupLR": 1.0, "WarmupDecayLR": 1 - done,
+             "WarmupCosineLR": 0.0001 + 0.9999 * (1 + math.cos(math.pi * done)) / 2}
+    return PEAK * after[kind]
+
+
+@pytest.mark.parametrize("warmup_type", TYPES)
+@pytest.mark.parametrize("kind", PARAMS)
+def test_rates_are_those_the_configuration_names(kind: str, warmup_type: str | None) -> None:
+    config = configuration(kind, warmup_type)
+    engine, _, _, scheduler = zero.initialize(model=nn.Linear(2, 1), config=config)
+    rates = []
+    for _ in range(TOTAL + 3):
+        rates.append(engine.get_lr()[0])
+        assert scheduler is not None and scheduler.get_last_lr() == engine.get_lr()
+        engine.backward(engine(torch.ones(4, 2)).mean())
+        engine.step()
+    assert rates == pytest.approx([wanted(kind, warmup_type, step) for step in range(TOTAL + 3)], rel=1e-9, abs=1e-15)
+    if warmup_type != "linear":
+        assert rates[:2] == pytest.approx([0.0030103, 0.0047712], rel=1e-4)
+
+
+@pytest.mark.parametrize("warmup_type", TYPES)
+@pytest.mark.parametrize("kind", PARAMS)
+def test_the_trainer_has_the_same_rates_from_the_same_file(kind: str, warmup_type: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(configuration(kind, warmup_type)))
+    config = parse_args(["--preset", "tiny", "--mock-data", "--deepspeed", "--deepspeed_config", str(path)], 1)
+    trainer = schedule_of(config)
+    engine, _, _, scheduler = zero.initialize(model=nn.Linear(2, 1), config=str(path))
+    for step in range(TOTAL + 3):
+        assert engine.get_lr() == [trainer(step)]
+        assert scheduler is not None
+        scheduler.step()
+
+
+def test_pretrain_gpt2_trains_at_these_rates(tmp_path: Path) -> None:
+    path, metrics = tmp_path / "ds_config.json", tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps(configuration("WarmupLR", None)))
+    subprocess.run([sys.executable, "pretrain_gpt2.py", "--preset", "tiny", "--mock-data", "--train-iters", "4",
+                    "--eval-interval", "0", "--deepspeed_config", str(path), "--metrics-file", str(metrics)],
+                   cwd=Path(__file__).resolve().parents[3], check=True, capture_output=True, timeout=120)
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    rates = [record["learning_rate"] for record in records if "learning_rate" in record]
+    assert rates == pytest.approx([wanted("WarmupLR", None, step) for step in range(4)])
