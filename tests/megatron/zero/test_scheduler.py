@@ -1,4 +1,4 @@
-"""The scheduler of the configuration: the rates of `zero.initialize` are DeepSpeed's closed forms, and the trainer's."""
+"""The configuration's scheduler: the rates of zero.initialize are DeepSpeed's closed forms, and the trainer's."""
 
 from __future__ import annotations
 
