@@ -19,6 +19,10 @@ from typing import Any, Protocol
 from torch import Tensor
 
 
+ParamGroup = dict[str, Any]
+"""As torch's optimizers have them: "params", and the hyper-parameters these share ("lr" is one of them)."""
+
+
 @dataclass(frozen=True)
 class Part:
     """Elements [start, stop) of a span are of the parameter number `slot` of the bucket."""

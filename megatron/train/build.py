@@ -21,13 +21,13 @@ from megatron import recompute
 from megatron.config.tree import Config, DataConfig, TrainConfig, require
 from megatron.errors import ConfigError
 from megatron.model import GPT2
+from megatron.optim.rule import ParamGroup
 from megatron.recompute import Recomputation
 from megatron.train.batches import BatchRule
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.init import Init
 from megatron.zero.api.initialize import initialize
 from megatron.zero.api.schedule import schedule_of
-from megatron.zero.engine import ParamGroup
 from megatron.zero.holders import shape_of
 from megatron.zero.tiling import tile_linears
 from mpu.collectives import all_gather_json

@@ -21,7 +21,7 @@ from megatron.train.evaluation import SizedSamples, evaluate, forward_loss
 from megatron.train.flops import flops_per_token, peak_tflops
 from megatron.train.metrics import MetricsLog, Rates, StepMetrics, Stopwatch, max_memory_bytes
 from megatron.zero.api.engine import Engine
-from megatron.zero.engine import StepReport
+from megatron.zero.step import StepReport
 from mpu.collectives import all_reduce
 
 

@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from megatron.zero.engine import DTYPES
+from megatron.zero.precision import DTYPES
 
 SIDE = 192
 """Of the square matrices: long enough to time, and 20 ms at the worst rate seen (1 GFLOP/s)."""

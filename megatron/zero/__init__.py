@@ -4,10 +4,11 @@
     engine, optimizer, loader, scheduler = zero.initialize(model=model, config="ds_config.json")
 
 In the order to read them: layout.py (what lives where), policy.py (what is split), bucket.py (the buffers of one unit),
-hooks.py (module and gradient events), units.py (how a model is cut), residency.py (what is whole when), engine.py (the
-mechanism). holders.py and parked.py are about parameters outside of a step. api/ is what a training script sees.
+hooks.py (module and gradient events), units.py (how a model is cut), residency.py (what is whole when), passes.py (a
+forward and a backward), step.py (the optimizer step), state.py (what lasts from step to step), engine.py (all of it
+together). holders.py and parked.py are about parameters outside of a step. api/ is what a training script sees.
 
-The names are fetched when they are asked for: floor 0 of this package must not import torch.
+Names are imported on first use: floor 0 of this package must not import torch.
 """
 
 from importlib import import_module

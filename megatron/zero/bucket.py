@@ -8,7 +8,7 @@ Vocabulary
     shard group / replicas   the ranks a bucket is cut over / the ranks that hold the same shard
 
 One of the two groups is always a group of one: at stage 0 the shard is everything and the replicas are all of data
-parallel. This file moves numbers; *when* is decided by residency.py and engine.py, *what is split* by policy.py.
+parallel. This file moves numbers; *when* is decided by residency.py and passes.py, *what is split* by policy.py.
 
 A parameter that is away has a placeholder of no elements, which fits no operation: used outside its unit, it fails
 instead of broadcasting. The memory of `whole` is then given back, but its storage object lives on, because what
@@ -24,11 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from megatron.errors import ConfigError
-from megatron.zero.gradients import Dtypes, FlatGradients
+from megatron.zero.gradients import FlatGradients
 from megatron.zero.holders import hold, let_go
 from megatron.zero.layout import FlatLayout, Slot
 from megatron.zero.parked import whole_value
 from megatron.zero.policy import Policy, Wire
+from megatron.zero.precision import Dtypes
 from mpu.collectives import Pending, all_gather_into, broadcast_into
 from mpu.groups import SOLO, Group
 

@@ -11,7 +11,6 @@ whole is given back each time; elsewhere the whole adds up, and leaves at the ac
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from weakref import ReferenceType, ref
 
@@ -20,18 +19,10 @@ from torch import Tensor, nn
 
 from megatron.zero.layout import FlatLayout, Segment
 from megatron.zero.policy import Policy, Wire
+from megatron.zero.precision import Dtypes
 from mpu.collectives import Pending, all_reduce_into, reduce_scatter_into
 from mpu.groups import Group
 from mpu.sinks import Claim, GradSink
-
-
-@dataclass(frozen=True)
-class Dtypes:
-    """Precisions of a bucket: weights at work, gradients as backward leaves them, gradients as they are summed up."""
-
-    work: torch.dtype = torch.float32
-    grads: torch.dtype = torch.float32
-    grad_shard: torch.dtype = torch.float32
 
 
 class FlatGradients:

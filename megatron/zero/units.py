@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from megatron.zero.bucket import FlatBucket
-from megatron.zero.gradients import Dtypes
 from megatron.zero.holders import external_parameters, shape_of
 from megatron.zero.hooks import Unit
 from megatron.zero.layout import Slot
 from megatron.zero.policy import Policy, Wire
+from megatron.zero.precision import Dtypes
 from megatron.zero.tiling import Tiled
 from mpu.groups import Group
 from mpu.layers import VocabParallelEmbedding

@@ -41,7 +41,8 @@ from megatron.zero.api.saved import (
     write_weights,
 )
 from megatron.zero.api.schedule import Scheduler
-from megatron.zero.engine import StepReport, ZeroEngine
+from megatron.zero.engine import ZeroEngine
+from megatron.zero.step import StepReport
 from mpu.collectives import all_gather_json
 from mpu.groups import Groups
 

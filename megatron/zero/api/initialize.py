@@ -26,15 +26,16 @@ from megatron.errors import ConfigError
 from megatron.launch import distributed
 from megatron.optim.adam import LARGEST_TILE
 from megatron.optim.build import build_rule
-from megatron.optim.rule import Rule
+from megatron.optim.rule import ParamGroup, Rule
 from megatron.optim.schedule import Schedule
 from megatron.optim.torch_rule import from_torch
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.init import groups_of
 from megatron.zero.api.optimizer import ZeroOptimizer
 from megatron.zero.api.schedule import FollowSchedule, Scheduler, schedule_of
-from megatron.zero.engine import DTYPES, ParamGroup, ZeroEngine
+from megatron.zero.engine import ZeroEngine
 from megatron.zero.layout import ALIGNMENT
+from megatron.zero.precision import DTYPES
 from mpu.groups import Groups
 
 

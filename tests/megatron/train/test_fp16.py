@@ -14,7 +14,8 @@ from megatron.config.tree import PrecisionConfig
 from megatron.errors import NumericsError
 from megatron.launch import exits
 from megatron.model import GPT2
-from megatron.zero.engine import OVERFLOWS_IN_A_ROW, ZeroEngine
+from megatron.zero.engine import ZeroEngine
+from megatron.zero.step import OVERFLOWS_IN_A_ROW
 from mpu.groups import build
 from tests.distributed import run_ranks
 from tests.megatron import helpers

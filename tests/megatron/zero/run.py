@@ -95,7 +95,7 @@ def weights(engine: ZeroEngine | Engine) -> dict[str, Tensor]:
 def state(engine: ZeroEngine) -> list[Tensor]:
     """Everything that lasts from step to step on this rank, replicas and padding included: masters, the working
     precision and moments."""
-    tensors = [tensor for bucket, moments in zip(engine.buckets, engine._states, strict=True)
+    tensors = [tensor for bucket, moments in zip(engine.buckets, engine.state.of_rule, strict=True)
                for tensor in (bucket.master, bucket.shard, *moments.values())]
     return [tensor.clone() for tensor in tensors]
 

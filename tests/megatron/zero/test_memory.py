@@ -21,7 +21,7 @@ PAPER = {0: lambda n: 16.0, 1: lambda n: 4 + 12 / n, 2: lambda n: 2 + 14 / n, 3:
 def live_bytes(engine: ZeroEngine) -> int:
     """Every storage of the engine's state, once."""
     storages = {}
-    for bucket, states in zip(engine.buckets, engine._states, strict=True):
+    for bucket, states in zip(engine.buckets, engine.state.of_rule, strict=True):
         held = [bucket._whole, bucket.shard, bucket.master, bucket.grads._whole, bucket.grads._shard,
                 *states.values()]
         for tensor in held:

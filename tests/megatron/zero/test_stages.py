@@ -132,7 +132,7 @@ def reductions_during_backward(rank: int, world: int, stage: int) -> dict[str, b
     seen: dict[str, bool] = {}
     for bucket in engine.buckets:
         def reduce(bucket=bucket, launch=bucket.grads.reduce) -> None:  # type: ignore[no-untyped-def]
-            seen[bucket.name] = engine._in_backward
+            seen[bucket.name] = engine.passes.in_backward
             launch()
 
         bucket.grads.reduce = reduce  # type: ignore[method-assign]

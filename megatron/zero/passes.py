@@ -1,0 +1,102 @@
+"""Passes: what happens to the units in a forward and a backward pass of the model.
+
+hooks.py reports the events; here they become calls: residency.py makes parameters whole and lets them go, reductions.py
+sends the gradients of a bucket to their owners as soon as all of them have been made. Nothing here knows of loss
+scales, micro-batches or the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.errors import ConfigError
+from megatron.zero.bucket import FlatBucket
+from megatron.zero.hooks import Unit
+from megatron.zero.reductions import ReductionOrder
+from megatron.zero.residency import Residency
+
+
+class Passes:
+    """Receives the events of hooks.py, and runs a backward pass from its loss to the last reduction."""
+
+    def __init__(self, units: Sequence[Unit], residency: Residency, reductions: ReductionOrder, *,
+                 allows_unused: bool) -> None:
+        self._residency, self._reductions, self._allows_unused = residency, reductions, allows_unused
+        self._buckets = [bucket for unit in units for bucket in unit.buckets if bucket.trainable]
+        self.in_backward = False
+        self._reduces = False
+        self._inputs_done: set[Unit] = set()
+
+    def backward(self, loss: Tensor, *, retain_graph: bool, reduces: bool) -> None:
+        """Make the gradients of `loss`. With `reduces` they are summed over data parallel when this returns."""
+        self.in_backward, self._reduces = True, reduces
+        try:
+            loss.backward(retain_graph=retain_graph)
+            if reduces:
+                self._check_unused()
+                self._reductions.flush()
+            for bucket in self._buckets:
+                bucket.grads.end_backward()
+        except Exception:  # not for Ctrl-C: this waits for peers
+            self._abandon()
+            raise
+        finally:
+            self.in_backward = False
+            self._inputs_done.clear()
+        self._residency.done_with_all()
+
+    def _abandon(self) -> None:
+        """A backward failed half way: what has been accumulated is not whole, and goes."""
+        for bucket in self._buckets:
+            bucket.grads.settle_reduce()
+        self._reductions.reset()
+        self._residency.done_with_all()
+        for bucket in self._buckets:
+            bucket.grads.discard()
+
+    def _check_unused(self) -> None:
+        unused = [] if self._allows_unused else [name for bucket in self._buckets for name in bucket.grads.unused()]
+        if unused:
+            raise ConfigError(f"{len(unused)} parameters got no gradient, {unused[0]} first: the loss does not depend "
+                              "on them; mend the model, or set ignore_unused_parameters")
+
+    # ---- events (hooks.py) --------------------------------------------------------------------------------------
+
+    def before_forward(self, unit: Unit) -> None:
+        if unit.is_root and not self.in_backward:
+            self._residency.start()
+        self._residency.enter(unit)
+        self._residency.prefetch(unit.index + (-1 if self.in_backward else 1))
+
+    def after_forward(self, unit: Unit) -> None:
+        learns = torch.is_grad_enabled()
+        if self.in_backward:
+            self._residency.pause(unit)
+        elif not (unit.is_root and learns):  # the backward of everything else uses the root again
+            self._residency.leave(unit, backward_follows=learns)
+
+    def before_backward(self, unit: Unit) -> None:
+        self._residency.begin_backward(unit)
+        self._residency.prefetch(unit.index - 1)
+
+    def inputs_done(self, unit: Unit) -> None:
+        self._inputs_done.add(unit)
+        self._finish(unit)
+
+    def gradient_ready(self, unit: Unit, bucket: FlatBucket, index: int) -> None:
+        if not self.in_backward:
+            raise ConfigError("gradients outside of engine.backward: call engine.backward(loss), not loss.backward()")
+        if bucket.grads.accept(index):
+            self._finish(unit)
+            if self._reduces:
+                self._reductions.ready(bucket)
+
+    def _finish(self, unit: Unit) -> None:
+        """Let the parameters of a unit go as soon as nothing in this backward can need them: all gradients have been
+        made, and where some parameters have none, those of the inputs."""
+        made = all(bucket.grads.complete for bucket in unit.buckets if bucket.trainable)
+        if made and not unit.is_root and (not unit.has_frozen or unit in self._inputs_done):
+            self._residency.done(unit)

@@ -1,0 +1,44 @@
+"""What the precision of a run means to the engine: the dtypes of its buffers, and the rule of the loss scale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron.config.tree import PrecisionConfig
+from megatron.optim.loss_scale import LossScaleRule
+from megatron.zero.policy import Policy
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """Of one bucket: weights as they are used, gradients as backward leaves them, gradients as they are summed."""
+
+    work: torch.dtype = torch.float32
+    grads: torch.dtype = torch.float32
+    grad_shard: torch.dtype = torch.float32
+
+
+def dtypes(policy: Policy, precision: PrecisionConfig, accumulation: int) -> Dtypes:
+    """A sum over several 16-bit micro-batches, or over ranks where asked for, is taken in fp32."""
+    work = DTYPES[precision.name]
+    wide = precision.fp32_allreduce or accumulation > 1
+    sums = torch.float32 if wide else work
+    in_place = precision.fp32_allreduce or not policy.split_grads  # the sum over micro-batches is taken in `grads`
+    return Dtypes(work, sums if in_place else work, sums)
+
+
+def scale_rule(precision: PrecisionConfig) -> LossScaleRule:
+    if not precision.fp16:
+        return LossScaleRule()
+    return LossScaleRule(
+        precision.loss_scale or precision.initial_loss_scale,
+        precision.loss_scale_window,
+        precision.hysteresis,
+        precision.min_scale,
+        dynamic=precision.loss_scale is None,
+        scales=True,
+    )

@@ -1,0 +1,122 @@
+"""State: what lasts from step to step, and the runs of it that a checkpoint holds.
+
+    tensors    the masters of all buckets, the states that the optimizer's rule keeps beside them, frozen weights
+    counters   steps of each kind, the loss scale, and the numbers of the rule
+
+A *run* is a contiguous part of one parameter's state that this rank holds. Where a state is kept is decided here too:
+whoever moves states off the device changes how they are made and nothing else in this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.optim.loss_scale import LossScaleState
+from megatron.optim.rule import Rule
+from megatron.zero.bucket import FlatBucket
+from megatron.zero.hooks import Unit
+from megatron.zero.layout import FlatLayout, Slot
+from mpu.collectives import all_gather_json
+from mpu.groups import Group
+
+
+@dataclass
+class Counters:
+    """How far the run has come."""
+
+    scaler: LossScaleState
+    global_steps: int = 0
+    """Optimizer steps, skipped ones included."""
+    skipped_steps: int = 0
+    micro_steps: int = 0
+    optimizer_steps: int = 0
+    """Steps behind the states of the optimizer: its bias corrections count these."""
+
+    @property
+    def applied_steps(self) -> int:
+        """Optimizer steps that changed the weights: what a learning rate schedule counts."""
+        return self.global_steps - self.skipped_steps
+
+
+class State:
+    """The tensors of all buckets and the counters."""
+
+    def __init__(self, units: Sequence[Unit], rule: Rule, scaler: LossScaleState, world: Group, *,
+                 loads_masters: bool) -> None:
+        in_forward_order = [bucket for unit in units for bucket in unit.buckets]
+        self.buckets = [bucket for bucket in in_forward_order if bucket.trainable]
+        self.frozen = [bucket for bucket in in_forward_order if not bucket.trainable]
+        self.of_rule = [{name: torch.zeros_like(bucket.master) for name in rule.states} for bucket in self.buckets]
+        """For each trainable bucket: name -> a tensor like its master."""
+        self.counters = Counters(scaler)
+        self._rule, self._world, self._loads_masters = rule, world, loads_masters
+
+    # ---- tensors ------------------------------------------------------------------------------------------------
+
+    def runs(self, kinds: tuple[str, ...], frozen: bool = True) -> Iterator[tuple[str, Slot, int, Tensor]]:
+        """(kind, slot, offset in the slot, run) for everything this rank is to write; together the ranks write every
+        element once. A shard that has replicas is cut among them."""
+        for bucket, states in self._holdings(frozen):
+            for kind in kinds:
+                if kind in states:
+                    yield from ((kind, *run) for run in _owned_runs(bucket, states[kind]))
+
+    def fill(self, kinds: tuple[str, ...], read: Callable[[str, Slot, int, Tensor], None]) -> None:
+        """`read(kind, slot, offset, out)` for every run this rank holds; then the weights are published. No parameter
+        may be in use."""
+        for bucket, states in self._holdings():
+            for kind in kinds:
+                for segment in bucket.layout.segments(bucket.shard_group.rank) if kind in states else ():
+                    run = states[kind][segment.shard_offset : segment.shard_offset + segment.count]
+                    read(kind, segment.slot, segment.slot_offset, run)
+            if not self._loads_masters:
+                bucket.master.copy_(bucket.master.to(bucket.shard.dtype))
+            bucket.publish()
+
+    def _holdings(self, frozen: bool = True) -> Iterator[tuple[FlatBucket, dict[str, Tensor]]]:
+        """Every bucket with what lasts of it: kind -> shard."""
+        for bucket, states in zip(self.buckets, self.of_rule, strict=True):
+            yield bucket, {"weight": bucket.master, **states}
+        for bucket in self.frozen if frozen else ():
+            yield bucket, {"weight": bucket.shard}
+
+    # ---- counters -----------------------------------------------------------------------------------------------
+
+    def numbers(self) -> dict[str, Any]:
+        """Everything that a resumed run must know besides tensors, as JSON values. Collective."""
+        of_rule: dict[str, Any] = {}
+        for part in all_gather_json(self._rule.scalars(), self._world):  # a rank knows those of its own spans
+            of_rule |= part
+        counters = self.counters
+        return {"global_steps": counters.global_steps, "skipped_steps": counters.skipped_steps,
+                "micro_steps": counters.micro_steps, "optimizer_steps": counters.optimizer_steps, "rule": of_rule,
+                "loss_scale": counters.scaler.scale, "clean_steps": counters.scaler.clean_steps,
+                "hysteresis_left": counters.scaler.hysteresis_left}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Go on from what `numbers` returned."""
+        scaler = LossScaleState(saved["loss_scale"], saved["clean_steps"], saved["hysteresis_left"])
+        self.counters = Counters(scaler, saved["global_steps"], saved["skipped_steps"], saved["micro_steps"],
+                                 saved["optimizer_steps"])
+        self._rule.restore(saved["rule"])
+
+    def forget_optimizer_steps(self) -> None:
+        """The optimizer's states are new: its bias corrections start from their first step."""
+        self.counters.optimizer_steps = 0
+        self._rule.restore({})
+
+
+def _owned_runs(bucket: FlatBucket, flat: Tensor) -> Iterator[tuple[Slot, int, Tensor]]:
+    if bucket.replicas.size > 1:
+        layout, rank = FlatLayout(bucket.layout.slots, bucket.replicas.size), bucket.replicas.rank
+        shift = rank * layout.shard_numel
+    else:
+        layout, rank, shift = bucket.layout, bucket.shard_group.rank, 0
+    for segment in layout.segments(rank):
+        start = shift + segment.shard_offset
+        yield segment.slot, segment.slot_offset, flat[start : start + segment.count]
