@@ -1,0 +1,130 @@
+"""What every page names exists: its links, files and modules, and the flags of its commands. Nothing is run here."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.docs.programs import commands, complaint, flags_of, own_programs, parser_of
+from tests.docs.reader import PAGES, ROOT, anchors, blocks, inline_code, links, prose, stray_commands
+
+SHORT_NAMES = {"zero": "megatron.zero", "recompute": "megatron.recompute"}
+"""Names that the pages use as their examples import them."""
+
+OF_OTHERS = frozenset("""
+    --local_rank --warmup-type log --ntasks-per-node --gpus-per-node --nodes --signal --array --additional-suffix
+    --dtype --learning-rate --epochs --device --pipeline-model-parallel-size --help --help-all
+""".split())
+"""Flags that pages name though no program of ours has them: Slurm's, other programs', and those we explain away."""
+
+pages = pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+@cache
+def repository_files() -> frozenset[str]:
+    skipped = {"runs", "__pycache__", "build", "dist"}
+    return frozenset(
+        str(path.relative_to(ROOT)) for path in ROOT.rglob("*")
+        if path.is_file() and not any(part in skipped or part.startswith(".") for part in path.relative_to(ROOT).parts))
+
+
+@cache
+def every_flag() -> frozenset[str]:
+    found: set[str] = set()
+    for program in own_programs():
+        parser = parser_of(program)
+        assert not isinstance(parser, str), f"{program}: {parser or 'takes no arguments'}"
+        found |= flags_of(parser)
+    return frozenset(flag.replace("_", "-") for flag in found)
+
+
+@pages
+def test_a_page_keeps_to_the_convention(path: Path) -> None:
+    text = path.read_text()
+    blocks(text)
+    assert stray_commands(text) == [], "commands belong in ```bash blocks (docs/README.md)"
+
+
+@pages
+def test_the_programs_accept_the_commands(path: Path) -> None:
+    said = [f"line {block.line}: {complaint(words)}" for block in blocks(path.read_text()) if block.language == "bash"
+            for words in commands(block.text) if complaint(words)]
+    assert said == []
+
+
+@pages
+def test_links_lead_somewhere(path: Path) -> None:
+    lost = []
+    for line, target in links(path.read_text()):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (path.parent / name).resolve() if name else path
+        if not file.exists() or (anchor and anchor not in anchors(file.read_text())):
+            lost.append(f"line {line}: {target}")
+    assert lost == []
+
+
+def paths_in(code: str) -> Iterator[str]:
+    """Words that are files of ours: with a folder of the repository before them, or a bare name of a program."""
+    for word in re.split(r"[\s,;:()=]+", code):
+        if re.fullmatch(r"(?:megatron|mpu|data|docs|tests|scripts|examples)/[\w./-]*|[\w-]+\.(?:py|sh)", word):
+            yield word
+
+
+@pages
+def test_files_exist(path: Path) -> None:
+    text = path.read_text()
+    saved = {block.file for block in blocks(text)}
+    lost = []
+    for line, code in inline_code(text):
+        for name in paths_in(code):
+            exists = (ROOT / name).exists() if "/" in name else any(f"/{file}".endswith(f"/{name}")
+                                                                    for file in repository_files())
+            if not exists and name not in saved:
+                lost.append(f"line {line}: {name}")
+    assert lost == []
+
+
+def names_in(code: str) -> Iterator[str]:
+    """Dotted names of our packages at the start of a piece of code, or after `-m`."""
+    for match in re.finditer(r"(?:^|-m )((?:megatron|mpu|data|zero|recompute)(?:\.\w+)+)(?![\w/*-])", code):
+        if not re.search(r"\.(?:py|sh|json|md|bin|idx)$", match.group(1)):
+            yield match.group(1)
+
+
+def resolves(name: str) -> bool:
+    head, _, rest = name.partition(".")
+    parts = [*SHORT_NAMES.get(head, head).split("."), *rest.split(".")]
+    for cut in range(len(parts), 0, -1):
+        try:
+            thing = importlib.import_module(".".join(parts[:cut]))
+        except ImportError:
+            continue
+        try:
+            for part in parts[cut:]:
+                thing = getattr(thing, part)
+            return True
+        except AttributeError:
+            return False
+    return False
+
+
+@pages
+def test_names_exist(path: Path) -> None:
+    text = path.read_text()
+    lost = [f"line {line}: {name}" for line, code in inline_code(text) for name in names_in(code) if not resolves(name)]
+    assert lost == []
+
+
+@pages
+def test_flags_exist(path: Path) -> None:
+    lost = [f"line {prose(text).count(chr(10), 0, match.start()) + 1}: {match.group()}" for text in [path.read_text()]
+            for match in re.finditer(r"(?<![\w-])--[a-zA-Z][\w-]*", prose(text))
+            if match.group().replace("_", "-") not in every_flag() and match.group() not in OF_OTHERS]
+    assert lost == []
