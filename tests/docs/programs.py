@@ -23,8 +23,10 @@ from unittest.mock import patch
 from tests.docs.reader import ROOT
 
 TRAINER = "pretrain_gpt2.py"
-TOOLS = frozenset("awk cat cd cp cut diff du echo export find grep gunzip gzip head kill less ln ls mkdir mpirun mv nohup pip printf rm "
-                  "sbatch scontrol sed seq set sleep sort split srun tail tensorboard time torchrun tree true wc unzip source git".split())
+TOOLS = frozenset("""
+    awk cat cd cp cut diff du echo export find git grep gunzip gzip head kill less ln ls mkdir mpirun mv pip printf rm
+    sbatch scontrol sed seq set sleep sort source split srun tail tensorboard torchrun tree true unzip wc
+""".split())
 """Programs that are not ours; their flags are not looked at."""
 KEYWORDS = frozenset("do done then fi else if while { } !".split())
 _OPERATORS = frozenset("| || & && ; ( ) ;;".split())
@@ -39,6 +41,7 @@ def commands(script: str) -> list[list[str]]:
     found = []
     for line in _logical_lines(script):
         lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+        lexer.whitespace_split = True
         lexer.commenters = "#"
         words: list[str] = []
         for word in [*lexer, ";"]:
@@ -54,9 +57,9 @@ def commands(script: str) -> list[list[str]]:
 
 def _logical_lines(script: str) -> Iterator[str]:
     """Lines with continuations joined, variables filled in and here documents left out."""
-    values = {name: "1" for name in re.findall(r"\$\{?(\w+)", script)}
+    values = {name: "0" if name.endswith(("ID", "RANK")) else "2" for name in re.findall(r"\$\{?(\w+)", script)}
     values |= dict(re.findall(r"\bfor (\w+) in ([^\s;]+)", script))
-    filled = re.sub(r"\$\{?(\w+)[^}\s\"'/]*\}?" if "${" in script else r"\$(\w+)", lambda m: values[m.group(1)], script)
+    filled = re.sub(r"\$\{(\w+)[^}]*\}|\$(\w+)", lambda match: values[match.group(1) or match.group(2)], script)
     joined = filled.replace("\\\n", " ")
     end = None
     for line in joined.splitlines():
@@ -158,7 +161,7 @@ def parser_of(program: str) -> argparse.ArgumentParser | str:
         if not (ROOT / program).exists():
             return f"no script {program}"
         return parser_of(TRAINER) if "pretrain_gpt2" in program else ""
-    if program in ("pytest", "pip", "venv", "torch.distributed.run"):
+    if program in ("pytest", "pip", "venv", "torch.distributed.run", "tests.docs.session"):
         return ""
     if program.endswith(".py") and not (ROOT / program).exists():
         return parser_of(ZERO_TO_FP32) if program == "zero_to_fp32.py" else ""  # of the page itself

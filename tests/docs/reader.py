@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(path for path in (ROOT / "docs").rglob("*.md")) + [ROOT / "README.md"]
 RUN = ("bash", "python")
-LANGUAGES = (*RUN, "text", "json")
+LANGUAGES = (*RUN, "text", "json", "mermaid")
 
 _FENCE = re.compile(r"^(\s*)```\s*([\w+-]*)[ \t]*(.*)$")
 _SKIP = re.compile(r"<!--\s*docs-test:\s*skip\b:?\s*(.*?)\s*-->")
@@ -49,12 +49,14 @@ def blocks(text: str) -> list[Block]:
     for line, language, name, body, skip in _fenced(text):
         if language not in LANGUAGES:
             raise PageError(f"line {line}: a block of {language or 'no language'}; expected one of {LANGUAGES}")
+        if language == "text" and skip:
+            continue
         if language == "text":
             if not found or found[-1].prints is not None or found[-1].file:
                 raise PageError(f"line {line}: a text block is what a bash or python block before it prints; "
                                 "indent drawings and formulas instead")
             found[-1] = _printing(found[-1], body)
-        elif language == "json" and not name:
+        elif language in ("json", "mermaid") and not name:
             continue
         else:
             found.append(Block(line, language, body, file=name, skip=skip))

@@ -18,8 +18,7 @@ from tests.docs.compare import Comparison
 from tests.docs.programs import console_commands
 from tests.docs.reader import ROOT, Block, blocks
 
-CODE = ("megatron", "mpu", "data", "scripts", "examples", "tests", "docs", "pretrain_gpt2.py", "setup.cfg",
-        "pyproject.toml", "requirements.txt", "README.md", "LICENSE")
+NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "runs", "build", "dist", "*.egg-info")
 TIMEOUT = 1200
 
 INTERPRETER = """
@@ -42,12 +41,7 @@ class Session:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "repository"
-        self.folder.mkdir()
-        for name in CODE:
-            if (ROOT / name).is_dir():
-                shutil.copytree(ROOT / name, self.folder / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
-            elif (ROOT / name).exists():
-                shutil.copy(ROOT / name, self.folder / name)
+        shutil.copytree(ROOT, self.folder, ignore=NOT_COPIED)
         self._python: subprocess.Popen[str] | None = None
         self.environment = _environment(folder)
 
@@ -84,15 +78,15 @@ class Session:
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """The caller's, less its GPUs and its job; the interpreter that runs the tests is `python`, nothing is installed."""
+    """The caller's, less its GPUs and its job; `python` is the interpreter that runs the tests."""
     programs = folder / "bin"
     programs.mkdir()
-    starts = {"python": "", **{name: "-m " + module.removesuffix(".py") for name, module in console_commands().items()}}
+    starts = {"python": ""} | {name: f"-m {module.removesuffix('.py')}" for name, module in console_commands().items()}
     for name, arguments in starts.items():
         (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
         (programs / name).chmod(0o755)
     environment = {name: value for name, value in os.environ.items()
-                   if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "VIRTUAL_ENV", "WEBTEXT_PREFIX", "PRESET", "RUNS")}
+                   if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "WEBTEXT_PREFIX", "PRESET", "RUNS")}
     environment |= {"PATH": f"{programs}:{environment['PATH']}", "PYTHON": sys.executable, "PYTHONUNBUFFERED": "1",
                     "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(folder / "repository"), "COLUMNS": "120"}
     return environment

@@ -12,7 +12,8 @@ A, B, C = "ab12" * 16, "cd34" * 16, "ef56" * 16
 
 
 def test_a_page_is_read_in_order_with_files_and_reasons() -> None:
-    page = ("# T\n\n```python example.py\nx = 1\n```\n\n```bash\npython example.py\n```\n\nprints\n\n```text\nhello\n```\n"
+    page = ("# T\n\n```python example.py\nx = 1\n```\n\n"
+            "```bash\npython example.py\n```\n\nprints\n\n```text\nhello\n```\n"
             "<!-- docs-test: skip needs 8 GPUs -->\n```bash\npython big.py\n```\n")
     first, second, third = blocks(page)
     assert (first.file, first.language, first.text) == ("example.py", "python", "x = 1")
@@ -34,7 +35,8 @@ def test_a_page_off_the_convention_is_refused(page: str) -> None:
 
 
 def test_commands_in_indented_blocks_are_found() -> None:
-    assert stray_commands("text\n\n    python x.py\n    a formula\n\n```bash\n    python y.py\n```\n") == ["python x.py"]
+    page = "text\n\n    python x.py\n    a formula\n\n```bash\n    python y.py\n```\n"
+    assert stray_commands(page) == ["python x.py"]
 
 
 @pytest.mark.parametrize("shown, printed, same", [
