@@ -1,11 +1,14 @@
 """What the command lines of this package share: one-line errors, exit codes, progress.
 
-Exit codes: 0 done, 2 usage, 3 data, 7 storage, 130 interrupted. Every failure prints one line beginning `error:`.
+Exit codes: 0 done, 2 usage, 3 data, 7 storage, 130 interrupted. Every failure prints one line beginning `error:`; a
+reader of standard output that has seen enough (`| head`) ends a command quietly with 141, as it ends `yes`.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -35,13 +38,22 @@ def positive(text: str) -> int:
 
 def run(main: Callable[[], None]) -> NoReturn:
     """Run a command and leave with its exit code."""
+    code = 0
     try:
-        main()
+        try:
+            main()
+        except SystemExit as leaving:  # --help
+            code = leaving.code if isinstance(leaving.code, int) else 0
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The interpreter would try once more to write what is left in the buffer.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 128 + signal.SIGPIPE
     except (DataError, StorageFault, KeyboardInterrupt) as error:
         message = "interrupted" if isinstance(error, KeyboardInterrupt) else " ".join(str(error).split())
         print(f"error: {message}", file=sys.stderr)
-        sys.exit(3 if isinstance(error, DataError) else 7 if isinstance(error, StorageFault) else 130)
-    sys.exit(0)
+        code = 3 if isinstance(error, DataError) else 7 if isinstance(error, StorageFault) else 130
+    sys.exit(code)
 
 
 class Progress:

@@ -3,6 +3,7 @@
 import sys
 
 from megatron.checkpoint.command import main
+from megatron.launch.exits import run
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run(lambda: main(sys.argv[1:])))

@@ -9,7 +9,6 @@ mp_rank_XX, it writes a save root of ours (start from it with --load OUTPUT --fi
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -131,8 +130,7 @@ def main(arguments: list[str]) -> int:
         run(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader (`| head`) has what it wanted; what is left in the buffer has nowhere to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise  # launch/exits.py ends a command whose reader has seen enough
     except (TrainerError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return exit_code(error) or EXIT_STORAGE

@@ -15,6 +15,8 @@ import errno
 import logging
 import os
 import re
+import select
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -26,6 +28,9 @@ from megatron.launch.distributed import read_environment
 
 EXIT_OWN_FAILURE_OF_RANK = 1
 """A bug or lack of memory under our launcher, which makes it 5; from a rank itself, 5 means a victim: a lost peer."""
+
+EXIT_READER_LEFT = 128 + signal.SIGPIPE
+"""What a shell reports of a program that writes to a pipe nobody reads any more (`| head`)."""
 
 MEMORY_CLASSES = frozenset({"MemoryError", "OutOfMemoryError"})
 MEMORY_TEXTS = ("can't allocate memory", "not enough memory", "CUDA out of memory")
@@ -47,24 +52,36 @@ class Failure(NamedTuple):
     is_peer_loss: bool = False
 
 
-def run(main: Callable[[], int | None], debug: bool | None = None) -> int:
-    """Call `main` and return the exit code of the process; `debug` (default: --debug was given) adds tracebacks."""
+def run(main: Callable[[], int | None], debug: bool | None = None, *, is_job: bool = False) -> int:
+    """Call `main` and return the exit code of the process; `debug` (default: --debug was given) adds tracebacks.
+
+    A reader of standard output that has seen enough ends a command quietly; a job (`is_job`) says why it stops."""
     try:
-        code = main() or EXIT_OK
-    except SystemExit as leaving:
-        code = leaving.code if isinstance(leaving.code, int) else EXIT_CONFIG if leaving.code else EXIT_OK
-        if isinstance(leaving.code, str):
-            write_error(leaving.code)
+        code = _code(main)
+        sys.stdout.flush()  # what cannot be written is found here, not when the interpreter winds down
     except BaseException as error:
-        failure = explain(error)
-        # Of a lost peer only the peer's own traceback helps.
-        if ("--debug" in sys.argv if debug is None else debug) and not failure.is_peer_loss:
-            traceback.print_exception(error)
-        write_error(failure.text)
-        code = failure.code
+        code = EXIT_READER_LEFT
+        if is_job or among_ranks() or not (isinstance(error, BrokenPipeError) and has_no_reader()):
+            failure = explain(error)
+            # Of a lost peer only the peer's own traceback helps.
+            if ("--debug" in sys.argv if debug is None else debug) and not failure.is_peer_loss:
+                traceback.print_exception(error)
+            write_error(failure.text)
+            code = failure.code
     if among_ranks():
         leave_now(code)
+    if not flush():
+        discard_output()
     return code
+
+
+def _code(main: Callable[[], int | None]) -> int:
+    try:
+        return main() or EXIT_OK
+    except SystemExit as leaving:
+        if isinstance(leaving.code, str):
+            write_error(leaving.code)
+        return leaving.code if isinstance(leaving.code, int) else EXIT_CONFIG if leaving.code else EXIT_OK
 
 
 def explain(error: BaseException, environ: Mapping[str, str] = os.environ) -> Failure:
@@ -88,7 +105,10 @@ def explain(error: BaseException, environ: Mapping[str, str] = os.environ) -> Fa
         return Failure(EXIT_PEER, f"{rank} lost contact with another rank ({what}); look for the first failure among "
                                   "the ranks, then start the same command to resume", True)
     if isinstance(error, OSError) and error.errno in STORAGE_ERRNOS:
-        where = error.filename or ("standard output" if error.errno == errno.EPIPE else "a file")
+        if error.errno == errno.EPIPE:
+            where = "standard output" if has_no_reader() else "a pipe"
+            return Failure(EXIT_STORAGE, f"cannot write {where}: {error.strerror}; its reader has ended")
+        where = error.filename or "standard output or a file"
         return Failure(EXIT_STORAGE, f"cannot write {where}: {error.strerror}; free space or choose another folder")
     hint = "" if "--debug" in sys.argv else " (run with --debug for the traceback)"
     return Failure(own_failure, f"internal error in {rank}: {type(error).__name__}: {message}{hint}")
@@ -133,9 +153,30 @@ def leave_now(code: int) -> NoReturn:
     os._exit(code)
 
 
-def flush() -> None:
+def flush() -> bool:
+    """Write what is buffered; False where standard output takes no more. There is no reason to hide the first error."""
+    good = True
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError):
-            pass  # closed or full: no reason to hide the first error
+        except (OSError, ValueError):  # full or closed
+            good = good and stream is not sys.stdout
+    return good
+
+
+def has_no_reader() -> bool:
+    """Standard output is a pipe whose reader has closed it."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        return bool(poll.poll(0))  # errors and hang-ups are reported unasked
+    except (OSError, ValueError):
+        return False
+
+
+def discard_output() -> None:
+    """What is left in the buffer has nowhere to go: the interpreter would try once more, and make an error of it."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError):
+        pass  # not a file, or closed

@@ -1,0 +1,75 @@
+"""Standard output that cannot be written: a reader that has seen enough ends a command quietly, a full disk does not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.megatron.helpers import ROOT
+
+LINES = """
+import sys
+from megatron.launch.exits import run
+def main():
+    for number in range(int(sys.argv[1])):
+        print("line", number)
+sys.exit(run(main))
+"""
+FEW, MANY = 3, 100_000
+"""Lines that stay in the buffer until the end of a program, and lines that do not."""
+
+
+def command(*argv: str) -> list[str]:
+    return [sys.executable, "-P", *argv]
+
+
+def ended(argv: list[str], stdout: int) -> tuple[int, str]:
+    """(exit code, standard error) of a command that writes to `stdout`."""
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
+    found = subprocess.run(argv, stdout=stdout, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environ, timeout=120)
+    return found.returncode, found.stderr
+
+
+def without_reader(argv: list[str]) -> tuple[int, str]:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        return ended(argv, writer)
+    finally:
+        os.close(writer)
+
+
+@pytest.mark.parametrize("argv", [
+    *(["-c", LINES, str(count)] for count in (FEW, MANY)),
+    ["-m", "megatron.plan", "--preset", "tiny"], ["-m", "megatron.plan", "--preset", "tiny", "--json"],
+    ["-m", "megatron.plan", "--help"], ["-m", "megatron.checkpoint", "--help"], ["-m", "data.verify", "--help"],
+], ids=lambda argv: " ".join(argv[1:])[-30:].strip())
+def test_a_reader_that_leaves_ends_a_command_quietly(argv: list[str]) -> None:
+    assert without_reader(command(*argv)) == (141, "")
+
+
+@pytest.mark.parametrize("argv", [
+    *(["-c", LINES, str(count)] for count in (FEW, MANY)), ["-m", "megatron.plan", "--preset", "tiny"],
+], ids=lambda argv: " ".join(argv[1:])[-30:].strip())
+def test_a_full_disk_under_standard_output_is_a_storage_error(argv: list[str]) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    full = os.open("/dev/full", os.O_WRONLY)
+    try:
+        code, error = ended(command(*argv), full)
+    finally:
+        os.close(full)
+    assert (code, error.count("\n")) == (7, 1)
+    assert error.startswith("error: cannot write standard output or a file: No space left on device; free space")
+
+
+def test_another_pipe_that_breaks_is_still_an_error() -> None:
+    program = ("import os, sys; from megatron.launch.exits import run\n"
+               "def main(): reader, writer = os.pipe(); os.close(reader); os.write(writer, b'x')\n"
+               "sys.exit(run(main))")
+    code, error = ended(command("-c", program), subprocess.DEVNULL)
+    assert code == 7 and error.startswith("error: cannot write a pipe: Broken pipe")
