@@ -1,42 +1,63 @@
 """Tensor model parallelism: groups, collectives, split layers, split loss; usable without the rest of the tree.
 
 The modules are the interface (`mpu.layers`, `mpu.groups`, ...); this file adds the classic flat names, for
-scripts written against Megatron's `mpu`.
+scripts written against Megatron's `mpu`. They are fetched when they are asked for: mpu.split must not import torch.
 """
 
-from torch import Tensor
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
-from mpu.classic import (
-    VocabUtility,
-    current_groups,
-    destroy_model_parallel,
-    get_data_parallel_group,
-    get_data_parallel_rank,
-    get_data_parallel_world_size,
-    get_model_parallel_group,
-    get_model_parallel_rank,
-    get_model_parallel_src_rank,
-    get_model_parallel_world_size,
-    get_tensor_model_parallel_group,
-    get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_src_rank,
-    get_tensor_model_parallel_world_size,
-    initialize_model_parallel,
-    model_parallel_is_initialized,
-)
-from mpu.cross_entropy import linear_cross_entropy, vocab_parallel_cross_entropy
-from mpu.data import broadcast_data
-from mpu.grads import clip_grad_norm
-from mpu.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, VocabParallelEmbedding
-from mpu.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
-from mpu.regions import (
-    copy_to_region,
-    gather_from_region,
-    reduce_from_region,
-    scatter_to_region,
-    split_tensor_along_last_dim,
-)
-from mpu.split import divide, ensure_divisibility
+if TYPE_CHECKING:
+    from mpu.classic import (
+        VocabUtility,
+        current_groups,
+        destroy_model_parallel,
+        get_data_parallel_group,
+        get_data_parallel_rank,
+        get_data_parallel_world_size,
+        get_model_parallel_group,
+        get_model_parallel_rank,
+        get_model_parallel_src_rank,
+        get_model_parallel_world_size,
+        get_tensor_model_parallel_group,
+        get_tensor_model_parallel_rank,
+        get_tensor_model_parallel_src_rank,
+        get_tensor_model_parallel_world_size,
+        initialize_model_parallel,
+        model_parallel_is_initialized,
+    )
+    from mpu.cross_entropy import linear_cross_entropy, vocab_parallel_cross_entropy
+    from mpu.data import broadcast_data
+    from mpu.grads import clip_grad_norm
+    from mpu.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, VocabParallelEmbedding
+    from mpu.mappings import (
+        copy_to_model_parallel_region,
+        gather_from_model_parallel_region,
+        reduce_from_model_parallel_region,
+        scatter_to_model_parallel_region,
+    )
+    from mpu.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+    from mpu.regions import split_tensor_along_last_dim
+    from mpu.split import divide, ensure_divisibility
+
+_MODULES = {
+    "mpu.classic": "VocabUtility current_groups destroy_model_parallel get_data_parallel_group get_data_parallel_rank "
+                   "get_data_parallel_world_size get_model_parallel_group get_model_parallel_rank "
+                   "get_model_parallel_src_rank get_model_parallel_world_size get_tensor_model_parallel_group "
+                   "get_tensor_model_parallel_rank get_tensor_model_parallel_src_rank "
+                   "get_tensor_model_parallel_world_size initialize_model_parallel model_parallel_is_initialized",
+    "mpu.cross_entropy": "linear_cross_entropy vocab_parallel_cross_entropy",
+    "mpu.data": "broadcast_data",
+    "mpu.grads": "clip_grad_norm",
+    "mpu.layers": "ColumnParallelLinear ParallelEmbedding RowParallelLinear VocabParallelEmbedding",
+    "mpu.mappings": "copy_to_model_parallel_region gather_from_model_parallel_region "
+                    "reduce_from_model_parallel_region scatter_to_model_parallel_region",
+    "mpu.random": "get_cuda_rng_tracker model_parallel_cuda_manual_seed",
+    "mpu.regions": "split_tensor_along_last_dim",
+    "mpu.split": "divide ensure_divisibility",
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 __all__ = [
     "ColumnParallelLinear",
@@ -74,17 +95,9 @@ __all__ = [
 ]
 
 
-def copy_to_model_parallel_region(x: Tensor) -> Tensor:
-    return copy_to_region(x, current_groups().tp)
-
-
-def reduce_from_model_parallel_region(x: Tensor) -> Tensor:
-    return reduce_from_region(x, current_groups().tp)
-
-
-def scatter_to_model_parallel_region(x: Tensor) -> Tensor:
-    return scatter_to_region(x, current_groups().tp)
-
-
-def gather_from_model_parallel_region(x: Tensor) -> Tensor:
-    return gather_from_region(x, current_groups().tp)
+def __getattr__(name: str) -> Any:
+    if name in _MODULE_OF:
+        return getattr(import_module(_MODULE_OF[name]), name)
+    if not name.startswith("_") and find_spec(f"mpu.{name}"):
+        return import_module(f"mpu.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

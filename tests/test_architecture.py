@@ -34,7 +34,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
     """),
     ("1: communication and storage", """
         mpu.groups mpu.classic mpu.collectives mpu.partition mpu.sinks mpu.regions mpu.layers mpu.cross_entropy
-        mpu.random mpu.grads mpu.data mpu
+        mpu.random mpu.grads mpu.data mpu.mappings mpu
         data.facts data.indexed data.sample_index data.gpt2_dataset
         data.tokenizer_base data.bpe_engines data.gpt2_bpe data.sentencepiece_model data.tokenizer
         data.cli data.jsonl data.parallel data.preprocess data.default_corpus data.verify data.merge data.split_json

@@ -3,11 +3,12 @@
 Four functions print a table, one row for each choice of offloading and of construction, and return its rows:
 
     ..._all_live(model, ...)      counts the parameters of a model
-    ..._all_cold(numbers, ...)    is told them
+    ..._all_cold(numbers, ...)    is given their number
 
-Bytes a parameter: 2 the 16-bit weight, 2 or 4 the gradient, 12 the fp32 master and the moments. `zero_init` means that
-each layer is split as soon as it is made, so that the host never holds a whole model for every GPU. These are rules of
-thumb without activations and buffers; what a run of this trainer takes is told by `python -m megatron.plan`.
+Bytes per parameter: 2 for the 16-bit weight, 2 for its gradient, 4 for the gradient in fp32, 12 for the fp32 master
+and the moments. `zero_init` means that each layer is split as soon as it is made, so that the host never holds a whole
+model for every GPU. These are rules of thumb without activations and buffers, and those of DeepSpeed's engine (this one
+makes no fp32 copy of the gradients, for one); `python -m megatron.plan` says what a run of this trainer takes.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ def estimate_zero2_model_states_mem_needs_all_live(
 def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = BUFFER_FACTOR
 ) -> list[Estimate]:
-    """Stage 2; with offloading the GPU keeps the weights alone."""
+    """Stage 2; with offloading the GPU keeps the weights alone, else all but the weights is split."""
     gpus = num_gpus_per_node * num_nodes
     rows = [
         Estimate(int(total_params * max(4 * gpus, 16) * additional_buffer_factor), 2 * total_params, True),
         Estimate(int(total_params * 4 * num_gpus_per_node * additional_buffer_factor),
-                 4 * total_params + 16 * total_params // gpus, False),
+                 2 * total_params + 18 * total_params // gpus, False),
     ]
     _show(rows, f"ZeRO stage 2, {total_params:,} parameters", num_gpus_per_node, num_nodes)
     return rows

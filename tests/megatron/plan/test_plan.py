@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -42,6 +43,14 @@ def test_the_table_has_a_row_for_every_legal_choice_and_marks_the_one_asked_for(
     assert marked == [["*", "2", "none"]]
     assert sum(line[:4].strip(" *").isdigit() for line in lines) == 8
     assert max(map(len, lines)) <= 120
+
+
+def test_a_plan_needs_no_torch() -> None:
+    program = ("import sys; from megatron.plan import command; sys.argv = ['plan', '--preset', '1.5B']; command.main(); "
+               "sys.exit('torch' in sys.modules)")
+    result = subprocess.run([sys.executable, "-P", "-c", program], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+                            capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_json_says_the_same_in_bytes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
