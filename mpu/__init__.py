@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mpu.classic import (
         VocabUtility,
-        current_groups,
         destroy_model_parallel,
         get_data_parallel_group,
         get_data_parallel_rank,
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from mpu.split import divide, ensure_divisibility
 
 _MODULES = {
-    "mpu.classic": "VocabUtility current_groups destroy_model_parallel get_data_parallel_group get_data_parallel_rank "
+    "mpu.classic": "VocabUtility destroy_model_parallel get_data_parallel_group get_data_parallel_rank "
                    "get_data_parallel_world_size get_model_parallel_group get_model_parallel_rank "
                    "get_model_parallel_src_rank get_model_parallel_world_size get_tensor_model_parallel_group "
                    "get_tensor_model_parallel_rank get_tensor_model_parallel_src_rank "

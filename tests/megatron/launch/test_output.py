@@ -1,4 +1,4 @@
-"""Standard output that cannot be written: a reader that has seen enough ends a command quietly, a full disk does not."""
+"""Standard output that cannot be written: a reader that has left ends a command quietly, a full disk does not."""
 
 from __future__ import annotations
 

@@ -46,9 +46,10 @@ def test_the_table_has_a_row_for_every_legal_choice_and_marks_the_one_asked_for(
 
 
 def test_a_plan_needs_no_torch() -> None:
-    program = ("import sys; from megatron.plan import command; sys.argv = ['plan', '--preset', '1.5B']; command.main(); "
+    program = ("import sys; from megatron.plan.command import main; sys.argv = ['plan', '--preset', '1.5B']; main(); "
                "sys.exit('torch' in sys.modules)")
-    result = subprocess.run([sys.executable, "-P", "-c", program], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run([sys.executable, "-P", "-c", program], cwd=ROOT, env=environ,
                             capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (0, "")
 

@@ -71,5 +71,6 @@ def test_every_row_is_the_formula(params: int, layer: int, gpus: int, nodes: int
         assert (row.host, row.gpu) == oracle_zero2(params, gpus, nodes, row.offload_optimizer, factor)
     for row in estimate_zero3_model_states_mem_needs_all_cold(params, layer, gpus, nodes, factor):
         assert row.offload_param is not None and row.zero_init is not None
-        wanted = oracle_zero3(params, layer, gpus, nodes, row.offload_optimizer, row.offload_param, row.zero_init, factor)
+        choice = row.offload_optimizer, row.offload_param, row.zero_init
+        wanted = oracle_zero3(params, layer, gpus, nodes, *choice, factor)
         assert (row.host, row.gpu) == pytest.approx(wanted, rel=1e-12)
