@@ -26,8 +26,13 @@ FLOORS: tuple[tuple[str, str], ...] = (
         mpu.split
         data data.storage data.format data.sampling
         megatron.errors
-        megatron.config megatron.config.optimizers megatron.config.tree megatron.config.loose_json
-        megatron.config.ds_keys megatron.config.ds_file
+        megatron.config.kinds megatron.config.setting megatron.config.optimizers
+        megatron.config.model megatron.config.data megatron.config.parallel megatron.config.optim
+        megatron.config.schedule megatron.config.precision megatron.config.zero megatron.config.offload
+        megatron.config.recompute megatron.config.train megatron.config.save megatron.config.log
+        megatron.config.presets megatron.config.tree megatron.config megatron.config.loose_json
+        megatron.config.ds_keys megatron.config.ds_reader megatron.config.ds_together megatron.config.ds_batch
+        megatron.config.ds_file
         megatron.zero.layout megatron.zero.policy
         megatron.optim megatron.optim.schedule megatron.optim.schedulers megatron.optim.loss_scale
         megatron.plan megatron.plan.activations megatron.plan.footprint megatron.plan.memory megatron.plan.remedies

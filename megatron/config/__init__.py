@@ -1,5 +1,20 @@
-"""What a run is, decided once, before anything heavy is imported: no torch, no files but the JSON that is named.
+"""What a run is, decided once and frozen, before anything heavy is imported: no torch, no files but the named JSON.
 
-optimizers.py (which optimizers there are, and what they take), tree.py (the frozen sections and presets), flags.py (the
-command line), ds_keys.py and ds_file.py (DeepSpeed's JSON keys and a file of them), loose_json.py (the file's grammar).
+    setting.py      how a field is declared: default, help, flag aliases, JSON keys
+    model.py ... log.py   one section per topic; presets.py; optimizers.py: their parameters
+    tree.py         the whole Config, and checks across sections
+    flags.py        the command line
+    ds_file.py      DeepSpeed's JSON: ds_keys.py (table), ds_reader.py (walk), ds_together.py, ds_batch.py,
+                    loose_json.py (grammar), kinds.py (values)
 """
+
+from megatron.config.tree import (OFFLOAD_DEVICES, PRESETS, SECTIONS, Config, DataConfig, LogConfig, ModelConfig,
+                                  OffloadConfig, OptimConfig, ParallelConfig, PrecisionConfig, RecomputeConfig,
+                                  SaveConfig, ScheduleConfig, TrainConfig, ZeroConfig, build_config, data_parallel_size,
+                                  flag_name, require)
+
+__all__ = [
+    "OFFLOAD_DEVICES", "PRESETS", "SECTIONS", "Config", "DataConfig", "LogConfig", "ModelConfig", "OffloadConfig",
+    "OptimConfig", "ParallelConfig", "PrecisionConfig", "RecomputeConfig", "SaveConfig", "ScheduleConfig",
+    "TrainConfig", "ZeroConfig", "build_config", "data_parallel_size", "flag_name", "require",
+]

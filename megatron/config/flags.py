@@ -1,6 +1,6 @@
 """The command line -> Config. The only file that knows argparse; no `args` object leaves it.
 
-The flags are the fields of the sections in config.py. Dashes and underscores are the same in flag names. Order of
+The flags are the fields of the sections. Dashes and underscores are the same in flag names. Order of
 precedence: explicit flags and the keys of `--deepspeed_config` (which must agree, see ds_file.py), then the preset,
 then the field's default.
 """
@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import types
 import typing
 from collections.abc import Sequence
 from dataclasses import Field, fields
 from typing import Any, Literal, NoReturn
 
 from megatron.config import ds_file
-from megatron.config.tree import PRESETS, SECTIONS, Config, build_config, flag_name
+from megatron.config.setting import declared, flag_name, plain_type
+from megatron.config.tree import PRESETS, SECTIONS, Config, build_config
 from megatron.errors import ConfigError
 
 
@@ -63,11 +63,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_flag(group: argparse._ArgumentGroup, item: Field[Any], hint: Any) -> None:
-    names = [flag_name(item.name), *(f"--{alias}" for alias in item.metadata["aliases"])]
+    said = declared(item)
+    names = [flag_name(item.name), *(f"--{alias}" for alias in said.aliases)]
     default = "" if item.default in (None, False, ()) else f" (default: {item.default})"
-    help_text = (item.metadata["help"] + default).replace("%", "%%")
-    options = [member for member in typing.get_args(hint) if member is not type(None)]
-    kind = options[0] if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union else hint
+    help_text = (said.help + default).replace("%", "%%")
+    kind, _ = plain_type(hint)
     if kind is bool:
         action = "store_true" if item.name.startswith("no_") else argparse.BooleanOptionalAction
         group.add_argument(*names, dest=item.name, action=action, help=help_text)
@@ -75,7 +75,7 @@ def _add_flag(group: argparse._ArgumentGroup, item: Field[Any], hint: Any) -> No
         group.add_argument(*names, dest=item.name, choices=typing.get_args(kind), help=help_text)
     elif typing.get_origin(kind) is tuple:
         group.add_argument(*names, dest=item.name, nargs="+", action=_TupleAction, help=help_text,
-                           metavar=item.metadata["metavar"])
+                           metavar=said.metavar or "PATH")
     else:
         convert = _integer if kind is int else kind
         group.add_argument(*names, dest=item.name, type=convert, help=help_text, metavar=kind.__name__.upper())

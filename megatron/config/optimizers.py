@@ -1,6 +1,6 @@
-"""The optimizers that flags and JSON can name, and what each takes. No torch: flags are checked without it.
+"""The optimizers that flags and JSON can name, and their parameters. No torch: flags are checked without it.
 
-`lr` belongs to all, `weight_decay` to all but one. Other parameters are either *fields*, with a flag of their own
+All have `lr`, and all but one `weight_decay`. Other parameters are either *fields*, with a flag of their own
 (--adam-beta1), or *own* ones, given as --optimizer-params NAME=VALUE. Their names, and the defaults of own ones, are
 those of torch.optim and DeepSpeed.
 """
@@ -17,7 +17,7 @@ Name = Literal["adam", "adamw", "sgd", "lamb", "lion", "adagrad", "rmsprop", "na
 
 @dataclass(frozen=True)
 class Takes:
-    """What one optimizer takes."""
+    """The parameters of one optimizer."""
 
     fields: Mapping[str, str] = field(default_factory=dict)
     """Parameter -> the names of its fields."""
@@ -50,6 +50,23 @@ OPTIMIZERS: dict[str, Takes] = {
     "asgd": Takes({}, {"lambd": 1e-4, "alpha": 0.75, "t0": 1e6}, "ASGD"),
     "rprop": Takes({}, {"etas": (0.5, 1.2), "step_sizes": (1e-6, 50.0)}, "Rprop", decays=False),
 }
+
+
+DEEPSPEED_TYPES = {
+    "Adam": "adam", "AdamW": "adamw", "FusedAdam": "adam", "DeepSpeed_Adam": "adam", "DeepSpeedCPUAdam": "adam",
+    "SGD": "sgd", "Lamb": "lamb", "FusedLamb": "lamb", "Lion": "lion", "FusedLion": "lion", "DeepSpeedCPULion": "lion",
+    "Adagrad": "adagrad", "DeepSpeedCPUAdagrad": "adagrad", "RMSprop": "rmsprop", "NAdam": "nadam", "RAdam": "radam",
+    "Adamax": "adamax", "Adadelta": "adadelta", "ASGD": "asgd", "Rprop": "rprop",
+}
+"""optimizer.type of a DeepSpeed file -> --optimizer"""
+_WHOLE_MATRICES = "it works on whole matrices, and ranks hold parts of flat ones"
+REFUSED_TYPES = {
+    **dict.fromkeys(("onebitadam", "zerooneadam", "onebitlamb"), "gradients are not compressed here; use Adam or Lamb"),
+    **dict.fromkeys(("muadam", "muadamw", "musgd"), "learning rates do not depend on a layer's width"),
+    **dict.fromkeys(("muon", "adafactor"), _WHOLE_MATRICES),
+    "lbfgs": "it evaluates the loss several times a step", "sparseadam": "gradients are dense here; use Adam",
+}
+"""Types, in lower case, that DeepSpeed has and we do not -> why."""
 
 
 def own_parameter(optimizer: str, name: str, value: Any) -> Any:

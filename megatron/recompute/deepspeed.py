@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.config import ds_file
-from megatron.config.ds_keys import TABLE, Key
+from megatron.config.ds_keys import TABLE
+from megatron.config.setting import Key
 from megatron.config.tree import RecomputeConfig
 from megatron.errors import ConfigError
 from megatron.model.gpt2 import run_in_order
@@ -75,7 +76,7 @@ def _section(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, An
     """The fields that a DeepSpeed configuration sets in its section on activation checkpointing."""
     keys = ds_file.read(source).keys
     rows = ((TABLE[path], value) for path, value in keys.items() if path.startswith(SECTION))
-    return {row.fields: value for row, value in rows if isinstance(row, Key)}
+    return {row.field: value for row, value in rows if isinstance(row, Key)}
 
 
 def is_configured() -> bool:

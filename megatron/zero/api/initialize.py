@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from megatron.config import ds_file
+from megatron.config.ds_batch import BATCH
 from megatron.config.tree import Config
 from megatron.errors import ConfigError
 from megatron.launch import distributed
@@ -121,8 +122,8 @@ def _settings(source: Any, groups: Groups) -> _Settings:
     if isinstance(source, Config):
         return _Settings(source)
     found = ds_file.read(source)
-    if not any(key in found.keys for key in ds_file.BATCH):
-        raise ConfigError(f"{found.name}: give at least one of {', '.join(ds_file.BATCH)}")
+    if not any(key in found.keys for key in BATCH):
+        raise ConfigError(f"{found.name}: give at least one of {', '.join(BATCH)}")
     config = ds_file.build(source, flags={"model_parallel_size": groups.tp.size}, fallback=DEEPSPEED_DEFAULTS,
                            world_size=groups.world.size)
     return _Settings(config, "optimizer.type" in found.keys, "scheduler.type" in found.keys)

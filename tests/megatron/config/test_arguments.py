@@ -136,7 +136,8 @@ def test_config_errors_end_in_one_line_without_importing_torch() -> None:
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and "--num-layers" in done.stderr
     assert time.monotonic() - started < 3
     probe = (
-        "import sys; from megatron import arguments, exits, distributed; arguments.parse_args([]); "
+        "import sys; from megatron.config import flags; from megatron.launch import exits, distributed; "
+        "flags.parse_args([]); "
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", probe], cwd=ROOT, check=True)

@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 
-from megatron.config import tree as config_module
-from megatron.config.ds_file import build, solve_batch
-from megatron.config.ds_keys import SECTIONS, TABLE, Absent, Key, NoEffect, Old, Only
+from megatron.config import Config, OptimConfig, ZeroConfig
+from megatron.config import offload as offload_section
+from megatron.config.ds_batch import solve_batch
+from megatron.config.ds_file import build, read
+from megatron.config.ds_keys import OBJECTS, TABLE, Absent, NoEffect, Old, Only
 from megatron.config.flags import parse_args
-from megatron.config.tree import Config, OptimConfig, ZeroConfig
+from megatron.config.setting import Key
 from megatron.errors import ConfigError
 from megatron.optim.schedule import Schedule, build_schedule
 
@@ -244,7 +246,7 @@ def test_a_value_of_the_wrong_type_is_told_with_its_path_and_what_is_expected(pa
             assert f"{path} is " in told and kind.expected in told, (value, told)
 
 
-@pytest.mark.parametrize("path", sorted(SECTIONS - set(TABLE)))
+@pytest.mark.parametrize("path", sorted(OBJECTS - set(TABLE)))
 def test_a_section_must_be_an_object_and_null_is_none(path):
     assert "expected an object" in refusal(nested(path, 3)) and "expected an object" in refusal(nested(path, [1]))
     assert build(nested(path, None)) == Config()
@@ -324,7 +326,7 @@ def test_an_unknown_key_is_refused_with_its_path_and_the_nearest_name(path, told
     (merged(WARMUP, nested("scheduler.params.total_num_steps", None)), "needs scheduler.params.total_num_steps"),
     (merged(WARMUP, nested("scheduler.params.warmup_num_steps", 101)), "warmup_num_steps 101 is above"),
     (merged(WARMUP, nested("scheduler.params.warmup_max_lr", 1), nested("optimizer.params.lr", 2)), "disagree on --lr"),
-    ({"communication_data_type": "fp16"}, "gradients travel in the working precision"),
+    ({"communication_data_type": "fp16"}, "gradients are reduced in the working precision"),
     ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled and bf16.enabled exclude each other"),
     ({"zero_optimization": {"stage": 7}}, "zero_optimization.stage is 7: expected 0, 1, 2 or 3"),
     ({"zero_optimization": {"reduce_bucket_size": 0}}, "zero_optimization.reduce_bucket_size is 0: expected a number"),
@@ -360,14 +362,37 @@ def test_a_warm_up_without_a_type_is_logarithmic_as_in_deepspeed():
         assert build(merged(tree, said)).schedule.warmup_type == "linear"
 
 
-@pytest.mark.parametrize(("old", "new"), [
-    (old, new) for old in rows(Old) for new in TABLE[old].new if old != "zero_optimization"])
-def test_a_deprecated_key_beside_its_new_name_is_an_error_that_names_both(old, new):
-    values = {"true or false": False, "a number": 1.0, "an integer": 1}
-    value, other = CASES[old][0], values.get(TABLE[new].kind.expected, CASES[new][0])
-    for tree in (merged(nested(old, value), nested(new, other)), merged(nested(new, other), nested(old, value))):
-        told = refusal(tree)
-        assert old in told and new in told and "both are given" in told
+PAIRS = [(old, new) for old in rows(Old) for new in TABLE[old].new if old != "zero_optimization"]
+
+
+@pytest.mark.parametrize(("old", "new"), PAIRS)
+def test_a_deprecated_key_beside_its_new_name_must_say_the_same(old, new):
+    value = CASES[old][0]
+    same = TABLE[old].to(value)
+    for tree in (merged(nested(old, value), nested(new, same)), merged(nested(new, same), nested(old, value))):
+        found = read(tree)
+        assert found.raw[new] == same and any(f"{old} is deprecated" in note for note in found.notices)
+    other = {True: False, 0.5: 0.25, 2: 3, 500_000: 1, "cpu": "none"}.get(same)
+    if other is not None:
+        for tree in (merged(nested(old, value), nested(new, other)), merged(nested(new, other), nested(old, value))):
+            told = refusal(tree)
+            assert old in told and new in told and "both are given with different values" in told
+
+
+def test_every_error_of_a_file_is_reported_at_once():
+    tree = {"fp16": {"enabled": 1, "auto": True}, "gradient_cliping": 1, "autotuning": {"enabled": True},
+            "optimizer": {"type": "OneBitLamb", "params": {"freeze_step": 3, "lr": "x"}},
+            "zero_optimization": {"stage": [], "overlap_com": True}, "scheduler": {"params": {"warmup_num_steps": -1}}}
+    told = refusal(tree)
+    assert "10 errors: (1) " in told and "(10) " in told and "\n" not in told
+    for word in ("fp16.enabled is 1", "unknown key fp16.auto;", "unknown key gradient_cliping", "autotuning is not",
+                 'optimizer.type "OneBitLamb"', "unknown key optimizer.params.freeze_step",
+                 'optimizer.params.lr is "x"', "zero_optimization.stage is []",
+                 "unknown key zero_optimization.overlap_com",
+                 "scheduler.params.warmup_num_steps is -1"):
+        assert word in told
+    many = refusal({f"key{number}": 1 for number in range(30)})
+    assert "30 errors" in many and many.endswith("; and 18 more")
 
 
 def test_a_buffer_has_room_for_the_chunks_of_a_forward():
@@ -380,7 +405,7 @@ def test_a_buffer_has_room_for_the_chunks_of_a_forward():
 
 
 def test_offload_becomes_possible_by_one_constant(monkeypatch):
-    monkeypatch.setattr(config_module, "OFFLOAD_DEVICES", ("none", "cpu", "nvme"))
+    monkeypatch.setattr(offload_section, "OFFLOAD_DEVICES", ("none", "cpu", "nvme"))
     assert build(nested(ZERO + "cpu_offload", True)).offload.offload_optimizer_device == "cpu"
     assert "needs --zero-stage 3, not 0" in refusal(nested(PARAM + "device", "cpu"))
     told = refusal(nested(HOME + "device", "nvme"))
@@ -691,7 +716,7 @@ def mutate(tree: Any, rng: random.Random) -> Any:
         case 0:
             del result[key]
         case 1:
-            result[rng.choice([key + "s", key[1:], key[::-1], *map(str, SECTIONS)])] = result.pop(key)
+            result[rng.choice([key + "s", key[1:], key[::-1], *map(str, OBJECTS)])] = result.pop(key)
         case 2:
             result[rng.choice(list(TABLE)).rpartition(".")[2]] = rng.choice(STRANGE)
         case _:

@@ -1,0 +1,42 @@
+"""The section `data`: which text a run trains on, and how it is tokenized and cut into samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.setting import require, require_range, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The corpora, their tokenizer, and how samples are cut from them."""
+
+    train_data: tuple[str, ...] = setting(
+        (), "corpus prefix, .jsonl file, `webtext`, `default`, or weights and prefixes in turn", "data-path",
+        "train-data-path", newcomer=True)
+    valid_data: tuple[str, ...] = setting(
+        (), "validation corpus (default: the second part of --split)", "val-data-path")
+    test_data: tuple[str, ...] = setting((), "test corpus (default: the third part of --split)", "test-data-path")
+    split: str = setting("949,50,1", "shares of --train-data for training, validation and test, by document")
+    seq_length: int | None = setting(None, "tokens per sample (default: --max-position-embeddings)", newcomer=True)
+    tokenizer_type: str | None = setting(
+        None, "GPT2BPETokenizer, SentencePieceTokenizer, ByteLevelTokenizer or CharacterLevelTokenizer", newcomer=True)
+    vocab_file: str | None = setting(None, "GPT-2 encoder.json (default: the packaged one)")
+    merge_file: str | None = setting(None, "GPT-2 vocab.bpe (default: the packaged one)")
+    tokenizer_path: str | None = setting(None, "SentencePiece model or character vocabulary", newcomer=True)
+    mock_data: bool = setting(False, "random tokens instead of a corpus, for benchmarks")
+    data_cache_path: str | None = setting(None, "folder for sample indices and tokenized .jsonl files")
+    text_key: str = setting("text", "key of the text in .jsonl files", "json-key", metavar="KEY")
+    num_workers: int = setting(2, "data loading workers; 0 loads in the training thread")
+    lazy_loader: bool = setting(False, "accepted for old scripts: corpora are always memory-mapped")
+    reset_position_ids: bool = setting(False, "restart position numbers at each document")
+    reset_attention_mask: bool = setting(False, "attend only within a document")
+    eod_mask_loss: bool = setting(False, "ignore the loss of the token after an end-of-document token")
+
+    def __post_init__(self) -> None:
+        require_range(self, "num_workers", 0)
+        require_range(self, "seq_length", 1)
+        require(
+            not (self.mock_data and self.train_data),
+            "--mock-data and --train-data exclude each other: give one of them",
+        )

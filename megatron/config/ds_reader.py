@@ -1,0 +1,216 @@
+"""One walk over a DeepSpeed-style configuration: every key is judged by the table of ds_keys.py.
+
+All that is wrong with the keys is collected, so that one run reports every error of a file. Not here: what keys mean
+together (ds_together.py), and with flags (ds_file.py).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.config.ds_keys import AUTO, OBJECTS, TABLE, Absent, NoEffect, Old, Only
+from megatron.config.kinds import Kind, shown
+from megatron.config.loose_json import Pairs
+from megatron.config.setting import Key, require
+from megatron.errors import ConfigError
+
+SHOWN_AT_ONCE = 12
+"""Errors of one file in one message; the rest is counted."""
+
+
+class Problems(list[str]):
+    """What is wrong with a file, sentence by sentence."""
+
+    def require(self, condition: bool, message: str) -> None:
+        if not condition:
+            self.append(message)
+
+    def stop(self, name: str = "") -> None:
+        """Raise what was found, as one error."""
+        if self:
+            few = list(dict.fromkeys(self))
+            text = few[0] if len(few) == 1 else f"{len(few)} errors: " + "; ".join(
+                f"({number}) {problem}" for number, problem in enumerate(few[:SHOWN_AT_ONCE], 1))
+            more = len(few) - SHOWN_AT_ONCE
+            raise ConfigError((f"{name}: " if name else "") + text + (f"; and {more} more" if more > 0 else ""))
+
+
+@dataclass(frozen=True)
+class Found:
+    """The keys of one file, by path, judged one by one."""
+
+    name: str
+    keys: Mapping[str, Any]
+    raw: Mapping[str, Any]
+    """Path -> the value as the file has it."""
+    origins: Mapping[str, str]
+    """Path -> the deprecated name that was written."""
+    autos: tuple[str, ...]
+    notices: tuple[str, ...]
+
+    def given(self, path: str) -> bool:
+        return path in self.keys or path in self.autos
+
+    def first(self, *paths: str) -> str:
+        """The first of these keys that is given."""
+        return next(path for path in paths if path in self.keys)
+
+    def written(self, path: str, of: str | None = None) -> str:
+        """The key as the user wrote it, and where."""
+        return self.origins.get(path, path) + (f" of {self.name}" if of is None else of)
+
+
+def walk(tree: dict[str, Any], name: str) -> tuple[Found, Problems]:
+    """What the file says, and what is wrong with its keys one by one."""
+    return _Reader(name).read(tree)
+
+
+def plain(value: Any, name: str, path: str = "") -> Any:
+    """Objects become dicts; a key that is given twice is refused with its path."""
+    if isinstance(value, (Pairs, Mapping)):
+        result: dict[str, Any] = {}
+        for key, inner in value if isinstance(value, Pairs) else value.items():
+            where = f"{path}.{key}" if path else str(key)
+            require(isinstance(key, str), f"{name}: the key {key!r} is not a text")
+            require(key not in result, f"{name}: {where} is given twice; leave one of them out")
+            result[key] = plain(inner, name, where)
+        return result
+    if isinstance(value, list):
+        return [plain(inner, name, f"{path}[{index}]") for index, inner in enumerate(value)]
+    return value
+
+
+class _Refused(ValueError):
+    """What is wrong with one key."""
+
+
+class _Reader:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.keys: dict[str, Any] = {}
+        self.raw: dict[str, Any] = {}
+        self.origins: dict[str, str] = {}
+        self.autos: list[str] = []
+        self.notices: list[str] = []
+        self.problems = Problems()
+
+    def read(self, tree: dict[str, Any]) -> tuple[Found, Problems]:
+        olds = []
+        for path, value in self._leaves(tree, ""):
+            if isinstance(TABLE[path], Old):
+                olds.append((path, value))  # their turn comes when all others are known
+            else:
+                self._attempt(self._take, path, value)
+        for path, value in olds:
+            self._attempt(self._take_old, path, value)
+        found = Found(self.name, self.keys, self.raw, self.origins, tuple(self.autos), tuple(self.notices))
+        return found, self.problems
+
+    def _attempt(self, take: Any, path: str, value: Any) -> None:
+        try:
+            take(path, value)
+        except _Refused as refused:
+            self.problems.append(str(refused))
+
+    def _leaves(self, tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+        """(path, value) of every key; `type` comes first, because what else is accepted depends on it."""
+        for key in sorted(tree, key=lambda key: key != "type"):
+            path, value = prefix + key, tree[key]
+            if path in OBJECTS and isinstance(value, dict):
+                yield from self._leaves(value, path + ".")
+            elif path in OBJECTS and value is None:
+                continue
+            elif path in TABLE:
+                yield path, value
+            elif path in OBJECTS:
+                self.problems.append(f"{path} is {shown(value)}: expected an object {{...}}")
+            else:
+                self.problems.append(f"unknown key {path}; {_nearest(path)}")
+
+    def _take(self, path: str, value: Any) -> None:
+        row = TABLE[path]
+        if value == AUTO and not isinstance(row, Absent):
+            self.autos.append(path)
+        elif isinstance(row, Key):
+            self._take_key(path, value, row)
+        elif isinstance(row, Only):
+            if not any(same(value, allowed) for allowed in row.values):
+                raise _Refused(f"{path} is {shown(value)}: not supported, {row.reason}; "
+                               f"expected {shown(row.values[0])}")
+        elif isinstance(row, NoEffect):
+            if _converted(path, value, row.kind) != row.default:
+                self.notices.append(f"{path} {shown(value)} has no effect: {row.reason}")
+        elif isinstance(row, Absent):
+            off = value is None or value is False or value == {}
+            if not off and not (isinstance(value, dict) and value.get("enabled") is False):
+                raise _Refused(f"{path} is not supported, {row.reason}; leave it out")
+
+    def _take_key(self, path: str, value: Any, row: Key) -> None:
+        if value is None and row.nullable:
+            return
+        if isinstance(value, str) and value.lower() in row.refused:
+            raise _Refused(f"{path} {shown(value)} is not supported, {row.refused[value.lower()]}; "
+                           f"expected {row.expects.expected}")
+        self.keys[path] = _converted(path, value, row.expects)
+        self.raw[path] = value
+
+    def _take_old(self, path: str, value: Any) -> None:
+        row = TABLE[path]
+        assert isinstance(row, Old)
+        if value == AUTO:
+            self.autos.append(path)
+            return
+        converted = row.to(_converted(path, value, row.kind))
+        for new in row.new:
+            if converted is not None and new in self.raw:
+                self._compare(path, value, new, converted)
+            elif converted is not None:
+                self._take(new, converted)
+                self.origins[new] = path
+                self.raw[new] = value
+        self.notices.append(f"{path} is deprecated: read as {' and '.join(row.new)} {shown(converted)}")
+
+    def _compare(self, path: str, value: Any, new: str, converted: Any) -> None:
+        """Both names may be given if they say the same."""
+        row, known = TABLE[new], self.origins.get(new, new)
+        assert isinstance(row, Key)
+        if not agree(self.keys[new], _converted(new, converted, row.expects)):
+            raise _Refused(f"{path} {shown(value)} is the old name of {known} {shown(self.raw[new])}, and both are "
+                           f"given with different values; leave {path} out")
+
+
+def _converted(path: str, value: Any, kind: Kind) -> Any:
+    try:
+        return kind.convert(value)
+    except ValueError:
+        near = difflib.get_close_matches(value, kind.words, n=1, cutoff=0.5) if isinstance(value, str) else []
+        hint = f'; did you mean "{near[0]}"?' if near else ""
+        raise _Refused(f"{path} is {shown(value)}: expected {kind.expected}{hint}") from None
+
+
+def same(value: Any, allowed: Any) -> bool:
+    """Equal, and true is not 1."""
+    return bool(value == allowed) and isinstance(value, bool) == isinstance(allowed, bool)
+
+
+def agree(one: Any, other: Any) -> bool:
+    """Equal, up to rounding."""
+    if isinstance(one, float) and isinstance(other, (int, float)):
+        return one == other or abs(one - other) <= 1e-9 * max(abs(one), abs(other))
+    return bool(one == other)
+
+
+def _nearest(path: str) -> str:
+    """What the user may have meant: a similar key beside it, the same words in another order, or another section."""
+    section, _, key = path.rpartition(".")
+    known = sorted({*TABLE, *OBJECTS})
+    beside = [other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == section]
+    near = [other for other in beside if sorted(other.split("_")) == sorted(key.split("_"))]
+    near = near or difflib.get_close_matches(key, beside, n=1, cutoff=0.6)
+    if near:
+        return f"did you mean {section + '.' if section else ''}{near[0]}?"
+    elsewhere = [other for other in known if other.rpartition(".")[2] == key]
+    return f"did you mean {elsewhere[0]}?" if elsewhere else "docs/ds_config.md lists every key"

@@ -1,0 +1,106 @@
+"""JSON keys that mean something only together: an optimizer and its parameters, a scheduler and its, tensorboard's.
+
+Each function yields (field, value, path of the key it came from). What does not fit goes to `problems`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron.config.ds_reader import Found, Problems
+from megatron.config.optimizers import DEEPSPEED_TYPES, OPTIMIZERS
+from megatron.config.schedule import STYLES, ScheduleConfig
+from megatron.config.optim import OptimConfig
+
+Setting = tuple[str, Any, str]
+"""(field, value, path of the key)"""
+
+PARAMS = "optimizer.params."
+OF_EVERY_TYPE = ("max_grad_norm", "fp32_optimizer_states", "torch_adam")
+"""Optimizer parameters that are read alike whatever the type."""
+WARMUP_STEPS, TOTAL_STEPS = "scheduler.params.warmup_num_steps", "scheduler.params.total_num_steps"
+WARMUP_TYPE, COSINE_FLOOR = "scheduler.params.warmup_type", "scheduler.params.cos_min_ratio"
+FOREIGN = {"WarmupLR": (TOTAL_STEPS, COSINE_FLOOR), "WarmupDecayLR": (COSINE_FLOOR,),
+           "WarmupCosineLR": ("scheduler.params.warmup_max_lr",)}
+DEEPSPEED_WARMUP_STEPS, DEEPSPEED_COSINE_FLOOR = 1000, 0.0001
+
+
+def optimizer(found: Found, flags: Mapping[str, Any], problems: Problems) -> Iterator[Setting]:
+    """The parameters whose field depends on the optimizer, which a flag may name where the file does not."""
+    named = found.keys.get("optimizer.type")
+    chosen = DEEPSPEED_TYPES[named] if named else flags.get("optimizer", OptimConfig.optimizer)
+    takes, own = OPTIMIZERS[chosen], {}
+    for path in (*found.keys, *found.autos):
+        name: str = path.removeprefix(PARAMS)
+        value: Any = found.keys.get(path)
+        if not path.startswith(PARAMS) or name in OF_EVERY_TYPE:
+            continue
+        if name == "bias_correction" and chosen in ("adam", "adamw") and value is not False:
+            continue  # Adam's moments are always corrected
+        if name not in takes.parameters:
+            problems.append(f"{path} is no parameter of {named or chosen}, which takes {', '.join(takes.parameters)}; "
+                            "leave it out")
+        elif path not in found.autos:
+            parts = takes.fields.get(name, "").split()
+            yield from zip(parts, value if len(parts) > 1 else [value], [path, path])
+            if name in takes.own:
+                own[path] = f"{name}={json.dumps(value)}"
+    if own:
+        yield "optimizer_params", tuple(own.values()), next(iter(own))
+    if named and chosen == "sgd" and "sgd_momentum" not in flags and not found.given(PARAMS + "momentum"):
+        yield "sgd_momentum", 0.0, "optimizer.type"  # as in DeepSpeed; the flag's default is Megatron's
+
+
+def scheduler(found: Found, flags: Mapping[str, Any], problems: Problems) -> Iterator[Setting]:
+    kind = found.keys.get("scheduler.type")
+    given = [path for path in (*found.keys, *found.autos) if path.startswith("scheduler.params.")]
+    if kind is None:
+        problems.require(not given, f"scheduler.type is missing; expected {' or '.join(STYLES)}")
+        return
+    for path in given:
+        problems.require(path not in FOREIGN[kind], f"{path} is no parameter of {kind}; leave it out")
+    total, warmup = found.keys.get(TOTAL_STEPS), found.keys.get(WARMUP_STEPS, DEEPSPEED_WARMUP_STEPS)
+    if kind == "WarmupLR":
+        total = max(1, warmup)  # a constant rate has no end; the warm-up is a share of this
+    if total is None:
+        problems.append(f"{kind} needs {TOTAL_STEPS}")
+    elif warmup > total:
+        problems.append(f"{WARMUP_STEPS} {warmup} is above {TOTAL_STEPS} {total}")
+    else:
+        yield from _curve(found, kind, warmup, total)
+        yield from _warmup_type_and_floor(found, kind, flags)
+
+
+def _curve(found: Found, kind: str, warmup: int, total: int) -> Iterator[Setting]:
+    where = found.first(WARMUP_STEPS, "scheduler.type")
+    yield "lr_decay_style", STYLES[kind], "scheduler.type"
+    yield "warmup", _share(warmup, total), where
+    yield "lr_decay_iters", total, where if kind == "WarmupLR" else TOTAL_STEPS
+    if kind == "WarmupDecayLR":
+        yield "min_lr", 0.0, "scheduler.type"
+
+
+def _warmup_type_and_floor(found: Found, kind: str, flags: Mapping[str, Any]) -> Iterator[Setting]:
+    if found.keys.get(WARMUP_STEPS) != 0 and "warmup_type" not in flags and not found.given(WARMUP_TYPE):
+        yield "warmup_type", "log", "scheduler.type"  # as in DeepSpeed
+    if kind == "WarmupCosineLR":  # its floor is a share of a peak that a flag may give
+        peak = flags.get("lr", found.keys.get("optimizer.params.lr", ScheduleConfig.lr))
+        floor = peak * found.keys.get(COSINE_FLOOR, DEEPSPEED_COSINE_FLOOR)
+        yield "min_lr", floor, found.first(COSINE_FLOOR, "scheduler.type")
+
+
+def tensorboard(found: Found) -> Iterator[Setting]:
+    if found.keys.get("tensorboard.enabled"):
+        folder = found.keys.get("tensorboard.output_path") or "runs"
+        folder = os.path.join(folder, found.keys.get("tensorboard.job_name", "DeepSpeedJobName"))
+        yield "tensorboard_dir", folder, found.first("tensorboard.output_path", "tensorboard.enabled")
+
+
+def _share(part: int, whole: int) -> float:
+    """part / whole, such that int(share * whole) is part again."""
+    share = part / whole
+    return share if int(share * whole) == part else math.nextafter(share, math.inf)

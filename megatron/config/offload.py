@@ -1,0 +1,57 @@
+"""The section `offload`: where the ranks' shards are kept when not in use: on the device, the host or NVMe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.config.setting import flag_name, require, require_range, setting
+
+OFFLOAD_DEVICES = ("none",)
+"""Where the engine can keep state when it is not in use; other devices are refused when the configuration is built,
+and the flags are left out of the help."""
+
+_OPTIMIZER, _PARAM = "zero_optimization.offload_optimizer.", "zero_optimization.offload_param."
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """Where the ranks' shards are kept when not in use: on the device, the host or NVMe."""
+
+    offload_optimizer_device: Literal["none", "cpu", "nvme"] = setting(
+        "none", "where master weights and moments are kept", json=_OPTIMIZER + "device")
+    offload_optimizer_nvme_path: str | None = setting(None, "folder on the NVMe drive", json=_OPTIMIZER + "nvme_path")
+    offload_optimizer_buffer_count: int = setting(4, "host buffers in front of the NVMe drive",
+                                                  json=_OPTIMIZER + "buffer_count")
+    offload_optimizer_pin_memory: bool = setting(False, "page-locked host memory", json=_OPTIMIZER + "pin_memory")
+    offload_optimizer_pipeline_read: bool = setting(False, "read the next tile while this one is updated",
+                                                    json=_OPTIMIZER + "pipeline_read")
+    offload_optimizer_pipeline_write: bool = setting(False, "write the last tile while this one is updated",
+                                                     json=_OPTIMIZER + "pipeline_write")
+    offload_param_device: Literal["none", "cpu", "nvme"] = setting(
+        "none", "where parameters are kept; stage 3 only", json=_PARAM + "device")
+    offload_param_nvme_path: str | None = setting(None, "folder on the NVMe drive", json=_PARAM + "nvme_path")
+    offload_param_buffer_count: int = setting(5, "host buffers in front of the NVMe drive",
+                                              json=_PARAM + "buffer_count")
+    offload_param_buffer_size: int = setting(100_000_000, "elements per buffer", json=_PARAM + "buffer_size")
+    offload_param_max_in_cpu: int = setting(1_000_000_000, "elements kept on the host beside the NVMe drive",
+                                            json=_PARAM + "max_in_cpu")
+    offload_param_pin_memory: bool = setting(False, "page-locked host memory", json=_PARAM + "pin_memory")
+    aio_block_size: int = setting(1_048_576, "bytes per NVMe request", json="aio.block_size")
+    aio_queue_depth: int = setting(8, "NVMe requests in flight", json="aio.queue_depth")
+    aio_intra_op_parallelism: int = setting(1, "threads per read or write", "aio-thread-count",
+                                            json="aio.intra_op_parallelism")
+    aio_single_submit: bool = setting(False, "submit NVMe requests one by one", json="aio.single_submit")
+    aio_overlap_events: bool = setting(True, "submit further NVMe requests while others complete",
+                                       json="aio.overlap_events")
+
+    def __post_init__(self) -> None:
+        require_range(self, "offload_optimizer_buffer_count offload_param_buffer_count offload_param_buffer_size", 1)
+        require_range(self, "offload_param_max_in_cpu", 0)
+        require_range(self, "aio_block_size aio_queue_depth aio_intra_op_parallelism", 1)
+        for kind in ("optimizer", "param"):
+            device, path = (getattr(self, f"offload_{kind}_{what}") for what in ("device", "nvme_path"))
+            name = flag_name(f"offload_{kind}_device")
+            require(device in ("none", "cpu", "nvme"), f"{name} is {device}: expected none, cpu or nvme")
+            require(device in OFFLOAD_DEVICES, f"{name} {device}: offloading is not supported yet; leave it out")
+            require(device != "nvme" or bool(path), f"{name} nvme needs {flag_name(f'offload_{kind}_nvme_path')}")

@@ -1,0 +1,66 @@
+"""The section `optim`: which optimizer, its hyper-parameters, and clipping. Which there are: optimizers.py."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.config.kinds import AT_LEAST_0, choice
+from megatron.config.optimizers import DEEPSPEED_TYPES, OPTIMIZERS, REFUSED_TYPES, Name, own_parameter
+from megatron.config.setting import Key, require, require_range, setting
+from megatron.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """The optimizer. Weight decay applies to matrices and embeddings, not to biases and LayerNorms."""
+
+    optimizer: Name = setting(
+        "adam", "adam and adamw are both AdamW",
+        json=Key("optimizer.type", choice(*DEEPSPEED_TYPES), lambda given: DEEPSPEED_TYPES[given],
+                 refused=REFUSED_TYPES))
+    weight_decay: float = setting(
+        0.01, "weight decay; decoupled from the gradient in adam, adamw and lion",
+        json=Key("optimizer.params.weight_decay", help="otherwise added to the gradient (in Lamb: to the update)"))
+    adam_beta1: float = setting(0.9, "first moment's decay in adam, adamw, lamb, nadam, radam and adamax")
+    adam_beta2: float = setting(0.999, "second moment's decay in the same optimizers")
+    adam_eps: float = setting(1e-8, "epsilon of the same optimizers")
+    adam_w_mode: bool = setting(True, "adam: decoupled weight decay (--no-adam-w-mode: added to the gradient)")
+    sgd_momentum: float = setting(0.9, "momentum of sgd")
+    optimizer_params: tuple[str, ...] = setting(
+        (), "further parameters of the optimizer, such as nesterov=true", metavar="NAME=VALUE")
+    clip_grad: float = setting(1.0, "largest global gradient norm; 0 turns clipping off",
+                               json=Key("gradient_clipping", AT_LEAST_0))
+
+    def __post_init__(self) -> None:
+        require_range(self, "weight_decay clip_grad", 0)
+        require_range(self, "adam_beta1 adam_beta2 sgd_momentum", 0, 0.9999999)
+        require_range(self, "adam_eps", 0, open_low=True)
+        require(self.optimizer in OPTIMIZERS, f"--optimizer is {self.optimizer}: expected {', '.join(OPTIMIZERS)}")
+        require(self.adam_w_mode or self.optimizer != "adamw",
+                "--no-adam-w-mode contradicts --optimizer adamw: give --optimizer adam")
+        self._own_parameters()
+
+    def hyper_parameters(self) -> dict[str, Any]:
+        """The optimizer's hyper-parameters by the names of torch.optim, without the learning rate."""
+        takes = OPTIMIZERS[self.optimizer]
+        named = {name: tuple(getattr(self, field) for field in fields.split()) for name, fields in takes.fields.items()}
+        hyper = {name: values if len(values) > 1 else values[0] for name, values in named.items()}
+        hyper |= {"weight_decay": self.weight_decay} if takes.decays else {}
+        hyper.pop("adam_w_mode", None)  # says which Adam it is
+        return {**hyper, **takes.own, **self._own_parameters()}
+
+    def _own_parameters(self) -> dict[str, Any]:
+        """`optimizer_params`, parsed and checked."""
+        found: dict[str, Any] = {}
+        for text in self.optimizer_params:
+            name, equals, value = text.partition("=")
+            require(bool(equals), f"--optimizer-params {text}: expected NAME=VALUE")
+            require(name not in found, f"--optimizer-params {name} is given twice; leave one of them out")
+            try:
+                found[name] = own_parameter(self.optimizer, name, json.loads(value))
+            except ValueError as error:
+                reason = f"{value} is no number, true or false" if isinstance(error, json.JSONDecodeError) else error
+                raise ConfigError(f"--optimizer-params {text}: {reason}") from None
+        return found

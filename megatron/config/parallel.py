@@ -1,0 +1,30 @@
+"""The section `parallel`: how the ranks are arranged, and how they talk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.config.setting import require, require_range, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How the ranks are arranged: the data parallel size is the number of ranks / the tensor parallel size."""
+
+    model_parallel_size: int = setting(1, "tensor parallel size", "tensor-model-parallel-size", newcomer=True)
+    distributed_backend: Literal["nccl", "gloo"] | None = setting(
+        None, "communication backend (default: nccl with GPUs, gloo without)")
+    distributed_timeout_seconds: float = setting(600.0, "longest wait for a peer in one collective")
+    local_rank: int | None = setting(None, "accepted for old launchers: LOCAL_RANK in the environment is used")
+
+    def __post_init__(self) -> None:
+        require_range(self, "model_parallel_size", 1)
+        require_range(self, "distributed_timeout_seconds", 0, open_low=True)
+
+
+def data_parallel_size(world_size: int, tp: int) -> int:
+    """The ranks of one data parallel group."""
+    require(world_size % tp == 0, f"{world_size} ranks cannot be arranged in groups of --model-parallel-size {tp}: "
+            f"{world_size} is not divisible by {tp}")
+    return world_size // tp

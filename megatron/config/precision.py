@@ -1,0 +1,50 @@
+"""The section `precision`: the working precision, loss scaling, and the precision of communication."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.config.kinds import AT_LEAST_0, EXPONENT, choice
+from megatron.config.setting import Key, require, require_range, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """The working precision of weights and activations. Master weights and moments are always fp32."""
+
+    fp16: bool = setting(False, "train in fp16 with loss scaling", json="fp16.enabled", newcomer=True)
+    bf16: bool = setting(False, "train in bf16", json="bf16.enabled", newcomer=True)
+    loss_scale: float | None = setting(
+        None, "fp16: fixed loss scale (default: dynamic)",
+        json=Key("fp16.loss_scale", AT_LEAST_0, lambda scale: scale or None, help="0 is dynamic"))
+    initial_loss_scale: float = setting(
+        2.0**16, "fp16: first dynamic loss scale",
+        json=Key("fp16.initial_scale_power", EXPONENT, lambda power: 2.0**power, default="16",
+                 help="as the exponent of 2"))
+    loss_scale_window: int = setting(1000, "fp16: steps without overflow before the scale doubles", json="fp16.")
+    hysteresis: int = setting(2, "fp16: overflows before the scale halves", json="fp16.")
+    min_scale: float = setting(1.0, "fp16: smallest loss scale; an overflow at this scale ends the run",
+                               json="fp16.min_loss_scale")
+    fp32_allreduce: bool = setting(
+        False, "reduce 16-bit gradients over data parallel in fp32",
+        json=Key("communication_data_type", choice("fp32"), lambda given: given == "fp32", nullable=True, default="",
+                 refused=dict.fromkeys(("fp16", "bf16", "fp8"), "gradients are reduced in the working precision, or "
+                                                                "in fp32")))
+
+    def __post_init__(self) -> None:
+        require(
+            not (self.fp16 and self.bf16), "--fp16 and --bf16 exclude each other: give one (--no-bf16 takes one back)"
+        )
+        require_range(self, "loss_scale initial_loss_scale min_scale", 0, 2.0**64, open_low=True)
+        require_range(self, "loss_scale_window hysteresis", 1)
+        require(
+            self.loss_scale is None or self.fp16,
+            f"--loss-scale {self.loss_scale} needs --fp16: other precisions are not scaled",
+        )
+        require(self.min_scale <= self.initial_loss_scale,
+                f"--min-scale {self.min_scale:g} is above --initial-loss-scale {self.initial_loss_scale:g}")
+
+    @property
+    def name(self) -> Literal["fp32", "fp16", "bf16"]:
+        return "fp16" if self.fp16 else "bf16" if self.bf16 else "fp32"

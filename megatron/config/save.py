@@ -1,0 +1,41 @@
+"""The section `save`: where checkpoints are written and read, and what of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.setting import flag_name, require, require_range, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveConfig:
+    """Checkpoints: where they are written and read, and what of them."""
+
+    save: str | None = setting(None, "folder to write checkpoints to", newcomer=True)
+    load: str | None = setting(None, "folder to resume from; must hold a checkpoint unless it is an empty --save",
+                               newcomer=True)
+    load_hf: str | None = setting(
+        None, "Hugging Face GPT-2 folder of the initial weights; --load wins where it resumes", newcomer=True)
+    save_interval: int = setting(1000, "steps between checkpoints; 0 saves at the end only", newcomer=True)
+    async_save: bool = setting(False, "train on while a copy of the state is written")
+    keep_last: int | None = setting(None, "keep only this many of the newest checkpoints")
+    keep_every: int | None = setting(None, "with --keep-last: also keep those of steps divisible by this")
+    no_save_optim: bool = setting(False, "leave the optimizer state out of checkpoints")
+    no_save_rng: bool = setting(False, "leave the random number state out of checkpoints")
+    no_load_optim: bool = setting(False, "do not load the optimizer state")
+    no_load_rng: bool = setting(False, "do not load the random number state")
+    finetune: bool = setting(False, "load the weights only, and start at iteration 0")
+    load_precision_change: bool = setting(False, "accept a checkpoint of another precision; the loss scale starts anew")
+    resume_fallback: bool = setting(False, "where the newest checkpoint is damaged, use the newest good one")
+    resume_dataloader: bool = setting(False, "accepted for old scripts: the data position is always restored")
+
+    def __post_init__(self) -> None:
+        require_range(self, "save_interval", 0)
+        require_range(self, "keep_last keep_every", 1)
+        require(self.keep_every is None or self.keep_last is not None,
+                "--keep-every needs --keep-last: without it every checkpoint is kept")
+        for name in ("no_load_optim", "no_load_rng", "finetune", "load_precision_change", "resume_fallback"):
+            require(
+                not getattr(self, name) or self.load is not None,
+                f"{flag_name(name)} needs --load: there is nothing to load",
+            )

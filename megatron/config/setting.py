@@ -1,0 +1,108 @@
+"""How a configuration field is declared: one line says its default, its help, its flag's aliases and its JSON keys.
+
+    clip_grad: float = setting(1.0, "largest global gradient norm; 0 turns clipping off",
+                               json=Key("gradient_clipping", AT_LEAST_0))
+
+The flag is the field's name with dashes. Flags (flags.py), the table of JSON keys (ds_keys.py), `--help` and the
+reference pages are all derived from these declarations. Not here: keys that set no field (ds_keys.py).
+"""
+
+from __future__ import annotations
+
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import Field, dataclass, field
+from typing import Any, Literal
+
+from megatron.config.kinds import OF_TYPE, Kind, choice
+from megatron.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of a DeepSpeed file that has an effect here."""
+
+    path: str
+    """Dotted. One that ends in a dot names a section, in which the key has the field's name."""
+    kind: Kind | None = None
+    """None: the kind that follows from the field's type, nullable where the field may be None."""
+    to: Callable[[Any], Any] = lambda value: value
+    """The key's value -> the field's."""
+    nullable: bool = False
+    """null says nothing, like an absent key."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Lower-case text that DeepSpeed accepts and we do not -> reason."""
+    alone: bool = True
+    """False: the field's value depends on further keys; ds_together.py finds it."""
+    default: str | None = None
+    """What the reference page calls the default, where it is not the field's."""
+    help: str = ""
+    """What the reference page says beside the field's own help."""
+    field: str = ""
+    """The field it sets; filled in by the table."""
+
+    @property
+    def expects(self) -> Kind:
+        assert self.kind is not None, "the table fills in the kind"
+        return self.kind
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a field's declaration says beside its default."""
+
+    help: str
+    aliases: tuple[str, ...] = ()
+    keys: tuple[Key, ...] = ()
+    metavar: str | None = None
+    newcomer: bool = False
+    """Listed by `--help`; the others are listed by `--help-all` only."""
+
+
+def setting(default: Any, help: str, *aliases: str, json: str | Key | tuple[Key, ...] = (),
+            metavar: str | None = None, newcomer: bool = False) -> Any:
+    """A field that is also a flag: `aliases` are further spellings of it, `json` names the keys that set it."""
+    keys = (Key(json),) if isinstance(json, str) else (json,) if isinstance(json, Key) else json
+    return field(default=default, metadata={"setting": Setting(help, aliases, keys, metavar, newcomer)})
+
+
+def declared(item: Field[Any]) -> Setting:
+    found: Setting = item.metadata["setting"]
+    return found
+
+
+def plain_type(hint: Any) -> tuple[Any, bool]:
+    """A field's type without `| None`, and whether it had one."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        options = [member for member in typing.get_args(hint) if member is not type(None)]
+        return options[0], True
+    return hint, False
+
+
+def kind_of(hint: Any) -> Kind:
+    """The kind of JSON value that a field of this (plain) type has."""
+    if typing.get_origin(hint) is Literal:
+        return choice(*typing.get_args(hint))
+    return OF_TYPE[hint]
+
+
+def flag_name(field_name: str) -> str:
+    return "--" + field_name.replace("_", "-")
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+def require_range(section: Any, names: str, low: float, high: float = math.inf, *, open_low: bool = False) -> None:
+    """Every named field that is set lies in [low, high] (or (low, high] with open_low), and is a number at all."""
+    for name in names.split():
+        value = getattr(section, name)
+        if value is None:
+            continue
+        inside = (low < value if open_low else low <= value) and value <= high and math.isfinite(value)
+        bounds = f"{'>' if open_low else '>='} {low:g}" + ("" if high == math.inf else f" and <= {high:g}")
+        require(inside, f"{flag_name(name)} is {value}: expected a number {bounds}")

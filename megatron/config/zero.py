@@ -1,0 +1,51 @@
+"""The section `zero`: what is partitioned over data parallel (see zero/policy.py), and how it is communicated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.setting import Key, require, require_range, setting
+
+_HERE = "zero_optimization."
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroConfig:
+    """What is partitioned over data parallel, and how it is communicated. Sizes are in elements, not bytes."""
+
+    zero_stage: int = setting(0, "partition 0: nothing; 1: optimizer state; 2: and gradients; 3: and parameters",
+                              json=_HERE + "stage", newcomer=True)
+    contiguous_gradients: bool = setting(True, "write gradients into one buffer as they are computed",
+                                         "zero-contiguous-gradients", "zero-contigious-gradients", json=_HERE)
+    overlap_comm: bool = setting(
+        True, "overlap communication with computation",
+        json=Key(_HERE, nullable=True, help="DeepSpeed's default: at stage 3 only"))
+    reduce_scatter: bool = setting(True, "reduce gradients to their owner only (--no-reduce-scatter: to all ranks)",
+                                   "zero-reduce-scatter", json=_HERE)
+    reduce_bucket_size: int = setting(500_000_000, "gradients reduced at a time", "zero-reduce-bucket-size",
+                                      json=_HERE)
+    allgather_partitions: bool = setting(
+        True, "collect updated weights by all-gather (--no-allgather-partitions: by broadcasts)", json=_HERE)
+    allgather_bucket_size: int = setting(500_000_000, "weights collected at a time", "zero-allgather-bucket-size",
+                                         json=_HERE)
+    load_from_fp32_weights: bool = setting(
+        True, "load the checkpoint's fp32 master weights (--no-load-from-fp32-weights: make them from its weights)",
+        json=_HERE)
+    ignore_unused_parameters: bool = setting(True, "accept parameters that get no gradient", json=_HERE)
+    round_robin_gradients: bool = setting(False, "spread copies of gradients to the host over the ranks", json=_HERE)
+    sub_group_size: int = setting(1_000_000_000, "elements per tile of the optimizer step", json=_HERE)
+    stage3_max_live_parameters: int = setting(1_000_000_000, "most parameters gathered at once", json=_HERE)
+    stage3_max_reuse_distance: int = setting(
+        0, "keep a block gathered after its forward if its backward comes before so many other parameters are used",
+        json=Key(_HERE, help="DeepSpeed's default, 1e9, keeps smaller models whole"))
+    stage3_prefetch_bucket_size: int = setting(50_000_000, "parameters gathered ahead of their use", json=_HERE)
+    stage3_param_persistence_threshold: int = setting(
+        100_000, "never partition a parameter of fewer elements", json=_HERE)
+    stage3_gather_16bit_weights_on_model_save: bool = setting(
+        False, "let save_16bit_model gather partitioned parameters", json=_HERE)
+
+    def __post_init__(self) -> None:
+        require(self.zero_stage in (0, 1, 2, 3), f"--zero-stage is {self.zero_stage}: expected 0, 1, 2 or 3")
+        require_range(self, "reduce_bucket_size allgather_bucket_size sub_group_size", 1, 2**63 - 1)
+        require_range(self, "stage3_max_live_parameters stage3_max_reuse_distance", 0, 2**63 - 1)
+        require_range(self, "stage3_prefetch_bucket_size stage3_param_persistence_threshold", 0, 2**63 - 1)
