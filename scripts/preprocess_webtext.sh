@@ -15,4 +15,5 @@ if [[ $# -eq 0 || "$1" == -* ]]; then
     set -- "$FOLDER/sample" --on-error replace "$@"
 fi
 python -m data.webtext run --output "$FOLDER/stages" --output-prefix "${WEBTEXT_PREFIX:-$ROOT/data/webtext/corpus}" "$@"
-say "the report: $FOLDER/stages/report.html; to train on it: --train-data webtext --tokenizer-type GPT2BPETokenizer"
+CORPUS="${WEBTEXT_PREFIX:-webtext}"  # the name `webtext` would need the variable again
+say "report: $FOLDER/stages/report.html; to train on it: --train-data $CORPUS --tokenizer-type GPT2BPETokenizer"

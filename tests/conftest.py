@@ -1,7 +1,25 @@
-"""One thread per test process: the machine has few cores, and one thread makes sums repeat bit for bit."""
+"""One thread per test process: the machine has few cores, and one thread makes sums repeat bit for bit.
+
+GPUs are hidden from every test but those marked `gpu`, which run with `-m gpu`: the others are written for the CPU, and
+two-rank jobs are refused on a node with one GPU.
+"""
 
 from __future__ import annotations
 
+import os
+import re
+
+import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not selects_gpu_tests(config.getoption("markexpr")):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # read when a process first uses CUDA; child processes inherit it
+
+
+def selects_gpu_tests(expression: str) -> bool:
+    """Whether `-m expression` asks for tests marked `gpu`."""
+    return re.search(r"(?<!not )\bgpu\b", expression) is not None

@@ -1,9 +1,10 @@
-"""Start one training job on this node: `python -m megatron.launch [options] script.py arguments...`
+"""Start one training job on this node: `python -m megatron.launch [options] script.py arguments...`, or
+`python -m megatron.launch [options] -m module arguments...`
 
-A *node* is one machine, a *rank* one process of the job. N ranks are started here, each with RANK, LOCAL_RANK,
+A *node* is one machine, a *rank* one process of the job. The launcher starts N ranks, each with RANK, LOCAL_RANK,
 WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, the names torchrun uses, so a script runs under either.
 On one node the ranks meet through a file (MEGATRON_STORE_FILE) in a private folder and talk over loopback: no socket
-listens outside the machine. One rank on one node is the script itself, in this very process.
+listens outside the machine. A job of one rank on one node replaces the launcher's own process.
 
 Not here: watching the ranks (`supervise.py`), reading the variables (`distributed.py`), starting other nodes (Slurm, or
 one command typed on each). Why torchrun is not enough: `docs/decisions/001-own-launcher.md`. Standard library only.
@@ -12,28 +13,33 @@ one command typed on each). Why torchrun is not enough: `docs/decisions/001-own-
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import socket
 import sys
 import tempfile
+from pathlib import Path
 from typing import NoReturn
 
 from megatron.errors import EXIT_CONFIG, EXIT_PEER, ConfigError
 from megatron.launch.supervise import Supervisor, write_stderr
 
 DEFAULT_PORT = 29500
+WITHOUT_VALUE = ("-h", "--help", "-m", "--module")
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose complaints look like every other error of the trainer."""
+    """argparse whose errors look like every other error of the trainer."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"launcher: {message}; see python -m megatron.launch --help")
 
 
 def parser() -> Parser:
-    usage = "python -m megatron.launch [options] script.py [arguments of the script...]"
+    usage = "python -m megatron.launch [options] (script.py | -m module) [arguments of the script or module...]"
     p = Parser(prog="python -m megatron.launch", usage=usage, allow_abbrev=False)
+    p.add_argument("-m", "--module", action="store_true",
+                   help="run an installed module in place of a script, as `python -m` does")
     p.add_argument("--nproc-per-node", type=int, default=1, metavar="N", help="ranks on this node, one per GPU (1)")
     p.add_argument("--nnodes", type=int, default=1, metavar="N", help="nodes of the job (1)")
     p.add_argument("--node-rank", type=int, default=0, metavar="R", help="number of this node, from 0 (0)")
@@ -43,13 +49,14 @@ def parser() -> Parser:
 
 
 def split_command_line(argv: list[str]) -> tuple[list[str], list[str]]:
-    """The launcher's own options, and the script with its arguments, which are passed on untouched (`--` included)."""
+    """The launcher's own options, and the script or module with its arguments, which are passed on untouched (`--`
+    included)."""
     options: list[str] = []
     at = 0
     while at < len(argv) and argv[at].startswith("-"):
         name, equals, value = argv[at].partition("=")
-        flag = name.replace("_", "-")  # torchrun's spelling is as good
-        values = 0 if equals or flag in ("-h", "--help") else 1
+        flag = name.replace("_", "-")  # torchrun spells its options with underscores
+        values = 0 if equals or flag in WITHOUT_VALUE else 1
         options += [flag + equals + value, *argv[at + 1:at + 1 + values]]
         at += 1 + values
     return options, argv[at:]
@@ -57,9 +64,16 @@ def split_command_line(argv: list[str]) -> tuple[list[str], list[str]]:
 
 def check(options: argparse.Namespace, command: list[str]) -> None:
     if not command:
-        raise ConfigError("launcher: no script given; expected: python -m megatron.launch [options] script.py [...]")
-    if not os.path.isfile(command[0]):
-        raise ConfigError(f"launcher: script {command[0]!r} is not a file; give the path of a Python script")
+        raise ConfigError("launcher: no script given; expected: python -m megatron.launch [options] script.py [...], "
+                          "or -m module [...]")
+    if options.module and not importable(command[0]):
+        raise ConfigError(f"launcher: {sys.executable} finds no module {command[0]!r} to run; install it there, or give "
+                          "the path of a script without -m")
+    if not options.module and not os.path.isfile(command[0]):
+        name = Path(command[0]).stem
+        remedy = (f"the module of that name is installed: start it with -m {name}" if importable(name)
+                  else "give the path of a Python script, or -m and the name of an installed module")
+        raise ConfigError(f"launcher: script {command[0]!r} is not a file; {remedy}")
     for flag in ("nproc_per_node", "nnodes"):
         if getattr(options, flag) < 1:
             raise ConfigError(f"launcher: --{flag.replace('_', '-')} is {getattr(options, flag)}; expected 1 or more")
@@ -70,6 +84,24 @@ def check(options: argparse.Namespace, command: list[str]) -> None:
         raise ConfigError(f"launcher: --master-port {options.master_port} is no port; expected 1 to 65535")
     if options.nnodes > 1 and not options.master_addr:
         raise ConfigError("launcher: --nnodes is above 1 but --master-addr is missing; give the address of node 0")
+
+
+def importable(module: str) -> bool:
+    """Whether `python -m` could run this module; only the packages around it are imported."""
+    try:
+        spec = importlib.util.find_spec(module)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{module}.__main__")
+    except (ImportError, ValueError):  # a parent package is missing, or this is not the name of a module
+        return False
+    return spec is not None
+
+
+def interpreter_arguments(options: argparse.Namespace, command: list[str]) -> list[str]:
+    """The command of a rank. -P, if it was given, must also keep a rank from importing from the current folder."""
+    if not options.module:
+        return [sys.executable, *command]
+    return [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-m", *command]
 
 
 def free_port() -> int:
@@ -99,7 +131,7 @@ def shared_environment(options: argparse.Namespace, store_file: str | None) -> d
 
 def launch(options: argparse.Namespace, command: list[str]) -> int:
     if options.nnodes * options.nproc_per_node == 1:
-        replace_this_process(command)
+        replace_this_process(interpreter_arguments(options, command))
     if options.nnodes > 1 and options.node_rank == 0:
         where = f"{options.master_addr}:{options.master_port or DEFAULT_PORT}"
         write_stderr(f"warning: the ranks meet at {where}, a port open on all interfaces of this node; "
@@ -110,14 +142,14 @@ def launch(options: argparse.Namespace, command: list[str]) -> int:
         first = options.node_rank * options.nproc_per_node
         environments = [{**shared, "RANK": str(first + local), "LOCAL_RANK": str(local)}
                         for local in range(options.nproc_per_node)]
-        return Supervisor([sys.executable, *command], environments).run()
+        return Supervisor(interpreter_arguments(options, command), environments).run()
 
 
 def replace_this_process(command: list[str]) -> NoReturn:
-    """A job of one rank needs no launcher. The numbers are set all the same: a batch system may have left others."""
+    """A job of one rank needs no launcher. Its numbers are set nevertheless: a batch system may have left others."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
     os.environ.pop("MEGATRON_STORE_FILE", None)
-    os.execv(sys.executable, [sys.executable, *command])
+    os.execv(command[0], command)
 
 
 def main(argv: list[str]) -> int:

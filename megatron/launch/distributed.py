@@ -9,6 +9,7 @@ Not here: groups of ranks (`mpu/groups.py`), operations among them (`mpu/collect
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import socket
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
 DEFAULT_TIMEOUT_SECONDS = 600.0
 BACKENDS = ("nccl", "gloo")
 LOOPBACK = ("127.0.0.1", "localhost")
+PORT_REFUSALS = {errno.EADDRINUSE: "is in use: another job or program listens there",
+                 errno.EACCES: "needs the rights of root: ports below 1024 do"}
+"""Why rank 0 cannot listen; torch has the name of the number in its text."""
+SHARED_BY_RANKS = ("MEGATRON_LAUNCHER", "TORCHELASTIC_RUN_ID")
+"""Set by launchers that give all ranks of a node one environment, and so one list of GPUs."""
 
 SOURCES: tuple[tuple[str, tuple[str, ...], str, tuple[str, ...]], ...] = (
     # rank, world size (first name that is set), local rank, ranks on this node (first name that is set)
@@ -79,13 +85,17 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 
 
 def device_for(env: Environment, backend: str | None = None) -> torch.device:
-    """The device of this rank: its own GPU, or the CPU. With gloo, and only then, ranks may share a GPU."""
+    """The device of this rank: its own GPU, or the CPU. With gloo, and only then, ranks may share a GPU.
+
+    Slurm's --gpus-per-task=1 shows each rank one GPU, its own, as number 0.
+    """
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
         return torch.device("cpu")
-    if env.local_rank >= count and backend != "gloo":
+    has_its_own = count == 1 and not any(name in os.environ for name in SHARED_BY_RANKS)
+    if env.local_rank >= count and backend != "gloo" and not has_its_own:
         raise ConfigError(
             f"rank {env.rank} needs GPU {env.local_rank}, but this node has {count}: start at most {count} ranks per "
             "node, or set CUDA_VISIBLE_DEVICES= (empty) and run on the CPU")
@@ -120,10 +130,23 @@ def init_process_group(env: Environment, backend: str | None = None,
         return
     chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
     timeout = timedelta(seconds=timeout_seconds)
-    torch.distributed.init_process_group(
-        chosen, store=_store(env, timeout), rank=env.rank, world_size=env.world_size, timeout=timeout,
-        # Naming the device lets NCCL connect here, where a failure is easy to place, not in the first step.
-        device_id=device if chosen == "nccl" else None)
+    try:
+        torch.distributed.init_process_group(
+            chosen, store=_store(env, timeout), rank=env.rank, world_size=env.world_size, timeout=timeout,
+            # Naming the device lets NCCL connect here, where a failure is easy to place, not in the first step.
+            device_id=device if chosen == "nccl" else None)
+    except (OSError, RuntimeError) as error:
+        _explain_port(error)
+        raise
+
+
+def _explain_port(error: OSError | RuntimeError) -> None:
+    """A ConfigError where rank 0 cannot listen on the port it was given."""
+    for number, why in PORT_REFUSALS.items():
+        if isinstance(error, OSError) and error.errno == number or errno.errorcode[number] in str(error):
+            raise ConfigError(
+                f"the ranks cannot meet: port {os.environ.get('MASTER_PORT')} of rank 0's node {why}; choose a free "
+                "one with --master-port of megatron.launch, or in MASTER_PORT, the same on every node") from error
 
 
 def _store(env: Environment, timeout: timedelta) -> torch.distributed.Store | None:

@@ -158,12 +158,13 @@ def ours(task: Task, stage: int = 0) -> Step:
 
 
 def with_allocator(build: Callable[[Task], Step]) -> Callable[[Task], Step]:
-    """The contender with the trainer's allocator setting, which plain torch does not make."""
+    """The contender with the trainer's setting of the C allocator for CPU runs, which plain torch does not make."""
 
     def built(task: Task) -> Step:
         from megatron.train.allocator import keep_freed_memory
 
-        keep_freed_memory()
+        if task.device == "cpu":
+            keep_freed_memory()
         return build(task)
 
     return built
@@ -179,6 +180,7 @@ CONTENDERS: dict[str, Callable[[Task], Step]] = {
 }
 
 
-def environment(name: str) -> dict[str, str]:
+def environment(name: str, device: str) -> dict[str, str]:
     """What a contender's processes are started with: for ours, as scripts/lib.sh starts a CPU run."""
-    return {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"} if name in WITH_ALLOCATOR else {}
+    ours_on_cpu = device == "cpu" and name in WITH_ALLOCATOR
+    return {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"} if ours_on_cpu else {}

@@ -59,6 +59,8 @@ def serve(
     install(products)
     torch.set_num_threads(threads)
     torch.manual_seed(0)
+    if task.device == "cuda":
+        torch.cuda.set_device(rank)  # before NCCL connects: two ranks on one GPU are refused
     if world > 1:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         dist.init_process_group(
@@ -98,7 +100,7 @@ class Contender:
             mine, theirs = context.Pipe()
             arguments = (name, task, rank, world, store, threads, products, theirs)
             process = context.Process(target=serve, args=arguments, daemon=True)
-            with mock.patch.dict(os.environ, environment(name)):
+            with mock.patch.dict(os.environ, environment(name, task.device)):
                 process.start()
             theirs.close()
             self.pipes.append(mine)

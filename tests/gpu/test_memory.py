@@ -44,7 +44,7 @@ def test_the_predicted_peak_is_what_the_allocator_saw(values: dict[str, Any], st
     rows = torch.randint(0, config.model.tokens, (config.train.batch_size, config.seq_length + 1), device=device)
     for _ in range(2):
         engine.backward(engine(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), grad_scale=engine.backward_scale))
-        engine.step(1e-3)
+        engine.step()
     predicted = max(moment.total for moment in step_moments(Run(config)))
     # 5 %: blocks are rounded up by the allocator, and some kernels take work space.
     assert predicted == pytest.approx(torch.cuda.max_memory_allocated(device) - before, rel=0.05)

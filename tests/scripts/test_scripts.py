@@ -35,6 +35,8 @@ def repository(tmp_path: Path) -> Path:
         (root / package).mkdir()
         (root / package / "__init__.py").touch()
         (root / package / f"{module}.py").write_text(text)
+    (root / "megatron" / "train").mkdir()
+    (root / "megatron" / "train" / "processor.py").write_text("print('--bf16')")
     return root
 
 
@@ -153,6 +155,24 @@ esac
     assert [line for line in result.stderr.splitlines() if line.startswith("pip:")] == [
         "pip: -m pip install --quiet --no-input --disable-pip-version-check tqdm==4.70.1"]
     assert not (repository / ".venv").exists()
+
+
+def test_the_precision_on_a_cpu_is_what_the_processor_is_fit_for(repository):
+    argv = json.loads(run(repository, "pretrain_gpt2.sh").stdout)["argv"]
+    assert argv.count("--bf16") == 1
+    (repository / "megatron" / "train" / "processor.py").write_text("")
+    assert "--bf16" not in json.loads(run(repository, "pretrain_gpt2.sh").stdout)["argv"]
+
+
+def test_what_the_guide_pages_make_is_not_seen_by_git():
+    made = ["my.jsonl", "more.jsonl", "my.jsonl.cache/x.idx", "runs/a/latest", "webtext/x.txt", "w/urls/x",
+            "data/webtext/corpus.bin"]
+    done = subprocess.run(["git", "check-ignore", *made], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode == 128:
+        pytest.skip("not a git checkout")
+    assert done.stdout.split() == made
+    kept = subprocess.run(["git", "check-ignore", "tests/data/x.jsonl", "README.md"], cwd=ROOT, capture_output=True)
+    assert kept.returncode == 1, "files of the project are"
 
 
 def test_every_script_is_sound_bash():

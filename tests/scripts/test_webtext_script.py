@@ -55,6 +55,12 @@ def test_files_and_flags_of_the_user_go_through_unchanged(repository: Path) -> N
     assert not list(repository.parent.rglob("x"))
 
 
+def test_the_advice_at_the_end_finds_the_corpus_again(repository: Path) -> None:
+    """The name `webtext` is the default prefix; another one is only known by its path once the variable is gone."""
+    assert "--train-data webtext " in run(repository).stderr
+    assert "--train-data /some/corpus " in run(repository, WEBTEXT_PREFIX="/some/corpus").stderr
+
+
 @pytest.mark.slow
 def test_a_model_trains_on_what_the_script_leaves(tmp_path: Path) -> None:
     settings = {"RUNS": str(tmp_path), "WEBTEXT_PREFIX": str(tmp_path / "corpus")}

@@ -252,7 +252,14 @@ def test_a_killed_launcher_leaves_no_ranks(start):
     (["--nnodes", "2", __file__], "--master-addr is missing"),
     (["--nnodes", "2", "--node-rank", "2", "--master-addr", "a", __file__], "--node-rank 2 does not fit --nnodes 2"),
     (["--master-port", "70000", __file__], "--master-port 70000"),
-    (["no such file.py"], "'no such file.py' is not a file"),
+    (["no such file.py"], "'no such file.py' is not a file; give the path of a Python script, or -m"),
+    (["somewhere/pretrain_gpt2.py"], "start it with -m pretrain_gpt2"),
+    (["-m"], "no script given"),
+    (["-m", "no_such_module"], "finds no module 'no_such_module' to run"),
+    (["-m", "no_such_package.part"], "finds no module 'no_such_package.part' to run"),
+    (["--module", "megatron.launch.command.nothing"], "finds no module"),
+    (["-m", "megatron.train"], "finds no module 'megatron.train' to run"),  # a package without __main__
+    (["-m", __file__], "finds no module"),
     (["--gpus", "2", __file__], "--gpus"),
 ])
 def test_a_wrong_command_line_is_one_error_line_and_exit_2(arguments, words, capfd):
@@ -265,6 +272,27 @@ def test_flags_may_be_written_with_underscores_and_equals_signs():
     head, command = launch.split_command_line(["--nproc_per_node=2", "--node_rank", "0", "a.py", "--x_y"])
     options = launch.parser().parse_args(head)
     assert (options.nproc_per_node, options.node_rank, command) == (2, 0, ["a.py", "--x_y"])
+
+
+@pytest.mark.parametrize(("flags", "ranks"), [
+    (["-m"], 1), (["--module"], 1), (["-m", "--nproc-per-node=2"], 2), (["--nproc-per-node", "2", "--module"], 2)])
+def test_a_module_runs_like_a_script_and_its_arguments_are_its_own(flags, ranks, tmp_path):
+    """Also `-m` among them, and a module that lies beside the folder `python -P` would hide."""
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "program.py").write_text(
+        "import os, sys\nopen(f'ran{os.environ[\"RANK\"]}', 'w').write(repr((__name__, sys.argv[1:])))\n")
+    done = subprocess.run([sys.executable, "-m", "megatron.launch", *flags, "package.program", "-m", "--x_y", "--"],
+                          cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(path.name for path in tmp_path.glob("ran*")) == [f"ran{rank}" for rank in range(ranks)]
+    assert (tmp_path / "ran0").read_text() == repr(("__main__", ["-m", "--x_y", "--"]))
+
+
+def test_a_module_is_not_taken_from_the_current_folder_under_safe_path(tmp_path):
+    (tmp_path / "program.py").write_text("")
+    done = subprocess.run([sys.executable, "-P", "-m", "megatron.launch", "-m", "program"],
+                          cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 2 and "finds no module 'program'" in done.stderr
 
 
 def test_several_nodes_number_their_ranks_through_and_meet_at_the_first_node(monkeypatch):

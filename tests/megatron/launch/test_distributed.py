@@ -1,0 +1,104 @@
+"""Who a process is among the ranks, which device it gets, and what it says when the ranks cannot meet."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.errors import ConfigError
+from megatron.launch import distributed
+from megatron.launch.distributed import Environment, device_for
+from tests.megatron.helpers import ROOT, TINY
+
+LAUNCHED_BY = ("MEGATRON_LAUNCHER", "TORCHELASTIC_RUN_ID")
+
+
+@pytest.fixture
+def environ(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The environment of a process that no launcher has started."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MEGATRON_STORE_FILE", *LAUNCHED_BY):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+@pytest.fixture
+def busy_port() -> Iterator[int]:
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        yield taken.getsockname()[1]
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost", socket.gethostname()])
+def test_a_port_in_use_is_a_config_error_that_names_it(address: str, busy_port: int,
+                                                       environ: pytest.MonkeyPatch) -> None:
+    """On one node, as torchrun sets the variables, and on the first of several nodes."""
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": address, "MASTER_PORT": busy_port}.items():
+        environ.setenv(name, str(value))
+    with pytest.raises(ConfigError, match=f"port {busy_port} .* in use.*--master-port.*MASTER_PORT"):
+        distributed.init(timeout_seconds=5)
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_port_that_needs_other_rights_is_one_too(environ: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    environ.setattr(socket, "create_server", refuse)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "80"}.items():
+        environ.setenv(name, value)
+    with pytest.raises(ConfigError, match="port 80 .*root"):
+        distributed.init(timeout_seconds=5)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_port_in_use_ends_the_real_command_with_exit_2(nodes: int, busy_port: int, tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHED_BY}
+    program = ["pretrain_gpt2.py", *TINY, "--mock-data", "--train-iters", "1"]
+    if nodes == 1:  # the variables by hand
+        environment |= {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(busy_port)}
+        command = program
+    else:
+        command = ["-m", "megatron.launch", "--nnodes", "2", "--node-rank", "0", "--master-addr", socket.gethostname(),
+                   "--master-port", str(busy_port), *program]
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True,
+                          timeout=120)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert done.returncode == 2 and len(errors) == 1 and f"port {busy_port}" in errors[0], done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# ---- devices -----------------------------------------------------------------------------------------------------
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+def test_each_rank_has_the_gpu_of_its_local_number(environ: pytest.MonkeyPatch) -> None:
+    gpus(environ, 4)
+    assert [device_for(Environment(4 + k, k, 8, 4)).index for k in range(4)] == [0, 1, 2, 3]
+    with pytest.raises(ConfigError, match="rank 4 needs GPU 4, but this node has 4"):
+        device_for(Environment(4, 4, 8, 8))
+
+
+def test_a_rank_that_is_shown_one_gpu_takes_it(environ: pytest.MonkeyPatch) -> None:
+    """srun --gpus-per-task=1: every task sees its own GPU as number 0."""
+    gpus(environ, 1)
+    assert [device_for(Environment(k, k, 4, 4)).index for k in range(4)] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHED_BY)
+def test_ranks_of_one_launcher_do_not_share_the_only_gpu(launcher: str, environ: pytest.MonkeyPatch) -> None:
+    gpus(environ, 1)
+    environ.setenv(launcher, "1")
+    assert device_for(Environment(0, 0, 2, 2)).index == 0
+    with pytest.raises(ConfigError, match="rank 1 needs GPU 1, but this node has 1"):
+        device_for(Environment(1, 1, 2, 2))
+    assert device_for(Environment(1, 1, 2, 2), "gloo").index == 0
