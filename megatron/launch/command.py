@@ -67,8 +67,8 @@ def check(options: argparse.Namespace, command: list[str]) -> None:
         raise ConfigError("launcher: no script given; expected: python -m megatron.launch [options] script.py [...], "
                           "or -m module [...]")
     if options.module and not importable(command[0]):
-        raise ConfigError(f"launcher: {sys.executable} finds no module {command[0]!r} to run; install it there, or give "
-                          "the path of a script without -m")
+        raise ConfigError(f"launcher: {sys.executable} finds no module {command[0]!r} to run; install it there, or "
+                          "give the path of a script without -m")
     if not options.module and not os.path.isfile(command[0]):
         name = Path(command[0]).stem
         remedy = (f"the module of that name is installed: start it with -m {name}" if importable(name)

@@ -1,5 +1,5 @@
-"""Which precision a CPU is fit for. The one place that decides it: `python -m megatron.train.processor` prints the flags
-that the scripts start a CPU run with, and `notes` warns who chose another precision.
+"""Which precision a CPU is fit for. The one place that decides it: `python -m megatron.train.processor` prints the
+flag that the scripts start a CPU run with, and `notes` warns those who chose another precision.
 
 A processor without 16-bit products has them emulated by torch, up to a hundred times slower than in fp32: a run with
 `--bf16` trains correctly there and seems to hang. Where the processor lists 16-bit instructions there is nothing to

@@ -1,5 +1,5 @@
-"""Whoever trains in a precision that the CPU only emulates reads a warning, and nobody else does: not on a busy machine,
-and not where a script chose the precision."""
+"""Whoever trains in a precision that the CPU only emulates reads a warning, and nobody else does: not on a busy
+machine, and not where a script chose the precision."""
 
 from __future__ import annotations
 
