@@ -36,6 +36,11 @@ def positive(text: str) -> int:
     return value
 
 
+def counted(number: int, what: str) -> str:
+    """`1 file`, `1,234 files`."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 def run(main: Callable[[], None]) -> NoReturn:
     """Run a command and leave with its exit code."""
     code = 0

@@ -1,11 +1,10 @@
 """From what the user names to datasets: `open_datasets`.
 
-A *source* is what `--train-data` and its sisters take: the prefix of a corpus, a `.jsonl` or `.json` file of one object
-per line or a `.bin` file of nanoGPT or llm.c (made into a corpus once, in a cache), or the names `default` and
-`webtext`. Several sources are blended: with `weight
-source` pairs in those proportions, without weights in proportion to their sizes. `--split` cuts every training source
-into three parts by documents; `--valid-data` and `--test-data` replace a part, which then takes nothing away from the
-training data.
+A *source* is one value of `--train-data`, `--valid-data` or `--test-data`: the prefix of a corpus; a file of text or a
+folder of them (see `inputs`), or a `.bin` file of nanoGPT or llm.c, which are made into a corpus once (`cached`); or
+one of the names `default` and `webtext`. Several sources are blended: with `weight source` pairs in those proportions,
+without weights in proportion to their sizes. `--split` cuts every training source into three parts by documents;
+`--valid-data` and `--test-data` replace a part, and then the training data keeps its share.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 
+from data.cached import TOKENS_SUFFIX, cached_corpus
 from data.default_corpus import DEFAULT_FOLDER
 from data.gpt2_dataset import BlendedDataset, Dataset, GPT2Dataset, MockDataset
-from data.importers import import_tokens
 from data.indexed import IndexedCorpus
-from data.preprocess import build_corpus
+from data.inputs import KINDS, kind_of
+from data.plain_text import Separator
+from data.preprocess import Reading
 from data.sample_index import digest, samples_in
 from data.sampling import parse_number, parse_split, split_documents
-from data.storage import DataError, crc32_file, exclusive, make_folder
+from data.storage import DataError
 from data.tokenizer import Tokenizer
 
 PARTS = ("train", "valid", "test")
-TOKENS_SUFFIX = ".bin"
-JSONL_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Datasets:
     valid: Dataset | None
     test: Dataset | None
     notes: tuple[str, ...] = ()
-    """What the user should know: why a part of the split is empty."""
+    """What the user should know: what files of text were made into, why a part of the split is empty."""
 
     @property
     def fingerprint(self) -> str:
@@ -68,13 +67,14 @@ def parse_sources(words: Sequence[str], flag: str) -> list[Source]:
 def open_datasets(*, train_data: Sequence[str], valid_data: Sequence[str] = (), test_data: Sequence[str] = (),
                   split: str = "949,50,1", seq_length: int, seed: int, tokenizer: Tokenizer,
                   cache_path: str | None = None, mock: bool = False, append_eod: bool = True,
-                  json_key: str = "text") -> Datasets:
+                  json_key: str = "text", document_separator: str | None = None) -> Datasets:
     """Open, check and cut everything that training will read, before its first step."""
     if mock:
         train, valid, test = (MockDataset(tokenizer.vocab_size, seq_length, seed + k, part)
                               for k, part in enumerate(PARTS))
         return Datasets(train, valid, test)
-    opener = _Opener(seq_length, seed, tokenizer, cache_path, append_eod, json_key)
+    reading = Reading(json_key, Separator.parse(document_separator), append_eod)
+    opener = _Opener(seq_length, seed, tokenizer, cache_path, reading)
     shares = dict(zip(PARTS, parse_split(split)))
     replaced = {part: words for part, words in (("valid", valid_data), ("test", test_data)) if words}
     cut = [part for part in PARTS if part not in replaced and shares[part] > 0]
@@ -114,8 +114,7 @@ class _Opener:
     seed: int
     tokenizer: Tokenizer
     cache_path: str | None
-    append_eod: bool
-    json_key: str
+    reading: Reading
     notes: list[str] = field(default_factory=list)
     opened: dict[str, IndexedCorpus] = field(default_factory=dict)
 
@@ -139,24 +138,16 @@ class _Opener:
             return NAMED[name]()
         if name.endswith(TOKENS_SUFFIX) and os.path.exists(name.removesuffix(TOKENS_SUFFIX) + ".idx"):
             return name.removesuffix(TOKENS_SUFFIX)
-        return self.built(name) if name.endswith((*JSONL_SUFFIXES, TOKENS_SUFFIX)) else name
-
-    def built(self, path: str) -> str:
-        """The prefix of the corpus of another file, made at the first use by whichever process comes first."""
-        try:
-            content = f"{os.path.getsize(path)}-{crc32_file(path)}"
-        except OSError as error:
-            raise DataError(f"{path}: cannot read: {error.strerror}") from error
-        key = digest(map(str.encode, (content, self.tokenizer.fingerprint, self.json_key, str(self.append_eod))))
-        folder = make_folder(self.cache_path or f"{path}.cache")
-        prefix = folder / f"{Path(path).name.split('.')[0]}-{key}"
-        with exclusive(folder / f".{prefix.name}.lock"):
-            if not prefix.with_name(prefix.name + ".idx").exists():
-                if path.endswith(TOKENS_SUFFIX):
-                    import_tokens([path], prefix, self.tokenizer)
-                else:
-                    build_corpus([path], prefix, self.tokenizer, append_eod=self.append_eod, key=self.json_key)
-        return str(prefix)
+        if os.path.exists(f"{name}.idx"):
+            return name
+        if os.path.isdir(name) or name.endswith(TOKENS_SUFFIX) or kind_of(name):
+            prefix, note = cached_corpus(name, self.tokenizer, self.reading, self.cache_path)
+            self.notes.append(note)
+            return prefix
+        if os.path.isfile(name):
+            raise DataError(f"{name}: its name does not say what it holds; expected the prefix of a corpus, a folder, "
+                            f"or a file that ends in {' '.join(KINDS)} or {TOKENS_SUFFIX}")
+        return name
 
     def dataset(self, part: str, pieces: Sequence[Piece], *, required: bool) -> Dataset | None:
         """The pieces of one part, blended."""
@@ -177,8 +168,11 @@ class _Opener:
         tokens = piece.tokens()
         enough = samples_in(tokens, self.seq_length) > 0
         if not enough:
+            hint = ""
+            if piece.corpus.num_documents == 1:
+                hint = f"; the corpus is a single document: give --{part}-data, or a --document-separator"
             self.notes.append(f"{part}: the split leaves {len(piece.documents)} documents with {tokens} tokens of "
-                              f"{piece.corpus.prefix}, one sample needs {self.seq_length + 1}: not used")
+                              f"{piece.corpus.prefix}, one sample needs {self.seq_length + 1}: not used{hint}")
         return enough
 
 

@@ -55,6 +55,7 @@ class GPT2BPETokenizer(Tokenizer):
     """Byte-level BPE of a vocabulary and merges. `engine` replaces the fastest one, for tests and measurements."""
 
     name = "GPT2BPETokenizer"
+    cuts_before = " \n"  # no token of the pattern holds white space anywhere but at its start
 
     def __init__(self, vocab_file: str | None = None, merge_file: str | None = None,
                  engine: Callable[[Sequence[bytes]], Engine] | None = None) -> None:

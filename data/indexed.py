@@ -225,7 +225,7 @@ class CorpusWriter:
         lengths = np.asarray(sizes, np.int64)
         if len(lengths) and int(lengths.max()) > MAX_LENGTH:
             raise DataError(f"{self.prefix}: a document has {lengths.max()} tokens; an index counts "
-                            f"to {MAX_LENGTH}: cut it")
+                            f"to {MAX_LENGTH}: cut it (a .txt file: --document-separator)")
         self._idx.write(lengths.astype("<i4").data)
         self.documents += len(lengths)
         self._tokens_of_documents += int(lengths.sum())

@@ -1,91 +1,27 @@
 """Loose JSON: one object per line, one text per object. Strict reading, with the place of every fault.
 
-A *chunk* is a run of whole lines of one file; the unit of parallel work. Files may be gzipped (`.gz`).
-Blank lines are not documents. What counts as malformed is listed in `parse_text`.
+Chunks are runs of whole lines. Blank lines are not documents. What counts as malformed is listed in `parse_text`.
 """
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
-import zlib
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
 from io import BytesIO
-from pathlib import Path
 from stat import S_ISREG
-from typing import IO, NoReturn
+from typing import NoReturn
 
-import numpy as np
-
-from data.storage import DataError
-
-CHUNK_BYTES = 1 << 20
-SUFFIXES = (".jsonl", ".jsonl.gz")
-"""Of the files that are read when a folder is named."""
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Some lines of a file, or where they stand in it: then they are read by who takes the chunk."""
-
-    path: str
-    offset: int
-    """Bytes before it in the file (in the text of the file, where it is compressed)."""
-    size: int
-    data: bytes | None = None
-    """The lines, where the file is compressed or a pipe, and can only be read from its start."""
-
-    def read(self) -> bytes:
-        if self.data is not None:
-            return self.data
-        with _reading(self.path), open(self.path, "rb") as file:
-            file.seek(self.offset)
-            data = file.read(self.size)
-        if len(data) < self.size:
-            raise DataError(f"{self.path}: cannot read: the file became shorter meanwhile")
-        return data
-
-
-@dataclass(frozen=True)
-class Malformed:
-    """A line that holds no text, and why."""
-
-    path: str
-    number: int
-    """Lines before it in its chunk."""
-    offset: int
-    reason: str
-
-    def error(self, before: int) -> DataError:
-        """For a chunk that begins after so many lines."""
-        return DataError(f"{self.path}:{before + self.number + 1} {self.reason} "
-                         f"(the line begins at byte {self.offset})")
-
-
-def find_files(inputs: Iterable[str | os.PathLike[str]]) -> list[str]:
-    """The files that are meant: a folder stands for those in it, in the order of their names."""
-    files: list[str] = []
-    for path in inputs:
-        name = os.fspath(path)
-        if not os.path.isdir(name):
-            files.append(name)
-            continue
-        inside = sorted(str(file) for file in Path(name).iterdir() if file.name.endswith(SUFFIXES))
-        if not inside:
-            raise DataError(f"{name}: this folder holds no file that ends in {' or '.join(SUFFIXES)}")
-        files += inside
-    return files
+from data.chunks import CHUNK_BYTES, Chunk, Malformed
+from data.compressed import is_compressed, opened, reading
 
 
 def read_chunks(path: str | os.PathLike[str], size: int = CHUNK_BYTES) -> Iterator[Chunk]:
     """The lines of a file in order, about `size` bytes (and at least one line) at a time."""
     name, offset = os.fspath(path), 0
-    with _reading(name), _open(name) as file:
-        status = os.fstat(file.fileno())
-        if name.endswith(".gz") or not S_ISREG(status.st_mode):
+    with reading(name), opened(name) as file:
+        status = os.stat(name)
+        if is_compressed(name) or not S_ISREG(status.st_mode):
             while data := file.read(size):
                 data += file.readline()
                 yield Chunk(name, offset, len(data), data)
@@ -96,18 +32,6 @@ def read_chunks(path: str | os.PathLike[str], size: int = CHUNK_BYTES) -> Iterat
                 file.readline()
                 yield Chunk(name, offset, file.tell() - offset)
                 offset = file.tell()
-
-
-def _open(name: str) -> IO[bytes]:
-    return gzip.open(name) if name.endswith(".gz") else open(name, "rb")  # type: ignore[return-value]
-
-
-@contextmanager
-def _reading(name: str) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, EOFError, zlib.error) as error:  # a gzip stream that is damaged or cut off is among them
-        raise DataError(f"{name}: cannot read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def lines_of(chunk: Chunk, data: bytes, key: str) -> Iterator[tuple[bytes, str | Malformed]]:
@@ -123,16 +47,11 @@ def lines_of(chunk: Chunk, data: bytes, key: str) -> Iterator[tuple[bytes, str |
         offset += len(whole)
 
 
-def count_lines(data: bytes) -> int:
-    """`data.count(b"\\n")`, which looks at one byte after the other."""
-    return int(np.count_nonzero(np.frombuffer(data, np.uint8) == ord("\n")))
-
-
 def parse_text(line: bytes, key: str) -> str:
     """The text under `key` of one JSON object. ValueError says what is wrong with the line.
 
     Refused: bytes that are not UTF-8, what is not JSON (NaN and Infinity included), anything but an object, a key that
-    stands twice, a missing key, a value that is not text, and text with lone surrogates, which no tokenizer keeps.
+    appears twice, a missing key, a value that is not text, and text with lone surrogates, which no tokenizer keeps.
     """
     try:
         decoded = line.decode("utf-8")
@@ -174,7 +93,7 @@ def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(value) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"key {twice!r} stands twice")
+        raise ValueError(f"key {twice!r} appears twice")
     return value
 
 

@@ -1,14 +1,15 @@
-"""JSONL text to a corpus of token ids: `python -m data.preprocess`.
+"""Files of text to a corpus of token ids: `python -m data.preprocess`.
 
-Chunks of lines are tokenised by worker processes and written in the order of the input, so the files are the same, byte
-for byte, for any number of workers.
+Chunks of the files are tokenized by worker processes and written in the order of the input, so the corpus is the same,
+byte for byte, for any number of workers.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from argparse import ArgumentTypeError
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,13 +18,33 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data import tokenizer as tokenizers
-from data.cli import Parser, Progress, positive, run
+from data.chunks import Chunk, Malformed, count_lines
+from data.cli import Parser, Progress, counted, positive, run
 from data.format import token_dtype
 from data.indexed import CorpusWriter
-from data.jsonl import Chunk, Malformed, count_lines, find_files, lines_of, read_chunks
+from data.inputs import PLAIN_TEXT, find, kind_of
+from data.jsonl import lines_of, read_chunks
 from data.parallel import ordered_map
+from data.plain_text import Separator, read_parts, texts_of
 from data.storage import DataError, make_folder
 from data.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How files become documents: flags of the command line."""
+
+    key: str = "text"
+    """Of the text in a JSON object."""
+    separator: Separator | None = None
+    """Between the documents of a plain text file."""
+    append_eod: bool = True
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """All of it as text, for digests."""
+        separator = self.separator.pattern.pattern.hex() if self.separator else "none"
+        return self.key, separator, str(self.append_eod)
 
 
 @dataclass(frozen=True)
@@ -31,40 +52,51 @@ class Encoded:
     """The documents of one chunk."""
 
     tokens: NDArray[np.integer]
-    sizes: NDArray[np.int32]
+    sizes: NDArray[np.int64]
+    """Tokens of each document that ends in this chunk; those of a document that goes on come after them."""
     chunk: Chunk
     lines: int
     refused: list[Malformed]
 
 
-def encode_chunk(chunk: Chunk, tokenizer: Tokenizer, key: str, append_eod: bool) -> Encoded:
-    """Tokenise the lines of a chunk; what is malformed is left out and named."""
-    end = np.array([tokenizer.eod] if append_eod else [], np.uint32)
+def encode_chunk(chunk: Chunk, tokenizer: Tokenizer, reading: Reading) -> Encoded:
+    """Tokenize the documents of a chunk; what is malformed is left out and named."""
+    end = np.array([tokenizer.eod] if reading.append_eod else [], np.uint32)
     pieces: list[NDArray[np.uint32]] = [end[:0]]  # so that there is one
     sizes, refused = [], []
     data = chunk.read()
-    for _, text in lines_of(chunk, data, key):
+    for text in _texts(chunk, data, reading):
         if isinstance(text, Malformed):
             refused.append(text)
         else:
             ids = tokenizer.encode_array(text)
             pieces += (ids, end)
             sizes.append(len(ids) + len(end))
+    if chunk.unfinished and sizes:
+        pieces.pop()
+        sizes.pop()
     tokens: NDArray[np.integer] = np.concatenate(pieces, dtype=token_dtype(tokenizer.vocab_size))
-    return Encoded(tokens, np.array(sizes, np.int32), replace(chunk, data=None), count_lines(data), refused)
+    return Encoded(tokens, np.array(sizes, np.int64), replace(chunk, data=None), count_lines(data), refused)
 
 
-def build_corpus(inputs: Iterable[str | Path], prefix: str | Path, tokenizer: Tokenizer, *, append_eod: bool = True,
-                 key: str = "text", workers: int = 1, skip_malformed: bool = False, log_interval: int = 0
-                 ) -> tuple[Progress, int]:
-    """Write the corpus of some JSONL files. Returns the progress made and how many lines were skipped.
+def _texts(chunk: Chunk, data: bytes, reading: Reading) -> Iterator[str | Malformed]:
+    if kind_of(chunk.path) == PLAIN_TEXT:
+        return texts_of(chunk, data, reading.separator)
+    return (text for _, text in lines_of(chunk, data, reading.key))
 
-    A malformed line is an error that names it, unless `skip_malformed`.
+
+def build_corpus(inputs: Iterable[str | Path], prefix: str | Path, tokenizer: Tokenizer, reading: Reading = Reading(),
+                 *, workers: int = 1, skip_malformed: bool = False, log_interval: int = 0) -> tuple[Progress, int]:
+    """Write the corpus of some files. Returns the progress made and how many documents were skipped.
+
+    A malformed document is an error that names its line, unless `skip_malformed`.
     """
     make_folder(Path(prefix).parent)
-    encode = partial(encode_chunk, tokenizer=tokenizer, key=key, append_eod=append_eod)
-    progress, skipped, lines = Progress(log_interval), 0, 0
-    chunks = (chunk for path in inputs for chunk in read_chunks(path))
+    encode = partial(encode_chunk, tokenizer=tokenizer, reading=reading)
+    # What may be skipped is read whole: tokens that were written cannot be taken back.
+    cuts_before = "" if skip_malformed else tokenizer.cuts_before
+    chunks = (chunk for path in inputs for chunk in _chunks(path, reading.separator, cuts_before))
+    progress, skipped, lines, begun = Progress(log_interval), 0, 0, 0
     with CorpusWriter(prefix, tokenizer=tokenizer.facts) as writer:
         for encoded in ordered_map(encode, chunks, workers):
             lines *= encoded.chunk.offset > 0  # lines of its file before this chunk
@@ -72,9 +104,18 @@ def build_corpus(inputs: Iterable[str | Path], prefix: str | Path, tokenizer: To
                 raise encoded.refused[0].error(lines)
             lines += encoded.lines
             skipped += len(encoded.refused)
+            rest = len(encoded.tokens) - int(encoded.sizes.sum())
+            encoded.sizes[:1] += begun  # tokens of the first document before this chunk
+            begun = rest + begun * (len(encoded.sizes) == 0)
             writer.add_documents(encoded.tokens, encoded.sizes)
             progress.add(len(encoded.sizes), encoded.chunk.size)
     return progress, skipped
+
+
+def _chunks(path: str | os.PathLike[str], separator: Separator | None, cuts_before: str) -> Iterator[Chunk]:
+    if kind_of(path) == PLAIN_TEXT:
+        return read_parts(path, separator, cuts_before)
+    return read_chunks(path)
 
 
 @dataclass(frozen=True)
@@ -106,26 +147,40 @@ def add_tokenizer_arguments(parser: Parser) -> None:
     parser.add_argument("--tokenizer-path", help="a SentencePiece model")
 
 
+def add_reading_arguments(parser: Parser) -> None:
+    parser.add_argument("--json-key", default="text", help="which key of a JSON object holds the text (default: text)")
+    parser.add_argument("--document-separator", metavar="TEXT",
+                        help="what ends a document inside a .txt file: blank-line, or a text such as '<|endoftext|>', "
+                        "in which \\n is a line end (default: a file is a document)")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = Parser("data.preprocess", "Tokenise JSONL files into PREFIX.bin, PREFIX.idx and PREFIX.json.")
+    parser = Parser("data.preprocess", "Tokenize JSONL and plain text files into PREFIX.bin, PREFIX.idx and "
+                    "PREFIX.json.")
     parser.add_argument("--input", nargs="+", required=True, metavar="FILE",
-                        help="JSONL files, plain or .gz, or folders of them")
+                        help="JSONL or .txt files, plain or compressed (.gz, .xz, .zst), or folders of them")
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX")
-    parser.add_argument("--json-key", default="text", help="which key holds the text (default: text)")
+    add_reading_arguments(parser)
     add_tokenizer_arguments(parser)
     parser.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document id")
     parser.add_argument("--workers", type=positive, default=1, metavar="N", help="processes; same output")
     parser.add_argument("--shard", type=Shard.parse, default=Shard(), metavar="I/N",
-                        help="take the I-th of N parts of the files, from 0; join the corpora with data.merge")
-    parser.add_argument("--on-error", choices=("strict", "skip"), default="strict", help="what a malformed line does")
+                        help="process the I-th of N parts of the files, from 0; join the corpora with data.merge")
+    parser.add_argument("--on-error", choices=("strict", "skip"), default="strict",
+                        help="a malformed document ends the run, or is left out and counted")
     parser.add_argument("--log-interval", type=int, default=10_000, metavar="N", help="documents per progress line")
     args = parser.parse_args(argv)
     tokenizer = tokenizers.build(args.tokenizer_type, args.vocab_file, args.merge_file, args.tokenizer_path)
+    found = find(args.input)
+    files = args.shard.of(found.files)
+    if found.left_out:
+        print(found.left_out, file=sys.stderr)
     progress, skipped = build_corpus(
-        args.shard.of(find_files(args.input)), args.output_prefix, tokenizer, append_eod=args.append_eod,
-        key=args.json_key, workers=args.workers, skip_malformed=args.on_error == "skip",
-        log_interval=args.log_interval)
-    print(f"{args.output_prefix}: {progress}; {skipped} malformed lines skipped", file=sys.stderr)
+        files, args.output_prefix, tokenizer,
+        Reading(args.json_key, Separator.parse(args.document_separator), args.append_eod),
+        workers=args.workers, skip_malformed=args.on_error == "skip", log_interval=args.log_interval)
+    print(f"{args.output_prefix}: {counted(len(files), 'file')}, {progress}; {skipped} malformed documents skipped",
+          file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,15 @@ class SentencePieceTokenizer(Tokenizer):
         spelled = [int(self._model.piece_to_id(f"<0x{byte:02X}>")) for byte in self.SPACE.encode()]
         self._space = spelled if self._model.unk_id() not in spelled else None
         self.fingerprint = fingerprint(self.name, model)
+        self.cuts_before = " " if self._begins_anew_at_spaces() else ""
+
+    def _begins_anew_at_spaces(self) -> bool:
+        """Whether no piece spans the start of a run of spaces, and nothing is added to the start of a text."""
+        pieces = map(self._model.id_to_piece, range(self._pieces))
+        if any(self.SPACE in piece.lstrip(self.SPACE) for piece in pieces):
+            return False
+        rests = (" b", "  b", " \n", " ")
+        return all(self.encode(f"a{rest}") == self.encode("a") + self.encode(rest) for rest in rests)
 
     def encode(self, text: str) -> list[int]:
         text = text.encode("utf-8", "replace").decode("utf-8")

@@ -8,6 +8,7 @@ lots: 1 % of 10,000 documents is 100, give or take 20. Lines are kept to the byt
 from __future__ import annotations
 
 import hashlib
+import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -15,8 +16,10 @@ from fractions import Fraction
 from itertools import accumulate
 from pathlib import Path
 
+from data.chunks import Malformed, count_lines
 from data.cli import Parser, run
-from data.jsonl import Malformed, count_lines, find_files, lines_of, read_chunks
+from data.inputs import find
+from data.jsonl import lines_of, read_chunks
 from data.sampling import parse_split
 from data.storage import make_folder, staged_file
 
@@ -56,7 +59,8 @@ def split_json(inputs: Iterable[str], prefix: str, shares: Sequence[Fraction], *
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser("data.split_json", "Split JSONL files into P.train.jsonl, P.valid.jsonl and P.test.jsonl.")
-    parser.add_argument("input", nargs="+", metavar="FILE", help="JSONL files, plain or .gz, or folders of them")
+    parser.add_argument("input", nargs="+", metavar="FILE",
+                        help="JSONL files, plain or compressed (.gz, .xz, .zst), or folders of them")
     parser.add_argument("--split", default="949,50,1", help="shares of the three (default: 949,50,1)")
     parser.add_argument("--output-prefix", required=True, metavar="P")
     parser.add_argument("--json-key", default="text", help="which key holds the text (default: text)")
@@ -64,7 +68,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                         help="another seed draws other lots; a part that is split again needs one")
     parser.add_argument("--on-error", choices=("strict", "skip"), default="strict", help="what a malformed line does")
     args = parser.parse_args(argv)
-    counts, skipped = split_json(find_files(args.input), args.output_prefix, parse_split(args.split),
+    found = find(args.input, (".jsonl", ".ndjson"))
+    if found.left_out:
+        print(found.left_out, file=sys.stderr)
+    counts, skipped = split_json(found.files, args.output_prefix, parse_split(args.split),
                                  key=args.json_key, seed=args.seed, skip_malformed=args.on_error == "skip")
     parts = ", ".join(f"{count} in {args.output_prefix}.{name}.jsonl" for name, count in counts.items())
     print(f"{sum(counts.values())} documents: {parts}; {skipped} malformed lines skipped")

@@ -31,6 +31,7 @@ class ByteLevelTokenizer(Tokenizer):
     name = "ByteLevelTokenizer"
     vocab_size = 257
     eod = 256
+    cuts_before = " \n"
 
     def __init__(self) -> None:
         self.fingerprint = fingerprint(self.name)
@@ -55,6 +56,7 @@ class CharacterLevelTokenizer(Tokenizer):
     """The distinct characters of a text file, in code point order; then one id for all others, then the end."""
 
     name = "CharacterLevelTokenizer"
+    cuts_before = " \n"
 
     def __init__(self, vocab_file: str) -> None:
         characters = sorted(set(read_text(vocab_file, "--vocab-file")))

@@ -30,6 +30,8 @@ class Tokenizer(ABC):
     """Ids are 0 to vocab_size - 1, `eod` included; padding for tensor parallelism is the model's business."""
     eod: int
     fingerprint: str
+    cuts_before: str = ""
+    """White space before which a text can be cut, after anything but white space, without changing its ids."""
 
     @property
     def facts(self) -> TokenizerFacts:

@@ -42,8 +42,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         mpu.random mpu.grads mpu.data mpu.mappings mpu
         data.facts data.indexed data.sample_index data.gpt2_dataset
         data.tokenizer_base data.bpe_engines data.gpt2_bpe data.sentencepiece_model data.tokenizer
-        data.cli data.jsonl data.parallel data.preprocess data.default_corpus data.verify data.merge data.split_json
-        data.importers data.corpora
+        data.cli data.compressed data.chunks data.inputs data.jsonl data.plain_text data.parallel data.preprocess
+        data.default_corpus data.verify data.merge data.split_json data.importers data.cached data.corpora
         data.webtext data.webtext.document data.webtext.counts data.webtext.jsonarray data.webtext.inputs
         data.webtext.reading data.webtext.record data.webtext.folder data.webtext.shards data.webtext.runner
         data.webtext.external data.webtext.words data.webtext.minhash data.webtext.signatures data.webtext.near

@@ -121,7 +121,7 @@ def _load(text: str, repairs: list[str] | None) -> Any:
         if len(value) < len(pairs):
             names = [name for name, _ in pairs]
             twice = next(name for name in names if names.count(name) > 1)
-            note("duplicate key", f"key {twice!r} stands twice")
+            note("duplicate key", f"key {twice!r} appears twice")
         return value
 
     def number(spelling: str) -> float | None:

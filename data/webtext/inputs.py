@@ -11,18 +11,12 @@ is one piece however large it is, read as a stream.
 
 from __future__ import annotations
 
-import gzip
-import io
 import json
-import lzma
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import BinaryIO, cast
 
+from data.compressed import COMPRESSED, DAMAGED, is_compressed, opened, without_compression
 from data.storage import DataError
 
 STAGE_FILE = "stage.json"
@@ -31,7 +25,6 @@ WORK = ".work"
 LINES = ("jsonl", "urls")
 FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".txt": "text", ".html": "html", ".htm": "html",
            ".xhtml": "html"}
-COMPRESSED = (".gz", ".xz", ".zst")
 CHOICES = ("auto", "jsonl", "json", "text", "html", "urls")
 
 
@@ -106,8 +99,7 @@ def shards_of(folder: Path) -> list[Source]:
 
 def format_of(name: str) -> str:
     """What a name says of the content, under any compression; "" if nothing."""
-    path = Path(name.lower())
-    return FORMATS.get((path.with_suffix("") if path.suffix in COMPRESSED else path).suffix, "")
+    return FORMATS.get(Path(without_compression(name)).suffix, "")
 
 
 def _source(path: Path, name: str, format: str) -> Source:
@@ -150,48 +142,12 @@ def plan(sources: Iterable[Source], shard_bytes: int) -> list[Unit]:
 
 
 def _cut(source: Source, shard_bytes: int) -> Iterator[Piece]:
-    if source.format not in LINES or source.path.lower().endswith(COMPRESSED):
+    if source.format not in LINES or is_compressed(source.path):
         yield Piece(source)
         return
     count = max(1, -(-source.size // shard_bytes))
     edges = [source.size * k // count for k in range(count + 1)]
     yield from (Piece(source, start, stop) for start, stop in zip(edges, edges[1:]))
-
-
-def _zstandard() -> ModuleType | None:
-    try:
-        from compression import zstd  # Python 3.14
-    except ImportError:
-        try:
-            from backports import zstd
-        except ImportError:
-            return None
-    return cast(ModuleType, zstd)
-
-
-ZSTD = _zstandard()
-DAMAGED: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error, lzma.LZMAError,
-                                        *((ZSTD.ZstdError,) if ZSTD else ()))
-"""What reading a compressed file that is cut off or damaged can raise."""
-
-
-@contextmanager
-def opened(path: str) -> Iterator[BinaryIO]:
-    """The bytes of a file, decompressed by its name."""
-    file: object
-    name = path.lower()
-    if name.endswith(".gz"):
-        file = gzip.open(path)
-    elif name.endswith(".xz"):
-        file = lzma.open(path)
-    elif name.endswith(".zst"):
-        if ZSTD is None:
-            raise DataError(f"{path}: reading .zst needs a package: pip install backports.zstd")
-        file = ZSTD.open(path)
-    else:
-        file = open(path, "rb", buffering=0)
-    with io.BufferedReader(cast(io.RawIOBase, file), 1 << 18) as buffered:
-        yield cast(BinaryIO, buffered)
 
 
 def total_size(unit: Unit) -> int:

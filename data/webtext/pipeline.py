@@ -84,7 +84,7 @@ def tokenise(stage: Path, part: str, prefix: Path, tokenizer: Tokenizer, workers
     facts = read_facts(f"{prefix}.json") if read_json(made_from) == key else None
     if facts is None:
         remove_corpus(prefix)
-        build_corpus([shard.path for shard in shards], prefix, tokenizer, append_eod=True, workers=workers)
+        build_corpus([shard.path for shard in shards], prefix, tokenizer, workers=workers)
         write_json_atomic(made_from, key)
         facts = read_facts(f"{prefix}.json")
         assert facts, "just written"

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
+from data.compressed import DAMAGED, opened
 from data.storage import DataError
 from data.webtext.document import Document, Fault, Keys, decode, read_line
-from data.webtext.inputs import DAMAGED, CHOICES, Piece, Unit, opened
+from data.webtext.inputs import CHOICES, Piece, Unit
 from data.webtext.jsonarray import elements
 
 BOM = b"\xef\xbb\xbf"

@@ -12,8 +12,8 @@ class DataConfig:
     """The corpora, their tokenizer, and how samples are cut from them."""
 
     train_data: tuple[str, ...] = setting(
-        (), "corpus prefix, .jsonl file, `webtext`, `default`, or weights and prefixes in turn", "data-path",
-        "train-data-path", newcomer=True)
+        (), "corpus prefix, .jsonl or .txt file, folder of them, `webtext`, `default`; or weights and names in turn",
+        "data-path", "train-data-path", newcomer=True)
     valid_data: tuple[str, ...] = setting(
         (), "validation corpus (default: the second part of --split)", "val-data-path")
     test_data: tuple[str, ...] = setting((), "test corpus (default: the third part of --split)", "test-data-path")
@@ -25,8 +25,11 @@ class DataConfig:
     merge_file: str | None = setting(None, "GPT-2 vocab.bpe (default: the packaged one)")
     tokenizer_path: str | None = setting(None, "SentencePiece model or character vocabulary", newcomer=True)
     mock_data: bool = setting(False, "random tokens instead of a corpus, for benchmarks")
-    data_cache_path: str | None = setting(None, "folder for sample indices and tokenized .jsonl files")
+    data_cache_path: str | None = setting(None, "folder for sample indices and for the corpora made of text files")
     text_key: str = setting("text", "key of the text in .jsonl files", "json-key", metavar="KEY")
+    document_separator: str | None = setting(
+        None, "what ends a document inside a .txt file: blank-line, or a text such as '<|endoftext|>' "
+        "(default: the end of the file)", metavar="TEXT")
     num_workers: int = setting(2, "data loading workers; 0 loads in the training thread")
     lazy_loader: bool = setting(False, "accepted for old scripts: corpora are always memory-mapped")
     reset_position_ids: bool = setting(False, "restart position numbers at each document")

@@ -74,7 +74,7 @@ def datasets(config: Config, tokenizer: Tokenizer, groups: Groups) -> Datasets:
     """Training, validation and test samples; every rank must see the same corpus."""
     section = config.data
     if not section.mock_data and not section.train_data:
-        raise ConfigError("no training text: give --train-data PREFIX, a .jsonl file, or --mock-data")
+        raise ConfigError("no training text: give --train-data PREFIX, a text file or a folder, or --mock-data")
     found = open_datasets(
         train_data=section.train_data,
         valid_data=section.valid_data,
@@ -86,6 +86,7 @@ def datasets(config: Config, tokenizer: Tokenizer, groups: Groups) -> Datasets:
         cache_path=section.data_cache_path,
         mock=section.mock_data,
         json_key=section.text_key,
+        document_separator=section.document_separator,
     )
     seen = all_gather_json(found.fingerprint, groups.world)
     strange = [rank for rank, fingerprint in enumerate(seen) if fingerprint != seen[0]]

@@ -28,7 +28,7 @@ from data.bpe_engines import Engine, Gigatoken, Tiktoken, best_engine  # noqa: E
 from data.gpt2_bpe import GPT2BPETokenizer, byte_alphabet, packaged_merges, parse_merges  # noqa: E402
 from data.indexed import IndexedCorpus  # noqa: E402
 from data.jsonl import lines_of, read_chunks  # noqa: E402
-from data.preprocess import build_corpus  # noqa: E402
+from data.preprocess import Reading, build_corpus  # noqa: E402
 
 WORKERS_BYTES = 3e9
 """Text for the workers: enough that starting them does not count."""
@@ -68,7 +68,7 @@ def preprocess(paths: list[str], engine: Engine, folder: str, workers: int = 1) 
     tokenizer = GPT2BPETokenizer(engine=lambda _: engine)
 
     def work() -> np.ndarray:
-        build_corpus(paths, Path(folder, "corpus"), tokenizer, append_eod=False, workers=workers)
+        build_corpus(paths, Path(folder, "corpus"), tokenizer, Reading(append_eod=False), workers=workers)
         corpus = IndexedCorpus(Path(folder, "corpus"))
         return corpus.tokens_of(0, corpus.num_documents)
 

@@ -101,11 +101,11 @@ def ftfy_and(module: str, path: Path) -> Task:
 
 def our_tokens(path: Path) -> Task:
     from data.jsonl import read_chunks
-    from data.preprocess import encode_chunk
+    from data.preprocess import Reading, encode_chunk
     from data.tokenizer import build
 
     tokenizer = build("GPT2BPETokenizer")
-    return lambda: [encode_chunk(chunk, tokenizer, "text", True) for chunk in read_chunks(path)]
+    return lambda: [encode_chunk(chunk, tokenizer, Reading()) for chunk in read_chunks(path)]
 
 
 def vocabulary() -> tuple[str, str]:

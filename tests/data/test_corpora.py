@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from data import corpora
+from data import cached, corpora
 from data.corpora import Datasets, Source, open_datasets, parse_sources
 from data.gpt2_dataset import BlendedDataset, GPT2Dataset
+from data.inputs import find
 from data.preprocess import build_corpus
 from data.storage import DataError
 from data.tokenizer import ByteLevelTokenizer, GPT2BPETokenizer
@@ -147,3 +150,93 @@ def test_missing_data_is_refused_with_the_command_that_makes_it(
             opened(source)
     monkeypatch.setenv("WEBTEXT_PREFIX", str(folder / "a"))
     assert opened("webtext").fingerprint == opened(folder / "a").fingerprint
+
+
+def write_texts(folder: Path, count: int, words: str = "some words of text ") -> Path:
+    folder.mkdir()
+    for i in range(count):
+        (folder / f"{i:02}.txt").write_text(f"{words}{i}" * 3)
+    return folder
+
+
+def test_a_folder_of_text_equals_its_corpus_and_is_reported_in_one_line(folder: Path) -> None:
+    texts = write_texts(folder / "texts", 20)
+    (texts / "notes.pdf").touch()
+    (texts / "empty.txt").touch()
+    build_corpus(find([texts]).files, folder / "c", BYTE)
+    first = opened(texts)
+    assert first.fingerprint == opened(folder / "c").fingerprint
+    (line,) = first.notes
+    assert line.startswith(f"{texts}: 21 files (1 empty), 20 documents, 1,2") and "tokenized in" in line
+    assert f"{texts}.cache/texts-" in line and "left out: 1 of unknown kind" in line and "notes.pdf" in line
+    (line,) = opened(texts).notes
+    assert "found in the cache" in line
+    assert opened(f"{texts}/").fingerprint == first.fingerprint
+    assert opened("2", texts, "1", folder / "a.jsonl", valid_data=[str(texts)]).valid is not None
+
+
+def test_everything_that_changes_the_text_of_a_source_changes_its_corpus(folder: Path) -> None:
+    texts = write_texts(folder / "texts", 4)
+    seen = {opened(texts).fingerprint}
+
+    def is_new(**settings: Any) -> bool:
+        before = len(seen)
+        seen.add(opened(texts, **settings).fingerprint)
+        return len(seen) > before
+
+    (texts / "00.txt").write_text("Some words of text 0" * 3)  # the same size
+    assert is_new()
+    (texts / "00.txt").rename(texts / "99.txt")
+    assert is_new(), "another order"
+    (texts / "new.txt").write_text("more " * 9)
+    assert is_new()
+    assert is_new(document_separator="words") and is_new(document_separator="x" * 300 + "1") is False
+    assert len(list((folder / "texts.cache").glob("*.idx"))) == 6
+    opened(texts, document_separator="x" * 300 + "2")
+    assert len(list((folder / "texts.cache").glob("*.idx"))) == 7, "a long separator counts to its end"
+    assert is_new(tokenizer=GPT2BPETokenizer(), seq_length=2)
+    (folder / "b.txt").write_bytes((folder / "b.jsonl").read_bytes())
+    assert opened(folder / "b.txt", split="1").fingerprint != opened(folder / "b.jsonl", split="1").fingerprint
+
+
+def test_one_text_file_is_one_document_and_the_note_says_how_to_validate(folder: Path) -> None:
+    (folder / "book.txt").write_text("It was a dark night.\n\n" * 50)
+    data = opened(folder / "book.txt", split="949,50,1")
+    assert data.train is not None and data.valid is None
+    assert "50 documents" not in data.notes[0] and "1 document, 1,101 tokens" in data.notes[0]
+    assert "the corpus is a single document: give --valid-data, or a --document-separator" in data.notes[1]
+    assert opened(folder / "book.txt", document_separator="blank-line").valid is not None
+
+
+def test_a_file_of_unknown_kind_is_refused_with_what_is_expected(folder: Path) -> None:
+    (folder / "paper.pdf").touch()
+    with pytest.raises(DataError, match=r"paper.pdf: its name does not say what it holds; expected .* \.txt or \.bin"):
+        opened(folder / "paper.pdf")
+    (folder / "a.jsonl").rename(folder / "a")  # a corpus has its name, too
+    assert opened(folder / "a").train is not None
+
+
+def test_a_source_that_changes_while_it_is_read_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = write_texts(folder / "texts", 3)
+
+    def build(*arguments: Any) -> None:
+        build_corpus(*arguments)
+        (texts / "00.txt").write_text("changed")
+
+    monkeypatch.setattr(cached, "build_corpus", build)
+    with pytest.raises(DataError, match="texts: changed while it was read"):
+        opened(texts)
+    monkeypatch.undo()
+    assert "tokenized in" in opened(texts).notes[0]
+
+
+def test_programs_that_start_together_build_a_corpus_once(folder: Path) -> None:
+    texts = write_texts(folder / "texts", 50)
+    program = ("import sys; from data.corpora import open_datasets; from data.tokenizer import ByteLevelTokenizer; "
+               "print(*open_datasets(train_data=sys.argv[1:], split='1', seq_length=9, seed=1, "
+               "tokenizer=ByteLevelTokenizer()).notes)")
+    running = [subprocess.Popen([sys.executable, "-c", program, texts], cwd=Path(__file__).resolve().parents[2],
+                                stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    printed = [process.communicate(timeout=60)[0] for process in running]
+    assert all("50 files, 50 documents" in line for line in printed)
+    assert sum("tokenized in" in line for line in printed) == 1

@@ -18,10 +18,11 @@ import pytest
 
 from data import jsonl
 from data.indexed import IndexedCorpus
-from data.jsonl import count_lines, parse_text, read_chunks
+from data.chunks import count_lines
+from data.jsonl import parse_text, read_chunks
 from data.merge import merge
 from data.parallel import AHEAD, ordered_map
-from data.preprocess import build_corpus
+from data.preprocess import Reading, build_corpus
 from data.preprocess import main as preprocess
 from data.storage import DataError
 from data.tokenizer import ByteLevelTokenizer
@@ -94,7 +95,7 @@ def test_a_shard_that_cannot_be_is_refused(tmp_path: Path, capsys: pytest.Captur
         with pytest.raises(SystemExit, match="2"):
             preprocess([*arguments, wrong])
         assert "expected I/N with I from 0 to N - 1" in capsys.readouterr().err or wrong == "-1/2"
-    with pytest.raises(DataError, match="holds no file that ends in .jsonl"):
+    with pytest.raises(DataError, match="holds no file of text"):
         (tmp_path / "empty").mkdir()
         preprocess(["--input", str(tmp_path / "empty"), "--output-prefix", str(tmp_path / "c")])
 
@@ -138,7 +139,7 @@ MALFORMED = [
     (b'{"url": "u"}', "no key 'text'; found 'url'"), (b"{}", "no key 'text'; found no keys"),
     (b'{"text": 1}', "expected text, found a number"), (b'{"text": null}', "expected text, found null"),
     (b'{"text": ["a"]}', "expected text, found an array"), (b'{"text": true}', "expected text, found true or false"),
-    (b'{"text": "a", "text": "b"}', "key 'text' stands twice"),
+    (b'{"text": "a", "text": "b"}', "key 'text' appears twice"),
     (b'{"text": "a", "n": NaN}', "NaN is not a JSON number"),
     (b'{"text": "a", "n": -Infinity}', "-Infinity is not a JSON number"),
     (b'{"text": "\xff"}', "not UTF-8: byte 0xff at column 11"),
@@ -198,7 +199,7 @@ def test_the_command_line_works_and_verify_agrees(tmp_path: Path, capsys: pytest
     path, prefix = write_jsonl(tmp_path / "a.jsonl", ["Hello world", "again"]), str(tmp_path / "new" / "c")
     preprocess(["--input", str(path), "--output-prefix", prefix, "--append-eod"])
     assert IndexedCorpus(prefix).document(0).tolist() == [15496, 995, 50256]
-    assert "0 malformed lines skipped" in capsys.readouterr().err
+    assert "1 file, 2 documents in" in capsys.readouterr().err
     verify([prefix])
     assert "2 documents, 5 tokens (uint16)" in capsys.readouterr().out
     with pytest.raises(DataError, match="document 0, offset 0: token id 15496 is outside the vocabulary of 15000"):
@@ -276,8 +277,8 @@ def test_a_build_killed_at_any_moment_can_be_repeated(tmp_path: Path, moment: st
     killed = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, timeout=60)
     assert killed.returncode == -signal.SIGKILL
     assert not (tmp_path / "c.idx").exists()
-    build_corpus([path], tmp_path / "c", ByteLevelTokenizer(), append_eod=False)
-    build_corpus([path], tmp_path / "d", ByteLevelTokenizer(), append_eod=False)
+    build_corpus([path], tmp_path / "c", ByteLevelTokenizer(), Reading(append_eod=False))
+    build_corpus([path], tmp_path / "d", ByteLevelTokenizer(), Reading(append_eod=False))
     assert files_of(tmp_path / "c") == files_of(tmp_path / "d")
 
 
@@ -304,9 +305,9 @@ wrap({where[moment]})
 
 def test_sizes_and_tokens_of_a_chunk_are_plain_arrays() -> None:
     """They travel between processes; objects would be slow."""
-    from data.jsonl import Chunk
+    from data.chunks import Chunk
     from data.preprocess import encode_chunk
 
-    encoded = encode_chunk(Chunk("f", 0, 27, b'{"text": "ab"}\n{"text": ""}'), ByteLevelTokenizer(), "text", True)
+    encoded = encode_chunk(Chunk("f", 0, 27, b'{"text": "ab"}\n{"text": ""}'), ByteLevelTokenizer(), Reading())
     assert encoded.tokens.dtype == np.uint16 and encoded.tokens.tolist() == [97, 98, 256, 256]
     assert encoded.sizes.tolist() == [3, 1]

@@ -189,6 +189,6 @@ def test_names_that_say_nothing_are_refused_alone_and_left_out_of_folders(tmp_pa
 def test_zst_without_its_package_is_an_error_that_says_what_to_install(tmp_path: Path,
                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.jsonl.zst").write_bytes(b"")
-    monkeypatch.setattr("data.webtext.inputs.ZSTD", None)
+    monkeypatch.setattr("data.compressed.ZSTD", None)
     with pytest.raises(DataError, match="pip install backports.zstd"):
         read_all([tmp_path / "a.jsonl.zst"])

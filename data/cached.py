@@ -1,0 +1,76 @@
+"""A source that is not a corpus yet, made into one at its first use and found again later: `cached_corpus`.
+
+The corpus is kept in the folder of `--data-cache-path`, or beside the source in `SOURCE.cache/`. Its name ends in a
+digest of all that decides its content: the files in order, their kinds, sizes and checksums, the tokenizer, and how
+text is read. Of several processes, on one machine or on a shared disk, one builds it and the others wait.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from data.cli import counted
+from data.importers import import_tokens
+from data.indexed import IndexedCorpus
+from data.inputs import CACHE_SUFFIX, Found, find, kind_of
+from data.preprocess import Reading, build_corpus
+from data.sample_index import digest
+from data.storage import DataError, crc32_file, exclusive, make_folder
+from data.tokenizer import Tokenizer
+
+TOKENS_SUFFIX = ".bin"
+LARGE = 1 << 26
+"""Bytes of source from which the building is announced: it takes more than a moment."""
+
+
+def cached_corpus(source: str, tokenizer: Tokenizer, reading: Reading, cache_path: str | None) -> tuple[str, str]:
+    """The prefix of the corpus of a file or folder, and one line that says what was made of it."""
+    found = find([source])
+    contents, size = _contents(found.files)
+    key = digest(map(str.encode, (*contents, tokenizer.fingerprint, *reading.words)))
+    beside = os.path.abspath(source)
+    folder = make_folder(cache_path or beside + CACHE_SUFFIX)
+    prefix = folder / f"{Path(beside).name.split('.')[0] or 'text'}-{key}"
+    start = time.monotonic()
+    with exclusive(folder / f".{prefix.name}.lock"):
+        is_new = not prefix.with_name(prefix.name + ".idx").exists()
+        if is_new:
+            if size >= LARGE:
+                print(f"{source}: tokenizing {size / 1e9:.2f} GB into {prefix} (once)", file=sys.stderr, flush=True)
+            _build(found.files, prefix, tokenizer, reading)
+            if _contents(found.files)[0] != contents:
+                prefix.with_name(prefix.name + ".idx").unlink()
+                raise DataError(f"{source}: changed while it was read; start again when it is complete")
+    how = f"tokenized in {time.monotonic() - start:.1f} s" if is_new else "found in the cache"
+    return str(prefix), _report(source, found, IndexedCorpus(prefix), how)
+
+
+def _contents(files: Sequence[str]) -> tuple[list[str], int]:
+    """What decides the text of each file, and the bytes of all."""
+    contents, total = [], 0
+    for path in files:
+        try:
+            size = os.path.getsize(path)
+            contents.append(f"{kind_of(path)}-{size}-{crc32_file(path)}")
+        except OSError as error:
+            raise DataError(f"{path}: cannot read: {error.strerror}") from error
+        total += size
+    return contents, total
+
+
+def _build(files: Sequence[str], prefix: Path, tokenizer: Tokenizer, reading: Reading) -> None:
+    if files[0].endswith(TOKENS_SUFFIX):
+        import_tokens(files, prefix, tokenizer)
+    else:
+        build_corpus(files, prefix, tokenizer, reading)
+
+
+def _report(source: str, found: Found, corpus: IndexedCorpus, how: str) -> str:
+    empty = sum(os.path.getsize(path) == 0 for path in found.files)
+    parts = (counted(len(found.files), "file") + (f" ({empty} empty)" if empty else ""),
+             counted(corpus.num_documents, "document"), f"{corpus.num_tokens:,} tokens", f"{how}: {corpus.prefix}")
+    return f"{source}: {', '.join(parts)}" + (f"; {found.left_out}" if found.left_out else "")

@@ -1,0 +1,62 @@
+"""A chunk: some neighbouring bytes of a file of text, the unit of parallel work; and what is wrong in one, and where.
+
+`jsonl` cuts files into chunks of whole lines, `plain_text` into chunks of whole documents or of one document's parts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from data.compressed import reading
+from data.storage import DataError
+
+CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some bytes of a file, or where they are in it: then whoever works on the chunk reads them."""
+
+    path: str
+    offset: int
+    """Bytes before it in the file (in the decompressed file, where it is compressed)."""
+    size: int
+    data: bytes | None = None
+    """The bytes, where the file is compressed or a pipe, and can only be read from its start."""
+    continues: bool = False
+    """It begins inside a document."""
+    unfinished: bool = False
+    """It ends inside a document."""
+
+    def read(self) -> bytes:
+        if self.data is not None:
+            return self.data
+        with reading(self.path), open(self.path, "rb") as file:
+            file.seek(self.offset)
+            data = file.read(self.size)
+        if len(data) < self.size:
+            raise DataError(f"{self.path}: cannot read: the file became shorter meanwhile")
+        return data
+
+
+@dataclass(frozen=True)
+class Malformed:
+    """A document that cannot be used: the line at fault, and why."""
+
+    path: str
+    number: int
+    """Lines before it in its chunk."""
+    offset: int
+    reason: str
+
+    def error(self, before: int) -> DataError:
+        """For a chunk that begins after so many lines."""
+        return DataError(f"{self.path}:{before + self.number + 1} {self.reason} "
+                         f"(the line begins at byte {self.offset})")
+
+
+def count_lines(data: bytes) -> int:
+    """`data.count(b"\\n")`, which looks at one byte after the other."""
+    return int(np.count_nonzero(np.frombuffer(data, np.uint8) == ord("\n")))

@@ -1,0 +1,95 @@
+"""The files of text that a user means: `find` turns names of files and folders into a list of files, in order.
+
+A name says what a file holds: `.jsonl` (or `.ndjson`, `.json`) one JSON object per line, `.txt` plain text; each also
+with `.gz`, `.xz` or `.zst`. A folder means the files of these kinds in it and in the folders inside it, sorted by path;
+nothing in it is left out without being counted, or named, in `Found.left_out`. A file that is named itself is always
+read: as plain text where its name says so, else as JSON lines.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from data.compressed import COMPRESSED, without_compression
+from data.storage import DataError
+
+JSON_LINES, PLAIN_TEXT = "jsonl", "text"
+KINDS = {".jsonl": JSON_LINES, ".ndjson": JSON_LINES, ".json": JSON_LINES, ".txt": PLAIN_TEXT}
+IN_FOLDERS = (".jsonl", ".ndjson", ".txt")
+"""Not .json there: settings and the facts of corpora have that name."""
+
+CACHE_SUFFIX = ".cache"
+"""Of the folder beside a source that holds the corpus made of it (`corpora`)."""
+
+NAMES_SHOWN = 3
+
+
+def kind_of(path: str | os.PathLike[str]) -> str | None:
+    """What a file holds, by its name; None: the name does not say."""
+    return KINDS.get(Path(without_compression(os.fspath(path))).suffix)
+
+
+@dataclass
+class Found:
+    """The files, and what of the folders is not among them."""
+
+    files: list[str] = field(default_factory=list)
+    hidden: int = 0
+    """Names that begin with a dot, and caches of ours; what is inside such a folder is not counted."""
+    unknown: list[str] = field(default_factory=list)
+    loops: list[str] = field(default_factory=list)
+    """Symbolic links to a folder that they are in."""
+
+    @property
+    def left_out(self) -> str:
+        """What was not read, in a few words; "" for nothing."""
+        parts = [f"{self.hidden} hidden"] if self.hidden else []
+        for names, what in ((self.unknown, "of unknown kind"), (self.loops, "links to a folder around them")):
+            if names:
+                more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+                parts.append(f"{len(names)} {what} ({', '.join(names[:NAMES_SHOWN])}{more})")
+        return f"left out: {', '.join(parts)}" if parts else ""
+
+
+def find(inputs: Iterable[str | os.PathLike[str]], suffixes: Sequence[str] = IN_FOLDERS) -> Found:
+    """The files that are meant, in the order given; within a folder, sorted by path. Nothing is read."""
+    found = Found()
+    for given in inputs:
+        name = os.fspath(given)
+        if not os.path.isdir(name):
+            found.files.append(name)
+            continue
+        before = len(found.files)
+        for path in sorted(_inside(Path(name), found, ())):
+            wanted = Path(without_compression(path.name)).suffix in suffixes
+            (found.files if wanted else found.unknown).append(str(path))
+        if len(found.files) == before:
+            raise DataError(f"{name}: this folder holds no file of text ({' '.join(suffixes)}, each also with "
+                            f"{' '.join(COMPRESSED)})" + (f"; {found.left_out}" if found.left_out else ""))
+    return found
+
+
+def _inside(folder: Path, found: Found, around: tuple[tuple[int, int], ...]) -> Iterator[Path]:
+    """Every file in a folder and in those inside it; symbolic links are followed, but not round and round."""
+    try:
+        status = folder.stat()
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError as error:
+        raise DataError(f"{folder}: cannot read: {error.strerror or error}") from error
+    here = (status.st_dev, status.st_ino)
+    if here in around:
+        found.loops.append(str(folder))
+        return
+    for entry in entries:
+        path = Path(entry.path)
+        if entry.name.startswith(".") or (entry.name.endswith(CACHE_SUFFIX) and entry.is_dir()):
+            found.hidden += 1
+        elif entry.is_dir():
+            yield from _inside(path, found, (*around, here))
+        elif entry.is_file() or not path.exists():  # a dangling link is an error where it is opened
+            yield path
+        else:  # a pipe or a socket
+            found.unknown.append(entry.path)

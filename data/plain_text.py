@@ -1,0 +1,148 @@
+r"""Plain text: `.txt` files to documents, in bounded memory.
+
+A *document* is a whole file; or, with a `Separator`, what is between two separators, without the line ends around it.
+What holds nothing but white space is no document. Text is UTF-8; a byte order mark at the start of a file is dropped,
+and `\r\n` becomes `\n`. Anything else is kept as it is.
+
+A long document is cut into parts that are tokenized one by one, at places where that does not change the tokens: a
+tokenizer names the white space before which it always begins a token anew (`Tokenizer.cuts_before`). Where it names
+none, or where a document has no such place, the document is held in memory as a whole.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from stat import S_ISREG
+
+from data.chunks import CHUNK_BYTES, Chunk, Malformed
+from data.compressed import is_compressed, opened, reading
+
+BOM = b"\xef\xbb\xbf"
+UTF16 = (b"\xff\xfe", b"\xfe\xff")
+BLANK_LINE = "blank-line"
+NOT_UNICODE_SPACE = (rb"(?<!\xc2[\x85\xa0])(?<!\xe1\x9a\x80)(?<!\xe2\x80[\x80-\x8f\xa8-\xaf])"
+                     rb"(?<!\xe2\x81[\x9f-\xa0])(?<!\xe3\x80\x80)(?<!\xef\xbb\xbf)")
+"""White space beyond ASCII in UTF-8, and characters of no width, which some tokenizers take for it."""
+
+NEAR = 1 << 12
+"""Bytes at the end of a buffer that are searched first for a place to cut."""
+
+
+@dataclass(frozen=True)
+class Separator:
+    """What ends a document inside a file. `parse` reads the word of the command line."""
+
+    pattern: re.Pattern[bytes]
+    complete: re.Pattern[bytes]
+    """The same, but no match that more text could make longer."""
+    longest: int
+    """Bytes of a match, where a cut before white space could fall into it."""
+
+    @staticmethod
+    def parse(word: str | None) -> Separator | None:
+        r"""`blank-line`, or a text in which `\n`, `\t` and `\\` stand for themselves; None: files are documents."""
+        if not word:
+            return None
+        if word == BLANK_LINE:  # it is all white space, and no cut is inside white space
+            blank = rb"\r?\n(?:[ \t]*\r?\n)+"
+            return Separator(re.compile(blank), re.compile(blank + rb"(?=[ \t]*[^ \t\r\n])"), 1)
+        text = re.sub(r"\\([nt\\])", lambda escape: {"n": "\n", "t": "\t", "\\": "\\"}[escape[1]], word).encode()
+        pattern = re.compile(rb"\r?\n".join(map(re.escape, text.split(b"\n"))))
+        return Separator(pattern, pattern, len(text) + text.count(b"\n"))
+
+
+def read_parts(path: str | os.PathLike[str], separator: Separator | None = None, cuts_before: str = "",
+               size: int = CHUNK_BYTES) -> Iterator[Chunk]:
+    """The documents of a file in order, about `size` bytes at a time: whole ones, or parts of one that is longer."""
+    name = os.fspath(path)
+    offset, held, continues = 0, bytearray(), False
+    with reading(name), opened(name) as file:
+        seekable = not is_compressed(name) and S_ISREG(os.stat(name).st_mode)
+
+        def chunk(length: int, unfinished: bool) -> Chunk:
+            data = None if seekable else bytes(held[:length])
+            return Chunk(name, offset, length, data, continues, unfinished)
+
+        while more := file.read(max(size, len(held))):  # what could not be cut is looked at again half as often
+            held += more
+            end, unfinished = _last_cut(held, separator, cuts_before)
+            if end:
+                yield chunk(end, unfinished)
+                offset, continues = offset + end, unfinished
+                del held[:end]
+        if held or continues:
+            yield chunk(len(held), False)
+
+
+def _last_cut(data: bytearray, separator: Separator | None, cuts_before: str) -> tuple[int, bool]:
+    """Where to end a chunk, 0 for nowhere yet; and whether that is inside a document."""
+    if separator and (found := _last(separator.complete, data, len(data))):
+        return found.end(), False
+    if not cuts_before:
+        return 0, False
+    # Not inside a separator that reaches beyond the data.
+    found = _last(_place(cuts_before), data, len(data) - (separator.longest - 1 if separator else 0))
+    return (found.end(), True) if found else (0, False)
+
+
+@cache
+def _place(cuts_before: str) -> re.Pattern[bytes]:
+    """Matches the end of a character that is not white space, where white space to cut before follows."""
+    return re.compile(rb"[!-~\x80-\xbf]" + NOT_UNICODE_SPACE + b"(?=[" + re.escape(cuts_before.encode()) + b"])")
+
+
+def _last(pattern: re.Pattern[bytes], data: bytearray, stop: int) -> re.Match[bytes] | None:
+    """The last match in `data[:stop]`: mostly near its end, so that is searched first."""
+    near = NEAR
+    while True:
+        start = max(0, stop - near)
+        last = None
+        for last in pattern.finditer(data, start, max(0, stop)):
+            pass
+        if last or start == 0:
+            return last
+        near *= 8
+
+
+def texts_of(chunk: Chunk, data: bytes, separator: Separator | None = None) -> Iterator[str | Malformed]:
+    """The documents of a chunk that was read, or its parts of one; what is not UTF-8 is refused."""
+    pieces = list(_pieces(data, separator))
+    for number, (start, stop) in enumerate(pieces):
+        first = number == 0
+        begins = not (first and chunk.continues)
+        ends = not (number == len(pieces) - 1 and chunk.unfinished)
+        raw = data[start:stop]
+        if first and chunk.offset == 0:
+            raw = raw.removeprefix(BOM)
+        try:
+            text = raw.decode("utf-8").replace("\r\n", "\n")
+        except UnicodeDecodeError as error:
+            yield _malformed(chunk, data, stop - len(raw) + error.start)
+            continue
+        if separator:
+            text = text.lstrip("\n") if begins else text
+            text = text.rstrip("\n") if ends else text
+        if not begins or (text and not text.isspace()):
+            yield text
+
+
+def _pieces(data: bytes, separator: Separator | None) -> Iterator[tuple[int, int]]:
+    """Start and stop of what is between the separators; never none."""
+    start = 0
+    for found in separator.pattern.finditer(data) if separator else ():
+        yield start, found.start()
+        start = found.end()
+    if start < len(data) or start == 0:
+        yield start, len(data)
+
+
+def _malformed(chunk: Chunk, data: bytes, at: int) -> Malformed:
+    begin = data.rfind(b"\n", 0, at) + 1
+    reason = f"not UTF-8: byte 0x{data[at]:02x} at column {at - begin + 1}; convert the file (iconv -t UTF-8)"
+    if chunk.offset == 0 and data.startswith(UTF16):
+        reason = "not UTF-8 but UTF-16, by its first bytes; convert it (iconv -f UTF-16 -t UTF-8)"
+    return Malformed(chunk.path, data.count(b"\n", 0, at), chunk.offset + begin, reason)
