@@ -20,7 +20,9 @@ from megatron.train.batches import Batch, BatchRule, BatchStream, Samples, sampl
 from megatron.train.evaluation import SizedSamples, evaluate, forward_loss
 from megatron.train.flops import flops_per_token, peak_tflops
 from megatron.train.metrics import MetricsLog, Rates, StepMetrics, Stopwatch, max_memory_bytes
+from megatron.train.rate import RateWatch, idle_steps
 from megatron.zero.api.engine import Engine
+from megatron.zero.api.schedule import FollowSchedule
 from megatron.zero.step import StepReport
 from mpu.collectives import all_reduce
 
@@ -60,6 +62,7 @@ class Trainer:
 
     def _run(self, state: TrainState, samples: Samples, valid: SizedSamples | None) -> str:
         """The loop; why it was left early, if it was. The last save may be under way still."""
+        rate = self._rate_watch(state)
         watch, rates, saved_at, reason = Stopwatch(), self._rates(), state.iteration, ""
         stream = self._stream(samples, state)
         self.engine.train()
@@ -67,6 +70,7 @@ class Trainer:
             for batches in stream:
                 metrics, asked, late = self._step(state, batches, watch, rates)
                 self.log.step(metrics)
+                rate.after(metrics.iteration, metrics.learning_rate)
                 if state.iteration < self.config.train.train_iters:  # at the end `finish` evaluates
                     if valid is not None and due(state.iteration, self.config.train.eval_interval):
                         self.evaluate("validation", state.iteration, valid)
@@ -101,6 +105,12 @@ class Trainer:
     def _stream(self, samples: Samples, state: TrainState) -> BatchStream:
         steps = self.config.train.train_iters - state.iteration
         return BatchStream(samples, self.rule, state.consumed_samples, steps, self.config.data.num_workers)
+
+    def _rate_watch(self, state: TrainState) -> RateWatch:
+        follows = self.engine.lr_scheduler
+        assert isinstance(follows, FollowSchedule), "build.engine gives the engine the schedule of the flags"
+        idle = idle_steps(self.config, follows.schedule, follows.steps, state.iteration)
+        return RateWatch(idle, self.engine.get_lr()[0], self.log.say)
 
     def _reason_to_leave(self, iteration: int, asked: bool, late: bool) -> str:
         if asked:

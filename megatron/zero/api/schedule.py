@@ -28,12 +28,12 @@ class FollowSchedule:
         self._go_to(0)
 
     def _go_to(self, steps: int) -> None:
-        self._steps = steps
+        self.steps = steps
         for group in self._optimizer.param_groups:
             group["lr"] = self.schedule(steps)
 
     def step(self) -> None:
-        self._go_to(self._steps + 1)
+        self._go_to(self.steps + 1)
 
     def get_last_lr(self) -> list[float]:
         """The rate of each param group in the next step."""
@@ -42,7 +42,7 @@ class FollowSchedule:
     get_lr = get_last_lr
 
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": self._steps}
+        return {"steps": self.steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._go_to(state_dict["steps"])

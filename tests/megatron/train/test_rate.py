@@ -1,0 +1,107 @@
+"""Steps that remain at a learning rate of 0 are announced at the start, and again when they begin; nothing else is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config.tree import build_config
+from megatron.optim.schedule import SHAPES, Schedule
+from megatron.train.rate import RateWatch, idle_steps
+from tests.megatron.helpers import TINY, steps, train
+
+
+def warnings(said: str) -> list[str]:
+    return [line for line in said.splitlines() if "learning rate" in line and "warning" in line]
+
+
+@pytest.mark.parametrize("style", SHAPES)
+@pytest.mark.parametrize("floor", [0.0, 1e-5])
+def test_idle_steps_are_those_a_count_finds(style: str, floor: float) -> None:
+    """Every end of the warm-up and of the decay, every length of the run, every step a resume may start at, with and
+    without skipped steps."""
+    for peak, decay, warm, last, start, skipped in [
+            (peak, decay, warm, last, start, skipped)
+            for peak in (0.0, 1e-3) for decay in (1, 4, 6) for warm in {0, 1, decay} for last in (0, 1, 4, 7)
+            for start in (0, 3, 4, 7) for skipped in (0, 2) if skipped <= start]:
+        schedule = Schedule(style, peak, min(floor, peak), warm, decay)
+        config = build_config({"train_iters": last, "lr": peak, "min_lr": min(floor, peak)})
+        rates = [schedule(step) for step in range(start - skipped, start - skipped + max(0, last - start))]
+        tail = next((k for k in range(len(rates) + 1) if not any(rates[k:])), 0)
+        found = idle_steps(config, schedule, start - skipped, start)
+        if tail == len(rates):
+            assert found is None
+        else:
+            assert found is not None and (found.first, found.last) == (start + tail + 1, last)
+
+
+@pytest.mark.parametrize(("values", "iteration", "remedy"), [
+    ({}, 0, "give --lr-decay-iters 40 (in a JSON file: total_num_steps), or a --min-lr above 0"),
+    ({}, 30, "give --override-lr-scheduler --lr-decay-iters 40, or with it a --min-lr above 0"),
+    ({"override_lr_scheduler": True}, 30, "give --lr-decay-iters 40 (in a JSON file: total_num_steps)"),
+    ({"use_checkpoint_lr_scheduler": True}, 30,
+     "give --override-lr-scheduler --lr-decay-iters 40 in place of --use-checkpoint-lr-scheduler"),
+    ({"lr": 0.0}, 0, "give --lr above 0"),
+])
+def test_the_remedy_is_one_that_helps_here(values: dict[str, Any], iteration: int, remedy: str) -> None:
+    found = idle_steps(build_config({"train_iters": 40, **values}), lambda step: float(step < 20), iteration, iteration)
+    assert found is not None and remedy in found.at_start() and remedy in found.when_reached(33)
+    assert "\n" not in found.at_start() + found.when_reached(33)
+
+
+def test_reaching_0_is_said_once_and_not_where_the_run_began_there() -> None:
+    idle = idle_steps(build_config({"train_iters": 9}), lambda step: float(step < 3), 0, 0)
+    for rates, expected in (([1.0, 1.0, 0.0, 0.0], 1), ([0.0, 0.0], 0)):
+        said: list[str] = []
+        watch = RateWatch(idle, rates[0], said.append)
+        for iteration, rate in enumerate(rates, 1):
+            watch.after(iteration, rate)
+        assert len(said) == 1 + expected
+
+
+RUN = [*TINY, "--mock-data", "--lr", "1e-3", "--warmup", "0"]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    assert not warnings(train([*RUN, "--train-iters", 4, "--save", tmp_path / "s"])), "every step of it trains"
+    return tmp_path / "s"
+
+
+def test_the_longer_run_that_used_to_be_documented_warns(saved: Path, tmp_path: Path) -> None:
+    longer = [*RUN, "--train-iters", 8, "--load", saved, "--metrics-file", tmp_path / "m"]
+    note, = warnings(train([*longer, "--lr-decay-iters", 4]))
+    assert "0 from iteration 5 on: the last 4 of 8" in note
+    note, = warnings(train([*longer, "--use-checkpoint-lr-scheduler"]))
+    assert "0 from iteration 5 on" in note and "--override-lr-scheduler" in note
+    assert [step["learning_rate"] for step in steps(tmp_path / "m")] == [0.0] * 8
+
+
+@pytest.mark.parametrize("flags", [["--override-lr-scheduler"], ["--override-lr-scheduler", "--lr-decay-iters", 8],
+                                   ["--override-lr-scheduler", "--lr-decay-iters", 4, "--min-lr", 1e-4]])
+def test_what_the_warning_recommends_trains_to_the_end(saved: Path, flags: list[object], tmp_path: Path) -> None:
+    said = train([*RUN, "--train-iters", 8, "--load", saved, "--metrics-file", tmp_path / "m", *flags])
+    assert not warnings(said) and min(step["learning_rate"] for step in steps(tmp_path / "m")) > 0
+
+
+def test_a_rate_that_ends_on_the_way_is_announced_and_then_said_when_it_happens() -> None:
+    said = train([*RUN, "--train-iters", 6, "--lr-decay-iters", 4, "--log-interval", 1])
+    first, second = warnings(said)
+    assert "0 from iteration 5 on: the last 2 of 6" in first and "reached 0 at iteration 5" in second
+    order = [said.index(text) for text in (first, " iteration        1/", " iteration        5/", second)]
+    assert order == sorted(order)
+
+
+def test_a_finished_schedule_of_a_json_file_warns(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({
+        "train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 3, "warmup_num_steps": 1}}}))
+    first, _ = warnings(train([*TINY, "--mock-data", "--train-iters", 5, "--deepspeed_config", tmp_path / "ds.json"]))
+    assert "0 from iteration 4 on" in first and "total_num_steps" in first
+
+
+def test_no_steps_no_warning(saved: Path) -> None:
+    assert not warnings(train([*RUN, "--train-iters", 4, "--load", saved]))
