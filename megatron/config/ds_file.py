@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron.config import ds_together
 from megatron.config.ds_batch import BATCH, BATCH_FIELDS, solve_batch
-from megatron.config.ds_keys import TABLE
+from megatron.config.ds_keys import TABLE, NoEffect
 from megatron.config.ds_reader import Found, Problems, agree, plain, same, walk
 from megatron.config.kinds import shown
 from megatron.config.loose_json import parse
@@ -34,8 +34,9 @@ FP16_ONLY = frozenset(row.field for path, row in TABLE.items()
 
 
 def build(source: str | os.PathLike[str] | Mapping[str, Any], *, flags: Mapping[str, Any] | None = None,
-          fallback: Mapping[str, Any] | None = None, world_size: int = 1) -> Config:
-    """The Config of a JSON file (or dict) and flags, which must agree; `fallback` (a preset) yields to both."""
+          fallback: Mapping[str, Any] | None = None, world_size: int = 1, in_engine: bool = False) -> Config:
+    """The Config of a JSON file (or dict) and flags, which must agree; `fallback` (a preset) yields to both. Its notes
+    are the trainer's, or the engine's."""
     flags, fallback = flags or {}, fallback or {}
     found = read(source)
     tp = flags.get("model_parallel_size", 1)
@@ -44,8 +45,8 @@ def build(source: str | os.PathLike[str] | Mapping[str, Any], *, flags: Mapping[
     try:
         config = build_config({**fallback, **values})
     except ConfigError as error:
-        raise ConfigError(_in_its_words(found, str(error), flags)) from None
-    return replace(config, notes=notes(found, config, dp))
+        raise ConfigError(in_its_words(found, str(error), flags)) from None
+    return replace(config, notes=notes(found, config, dp, in_engine))
 
 
 def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> Found:
@@ -136,7 +137,7 @@ def _batch(found: Found, flags: Mapping[str, Any], dp_size: int) -> dict[str, in
 # ---- words -------------------------------------------------------------------------------------------------------
 
 
-def _in_its_words(found: Found, message: str, flags: Mapping[str, Any]) -> str:
+def in_its_words(found: Found, message: str, flags: Mapping[str, Any]) -> str:
     """The message of a section, which speaks of flags, with the names of the keys that were given instead."""
     keys = {flag_name(name): found.written(path, "")
             for name, _, path in _fields(found, flags, Problems()) if name not in flags}
@@ -144,9 +145,10 @@ def _in_its_words(found: Found, message: str, flags: Mapping[str, Any]) -> str:
     return message if words == message else f"{found.name}: {words}"
 
 
-def notes(found: Found, config: Config, dp_size: int) -> tuple[str, ...]:
+def notes(found: Found, config: Config, dp_size: int, in_engine: bool = False) -> tuple[str, ...]:
     """What the user should read once: deprecated keys, keys without effect, the values chosen for "auto"."""
-    lines = [*found.notices, *(f'{path} "auto": {_chosen(path, config, dp_size)}' for path in found.autos)]
+    lines = [*found.notices, *(() if in_engine else _idle_in_trainer(found)),
+             *(f'{path} "auto": {_chosen(path, config, dp_size)}' for path in found.autos)]
     if not config.precision.fp16:
         idle = [path for path in found.keys if path.startswith("fp16.") and path != "fp16.enabled"]
         if idle and "fp16.enabled" not in found.keys:
@@ -157,6 +159,14 @@ def notes(found: Found, config: Config, dp_size: int) -> tuple[str, ...]:
             config.offload.offload_optimizer_device, config.offload.offload_param_device):
         lines.append("aio has no effect: nothing is on NVMe")
     return tuple(f" {found.name}: {line}" for line in lines)
+
+
+def _idle_in_trainer(found: Found) -> Iterator[str]:
+    for path, value in found.of_engine.items():
+        row = TABLE[path]
+        assert isinstance(row, NoEffect)
+        if value != row.default:
+            yield f"{path} {shown(value)} has no effect: {row.reason}"
 
 
 def _word(value: Any) -> str:

@@ -37,6 +37,8 @@ class NoEffect:
     kind: Kind
     default: Any
     reason: str
+    in_engine: bool = False
+    """The engine of `zero.initialize` does what it says: `reason` is the trainer's, which has its own."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ def keys_of_fields() -> Iterator[Key]:
 
 _PURE_SPEED = "DeepSpeed's inner workings differ from ours, and its result is the same either way"
 _ZEROPP = "quantised and hierarchical exchange (ZeRO++, MiCS) does not exist here"
+_SCALARS = "scalars go to tensorboard and --metrics-file"
 _16BIT_STATE = "master weights, gradients' sums and moments are fp32 here"
 _OTHER_PARALLELISM = "is set up by the flags of this trainer (--model-parallel-size), not by the engine's JSON"
 _ZERO, _OPTIMIZER_HOME = "zero_optimization.", "zero_optimization.offload_optimizer"
@@ -100,9 +103,10 @@ _TOP: dict[str, Row] = {
     "vocabulary_size": Only((None,), "the vocabulary is the tokenizer's, or --vocab-size"),
     "zero_allow_untested_optimizer": NoEffect(BOOLEAN, False, "whatever is accepted as optimizer is tested"),
     "zero_force_ds_cpu_optimizer": NoEffect(BOOLEAN, True, "the same optimizer runs on every device"),
-    "wall_clock_breakdown": NoEffect(BOOLEAN, False, "each step's time is in the console line and --metrics-file"),
-    "memory_breakdown": NoEffect(BOOLEAN, False, "each step's peak memory is in --metrics-file"),
-    "dump_state": NoEffect(BOOLEAN, False, "the resolved configuration is always printed"),
+    "wall_clock_breakdown": NoEffect(BOOLEAN, False, "each step's time is in the console line and --metrics-file",
+                                     in_engine=True),
+    "memory_breakdown": NoEffect(BOOLEAN, False, "each step's peak memory is in --metrics-file", in_engine=True),
+    "dump_state": NoEffect(BOOLEAN, False, "the resolved configuration is always printed", in_engine=True),
     "allgather_size": Old((_ZERO + "allgather_bucket_size",), INTEGER),
 }
 
@@ -183,7 +187,10 @@ _MONITORS: dict[str, Row] = {
     **_together("tensorboard.enabled", BOOLEAN),
     **_together("tensorboard.output_path", ANY_TEXT),
     **_together("tensorboard.job_name", TEXT),
-    **{name: Absent("scalars go to tensorboard and --metrics-file") for name in ("wandb", "csv_monitor", "comet")},
+    "csv_monitor.enabled": NoEffect(BOOLEAN, False, _SCALARS, in_engine=True),
+    "csv_monitor.output_path": NoEffect(ANY_TEXT, "", _SCALARS, in_engine=True),
+    "csv_monitor.job_name": NoEffect(TEXT, "DeepSpeedJobName", _SCALARS, in_engine=True),
+    **{name: Absent(_SCALARS) for name in ("wandb", "comet")},
     "flops_profiler": Absent("each step's tflops and MFU are in --metrics-file; there is no profile per module"),
     "comms_logger": Absent("single collectives are not logged"),
     "timers": Absent("the throughput is always logged"),

@@ -50,6 +50,8 @@ class Found:
     """Path -> the deprecated name that was written."""
     autos: tuple[str, ...]
     notices: tuple[str, ...]
+    of_engine: Mapping[str, Any]
+    """What only the engine of `zero.initialize` does, by path."""
 
     def given(self, path: str) -> bool:
         return path in self.keys or path in self.autos
@@ -95,6 +97,7 @@ class _Reader:
         self.origins: dict[str, str] = {}
         self.autos: list[str] = []
         self.notices: list[str] = []
+        self.of_engine: dict[str, Any] = {}
         self.problems = Problems()
 
     def read(self, tree: dict[str, Any]) -> tuple[Found, Problems]:
@@ -106,7 +109,8 @@ class _Reader:
                 self._attempt(self._take, path, value)
         for path, value in olds:
             self._attempt(self._take_old, path, value)
-        found = Found(self.name, self.keys, self.raw, self.origins, tuple(self.autos), tuple(self.notices))
+        found = Found(self.name, self.keys, self.raw, self.origins, tuple(self.autos), tuple(self.notices),
+                      self.of_engine)
         return found, self.problems
 
     def _attempt(self, take: Any, path: str, value: Any) -> None:
@@ -141,7 +145,10 @@ class _Reader:
                 raise _Refused(f"{path} is {shown(value)}: not supported, {row.reason}; "
                                f"expected {shown(row.values[0])}")
         elif isinstance(row, NoEffect):
-            if _converted(path, value, row.kind) != row.default:
+            converted = _converted(path, value, row.kind)
+            if row.in_engine:
+                self.of_engine[path] = converted
+            elif converted != row.default:
                 self.notices.append(f"{path} {shown(value)} has no effect: {row.reason}")
         elif isinstance(row, Absent):
             off = value is None or value is False or value == {}

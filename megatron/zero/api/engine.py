@@ -31,6 +31,7 @@ from megatron.checkpoint.tags import tag_names
 from megatron.checkpoint.writer import SaveReport, complete
 from megatron.config.tree import Config
 from megatron.errors import ConfigError
+from megatron.zero.api.monitor import Monitor, Watch
 from megatron.zero.api.optimizer import ZeroOptimizer
 from megatron.zero.api.saved import (
     Identity,
@@ -63,8 +64,10 @@ class LoadOptions:
 class Engine:
     """A model in training. Counters and the loss scale are those of `core`, the mechanism."""
 
-    def __init__(self, core: ZeroEngine, config: Config, optimizer: ZeroOptimizer, scheduler: Scheduler | None) -> None:
+    def __init__(self, core: ZeroEngine, config: Config, optimizer: ZeroOptimizer, scheduler: Scheduler | None,
+                 watch: Watch = Watch()) -> None:
         self.core, self.config, self.optimizer, self.lr_scheduler = core, config, optimizer, scheduler
+        self.monitor = Monitor(watch, self.device, core.groups.world.rank == 0)
         self.reads_weights_between_steps = True
         """New weights are complete when `step` returns. A loop that looks at them only through this engine may switch
         it off: they then travel during the forward that follows."""
@@ -78,25 +81,32 @@ class Engine:
     # ---- the loop -----------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.core.module(*args, **kwargs)
+        with self.monitor.phase("forward"):
+            return self.core.module(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.core.module(*args, **kwargs)
+        return self(*args, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Gradients of the loss; returns the loss divided by the number of micro-batches of a step."""
-        return self.core.backward(loss, retain_graph, scale_wrt_gas)
+        with self.monitor.phase("backward"):
+            part = self.core.backward(loss, retain_graph, scale_wrt_gas)
+        self.monitor.add_loss(part)
+        return part
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> StepReport | None:
         """Once per micro-batch, after `backward`. At the accumulation boundary: clip, update, forget the gradients, and
         move the learning rate on, unless the step was skipped for an overflow. `lr_kwargs` go to the scheduler."""
-        report = self.core.step()
-        if self.reads_weights_between_steps:
-            self.core.settle()
-        if report is not None and report.applied and self.lr_scheduler is not None:
+        with self.monitor.phase("step"):
+            report = self.core.step()
+            if self.reads_weights_between_steps:
+                self.core.settle()
+        if report is None:
+            return None
+        if report.applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
-        if report is not None:
-            self._background.poll()
+        self.monitor.step_done(self)
+        self._background.poll()
         return report
 
     def train(self, mode: bool = True) -> Engine:
@@ -128,6 +138,7 @@ class Engine:
     def destroy(self) -> None:
         """Leave the model to itself: without hooks, with whole parameters in the working precision. Collective."""
         self.finish_save()
+        self.monitor.close()
         self.core.detach()
 
     # ---- things to ask ------------------------------------------------------------------------------------------
@@ -196,6 +207,12 @@ class Engine:
     def get_type(self) -> list[str]:
         """What kind of optimizer steps each param group."""
         return [self.core.rule.name] * len(self.core.param_groups)
+
+    def fp16_enabled(self) -> bool:
+        return self.config.precision.fp16
+
+    def bfloat16_enabled(self) -> bool:
+        return self.config.precision.bf16
 
     def train_micro_batch_size_per_gpu(self) -> int:
         return self.config.train.batch_size

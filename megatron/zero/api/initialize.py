@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from megatron.config import ds_file
 from megatron.config.ds_batch import BATCH
+from megatron.config.ds_reader import Found
 from megatron.config.tree import Config
 from megatron.errors import ConfigError
 from megatron.launch import distributed
@@ -32,10 +33,12 @@ from megatron.optim.schedule import Schedule
 from megatron.optim.torch_rule import from_torch
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.init import groups_of
+from megatron.zero.api.monitor import Watch, watch_of
 from megatron.zero.api.optimizer import ZeroOptimizer
 from megatron.zero.api.schedule import FollowSchedule, Scheduler, schedule_of
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.layout import ALIGNMENT
+from megatron.zero.policy import notes as zero_notes
 from megatron.zero.precision import DTYPES
 from mpu.groups import Groups
 
@@ -74,7 +77,9 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
                       accumulation=config.accumulation(groups.dp.size))
     wrapped = ZeroOptimizer(core)
     scheduler = _scheduler(settings, lr_scheduler, wrapped)
-    engine = Engine(core, config, wrapped, scheduler)
+    engine = Engine(core, config, wrapped, scheduler, settings.watch)
+    if groups.world.rank == 0:
+        _say(settings, device)
     loader = None if training_data is None else _loader(training_data, engine, collate_fn)
     return engine, wrapped, loader, scheduler
 
@@ -109,6 +114,10 @@ DEEPSPEED_DEFAULTS = {"clip_grad": 0.0, "weight_decay": 0.0, "lr": 1e-3}
 """Where its defaults are not ours."""
 
 
+SHOWN = ("parallel", "optim", "schedule", "precision", "zero", "offload")
+"""Sections of the configuration that are an engine's."""
+
+
 @dataclass(frozen=True)
 class _Settings:
     """A configuration, and what of it was really said."""
@@ -116,17 +125,39 @@ class _Settings:
     config: Config
     has_optimizer: bool = True
     has_scheduler: bool = True
+    watch: Watch = Watch()
+    """The trainer's Config asks for nothing: it has a log of its own."""
+    found: Found | None = None
+    """The file or dict, where it is one."""
 
 
 def _settings(source: Any, groups: Groups) -> _Settings:
     if isinstance(source, Config):
         return _Settings(source)
     found = ds_file.read(source)
-    if not any(key in found.keys for key in BATCH):
-        raise ConfigError(f"{found.name}: give at least one of {', '.join(BATCH)}")
+    sizes = BATCH[:2]
+    if not any(key in found.keys for key in sizes):
+        raise ConfigError(f"{found.name}: give {' or '.join(sizes)} as a number: nobody else says how many samples a "
+                          "step has" + ' ("auto" is for programs that do)' * any(key in found.autos for key in sizes))
     config = ds_file.build(source, flags={"model_parallel_size": groups.tp.size}, fallback=DEEPSPEED_DEFAULTS,
-                           world_size=groups.world.size)
-    return _Settings(config, "optimizer.type" in found.keys, "scheduler.type" in found.keys)
+                           world_size=groups.world.size, in_engine=True)
+    keys = {**found.keys, **found.of_engine}
+    return _Settings(config, "optimizer.type" in keys, "scheduler.type" in keys, watch_of(keys), found)
+
+
+def _say(settings: _Settings, device: torch.device) -> None:
+    """What is to be read once: keys that were understood in another way, or can do nothing here; the whole, where
+    `dump_state` asks for it."""
+    config, found = settings.config, settings.found
+    if found is None:
+        return
+    idle = zero_notes(config.zero, precision=config.precision.name, on_cuda=device.type == "cuda")
+    for line in (*config.notes, *(ds_file.in_its_words(found, note.removeprefix(" note: "), {}) for note in idle)):
+        print(line.strip(), flush=True)
+    if found.of_engine.get("dump_state"):
+        tree = config.as_dict()
+        print("\n".join(["configuration", *(f"  {section}.{name}: {value}" for section in SHOWN
+                                             for name, value in tree[section].items())]), flush=True)
 
 
 def _rule_and_groups(settings: _Settings, model: nn.Module, parameters: Any, client: Any,

@@ -293,7 +293,7 @@ def test_misuse_is_told_with_its_remedy(tmp_path: Path) -> None:
         zero.initialize(args=argparse.Namespace(deepspeed_config="x.json"), model=model, config=config())
     with pytest.raises(ConfigError, match="no optimizer: give optimizer= to zero.initialize"):
         zero.initialize(model=model, config={"train_batch_size": 4})
-    with pytest.raises(ConfigError, match="give at least one of train_batch_size"):
+    with pytest.raises(ConfigError, match="give train_batch_size or train_micro_batch_size_per_gpu as a number"):
         zero.initialize(model=model, config={"optimizer": CONFIG["optimizer"]})
     with pytest.raises(ConfigError, match="2 parameters are in no param group of the optimizer, inlet.weight first"):
         zero.initialize(model=model, config=config(),

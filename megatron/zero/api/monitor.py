@@ -1,0 +1,242 @@
+"""What an engine reports while it trains: console lines, times and memory per phase, tensorboard and CSV scalars.
+
+Each is there where the configuration asks for it (`steps_per_print`, `wall_clock_breakdown`, `memory_breakdown`,
+`tensorboard`, `csv_monitor`), and on rank 0. Where nothing is asked for, nothing is computed and nobody waits for the
+device; a loss is read from the device only for a line or a scalar. The trainer has its own log (train/metrics.py).
+"""
+
+from __future__ import annotations
+
+import atexit
+import csv
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.errors import StorageError
+
+DEFAULT_STEPS_PER_PRINT = 10
+"""Between two breakdowns, where the configuration says nothing."""
+DEFAULT_JOB = "DeepSpeedJobName"
+DEFAULT_FOLDER = "runs"
+PREFIX = "Train/Samples/"
+
+Event = tuple[str, float, int]
+"""Name, value, and the samples seen by then."""
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What is asked for."""
+
+    steps_per_print: int = 0
+    times: bool = False
+    memory: bool = False
+    tensorboard_dir: str | None = None
+    csv_dir: str | None = None
+
+    @property
+    def interval(self) -> int:
+        """Steps between console lines."""
+        return self.steps_per_print or (DEFAULT_STEPS_PER_PRINT if self.times or self.memory else 0)
+
+    @property
+    def writes(self) -> bool:
+        return self.tensorboard_dir is not None or self.csv_dir is not None
+
+
+def watch_of(keys: Mapping[str, Any]) -> Watch:
+    """From the values of a configuration file, by path."""
+    return Watch(keys.get("steps_per_print") or 0, keys.get("wall_clock_breakdown", False),
+                 keys.get("memory_breakdown", False), _folder(keys, "tensorboard"), _folder(keys, "csv_monitor"))
+
+
+def _folder(keys: Mapping[str, Any], section: str) -> str | None:
+    if not keys.get(f"{section}.enabled"):
+        return None
+    return os.path.join(keys.get(f"{section}.output_path") or DEFAULT_FOLDER,
+                        keys.get(f"{section}.job_name", DEFAULT_JOB))
+
+
+class Trained(Protocol):
+    """What a monitor asks of an engine after a step."""
+
+    @property
+    def global_steps(self) -> int: ...
+
+    @property
+    def global_samples(self) -> int: ...
+
+    @property
+    def skipped_steps(self) -> int: ...
+
+    @property
+    def cur_scale(self) -> float: ...
+
+    def get_lr(self) -> list[float]: ...
+
+    def get_mom(self) -> list[Any]: ...
+
+    def fp16_enabled(self) -> bool: ...
+
+
+class Monitor:
+    """Of one engine; on ranks other than the first, one that is asked for nothing."""
+
+    def __init__(self, watch: Watch, device: torch.device, is_first_rank: bool) -> None:
+        self.asked = watch
+        self._watch = watch if is_first_rank else Watch()
+        self._device = device
+        self._loss: Tensor | None = None
+        self._seconds: dict[str, float] = {}  # since the last line, by phase
+        self._bytes: dict[str, int] = {}  # the most after each phase, since the last line
+        self._lap_steps = 0
+        self._sinks: list[Sink] = []
+        if self._watch.tensorboard_dir is not None:
+            self._sinks.append(Tensorboard(self._watch.tensorboard_dir))
+        if self._watch.csv_dir is not None:
+            self._sinks.append(CsvFiles(self._watch.csv_dir))
+
+    @property
+    def enabled(self) -> bool:
+        """Scalars are written somewhere."""
+        return self.asked.writes
+
+    def write_events(self, events: Sequence[Event]) -> None:
+        """Further scalars, from rank 0: (name, value, samples seen)."""
+        for sink in self._sinks:
+            sink.write(events)
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """One part of a step, to be timed and measured where that is asked for."""
+        return self._measured(name) if self._watch.times or self._watch.memory else nullcontext()
+
+    @contextmanager
+    def _measured(self, name: str) -> Iterator[None]:
+        start = self._now()
+        yield
+        self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - start
+        if self._watch.memory:
+            self._bytes[name] = max(self._bytes.get(name, 0), _bytes_in_use(self._device))
+
+    def _now(self) -> float:
+        if self._watch.times and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def add_loss(self, part: Tensor) -> None:
+        """The share of one micro-batch in the step's loss; it stays on the device."""
+        if self._watch.interval or self._sinks:
+            part = part.detach()
+            self._loss = part if self._loss is None else self._loss + part
+
+    def step_done(self, engine: Trained) -> None:
+        """After an optimizer step: a line where one is due, and scalars."""
+        self._lap_steps += 1
+        due = self._watch.interval > 0 and engine.global_steps % self._watch.interval == 0
+        loss = float(self._loss.item()) if self._loss is not None and (due or self._sinks) else None
+        if self._sinks:
+            self.write_events([*self._scalars(engine, loss), *(self._elapsed(engine) if due else ())])
+        if due:
+            for line in self._lines(engine, loss):
+                print(line, flush=True)
+            self._seconds.clear()
+            self._bytes.clear()
+            self._lap_steps = 0
+        self._loss = None
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+    def _scalars(self, engine: Trained, loss: float | None) -> Iterator[Event]:
+        if loss is not None:
+            yield f"{PREFIX}train_loss", loss, engine.global_samples
+        yield f"{PREFIX}lr", engine.get_lr()[0], engine.global_samples
+        if engine.fp16_enabled():
+            yield f"{PREFIX}loss_scale", engine.cur_scale, engine.global_samples
+
+    def _elapsed(self, engine: Trained) -> Iterator[Event]:
+        for name, value in self._milliseconds().items():
+            yield f"{PREFIX}elapsed_time_ms_{name}", value, engine.global_samples
+
+    def _milliseconds(self) -> dict[str, float]:
+        """Of each phase of one optimizer step, on average since the last line."""
+        spent = self._seconds if self._watch.times else {}
+        return {name: seconds * 1e3 / self._lap_steps for name, seconds in spent.items()}
+
+    def _lines(self, engine: Trained, loss: float | None) -> Iterator[str]:
+        known = "" if loss is None else f", loss={loss:.6g}"
+        yield (f"step={engine.global_steps}, skipped={engine.skipped_steps}, lr={engine.get_lr()}, "
+               f"mom={engine.get_mom()}{known}")
+        if times := self._milliseconds():
+            yield "time (ms) | " + " | ".join(f"{name}: {value:.2f}" for name, value in times.items())
+        if self._bytes:
+            yield "memory (GiB) | " + " | ".join(f"{name}: {value / 2**30:.3f}" for name, value in self._bytes.items())
+
+
+class Sink(Protocol):
+    """Where scalars go."""
+
+    def write(self, events: Sequence[Event]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Tensorboard:
+    def __init__(self, folder: str) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # heavy: only where asked for
+
+        self._writer: Any = _opened("tensorboard.output_path", folder, lambda: SummaryWriter(folder))
+        atexit.register(self._writer.close)  # its thread would take the last scalars along
+
+    def write(self, events: Sequence[Event]) -> None:
+        for name, value, samples in events:
+            self._writer.add_scalar(name, value, samples)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class CsvFiles:
+    """One file per scalar, its name with `_` for `/`; a later run goes on in it."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        _opened("csv_monitor.output_path", folder, lambda: os.makedirs(folder, exist_ok=True))
+
+    def write(self, events: Sequence[Event]) -> None:
+        for name, value, samples in events:
+            path = os.path.join(self._folder, name.replace("/", "_").replace(" ", "_") + ".csv")
+            with _opened("csv_monitor.output_path", path, lambda: open(path, "a", newline="")) as file:
+                rows = csv.writer(file)
+                if file.tell() == 0:
+                    rows.writerow(["step", name.rpartition("/")[2]])
+                rows.writerow([samples, value])
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+def _opened(key: str, path: str, make: Callable[[], Any]) -> Any:
+    try:
+        return make()
+    except OSError as error:
+        raise StorageError(f"{key}: {path} cannot be written: {error.strerror or error}; name a writable folder"
+                           ) from error
+
+
+def _bytes_in_use(device: torch.device) -> int:
+    """Of the device's allocator, or on a CPU the peak of the process's resident memory."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
