@@ -156,8 +156,8 @@ def _say(settings: _Settings, device: torch.device) -> None:
         print(line.strip(), flush=True)
     if found.of_engine.get("dump_state"):
         tree = config.as_dict()
-        print("\n".join(["configuration", *(f"  {section}.{name}: {value}" for section in SHOWN
-                                             for name, value in tree[section].items())]), flush=True)
+        rows = [f"  {section}.{name}: {value}" for section in SHOWN for name, value in tree[section].items()]
+        print("\n".join(["configuration", *rows]), flush=True)
 
 
 def _rule_and_groups(settings: _Settings, model: nn.Module, parameters: Any, client: Any,

@@ -152,7 +152,8 @@ def test_rank_0_alone_speaks_and_names_what_has_no_effect(tmp_path: Path) -> Non
     {}])
 def test_a_batch_size_that_nobody_gives_is_an_error(sizes: dict[str, Any]) -> None:
     config = {"optimizer": CONFIG["optimizer"], **sizes}
-    with pytest.raises(ConfigError, match="give train_batch_size or train_micro_batch_size_per_gpu as a number") as told:
+    wanted = "give train_batch_size or train_micro_batch_size_per_gpu as a number"
+    with pytest.raises(ConfigError, match=wanted) as told:
         zero.initialize(model=nn.Linear(1, 1), config=config)
     assert ("auto" in str(told.value)) == ("auto" in sizes.values())
 
