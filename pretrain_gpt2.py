@@ -61,6 +61,7 @@ def main() -> int:
                           checkpoints.saver(engine, log.say), stop)
         if state.iteration >= config.train.train_iters > 0:
             log.say(f" nothing to do: {config.save.load} is at iteration {state.iteration} already")
+            checkpoints.save_finished(engine, log.say, state)
         elif trainer.run(state, datasets.train, datasets.valid):
             trainer.finish(state, datasets.valid, datasets.test)
             if config.log.sample_tokens and not config.data.mock_data:

@@ -1,6 +1,7 @@
-"""python -m megatron.checkpoint list|verify|digest|merge|convert DIR [--tag T]
+"""python -m megatron.checkpoint list|verify|digest|merge|convert DIR[:TAG] [--tag TAG]
 
-DIR is a save root, or the folder of one tag. Without --tag: `verify` checks every tag, the others take the newest.
+DIR is a save root, or the folder of one tag. Without a tag `list` and `verify` go over all of them, and the others take
+the one that a load takes: what `latest` names, otherwise the newest.
 `convert` writes a Hugging Face GPT-2 folder; where DIR is such a folder, nanoGPT's ckpt.pt or Megatron-LM's folder of
 mp_rank_XX, it writes a save root of ours (start from it with --load OUTPUT --finetune).
 `list` and `verify` import no torch. Exit codes: 0 good, 2 usage, 4 damaged or no checkpoint, 7 output not writable.
@@ -13,18 +14,23 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from megatron.checkpoint.manifest import MANIFEST, Manifest
-from megatron.checkpoint.tags import complete, manifest_of, newest_first, tag_names, verify
+from megatron.checkpoint.choice import all_tags, candidates, explain_choice, latest_tag, locate
+from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.recognise import recognise
+from megatron.checkpoint.tags import complete, manifest_of, tag_names, verify
 from megatron.errors import EXIT_STORAGE, CheckpointError, ConfigError, TrainerError, exit_code
 
 
 def list_tags(root: Path, tag: str | None) -> None:
-    """One line a complete tag, the oldest first: name, iteration, layout, bytes."""
+    """One line a complete tag, by step: name, iteration, layout, bytes; `latest` marks the one that a load takes."""
     manifests = complete(root) if tag is None else [manifest_of(root, tag)]
     if not manifests:
-        raise CheckpointError(f"no committed checkpoint under {root}")
+        raise CheckpointError(f"no committed checkpoint under {root}{recognise(root)}")
+    chosen = latest_tag(root)
     for manifest in manifests:
-        print(_line(manifest))
+        print(_line(manifest) + ("  latest" if manifest.tag == chosen else ""))
+    if tag is None and chosen is None and (warning := explain_choice(root, candidates(root)[0])):
+        print(warning, file=sys.stderr)
 
 
 def _line(manifest: Manifest) -> str:
@@ -39,7 +45,7 @@ def _bytes(manifest: Manifest) -> int:
 def verify_tags(root: Path, tag: str | None) -> None:
     """Check every tag, then fail with the first that is damaged."""
     damaged: list[CheckpointError] = []
-    for name in [tag] if tag is not None else reversed(newest_first(root)):
+    for name in [tag] if tag is not None else all_tags(root):
         try:
             manifest = verify(root, name)
             print(f"{name}: ok, {len(manifest.files)} files, {_bytes(manifest)} bytes", flush=True)
@@ -97,9 +103,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(prog="python -m megatron.checkpoint", description=__doc__,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["list", "verify", "digest", "merge", "convert"])
-    parser.add_argument("dir", type=Path, metavar="DIR",
+    parser.add_argument("dir", type=Path, metavar="DIR[:TAG]",
                         help="save root, or the folder of one tag; convert: also what another program saved")
-    parser.add_argument("--tag", metavar="T", help="the checkpoint to take")
+    parser.add_argument("--tag", metavar="TAG", help="the same as DIR:TAG")
     parser.add_argument("--output", type=Path, metavar="PATH",
                         help="merge: the safetensors file to write; convert: the folder")
     parser.add_argument("--vocab-size", type=int, metavar="N",
@@ -109,9 +115,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     chosen = parser.parse_args(arguments)
     if (chosen.command in ("merge", "convert")) != (chosen.output is not None):
         parser.error("--output PATH belongs to merge and convert, and they need it")
-    if chosen.tag is None and (chosen.dir / MANIFEST).exists():
-        folder = chosen.dir.resolve()
-        chosen.dir, chosen.tag = folder.parent, folder.name
+    root, tag = locate(chosen.dir)
+    if tag is not None and chosen.tag not in (None, tag):
+        parser.error(f"{chosen.dir} is tag {tag}, and --tag says {chosen.tag}")
+    chosen.dir, chosen.tag = root, chosen.tag if tag is None else tag
     return chosen
 
 

@@ -6,12 +6,14 @@ Names under the save root (only the first two mean anything to a reader)
     .aside-<tag>             the old copy of a tag that is being replaced; it *is* the tag while no `<tag>` exists
     .staging-<tag>-<run>     a save under way; never read
     .trash-<name>            on its way out; never read
+    .latest-pending          what `latest` is about to say (choice.py)
 
-A commit is: all files and the manifest fsynced in staging, fsync staging, [write zero_to_fp32.py], [rename <tag> to
-aside], rename staging to <tag>, fsync the root, write `latest`, [trash the aside copy]. Killed before the second
-rename, the old copy is found under its own name or aside; killed after it, the new one is. Nothing is deleted in
-place: a folder is first renamed to trash, so no half-deleted folder ever stands under a name that is read. `sweep`
-takes up what was left, at the next start or save.
+A commit is: all files and the manifest fsynced in staging, fsync staging, [write zero_to_fp32.py], write
+`.latest-pending`, [rename <tag> to aside], rename staging to <tag>, fsync the root, write `latest`, remove
+`.latest-pending`, [trash the aside copy]. Killed before the second rename, the old copy is found under its own name or
+aside, and `latest` says what it said; killed after it, the new one is found, and is the latest. Nothing is deleted in
+place: a folder is first renamed to trash, so no half-deleted folder ever has a name that is read. `sweep` finishes what
+was left, at the next start or save.
 """
 
 from __future__ import annotations
@@ -20,14 +22,16 @@ import errno
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.storage import fsync_directory, staged_file
-from megatron.checkpoint.manifest import LATEST, MANIFEST, safe_name, step_of
-from megatron.checkpoint.tags import ASIDE, Say, complete, folder_of, manifest_of, say_stderr
+from data.storage import fsync_directory, staged_file, write_json_atomic
+from megatron.checkpoint.choice import PENDING, Pending, committed_pending, latest_tag, oldest_first, read_latest
+from megatron.checkpoint.manifest import LATEST, MANIFEST, safe_name, seal_of, step_of
+from megatron.checkpoint.tags import ASIDE, Say, folder_of, manifest_of, say_stderr
 from megatron.errors import CheckpointError, StorageError
 
 STAGING, TRASH = ".staging-", ".trash-"
@@ -110,12 +114,14 @@ def sweep(root: Path, say: Say = say_stderr) -> None:
     for name in sorted(os.listdir(root)):
         if name.startswith(ASIDE):
             _settle(root, name.removeprefix(ASIDE), say)
+        elif name == PENDING:
+            _settle_latest(root, say)
         elif name.startswith(STAGING):
             say(f"removing {root / name}, left by an interrupted save")
             discard(root / name)
         elif name.startswith(TRASH):
             _delete(root / name)
-        elif name.startswith((f".{LATEST}.", f".{SCRIPT}.")):
+        elif name.startswith((f".{LATEST}.", f".{PENDING}.", f".{SCRIPT}.")):
             (root / name).unlink(missing_ok=True)
 
 
@@ -132,22 +138,52 @@ def _settle(root: Path, tag: str, say: Say) -> None:
         discard(aside)
 
 
-def commit(staging: Path, root: Path, tag: str) -> None:
-    """Make the complete folder `staging` the checkpoint `tag`, replacing one of that name."""
+def _settle_latest(root: Path, say: Say) -> None:
+    """Let `latest` name the tag whose save was interrupted after its commit."""
+    if tag := committed_pending(root):
+        say(f"{root / LATEST} now names {tag}, whose save was interrupted after its commit")
+        _write_latest(root, tag)
+    else:
+        (root / PENDING).unlink(missing_ok=True)
+
+
+def commit(staging: Path, root: Path, tag: str, latest: bool = True) -> None:
+    """Make the complete folder `staging` the checkpoint `tag`, replacing one of that name, and name it in `latest`."""
     folder, aside = root / tag, root / (ASIDE + tag)
     with storing(folder, 0):
         fsync_directory(staging)
         _place_script(root)
-        if folder.exists() and aside.exists():
-            discard(folder)  # `sweep` kept the aside copy because this one is damaged
-        elif folder.exists():
-            os.rename(folder, aside)
-        os.rename(staging, folder)
+        try:
+            if latest:
+                pending = Pending(tag, str(seal_of(staging)), read_latest(root))
+                write_json_atomic(root / PENDING, pending.as_dict())
+            if folder.exists() and aside.exists():
+                discard(folder)  # `sweep` kept the aside copy because this one is damaged
+            elif folder.exists():
+                os.rename(folder, aside)
+            os.rename(staging, folder)
+        except OSError:
+            (root / PENDING).unlink(missing_ok=True)
+            raise
         fsync_directory(root)
-        with staged_file(root / LATEST, "w") as file:
-            file.write(f"{tag}\n")
+        if latest:
+            _write_latest(root, tag)
         if aside.exists():
             discard(aside)
+
+
+def _write_latest(root: Path, tag: str) -> None:
+    with staged_file(root / LATEST, "w") as file:
+        file.write(f"{tag}\n")
+    (root / PENDING).unlink(missing_ok=True)
+
+
+def time_of_commit(root: Path) -> int:
+    """Now, in microseconds since 1970; where the clock is behind that of the last commit under `root`, just after it."""
+    last, now = latest_tag(root), time.time_ns() // 1000
+    with suppress(CheckpointError):  # a damaged one is after nothing
+        return max(now, manifest_of(root, last).saved_at + 1 if last is not None else 0)
+    return now
 
 
 def _place_script(root: Path) -> None:
@@ -176,14 +212,17 @@ def _delete(path: Path) -> None:
 
 
 def prune(root: Path, keep: Keep, saved: int | None = None) -> list[str]:
-    """Delete the complete step tags that `keep` does not name, those after step `saved` left aside: another run's, or
-    passed over as damaged, they must not push out what was just saved. Tags of the user's own stay. The names deleted.
+    """Delete the complete step tags that `keep` does not name; the names deleted.
+
+    The newest are those committed last, so after going back to an older tag the abandoned branch goes first. Never
+    deleted: what `latest` names, tags of the user's own, and those after step `saved` (another run's, or of a branch
+    that this one has not reached yet), which do not count either.
     """
     if keep.last is None:
         return []
-    steps = [(step, manifest.tag) for manifest in complete(root) if (step := step_of(manifest.tag)) is not None]
-    own = [(step, tag) for step, tag in steps if saved is None or step <= saved]
-    doomed = [tag for step, tag in own[:-keep.last] if not keep.every or step % keep.every]
+    steps = [(step, manifest.tag) for manifest in oldest_first(root) if (step := step_of(manifest.tag)) is not None]
+    own, latest = [(step, tag) for step, tag in steps if saved is None or step <= saved], latest_tag(root)
+    doomed = [tag for step, tag in own[:-keep.last] if tag != latest and not (keep.every and step % keep.every == 0)]
     with storing(root, 0):
         for tag in doomed:
             discard(folder_of(root, tag))

@@ -13,6 +13,7 @@ The partition is kept as plain numbers (not mpu's record), so that verifying nee
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -25,7 +26,8 @@ from megatron.checkpoint.cut import Sharding
 from megatron.checkpoint.strict import Record, parse_json, read_bytes
 from megatron.errors import CheckpointError
 
-FORMAT = 1
+FORMAT = 2
+"""What is written. Format 1 lacks `saved_at`, and is read as well."""
 MANIFEST = "manifest.json"
 LATEST = "latest"
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
@@ -35,9 +37,13 @@ _CHECKSUM = b',"crc32":"'
 
 def safe_name(name: str, what: str) -> str:
     """`name`, which may become a path: no separator, no leading dot, nothing a file system reads otherwise."""
-    if not _SAFE_NAME.fullmatch(name) or name in (LATEST, MANIFEST):
+    if not is_safe_name(name):
         raise CheckpointError(f"{what} {name!r:.80} is not a plain name: letters, digits, '_', '-' and inner '.' only")
     return name
+
+
+def is_safe_name(name: str) -> bool:
+    return _SAFE_NAME.fullmatch(name) is not None and name not in (LATEST, MANIFEST)
 
 
 def step_tag(iteration: int) -> str:
@@ -110,6 +116,9 @@ class Manifest:
     config: Mapping[str, Any]
     files: Mapping[str, FileEntry]
     tensors: tuple[TensorEntry, ...]
+    saved_at: int = 0
+    """Time of the commit in microseconds since 1970, later than that of any tag committed before under the same root;
+    0 in format 1, which does not record it."""
 
     def to_bytes(self) -> bytes:
         body = {"format": FORMAT, **asdict(self)}
@@ -140,12 +149,13 @@ def from_bytes(data: bytes, where: str = MANIFEST) -> Manifest:
     if mark + rest != _seal(text):
         raise CheckpointError(f"{where}: damaged: its {len(data)} bytes do not match its own checksum")
     record = Record(parse_json(text + b"}", where), where)
-    if (version := record.count("format")) != FORMAT:
-        raise CheckpointError(f"{where}: format {version}, this program reads format {FORMAT}")
+    if (version := record.count("format")) not in (1, FORMAT):
+        raise CheckpointError(f"{where}: format {version}, this program reads formats 1 and {FORMAT}")
     manifest = Manifest(run_id=record.take("run_id", str), tag=safe_name(record.take("tag", str), f"{where}: tag"),
                         iteration=record.count("iteration"), layout=record.take("layout", dict),
                         config=record.take("config", dict), files=_files(record.take("files", dict), where),
-                        tensors=tuple(tensor_from_json(value, where) for value in record.take("tensors", list)))
+                        tensors=tuple(tensor_from_json(value, where) for value in record.take("tensors", list)),
+                        saved_at=record.count("saved_at") if version > 1 else 0)
     record.done()
     manifest.check()
     return manifest
@@ -154,6 +164,16 @@ def from_bytes(data: bytes, where: str = MANIFEST) -> Manifest:
 def _seal(text: bytes) -> bytes:
     """The end of a manifest whose other bytes are `text`."""
     return _CHECKSUM + b'%08x"}\n' % crc32(text)
+
+
+def seal_of(folder: Path) -> str | None:
+    """The checksum that the manifest in `folder` ends with, which identifies one save; None without a manifest."""
+    try:
+        with open(folder / MANIFEST, "rb") as file:
+            file.seek(-len(_seal(b"")), os.SEEK_END)
+            return file.read()[len(_CHECKSUM):-3].decode("ascii", "replace")
+    except OSError:
+        return None
 
 
 def _files(values: dict[str, object], where: str) -> dict[str, FileEntry]:

@@ -10,19 +10,21 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron.checkpoint.agree import agree, on_rank_0
+from megatron.checkpoint.choice import candidates, explain_choice, latest_tag
 from megatron.checkpoint.cut import Run
 from megatron.checkpoint.manifest import Manifest, TensorEntry
 from megatron.checkpoint.piece import sharding_of
+from megatron.checkpoint.recognise import recognise
 from megatron.checkpoint.state import decode
 from megatron.checkpoint.strict import parse_json, read_bytes
-from megatron.checkpoint.tags import Say, check_files, check_hint, folder_of, manifest_of, newest_first, say_stderr
+from megatron.checkpoint.tags import Say, check_files, folder_of, manifest_of, say_stderr, tag_names
 from megatron.checkpoint.tensorfile import TensorFile
 from megatron.errors import CheckpointError
 from mpu.groups import SOLO, Group
@@ -31,26 +33,46 @@ from mpu.split import Partition
 
 def open_checkpoint(root: str | Path, tag: str | None = None, *, world: Group = SOLO, fallback: bool = False,
                     say: Say = say_stderr) -> Checkpoint:
-    """The checkpoint `tag`, or the newest one, with every byte verified before anything is read from it.
+    """The checkpoint `tag`, or the one that `latest` names, with every byte verified before anything is read from it.
 
     Collective over `world`: the ranks share the verification, and all open the tag or all raise the same error.
-    With `fallback` a damaged newest tag makes way for the next older one, and `say` tells so once.
+    With `fallback` a damaged tag that was not asked for makes way for an older one, and `say` prints why.
     """
     root = Path(root)
-    names = [tag] if tag is not None else on_rank_0(lambda: newest_first(root), world)
-    for name in names:
+    first = str(on_rank_0(lambda: _named(root, tag) if tag is not None else latest_tag(root) or candidates(root)[0],
+                          world))
+    try:
+        found = agree(lambda: _open_verified(root, first, world), world)
+    except CheckpointError as error:
+        others = [] if tag is not None else on_rank_0(lambda: candidates(root)[1:], world)
+        if not fallback or not others:
+            advice = "; --resume-fallback takes the newest good one before it" if others else ""
+            raise CheckpointError(f"{error}{advice}") from error
+        return _fall_back(root, error, others, world, say)
+    if tag is None and world.rank == 0 and (warning := explain_choice(root, first)):
+        say(warning)
+    return found
+
+
+def _named(root: Path, tag: str) -> str:
+    """The tag, if there is one of that name."""
+    if not folder_of(root, tag).is_dir():
+        held = ", ".join(tag_names(root))
+        raise CheckpointError(f"no tag {tag} under {root}, " + (f"which holds {held}" if held else
+                                                                f"which holds no checkpoint{recognise(root)}"))
+    return tag
+
+
+def _fall_back(root: Path, error: CheckpointError, others: list[str], world: Group, say: Say) -> Checkpoint:
+    """The first of the other tags that is good; the last one's error where none is."""
+    for name in others:
+        if world.rank == 0:
+            say(f"warning: {error}; falling back to {name}")
         try:
-            checkpoint = agree(lambda: _open_verified(root, name, world), world)
-        except CheckpointError as error:
-            if not fallback or name == names[-1]:
-                raise
-            if world.rank == 0:
-                say(f"warning: {error}; falling back to an older tag")
-            continue
-        if tag is None and world.rank == 0:
-            check_hint(root, name, say)
-        return checkpoint
-    raise AssertionError("newest_first names at least one tag")
+            return agree(partial(_open_verified, root, name, world), world)
+        except CheckpointError as found:
+            error = found
+    raise error
 
 
 def _open_verified(root: Path, tag: str, world: Group) -> Checkpoint:

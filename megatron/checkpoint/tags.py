@@ -1,9 +1,8 @@
-"""Which checkpoints stand under a save root, which one is the newest, and are they intact. Reads only; no torch.
+"""Which checkpoints are there under a save root, and are they intact. Reads only; no torch. choice.py chooses one.
 
-The truth is the set of folders with a valid manifest; the file `latest` is a hint for people and other tools, and a
-wrong hint costs one warning line. A folder gets its final name in one rename, after its last byte is on the disk
-(commit.py), so a visible `global_step<N>` without a valid manifest is damaged, not unfinished: choosing it is an error
-and choosing silently an older one would lose work, unless the caller asks to fall back.
+A checkpoint is a folder with a valid manifest. A folder gets its final name in one rename, after its last byte is on
+the disk (commit.py), so a visible `global_step<N>` without a valid manifest is damaged, not unfinished: choosing it is
+an error, and silently choosing an older one would lose work, unless the caller asks to fall back.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from data.storage import crc32_file
-from megatron.checkpoint.manifest import LATEST, MANIFEST, Manifest, read_manifest, safe_name, step_of
+from megatron.checkpoint.manifest import MANIFEST, Manifest, read_manifest, safe_name, step_of
+from megatron.checkpoint.recognise import recognise
 from megatron.errors import CheckpointError
 
 Say = Callable[[str], None]
@@ -29,7 +29,7 @@ def say_stderr(line: str) -> None:
 
 
 def folder_of(root: Path, tag: str) -> Path:
-    """Where `tag` stands: under its own name, or aside if a kill fell between the two renames of its replacement."""
+    """The folder of `tag`: of that name, or aside if a kill fell between the two renames of its replacement."""
     folder, aside = root / safe_name(tag, "tag"), root / (ASIDE + tag)
     return aside if not folder.exists() and (aside / MANIFEST).exists() else folder
 
@@ -38,7 +38,7 @@ def manifest_of(root: Path, tag: str) -> Manifest:
     """The valid manifest of one tag."""
     folder = folder_of(root, tag)
     if not (folder / MANIFEST).is_file():
-        raise CheckpointError(f"tag {tag}: {MANIFEST} missing in {folder}")
+        raise CheckpointError(f"tag {tag}: {MANIFEST} missing in {folder}{recognise(folder)}")
     manifest = read_manifest(folder)
     if manifest.tag != tag:
         raise CheckpointError(f"tag {tag}: {MANIFEST} is of tag {manifest.tag}")
@@ -46,16 +46,21 @@ def manifest_of(root: Path, tag: str) -> Manifest:
 
 
 def tag_names(root: Path) -> list[str]:
-    """Names that look like tags, the oldest first: every folder named global_step<N>, and any other with a manifest."""
-    found: dict[str, tuple[int, str]] = {}
+    """Names that look like tags, by step: every folder named global_step<N>, and any other with a valid manifest."""
+    return list(steps_of(root))
+
+
+def steps_of(root: Path) -> dict[str, int]:
+    """The same with their steps, in the order of the steps."""
+    found: dict[str, int] = {}
     for name in _folders(root):
         tag = name.removeprefix(ASIDE)
         step = step_of(tag)
         if step is None and (root / name / MANIFEST).is_file():
             step = _own_iteration(root, tag)
         if step is not None:
-            found[tag] = (step, tag)
-    return sorted(found, key=found.__getitem__)
+            found[tag] = step
+    return dict(sorted(found.items(), key=lambda entry: (entry[1], entry[0])))
 
 
 def _folders(root: Path) -> Iterator[str]:
@@ -70,7 +75,7 @@ def _folders(root: Path) -> Iterator[str]:
 
 
 def _own_iteration(root: Path, tag: str) -> int | None:
-    """The step of a tag whose name does not tell it; None when it is not a valid one of ours."""
+    """The step of a tag whose name does not contain it; None when it is not a valid one of ours."""
     try:
         return manifest_of(root, tag).iteration
     except CheckpointError:
@@ -78,7 +83,7 @@ def _own_iteration(root: Path, tag: str) -> int | None:
 
 
 def complete(root: Path) -> list[Manifest]:
-    """The manifests of all complete tags, the oldest first."""
+    """The manifests of all complete tags, by step."""
     manifests = []
     for tag in tag_names(root):
         try:
@@ -86,39 +91,6 @@ def complete(root: Path) -> list[Manifest]:
         except CheckpointError:
             continue
     return manifests
-
-
-def newest_first(root: Path) -> list[str]:
-    """The tags a resume may choose from, at least one; any may be damaged, which is for the caller to find out."""
-    names = [name for name in reversed(tag_names(root)) if not _is_empty(root / name)]
-    if not names:
-        raise CheckpointError(f"no committed checkpoint under {root}; name a folder with global_step<N> in it")
-    return names
-
-
-def _is_empty(folder: Path) -> bool:
-    try:
-        return folder.is_dir() and not any(folder.iterdir())
-    except OSError:
-        return False  # who opens it will say why it cannot be read
-
-
-def check_hint(root: Path, newest: str, say: Say) -> None:
-    """One line when `latest` does not name the newest tag; it is never followed."""
-    hint = _hint(root / LATEST)
-    if hint != newest:
-        state = "is missing" if hint is None else f"says {hint!r:.60}"
-        say(f"warning: {root / LATEST} {state}; the newest complete tag is {newest}")
-
-
-def _hint(path: Path) -> str | None:
-    try:
-        if not path.is_file():  # a pipe in its place would never end
-            return None
-        with open(path, "rb") as file:
-            return file.read(256).decode("utf-8", "replace").strip()
-    except OSError:
-        return None
 
 
 def verify(root: Path, tag: str) -> Manifest:

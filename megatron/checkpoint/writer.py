@@ -29,12 +29,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.agree import agree, on_rank_0
-from megatron.checkpoint.commit import Keep, commit, prune, stage, storing
+from megatron.checkpoint.commit import Keep, commit, prune, stage, storing, time_of_commit
 from megatron.checkpoint.manifest import MANIFEST, FileEntry, Manifest, TensorEntry, gather_tensors, tensor_from_json
 from megatron.checkpoint.piece import Piece
 from megatron.checkpoint.state import encode
-from megatron.checkpoint.tags import Say, say_stderr
+from megatron.checkpoint.tags import Say, manifest_of, say_stderr
 from megatron.checkpoint.tensorfile import Item, split_files, write_blob, write_file
+from megatron.errors import CheckpointError
 from mpu.collectives import all_gather_json
 from mpu.groups import Group
 
@@ -86,11 +87,13 @@ def answer(steps: Saving, job: Job, world: Group) -> Job:
 
 def saving(root: str | Path, tag: str, *, pieces: Iterable[Piece], rank_state: Mapping[str, Any],
            shared_state: Mapping[str, Any], config: Mapping[str, Any], layout: Mapping[str, Any], world: Group,
-           run_id: str, iteration: int, say: Say = say_stderr, keep: Keep = Keep(), hold: Hold | None = None) -> Saving:
+           run_id: str, iteration: int, say: Say = say_stderr, keep: Keep = Keep(), hold: Hold | None = None,
+           latest: bool = True) -> Saving:
     """Write the checkpoint `tag` under `root`, then delete the older ones that `keep` does not name.
 
     `rank_state` is this rank's (random streams); `shared_state` and `config` are taken from rank 0. States are nested
-    dicts of JSON values and tensors. `layout` holds at least "tp" and "dp".
+    dicts of JSON values and tensors. `layout` holds at least "tp" and "dp". Without `latest`, a load does not take this tag
+    unless it is named.
     """
     begin = time.perf_counter()
     root = Path(root)
@@ -103,7 +106,11 @@ def saving(root: str | Path, tag: str, *, pieces: Iterable[Piece], rank_state: M
     staging = Path(on_rank_0(lambda: str(stage(root, tag, run_id, say, needed)), world))
 
     def publish() -> int:
-        size = _commit(staging, root, Manifest(run_id, tag, iteration, layout, config, *_collect(parts, tag)))
+        if replaced := _replaced(root, tag):
+            say(replaced)
+        files, tensors = _collect(parts, tag)
+        manifest = Manifest(run_id, tag, iteration, layout, config, files, tensors, time_of_commit(root))
+        size = _commit(staging, root, manifest, latest)
         prune(root, keep, iteration)
         return size
 
@@ -115,6 +122,18 @@ def saving(root: str | Path, tag: str, *, pieces: Iterable[Piece], rank_state: M
             shutil.rmtree(staging, ignore_errors=True)
         raise
     return SaveReport(tag, sizes[0], time.perf_counter() - begin)
+
+
+def _replaced(root: Path, tag: str) -> str | None:
+    """What to say about the tag of this name that the save replaces."""
+    if not (root / tag).exists():
+        return None
+    try:
+        saved_at = manifest_of(root, tag).saved_at
+    except CheckpointError:
+        return f"replacing {root / tag}, which is damaged"
+    when = f" of {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(saved_at / 1e6))}" if saved_at else ""
+    return f"replacing {root / tag}: an earlier save{when} of the same name"
 
 
 def _nothing() -> None:
@@ -167,13 +186,13 @@ def _collect(parts: list[Any], tag: str) -> tuple[dict[str, FileEntry], tuple[Te
     return files, gather_tensors(tensor_from_json(value, tag) for part in parts for value in part["tensors"])
 
 
-def _commit(staging: Path, root: Path, manifest: Manifest) -> int:
+def _commit(staging: Path, root: Path, manifest: Manifest, latest: bool) -> int:
     """The manifest, last of all files, then the rename; the bytes of the whole checkpoint."""
     manifest.check()
     data = manifest.to_bytes()
     with storing(staging / MANIFEST, len(data)):
         write_blob(staging / MANIFEST, data)
-    commit(staging, root, manifest.tag)
+    commit(staging, root, manifest.tag, latest)
     return sum(entry.size for entry in manifest.files.values()) + len(data)
 
 

@@ -12,8 +12,9 @@ class SaveConfig:
     """Checkpoints: where they are written and read, and what of them."""
 
     save: str | None = setting(None, "folder to write checkpoints to", newcomer=True)
-    load: str | None = setting(None, "folder to resume from; must hold a checkpoint unless it is an empty --save",
-                               newcomer=True)
+    load: str | None = setting(
+        None, "folder to resume from, or FOLDER:TAG; must hold a checkpoint unless it is an empty --save", newcomer=True)
+    ckpt_step: int | None = setting(None, "resume from the checkpoint of this step, not the one that `latest` names")
     load_hf: str | None = setting(
         None, "Hugging Face GPT-2 folder of the initial weights; --load wins where it resumes", newcomer=True)
     save_interval: int = setting(1000, "steps between checkpoints; 0 saves at the end only", newcomer=True)
@@ -30,12 +31,13 @@ class SaveConfig:
     resume_dataloader: bool = setting(False, "accepted for old scripts: the data position is always restored")
 
     def __post_init__(self) -> None:
-        require_range(self, "save_interval", 0)
+        require_range(self, "save_interval ckpt_step", 0)
         require_range(self, "keep_last keep_every", 1)
         require(self.keep_every is None or self.keep_last is not None,
                 "--keep-every needs --keep-last: without it every checkpoint is kept")
-        for name in ("no_load_optim", "no_load_rng", "finetune", "load_precision_change", "resume_fallback"):
+        for name in ("no_load_optim", "no_load_rng", "finetune", "load_precision_change", "resume_fallback",
+                     "ckpt_step"):
             require(
-                not getattr(self, name) or self.load is not None,
+                getattr(self, name) in (None, False) or self.load is not None,
                 f"{flag_name(name)} needs --load: there is nothing to load",
             )

@@ -14,16 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.agree import agree, on_rank_0
+from megatron.checkpoint.choice import latest_tag, locate, tag_of_step
 from megatron.checkpoint.commit import Keep, probe, storing, sweep
 from megatron.checkpoint.interchange.foreign import Foreign
 from megatron.checkpoint.interchange.huggingface import open_folder
 from megatron.checkpoint.lock import locked
-from megatron.checkpoint.manifest import step_of, step_tag
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron.checkpoint.tags import tag_names
+from megatron.checkpoint.manifest import step_tag
+from megatron.checkpoint.recognise import recognise
+from megatron.checkpoint.tags import steps_of, tag_names
 from megatron.checkpoint.writer import SaveReport
 from megatron.config.tree import Config, flag_name
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, ConfigError
 from megatron.optim.schedule import Schedule
 from megatron.train.loop import TrainState
 from megatron.zero.api.engine import Engine, LoadOptions
@@ -58,6 +60,7 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         self._held = ExitStack()
+        self._loaded: Path | None = None
         if self.config.save.save is not None:
             root = Path(self.config.save.save)
             on_rank_0(lambda: self._claim(root), self.groups.world)
@@ -82,9 +85,14 @@ class Checkpoints:
     def resume(self, engine: Engine) -> TrainState:
         """Where this run starts."""
         section = self.config.save
-        if section.load is None or self._starts_fresh(Path(section.load)):
+        if section.load is None:
             return self._start(engine)
-        found = open_checkpoint(section.load, world=self.groups.world, fallback=section.resume_fallback)
+        root, tag = on_rank_0(self._source, self.groups.world)
+        if root is None:
+            self.notes.append(f" starting from scratch: {section.load}, which is --save as well, holds no checkpoint yet")
+            return self._start(engine)
+        self._loaded = Path(root)
+        found = open_checkpoint(root, tag, world=self.groups.world, fallback=section.resume_fallback)
         _check_model(self.config, found)
         optimizer = not (section.finetune or section.no_load_optim)
         saved: dict[str, Any] = found.shared_state["client_state"]
@@ -111,14 +119,14 @@ class Checkpoints:
         return self._start_at(TrainState(saved["iteration"], saved["consumed_samples"]))
 
     def _start_at(self, state: TrainState) -> TrainState:
-        """`state`, with a warning where --save holds later steps: they would be taken for the newest of this run."""
+        """`state`, with a line where --save holds later steps: of a branch that this run leaves, or of another run."""
         root = self.config.save.save
-        steps = [] if root is None else on_rank_0(lambda: [step_of(tag) for tag in tag_names(Path(root))],
-                                                  self.groups.world)
-        if later := [step for step in steps if step is not None and step > state.iteration]:
-            self.notes.append(f" warning: --save {root} holds {step_tag(max(later))}, later than iteration "
-                              f"{state.iteration} where this run starts: a resume would take it; give another --save, "
-                              "or remove it")
+        held = {} if root is None else on_rank_0(lambda: steps_of(Path(root)), self.groups.world)
+        if later := [tag for tag, step in held.items() if step > state.iteration]:
+            more = f" and {len(later) - 3} more" if len(later) > 3 else ""
+            self.notes.append(f" note: --save {root} holds {', '.join(later[:3])}{more}, later than iteration "
+                              f"{state.iteration} where this run starts: a save of the same name replaces it; after the first save "
+                              "`latest`, and so a resume, is of this run")
         return state
 
     def _start(self, engine: Engine) -> TrainState:
@@ -129,10 +137,25 @@ class Checkpoints:
             self.notes.append(f" initial weights from the Hugging Face folder {source}")
         return self._start_at(TrainState())
 
-    def _starts_fresh(self, load: Path) -> bool:
-        """--load of a --save folder that holds nothing yet: the first start of a command made to be run again."""
-        same = self.config.save.save is not None and load.resolve() == Path(self.config.save.save).resolve()
-        return same and bool(on_rank_0(lambda: not load.exists() or not tag_names(load), self.groups.world))
+    def _source(self) -> tuple[str | None, str | None]:
+        """Folder and tag to load; no folder where --load is a --save that holds nothing yet: the first start of a
+        command made to be run again. No tag: the one that `latest` names."""
+        section = self.config.save
+        assert section.load is not None
+        same = section.load == section.save  # then a colon belongs to the name, whether the folder exists or not
+        root, tag = (Path(section.load), None) if same else locate(section.load)
+        same = same or section.save is not None and root.resolve() == Path(section.save).resolve()
+        if section.ckpt_step is not None:
+            if tag is not None:
+                raise ConfigError(f"--load {section.load} names a tag, and --ckpt-step {section.ckpt_step} another; "
+                                  "give one of them")
+            tag, note = tag_of_step(root, section.ckpt_step)
+            self.notes += [f" {note}"] if note else []
+        if same and tag is None and not tag_names(root) and latest_tag(root) is None:
+            if kind := recognise(root):
+                raise CheckpointError(f"no committed checkpoint under {root}{kind}")
+            return None, None
+        return str(root), tag
 
     # ---- saving -------------------------------------------------------------------------------------------------
 
@@ -147,6 +170,17 @@ class Checkpoints:
                                save_rng_states=not section.no_save_rng,
                                keep=Keep(section.keep_last, section.keep_every), in_background=section.async_save,
                                then=partial(self._tell, say))
+
+    def save_finished(self, engine: Engine, say: Say, state: TrainState) -> None:
+        """A run that was complete when it was loaded: it is saved as well where --save is another folder than --load."""
+        root = self.config.save.save
+        if root is None or self._loaded is None:
+            return
+        own = self._loaded
+        if not on_rank_0(lambda: Path(root).resolve() == own.resolve()
+                         or step_tag(state.iteration) in tag_names(Path(root)), self.groups.world):
+            self._save(engine, say, state)
+            engine.finish_save()
 
     def _tell(self, say: Say, report: SaveReport) -> None:
         say(f" saved {report.tag} to {self.config.save.save} "

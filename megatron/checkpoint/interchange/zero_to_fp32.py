@@ -23,7 +23,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -42,7 +42,7 @@ BLOCK = 1 << 18
 """Bytes or elements read at a time."""
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 SAFE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
-FORMAT = 1
+FORMATS = (1, 2)
 
 
 class Damaged(Exception):
@@ -163,7 +163,8 @@ class Tag:
 
 
 def open_tag(folder: Path, tag: str | None = None) -> Tag:
-    """`folder` may be the root of the tags, where the newest is taken, or one tag's own."""
+    """`folder` is one tag's own, or the root of the tags: there the one that `latest` names is taken, otherwise the one
+    saved last."""
     if tag is None and (folder / "manifest.json").exists():
         return Tag(folder)
     found = tags_under(folder)
@@ -171,18 +172,30 @@ def open_tag(folder: Path, tag: str | None = None) -> Tag:
         if tag not in found:
             raise Damaged(f"no tag {tag!r:.80} under {folder}, found {', '.join(found) or 'none'}")
         return Tag(found[tag])
-    # A step tag is newest by its number; without any, a tag of the user's own is newest by what it says.
-    steps = {int(name[11:]): path for name, path in found.items() if re.fullmatch(r"global_step\d{1,18}", name)}
-    if steps:
-        return Tag(steps[max(steps)])
-    tags = [Tag(path) for path in found.values() if (path / "manifest.json").exists()]
+    latest = latest_tag(folder, found)
+    if latest is not None:
+        return Tag(found[latest])
+    tags = [Tag(path) for name, path in found.items() if (path / "manifest.json").exists()
+            or re.fullmatch(r"global_step\d{1,18}", name) and any(path.iterdir())]
     if not tags:
         raise Damaged(f"no committed checkpoint under {folder}")
-    return max(tags, key=lambda other: int(other.manifest["iteration"]))
+    return max(tags, key=lambda other: (int(other.manifest.get("saved_at", 0)), int(other.manifest["iteration"])))
+
+
+def latest_tag(folder: Path, found: Mapping[str, Path]) -> str | None:
+    """The tag that `latest` names, or was about to name when the save was interrupted after its commit."""
+    path = folder / "latest"
+    said = path.read_bytes()[:256].decode("utf-8", "replace").strip() if path.is_file() else None
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        pending = json.loads((folder / ".latest-pending").read_bytes())
+        if pending["was"] == said and (found[pending["tag"]] / "manifest.json").read_bytes().endswith(
+                b'%s"}\n' % pending["seal"].encode()):
+            return str(pending["tag"])
+    return said if said in found and any(found[said].iterdir()) else None
 
 
 def tags_under(folder: Path) -> dict[str, Path]:
-    """Tag -> where it stands: aside, if a kill fell between the two renames of its replacement."""
+    """Tag -> its folder: aside, if a kill fell between the two renames of its replacement."""
     with reading(folder):
         names = sorted(os.listdir(folder), key=lambda name: not name.startswith(".aside-"))  # its own folder wins
     return {tag: folder / name for name in names if (folder / name).is_dir()
@@ -197,8 +210,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not mark or rest != b'%08x"}\n' % crc32(text):
         raise Damaged(f"{path}: damaged: its {len(data)} bytes do not match its own checksum; take another tag with -t")
     manifest: dict[str, Any] = json.loads(text + b"}")
-    if manifest["format"] != FORMAT:
-        raise Damaged(f"{path}: format {manifest['format']}, this script reads format {FORMAT}")
+    if manifest["format"] not in FORMATS:
+        raise Damaged(f"{path}: format {manifest['format']}, this script reads formats {FORMATS[0]} and {FORMATS[1]}")
     return manifest
 
 
@@ -338,7 +351,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint_dir", type=Path, help="folder of the tags, or of one")
     parser.add_argument("output", type=Path, help="file, or folder")
-    parser.add_argument("-t", "--tag", help="the checkpoint to take (default: the newest)")
+    parser.add_argument("-t", "--tag", help="the checkpoint to take (default: what `latest` names)")
     parser.add_argument("--max_shard_size", default="5GB", help="of one file (default: 5GB)")
     parser.add_argument("--safe_serialization", action="store_true", help="write safetensors")
     parser.add_argument("--exclude_frozen_parameters", action="store_true", help="only what was trained")

@@ -91,11 +91,11 @@ def test_shards_and_their_index_hold_every_tensor_once(safe: bool, tmp_path: Pat
     assert safe or not (tmp_path / "pytorch_model.bin").exists(), "loaders would take the stale file first"
 
 
-def test_a_folder_gets_the_name_its_loaders_look_for_and_the_newest_step_is_taken(tmp_path: Path) -> None:
+def test_a_folder_gets_the_name_its_loaders_look_for_and_the_latest_tag_is_taken(tmp_path: Path) -> None:
     for step in (2, 10):
         save_grid(tmp_path, Grid(1, 1), step=step, seed=step)
     (tmp_path / "latest").write_text("global_step2\n")
-    for tag, step, safe in ((None, 10, False), ("global_step2", 2, True)):
+    for tag, step, safe in ((None, 2, False), ("global_step10", 10, True)):
         zero.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "out", tag=tag, safe_serialization=safe)
         path = tmp_path / "out" / ("model.safetensors" if safe else "pytorch_model.bin")
         found = load_file(path) if safe else torch.load(path, weights_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,11 +25,15 @@ def piece(tp_rank: int, offset: int, count: int) -> PieceEntry:
 
 WHOLE = (piece(0, 0, 8), piece(1, 0, 3), piece(1, 3, 5))
 MANIFEST = Manifest("run", "global_step7", 7, {"tp": 2, "dp": 1}, {"a": [1, None, "x"]},
-                    {"rank0.safetensors": FileEntry(100, "0123abcd")}, (tensor(*WHOLE),))
+                    {"rank0.safetensors": FileEntry(100, "0123abcd")}, (tensor(*WHOLE),), 1_800_000_000_000_000)
 
 
 def test_it_comes_back_as_it_went() -> None:
     assert from_bytes(MANIFEST.to_bytes()) == MANIFEST
+
+
+def test_a_manifest_of_format_1_is_read_and_has_no_time() -> None:
+    assert from_bytes(sealed(lambda m: m.update(format=1) or m.pop("saved_at"))) == replace(MANIFEST, saved_at=0)
 
 
 def test_every_flipped_bit_is_found() -> None:
@@ -62,7 +67,9 @@ CHANGES: list[tuple[str, Callable[[dict[str, Any]], object]]] = [
     ("'iteration' must be int, found 'x'", lambda m: m.update(iteration="x")),
     ("'iteration' must be int, found True", lambda m: m.update(iteration=True)),
     ("'iteration' must not be negative, found -1", lambda m: m.update(iteration=-1)),
-    ("format 2, this program reads format 1", lambda m: m.update(format=2)),
+    ("format 3, this program reads formats 1 and 2", lambda m: m.update(format=3)),
+    ("'saved_at' is missing", lambda m: m.pop("saved_at")),
+    ("unknown field 'saved_at'", lambda m: m.update(format=1)),
     ("files.rank0.safetensors.: field 'size' is missing", lambda m: m["files"]["rank0.safetensors"].pop("size")),
     ("file '../rank0' is not a plain name", lambda m: m["files"].update({"../rank0": {}})),
     ("tag '/tmp' is not a plain name", lambda m: m.update(tag="/tmp")),

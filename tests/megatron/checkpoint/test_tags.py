@@ -1,4 +1,4 @@
-"""Selection by step number, `latest` as a hint, and every damage found and named."""
+"""Which tags there are, and every damage found and named. Which one is chosen: test_choice.py."""
 
 from __future__ import annotations
 
@@ -17,17 +17,9 @@ from megatron.errors import CheckpointError
 from tests.megatron.checkpoint.made import Grid, save_grid, save_solo
 
 
-def opened(root: Path, **options: bool) -> tuple[str, list[str]]:
-    """The tag that a resume takes, and what it says."""
-    lines: list[str] = []
-    return open_checkpoint(root, say=lines.append, **options).tag, lines
-
-
-def test_the_newest_is_chosen_by_number_and_not_by_spelling(tmp_path: Path) -> None:
+def test_tags_are_listed_by_number_and_not_by_spelling(tmp_path: Path) -> None:
     for step in (10, 9, 100, 99):
         save_solo(tmp_path, step)
-    (tmp_path / "latest").write_text("global_step100\n")
-    assert opened(tmp_path) == ("global_step100", [])
     assert [manifest.iteration for manifest in complete(tmp_path)] == [9, 10, 99, 100]
 
 
@@ -35,19 +27,6 @@ def test_a_tag_of_the_users_own_stands_by_its_iteration(tmp_path: Path) -> None:
     for step, tag in ((5, None), (7, "best.v1"), (6, None)):
         save_solo(tmp_path, step, tag=tag)
     assert tag_names(tmp_path) == ["global_step5", "global_step6", "best.v1"]
-
-
-@pytest.mark.parametrize("hint", [b"", b"global_step1\n", b"global_step77", b"../../etc/passwd",
-                                  b"\xff\x00\x80" * 1000, None])
-def test_a_wrong_latest_costs_one_line(tmp_path: Path, hint: bytes | None) -> None:
-    for step in (1, 2):
-        save_solo(tmp_path, step)
-    (tmp_path / "latest").unlink()
-    if hint is not None:
-        (tmp_path / "latest").write_bytes(hint)
-    tag, lines = opened(tmp_path)
-    assert tag == "global_step2"
-    assert len(lines) == 1 and "the newest complete tag is global_step2" in lines[0] and "\n" not in lines[0]
 
 
 @pytest.mark.parametrize("root", ["absent", "empty", "file"])
@@ -141,27 +120,6 @@ def test_a_renamed_tag_is_found(root: Path) -> None:
     (root / "global_step2").rename(root / "global_step8")
     with pytest.raises(CheckpointError, match="tag global_step8: manifest.json is of tag global_step2"):
         manifest_of(root, "global_step8")
-
-
-def test_falling_back_is_asked_for_and_said_once(root: Path) -> None:
-    (root / "global_step2" / "rank1.safetensors").unlink()
-    (root / "latest").write_text("global_step1\n")
-    tag, lines = opened(root, fallback=True)
-    assert tag == "global_step1"
-    assert len(lines) == 1 and "rank1.safetensors" in lines[0] and "falling back" in lines[0]
-    (root / "global_step1" / MANIFEST).unlink()
-    with pytest.raises(CheckpointError, match="tag global_step1: manifest.json missing"):
-        opened(root, fallback=True)
-
-
-def test_a_latest_that_is_no_file_is_not_read(tmp_path: Path) -> None:
-    """A pipe would be waited on for ever, /dev/zero never ends."""
-    save_solo(tmp_path, 1)
-    for put in (os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir):
-        (tmp_path / "latest").unlink()
-        put(tmp_path / "latest")
-        assert opened(tmp_path) == ("global_step1", [f"warning: {tmp_path}/latest is missing; the newest complete tag "
-                                                     "is global_step1"])
 
 
 def test_a_file_that_leads_out_of_its_tag_must_still_be_the_file_that_was_saved(root: Path, tmp_path: Path) -> None:

@@ -1,0 +1,90 @@
+"""What a folder without a checkpoint of ours is, by the files that other programs leave in theirs. No torch.
+
+`recognise` is the second half of an error line: whose checkpoint it is, and which command reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+CONVERT = "`python -m megatron.checkpoint convert"
+
+
+def recognise(path: Path) -> str:
+    """"; it is ...: do this", or nothing where the path is none of the kinds known here."""
+    try:
+        sentence = next((found for kind in KINDS if (found := kind(path))), None)
+    except OSError:  # what cannot be listed is not recognised
+        return ""
+    return f"; it is {sentence}" if sentence else ""
+
+
+def _deepspeed(path: Path) -> str | None:
+    folders = [path, *(path / tag for tag in _lines(path / "latest"))]
+    found = next((folder for folder in folders if _any(folder.glob("*mp_rank_*_model_states.pt"))
+                  or _any(folder.glob("*zero_pp_rank_*_optim_states.pt"))), None)
+    if found is None:
+        return None
+    root = found.parent if found == path else path
+    return (f"a DeepSpeed checkpoint (tag {found.resolve().name}): make one state dict of it with DeepSpeed's own script, "
+            f"`python {root}/zero_to_fp32.py {root} OUT/pytorch_model.bin -t {found.resolve().name}`, then "
+            f"{CONVERT} OUT --output NEW` (a Hugging Face GPT-2, its config.json copied into OUT) or "
+            f"{CONVERT} OUT/pytorch_model.bin --num-attention-heads N --output NEW` (a Megatron GPT-2)")
+
+
+def _megatron_lm(path: Path) -> str | None:
+    tracker = path / "latest_checkpointed_iteration.txt"
+    if tracker.is_file() or _any(path.glob("mp_rank_*/model_optim_rng.pt")):
+        return f"a Megatron-LM checkpoint: {_read_by(path)}"
+    return None
+
+
+def _torch_distributed(path: Path) -> str | None:
+    if not (path / ".metadata").is_file():
+        return None
+    return ("a checkpoint of torch.distributed.checkpoint (DCP): make one file of it with `python -m "
+            f"torch.distributed.checkpoint.format_utils dcp_to_torch {path} OUT/pytorch_model.bin`, then "
+            f"{CONVERT} OUT --output NEW` (a Hugging Face GPT-2, its config.json copied into OUT)")
+
+
+def _huggingface(path: Path) -> str | None:
+    weights = ("model.safetensors", "pytorch_model.bin", "model.safetensors.index.json", "pytorch_model.bin.index.json")
+    if (path / "config.json").is_file() and any((path / name).is_file() for name in weights):
+        return f"a Hugging Face folder: start from it with --load-hf {path}, or {_read_by(path)}"
+    if found := next((name for name in weights if (path / name).is_file()), None):
+        return (f"a folder with {found}, but without the config.json that says which Hugging Face model it is: copy it "
+                f"there; of a Megatron GPT-2, {CONVERT} {path / found} --num-attention-heads N --output NEW`")
+    return None
+
+
+def _nanogpt(path: Path) -> str | None:
+    if (path / "ckpt.pt").is_file():
+        return f"a nanoGPT folder: {_read_by(path)}"
+    return None
+
+
+def _file(path: Path) -> str | None:
+    if path.is_file() and path.suffix in (".pt", ".bin", ".pth"):
+        return f"a torch file: if nanoGPT wrote it, or it is a state dict of a Megatron GPT-2, {_read_by(path)}"
+    return None
+
+
+KINDS = (_deepspeed, _megatron_lm, _torch_distributed, _huggingface, _nanogpt, _file)
+
+
+def _read_by(path: Path) -> str:
+    return f"{CONVERT} {path} --output NEW` makes a checkpoint of its weights, for `--load NEW --finetune`"
+
+
+def _any(found: Iterable[Path]) -> bool:
+    return next(iter(found), None) is not None
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """The one plain name in a small text file, if there is one."""
+    if path.is_file():
+        with open(path, "rb") as file:
+            name = file.read(256).decode("utf-8", "replace").strip()
+        if name and "/" not in name and name not in (".", ".."):
+            yield name

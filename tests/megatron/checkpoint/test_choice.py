@@ -1,0 +1,272 @@
+"""Which tag a load takes: what is named, else what `latest` names, else what was committed last; after any history."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from megatron.checkpoint.choice import PENDING, candidates, latest_tag, locate, oldest_first, tag_of_step
+from megatron.checkpoint.command import main
+from megatron.checkpoint.commit import Keep, commit, prune, sweep
+from megatron.checkpoint.interchange import zero_to_fp32
+from megatron.checkpoint.manifest import MANIFEST, read_manifest
+from megatron.checkpoint.reader import open_checkpoint
+from megatron.checkpoint.tags import tag_names
+from megatron.errors import CheckpointError
+from tests.megatron.checkpoint.made import save_solo
+
+
+def opened(root: Path, **options: bool) -> tuple[str, list[str]]:
+    """The tag that a resume takes, and what it says."""
+    lines: list[str] = []
+    tag = open_checkpoint(root, say=lines.append, **options).tag
+    if not options:
+        assert zero_to_fp32.open_tag(root).manifest["tag"] == tag, "the script beside the tags takes another"
+    return tag, lines
+
+
+def gone_back(root: Path) -> Path:
+    """Steps 4, 6 and 8 of a branch that was left at step 4, then step 6 of another one; seeds tell the branches apart."""
+    for step in (4, 6, 8):
+        save_solo(root, step)
+    save_solo(root, 6, seed=60)
+    return root
+
+
+# ---- latest decides -------------------------------------------------------------------------------------------------
+
+def test_after_going_back_the_new_branch_is_taken(tmp_path: Path) -> None:
+    assert opened(gone_back(tmp_path)) == ("global_step6", [])
+    (tmp_path / "latest").unlink()
+    assert opened(tmp_path)[0] == "global_step6", "without `latest`, what was committed last"
+
+
+@pytest.mark.parametrize("step", [4, 6, 8])
+def test_an_edited_latest_is_followed_without_a_word(step: int, tmp_path: Path) -> None:
+    (gone_back(tmp_path) / "latest").write_text(f"global_step{step}")
+    assert opened(tmp_path) == (f"global_step{step}", [])
+
+
+@pytest.mark.parametrize("hint", [b"", b"global_step77", b"../../etc/passwd", b"\xff\x00\x80" * 1000, None, b".",
+                                  b"latest", b"notes"])
+def test_a_latest_that_names_no_checkpoint_costs_one_line(tmp_path: Path, hint: bytes | None) -> None:
+    (tmp_path / "notes").mkdir()
+    for step in (1, 2):
+        save_solo(tmp_path, step)
+    (tmp_path / "latest").unlink()
+    if hint is not None:
+        (tmp_path / "latest").write_bytes(hint)
+    tag, lines = opened(tmp_path)
+    assert tag == "global_step2"
+    assert len(lines) == 1 and "the newest complete tag is global_step2" in lines[0] and "\n" not in lines[0]
+
+
+@pytest.mark.parametrize("tag", ["global_step2", "best"])
+def test_a_damaged_latest_is_an_error_unless_falling_back_is_asked_for(tag: str, tmp_path: Path) -> None:
+    save_solo(tmp_path, 1)
+    save_solo(tmp_path, 2, tag=tag)
+    (tmp_path / tag / MANIFEST).write_bytes(b"")
+    with pytest.raises(CheckpointError, match=f"tag {tag}: .*; --resume-fallback takes"):
+        open_checkpoint(tmp_path)
+    found, lines = opened(tmp_path, fallback=True)
+    assert found == "global_step1" and len(lines) == 1 and f"tag {tag}" in lines[0] and "falling back" in lines[0]
+    (tmp_path / "global_step1" / MANIFEST).unlink()
+    with pytest.raises(CheckpointError, match="tag global_step1: manifest.json missing"):
+        opened(tmp_path, fallback=True)
+
+
+def test_falling_back_never_goes_forward_into_an_abandoned_branch(tmp_path: Path) -> None:
+    """Steps 2, 4, 6, 8; back to 2; 3 and 5 of the new branch, the latter damaged: 3, not 4 and not 8."""
+    for step in (2, 4, 6, 8, 3, 5):
+        save_solo(tmp_path, step)
+    (tmp_path / "global_step5" / "rank0.safetensors").write_bytes(b"")
+    assert opened(tmp_path, fallback=True)[0] == "global_step3"
+    assert candidates(tmp_path) == [f"global_step{step}" for step in (5, 3, 4, 2)]
+
+
+# ---- the order of commits -------------------------------------------------------------------------------------------
+
+def test_the_order_is_that_of_the_commits_whatever_the_clock_does(tmp_path: Path) -> None:
+    day = 86_400 * 10**9
+    for step, days in ((1, 0), (2, 400), (3, -400), (9, 1), (4, 0)):
+        with mock.patch.object(time, "time_ns", return_value=20_000 * day + days * day):
+            save_solo(tmp_path, step)
+    assert [manifest.iteration for manifest in oldest_first(tmp_path)] == [1, 2, 3, 9, 4]
+
+
+def test_copies_keep_the_order(tmp_path: Path) -> None:
+    """cp -r and rsync without times: every file gets the time of its copying, here in the reverse order."""
+    gone_back(tmp_path / "s")
+    copy = tmp_path / "copy"
+    for name in reversed([manifest.tag for manifest in oldest_first(tmp_path / "s")]):
+        shutil.copytree(tmp_path / "s" / name, copy / name, copy_function=shutil.copyfile)
+    assert opened(copy)[0] == "global_step6"
+
+
+def as_format_1(folder: Path) -> None:
+    """The manifest as this program wrote it before it recorded times."""
+    value = json.loads((folder / MANIFEST).read_bytes())
+    del value["saved_at"], value["crc32"]
+    text = json.dumps({**value, "format": 1}, separators=(",", ":")).encode()[:-1]
+    from megatron.checkpoint.manifest import _seal
+    (folder / MANIFEST).write_bytes(text + _seal(text))
+
+
+def test_tags_without_a_time_come_first_in_the_order_of_their_steps(tmp_path: Path) -> None:
+    for step in (20, 10, 5):
+        save_solo(tmp_path, step)
+    for step in (20, 10):
+        as_format_1(tmp_path / f"global_step{step}")
+    (tmp_path / "latest").unlink()
+    assert [manifest.iteration for manifest in oldest_first(tmp_path)] == [10, 20, 5]
+    shutil.rmtree(tmp_path / "global_step5")
+    assert opened(tmp_path)[0] == "global_step20"
+
+
+def test_two_tags_of_one_step_are_told_apart_by_time(tmp_path: Path) -> None:
+    save_solo(tmp_path, 6, tag="best")
+    save_solo(tmp_path, 6)
+    save_solo(tmp_path, 7)
+    assert tag_of_step(tmp_path, 7) == ("global_step7", None)
+    tag, note = tag_of_step(tmp_path, 6)
+    assert tag == "global_step6" and note is not None and "best" in note
+    save_solo(tmp_path, 6, seed=1, tag="best")
+    assert tag_of_step(tmp_path, 6)[0] == "best"
+    with pytest.raises(CheckpointError, match="--ckpt-step 5: .* holds best, global_step6, global_step7"):
+        tag_of_step(tmp_path, 5)
+
+
+# ---- a kill before `latest` is written ------------------------------------------------------------------------------
+
+def interrupted(root: Path, step: int, seed: int | None = None) -> None:
+    """A save that is killed after the tag has its name, before `latest` is written."""
+    with mock.patch("megatron.checkpoint.commit._write_latest", side_effect=KeyboardInterrupt), \
+            pytest.raises(KeyboardInterrupt):
+        save_solo(root, step, seed)
+
+
+@pytest.mark.parametrize("step", [5, 6, 8, 9])
+def test_a_tag_committed_before_the_kill_is_taken_also_when_it_replaces_one(step: int, tmp_path: Path) -> None:
+    for earlier in (4, 6, 8):
+        save_solo(tmp_path, earlier)
+    (tmp_path / "latest").write_text("global_step4\n")
+    interrupted(tmp_path, step, seed=50)
+    tag, lines = opened(tmp_path)
+    assert tag == f"global_step{step}" and len(lines) == 1 and "interrupted" in lines[0]
+    said: list[str] = []
+    sweep(tmp_path, said.append)
+    assert (tmp_path / "latest").read_text() == f"global_step{step}\n" and not (tmp_path / PENDING).exists()
+    assert len(said) == 1 and opened(tmp_path) == (tag, [])
+
+
+def test_a_latest_edited_after_the_kill_is_followed(tmp_path: Path) -> None:
+    for step in (2, 4):
+        save_solo(tmp_path, step)
+    interrupted(tmp_path, 6)
+    (tmp_path / "latest").write_text("global_step2\n")
+    assert opened(tmp_path) == ("global_step2", [])
+    sweep(tmp_path, pytest.fail)
+    assert opened(tmp_path) == ("global_step2", [])
+
+
+def test_a_kill_before_the_rename_changes_nothing(tmp_path: Path) -> None:
+    """The tag that was to be replaced is of another branch: it must not be mistaken for the new one."""
+    for step in (4, 6):
+        save_solo(tmp_path, step)
+    (tmp_path / "latest").write_text("global_step4\n")
+    with mock.patch("os.rename", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        save_solo(tmp_path, 6, seed=60)
+    assert (tmp_path / PENDING).exists() and opened(tmp_path) == ("global_step4", [])
+    sweep(tmp_path, lambda line: None)
+    assert not (tmp_path / PENDING).exists() and opened(tmp_path) == ("global_step4", [])
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b'{"tag": "../x", "seal": "00000000", "was": null}', b"\xff"])
+def test_a_pending_file_that_is_none_is_ignored(content: bytes, tmp_path: Path) -> None:
+    save_solo(tmp_path, 1)
+    (tmp_path / PENDING).write_bytes(content)
+    assert opened(tmp_path) == ("global_step1", [])
+    save_solo(tmp_path, 2)
+    assert not (tmp_path / PENDING).exists()
+
+
+# ---- what is kept, and what is replaced -----------------------------------------------------------------------------
+
+def test_prune_after_going_back_keeps_the_branch_in_use(tmp_path: Path) -> None:
+    """By step the abandoned 8 would push out 7, which the branch needs more."""
+    for step in (2, 4, 8):
+        save_solo(tmp_path, step)
+    for step in (5, 7, 9):  # back at 4
+        save_solo(tmp_path, step)
+        prune(tmp_path, Keep(2), saved=step)
+    assert tag_names(tmp_path) == ["global_step7", "global_step9"]
+
+
+def test_prune_never_deletes_what_latest_names(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save_solo(tmp_path, step)
+    (tmp_path / "latest").write_text("global_step2\n")
+    assert prune(tmp_path, Keep(1), saved=4) == ["global_step1", "global_step3"]
+    assert opened(tmp_path) == ("global_step2", [])
+
+
+def test_a_save_that_replaces_a_tag_says_so_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from megatron.checkpoint.writer import _replaced
+
+    assert _replaced(tmp_path, "global_step6") is None
+    save_solo(tmp_path, 6)
+    year = time.strftime("%Y")
+    assert f"replacing {tmp_path}/global_step6: an earlier save of {year}" in str(_replaced(tmp_path, "global_step6"))
+    (tmp_path / "global_step6" / MANIFEST).write_bytes(b"")
+    assert "damaged" in str(_replaced(tmp_path, "global_step6"))
+
+
+def test_a_commit_may_leave_latest_alone(tmp_path: Path) -> None:
+    save_solo(tmp_path, 1)
+    save_solo(tmp_path / "other", 2)
+    commit(tmp_path / "other" / "global_step2", tmp_path, "global_step2", latest=False)
+    assert opened(tmp_path) == ("global_step1", []) and not (tmp_path / PENDING).exists()
+    assert read_manifest(tmp_path / "global_step2").iteration == 2
+
+
+# ---- what the user names --------------------------------------------------------------------------------------------
+
+def test_a_folder_a_tag_of_it_and_a_folder_with_a_colon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for root in ("s", "s:old", "at:10:30"):
+        save_solo(tmp_path / root, 1)
+    assert locate("s") == (Path("s"), None)
+    assert locate("s:global_step1") == (Path("s"), "global_step1")
+    assert locate("s/:global_step1") == (Path("s"), "global_step1")
+    assert locate("s:old") == (Path("s:old"), None)
+    assert locate("at:10:30:global_step1") == (Path("at:10:30"), "global_step1")
+    assert locate("s/global_step1") == (tmp_path / "s", "global_step1")
+    assert locate("absent:global_step1") == (Path("absent"), "global_step1")
+    for word in ("absent", "s:", ":x", "s:a/b", "s:latest", "s:.hidden"):
+        assert locate(word) == (Path(word), None)
+
+
+def test_the_command_takes_a_tag_after_a_colon_and_list_marks_the_latest(tmp_path: Path,
+                                                                         capsys: pytest.CaptureFixture[str]) -> None:
+    root = gone_back(tmp_path / "s")
+    assert main(["list", str(root)]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.endswith("  latest")] == \
+        ["global_step6"]
+    assert main(["verify", f"{root}:global_step8"]) == 0
+    assert capsys.readouterr().out.startswith("global_step8: ok")
+    assert main(["verify", f"{root}:global_step8", "--tag", "global_step4"]) == 2
+    assert main(["verify", f"{root}:global_step9"]) == 4
+    assert main(["digest", f"{root}:global_step9"]) == 4
+    assert "no tag global_step9 under" in capsys.readouterr().err
+    assert main(["verify", str(root)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3, "later tags of the abandoned branch are verified too"
+    os.unlink(root / "latest")
+    assert main(["list", str(root)]) == 0
+    assert "the newest complete tag is global_step6" in capsys.readouterr().err
+    assert latest_tag(root) is None
