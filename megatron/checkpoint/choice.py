@@ -122,6 +122,14 @@ def _order(root: Path, manifest: Manifest) -> tuple[int, int, int]:
     return manifest.saved_at, manifest.iteration, written
 
 
+def is_empty(root: Path) -> bool:
+    """No checkpoint is here, and none of another program either: that is an error which says whose it is."""
+    empty = not tag_names(root) and latest_tag(root) is None
+    if empty and (kind := recognise(root)):
+        raise CheckpointError(f"no committed checkpoint under {root}{kind}")
+    return empty
+
+
 def all_tags(root: Path) -> list[str]:
     """Every folder that is, or should be, a checkpoint, by step; at least one."""
     latest, found = latest_tag(root), [tag for tag in tag_names(root) if _holds_files(folder_of(root, tag))]

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.agree import agree, on_rank_0
-from megatron.checkpoint.choice import latest_tag, locate, tag_of_step
+from megatron.checkpoint.choice import is_empty, locate, tag_of_step
 from megatron.checkpoint.commit import Keep, probe, storing, sweep
 from megatron.checkpoint.interchange.foreign import Foreign
 from megatron.checkpoint.interchange.huggingface import open_folder
 from megatron.checkpoint.lock import locked
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.manifest import step_tag
-from megatron.checkpoint.recognise import recognise
 from megatron.checkpoint.tags import steps_of, tag_names
 from megatron.checkpoint.writer import SaveReport
 from megatron.config.tree import Config, flag_name
@@ -151,9 +150,7 @@ class Checkpoints:
                                   "give one of them")
             tag, note = tag_of_step(root, section.ckpt_step)
             self.notes += [f" {note}"] if note else []
-        if same and tag is None and not tag_names(root) and latest_tag(root) is None:
-            if kind := recognise(root):
-                raise CheckpointError(f"no committed checkpoint under {root}{kind}")
+        if same and tag is None and is_empty(root):
             return None, None
         return str(root), tag
 

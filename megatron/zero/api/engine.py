@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 from megatron.checkpoint.agree import on_rank_0
 from megatron.checkpoint.background import Background, HostCopy
+from megatron.checkpoint.choice import is_empty
 from megatron.checkpoint.commit import Keep, probe
 from megatron.checkpoint.manifest import step_tag
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron.checkpoint.tags import tag_names
 from megatron.checkpoint.writer import SaveReport, complete
 from megatron.config.tree import Config
 from megatron.errors import ConfigError
@@ -237,14 +237,12 @@ class Engine:
                         exclude_frozen_parameters: bool = False, *, save_optimizer_states: bool = True,
                         save_rng_states: bool = True, keep: Keep = Keep(), in_background: bool = False,
                         then: Callable[[SaveReport], None] | None = None) -> bool:
-        """Save everything a resumed run needs; every rank calls it. The tag is `global_step<N>` unless given.
+        """Save everything a resumed run needs; every rank calls it. The tag is `global_step<N>` unless given. Without
+        `save_latest` a load takes it only by its tag.
         `client_state` (JSON values and tensors, rank 0's) comes back from `load_checkpoint`.
 
         `in_background` returns after a copy; the checkpoint is complete when a later `step`, or `finish_save`, has told
         `then`. An error of the writing is raised there, on every rank."""
-        if not save_latest:
-            raise ConfigError("save_latest=False: the checkpoints themselves tell which is the newest, `latest` is a "
-                              "hint; load an older one by its tag")
         root, name = Path(save_dir), step_tag(self.global_steps) if tag is None else str(tag)
         on_rank_0(lambda: probe(root), self.groups.world)
         self.finish_save()
@@ -252,7 +250,7 @@ class Engine:
         steps = saving_engine(
             self.core, root, name, who, client_state=client_state or {}, scheduler=self.lr_scheduler,
             optimizer=save_optimizer_states, rng=save_rng_states, frozen=not exclude_frozen_parameters, keep=keep,
-            hold=self._host_copy.hold if in_background else None)
+            hold=self._host_copy.hold if in_background else None, latest=save_latest)
         self._background.start(steps, partial(self._saved, then)) if in_background else \
             self._saved(then, complete(steps, self.groups.world))
         return True
@@ -275,14 +273,14 @@ class Engine:
                         load_module_strict: bool = True, load_optimizer_states: bool = True,
                         load_lr_scheduler_states: bool = True, load_module_only: bool = False,
                         custom_load_fn: None = None) -> tuple[str, dict[str, Any]] | tuple[None, None]:
-        """Restore a checkpoint of any layout, the newest unless `tag` names one; its path and the client_state.
+        """Restore a checkpoint of any layout, `tag` or else the one that `latest` names; its path and the client_state.
         (None, None), with a warning, where `load_dir` holds no checkpoint and none was named."""
         if custom_load_fn is not None:
             raise ConfigError("custom_load_fn is not supported: the engine places pieces of parameters; edit weights "
                               "afterwards, inside zero.GatheredParameters")
         self.finish_save()
         root = Path(load_dir)
-        if tag is None and not on_rank_0(lambda: root.exists() and bool(tag_names(root)), self.groups.world):
+        if tag is None and on_rank_0(lambda: is_empty(root), self.groups.world):
             if self.groups.world.rank == 0:
                 print(f"warning: {root} holds no checkpoint: nothing was loaded, weights are the initial ones",
                       file=sys.stderr)

@@ -71,7 +71,7 @@ def check_client_state(client_state: Mapping[str, Any]) -> None:
 
 def saving_engine(engine: ZeroEngine, root: Path, tag: str, who: Identity, *, client_state: Mapping[str, Any],
                   scheduler: Stateful | None, optimizer: bool = True, rng: bool = True, frozen: bool = True,
-                  keep: Keep = Keep(), hold: Hold | None = None) -> Saving:
+                  keep: Keep = Keep(), hold: Hold | None = None, latest: bool = True) -> Saving:
     """The save of the checkpoint `tag` under `root`, to be driven to its end. Collective over the world."""
     check_client_state(client_state)
     kinds = ("weight", *(engine.state_kinds if optimizer else ()))
@@ -88,7 +88,7 @@ def saving_engine(engine: ZeroEngine, root: Path, tag: str, who: Identity, *, cl
     }
     return saving(root, tag, pieces=pieces, rank_state={"rng": capture_rng()} if rng else {}, shared_state=shared,
                   config=who.config, layout=who.layout, world=engine.groups.world, run_id=who.run_id,
-                  iteration=engine.global_steps, keep=keep, hold=hold)
+                  iteration=engine.global_steps, keep=keep, hold=hold, latest=latest)
 
 
 def load_engine(engine: ZeroEngine, found: Checkpoint, *, scheduler: Stateful | None, optimizer: bool = True,
@@ -177,15 +177,19 @@ def _check_shapes(engine: ZeroEngine, found: Checkpoint, optimizer: bool) -> Non
 
 
 def restore_streams(found: Checkpoint, groups: Groups, layout: Mapping[str, int], seed: int) -> str | None:
-    """Random streams of this rank; what to tell if they could not go on."""
+    """Random streams of this rank; a note if they could not go on."""
     saved = found.rank_state(groups.world.rank) if same_ranks(found.layout, layout) else None
-    if saved:
+    moved = saved and ("cuda" in saved["rng"]) != ("cuda" in capture_rng())
+    if saved and not moved:
         restore_rng(saved["rng"])
         return None
     # Another layout has other streams: derive them from what both know.
     model_parallel_cuda_manual_seed(seed + SEED_STRIDE * found.iteration, groups, vary_over_dp=True)
     if not found.rank_state(0):
         return " the checkpoint holds no random streams: they start anew"
+    if saved:
+        was, now = ("a GPU", "the CPU") if "cuda" in saved["rng"] else ("the CPU", "a GPU")
+        return f" random streams start anew: saved on {was}, now on {now}, which draws other numbers"
     return f" random streams start anew: saved on {dict(found.layout)}, now {dict(layout)}"
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from megatron.checkpoint import writer
 from megatron.checkpoint.tags import tag_names
+from megatron.errors import CheckpointError, ConfigError
 from megatron.launch import exits
 from megatron.launch.signals import StopRequest
 from megatron.train.loop import Trainer
@@ -297,3 +298,66 @@ def test_the_real_command_line_resumes_by_running_it_again(launch: list[str], tm
                                                tmp_path / "whole"]])
     assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
     assert total_digest(tmp_path / "s") == total_digest(tmp_path / "w")
+
+
+# ---- going back, and which tag a run starts from -------------------------------------------------------------------
+
+def tags_and_latest(root: Path) -> tuple[list[str], str]:
+    return tag_names(root), (root / "latest").read_text().strip()
+
+
+@pytest.mark.parametrize("how", ["step", "tag", "latest"])
+def test_a_run_goes_back_and_the_next_start_goes_on_with_its_branch(how: str, tmp_path: Path) -> None:
+    common = [*TINY, "--train-data", write_corpus(tmp_path / "corpus"), "--train-iters", STEPS, "--save-interval", 2]
+    root = tmp_path / "s"
+    train([*common, "--save", root])
+    assert tags_and_latest(root) == ([f"global_step{step}" for step in (2, 4, 6)], "global_step6")
+    back: list[object] = ["--save", root, "--load", root]
+    if how == "step":
+        back += ["--ckpt-step", 2]
+    elif how == "tag":
+        back[-1] = f"{root}:global_step2"
+    else:
+        (root / "latest").write_text("global_step2\n")
+    # Another seed of the weights does not matter, another rate does: the branches hold other states.
+    other = [*common, "--lr", 1e-2, "--override-lr-scheduler"]
+    said = train([*other, *back, "--exit-interval", 4])
+    assert "of global_step2 from" in said and "holds global_step4, global_step6, later than iteration 2" in said
+    assert tags_and_latest(root) == ([f"global_step{step}" for step in (2, 4, 6)], "global_step4")
+    assert "of global_step4 from" in train([*other, "--save", root, "--load", root])
+    train([*other, "--save", tmp_path / "straight", "--load", f"{root}:global_step2"])
+    assert total_digest(root) == total_digest(tmp_path / "straight")
+
+
+def test_a_folder_whose_name_has_a_colon_is_that_folder_from_the_first_start_on(tmp_path: Path) -> None:
+    again = [*TINY, "--mock-data", "--train-iters", 2, "--save", tmp_path / "run:10", "--load", tmp_path / "run:10"]
+    assert "starting from scratch" in train(again)
+    assert f"of global_step2 from {tmp_path}/run:10" in train(again)
+
+
+@pytest.mark.parametrize(("flags", "error", "words"), [
+    (["--load", "{root}", "--ckpt-step", 1], CheckpointError, "--ckpt-step 1: .* holds global_step2"),
+    (["--load", "{root}:global_step9"], CheckpointError, "no tag global_step9 under .*, which holds global_step2"),
+    (["--load", "{root}:global_step2", "--ckpt-step", 2], ConfigError, "give one of them"),
+    (["--ckpt-step", 2], ConfigError, "--ckpt-step needs --load"),
+])
+def test_a_tag_that_is_not_there_is_named(flags: list[object], error: type[Exception], words: str,
+                                          tmp_path: Path) -> None:
+    train([*TINY, "--mock-data", "--train-iters", 2, "--save", tmp_path / "s"])
+    with pytest.raises(error, match=words):
+        train([*TINY, "--mock-data", "--train-iters", 2, *(str(flag).format(root=tmp_path / "s") for flag in flags)])
+
+
+def test_a_finished_run_is_saved_where_another_folder_is_asked_for(tmp_path: Path) -> None:
+    common = [*TINY, "--mock-data", "--train-iters", 2, "--load", tmp_path / "s"]
+    train([*common, "--save", tmp_path / "s"])
+    said = train([*common, "--save", tmp_path / "copy"])
+    assert "nothing to do" in said and "saved global_step2 to" in said
+    assert total_digest(tmp_path / "copy") == total_digest(tmp_path / "s")
+    assert "saved global" not in train([*common, "--save", tmp_path / "copy"])
+
+
+def test_a_foreign_checkpoint_in_the_place_of_a_new_run_is_not_trained_over(tmp_path: Path) -> None:
+    (tmp_path / "ckpt.pt").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="nanoGPT"):
+        train([*TINY, "--mock-data", "--train-iters", 2, "--load", tmp_path, "--save", tmp_path])

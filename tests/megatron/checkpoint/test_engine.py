@@ -1,0 +1,105 @@
+"""engine.save_checkpoint and load_checkpoint over a history: going back, `save_latest`, other programs and devices."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron import zero
+from megatron.checkpoint.choice import latest_tag
+from megatron.errors import CheckpointError
+from megatron.zero.api import saved
+from megatron.zero.api.engine import Engine
+
+CONFIG = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+
+
+def engine() -> Engine:
+    torch.manual_seed(1)
+    made: Engine = zero.initialize(model=nn.Linear(3, 1), config=CONFIG)[0]
+    return made
+
+
+def steps(engine: Engine, count: int, value: float = 1.0) -> None:
+    for _ in range(count):
+        engine.backward(engine(torch.full((1, 3), value)).sum())
+        engine.step()
+
+
+def weights(engine: Engine) -> list[float]:
+    return [x for p in engine.module.parameters() for x in p.detach().flatten().tolist()]
+
+
+def test_after_going_back_a_load_takes_the_new_branch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The scene of a user: save at 4, 6 and 8, back to 4, two other steps, save. The abandoned 6 is replaced."""
+    run = engine()
+    for count in (4, 2, 2):
+        steps(run, count)
+        run.save_checkpoint(tmp_path)
+    run.load_checkpoint(tmp_path, tag="global_step4")
+    steps(run, 2, value=-3.0)
+    capsys.readouterr()
+    run.save_checkpoint(tmp_path)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1 and f"replacing {tmp_path}/global_step6" in said[0]
+    other = engine()
+    path, _ = other.load_checkpoint(tmp_path)
+    assert path == str(tmp_path / "global_step6") and weights(other) == weights(run) and other.global_steps == 6
+    assert capsys.readouterr().err == ""
+    assert other.load_checkpoint(tmp_path, tag="global_step8")[0] == str(tmp_path / "global_step8")
+
+
+def test_a_save_in_the_background_is_the_latest_when_it_is_complete(tmp_path: Path) -> None:
+    run = engine()
+    for tag in ("global_step9", "mine"):
+        steps(run, 1)
+        run.save_checkpoint(tmp_path, tag=tag, in_background=True)
+        run.finish_save()
+        assert latest_tag(tmp_path) == tag
+
+
+def test_without_save_latest_a_tag_is_taken_only_by_name(tmp_path: Path) -> None:
+    run = engine()
+    for latest in (True, False):
+        steps(run, 1)
+        run.save_checkpoint(tmp_path, save_latest=latest)
+    assert engine().load_checkpoint(tmp_path)[0] == str(tmp_path / "global_step1")
+    assert engine().load_checkpoint(tmp_path, tag="global_step2")[0] == str(tmp_path / "global_step2")
+
+
+def test_a_deepspeed_checkpoint_is_an_error_that_names_it_and_an_empty_folder_is_not(tmp_path: Path) -> None:
+    (tmp_path / "old" / "global_step5").mkdir(parents=True)
+    (tmp_path / "old" / "global_step5" / "mp_rank_00_model_states.pt").touch()
+    (tmp_path / "old" / "latest").write_text("global_step5")
+    for tag in (None, "global_step5"):
+        with pytest.raises(CheckpointError, match="it is a DeepSpeed checkpoint .*zero_to_fp32.py"):
+            engine().load_checkpoint(tmp_path / "old", tag=tag)
+    assert engine().load_checkpoint(tmp_path / "absent") == (None, None)
+
+
+@pytest.mark.parametrize(("saves", "loads", "words"), [(True, False, "saved on a GPU, now on the CPU"),
+                                                       (False, True, "saved on the CPU, now on a GPU")])
+def test_random_streams_of_another_device_start_anew_and_a_note_says_so(
+        saves: bool, loads: bool, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    captured = saved.capture_rng
+
+    @contextlib.contextmanager
+    def on_cuda(asked: bool) -> Any:
+        with monkeypatch.context() as patching:
+            if asked:  # as on a GPU, where one more stream is saved
+                patching.setattr(saved, "capture_rng", lambda: {**captured(), "cuda": torch.zeros(16).byte()})
+            yield
+
+    run = engine()
+    with on_cuda(saves):
+        run.save_checkpoint(tmp_path)
+    before = torch.get_rng_state()
+    with on_cuda(loads):
+        run.load_checkpoint(tmp_path)
+    assert run.rng_note is not None and words in run.rng_note
+    assert not torch.equal(torch.get_rng_state(), before)
