@@ -38,6 +38,6 @@ class SaveConfig:
         for name in ("no_load_optim", "no_load_rng", "finetune", "load_precision_change", "resume_fallback",
                      "ckpt_step"):
             require(
-                getattr(self, name) in (None, False) or self.load is not None,
+                getattr(self, name) is None or getattr(self, name) is False or self.load is not None,
                 f"{flag_name(name)} needs --load: there is nothing to load",
             )
