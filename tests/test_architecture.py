@@ -69,7 +69,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.launch.exits megatron.launch.command
         megatron.checkpoint megatron.checkpoint.strict megatron.checkpoint.cut megatron.checkpoint.manifest
         megatron.checkpoint.recognise
-        megatron.checkpoint.tags megatron.checkpoint.choice megatron.checkpoint.sink megatron.checkpoint.tensorfile megatron.checkpoint.state
+        megatron.checkpoint.tags megatron.checkpoint.choice megatron.checkpoint.sink megatron.checkpoint.tensorfile
+        megatron.checkpoint.state
         megatron.checkpoint.agree megatron.checkpoint.piece megatron.checkpoint.commit megatron.checkpoint.writer
         megatron.checkpoint.background megatron.checkpoint.reader megatron.checkpoint.export megatron.checkpoint.lock
         megatron.checkpoint.interchange megatron.checkpoint.interchange.zero_to_fp32

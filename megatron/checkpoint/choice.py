@@ -7,7 +7,7 @@
 
 `latest` decides because a step number cannot: after going back to step 4, step 6 of the new branch follows step 8 of
 the abandoned one. *Newest* means committed last. The manifest records that time, so copying or restoring a folder does
-not change the order, and within a save root it always increases, whatever the clocks of the machines say (commit.py).
+not change the order, and within a save root it always increases, whatever the machines' clocks say (commit.py).
 
 A kill between the commit of a tag and the writing of `latest` is covered by `.latest-pending`, which commit.py writes
 before: it identifies the manifest that is about to be committed. Where that manifest is in place, its tag is the latest.
@@ -64,7 +64,7 @@ def tag_of_step(root: Path, step: int) -> tuple[str, str | None]:
     found = sorted((m for m in complete(root) if m.iteration == step), key=lambda m: _order(root, m))
     if not found:
         held = ", ".join(tag_names(root)) or "none"
-        raise CheckpointError(f"--ckpt-step {step}: no complete checkpoint of that step under {root}, which holds {held}")
+        raise CheckpointError(f"--ckpt-step {step}: no complete checkpoint of it under {root}, which holds {held}")
     tag, others = found[-1].tag, [manifest.tag for manifest in found[:-1]]
     return tag, f"step {step} has {len(found)} tags; {tag} was saved after {', '.join(others)}" if others else None
 

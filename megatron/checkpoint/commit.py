@@ -179,7 +179,7 @@ def _write_latest(root: Path, tag: str) -> None:
 
 
 def time_of_commit(root: Path) -> int:
-    """Now, in microseconds since 1970; where the clock is behind that of the last commit under `root`, just after it."""
+    """Now, in microseconds since 1970; just after the last commit under `root` where the clock is behind that."""
     last, now = latest_tag(root), time.time_ns() // 1000
     with suppress(CheckpointError):  # a damaged one is after nothing
         return max(now, manifest_of(root, last).saved_at + 1 if last is not None else 0)

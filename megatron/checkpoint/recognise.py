@@ -26,9 +26,9 @@ def _deepspeed(path: Path) -> str | None:
                   or _any(folder.glob("*zero_pp_rank_*_optim_states.pt"))), None)
     if found is None:
         return None
-    root = found.parent if found == path else path
-    return (f"a DeepSpeed checkpoint (tag {found.resolve().name}): make one state dict of it with DeepSpeed's own script, "
-            f"`python {root}/zero_to_fp32.py {root} OUT/pytorch_model.bin -t {found.resolve().name}`, then "
+    root, tag = found.parent if found == path else path, found.resolve().name
+    return (f"a DeepSpeed checkpoint (tag {tag}): make one state dict of it with DeepSpeed's own script, "
+            f"`python {root}/zero_to_fp32.py {root} OUT/pytorch_model.bin -t {tag}`, then "
             f"{CONVERT} OUT --output NEW` (a Hugging Face GPT-2, its config.json copied into OUT) or "
             f"{CONVERT} OUT/pytorch_model.bin --num-attention-heads N --output NEW` (a Megatron GPT-2)")
 

@@ -13,7 +13,8 @@ class SaveConfig:
 
     save: str | None = setting(None, "folder to write checkpoints to", newcomer=True)
     load: str | None = setting(
-        None, "folder to resume from, or FOLDER:TAG; must hold a checkpoint unless it is an empty --save", newcomer=True)
+        None, "folder to resume from, or FOLDER:TAG; must hold a checkpoint, unless it is an empty --save",
+        newcomer=True)
     ckpt_step: int | None = setting(None, "resume from the checkpoint of this step, not the one that `latest` names")
     load_hf: str | None = setting(
         None, "Hugging Face GPT-2 folder of the initial weights; --load wins where it resumes", newcomer=True)

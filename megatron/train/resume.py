@@ -88,7 +88,7 @@ class Checkpoints:
             return self._start(engine)
         root, tag = on_rank_0(self._source, self.groups.world)
         if root is None:
-            self.notes.append(f" starting from scratch: {section.load}, which is --save as well, holds no checkpoint yet")
+            self.notes.append(f" starting from scratch: {section.load} is --save as well, and holds no checkpoint yet")
             return self._start(engine)
         self._loaded = Path(root)
         found = open_checkpoint(root, tag, world=self.groups.world, fallback=section.resume_fallback)
@@ -124,7 +124,8 @@ class Checkpoints:
         if later := [tag for tag, step in held.items() if step > state.iteration]:
             more = f" and {len(later) - 3} more" if len(later) > 3 else ""
             self.notes.append(f" note: --save {root} holds {', '.join(later[:3])}{more}, later than iteration "
-                              f"{state.iteration} where this run starts: a save of the same name replaces it; after the first save "
+                              f"{state.iteration} where this run starts: a save of the same name replaces it; after "
+                              "the first save "
                               "`latest`, and so a resume, is of this run")
         return state
 
@@ -169,7 +170,7 @@ class Checkpoints:
                                then=partial(self._tell, say))
 
     def save_finished(self, engine: Engine, say: Say, state: TrainState) -> None:
-        """A run that was complete when it was loaded: it is saved as well where --save is another folder than --load."""
+        """A run that was complete when it was loaded: it is saved as well, if --save is another folder than --load."""
         root = self.config.save.save
         if root is None or self._loaded is None:
             return

@@ -32,7 +32,7 @@ def opened(root: Path, **options: bool) -> tuple[str, list[str]]:
 
 
 def gone_back(root: Path) -> Path:
-    """Steps 4, 6 and 8 of a branch that was left at step 4, then step 6 of another one; seeds tell the branches apart."""
+    """Steps 4, 6 and 8, then step 6 of a branch that went back to step 4."""
     for step in (4, 6, 8):
         save_solo(root, step)
     save_solo(root, 6, seed=60)
