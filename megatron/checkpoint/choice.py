@@ -7,7 +7,7 @@
 
 `latest` decides because a step number cannot: after going back to step 4, step 6 of the new branch follows step 8 of
 the abandoned one. *Newest* means committed last. The manifest records that time, so copying or restoring a folder does
-not change the order, and within a save root it always increases, whatever the machines' clocks say (commit.py).
+not change the order, and within a save root it always increases, whatever the clocks say (commit.py).
 
 A kill between the commit of a tag and the writing of `latest` is covered by `.latest-pending`, which commit.py writes
 before: it identifies the manifest that is about to be committed. Where that manifest is in place, its tag is the latest.

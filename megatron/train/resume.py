@@ -124,9 +124,8 @@ class Checkpoints:
         if later := [tag for tag, step in held.items() if step > state.iteration]:
             more = f" and {len(later) - 3} more" if len(later) > 3 else ""
             self.notes.append(f" note: --save {root} holds {', '.join(later[:3])}{more}, later than iteration "
-                              f"{state.iteration} where this run starts: a save of the same name replaces it; after "
-                              "the first save "
-                              "`latest`, and so a resume, is of this run")
+                              f"{state.iteration} where this run starts: a save of the same name replaces it; "
+                              "after the first save `latest`, and so a resume, is of this run")
         return state
 
     def _start(self, engine: Engine) -> TrainState:
