@@ -10,7 +10,7 @@ the abandoned one. *Newest* means committed last. The manifest records that time
 not change the order, and within a save root it always increases, whatever the clocks say (commit.py).
 
 A kill between the commit of a tag and the writing of `latest` is covered by `.latest-pending`, which commit.py writes
-before: it identifies the manifest that is about to be committed. Where that manifest is in place, its tag is the latest.
+before: it identifies the manifest about to be committed. Where that manifest is in place, its tag is the latest.
 """
 
 from __future__ import annotations

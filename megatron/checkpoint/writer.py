@@ -92,7 +92,8 @@ def saving(root: str | Path, tag: str, *, pieces: Iterable[Piece], rank_state: M
     """Write the checkpoint `tag` under `root`, then delete the older ones that `keep` does not name.
 
     `rank_state` is this rank's (random streams); `shared_state` and `config` are taken from rank 0. States are nested
-    dicts of JSON values and tensors. `layout` holds at least "tp" and "dp". Without `latest`, a load takes it only by name.
+    dicts of JSON values and tensors. `layout` holds at least "tp" and "dp". A save without `latest` is loaded only by
+    its name.
     """
     begin = time.perf_counter()
     root = Path(root)
