@@ -67,7 +67,7 @@ def _fall_back(root: Path, error: CheckpointError, others: list[str], world: Gro
     """The first of the other tags that is good; the last one's error where none is."""
     for name in others:
         if world.rank == 0:
-            say(f"warning: {error}; falling back to {name}")
+            say(f"warning: {error}; falling back to an older tag, {name}")
         try:
             return agree(partial(_open_verified, root, name, world), world)
         except CheckpointError as found:

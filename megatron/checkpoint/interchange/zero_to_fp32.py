@@ -191,7 +191,7 @@ def latest_tag(folder: Path, found: Mapping[str, Path]) -> str | None:
         if pending["was"] == said and (found[pending["tag"]] / "manifest.json").read_bytes().endswith(
                 b'%s"}\n' % pending["seal"].encode()):
             return str(pending["tag"])
-    return said if said in found and any(found[said].iterdir()) else None
+    return said if said is not None and said in found and any(found[said].iterdir()) else None
 
 
 def tags_under(folder: Path) -> dict[str, Path]:
