@@ -78,8 +78,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.checkpoint.interchange.huggingface megatron.checkpoint.interchange.nanogpt
         megatron.checkpoint.interchange.megatron_lm megatron.checkpoint.interchange.convert
         megatron.zero.api megatron.zero.api.estimate megatron.zero.api.init megatron.zero.api.saved
-        megatron.zero.api.monitor megatron.zero.api.optimizer megatron.zero.api.schedule megatron.zero.api.engine
-        megatron.zero.api.initialize megatron.zero
+        megatron.zero.api.monitor megatron.zero.api.optimizer megatron.zero.api.casting megatron.zero.api.schedule
+        megatron.zero.api.engine megatron.zero.api.initialize megatron.zero
         megatron.train megatron.train.allocator megatron.train.processor megatron.train.flops megatron.train.batches
         megatron.train.evaluation megatron.train.rate megatron.train.metrics megatron.train.sample megatron.train.build
         megatron.train.loop megatron.train.resume

@@ -10,6 +10,7 @@ of fields (the sections).
 
 from __future__ import annotations
 
+import base64
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -23,7 +24,6 @@ from megatron.config.ds_keys import TABLE, NoEffect
 from megatron.config.ds_reader import Found, Problems, agree, plain, same, walk
 from megatron.config.kinds import shown
 from megatron.config.loose_json import parse
-from megatron.config.schedule import STYLES
 from megatron.config.setting import Key, flag_name, require
 from megatron.config.tree import Config, build_config, data_parallel_size
 from megatron.errors import ConfigError
@@ -52,8 +52,11 @@ def build(source: str | os.PathLike[str] | Mapping[str, Any], *, flags: Mapping[
 def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> Found:
     """What the file says, every key checked against the table, and against its neighbours."""
     name = "the configuration dict" if isinstance(source, Mapping) else os.fspath(source)
+    text = None if isinstance(source, Mapping) else _text_of(name)
+    if text is not None and not os.path.exists(name):
+        name = "the base64 configuration"
     try:
-        tree = plain(source if isinstance(source, Mapping) else parse(_text_of(name), name), name)
+        tree = plain(source if text is None else parse(text, name), name)
     except RecursionError:
         raise ConfigError(f"{name} is nested too deeply to be a configuration") from None
     require(isinstance(tree, dict), f"{name}: expected an object {{...}}, found {shown(tree)}")
@@ -67,12 +70,24 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> Found:
 
 
 def _text_of(name: str) -> str:
+    """The file's text, or the text that `name` itself is in base64."""
     try:
         return Path(name).read_text(encoding="utf-8-sig")
     except OSError as error:
+        if (text := _decoded(name)) is not None:
+            return text
         raise ConfigError(f"--deepspeed-config {name} cannot be read: {error.strerror or error}") from None
     except ValueError as error:  # not UTF-8, or a path with a zero byte
         raise ConfigError(f"--deepspeed-config {name} is no text file: {error}") from None
+
+
+def _decoded(name: str) -> str | None:
+    """The object that a base64 text holds, as launchers pass it on a command line; None if this is no such text."""
+    try:
+        text = base64.urlsafe_b64decode(name.encode()).decode("utf-8").lstrip()
+    except ValueError:
+        return None
+    return text if text.startswith("{") else None
 
 
 # ---- from keys to fields -----------------------------------------------------------------------------------------
@@ -153,7 +168,7 @@ def notes(found: Found, config: Config, dp_size: int, in_engine: bool = False) -
         idle = [path for path in found.keys if path.startswith("fp16.") and path != "fp16.enabled"]
         if idle and "fp16.enabled" not in found.keys:
             lines.append(f"{', '.join(idle)} without effect: fp16.enabled is not true")
-    if found.keys.get("scheduler.type") in STYLES and found.keys.get(ds_together.WARMUP_STEPS) != 0:
+    if found.keys.get("scheduler.type", "").startswith("Warmup") and found.keys.get(ds_together.WARMUP_STEPS) != 0:
         lines.append("the warm-up starts at once; DeepSpeed's has a learning rate of 0 in its first two steps")
     if any(path.startswith("aio.") for path in found.keys) and "nvme" not in (
             config.offload.offload_optimizer_device, config.offload.offload_param_device):

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from megatron.config.kinds import ANY_TEXT, BOOLEAN, COUNT, COUNT_0, INTEGER, NUMBER, OF_TYPE, SWITCH_OR_OBJECT, TEXT
-from megatron.config.kinds import Kind, choice
+from megatron.config.kinds import (ANY, ANY_TEXT, BOOLEAN, COUNT, COUNT_0, COUNT_0_OR_NONE, INTEGER, NUMBER, OF_TYPE,
+                                   SWITCH_OR_OBJECT, TEXT, Kind, choice)
 from megatron.config.optimizers import OPTIMIZERS
 from megatron.config.setting import Key, declared, kind_of, plain_type
 from megatron.config.tree import SECTIONS
@@ -74,7 +74,6 @@ _PURE_SPEED = "DeepSpeed's inner workings differ from ours, and its result is th
 _ZEROPP = "quantised and hierarchical exchange (ZeRO++, MiCS) does not exist here"
 _SCALARS = "scalars go to tensorboard and --metrics-file"
 _16BIT_STATE = "master weights, gradients' sums and moments are fp32 here"
-_OTHER_PARALLELISM = "is set up by the flags of this trainer (--model-parallel-size), not by the engine's JSON"
 _ZERO, _OPTIMIZER_HOME = "zero_optimization.", "zero_optimization.offload_optimizer"
 
 
@@ -93,30 +92,33 @@ _TOP: dict[str, Row] = {
     "data_types.grad_accum_dtype": Only((None, "fp32"), "sums over micro-batches are taken in fp32"),
     "prescale_gradients": Only((False,), "gradients are summed first and divided once, inside the optimizer"),
     "gradient_predivide_factor": Only((1.0,), "gradients are summed first and divided once, inside the optimizer"),
-    "sparse_gradients": Only((False,), "the gradient of the token table is dense: the output layer shares it"),
-    "disable_allgather": Only((False,), "allgather_partitions says how weights are collected"),
+    "sparse_gradients": Only((False,), "gradients are reduced as dense tensors; make embeddings without sparse=True"),
+    "disable_allgather": Only((False,), "ranks always collect the updated weights; allgather_partitions says how"),
     "seq_parallel_comm_data_type": Only((None, "fp32"), "there is no sequence parallelism here"),
     "seq_parallel_communication_data_type": Only((None, "fp32"), "there is no sequence parallelism here"),
     "use_data_before_expert_parallelism": Only((False,), "there are no experts here"),
-    "dataloader_drop_last": Only((False,), "the stream of samples has no last batch: it goes on with the next epoch"),
-    "graph_harvesting": Only((False,), "kernels are not captured in graphs; --compile fuses them"),
-    "vocabulary_size": Only((None,), "the vocabulary is the tokenizer's, or --vocab-size"),
-    "zero_allow_untested_optimizer": NoEffect(BOOLEAN, False, "whatever is accepted as optimizer is tested"),
+    "dataloader_drop_last": Only(
+        (False,), "the last batch of an epoch is not dropped; give a loader of your own that does"),
+    "graph_harvesting": Only((False,), "kernels are not captured in CUDA graphs"),
+    "vocabulary_size": Only((None,), "the size of the vocabulary is the model's own"),
+    "sequence_parallel_size": Only((None, 1), "there is no sequence parallelism here"),
+    "cuda_visible_devices": NoEffect(ANY, None, "DeepSpeed ignores it too; set CUDA_VISIBLE_DEVICES in the "
+                                                "environment"),
+    "zero_allow_untested_optimizer": NoEffect(BOOLEAN, False, "every optimizer that is accepted is supported"),
     "zero_force_ds_cpu_optimizer": NoEffect(BOOLEAN, True, "the same optimizer runs on every device"),
     "wall_clock_breakdown": NoEffect(BOOLEAN, False, "each step's time is in the console line and --metrics-file",
                                      in_engine=True),
     "memory_breakdown": NoEffect(BOOLEAN, False, "each step's peak memory is in --metrics-file", in_engine=True),
-    "dump_state": NoEffect(BOOLEAN, False, "the resolved configuration is always printed", in_engine=True),
+    "dump_state": NoEffect(BOOLEAN, False, "--verbose prints the configuration", in_engine=True),
     "allgather_size": Old((_ZERO + "allgather_bucket_size",), INTEGER),
 }
 
 _PRECISION: dict[str, Row] = {
-    "fp16.auto_cast": Only((False,), "the model is cast once, its inputs are token numbers"),
-    "fp16.consecutive_hysteresis": Only((False,), "the hysteresis is restored when the scale grows"),
+    "fp16.consecutive_hysteresis": Only((False,), "the hysteresis is restored when the loss scale grows"),
     "fp16.fp16_master_weights_and_grads": Only((False,), _16BIT_STATE),
     "fp16.fused_mode": NoEffect(BOOLEAN, True, _PURE_SPEED),
     "bf16.immediate_grad_update": NoEffect(BOOLEAN, True, _PURE_SPEED),
-    "bf16.check_grad_overflow": NoEffect(BOOLEAN, False, "a gradient that is not finite always ends the run"),
+    "bf16.check_grad_overflow": NoEffect(BOOLEAN, False, "in bf16 a gradient that is not finite is always an error"),
     "bf16.bf16_master_weights_and_grads": Only((False,), _16BIT_STATE),
     "bf16.bf16_optimizer_states": Only((False,), _16BIT_STATE),
     "bfloat16.enabled": Old(("bf16.enabled",), BOOLEAN),
@@ -135,6 +137,9 @@ _OPTIMIZER: dict[str, Row] = {
 _SCHEDULER: dict[str, Row] = {
     "scheduler.params.warmup_min_lr": Only((0,), "the warm-up starts from 0"),
     "scheduler.params.warmup_min_ratio": Only((0,), "the warm-up starts from 0"),
+    **_together("scheduler.params.decay_step_size", COUNT_0),
+    **{f"scheduler.params.cycle_{half}_stair_count": NoEffect(COUNT_0_OR_NONE, 0, "DeepSpeed does not use it either")
+       for half in ("first", "second")},
     "scheduler.params.last_batch_iteration": Only((-1,), "the step is the checkpoint's"),
 }
 
@@ -148,7 +153,8 @@ _ZERO_OPTIMIZATION: dict[str, Row] = {
     _ZERO + "cpu_offload_use_pin_memory": Old(
         tuple(f"{_ZERO}offload_{kind}.pin_memory" for kind in ("optimizer", "param")), BOOLEAN),
     _ZERO + "stage3_model_persistence_threshold": Only(
-        (sys.maxsize, 2.0**63), "unsplit parameters have no common limit; lower stage3_param_persistence_threshold"),
+        (sys.maxsize, 2.0**63), "parameters that are not partitioned have no common limit; lower "
+                                "stage3_param_persistence_threshold"),
     _ZERO + "stage3_module_granularity_threshold": NoEffect(COUNT_0, 0, _PURE_SPEED),
     _ZERO + "stage3_use_all_reduce_for_fetch_params": NoEffect(BOOLEAN, False, _PURE_SPEED),
     _ZERO + "use_multi_rank_bucket_allreduce": NoEffect(BOOLEAN, True, _PURE_SPEED),
@@ -156,7 +162,7 @@ _ZERO_OPTIMIZATION: dict[str, Row] = {
     _ZERO + "log_trace_cache_warnings": NoEffect(BOOLEAN, False, "fetches are not traced"),
     _ZERO + "override_module_apply": NoEffect(BOOLEAN, True, "Module.apply is torch's own"),
     _ZERO + "legacy_stage1": NoEffect(BOOLEAN, False, "every stage is the same engine"),
-    _ZERO + "grad_hooks": NoEffect(BOOLEAN, True, "DeepSpeed documents this key, and has none of that name"),
+    _ZERO + "grad_hooks": NoEffect(BOOLEAN, True, "DeepSpeed documents this key but does not have it"),
     _ZERO + "elastic_checkpoint": NoEffect(BOOLEAN, False, "every checkpoint can be loaded with any number of ranks"),
     _ZERO + "pipeline_loading_checkpoint": Only((False,), "there is no pipeline parallelism here"),
     **{_ZERO + name: Only((False,), _ZEROPP) for name in (
@@ -165,12 +171,12 @@ _ZERO_OPTIMIZATION: dict[str, Row] = {
     _ZERO + "zero_hpz_partition_size": Only((1,), _ZEROPP),
     _ZERO + "mics_shard_size": Only((-1,), _ZEROPP),
     _ZERO + "zeropp_loco_param": Only((None,), _ZEROPP),
-    _ZERO + "zenflow": Only((None,), "the optimizer step is never split in time"),
-    _ZERO + "leaf_module": Only((None,), "the engine gathers a transformer block at a time"),
-    f"{_OPTIMIZER_HOME}.ratio": Only((1.0,), "the optimizer state moves as a whole, or not at all"),
+    _ZERO + "zenflow": Only((None,), "the optimizer step is not split in time"),
+    _ZERO + "leaf_module": Only((None,), "the engine itself decides which modules are gathered together"),
+    f"{_OPTIMIZER_HOME}.ratio": Only((1.0,), "the optimizer state is offloaded as a whole, or not at all"),
     f"{_OPTIMIZER_HOME}.fast_init": NoEffect(BOOLEAN, False, _PURE_SPEED),
-    f"{_OPTIMIZER_HOME}.super_offload": Only((False,), "there is no such step"),
-    f"{_OPTIMIZER_HOME}.cpuadam_cores_perc": NoEffect(NUMBER, 0.8, "OMP_NUM_THREADS says how many cores a rank has"),
+    f"{_OPTIMIZER_HOME}.super_offload": Only((False,), "there is no SuperOffload step"),
+    f"{_OPTIMIZER_HOME}.cpuadam_cores_perc": NoEffect(NUMBER, 0.8, "OMP_NUM_THREADS sets the number of cores per rank"),
     "aio.thread_count": Old(("aio.intra_op_parallelism",), INTEGER),
     "aio.use_gds": Only((False,), "NVMe is read through the host, not by the GPU"),
 }
@@ -179,7 +185,7 @@ _CHECKPOINT: dict[str, Row] = {
     "checkpoint.tag_validation": NoEffect(
         choice("Ignore", "Warn", "Fail"), "Fail", "ranks always agree on a tag, or the run ends"),
     "checkpoint.load_universal": NoEffect(BOOLEAN, False, "every checkpoint can be loaded with any layout"),
-    "checkpoint.use_node_local_storage": Only((False,), "--save is one folder that all nodes share"),
+    "checkpoint.use_node_local_storage": Only((False,), "a checkpoint is one folder that all nodes share"),
     "checkpoint.parallel_write.pipeline_stage": Only((False,), "there is no pipeline parallelism here"),
 }
 
@@ -190,31 +196,36 @@ _MONITORS: dict[str, Row] = {
     "csv_monitor.enabled": NoEffect(BOOLEAN, False, _SCALARS, in_engine=True),
     "csv_monitor.output_path": NoEffect(ANY_TEXT, "", _SCALARS, in_engine=True),
     "csv_monitor.job_name": NoEffect(TEXT, "DeepSpeedJobName", _SCALARS, in_engine=True),
-    **{name: Absent(_SCALARS) for name in ("wandb", "comet")},
-    "flops_profiler": Absent("each step's tflops and MFU are in --metrics-file; there is no profile per module"),
-    "comms_logger": Absent("single collectives are not logged"),
-    "timers": Absent("the throughput is always logged"),
+    **{name: Absent("scalars can go to tensorboard, to csv_monitor, and from pretrain_gpt2.py to --metrics-file")
+       for name in ("wandb", "comet")},
+    "flops_profiler": Absent(
+        "modules are not profiled; pretrain_gpt2.py writes each step's TFLOP/s and MFU to --metrics-file"),
+    "comms_logger": Absent("collectives are not logged one by one"),
+    "timers": Absent("there are no timers to configure"),
 }
 
 _ABSENT: dict[str, Row] = {
-    "amp": Absent("apex is not used; give bf16 or fp16"),
-    "elasticity": Absent("the batch is given; any number of ranks that divides it can resume the run"),
+    "torch_autocast": Absent("autocast is not used; enable bf16 or fp16, or call torch.autocast in the model"),
+    "amp": Absent("apex is not used; enable bf16 or fp16"),
+    "elasticity": Absent(
+        "the batch size does not change with the world; a run can be resumed with any number of ranks that divides it"),
     "autotuning": Absent("nothing is tuned automatically"),
-    "progressive_layer_drop": Absent("every layer is trained in every step"),
+    "progressive_layer_drop": Absent("layers are not dropped"),
     "quantize_training": Absent("weights are not quantised in training"),
     "compression_training": Absent("the model is not compressed in training"),
     "weight_quantization": Absent("weights are not quantised"),
-    "eigenvalue": Absent("weights are not quantised in training, which this would guide"),
-    "curriculum_learning": Absent("the sequence length is constant"),
-    "data_efficiency": Absent("samples are drawn in a fixed order, and every token is computed"),
-    "sparse_attention": Absent("attention is dense and causal"),
+    "eigenvalue": Absent("weights are not quantised in training, and this would only guide it"),
+    "curriculum_learning": Absent("samples are not ordered by difficulty; a loader of your own can do so"),
+    "data_efficiency": Absent("samples are not selected, and no tokens are dropped"),
+    "sparse_attention": Absent("attention layers are not replaced; use a model with sparse attention of its own"),
     "hybrid_engine": Absent("the engine trains; it has no inference mode of its own"),
-    "nebula": Absent("checkpoints are written to --save"),
+    "nebula": Absent("checkpoints are written to the folder that save_checkpoint, or --save, names"),
     "pipeline": Absent("there is no pipeline parallelism here"),
-    "tensor_parallel": Absent(f"tensor parallelism {_OTHER_PARALLELISM}"),
+    "tensor_parallel": Absent(
+        "tensor parallelism is set up by --model-parallel-size, or by the mpu given to zero.initialize"),
     "expert_parallel": Absent("there are no experts here"),
-    "zenflow": Absent("the optimizer step is never split in time"),
-    "compile": Absent("--compile compiles each block"),
+    "zenflow": Absent("the optimizer step is not split in time"),
+    "compile": Absent("compile the model yourself; pretrain_gpt2.py does with --compile"),
 }
 
 TABLE: dict[str, Row] = {**{key.path: key for key in keys_of_fields()}, **_TOP, **_PRECISION, **_OPTIMIZER,

@@ -24,9 +24,19 @@ OF_EVERY_TYPE = ("max_grad_norm", "fp32_optimizer_states", "torch_adam")
 """Optimizer parameters that are read alike whatever the type."""
 WARMUP_STEPS, TOTAL_STEPS = "scheduler.params.warmup_num_steps", "scheduler.params.total_num_steps"
 WARMUP_TYPE, COSINE_FLOOR = "scheduler.params.warmup_type", "scheduler.params.cos_min_ratio"
-FOREIGN = {"WarmupLR": (TOTAL_STEPS, COSINE_FLOOR), "WarmupDecayLR": (COSINE_FLOOR,),
-           "WarmupCosineLR": ("scheduler.params.warmup_max_lr",)}
-DEEPSPEED_WARMUP_STEPS, DEEPSPEED_COSINE_FLOOR = 1000, 0.0001
+_WARMUP = "warmup_num_steps warmup_type last_batch_iteration"
+SCHEDULER_PARAMS = {
+    "WarmupLR": f"{_WARMUP} warmup_min_lr warmup_max_lr",
+    "WarmupDecayLR": f"{_WARMUP} warmup_min_lr warmup_max_lr total_num_steps",
+    "WarmupCosineLR": f"{_WARMUP} warmup_min_ratio total_num_steps cos_min_ratio",
+    "OneCycle": "cycle_min_lr cycle_max_lr decay_lr_rate cycle_first_step_size cycle_second_step_size "
+                "cycle_first_stair_count cycle_second_stair_count decay_step_size cycle_momentum cycle_min_mom "
+                "cycle_max_mom decay_mom_rate last_batch_iteration",
+    "LRRangeTest": "lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase "
+                   "last_batch_iteration",
+}
+"""scheduler.type -> its parameters"""
+DEEPSPEED_WARMUP_STEPS, DEEPSPEED_COSINE_FLOOR, DEEPSPEED_CYCLE_STEPS = 1000, 0.0001, 2000
 
 
 def optimizer(found: Found, flags: Mapping[str, Any], problems: Problems) -> Iterator[Setting]:
@@ -39,8 +49,6 @@ def optimizer(found: Found, flags: Mapping[str, Any], problems: Problems) -> Ite
         value: Any = found.keys.get(path)
         if not path.startswith(PARAMS) or name in OF_EVERY_TYPE:
             continue
-        if name == "bias_correction" and chosen in ("adam", "adamw") and value is not False:
-            continue  # Adam's moments are always corrected
         if name not in takes.parameters:
             problems.append(f"{path} is no parameter of {named or chosen}, which takes {', '.join(takes.parameters)}; "
                             "leave it out")
@@ -62,7 +70,17 @@ def scheduler(found: Found, flags: Mapping[str, Any], problems: Problems) -> Ite
         problems.require(not given, f"scheduler.type is missing; expected {' or '.join(STYLES)}")
         return
     for path in given:
-        problems.require(path not in FOREIGN[kind], f"{path} is no parameter of {kind}; leave it out")
+        problems.require(path.removeprefix("scheduler.params.") in SCHEDULER_PARAMS[kind].split(),
+                         f"{path} is no parameter of {kind}; leave it out")
+    if kind == "OneCycle":
+        yield from _one_cycle(found, problems)
+    elif kind == "LRRangeTest":
+        yield from _range_test(found)
+    else:
+        yield from _warm_up(found, kind, flags, problems)
+
+
+def _warm_up(found: Found, kind: str, flags: Mapping[str, Any], problems: Problems) -> Iterator[Setting]:
     total, warmup = found.keys.get(TOTAL_STEPS), found.keys.get(WARMUP_STEPS, DEEPSPEED_WARMUP_STEPS)
     if kind == "WarmupLR":
         total = max(1, warmup)  # a constant rate has no end; the warm-up is a share of this
@@ -91,6 +109,45 @@ def _warmup_type_and_floor(found: Found, kind: str, flags: Mapping[str, Any]) ->
         peak = flags.get("lr", found.keys.get("optimizer.params.lr", ScheduleConfig.lr))
         floor = peak * found.keys.get(COSINE_FLOOR, DEEPSPEED_COSINE_FLOOR)
         yield "min_lr", floor, found.first(COSINE_FLOOR, "scheduler.type")
+
+
+def _one_cycle(found: Found, problems: Problems) -> Iterator[Setting]:
+    """The triangle from cycle_min_lr to cycle_max_lr and back, then the decay."""
+    def of(name: str, default: Any) -> tuple[Any, str]:
+        path = f"scheduler.params.{name}"
+        return found.keys.get(path, default), path if path in found.keys else "scheduler.type"
+
+    ends = {name: of(name, None) for name in ("cycle_min_lr", "cycle_max_lr")}
+    for name, (value, _) in ends.items():
+        problems.require(value is not None, f"OneCycle needs scheduler.params.{name}")
+    if problems:
+        return
+    first, where = of("cycle_first_step_size", DEEPSPEED_CYCLE_STEPS)
+    second, where_second = of("cycle_second_step_size", first)
+    interval, _ = of("decay_step_size", 0)
+    yield "lr_decay_style", STYLES["OneCycle"], "scheduler.type"
+    yield "min_lr", *ends["cycle_min_lr"]
+    yield "lr", *ends["cycle_max_lr"]
+    yield "warmup", _share(first, first + second), where
+    yield "lr_decay_iters", first + second, where_second
+    for field, name in (("cycle_decay", "decay_lr_rate"), ("cycle_mom_growth", "decay_mom_rate")):
+        rate, path = of(name, 0.0)
+        yield field, rate / interval if interval else 0.0, path
+    for name, default in (("cycle_momentum", True), ("cycle_min_mom", 0.8), ("cycle_max_mom", 0.9)):
+        yield name, *of(name, default)
+
+
+def _range_test(found: Found) -> Iterator[Setting]:
+    """A rate that grows in equal steps from its first value."""
+    prefix = "scheduler.params.lr_range_test_"
+    where = {name: prefix + name if prefix + name in found.keys else "scheduler.type"
+             for name in ("min_lr", "step_size", "step_rate", "staircase")}
+    stairs = found.keys.get(prefix + "staircase", False)
+    yield "lr_decay_style", "range-test-stairs" if stairs else "range-test", where["staircase"]
+    for field in ("min_lr", "lr"):
+        yield field, found.keys.get(prefix + "min_lr", 0.001), where["min_lr"]
+    yield "lr_decay_iters", found.keys.get(prefix + "step_size", DEEPSPEED_CYCLE_STEPS), where["step_size"]
+    yield "cycle_decay", found.keys.get(prefix + "step_rate", 1.0), where["step_rate"]
 
 
 def tensorboard(found: Found) -> Iterator[Setting]:

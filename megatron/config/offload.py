@@ -23,7 +23,7 @@ class OffloadConfig:
     offload_optimizer_nvme_path: str | None = setting(None, "folder on the NVMe drive", json=_OPTIMIZER + "nvme_path")
     offload_optimizer_buffer_count: int = setting(4, "host buffers in front of the NVMe drive",
                                                   json=_OPTIMIZER + "buffer_count")
-    offload_optimizer_pin_memory: bool = setting(False, "page-locked host memory", json=_OPTIMIZER + "pin_memory")
+    offload_optimizer_pin_memory: bool = setting(True, "page-locked host memory", json=_OPTIMIZER + "pin_memory")
     offload_optimizer_pipeline_read: bool = setting(False, "read the next tile while this one is updated",
                                                     json=_OPTIMIZER + "pipeline_read")
     offload_optimizer_pipeline_write: bool = setting(False, "write the last tile while this one is updated",
@@ -36,7 +36,7 @@ class OffloadConfig:
     offload_param_buffer_size: int = setting(100_000_000, "elements per buffer", json=_PARAM + "buffer_size")
     offload_param_max_in_cpu: int = setting(1_000_000_000, "elements kept on the host beside the NVMe drive",
                                             json=_PARAM + "max_in_cpu")
-    offload_param_pin_memory: bool = setting(False, "page-locked host memory", json=_PARAM + "pin_memory")
+    offload_param_pin_memory: bool = setting(True, "page-locked host memory", json=_PARAM + "pin_memory")
     aio_block_size: int = setting(1_048_576, "bytes per NVMe request", json="aio.block_size")
     aio_queue_depth: int = setting(8, "NVMe requests in flight", json="aio.queue_depth")
     aio_intra_op_parallelism: int = setting(1, "threads per read or write", "aio-thread-count",

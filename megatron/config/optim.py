@@ -40,7 +40,9 @@ class OptimConfig:
         require(self.optimizer in OPTIMIZERS, f"--optimizer is {self.optimizer}: expected {', '.join(OPTIMIZERS)}")
         require(self.adam_w_mode or self.optimizer != "adamw",
                 "--no-adam-w-mode contradicts --optimizer adamw: give --optimizer adam")
-        self._own_parameters()
+        own = self._own_parameters()
+        require(not own.get("amsgrad") or own.get("bias_correction", True),
+                f"--optimizer-params amsgrad=true needs bias_correction=true in {self.optimizer}: leave one out")
 
     def hyper_parameters(self) -> dict[str, Any]:
         """The optimizer's hyper-parameters by the names of torch.optim, without the learning rate."""

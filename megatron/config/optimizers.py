@@ -36,8 +36,8 @@ class Takes:
 _ADAM = {"betas": "adam_beta1 adam_beta2", "eps": "adam_eps"}
 
 OPTIMIZERS: dict[str, Takes] = {
-    "adam": Takes({**_ADAM, "adam_w_mode": "adam_w_mode"}, {"amsgrad": False}, "Adam"),
-    "adamw": Takes({**_ADAM, "adam_w_mode": "adam_w_mode"}, {"amsgrad": False}, "AdamW"),
+    "adam": Takes({**_ADAM, "adam_w_mode": "adam_w_mode"}, {"amsgrad": False, "bias_correction": True}, "Adam"),
+    "adamw": Takes({**_ADAM, "adam_w_mode": "adam_w_mode"}, {"amsgrad": False, "bias_correction": True}, "AdamW"),
     "sgd": Takes({"momentum": "sgd_momentum"}, {"dampening": 0.0, "nesterov": False}, "SGD"),
     "lamb": Takes(_ADAM, {"max_coeff": 10.0, "min_coeff": 0.01, "bias_correction": True, "eps_inside_sqrt": False}),
     "lion": Takes({}, {"betas": (0.9, 0.99)}),

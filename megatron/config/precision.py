@@ -26,6 +26,8 @@ class PrecisionConfig:
     hysteresis: int = setting(2, "fp16: overflows before the scale halves", json="fp16.")
     min_scale: float = setting(1.0, "fp16: smallest loss scale; an overflow at this scale ends the run",
                                json="fp16.min_loss_scale")
+    auto_cast: bool = setting(
+        False, "fp16, in zero.initialize: cast floating point inputs of the engine's forward", json="fp16.")
     fp32_allreduce: bool = setting(
         False, "reduce 16-bit gradients over data parallel in fp32",
         json=Key("communication_data_type", choice("fp32"), lambda given: given == "fp32", nullable=True, default="",
@@ -42,6 +44,7 @@ class PrecisionConfig:
             self.loss_scale is None or self.fp16,
             f"--loss-scale {self.loss_scale} needs --fp16: other precisions are not scaled",
         )
+        require(self.fp16 or not self.auto_cast, "--auto-cast needs --fp16: it casts inputs to fp16")
         require(self.min_scale <= self.initial_loss_scale,
                 f"--min-scale {self.min_scale:g} is above --initial-loss-scale {self.initial_loss_scale:g}")
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.kinds import COUNT, COUNT_0, NUMBER, SHARE, choice
+from megatron.config.kinds import AT_LEAST_0, BOOLEAN, COUNT, COUNT_0, NUMBER, SHARE, choice
 from megatron.config.setting import Key, require, require_range, setting
 
-STYLES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+STYLES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine", "OneCycle": "one-cycle",
+          "LRRangeTest": "range-test"}
 """scheduler.type -> --lr-decay-style"""
-_REFUSED = {
-    "lrrangetest": "a range test is no schedule to train with; try values of --lr",
-    "onecycle": "there is no cyclic schedule, and momentum is constant; use WarmupDecayLR or WarmupCosineLR",
-}
+_PARAMS = "scheduler.params."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,24 +21,55 @@ class ScheduleConfig:
     lr: float = setting(1.5e-4, "peak learning rate", newcomer=True, json=(
         Key("optimizer.params.lr", NUMBER),
         Key("scheduler.params.warmup_max_lr", NUMBER,
-            help="not with `WarmupCosineLR`, whose peak is the optimizer's `lr`")))
-    min_lr: float = setting(0.0, "learning rate at the end of the decay", json=Key(
-        "scheduler.params.cos_min_ratio", SHARE, alone=False, default="0.0001",
-        help="as a share of the peak; only with `WarmupCosineLR`"))
-    lr_decay_style: Literal["constant", "linear", "cosine", "exponential", "inverse-square-root"] = setting(
-        "cosine", "shape of the decay",
-        json=Key("scheduler.type", choice(*STYLES), refused=_REFUSED, alone=False, default="",
-                 help="`WarmupLR`: constant; `WarmupDecayLR`: linear down to 0; `WarmupCosineLR`: cosine"))
+            help="of `WarmupLR` and `WarmupDecayLR`; the peak of `WarmupCosineLR` is the optimizer's `lr`"),
+        Key(_PARAMS + "cycle_max_lr", NUMBER, alone=False, default="", help="of `OneCycle`")))
+    min_lr: float = setting(0.0, "learning rate at the end of the decay", json=(
+        Key(_PARAMS + "cos_min_ratio", SHARE, alone=False, default="0.0001",
+            help="of `WarmupCosineLR`, as a share of the peak"),
+        Key(_PARAMS + "cycle_min_lr", NUMBER, alone=False, default="", help="of `OneCycle`"),
+        Key(_PARAMS + "lr_range_test_min_lr", NUMBER, alone=False, default="0.001",
+            help="of `LRRangeTest`: the first rate")))
+    lr_decay_style: Literal["constant", "linear", "cosine", "exponential", "inverse-square-root", "one-cycle",
+                            "range-test", "range-test-stairs"] = setting(
+        "cosine", "shape of the decay", json=(
+            Key("scheduler.type", choice(*STYLES), alone=False, default="",
+                help="`WarmupLR`: constant; `WarmupDecayLR`: linear down to 0; `WarmupCosineLR`: cosine; `OneCycle`: "
+                     "one-cycle; `LRRangeTest`: range-test"),
+            Key(_PARAMS + "lr_range_test_staircase", BOOLEAN, alone=False, default="false",
+                help="of `LRRangeTest`: range-test-stairs")))
     lr_decay_iters: int | None = setting(
-        None, "step at which --min-lr is reached (default: --train-iters)",
-        json=Key("scheduler.params.total_num_steps", COUNT, alone=False, nullable=True, help="not with `WarmupLR`"))
+        None, "step at which --min-lr is reached (default: --train-iters)", json=(
+            Key(_PARAMS + "total_num_steps", COUNT, alone=False, nullable=True,
+                help="of `WarmupDecayLR` and `WarmupCosineLR`"),
+            Key(_PARAMS + "cycle_second_step_size", COUNT, alone=False, nullable=True,
+                help="of `OneCycle`: the steps from the peak to the end of the cycle; by default those before it"),
+            Key(_PARAMS + "lr_range_test_step_size", COUNT, alone=False, default="2000",
+                help="of `LRRangeTest`: steps in which the rate grows by `lr_range_test_step_rate`")))
     warmup: float = setting(
-        0.01, "share of --lr-decay-iters spent warming up",
-        json=Key("scheduler.params.warmup_num_steps", COUNT_0, alone=False, default="1000",
-                 help="as a number of steps"))
+        0.01, "share of --lr-decay-iters spent warming up", json=(
+            Key(_PARAMS + "warmup_num_steps", COUNT_0, alone=False, default="1000",
+                help="of the warm-up schedules, as a number of steps"),
+            Key(_PARAMS + "cycle_first_step_size", COUNT, alone=False, default="2000",
+                help="of `OneCycle`, as a number of steps: from the start to the peak")))
     warmup_type: Literal["linear", "log"] = setting(
         "linear", "shape of the warm-up; log rises fast at first",
         json=Key("scheduler.params.warmup_type", default='"log"', help="the flag's own default is linear"))
+    cycle_decay: float = setting(
+        0.0, "one-cycle: after the cycle the rate is --min-lr / (1 + this x steps); range-test: growth of the rate, as "
+             "a share of --min-lr, in --lr-decay-iters steps",
+        json=(Key(_PARAMS + "decay_lr_rate", AT_LEAST_0, alone=False, default="0",
+                  help="of `OneCycle`, per `decay_step_size` steps"),
+              Key(_PARAMS + "lr_range_test_step_rate", NUMBER, alone=False, default="1", help="of `LRRangeTest`")))
+    cycle_momentum: bool = setting(
+        False, "one-cycle: move beta1 against the learning rate, with beta2 0.99",
+        json=Key(_PARAMS + "cycle_momentum", alone=False, default="true", help="DeepSpeed's default for `OneCycle`"))
+    cycle_min_mom: float = setting(0.8, "one-cycle: beta1 at the peak of the learning rate",
+                                   json=Key(_PARAMS, alone=False))
+    cycle_max_mom: float = setting(0.9, "one-cycle: beta1 at the ends of the cycle", json=Key(_PARAMS, alone=False))
+    cycle_mom_growth: float = setting(
+        0.0, "one-cycle: after the cycle beta1 is --cycle-max-mom x (1 + this x steps), below 1",
+        json=Key(_PARAMS + "decay_mom_rate", AT_LEAST_0, alone=False, default="0",
+                 help="of `OneCycle`, per `decay_step_size` steps"))
     override_lr_scheduler: bool = setting(False, "on resume, use these flags and not the checkpoint's schedule")
     use_checkpoint_lr_scheduler: bool = setting(False, "on resume, use the checkpoint's schedule and not these flags",
                                                 "use-checkpoint-opt-param-scheduler")
@@ -50,5 +79,13 @@ class ScheduleConfig:
         require_range(self, "warmup", 0, 1)
         require_range(self, "lr_decay_iters", 1)
         require(self.min_lr <= self.lr, f"--min-lr {self.min_lr:g} is above --lr {self.lr:g}")
+        require_range(self, "cycle_decay cycle_mom_growth", 0)
+        require_range(self, "cycle_min_mom cycle_max_mom", 0, 0.9999999)
         require(not (self.override_lr_scheduler and self.use_checkpoint_lr_scheduler),
                 "--override-lr-scheduler and --use-checkpoint-lr-scheduler exclude each other: give at most one")
+
+    @property
+    def cycled_momentum(self) -> tuple[float, float, float] | None:
+        """Lowest, highest and later growth of beta1, if the schedule moves it."""
+        moves = self.cycle_momentum and self.lr_decay_style == "one-cycle"
+        return (self.cycle_min_mom, self.cycle_max_mom, self.cycle_mom_growth) if moves else None

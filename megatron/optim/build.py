@@ -28,7 +28,10 @@ def build_rule(optim: OptimConfig, tile: int) -> tuple[Rule, dict[str, Any]]:
         return Lamb(tile), hyper
     if optim.optimizer == "lion":
         return Lion(tile), hyper
-    decoupled = optim.optimizer in ("adam", "adamw") and optim.adam_w_mode
+    adam = optim.optimizer in ("adam", "adamw")
+    decoupled = adam and optim.adam_w_mode
+    if adam and not hyper.pop("bias_correction"):
+        return AdamW(tile, bias_correction=False, decoupled=decoupled), hyper
     if decoupled and not hyper["amsgrad"]:
         return AdamW(tile), hyper
     name = "AdamW" if decoupled else OPTIMIZERS[optim.optimizer].torch_name

@@ -31,6 +31,7 @@ from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.writer import SaveReport, complete
 from megatron.config.tree import Config
 from megatron.errors import ConfigError
+from megatron.zero.api.casting import cast_inputs
 from megatron.zero.api.monitor import Monitor, Watch
 from megatron.zero.api.optimizer import ZeroOptimizer
 from megatron.zero.api.saved import (
@@ -81,6 +82,8 @@ class Engine:
     # ---- the loop -----------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.config.precision.auto_cast:
+            args, kwargs = cast_inputs((args, kwargs), torch.float16)
         with self.monitor.phase("forward"):
             return self.core.module(*args, **kwargs)
 

@@ -29,8 +29,11 @@ class FollowSchedule:
 
     def _go_to(self, steps: int) -> None:
         self.steps = steps
+        rate, betas = self.schedule(steps), self.schedule.betas(steps)
         for group in self._optimizer.param_groups:
-            group["lr"] = self.schedule(steps)
+            group["lr"] = rate
+            if betas is not None and "betas" in group:
+                group["betas"] = betas
 
     def step(self) -> None:
         self._go_to(self.steps + 1)
@@ -53,4 +56,5 @@ def schedule_of(config: Config) -> Schedule:
     section = config.schedule
     return build_schedule(style=section.lr_decay_style, lr=section.lr, min_lr=section.min_lr, warmup=section.warmup,
                           decay_iters=section.lr_decay_iters or max(1, config.train.train_iters),
-                          warmup_type=section.warmup_type)
+                          warmup_type=section.warmup_type, tail=section.cycle_decay,
+                          momentum=section.cycled_momentum)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
 import math
@@ -23,6 +24,7 @@ from megatron.config.flags import parse_args
 from megatron.config.setting import Key
 from megatron.errors import ConfigError
 from megatron.optim.schedule import Schedule, build_schedule
+from megatron.zero.api.schedule import schedule_of
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -60,6 +62,12 @@ def refusal(*args: Any, **kwargs: Any) -> str:
 WARMUP = {"scheduler": {"type": "WarmupDecayLR",
                         "params": {"warmup_type": "linear", "warmup_num_steps": 10, "total_num_steps": 100}}}
 COSINE = merged(WARMUP, {"scheduler": {"type": "WarmupCosineLR"}})
+CYCLE = {"scheduler": {"type": "OneCycle", "params": {
+    "cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "cycle_first_step_size": 100}}}
+RANGE = {"scheduler": {"type": "LRRangeTest"}}
+TRIANGLE = {"lr_decay_style": "one-cycle", "lr": 1e-3, "min_lr": 1e-4, "warmup": 0.5, "lr_decay_iters": 200,
+            "cycle_momentum": True}
+GROWTH = {"lr_decay_style": "range-test", "lr": 1e-3, "min_lr": 1e-3, "lr_decay_iters": 2000, "cycle_decay": 1.0}
 DECAY = {"lr_decay_style": "linear", "warmup": 0.1, "lr_decay_iters": 100}
 ADAM = {"optimizer": {"type": "Adam"}}
 FP16 = {"fp16": {"enabled": True}}
@@ -72,7 +80,7 @@ def typed(name: str) -> dict[str, Any]:
 # parameter -> (a type that takes it, which optimizer that is, a value)
 OWN = {"dampening": ("SGD", "sgd", 0.5), "nesterov": ("SGD", "sgd", True), "amsgrad": ("FusedAdam", "adam", True),
        "max_coeff": ("FusedLamb", "lamb", 0.3), "min_coeff": ("Lamb", "lamb", 0.1),
-       "bias_correction": ("Lamb", "lamb", False), "eps_inside_sqrt": ("Lamb", "lamb", True),
+       "bias_correction": ("Adam", "adam", False), "eps_inside_sqrt": ("Lamb", "lamb", True),
        "lr_decay": ("DeepSpeedCPUAdagrad", "adagrad", 0.1), "initial_accumulator_value": ("Adagrad", "adagrad", 0.1),
        "alpha": ("RMSprop", "rmsprop", 0.9), "centered": ("RMSprop", "rmsprop", True),
        "momentum_decay": ("NAdam", "nadam", 0.01), "decoupled_weight_decay": ("RAdam", "radam", True),
@@ -112,6 +120,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "bfloat16.enabled": (True, {"bf16": True}, {}),
     "optimizer.type": ("deepspeedcpulion", {"optimizer": "lion"}, {}),
     "optimizer.params.adam_w_mode": (False, {"adam_w_mode": False}, ADAM),
+    "fp16.auto_cast": (True, {"fp16": True, "auto_cast": True}, FP16),
     "optimizer.params.momentum": (0.5, {"optimizer": "sgd", "sgd_momentum": 0.5}, typed("SGD")),
     **{f"optimizer.params.{name}": own_case(name) for name in OWN},
     "optimizer.params.lr": (1e-3, {"lr": 1e-3}, ADAM),
@@ -124,6 +133,25 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "scheduler.params.warmup_num_steps": (20, {**DECAY, "warmup": 0.2}, WARMUP),
     "scheduler.params.warmup_type": ("log", {**DECAY, "warmup_type": "log"}, WARMUP),
     "scheduler.params.total_num_steps": (50, {**DECAY, "warmup": 0.2, "lr_decay_iters": 50}, WARMUP),
+    "scheduler.params.cycle_min_lr": (1e-5, {**TRIANGLE, "min_lr": 1e-5}, CYCLE),
+    "scheduler.params.cycle_max_lr": (1e-2, {**TRIANGLE, "lr": 1e-2}, CYCLE),
+    "scheduler.params.cycle_first_step_size": (
+        25, {**TRIANGLE, "lr_decay_iters": 50}, CYCLE),
+    "scheduler.params.cycle_second_step_size": (300, {**TRIANGLE, "warmup": 0.25, "lr_decay_iters": 400}, CYCLE),
+    "scheduler.params.decay_step_size": (
+        50, {**TRIANGLE, "cycle_decay": 0.01}, merged(CYCLE, nested("scheduler.params.decay_lr_rate", 0.5))),
+    "scheduler.params.decay_lr_rate": (
+        1, {**TRIANGLE, "cycle_decay": 0.1}, merged(CYCLE, nested("scheduler.params.decay_step_size", 10))),
+    "scheduler.params.decay_mom_rate": (
+        1, {**TRIANGLE, "cycle_mom_growth": 0.1}, merged(CYCLE, nested("scheduler.params.decay_step_size", 10))),
+    "scheduler.params.cycle_momentum": (
+        False, {name: value for name, value in TRIANGLE.items() if name != "cycle_momentum"}, CYCLE),
+    "scheduler.params.cycle_min_mom": (0.7, {**TRIANGLE, "cycle_min_mom": 0.7}, CYCLE),
+    "scheduler.params.cycle_max_mom": (0.99, {**TRIANGLE, "cycle_max_mom": 0.99}, CYCLE),
+    "scheduler.params.lr_range_test_min_lr": (1e-5, {**GROWTH, "lr": 1e-5, "min_lr": 1e-5}, RANGE),
+    "scheduler.params.lr_range_test_step_size": (10, {**GROWTH, "lr_decay_iters": 10}, RANGE),
+    "scheduler.params.lr_range_test_step_rate": (5, {**GROWTH, "cycle_decay": 5.0}, RANGE),
+    "scheduler.params.lr_range_test_staircase": (True, {**GROWTH, "lr_decay_style": "range-test-stairs"}, RANGE),
     "scheduler.params.cos_min_ratio": (
         0.1, {"lr_decay_iters": 100, "warmup": 0.1, "min_lr": pytest.approx(1.5e-5)}, COSINE),
     "zero_optimization": (True, {"zero_stage": 1}, {}),
@@ -140,11 +168,11 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     ZERO + "cpu_offload_param": (True, UNREADY, {}),
     ZERO + "cpu_offload_params": (True, UNREADY, {}),
     ZERO + "cpu_offload_use_pin_memory": (
-        True, {"offload_optimizer_pin_memory": True, "offload_param_pin_memory": True}, {}),
+        False, {"offload_optimizer_pin_memory": False, "offload_param_pin_memory": False}, {}),
     HOME + "device": ("cpu", UNREADY, {}),
     HOME + "nvme_path": ("/nvme", {"offload_optimizer_nvme_path": "/nvme"}, {}),
     HOME + "buffer_count": (6, {"offload_optimizer_buffer_count": 6}, {}),
-    HOME + "pin_memory": (True, {"offload_optimizer_pin_memory": True}, {}),
+    HOME + "pin_memory": (False, {"offload_optimizer_pin_memory": False}, {}),
     HOME + "pipeline_read": (True, {"offload_optimizer_pipeline_read": True}, {}),
     HOME + "pipeline_write": (True, {"offload_optimizer_pipeline_write": True}, {}),
     PARAM + "device": ("nvme", UNREADY, {}),
@@ -152,7 +180,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     PARAM + "buffer_count": (6, {"offload_param_buffer_count": 6}, {}),
     PARAM + "buffer_size": (1e6, {"offload_param_buffer_size": 1_000_000}, {}),
     PARAM + "max_in_cpu": (1, {"offload_param_max_in_cpu": 1}, {}),
-    PARAM + "pin_memory": (True, {"offload_param_pin_memory": True}, {}),
+    PARAM + "pin_memory": (False, {"offload_param_pin_memory": False}, {}),
     "aio.block_size": (4096, {"aio_block_size": 4096}, {}),
     "aio.queue_depth": (16, {"aio_queue_depth": 16}, {}),
     "aio.intra_op_parallelism": (2, {"aio_intra_op_parallelism": 2}, {}),
@@ -209,7 +237,7 @@ def test_a_key_that_is_fixed_here_is_accepted_with_its_value_and_refused_with_it
 def test_a_key_without_effect_says_so_unless_it_is_the_default(path):
     row = TABLE[path]
     assert build(nested(path, row.default)).notes == ()
-    others = {0: 5, "Fail": "Warn", 0.8: 0.5, "": "out", "DeepSpeedJobName": "job"}
+    others = {0: 5, "Fail": "Warn", 0.8: 0.5, None: "0,1", "": "out", "DeepSpeedJobName": "job"}
     other = not row.default if isinstance(row.default, bool) else others[row.default]
     config = build(nested(path, other))
     assert changes(config) == {} and len(config.notes) == 1
@@ -241,7 +269,7 @@ WRONG = {"true or false": ["true ", 1, 0, None, [], "false"],
 @pytest.mark.parametrize("path", rows(Key, Old, NoEffect))
 def test_a_value_of_the_wrong_type_is_told_with_its_path_and_what_is_expected(path):
     kind, nullable = TABLE[path].kind, getattr(TABLE[path], "nullable", False)
-    for value in WRONG.get(kind.expected, [1, True, [], "other", math.nan]):
+    for value in [] if kind.expected == "anything" else WRONG.get(kind.expected, [1, True, [], "other", math.nan]):
         if value is not None or not nullable:
             told = refusal(nested(path, value))
             assert f"{path} is " in told and kind.expected in told, (value, told)
@@ -315,12 +343,15 @@ def test_an_unknown_key_is_refused_with_its_path_and_the_nearest_name(path, told
      "optimizer.params.eps is no parameter of FusedLion, which takes lr, weight_decay, betas; leave it out"),
     (merged(typed("SGD"), nested("optimizer.params.betas", "auto")), "betas is no parameter of SGD"),
     (merged(typed("Rprop"), nested("optimizer.params.weight_decay", 0)), "weight_decay is no parameter of Rprop"),
-    (merged(ADAM, nested("optimizer.params.bias_correction", False)), "bias_correction is no parameter of Adam"),
+    (merged(typed("NAdam"), nested("optimizer.params.bias_correction", False)), "bias_correction is no parameter of"),
+    (merged(ADAM, nested("optimizer.params.bias_correction", False), nested("optimizer.params.amsgrad", True)),
+     "amsgrad=true needs bias_correction=true"),
     (merged(typed("AdamW"), nested("optimizer.params.adam_w_mode", False)), "contradicts"),
     (nested("optimizer.params.rho", 0.9), "optimizer.params.rho is no parameter of adam"),
-    ({"scheduler": {"params": {"cycle_min_lr": 1}, "type": "OneCycle"}}, "there is no cyclic schedule"),
+    ({"scheduler": {"params": {"cycle_min_lr": 1}, "type": "OneCycle"}}, "OneCycle needs scheduler.params.cycle_max"),
+    (merged(CYCLE, nested("scheduler.params.warmup_num_steps", 3)), "warmup_num_steps is no parameter of OneCycle"),
+    (merged(CYCLE, nested("scheduler.params.cycle_min_lr", 1)), "cycle_min_lr 1 is above scheduler.params.cycle_max"),
     ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "lag"}}}, 'did you mean "log"?'),
-    ({"scheduler": {"type": "LRRangeTest"}}, "a range test is no schedule"),
     ({"scheduler": {"params": {"warmup_num_steps": 1}}}, "scheduler.type is missing"),
     (merged(COSINE, nested("scheduler.params.warmup_max_lr", 1e-3)), "is no parameter of WarmupCosineLR"),
     (merged(WARMUP, nested("scheduler.type", "WarmupLR")), "total_num_steps is no parameter of WarmupLR"),
@@ -350,7 +381,8 @@ def test_a_type_without_its_parameters_is_deepspeeds_optimizer():
     assert build(typed("SGD"), flags={"sgd_momentum": 0.8}).optim.sgd_momentum == 0.8
     assert build(merged(typed("SGD"), nested("optimizer.params.momentum", "auto"))).optim.sgd_momentum == 0.9
     assert build(typed("Lion")).optim.hyper_parameters()["betas"] == (0.9, 0.99)
-    assert build(merged(ADAM, nested("optimizer.params.bias_correction", True))) == Config()
+    corrected = build(merged(ADAM, nested("optimizer.params.bias_correction", True)))
+    assert corrected.optim.hyper_parameters() == OptimConfig().hyper_parameters()
     eps = build(merged(typed("Adagrad"), nested("optimizer.params.eps", 1))).optim
     assert eps.hyper_parameters()["eps"] == 1.0 and eps.adam_eps == 1e-8
 
@@ -586,6 +618,47 @@ def test_every_number_of_warmup_steps_comes_out_exactly():
         assert int(schedule.warmup * whole) == part, (part, whole)
 
 
+def deepspeed_one_cycle(step: int, first: int, second: int, low: float, high: float, decay: float) -> float:
+    """The rate of optimizer step `step`, from the count of its scheduler, which is one behind."""
+    total, it = first + second, step - 1
+    if step == 0:
+        return low
+    if it >= total:
+        return low / (1 + decay * (it - total + 1))
+    x = math.fmod(it + 1, total) / total
+    ratio = first / total
+    return low + (high - low) * (x / ratio if x <= ratio else (x - 1) / (ratio - 1))
+
+
+@pytest.mark.parametrize(("first", "second"), [(10, None), (7, 30), (30, 7), (1, 1)])
+def test_one_cycle_is_deepspeeds_at_every_step(first, second):
+    params = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-2, "cycle_first_step_size": first, "decay_step_size": 5,
+              "cycle_second_step_size": second, "decay_lr_rate": 0.5, "decay_mom_rate": 0.01}
+    ours = schedule_of(build({"scheduler": {"type": "OneCycle", "params": params}}))
+    second = second or first
+    for step in range(3 * (first + second)):
+        assert ours(step) == pytest.approx(deepspeed_one_cycle(step, first, second, 1e-4, 1e-2, 0.1), rel=1e-12)
+    low, high = 0.8, 0.9
+    height = [(ours(step) - 1e-4) / (1e-2 - 1e-4) for step in range(first + second + 1)]
+    assert [ours.betas(step)[0] for step in range(1, first + second + 1)] == pytest.approx(
+        [high - (high - low) * share for share in height[1:]])
+    assert ours.betas(0) == (low, 0.99), "DeepSpeed's first step"
+    assert ours.betas(first + second + 5)[0] == pytest.approx(high * (1 + 0.01 / 5 * 5))
+    assert ours.betas(10**6)[0] < 1
+    still = build({"scheduler": {"type": "OneCycle", "params": {**params, "cycle_momentum": False}}})
+    assert schedule_of(still).betas(3) is None
+
+
+@pytest.mark.parametrize("stairs", [False, True])
+def test_a_range_test_grows_as_deepspeeds(stairs):
+    params = {"lr_range_test_min_lr": 1e-4, "lr_range_test_step_size": 7, "lr_range_test_step_rate": 5,
+              "lr_range_test_staircase": stairs}
+    ours = schedule_of(build({"scheduler": {"type": "LRRangeTest", "params": params}}))
+    for step in range(50):
+        interval = step // 7 if stairs else step / 7
+        assert ours(step) == pytest.approx(1e-4 * (1 + 5 * interval), rel=1e-12)
+
+
 # ---- whole files -------------------------------------------------------------------------------------------------
 
 SCALING = {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
@@ -697,6 +770,7 @@ STRANGE = [None, True, False, 0, -1, 1, 2, 1.5, 1e9, 5e8, 1e400, math.nan, 10**3
 WHOLE = merged(*(merged(beside, nested(path, value)) for path, (value, expected, beside) in CASES.items()
                  if not isinstance(expected, str) and not isinstance(TABLE[path], Old)
                  and path not in ("bf16.enabled", "scheduler.params.cos_min_ratio")
+                 and beside not in (RANGE, CYCLE) and not path.startswith(("scheduler.params.decay_"))
                  and beside.get("optimizer", ADAM["optimizer"]) == ADAM["optimizer"]),
                ADAM,
                {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 4, "scheduler": {"type": "WarmupDecayLR"}})
@@ -759,6 +833,15 @@ def test_a_mutated_text_is_a_configuration_or_a_config_error(tmp_path):
         path.write_text("".join(changed))
         done += only_config_errors(lambda: build(path, world_size=4))
     assert done > 50, "some must pass, or nothing is tested"
+
+
+def test_a_base64_text_stands_for_a_file():
+    text = base64.urlsafe_b64encode(json.dumps({"bf16": {"enabled": True}, "x?>": 1}).encode()).decode()
+    assert "the base64 configuration: unknown key x?>" in refusal(text)
+    text = base64.urlsafe_b64encode(b'{"bf16": {"enabled": true}}').decode()
+    assert build(text).precision.bf16 and parse_args(["--deepspeed_config", text]).precision.bf16
+    for wrong in ("abcd", "missing.json", base64.urlsafe_b64encode(b"[1]").decode()):
+        assert "cannot be read" in refusal(wrong)
 
 
 def test_reading_a_file_imports_no_torch(written):

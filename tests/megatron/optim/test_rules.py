@@ -132,6 +132,26 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_adam_without_bias_correction_divides_nothing(decoupled: bool, decay: float) -> None:
+    config = OptimConfig(optimizer="adam", adam_w_mode=decoupled, weight_decay=decay, adam_beta1=0.8, adam_beta2=0.95,
+                         optimizer_params=("bias_correction=false",))
+    rule, hyper = build_rule(config, LARGEST_TILE)
+    found = flat_run(rule, hyper)
+    weight, first, second = weights().double(), torch.zeros(SIZE).double(), torch.zeros(SIZE).double()
+    for grad, lr in grads():
+        g = grad.double() * FACTOR + (0 if decoupled else decay * weight)
+        weight = weight * (1 - lr * decay) if decoupled else weight
+        first, second = 0.8 * first + 0.2 * g, 0.95 * second + 0.05 * g * g
+        weight = weight - lr * first / (second.sqrt() + 1e-8)
+    assert torch.allclose(found[""].double(), weight, rtol=1e-6, atol=1e-6)
+    corrected = flat_run(*build_rule(OptimConfig(optimizer="adam", adam_w_mode=decoupled, weight_decay=decay,
+                                                 adam_beta1=0.8, adam_beta2=0.95), LARGEST_TILE))
+    assert not torch.allclose(corrected[""], found[""], atol=1e-4), "the correction is far more than rounding"
+    assert_equal(flat_run(rule, hyper, CUTS["five spans"]), found)
+
+
 def made(name: str) -> tuple[Optimizer, dict[str, Any]]:
     """The optimizer of a client, and its param group's entries."""
     cls, hyper = CASES[name]

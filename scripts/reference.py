@@ -1,0 +1,187 @@
+"""The reference parts of the guide, written from the declarations of the configuration: docs/flags.md, and the tables
+of docs/ds_config.md between `<!-- table: NAME -->` and `<!-- end -->`.
+
+    python scripts/reference.py            write them
+    python scripts/reference.py --check    exit with 1 where the pages differ from the declarations
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megatron.config import SECTIONS, flag_name  # noqa: E402
+from megatron.config.ds_batch import BATCH  # noqa: E402
+from megatron.config.ds_keys import TABLE, Absent, NoEffect, Old, Only  # noqa: E402
+from megatron.config.optimizers import DEEPSPEED_TYPES, OPTIMIZERS  # noqa: E402
+from megatron.config.setting import Key, declared, plain_type  # noqa: E402
+
+FIELDS = {item.name: item for section in SECTIONS.values() for item in fields(section)}
+
+
+# ---- flags -------------------------------------------------------------------------------------------------------
+
+
+def flags_page() -> str:
+    """docs/flags.md"""
+    lines = ["# Flags of `pretrain_gpt2.py`", "",
+             "This page is written by `scripts/reference.py`; do not edit it. Dashes and underscores are the same in",
+             "flag names. A switch `--name` has a counterpart `--no-name`. The last column names the key of a",
+             "[DeepSpeed file](ds_config.md) that sets the same."]
+    for name, section in SECTIONS.items():
+        hints = typing.get_type_hints(section)
+        lines += ["", f"## {name}", "", (section.__doc__ or "").strip(), "",
+                  "| flag | default | effect | JSON key |", "|---|---|---|---|"]
+        for item in fields(section):
+            said, kind = declared(item), plain_type(hints[item.name])[0]
+            names = [flag_name(item.name), *(f"--{alias}" for alias in said.aliases if "contigious" not in alias)]
+            flag = ", ".join(f"`{flag}`" for flag in names)
+            choices = f" ({', '.join(typing.get_args(kind))})" if typing.get_origin(kind) is typing.Literal else ""
+            keys = ", ".join(f"`{path}`" for path, row in TABLE.items()
+                             if isinstance(row, Key) and row.field == item.name)
+            lines.append(f"| {flag} | {_default(item.default)} | {_cell(said.help + choices)} | {keys} |")
+    return "\n".join(lines) + "\n"
+
+
+# ---- JSON keys ---------------------------------------------------------------------------------------------------
+
+
+def tables() -> dict[str, str]:
+    """The tables of docs/ds_config.md by name."""
+    keys = "| key | default | effect |\n|---|---|---|\n"
+    named: dict[str, str] = {name: keys + "\n".join(_key_rows(belongs)) for name, belongs in TOPICS.items()}
+    named["types"] = _types()
+    named["only"] = _grouped(Only, "accepted value", "why no other", lambda row: " or ".join(
+        f"`{json.dumps(value)}`" for value in row.values[:2] if not isinstance(value, float) or value < 1e18))
+    for name, why, in_engine in (("no effect", "why it has none", False),
+                                 ("engine", "what the trainer does instead", True)):
+        named[name] = _grouped(NoEffect, "default", why, lambda row: f"`{json.dumps(row.default)}`",
+                               lambda row, wanted=in_engine: row.in_engine == wanted)
+    named["absent"] = _grouped(Absent, "", "why", lambda row: "")
+    return named
+
+
+def _under(*prefixes: str) -> Callable[[str], bool]:
+    return lambda path: path.startswith(prefixes)
+
+
+TOPICS: dict[str, Callable[[str], bool]] = {
+    "batch": lambda path: path in BATCH,
+    "training": lambda path: "." not in path and path not in BATCH and path != "zero_optimization",
+    "precision": _under("fp16.", "bf16.", "bfloat16."),
+    "optimizer": lambda path: path in ("optimizer.params.lr", "optimizer.params.weight_decay",
+                                       "optimizer.params.max_grad_norm"),
+    "scheduler": _under("scheduler."),
+    "zero": lambda path: path.startswith("zero_optimization.") and ".offload_" not in path,
+    "offload": _under("zero_optimization.offload_", "aio."),
+    "activation checkpointing": _under("activation_checkpointing."),
+}
+
+
+def _key_rows(belongs: Callable[[str], bool]) -> Iterator[str]:
+    for path, row in TABLE.items():
+        if not belongs(path):
+            continue
+        name = re.sub(r"^(zero_optimization|scheduler|optimizer)\.", "", path)
+        if isinstance(row, Key) and row.field:
+            item = FIELDS[row.field]
+            default = row.default if row.default is not None else _default(item.default)
+            said = "; ".join(part for part in (declared(item).help if row.alone or not row.help else "", row.help)
+                             if part)
+            yield f"| `{name}` | {default} | `{flag_name(row.field)}`: {_cell(said)} |"
+        elif isinstance(row, Key):
+            yield f"| `{name}` | | {WORDS.get(path, '')} |"
+        elif isinstance(row, Old):
+            yield f"| `{name}` | | deprecated: read as {' and '.join(f'`{new}`' for new in row.new)} |"
+
+
+WORDS = {"gradient_accumulation_steps": "micro-batches per optimizer step; 1 where nothing is said",
+         "scheduler.params.decay_step_size": "of `OneCycle`: steps per decay; 0, the default, is no decay"}
+"""Keys that set no field of their own."""
+
+
+def _types() -> str:
+    lines = ["| type | `--optimizer` | parameters beside `lr` and `weight_decay` |", "|---|---|---|"]
+    for name, takes in OPTIMIZERS.items():
+        types = ", ".join(f"`{given}`" for given, ours in DEEPSPEED_TYPES.items() if ours == name)
+        own = [f"`{key}` {_default(value)}" for key, value in takes.own.items()]
+        named = [f"`{key}`" for key in takes.fields if key != "adam_w_mode" or name == "adam"]
+        lines.append(f"| {types} | `{name}` | {', '.join(named + own) or '-'}{'' if takes.decays else '; no decay'} |")
+    return "\n".join(lines)
+
+
+def _grouped(kind: type, head: str, why: str, value: Callable[[Any], str],
+             belongs: Callable[[Any], bool] = lambda row: True) -> str:
+    """Rows of one kind; those with the same value and reason share a line."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for path, row in TABLE.items():
+        if isinstance(row, kind) and belongs(row):
+            groups.setdefault((value(row), row.reason), []).append(path)
+    middle = f" {head} |" if head else ""
+    lines = [f"| key |{middle} {why} |", "|---|" + ("---|" if head else "") + "---|"]
+    for (shown, reason), paths in groups.items():
+        names = ", ".join(f"`{path}`" for path in paths)
+        lines.append(f"| {names} |" + (f" {shown} |" if head else "") + f" {_cell(reason)} |")
+    return "\n".join(lines)
+
+
+# ---- pages -------------------------------------------------------------------------------------------------------
+
+
+def _default(value: Any) -> str:
+    if value is None or value == ():
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return ", ".join(map(_default, value))
+    if isinstance(value, int) and value >= 100_000 and value % 10 ** (len(str(value)) - 1) == 0:
+        return f"{value:.0e}".replace("e+0", "e")
+    return f"{value:g}" if isinstance(value, float) else f"`{value}`" if isinstance(value, str) else str(value)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def filled(page: str) -> str:
+    """The page with every table between its marks written anew."""
+    found = tables()
+
+    def table(match: re.Match[str]) -> str:
+        return f"<!-- table: {match[1]} -->\n{found.pop(match[1])}\n<!-- end -->"
+
+    text = re.sub(r"<!-- table: ([\w ]+) -->\n.*?<!-- end -->", table, page, flags=re.DOTALL)
+    if found:
+        raise SystemExit(f"docs/ds_config.md has no place for the tables {', '.join(found)}")
+    return text
+
+
+def pages() -> dict[Path, str]:
+    """Page -> its text as the declarations have it."""
+    guide = ROOT / "docs" / "ds_config.md"
+    return {ROOT / "docs" / "flags.md": flags_page(), guide: filled(guide.read_text())}
+
+
+def main() -> int:
+    stale = [page for page, text in pages().items() if not page.exists() or page.read_text() != text]
+    if "--check" not in sys.argv:
+        for page, text in pages().items():
+            page.write_text(text)
+        return 0
+    for page in stale:
+        print(f"{page.relative_to(ROOT)} differs from the declarations: run python scripts/reference.py")
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
