@@ -21,13 +21,13 @@ def main() -> int:
     from megatron.launch import distributed
     from megatron.plan.shortage import explained
     from megatron.recompute import notes as recompute_notes
-    from megatron.train import build
+    from megatron.train import build, facts
     from megatron.train.allocator import keep_freed_memory
+    from megatron.train.log import RunLog
     from megatron.train.loop import Trainer
-    from megatron.train.metrics import MetricsLog
     from megatron.train.processor import notes as processor_notes
     from megatron.train.resume import Checkpoints
-    from megatron.train.sample import generate
+    from megatron.train.sample import generate, printable
     from megatron.zero.policy import notes as zero_notes
     from mpu import groups as mpu_groups
 
@@ -47,25 +47,23 @@ def main() -> int:
         recomputation = build.recomputation(config, groups)
         engine = build.engine(config, build.model(config, groups, recomputation), groups, device)
         state = checkpoints.resume(engine)
-        speaks = groups.world.rank == 0
-        log = closing.enter_context(
-            MetricsLog(config.log, config.train.train_iters, state.iteration, writes=speaks,
-                       aside=recomputation.report))
+        log = closing.enter_context(RunLog(config.log, config.train.train_iters, state.iteration,
+                                           writes=groups.world.rank == 0, aside=recomputation.report))
         idle = (*zero_notes(config.zero, precision=config.precision.name, on_cuda=device.type == "cuda"),
                 *recompute_notes(config.recompute, groups.tp.size, device),
                 *processor_notes(config.precision.name, device))
-        notes = (*config.notes, *idle, *datasets.notes, *checkpoints.notes)
-        for line in (build.summary(config, groups, device), *notes):
+        log.begin(config, facts.facts(config, groups, device), facts.lines(config, groups, device, tokenizer))
+        for line in (*config.notes, *idle, *datasets.notes, *checkpoints.notes):
             log.say(line)
         trainer = Trainer(config, engine, build.batch_rule(config, groups, tokenizer), device, log,
                           checkpoints.saver(engine, log.say), stop)
         if state.iteration >= config.train.train_iters > 0:
-            log.say(f" nothing to do: {config.save.load} is at iteration {state.iteration} already")
+            log.say(facts.nothing_to_do(config, state.iteration))
             checkpoints.save_finished(engine, log.say, state)
         elif trainer.run(state, datasets.train, datasets.valid):
             trainer.finish(state, datasets.valid, datasets.test)
             if config.log.sample_tokens and not config.data.mock_data:
-                log.say(f" sample: {generate(engine, tokenizer, config, device)!r}")
+                log.say(f" sample: {printable(generate(engine, tokenizer, config, device))}")
     distributed.shutdown()
     return 0
 

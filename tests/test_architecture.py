@@ -81,7 +81,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero.api.monitor megatron.zero.api.optimizer megatron.zero.api.casting megatron.zero.api.schedule
         megatron.zero.api.engine megatron.zero.api.initialize megatron.zero
         megatron.train megatron.train.allocator megatron.train.processor megatron.train.flops megatron.train.batches
-        megatron.train.evaluation megatron.train.rate megatron.train.metrics megatron.train.sample megatron.train.build
+        megatron.train.evaluation megatron.train.rate megatron.train.metrics megatron.train.console megatron.train.board
+        megatron.train.log megatron.train.facts megatron.train.sample megatron.train.build
         megatron.train.loop megatron.train.resume
         megatron.plan.shortage
     """),

@@ -12,8 +12,9 @@ from megatron.config.setting import Key, require_range, setting
 class LogConfig:
     """What a run prints, and where it records it."""
 
-    log_interval: int = setting(100, "steps between console lines; 0 turns them off", newcomer=True,
-                                json=Key("steps_per_print", COUNT_0, nullable=True))
+    log_interval: int | None = setting(
+        None, "steps between console lines; 0 turns them off (default: a tenth of the run, rounded, at most 100)",
+        newcomer=True, json=Key("steps_per_print", COUNT_0, nullable=True))
     metrics_file: str | None = setting(None, "append one JSON object per step to this file", newcomer=True)
     tensorboard_dir: str | None = setting(None, "write tensorboard scalars to this folder", newcomer=True)
     peak_tflops: float | None = setting(None, "peak of one device, for MFU (default: by the device's name)")

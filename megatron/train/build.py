@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import random
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -157,19 +156,3 @@ def batch_rule(config: Config, groups: Groups, tokenizer: Tokenizer) -> BatchRul
         section.reset_attention_mask,
         section.eod_mask_loss,
     )
-
-
-def summary(config: Config, groups: Groups, device: torch.device) -> str:
-    """The resolved configuration, once: one dotted line a field, then what the run amounts to."""
-    rows: list[tuple[str, Any]] = [
-        (f"{section}.{key}", value) for section, values in config.as_dict().items() for key, value in values.items()
-    ]
-    lines = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in rows]
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    tp, dp = groups.tp.size, groups.dp.size
-    facts = (
-        f"GPT-2 with {config.model.parameters():,} parameters in {config.precision.name} on {tp * dp} x {where}: "
-        f"tensor parallel {tp}, data parallel {dp}, ZeRO stage {config.zero.zero_stage}; global batch "
-        f"{config.global_batch_size(dp)} = {config.train.batch_size} x {config.accumulation(dp)} x {dp}"
-    )
-    return "\n".join(["configuration", *lines, facts])

@@ -19,7 +19,8 @@ from megatron.launch.signals import StopRequest
 from megatron.train.batches import Batch, BatchRule, BatchStream, Samples, samples_digest
 from megatron.train.evaluation import SizedSamples, evaluate, forward_loss
 from megatron.train.flops import flops_per_token, peak_tflops
-from megatron.train.metrics import MetricsLog, Rates, StepMetrics, Stopwatch, max_memory_bytes
+from megatron.train.log import RunLog
+from megatron.train.metrics import Rates, StepMetrics, Stopwatch, max_memory_bytes
 from megatron.train.rate import RateWatch, idle_steps
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.schedule import FollowSchedule
@@ -43,7 +44,7 @@ class Trainer:
     engine: Engine
     rule: BatchRule
     device: torch.device
-    log: MetricsLog
+    log: RunLog
     save: Callable[[TrainState], None] | None = None
     stop: StopRequest = field(default_factory=StopRequest)
 

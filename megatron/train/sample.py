@@ -1,4 +1,4 @@
-"""A text sample from the model as it stands: temperature and top-k sampling with a generator of its own."""
+"""A text sample at the end of training: temperature and top-k sampling with a random generator of its own."""
 
 from __future__ import annotations
 
@@ -30,3 +30,10 @@ def generate(engine: Engine, tokenizer: Tokenizer, config: Config, device: torch
 def _draw(logits: torch.Tensor, generator: torch.Generator) -> int:
     values, choices = (logits / TEMPERATURE).topk(min(TOP_K, logits.numel()))
     return int(choices[torch.multinomial(values.softmax(-1), 1, generator=generator)])
+
+
+def printable(text: str) -> str:
+    """One line for a console, as a Python literal of the text. Bytes that are no UTF-8, which a young byte-level model
+    makes, have become U+FFFD: that is escaped like a control character, with a word on what it is."""
+    lost = "\ufffd" in text
+    return repr(text).replace("\ufffd", r"\ufffd") + (r" (\ufffd: bytes that are no UTF-8)" if lost else "")

@@ -98,9 +98,10 @@ def train_all(rank: int, world: int, runs: Sequence[Sequence[object]]) -> list[s
 
 
 def records(path: str | Path) -> list[dict[str, Any]]:
-    """The metrics file, without times and memory."""
+    """The steps and evaluations of a metrics file, without times and memory."""
     lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in TIMES_AND_MEMORY} for line in lines]
+    return [{key: value for key, value in line.items() if key not in TIMES_AND_MEMORY} for line in lines
+            if "iteration" in line]
 
 
 def steps(path: str | Path) -> list[dict[str, Any]]:

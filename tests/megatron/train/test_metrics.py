@@ -1,7 +1,8 @@
-"""What a run tells: the metrics file, the console line, and what the intervals switch on and off."""
+"""What a run reports: the metrics file, the console, tensorboard, and what the intervals turn on and off."""
 
 from __future__ import annotations
 
+import ast
 import io
 import json
 import math
@@ -14,9 +15,14 @@ from unittest.mock import patch
 import pytest
 
 import pretrain_gpt2
+from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.tags import tag_names
 from megatron.config.tree import LogConfig
-from megatron.train.metrics import MetricsLog, Rates, StepMetrics, console_line
+from megatron.train.board import STEP_SCALARS
+from megatron.train.console import ERASE_LINE, LEAST_LINES, Console, console_line, default_interval
+from megatron.train.log import RunLog
+from megatron.train.metrics import Rates, StepMetrics
+from megatron.train.sample import printable
 from tests.distributed import run_ranks
 from tests.megatron.helpers import TINY, lines, own_signals, records, steps, train, train_all, write_corpus
 
@@ -35,7 +41,8 @@ def strict(line: str) -> dict[str, Any]:
 def test_every_step_is_one_line_with_every_promised_key(tmp_path: Path) -> None:
     train([*TINY, "--mock-data", "--train-iters", 4, "--eval-interval", 2, "--eval-iters", 1, "--peak-tflops", 1,
            "--metrics-file", tmp_path / "m"])
-    found = [strict(line) for line in (tmp_path / "m").read_text().splitlines()]
+    first, *found = [strict(line) for line in (tmp_path / "m").read_text().splitlines()]
+    assert first["config"] is True
     assert [line["iteration"] for line in found] == [1, 2, 2, 3, 4, 4, 4]
     for line in found:
         if line.get("eval"):
@@ -50,11 +57,11 @@ def test_every_step_is_one_line_with_every_promised_key(tmp_path: Path) -> None:
 
 def test_mfu_is_null_where_the_peak_is_not_known(tmp_path: Path) -> None:
     train([*TINY, "--mock-data", "--train-iters", 1, "--metrics-file", tmp_path / "m"])
-    assert strict((tmp_path / "m").read_text())["mfu"] is None
+    assert strict((tmp_path / "m").read_text().splitlines()[-1])["mfu"] is None
 
 
 def test_floats_are_written_with_all_their_bits(tmp_path: Path) -> None:
-    log = MetricsLog(LogConfig(metrics_file=str(tmp_path / "m"), log_interval=0), 1, 0, writes=True)
+    log = RunLog(LogConfig(metrics_file=str(tmp_path / "m"), log_interval=0), 1, 0, writes=True)
     values = (0.1 + 0.2, 1 / 3, 5e-324, 1.7976931348623157e308)
     log.step(StepMetrics(1, values[0], values[1], values[2], values[3], False, 4, "00", 1.0, 1.0, 1.0, None, 1))
     log.step(StepMetrics(2, math.nan, math.inf, 0.0, 1.0, True, 8, "00", 1.0, 1.0, 1.0, None, 1))
@@ -68,7 +75,7 @@ def test_floats_are_written_with_all_their_bits(tmp_path: Path) -> None:
 
 def test_a_line_is_on_disk_when_its_step_is_over(tmp_path: Path) -> None:
     """A job that is killed keeps its figures: every line is flushed."""
-    log = MetricsLog(LogConfig(metrics_file=str(tmp_path / "m"), log_interval=0), 3, 0, writes=True)
+    log = RunLog(LogConfig(metrics_file=str(tmp_path / "m"), log_interval=0), 3, 0, writes=True)
     for step in (1, 2, 3):
         log.step(StepMetrics(step, 1.0, 1.0, 1.0, 1.0, False, 4, "00", 1.0, 1.0, 1.0, None, 1))
         assert len((tmp_path / "m").read_text().splitlines()) == step
@@ -118,10 +125,64 @@ def test_the_console_line_leaves_skipped_steps_out_of_the_loss() -> None:
     assert "lm loss nan" in console_line([step(1, 2.0, True)], 10).lower()
 
 
-def test_the_configuration_is_printed_once(tmp_path: Path) -> None:
-    said = train([*TINY, "--mock-data", "--train-iters", 1, "--clip-grad", 0.25])
+@pytest.mark.parametrize("steps_left", [1, 7, 9, 10, 11, 25, 49, 240, 999, 1000, 500_000])
+def test_a_run_prints_at_least_ten_lines_or_one_a_step_wherever_it_starts(steps_left: int) -> None:
+    interval = default_interval(steps_left)
+    for start in (0, 1, interval - 1, interval, 12_345):
+        lines_printed = sum(1 for _ in range(start + interval - start % interval, start + steps_left + 1, interval))
+        assert lines_printed >= min(LEAST_LINES, steps_left)
+    assert interval <= 100
+
+
+def test_loss_lines_come_by_default_and_after_a_resume_too(tmp_path: Path) -> None:
+    quiet = [*TINY, "--mock-data"]
+    quiet[quiet.index("--log-interval"):quiet.index("--log-interval") + 2] = []
+    run = [*quiet, "--train-iters", 23, "--save", tmp_path / "s", "--load", tmp_path / "s"]
+
+    def printed(*flags: object) -> list[int]:
+        return [int(match[1]) for line in train([*run, *flags]).splitlines() if (match := CONSOLE.fullmatch(line))]
+
+    assert printed("--exit-interval", 12) == [2, 4, 6, 8, 10, 12]
+    assert printed("--exit-interval", 20) == list(range(13, 21)), "the steps left count"
+    assert printed() == [21, 22, 23]
+    (tmp_path / "s").rename(tmp_path / "other")
+    assert printed()[-1] == 23, "the last step has a line"
+
+
+def test_the_console_shows_the_facts_and_verbose_the_whole_configuration(tmp_path: Path) -> None:
+    run = [*TINY, "--mock-data", "--train-iters", 1, "--clip-grad", 0.25]
+    said = train([*run, "--save", tmp_path / "s", "--save-interval", 50])
+    assert "configuration" not in said and len(said.splitlines()) == 4, "three facts, and the save"
+    for fact in ("GPT-2 with", "in fp32 on 1 x CPU, 1 thread:", "tensor parallel 1, data parallel 1", "random tokens",
+                 "ByteLevelTokenizer", "1 iterations of 4 x 16 tokens",
+                 f"saves to {tmp_path / 's'} every 50 iterations and at the end"):
+        assert said.count(fact) == 1
+    said = train([*run, "--verbose"])
     assert len(re.findall(r"^  optim\.clip_grad \.+ 0\.25$", said, re.MULTILINE)) == 1
-    assert "GPT-2 with" in said and "tensor parallel 1, data parallel 1" in said
+    assert "saves nothing: --save is not given" in said
+
+
+def test_a_run_and_each_resume_begin_with_their_configuration(tmp_path: Path) -> None:
+    """Without `iteration`, by which steps and evaluations are found."""
+    run = [*TINY, "--mock-data", "--save", tmp_path / "s", "--load", tmp_path / "s", "--metrics-file", tmp_path / "m",
+           "--train-iters", 4]
+    train([*run, "--exit-interval", 2])
+    train([*run, "--clip-grad", 0.5])
+    found = [strict(line) for line in (tmp_path / "m").read_text().splitlines()]
+    assert [line.get("iteration") for line in found] == [None, 1, 2, None, 3, 4]
+    first, second = (line for line in found if line.get("config"))
+    assert (first["start"], second["start"]) == (0, 2) and "eval" not in first
+    assert (first["values"]["optim"]["clip_grad"], second["values"]["optim"]["clip_grad"]) == (1.0, 0.5)
+    assert first["world_size"] == 1 and first["device"] == "CPU" and first["parameters"] > 10_000
+    assert second["values"] == open_checkpoint(tmp_path / "s").config
+
+
+@pytest.mark.parametrize("text", ["The end\n", "a\x00\x1b[2Jb\x7f", "\ufffd\ufffd x \ufffd", "it's \"so\" \\ é", ""])
+def test_the_sample_is_one_printable_line_and_can_be_read_back(text: str) -> None:
+    shown = printable(text)
+    assert shown.isprintable() and "\ufffd" not in shown
+    literal = shown.removesuffix(r" (\ufffd: bytes that are no UTF-8)")
+    assert ast.literal_eval(literal) == text and (literal != shown) == ("\ufffd" in text)
 
 
 def test_rates_are_tokens_over_time_and_flops_over_devices() -> None:
@@ -129,28 +190,120 @@ def test_rates_are_tokens_over_time_and_flops_over_devices() -> None:
     assert (tokens, tflops) == (2000.0, pytest.approx(1.0)) and mfu == pytest.approx(0.1)
 
 
-def test_tensorboard_gets_every_step(tmp_path: Path) -> None:
-    train([*TINY, "--mock-data", "--train-iters", 2, "--tensorboard-dir", tmp_path / "board", "--eval-interval", 2,
-           "--eval-iters", 1])
+def events_of(folder: Path) -> Any:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(tmp_path / "board")).Reload()
-    assert [event.step for event in events.Scalars("train/lm_loss")] == [1, 2]
+    return EventAccumulator(str(folder)).Reload()
+
+
+def test_tensorboard_gets_every_step(tmp_path: Path) -> None:
+    train([*TINY, "--mock-data", "--train-iters", 2, "--tensorboard-dir", tmp_path / "board", "--eval-interval", 2,
+           "--eval-iters", 1, "--peak-tflops", 1, "--metrics-file", tmp_path / "m"])
+    events = events_of(tmp_path / "board")
+    found = [line for line in map(json.loads, (tmp_path / "m").read_text().splitlines()) if "samples_digest" in line]
+    for key in STEP_SCALARS:
+        curve = events.Scalars(f"train/{key}")
+        assert [event.step for event in curve] == [1, 2]
+        assert [event.value for event in curve] == pytest.approx([step[key] for step in found], rel=1e-6)
+    assert [event.value for event in events.Scalars("train/memory_gib")] == pytest.approx(
+        [step["max_memory_bytes"] / 2**30 for step in found])
     assert [event.step for event in events.Scalars("validation/lm_loss")] == [2]
+    tokens = 4 * 16
+    assert [event.step for event in events.Scalars("train/lm_loss_by_tokens")] == [tokens, 2 * tokens]
+    assert [event.step for event in events.Scalars("validation/lm_loss_by_tokens")] == [2 * tokens]
+
+
+def test_tensorboard_shows_the_configuration_as_text_and_as_hyper_parameters(tmp_path: Path) -> None:
+    from tensorboard.plugins.hparams import plugin_data_pb2
+
+    train([*TINY, "--mock-data", "--train-iters", 1, "--tensorboard-dir", tmp_path / "board", "--clip-grad", 0.25])
+    events = events_of(tmp_path / "board")
+    text, = events.Tensors("configuration/text_summary")
+    shown = text.tensor_proto.string_val[0].decode()
+    assert "| optim.clip_grad | 0.25 |" in shown and "GPT-2 with" in shown
+    content = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    start = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info
+    assert start.hparams["optim.clip_grad"].number_value == 0.25
+    assert start.hparams["schedule.lr_decay_style"].string_value == "cosine"
+
+
+def test_tensorboard_costs_a_step_two_events_and_no_file_operation(tmp_path: Path) -> None:
+    """All scalars of a step are one event, handed to the thread that writes."""
+    log = RunLog(LogConfig(tensorboard_dir=str(tmp_path / "board"), log_interval=0), 1, 0, writes=True)
+    assert log._board is not None
+    with patch.object(log._board, "_events") as events:
+        log.step(StepMetrics(1, 1.0, 1.0, 1.0, 1.0, False, 4, "00", 1.0, 1.0, 1.0, None, 1))
+        assert events.add_summary.call_count == 2 == len(events.method_calls)
+    log.close()
+
+
+# ---- the terminal ------------------------------------------------------------------------------------------------
+
+
+class Screen(io.StringIO):
+    """What a person sees: the lines of a terminal of 60 columns that understands what the bar writes."""
+
+    WIDTH = 60
+
+    def isatty(self) -> bool:
+        return True
+
+    def lines(self) -> list[str]:
+        rows, row, column = [""], 0, 0
+        for part in re.findall(r"\x1b\[K|\x1b\[A|.", self.getvalue(), re.DOTALL):
+            if part == "\r":
+                column = 0
+            elif part == "\n":
+                row, column = row + 1, 0
+                rows += [""] * (row + 1 - len(rows))
+            elif part == "\x1b[K":
+                rows[row] = rows[row][:column]
+            elif part == "\x1b[A":
+                row = max(0, row - 1)
+            else:
+                if column == self.WIDTH:
+                    row, column = row + 1, 0
+                    rows += [""] * (row + 1 - len(rows))
+                rows[row] = rows[row].ljust(column)[:column] + part + rows[row][column + 1:]
+                column += 1
+        return [text.rstrip() for text in rows]
 
 
 def test_a_terminal_gets_a_progress_bar_and_a_file_does_not() -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     argv = ["pretrain_gpt2.py", *TINY, "--mock-data", "--train-iters", "2"]
     seen = []
-    for stream in (Terminal(), io.StringIO()):
+    for stream in (Screen(), io.StringIO()):
         with own_signals(), patch("sys.argv", argv), redirect_stdout(stream):
             pretrain_gpt2.main()
         seen.append("2/2" in stream.getvalue() or "step/s" in stream.getvalue())
     assert seen == [True, False]
+
+
+@pytest.mark.parametrize("echoes", [0, 1, 2])
+def test_the_bar_leaves_nothing_behind_also_after_ctrl_c(echoes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The terminal writes ^C where the cursor is: behind the bar."""
+    monkeypatch.setenv("COLUMNS", str(Screen.WIDTH))
+    screen = Screen()
+    with redirect_stdout(screen):
+        console = Console(None, 3, 0, writes=True)
+        console.say("first")
+        assert screen.lines()[:-1] == ["first"] and "0/3" in screen.lines()[-1], "the bar is below the lines"
+        screen.write("^C" * echoes)
+        console.say("second")
+        screen.write("^C" * echoes)
+        console.close()
+    assert screen.lines() == ["first", "second", ""]
+
+
+def test_a_console_line_of_a_step_stands_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(Screen.WIDTH))
+    screen = Screen()
+    with redirect_stdout(screen):
+        console = Console(1, 2, 0, writes=True)
+        console.step(StepMetrics(1, 1.0, 1.0, 1.0, 1.0, False, 4, "00", 1.0, 1.0, 1.0, None, 1))
+        assert screen.getvalue().count(ERASE_LINE) and "iteration" in screen.lines()[0] and "2" in screen.lines()[-1]
+        console.close()
+    assert screen.lines()[-1] == "" and "step" not in "".join(screen.lines())
 
 
 # ---- intervals ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,104 @@
+"""What a run prints: lines at an interval, and on a terminal a progress bar below them. Rank 0 prints; the consoles of
+other ranks are mute.
+
+Not here: which numbers a step has (metrics.py), and what a run prints about itself before its first step (facts.py).
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from megatron.train.metrics import StepMetrics
+
+ROUND_INTERVALS = (100, 50, 20, 10, 5, 2, 1)
+LEAST_LINES = 10
+"""Of a run whose --log-interval was not given: as many, or one for each step."""
+
+ERASE_LINE = "\r\x1b[K"
+ROOM_FOR_ECHO = 8
+"""Columns right of the bar, so that the terminal's ^C does not begin a new line."""
+
+
+def default_interval(steps: int) -> int:
+    """A round number of steps between lines that gives a run of so many steps at least LEAST_LINES of them."""
+    return next((interval for interval in ROUND_INTERVALS if interval * LEAST_LINES <= steps), 1)
+
+
+class _Bar(tqdm):  # type: ignore[misc]
+    """tqdm's bar. Clearing it also removes what the terminal has echoed behind it."""
+
+    def clear(self, nolock: bool = False) -> None:
+        if not self.disable:
+            self.fp.write(ERASE_LINE)
+            self.fp.flush()
+
+    def close(self) -> None:
+        if not self.disable:
+            super().close()
+            self.fp.write(ERASE_LINE)
+            self.fp.flush()
+
+
+class Console:
+    """The lines of a run of `train_iters` steps that begins after `start` of them. After each line of training follows
+    what `aside` has to say. `interval` None: a round number that gives at least LEAST_LINES lines, the last step's among
+    them; 0: no lines."""
+
+    def __init__(self, interval: int | None, train_iters: int, start: int, *, writes: bool,
+                 aside: Callable[[], str] = str) -> None:
+        self._writes, self._aside, self._train_iters = writes, aside, train_iters
+        self._interval = default_interval(train_iters - start) if interval is None else interval
+        self._ends_with_a_line = interval is None
+        self._window: list[StepMetrics] = []
+        width = shutil.get_terminal_size().columns - ROOM_FOR_ECHO
+        self._bar: Any = _Bar(total=train_iters, initial=start, unit="step", file=sys.stdout, leave=False,
+                              ncols=max(1, width), disable=not (writes and sys.stdout.isatty()))
+
+    def step(self, metrics: StepMetrics) -> None:
+        if not self._writes or not self._interval:
+            self._bar.update()
+            return
+        self._window.append(metrics)
+        self._bar.update()
+        if metrics.iteration % self._interval == 0 or self._ends_with_a_line and metrics.iteration == self._train_iters:
+            self.say(console_line(self._window, self._train_iters))
+            self._window.clear()
+            if line := self._aside():
+                self.say(line)
+
+    def say(self, line: str) -> None:
+        """One line, above the progress bar."""
+        if self._writes:
+            _Bar.write(line, file=sys.stdout)
+            sys.stdout.flush()
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def console_line(window: Sequence[StepMetrics], train_iters: int) -> str:
+    """The classic line, averaged over the steps since the last one."""
+    last, count = window[-1], len(window)
+    seconds = sum(m.step_ms for m in window) / 1e3
+    losses = [m.lm_loss for m in window if not m.skipped] or [math.nan]
+    rate = sum(m.tokens_per_s * m.step_ms for m in window) / 1e3 / seconds
+    parts = [
+        f" iteration {last.iteration:8d}/{train_iters:8d}",
+        f"elapsed time per iteration (ms): {seconds * 1e3 / count:.1f}",
+        f"learning rate {last.learning_rate:.3E}",
+        f"lm loss {sum(losses) / len(losses):.6E}",
+        f"loss scale {last.loss_scale:.1f}",
+        f"grad norm {last.grad_norm:.3f}",
+        f"tokens/s {rate:.0f}",
+        f"TFLOP/s {sum(m.tflops * m.step_ms for m in window) / 1e3 / seconds:.2f}",
+        *([f"MFU {100 * last.mfu:.1f}%"] if last.mfu is not None else []),
+        f"memory {last.max_memory_bytes / 2**30:.2f} GiB",
+        *([f"skipped {skipped}"] if (skipped := sum(m.skipped for m in window)) else []),
+    ]
+    return " | ".join(parts)

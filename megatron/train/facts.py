@@ -1,0 +1,70 @@
+"""What a run prints about itself before its first step: a few lines for a person; with --verbose every setting.
+
+What was loaded, and what deserves a warning, are lines of those who load and check.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from data.tokenizer import Tokenizer
+from megatron.config.tree import Config
+from mpu.groups import Groups
+
+
+def facts(config: Config, groups: Groups, device: torch.device) -> dict[str, Any]:
+    """For the metrics file: what the configuration alone does not say."""
+    return {"world_size": groups.world.size, "device": _device_name(device), "torch": torch.__version__,
+            "parameters": config.model.parameters()}
+
+
+def lines(config: Config, groups: Groups, device: torch.device, tokenizer: Tokenizer) -> list[str]:
+    """For the console: model, devices, batch, precision, data, and where it saves."""
+    found = [_model(config, groups, device), _data(config, groups, tokenizer), _saving(config)]
+    return [*(listing(config) if config.log.verbose else []), *found]
+
+
+def listing(config: Config) -> list[str]:
+    """Every setting, a dotted line each."""
+    rows = [(f"{section}.{key}", value) for section, values in config.as_dict().items()
+            for key, value in values.items()]
+    return ["configuration", *(f"  {name} {'.' * (48 - len(name))} {value}" for name, value in rows)]
+
+
+def nothing_to_do(config: Config, iteration: int) -> str:
+    """Why a run ends at once: its checkpoint is where --train-iters is."""
+    return (f" nothing to do: {config.save.load} is at iteration {iteration} already, and --train-iters is "
+            f"{config.train.train_iters}")
+
+
+def _model(config: Config, groups: Groups, device: torch.device) -> str:
+    tp, dp = groups.tp.size, groups.dp.size
+    where = _device_name(device)
+    if device.type == "cpu":
+        threads = torch.get_num_threads()
+        where += f", {threads} thread{'s' if threads > 1 else ''}"
+    return (
+        f"GPT-2 with {config.model.parameters():,} parameters in {config.precision.name} on {tp * dp} x {where}: "
+        f"tensor parallel {tp}, data parallel {dp}, ZeRO stage {config.zero.zero_stage}; global batch "
+        f"{config.global_batch_size(dp)} = {config.train.batch_size} x {config.accumulation(dp)} x {dp}")
+
+
+def _data(config: Config, groups: Groups, tokenizer: Tokenizer) -> str:
+    source = "random tokens" if config.data.mock_data else " ".join(config.data.train_data)
+    batch = config.global_batch_size(groups.dp.size)
+    return (f" data: {source}, with the {tokenizer.vocab_size:,} tokens of {tokenizer.name}; "
+            f"{config.train.train_iters:,} iterations of {batch} x {config.seq_length} tokens")
+
+
+def _saving(config: Config) -> str:
+    section = config.save
+    if section.save is None:
+        return " saves nothing: --save is not given"
+    every = f"every {section.save_interval:,} iterations and " if section.save_interval else ""
+    return f" saves to {section.save} {every}at the end"
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

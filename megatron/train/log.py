@@ -1,0 +1,91 @@
+"""Where a run reports: the console, the metrics file and tensorboard. Rank 0 only; the log of another rank is mute.
+
+The metrics file holds one JSON object per line. A run begins with its configuration (`"config": true`, and no
+`iteration`), again after each resume; then every optimizer step is a line, and every evaluation (`"eval": true`).
+Floats are written with repr, so equal text is equal bits; times, rates and memory are the only fields of a step that
+may differ between two equal runs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import IO, Any
+
+from megatron.config.tree import Config, LogConfig
+from megatron.errors import StorageError
+from megatron.train.board import Board
+from megatron.train.console import Console
+from megatron.train.evaluation import perplexity
+from megatron.train.metrics import StepMetrics
+
+
+class RunLog:
+    """Records what happens; `close` when the run ends. After each console line it says what `aside` has to say."""
+
+    def __init__(self, config: LogConfig, train_iters: int, start: int, *, writes: bool,
+                 aside: Callable[[], str] = str) -> None:
+        self._start, self._seq_length, self._samples = start, 0, 0
+        self.console = Console(config.log_interval, train_iters, start, writes=writes, aside=aside)
+        self._file = _open_for_append(config.metrics_file) if writes and config.metrics_file else None
+        self._board = Board(config.tensorboard_dir) if writes and config.tensorboard_dir else None
+        self.say = self.console.say
+
+    def begin(self, config: Config, facts: Mapping[str, Any], lines: list[str]) -> None:
+        """What the run is: `lines` for the reader of the console, `facts` beside the configuration for programs."""
+        self._seq_length = config.seq_length
+        sections = config.as_dict()
+        self._append({"config": True, "start": self._start, **facts, "values": sections})
+        if self._board is not None:
+            self._board.configuration(sections, "\n\n".join(lines), self._start)
+        for line in lines:
+            self.say(line)
+
+    def step(self, metrics: StepMetrics) -> None:
+        self._samples = metrics.consumed_samples
+        self._append(asdict(metrics))
+        if self._board is not None:
+            self._board.step(metrics, self._samples * self._seq_length)
+        self.console.step(metrics)
+
+    def evaluation(self, name: str, iteration: int, loss: float) -> None:
+        self._append({"eval": True, "split": name, "iteration": iteration, "lm_loss": loss, "ppl": perplexity(loss)})
+        if self._board is not None:
+            self._board.evaluation(name, iteration, loss, self._samples * self._seq_length)
+        self.say(
+            f" {name} loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E}"
+        )
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.console.close()
+        if self._file is not None:
+            self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+    def _append(self, record: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps({key: _finite(value) for key, value in record.items()}) + "\n")
+            self._file.flush()
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no inf and no nan: a value that is neither a number nor anything else is null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _open_for_append(path: str) -> IO[str]:
+    try:
+        return open(path, "a", encoding="utf-8")
+    except OSError as error:
+        raise StorageError(
+            f"--metrics-file {path} cannot be opened for appending: {error.strerror}; name a file in a writable folder"
+        ) from error
