@@ -46,9 +46,9 @@ class _Bar(tqdm):  # type: ignore[misc]
 
 
 class Console:
-    """The lines of a run of `train_iters` steps that begins after `start` of them. After each line of training follows
-    what `aside` has to say. `interval` None: a round number that gives at least LEAST_LINES lines, the last step's among
-    them; 0: no lines."""
+    """The lines of a run of `train_iters` steps that begins after `start` of them; after each line of training, what
+    `aside` has to say. `interval` 0: no lines; None: a round number that gives at least LEAST_LINES, the last step's
+    among them."""
 
     def __init__(self, interval: int | None, train_iters: int, start: int, *, writes: bool,
                  aside: Callable[[], str] = str) -> None:
