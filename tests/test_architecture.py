@@ -36,6 +36,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero.layout megatron.zero.policy
         megatron.optim megatron.optim.schedule megatron.optim.schedulers megatron.optim.loss_scale
         megatron.plan megatron.plan.activations megatron.plan.footprint megatron.plan.memory megatron.plan.remedies
+        megatron.plan.cheapest
     """),
     ("1: communication and storage", """
         mpu.groups mpu.classic mpu.collectives mpu.partition mpu.sinks mpu.regions mpu.layers mpu.cross_entropy
@@ -89,7 +90,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
     ("5: entry points", """
         megatron.checkpoint.command megatron.checkpoint.__main__
         megatron.launch.__main__
-        megatron.plan.command megatron.plan.__main__
+        megatron.plan.table megatron.plan.command megatron.plan.__main__
         pretrain_gpt2
     """),
 )

@@ -34,7 +34,8 @@ FP16_ONLY = frozenset(row.field for path, row in TABLE.items()
 
 
 def build(source: str | os.PathLike[str] | Mapping[str, Any], *, flags: Mapping[str, Any] | None = None,
-          fallback: Mapping[str, Any] | None = None, world_size: int = 1, in_engine: bool = False) -> Config:
+          fallback: Mapping[str, Any] | None = None, world_size: int = 1, in_engine: bool = False,
+          planning: bool = False) -> Config:
     """The Config of a JSON file (or dict) and flags, which must agree; `fallback` (a preset) yields to both. Its notes
     are the trainer's, or the engine's."""
     flags, fallback = flags or {}, fallback or {}
@@ -43,7 +44,7 @@ def build(source: str | os.PathLike[str] | Mapping[str, Any], *, flags: Mapping[
     dp = data_parallel_size(world_size, tp if tp >= 1 else 1)  # a wrong size is reported by its section
     values = resolve(found, flags, dp)
     try:
-        config = build_config({**fallback, **values})
+        config = build_config({**fallback, **values}, planning=planning)
     except ConfigError as error:
         raise ConfigError(in_its_words(found, str(error), flags)) from None
     return replace(config, notes=notes(found, config, dp, in_engine))

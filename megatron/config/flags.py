@@ -27,10 +27,10 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; `--help` lists every flag")
 
 
-def parse_args(argv: Sequence[str], world_size: int = 1) -> Config:
+def parse_args(argv: Sequence[str], world_size: int = 1, *, planning: bool = False) -> Config:
     """The configuration these flags describe; ConfigError names the flag that cannot be honoured.
 
-    `world_size` is what the batch sizes of a `--deepspeed_config` are solved with.
+    `world_size` is what the batch sizes of a `--deepspeed_config` are solved with; `planning` as in `build_config`.
     """
     parser = build_parser()
     given, unknown = parser.parse_known_args([_dashed(word) for word in argv])
@@ -41,8 +41,8 @@ def parse_args(argv: Sequence[str], world_size: int = 1) -> Config:
     values.pop("deepspeed", None)
     source = values.pop("deepspeed_config", None)
     if source is None:
-        return build_config({**preset, **values})
-    return ds_file.build(source, flags=values, fallback=preset, world_size=world_size)
+        return build_config({**preset, **values}, planning=planning)
+    return ds_file.build(source, flags=values, fallback=preset, world_size=world_size, planning=planning)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -8,8 +8,8 @@ from typing import Literal
 from megatron.config.setting import flag_name, require, require_range, setting
 
 OFFLOAD_DEVICES = ("none",)
-"""Where the engine can keep state when it is not in use; other devices are refused when the configuration is built,
-and the flags are left out of the help."""
+"""Where the engine can keep state when it is not in use. The planner takes the others as well; training refuses them
+(`check_available`), and the flags are left out of the help."""
 
 _OPTIMIZER, _PARAM = "zero_optimization.offload_optimizer.", "zero_optimization.offload_param."
 
@@ -53,5 +53,11 @@ class OffloadConfig:
             device, path = (getattr(self, f"offload_{kind}_{what}") for what in ("device", "nvme_path"))
             name = flag_name(f"offload_{kind}_device")
             require(device in ("none", "cpu", "nvme"), f"{name} is {device}: expected none, cpu or nvme")
-            require(device in OFFLOAD_DEVICES, f"{name} {device}: offloading is not supported yet; leave it out")
             require(device != "nvme" or bool(path), f"{name} nvme needs {flag_name(f'offload_{kind}_nvme_path')}")
+
+    def check_available(self) -> None:
+        """Refuse a device that the engine cannot offload to."""
+        for name in ("offload_optimizer_device", "offload_param_device"):
+            device = getattr(self, name)
+            require(device in OFFLOAD_DEVICES,
+                    f"{flag_name(name)} {device}: offloading is not supported yet; leave it out")

@@ -21,5 +21,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     "1.5B": _gpt2(48, 1600, 25),
     "8.3B": _gpt2(72, 3072, 24),
     "10B": _gpt2(50, 4096, 32),
+    "20B": _gpt2(98, 4096, 32),
+    "40B": _gpt2(88, 6144, 48),
+    "100B": _gpt2(125, 8192, 64),
+    "175B": {**_gpt2(96, 12288, 96), "max_position_embeddings": 2048},
+    "1T": _gpt2(128, 25600, 160),
 }
-"""`--preset` -> the fields it fills in; a flag that is given wins."""
+"""`--preset` -> the fields it fills in; a flag that is given wins. From 20B on they are shapes of the ZeRO papers, and
+175B is GPT-3's: of interest to the planner above all."""

@@ -120,8 +120,12 @@ SECTIONS: dict[str, type] = {f.name: f.default_factory for f in fields(Config)  
 """Section name -> its dataclass; every field name is unique across sections (a test holds it)."""
 
 
-def build_config(values: Mapping[str, Any]) -> Config:
-    """A Config from flat field values; fields not named keep their defaults."""
+def build_config(values: Mapping[str, Any], *, planning: bool = False) -> Config:
+    """A Config from flat field values; fields not named keep their defaults. `planning`: what the engine cannot do yet
+    is no error, as nothing is to be run."""
     sections = {name: section(**{f.name: values[f.name] for f in fields(section) if f.name in values})
                 for name, section in SECTIONS.items()}
-    return Config(**sections)
+    config = Config(**sections)
+    if not planning:
+        config.offload.check_available()
+    return config

@@ -11,6 +11,9 @@ parallel ranks, w bytes of the working precision:
     dropout          a mask [T, h]: bytes on CUDA, numbers of the working precision on CPU
     addition         nothing
 
+Recomputation keeps the input [T, h] of each chunk of blocks instead (recompute/keep.py): as it is, or *parted*: this
+rank's share of it over tensor parallel, a copy on the host, or a row of one buffer.
+
 On CPU, attention with dropout has no fused kernel: torch computes it in fp32 and keeps three [s, s] matrices a head.
 `--compile` keeps less than this. Not here: parameters, gradients and everything that lives for longer (memory.py).
 """
@@ -20,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.tree import ModelConfig
+from megatron.config.tree import ModelConfig, RecomputeConfig
 
 Device = Literal["cpu", "cuda"]
 
@@ -39,6 +42,7 @@ class Activations:
     device: Device
     document_mask: bool = False
     """Documents are kept apart, so attention gets a mask."""
+    recompute: RecomputeConfig = RecomputeConfig()
 
     @property
     def tokens(self) -> int:
@@ -104,15 +108,64 @@ class Activations:
         split_lookup = self.tokens * (8 + 1 + 1) if self.tp > 1 else 0
         return self.tokens * (8 + 8 + FP32) + split_lookup + self.dropout_mask
 
-    def kept(self, chunk: int | None, block: int) -> int:
-        """Alive when the backward of block number `block` begins: the blocks up to it, or, recomputing `chunk` blocks
-        at a time, the inputs of the chunks up to its own and what its own chunk has just made again."""
-        if chunk is None:
-            return (block + 1) * self.block
-        number, inside = divmod(block, chunk)
-        return number * self.stream + (inside + 1) * self.block
+    # ---- recomputation ------------------------------------------------------------------------------------------
 
-    def at_loss(self, chunk: int | None) -> int:
+    @property
+    def chunk(self) -> int | None:
+        """Blocks recomputed at a time."""
+        return self.recompute.checkpoint_num_layers if self.recompute.checkpoint_activations else None
+
+    @property
+    def waiting(self) -> int:
+        """The input of one chunk while it waits for its backward."""
+        parts = self.tp if self.recompute.partition_activations else 1
+        return -(-self.tokens * self.model.hidden_size // parts) * self.work
+
+    @property
+    def waits_on_host(self) -> bool:
+        return self.recompute.cpu_checkpointing and self.device == "cuda"
+
+    @property
+    def waiting_rows(self) -> int:
+        """Rows of the buffer that inputs wait in, whether one is there or not; 0: there is no buffer."""
+        if self.chunk is None or not self.recompute.contiguous_memory_optimization:
+            return 0
+        return self.recompute.number_checkpoints or self._chunks
+
+    @property
+    def waiting_on_host(self) -> int:
+        """Bytes on the host at the end of the forward."""
+        return max(self._chunks, self.waiting_rows) * self.waiting if self.waits_on_host and self.chunk else 0
+
+    @property
+    def waiting_buffer(self) -> int:
+        """The buffer on the device: made in the first forward, and there ever after."""
+        return 0 if self.waits_on_host else self.waiting_rows * self.waiting
+
+    @property
+    def _chunks(self) -> int:
+        return -(-self.model.num_layers // (self.chunk or 1))
+
+    @property
+    def _waits_apart(self) -> bool:
+        """What waits is a copy, so that the whole input comes beside it when it is wanted again."""
+        splits = self.recompute.partition_activations and self.tp > 1
+        return splits or self.waits_on_host or self.waiting_rows > 0
+
+    def _waiting_here(self, chunks: int) -> int:
+        """So many inputs on the device, beside the buffer."""
+        return 0 if self.waits_on_host or self.waiting_rows else chunks * self.waiting
+
+    def kept(self, block: int) -> int:
+        """Alive when the backward of block number `block` begins: the blocks up to it, or, recomputing some blocks at a
+        time, the inputs of the chunks up to its own and what its own chunk has just made again."""
+        if self.chunk is None:
+            return (block + 1) * self.block
+        number, inside = divmod(block, self.chunk)
+        again = (inside + 1) * self.block
+        ahead = self.stream if self.waits_on_host and number else 0  # on its way back while this one is at work
+        return self._waiting_here(number + self._waits_apart) + again + ahead
+
+    def at_loss(self) -> int:
         """Alive when all blocks are done: all of them, or the input of each chunk."""
-        layers = self.model.num_layers
-        return layers * self.block if chunk is None else -(-layers // chunk) * self.stream
+        return self.model.num_layers * self.block if self.chunk is None else self._waiting_here(self._chunks)

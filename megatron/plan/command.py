@@ -1,12 +1,7 @@
 """Will it fit? `python -m megatron.plan FLAGS...` takes the flags of a training run and prints what it would hold.
 
-    --ranks N       so many ranks (default 1); none is started
-    --card-gb X...  memory of the cards to compare with (default: 16 24 40 80 141)
-    --device D      cuda (default) or cpu: which kernels, and so which activations
-    --json          the same as JSON
-
-One row for every ZeRO stage and home of the state, `*` before the one that is asked for. Nothing is built: no weights,
-no GPU, no corpus; torch is imported only where a tokenizer file has to be read for the size of its vocabulary.
+Nothing is built: no weights, no GPU, no corpus; torch is imported only where a tokenizer file has to be read for the
+size of its vocabulary. Not here: the arithmetic (footprint.py, memory.py) and the words (table.py).
 """
 
 from __future__ import annotations
@@ -14,30 +9,31 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NoReturn
 
 from megatron.config.flags import parse_args
-from megatron.config.tree import OFFLOAD_DEVICES, Config, require
+from megatron.config.tree import Config, require
 from megatron.errors import ConfigError
-from megatron.plan.footprint import OFFLOADS, Offload, Run
-from megatron.plan.memory import peak
-from megatron.plan.remedies import largest_micro_batch, with_stage
+from megatron.plan.footprint import Homes, Run
+from megatron.plan.table import Machine, report, table
 
-CARDS = (16.0, 24.0, 40.0, 80.0, 141.0)
-"""GB of well-known cards: V100 and T4, RTX 4090 and L4, A100, A100 and H100, H200."""
+CARDS = (16.0, 24.0, 32.0, 40.0, 80.0, 141.0)
+"""GB of well-known cards: V100 and T4, RTX 4090 and L4, V100 and RTX 5090, A100, A100 and H100, H200."""
 
-USABLE = 0.92
-"""Share of a card that tensors may take; the rest is for the CUDA context, NCCL, work space and fragmentation."""
+RANKS_PER_NODE = 8
 
 VOCABULARIES = {"GPT2BPETokenizer": 50257, "ByteLevelTokenizer": 257}
 """Tokenizers whose size is known without their files."""
 
+EXAMPLES = """examples:
+  python -m megatron.plan --preset 1.5B --bf16 --batch-size 8 --ranks 8 --zero-stage 2
+  python -m megatron.plan --preset 100B --fp16 --ranks 400 --model-parallel-size 16 --batch-size 32 --zero-stage 2 \\
+      --checkpoint-activations --partition-activations --ranks-per-node 16 --tflops 38
+  python -m megatron.plan --deepspeed_config ds_config.json --preset 10B --ranks 1 --card-gb 32 --json
 
-HEADS = {"parameters": "weights", "gradients": "grads", "optimizer": "optim", "activations": "activ",
-         "buffers": "buffers", "device": "device", "host": "host"}
-SHORT: dict[Offload, str] = {"none": "none", "optimizer": "optimizer", "optimizer+params": "+params"}
+Every flag of pretrain_gpt2.py is a training flag; its --help lists them. docs/plan.md explains the columns."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -46,19 +42,33 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Run]:
-    parser = _Parser(prog="python -m megatron.plan", allow_abbrev=False, usage="%(prog)s [options] TRAINING FLAGS...",
-                     description="The memory and the traffic of a training run, before it starts.",
-                     epilog="Every flag of pretrain_gpt2.py is a training flag; its --help lists them.")
-    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="ranks of the run (1); none is started")
-    parser.add_argument("--card-gb", type=float, nargs="+", default=CARDS, metavar="X", help="memory of cards in GB")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="where the run is to be (cuda)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    options, flags = parser.parse_known_args(list(argv))
-    require(options.ranks >= 1, f"--ranks is {options.ranks}: expected 1 or more")
+    options, flags = _parser().parse_known_args(list(argv))
+    for name in ("ranks", "ranks_per_node"):
+        count = getattr(options, name)
+        require(count is None or count >= 1, f"--{name.replace('_', '-')} is {count}: expected 1 or more")
     require(min(options.card_gb) > 0, f"--card-gb is {min(options.card_gb):g}: expected more than 0")
-    config = parse_args(flags, options.ranks)
+    require(options.tflops is None or options.tflops > 0, f"--tflops is {options.tflops}: expected more than 0")
+    config = parse_args(flags, options.ranks, planning=True)
     config.check_world(options.ranks)
-    return options, Run(with_vocabulary(config), options.ranks, options.device, _offload(config))
+    homes = _homes(config)
+    here = replace(config.offload, offload_optimizer_device="none", offload_param_device="none")  # from now on in homes
+    return options, Run(replace(with_vocabulary(config), offload=here), options.ranks, options.device, homes)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="python -m megatron.plan", allow_abbrev=False, usage="%(prog)s [options] TRAINING FLAGS...",
+                     description="The memory, the traffic and the time of a training run, before it starts.",
+                     epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="ranks of the run (1); none is started")
+    parser.add_argument("--ranks-per-node", type=int, metavar="N",
+                        help=f"ranks that share a host ({RANKS_PER_NODE}, or all of them)")
+    parser.add_argument("--card-gb", type=float, nargs="+", default=CARDS, metavar="X",
+                        help=f"memory of the cards to compare with ({' '.join(f'{card:g}' for card in CARDS)})")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="where the run is to be (cuda)")
+    parser.add_argument("--tflops", type=float, metavar="X",
+                        help="TFLOP/s of a rank, as training reports them: adds the time of a step and of the run")
+    parser.add_argument("--json", action="store_true", help="print the same numbers and more as JSON, in bytes")
+    return parser
 
 
 def with_vocabulary(config: Config) -> Config:
@@ -73,70 +83,18 @@ def with_vocabulary(config: Config) -> Config:
     return build.with_vocabulary(config, build.tokenizer(config))
 
 
-def _offload(config: Config) -> Offload:
-    if config.offload.offload_param_device != "none":
-        return "optimizer+params"
-    return "none" if config.offload.offload_optimizer_device == "none" else "optimizer"
-
-
-def choices(asked: Run) -> Iterator[Run]:
-    """The run at every stage, with its state in every home that the stage allows."""
-    for stage in range(4):
-        for offload in OFFLOADS:
-            if stage >= {"none": 0, "optimizer": 1, "optimizer+params": 3}[offload]:
-                yield replace(with_stage(asked, stage), offload=offload)
-
-
-def report(asked: Run, cards: Sequence[float]) -> list[dict[str, Any]]:
-    """One record a row, in bytes."""
-    rows = []
-    for run in choices(asked):
-        fullest, traffic = peak(run), run.traffic()
-        stage = run.config.zero.zero_stage
-        rows.append({
-            "stage": stage, "offload": run.offload, "supported": run.offload == "none" or "cpu" in OFFLOAD_DEVICES,
-            "chosen": (stage, run.offload) == (asked.config.zero.zero_stage, asked.offload),
-            "moment": fullest.name, **{key: value for key, value in asdict(fullest).items() if key != "name"},
-            "device": fullest.total, "host": run.host, "sent_gradients": traffic.gradients,
-            "sent_parameters": traffic.parameters,
-            "cards": {f"{card:g}": {"fits": fullest.total <= card * 2**30 * USABLE,
-                                    "largest_micro_batch": largest_micro_batch(run, card * 2**30 * USABLE)}
-                      for card in cards}})
-    return rows
-
-
-def table(asked: Run, cards: Sequence[float]) -> Iterator[str]:
-    """The report for people."""
-    rows = report(asked, cards)
-    unit, name = (2**30, "GiB") if max(row["device"] for row in rows) >= 2**30 else (2**20, "MiB")
-    config, batch = asked.config, asked.config.train.batch_size
-    yield (f"{config.model.parameters():,} parameters in {config.precision.name} on {asked.ranks} ranks: "
-           f"tensor parallel {asked.tp}, data parallel {asked.dp}")
-    yield (f"{asked.accumulation} micro-batch(es) of {batch} x {config.seq_length} tokens a step; "
-           + (f"recomputed in chunks of {asked.chunk}" if asked.chunk else "nothing recomputed"))
-    yield f"{name} of one rank at its fullest moment; sent by a rank in a step; the largest micro-batch on each card"
-    yield ("  zero offload   " + "".join(f"{head:>8}" for head in HEADS.values()) + "    sent  fullest  "
-           + "".join(f"{card:>5g}" for card in cards) + " GB")
-    for row in rows:
-        sent = (row["sent_gradients"] + row["sent_parameters"]) / unit
-        most = (entry["largest_micro_batch"] for entry in row["cards"].values())
-        yield (f"{'*' if row['chosen'] else ' '} {row['stage']}    {SHORT[row['offload']]:<10}"
-               + "".join(f"{row[part] / unit:8.2f}" for part in HEADS) + f"{sent:8.2f}  {row['moment']:<9}"
-               + "".join(f"{_cell(count, batch):>5}" for count in most))
-    yield f"(n): less than the {batch} asked for; -: not even 1; {1 - USABLE:.0%} of a card are left to libraries"
-    if "cpu" not in OFFLOAD_DEVICES:
-        yield "rows with offloading are estimates: this version refuses to offload"
-
-
-def _cell(count: int, asked: int) -> str:
-    return "-" if count == 0 else str(count) if count >= asked else f"({count})"
+def _homes(config: Config) -> Homes:
+    homes = Homes(config.offload.offload_optimizer_device, config.offload.offload_param_device)
+    require(config.zero.zero_stage >= homes.least_stage,
+            f"{homes.flags()} needs --zero-stage {homes.least_stage} or higher, not {config.zero.zero_stage}")
+    return homes
 
 
 def main() -> int:
     options, asked = parse(sys.argv[1:])
+    machine = Machine(options.card_gb, min(options.ranks_per_node or RANKS_PER_NODE, options.ranks), options.tflops)
     if options.json:
-        print(json.dumps({"ranks": asked.ranks, "config": asked.config.as_dict(),
-                          "rows": report(asked, options.card_gb)}, indent=1))
+        print(json.dumps(report(asked, machine), indent=1))
     else:
-        print("\n".join(table(asked, options.card_gb)))
+        print("\n".join(table(asked, machine)))
     return 0

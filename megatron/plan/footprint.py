@@ -14,15 +14,50 @@ from typing import Literal
 
 from megatron.config.tree import Config, ModelConfig, ZeroConfig, data_parallel_size
 from megatron.plan.activations import FP32, Activations, Device
-from megatron.zero.layout import FlatLayout, Slot
+from megatron.zero.layout import ALIGNMENT, FlatLayout, Slot
 from megatron.zero.policy import Policy, policy
 from mpu.split import pad_vocab
 
-Offload = Literal["none", "optimizer", "optimizer+params"]
-OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "optimizer+params")
+Place = Literal["none", "cpu", "nvme"]
 
 MOMENTS_PER_WEIGHT = 2
 """Numbers that AdamW keeps beside each weight."""
+LARGEST_TILE = 2**24
+"""Elements of an optimizer step at a time, at most."""
+
+
+@dataclass(frozen=True)
+class Homes:
+    """Where a rank's share of the state is between its uses: on the device ("none"), on the host, on an NVMe drive."""
+
+    optimizer: Place = "none"
+    params: Place = "none"
+
+    def __str__(self) -> str:
+        if self.params == "none":
+            return self.optimizer
+        return self.optimizer + ("+params" if self.params == self.optimizer else f", params {self.params}")
+
+    @property
+    def least_stage(self) -> int:
+        """The ZeRO stage from which there is such a share."""
+        return 3 if self.params != "none" else 1 if self.optimizer != "none" else 0
+
+    def flags(self) -> str:
+        given = [("optimizer", self.optimizer), ("param", self.params)]
+        return " ".join(f"--offload-{kind}-device {place}" + f" --offload-{kind}-nvme-path DIR" * (place == "nvme")
+                        for kind, place in given if place != "none")
+
+
+ON_DEVICE = Homes()
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Bytes of one rank that are not on its device."""
+
+    host: int
+    nvme: int
 
 
 @dataclass(frozen=True)
@@ -40,7 +75,8 @@ class Run:
     config: Config
     ranks: int = 1
     device: Device = "cuda"
-    offload: Offload = "none"
+    homes: Homes = ON_DEVICE
+    """What counts, so that one configuration can be planned with every home; its own section says the sizes only."""
 
     # ---- the sizes that everything follows from -----------------------------------------------------------------
 
@@ -118,13 +154,12 @@ class Run:
     def activations(self) -> Activations:
         data = self.config.data
         return Activations(self.config.model, self.config.train.batch_size, self.config.seq_length, self.tp, self.work,
-                           self.device, data.reset_attention_mask)
+                           self.device, data.reset_attention_mask, self.config.recompute)
 
     @property
     def chunk(self) -> int | None:
         """Blocks recomputed at a time."""
-        recompute = self.config.recompute
-        return recompute.checkpoint_num_layers if recompute.checkpoint_activations else None
+        return self.activations.chunk
 
     # ---- what lasts ---------------------------------------------------------------------------------------------
 
@@ -136,7 +171,7 @@ class Run:
     @cached_property
     def weights(self) -> int:
         """Bytes of the weights at work between steps."""
-        if self.offload == "optimizer+params":
+        if self.homes.params != "none":
             return self.resident.numel * self.work
         if self.policy.split_params:
             return (self.root.shard_numel + self.layers * self.block.shard_numel + self.resident.numel) * self.work
@@ -145,20 +180,34 @@ class Run:
     @cached_property
     def optimizer(self) -> int:
         """Bytes of this rank's masters and moments, wherever they live."""
-        has_masters = self.work < FP32 or self.offload != "none"
+        has_masters = self.work < FP32 or self.homes.optimizer != "none"
         return self.shard_numel * FP32 * (MOMENTS_PER_WEIGHT + has_masters)
 
     @property
-    def host(self) -> int:
-        """Bytes of one rank on the host: the fp32 model before it goes to the device, or what is offloaded."""
-        if self.device == "cpu":
-            return 0
-        offloaded = 0
-        if self.offload != "none":
-            offloaded = self.optimizer + self.shard_numel * self.sums
-        if self.offload == "optimizer+params":
-            offloaded += (self.root.shard_numel + self.layers * self.block.shard_numel) * self.work
-        return max(self.drawing, offloaded)
+    def tile(self) -> int:
+        """Elements of an optimizer step at a time."""
+        return min(LARGEST_TILE, -(-self.config.zero.sub_group_size // ALIGNMENT) * ALIGNMENT)
+
+    @property
+    def elsewhere(self) -> Elsewhere:
+        """What is offloaded, and inputs that wait on the host for their recomputation; before all that, the fp32 model
+        while it is drawn. NVMe is read and written through buffers on the host."""
+        host, nvme, offload = self.activations.waiting_on_host, 0, self.config.offload
+        if self.homes.optimizer != "none":
+            host += self.shard_numel * self.sums  # gradients
+        if self.homes.optimizer == "cpu":
+            host += self.optimizer
+        elif self.homes.optimizer == "nvme":
+            nvme += self.optimizer
+            host += offload.offload_optimizer_buffer_count * min(self.tile, self.shard_numel) * FP32
+        split = self.root.shard_numel + self.layers * self.block.shard_numel
+        if self.homes.params == "cpu":
+            host += split * self.work
+        elif self.homes.params == "nvme":
+            nvme += split * self.work
+            buffers = offload.offload_param_buffer_count * offload.offload_param_buffer_size
+            host += (buffers + min(split, offload.offload_param_max_in_cpu)) * self.work
+        return Elsewhere(max(self.drawing, host) if self.device == "cuda" else 0, nvme)  # on a CPU, host is device
 
     @cached_property
     def drawn_model(self) -> int:

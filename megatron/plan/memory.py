@@ -1,8 +1,8 @@
 """How much memory a run takes, from its configuration alone: pure arithmetic, for any number of ranks.
 
 A *moment* is a point of the run at which something is about to be given back: building the engine, the loss, the
-backward of each block, the end of backward, the optimizer. A device must hold the largest of them. Its bytes are told
-as
+backward of each block, the end of backward, the optimizer. A device must hold the largest of them. Its bytes are
+counted as
 
     parameters    weights at work: whole, or this rank's shards
     gradients     what lasts from one block to the next: whole gradients, or shards
@@ -22,14 +22,13 @@ from dataclasses import astuple, dataclass, replace
 
 from megatron.plan.activations import FP32
 from megatron.plan.footprint import Run, numel_of
-from megatron.zero.layout import ALIGNMENT, FlatLayout, Slot
+from megatron.zero.layout import FlatLayout, Slot
 
 # Sizes of the loops described here; a test compares them with the modules they stand in.
 CPU_CHUNK_BYTES, CUDA_CHUNK_ROWS = 104 << 20, 4096  # logits at a time
 CPU_BLOCK_ROWS, CUDA_BLOCK_ROWS = 64, 1024  # rows of them in fp32 at a time
 CPU_SLAB_COLUMNS = 8192  # columns of a 16-bit weight gradient at a time
 CPU_SUM_BLOCK = 2**17  # elements of an exchange summed at a time
-LARGEST_TILE = 2**24  # elements of an optimizer step at a time
 
 
 @dataclass(frozen=True)
@@ -77,17 +76,27 @@ def _extreme_blocks(run: Run) -> Iterator[int]:
     return (block for block in range(layers) if block in ends)
 
 
+def lasting(run: Run) -> Moment:
+    """What is there from step to step, with the gradients of the whole model as far as they are kept: what the tables
+    of the ZeRO papers count."""
+    if run.policy.split_grads:
+        gradients = 0 if run.homes.optimizer != "none" else run.shard_numel * run.sums  # else they go to the host
+    else:
+        gradients = (run.root.numel + run.layers * run.block.numel) * run.grads
+    return Moment("lasting", run.weights, gradients, run.optimizer if run.homes.optimizer == "none" else 0)
+
+
 def _moment(run: Run, name: str, gradients: int, activations: int, buffers: int) -> Moment:
-    optimizer = run.optimizer if run.offload == "none" else 0
-    if run.offload != "none" and run.policy.split_grads:
-        gradients = 0  # shards go to the host as they are made
-    return Moment(name, run.weights, gradients, optimizer, activations, buffers)
+    """A moment of a step; shards of gradients that have their home on the host go there as they are made."""
+    held = lasting(run)
+    return Moment(name, held.parameters, min(gradients, held.gradients), held.optimizer, activations,
+                  buffers + run.activations.waiting_buffer)
 
 
 def _building(run: Run) -> Moment:
     """The model in fp32 on the host, at stage 3 in parts; bucket by bucket moves to the device, a parameter at a time;
     then moments. The first bucket and the last are the extremes of the moving."""
-    masters = FP32 if run.work < FP32 else 0
+    masters = FP32 if run.work < FP32 and run.homes.optimizer == "none" else 0
     on_host = run.device != "cpu"
     drawn, last = (0, 0) if on_host else (run.drawn_model, FP32 * numel_of(run.block_parameters))
     if run.policy.split_params:
@@ -95,7 +104,7 @@ def _building(run: Run) -> Moment:
     at_root = drawn + _moving(run, run.root, run.root_parameters, on_host)
     stays = run.weights + run.shard_numel * masters - _staying(run, run.block)
     at_last = stays + last + _moving(run, run.block, run.block_parameters, on_host)
-    built = _moment(run, "building", 0, 0, 0)
+    built = replace(lasting(run), name="building", gradients=0)
     drawing = 0 if on_host else run.drawing
     return replace(built, buffers=max(0, *(held - built.total for held in (at_root, at_last, drawing))))
 
@@ -103,7 +112,9 @@ def _building(run: Run) -> Moment:
 def _staying(run: Run, layout: FlatLayout) -> int:
     """What lasts of a bucket before there are moments."""
     weights = layout.shard_numel if run.policy.split_params else layout.numel
-    return weights * run.work + (layout.shard_numel * FP32 if run.work < FP32 else 0)
+    here = run.homes.params == "none" or layout is run.resident
+    masters = layout.shard_numel * FP32 if run.work < FP32 and run.homes.optimizer == "none" else 0
+    return (weights * run.work if here else 0) + masters
 
 
 def _moving(run: Run, layout: FlatLayout, parameters: Iterable[Slot], on_host: bool) -> int:
@@ -116,7 +127,7 @@ def _moving(run: Run, layout: FlatLayout, parameters: Iterable[Slot], on_host: b
 
 def _loss(run: Run, first: bool) -> Moment:
     acts = run.activations
-    alive = acts.before_blocks + acts.at_loss(run.chunk) + acts.stream + acts.statistics
+    alive = acts.before_blocks + acts.at_loss() + acts.stream + acts.statistics
     ends = (3 if run.tp > 1 else 2) * acts.stream  # the last LayerNorm's output, its gradient, the latter's sum
     kept, whole = _grads_at(run, run.layers, first, True)
     fresh = first or run.policy.split_grads
@@ -144,7 +155,7 @@ def _logits(run: Run, fresh: bool) -> int:
 def _backward(run: Run, block: int, first: bool, last: bool) -> Moment:
     """The widest point of one block's backward."""
     acts = run.activations
-    alive = acts.before_blocks + acts.kept(run.chunk, block) + acts.block_backward
+    alive = acts.before_blocks + acts.kept(block) + acts.block_backward
     kept, whole = _grads_at(run, block, first, last)
     model = run.config.model
     one_weight = model.hidden_size * model.ffn_size // run.tp * run.work  # before it is in its bucket
@@ -155,7 +166,7 @@ def _backward(run: Run, block: int, first: bool, last: bool) -> Moment:
 def _handing_over(run: Run, block: int, first: bool) -> Moment:
     """Split gradients: a block is done and its gradients leave; those of the block before it arrive."""
     acts = run.activations
-    alive = acts.before_blocks + acts.kept(run.chunk, block) - acts.block + 2 * acts.stream
+    alive = acts.before_blocks + acts.kept(block) - acts.block + 2 * acts.stream
     kept, whole = _grads_at(run, block, first, True)
     if run.policy.split_optim:
         whole += _exchange(run, run.block, first) + _summing(run, run.block)
@@ -236,13 +247,10 @@ def _whole_blocks(run: Run, block: int) -> int:
 
 
 def _update(run: Run) -> Moment:
-    """Norm, Adam and the new weights, a tile at a time."""
-    layouts = (run.root, run.resident, run.block)
-    if run.policy.split_grads:
-        kept = run.shard_numel * run.sums
-    else:
-        kept = (run.root.numel + run.layers * run.block.numel) * run.grads
-    span = max(layout.shard_numel for layout in layouts)
-    tile = min(LARGEST_TILE, -(-run.config.zero.sub_group_size // ALIGNMENT) * ALIGNMENT, span)
+    """Norm, Adam and the new weights, a tile at a time; away from home, only the new weights come by."""
+    span = max(layout.shard_numel for layout in (run.root, run.resident, run.block))
+    tile = min(run.tile, span)
+    if run.homes.optimizer != "none":
+        return _moment(run, "update", lasting(run).gradients, 0, tile * run.work)
     widened = 0 if run.sums == FP32 else tile * FP32
-    return _moment(run, "update", kept, 0, widened)
+    return _moment(run, "update", lasting(run).gradients, 0, widened)

@@ -7,12 +7,13 @@ of the host, tensor parallelism traffic inside every block.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 
-from megatron.config.tree import OFFLOAD_DEVICES, Config
+from megatron.config.tree import OFFLOAD_DEVICES, Config, RecomputeConfig
 from megatron.errors import ConfigError
-from megatron.plan.footprint import Run
+from megatron.plan.footprint import ON_DEVICE, Homes, Run
 from megatron.plan.memory import Moment, peak
 
 WORTHWHILE = 0.05
@@ -42,13 +43,13 @@ def _changes(run: Run) -> Iterator[tuple[str, Run]]:
         smaller = max(size for size in range(1, batch) if batch % size == 0)
         yield (f"--batch-size {smaller} --global-batch-size {total}",
                replace(run, config=with_batch(config, smaller, total)))
-    if not config.recompute.checkpoint_activations:
-        recompute = replace(config.recompute, checkpoint_activations=True)
-        yield "--checkpoint-activations", replace(run, config=replace(config, recompute=recompute))
+    for flags, recompute in more_recomputation(run):
+        yield flags, replace(run, config=replace(config, recompute=recompute))
     for stage in range(config.zero.zero_stage + 1, 4) if run.dp > 1 else ():
         yield f"--zero-stage {stage}", with_stage(run, stage)
-    if "cpu" in OFFLOAD_DEVICES and run.offload == "none" and config.zero.zero_stage > 0:
-        yield "--offload-optimizer-device cpu", replace(run, offload="optimizer")
+    away = Homes(optimizer="cpu")
+    if "cpu" in OFFLOAD_DEVICES and run.homes == ON_DEVICE and config.zero.zero_stage >= away.least_stage:
+        yield away.flags(), replace(run, homes=away)
     tp = 2 * run.tp
     if run.ranks % tp == 0:
         try:
@@ -60,6 +61,18 @@ def _changes(run: Run) -> Iterator[tuple[str, Run]]:
         yield f"--model-parallel-size {tp}", changed
 
 
+def more_recomputation(run: Run) -> Iterator[tuple[str, RecomputeConfig]]:
+    """One switch more of activation checkpointing."""
+    now = run.config.recompute
+    if not now.checkpoint_activations:
+        yield "--checkpoint-activations", replace(now, checkpoint_activations=True)
+        return
+    if run.tp > 1 and not now.partition_activations:
+        yield "--partition-activations", replace(now, partition_activations=True)
+    if run.device == "cuda" and not now.cpu_checkpointing:
+        yield "--cpu-checkpointing", replace(now, cpu_checkpointing=True)
+
+
 def with_batch(config: Config, batch: int, total: int) -> Config:
     return replace(config, train=replace(config.train, batch_size=batch, global_batch_size=total))
 
@@ -68,14 +81,18 @@ def with_stage(run: Run, stage: int) -> Run:
     return replace(run, config=replace(run.config, zero=replace(run.config.zero, zero_stage=stage)))
 
 
-def largest_micro_batch(run: Run, capacity: float) -> int:
-    """The largest --batch-size whose peak is at most `capacity` bytes, with as many micro-batches a step; 0: none."""
+def largest_micro_batches(run: Run, capacities: Iterable[float]) -> list[int]:
+    """The largest --batch-size whose peak is at most so many bytes, with as many micro-batches a step; 0: none."""
     steps = run.accumulation
 
-    def fits(batch: int) -> bool:
-        sized = replace(run, config=with_batch(run.config, batch, batch * run.dp * steps))
-        return peak(sized).total <= capacity
+    @cache
+    def needs(batch: int) -> int:
+        return peak(replace(run, config=with_batch(run.config, batch, batch * run.dp * steps))).total
 
+    return [_largest(lambda batch: needs(batch) <= capacity) for capacity in capacities]
+
+
+def _largest(fits: Callable[[int], bool]) -> int:
     low, high = 0, 1
     while high <= LARGEST_MICRO_BATCH and fits(high):
         low, high = high, 2 * high

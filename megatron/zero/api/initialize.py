@@ -133,6 +133,7 @@ class _Settings:
 
 def _settings(source: Any, groups: Groups) -> _Settings:
     if isinstance(source, Config):
+        source.offload.check_available()
         return _Settings(source)
     found = ds_file.read(source)
     sizes = BATCH[:2]

@@ -65,7 +65,9 @@ def test_an_explicit_flag_wins_over_the_preset_wherever_it_stands() -> None:
 
 @pytest.mark.parametrize(("preset", "vocabulary", "count"), [
     ("tiny", 257, 118_592), ("124M", 50257, 124_439_808), ("345M", 50257, 354_823_168), ("774M", 50257, 774_030_080),
-    ("1.5B", 50257, 1_557_611_200), ("8.3B", 50257, 8_314_143_744), ("10B", 50257, 10_279_047_168)])
+    ("1.5B", 50257, 1_557_611_200), ("8.3B", 50257, 8_314_143_744), ("10B", 50257, 10_279_047_168),
+    ("20B", 50257, 19_945_279_488), ("40B", 50257, 40_184_776_704), ("100B", 50257, 101_096_718_336),
+    ("175B", 50257, 174_604_259_328), ("1T", 50257, 1_007_988_403_200)])
 def test_presets_have_the_published_sizes(preset: str, vocabulary: int, count: int) -> None:
     assert parse_args(["--preset", preset]).model.parameters(vocabulary) == count
 

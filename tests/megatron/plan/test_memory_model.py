@@ -30,6 +30,10 @@ SHAPE: dict[str, Any] = {
     "num_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": 64, "vocab_size": 1000,
     "attention_dropout": 0.0, "hidden_dropout": 0.0, "batch_size": 4}
 
+KEPT_INPUTS: dict[str, Any] = {"model_parallel_size": 2, "checkpoint_activations": True, "num_layers": 12,
+                               "batch_size": 24, "vocab_size": 200}
+"""A run of 12 chunks whose kept inputs are much of its memory."""
+
 TOLERANCE = 0.03
 """memory.py leaves out the seeds of recomputed chunks; it counts, and the meter does not see, the fp32 copy that
 log_softmax makes inside itself of 16-bit logits: 2.5 % of the smallest model here, on four ranks."""
@@ -97,7 +101,18 @@ def test_the_predicted_peak_of_two_ranks_is_the_measured_one() -> None:
           + [{"zero_stage": stage, "vocab_size": 20_000, "batch_size": 1, "seq_length": 16} for stage in (1, 2, 3)]
           + [{"zero_stage": 3, "stage3_param_persistence_threshold": 0, **recompute} for recompute in (
               {}, {"checkpoint_activations": True, "checkpoint_num_layers": 2, "bf16": True})]
-          + [{"model_parallel_size": 2, "hidden_dropout": 0.1, "attention_dropout": 0.1}])
+          + [{"model_parallel_size": 2, "hidden_dropout": 0.1, "attention_dropout": 0.1}]
+          + [{**KEPT_INPUTS, "partition_activations": True, **more} for more in (
+              {}, {"contiguous_memory_optimization": True, "number_checkpoints": 18}, {"checkpoint_num_layers": 3})])
+
+
+def test_inputs_that_wait_for_recomputation_are_a_good_part_of_the_peak_and_are_split() -> None:
+    """Else the comparison with measured peaks could not tell."""
+    whole, split, buffer = (peak(Run(build_config(described({**KEPT_INPUTS, "world": 2, **more})), 2, "cpu")).total
+                            for more in ({}, {"partition_activations": True},
+                                         {"partition_activations": True, "contiguous_memory_optimization": True,
+                                          "number_checkpoints": 18}))
+    assert split < 0.9 * whole and buffer > 1.1 * split, "more than the tolerance"
 
 
 @pytest.mark.parametrize("values", [{}, {"accumulation": 2}, {"accumulation": 2, "zero_stage": 2}], ids=str)
@@ -171,7 +186,7 @@ def test_the_sizes_of_loops_are_those_of_the_code() -> None:
         loss._BLOCK_ROWS, loss._CUDA_BLOCK_ROWS)
     assert megatron.plan.memory.CPU_SLAB_COLUMNS == loss._SLAB_COLUMNS
     assert megatron.plan.memory.CPU_SUM_BLOCK == mpu.collectives._CPU_SUM_BLOCK
-    assert megatron.plan.memory.LARGEST_TILE == adam.LARGEST_TILE
+    assert megatron.plan.footprint.LARGEST_TILE == adam.LARGEST_TILE
     assert megatron.plan.footprint.MOMENTS_PER_WEIGHT == len(adam.AdamW().states)
 
 
