@@ -129,7 +129,8 @@ def _run_in_words(asked: Run, machine: Machine, found: dict[str, Any]) -> Iterat
     time = found["time"]
     if "days" in time:
         yield (f"at {machine.tflops:g} TFLOP/s a rank: {time['seconds_per_step']:.3g} s a step, "
-               f"{time['tokens_per_second']:,.0f} tokens/s, {time['days']:.3g} days for {config.train.train_iters} steps")
+               f"{time['tokens_per_second']:,.0f} tokens/s, {time['days']:.3g} days for "
+               f"{config.train.train_iters} steps")
 
 
 def _recomputation_in_words(run: Run) -> str:
