@@ -163,7 +163,8 @@ def _label(row: dict[str, Any]) -> list[str]:
 def _cheapest_in_words(choice: dict[str, Any] | None, smallest: dict[str, Any]) -> str:
     if choice is None:
         return f"nothing at this --batch-size and --model-parallel-size: the least is {size(smallest['device'])}"
-    return choice["flags"] + ("" if choice["supported"] else "   (not available yet)")
+    flags: str = choice["flags"]
+    return flags + ("" if choice["supported"] else "   (not available yet)")
 
 
 def _number(value: float) -> str:
