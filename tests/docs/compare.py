@@ -41,9 +41,10 @@ class Comparison:
     def difference(self, shown: str, printed: str) -> str | None:
         """None where `printed` is what `shown` promises; otherwise both, for a person."""
         expected, actual = _lines(shown), _lines(printed)
-        pairs = _align(expected, actual)
+        pairs, lost = _align(expected, actual)
         if pairs is None:
-            return f"the page shows\n{_indented(expected)}\nand the command printed\n{_indented(actual)}"
+            return (f"{'not printed: ' + lost if lost else 'more was printed'}\nthe page shows\n{_indented(expected)}\n"
+                    f"and the command printed\n{_indented(actual)}")
         for mine, theirs in pairs:
             for shown_before, printed_before in self._pairs:
                 if _begin_alike(mine, shown_before) != _begin_alike(theirs, printed_before):
@@ -65,8 +66,8 @@ def _indented(lines: Sequence[str]) -> str:
     return "\n".join(f"    {line}" for line in lines) or "    (nothing)"
 
 
-def _align(shown: Sequence[str], printed: Sequence[str]) -> list[tuple[str, str]] | None:
-    """The checksums of both sides, in pairs, where every line finds its line; None where one does not."""
+def _align(shown: Sequence[str], printed: Sequence[str]) -> tuple[list[tuple[str, str]] | None, str]:
+    """The checksums of both sides, in pairs, where every line finds its line; else None, and the first that does not."""
     reached: dict[int, list[tuple[str, str]]] = {0: []}  # lines of `printed` used so far -> the pairs on the way there
     for line in shown:
         if line == "...":
@@ -81,8 +82,8 @@ def _align(shown: Sequence[str], printed: Sequence[str]) -> list[tuple[str, str]
                 following[at + 1] = pairs + found
         reached = following
         if not reached:
-            return None
-    return reached.get(len(printed))
+            return None, line
+    return reached.get(len(printed)), ""
 
 
 def match_line(shown: str, printed: str) -> list[tuple[str, str]] | None:

@@ -57,11 +57,12 @@ class Session:
         path.write_text(text + "\n")
 
     def run(self, block: Block) -> tuple[bool, str]:
-        """Whether the block ran to its end, and everything it printed."""
-        return self._shell(block.text) if block.language == "bash" else self._exec(block.text)
+        """Whether the block ran to its end, and everything it printed; paths as seen from the repository's folder."""
+        good, printed = self._shell(block.text) if block.language == "bash" else self._exec(block.text)
+        return good, printed.replace(f"{self.folder}/", "")
 
     def _shell(self, script: str) -> tuple[bool, str]:
-        result = subprocess.run(["bash", "-e", "-o", "pipefail", "-c", script], cwd=self.folder, env=self.environment,
+        result = subprocess.run(["bash", "-e", "-c", script], cwd=self.folder, env=self.environment,
                                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                 text=True, errors="replace", timeout=TIMEOUT)
         return result.returncode == 0, result.stdout
