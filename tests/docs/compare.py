@@ -67,7 +67,7 @@ def _indented(lines: Sequence[str]) -> str:
 
 
 def _align(shown: Sequence[str], printed: Sequence[str]) -> tuple[list[tuple[str, str]] | None, str]:
-    """The checksums of both sides, in pairs, where every line finds its line; else None, and the first that does not."""
+    """The checksums of both sides, in pairs, where every line finds its line; else None and the first that does not."""
     reached: dict[int, list[tuple[str, str]]] = {0: []}  # lines of `printed` used so far -> the pairs on the way there
     for line in shown:
         if line == "...":
