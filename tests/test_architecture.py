@@ -60,7 +60,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
     ("3: the engine", """
         megatron.optim.rule megatron.optim.adam megatron.optim.lion megatron.optim.lamb megatron.optim.torch_rule
         megatron.optim.build
-        megatron.zero.precision megatron.zero.norm megatron.zero.holders megatron.zero.parked megatron.zero.tiling
+        megatron.zero.precision megatron.zero.norm megatron.zero.holders megatron.zero.placeholder megatron.zero.parked
+        megatron.zero.tiling
         megatron.zero.gradients megatron.zero.bucket megatron.zero.hooks megatron.zero.units megatron.zero.residency
         megatron.zero.reductions megatron.zero.passes megatron.zero.state megatron.zero.step megatron.zero.engine
     """),

@@ -10,9 +10,9 @@ Vocabulary
 One of the two groups is always a group of one: at stage 0 the shard is everything and the replicas are all of data
 parallel. This file moves numbers; *when* is decided by residency.py and passes.py, *what is split* by policy.py.
 
-A parameter that is away has a placeholder of no elements, which fits no operation: used outside its unit, it fails
-instead of broadcasting. The memory of `whole` is then given back, but its storage object lives on, because what
-autograd saved in forward are views of it: gathering again for backward fills the same storage.
+A parameter that is away is a placeholder (placeholder.py): used outside its unit, it raises. The memory of `whole` is
+then given back, but its storage object lives on, because what autograd saved in forward are views of it: gathering
+again for backward fills the same storage.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from megatron.zero.gradients import FlatGradients
 from megatron.zero.holders import hold, let_go
 from megatron.zero.layout import FlatLayout, Slot
 from megatron.zero.parked import whole_value
+from megatron.zero.placeholder import fill, vacate
 from megatron.zero.policy import Policy, Wire
 from megatron.zero.precision import Dtypes
 from mpu.collectives import Pending, all_gather_into, broadcast_into
@@ -91,7 +92,9 @@ class FlatBucket:
                 wide[part.shard_offset : part.shard_offset + part.count] = flat
             if self.is_here:
                 view.copy_(value)
-            parameter.data = view if self.is_here else self._whole.new_empty(0)
+                fill(parameter, view)
+            else:
+                vacate(parameter, self._whole.new_empty(0))
             hold(parameter, self)
         self.shard = self._span(self._whole) if wide is None or self.is_here else wide.to(work)
         self.master = wide if wide is not None and keeps_master else self.shard
@@ -99,10 +102,6 @@ class FlatBucket:
     def _span(self, flat: Tensor) -> Tensor:
         start = self.shard_group.rank * self.layout.shard_numel
         return flat[start : start + self.layout.shard_numel]
-
-    def _point_parameters_at(self, tensors: Sequence[Tensor]) -> None:
-        for parameter, tensor in zip(self.parameters, tensors, strict=True):
-            parameter.data = tensor
 
     def _move(self, wanted: Place) -> None:
         assert (self.place, wanted) in LEGAL_MOVES, f"{self.name} cannot go from {self.place} to {wanted}"
@@ -119,7 +118,8 @@ class FlatBucket:
         """Begin to make the parameters whole; `gather` completes it."""
         if not self.is_here:
             self._whole.untyped_storage().resize_(self.layout.numel * self._whole.element_size())
-            self._point_parameters_at(self._views)
+            for parameter, view in zip(self.parameters, self._views, strict=True):
+                fill(parameter, view)
             self._start_gather()
 
     def _start_gather(self) -> None:
@@ -145,7 +145,9 @@ class FlatBucket:
         """Where parameters are split: keep the shard only."""
         if self.comes_and_goes and self.is_here:
             self.await_parameters()
-            self._point_parameters_at([self._whole.new_empty(0)] * len(self.parameters))
+            nothing = self._whole.new_empty(0)
+            for parameter in self.parameters:
+                vacate(parameter, nothing)
             self._whole.untyped_storage().resize_(0)
             self._move(Place.AWAY)
 
@@ -162,7 +164,14 @@ class FlatBucket:
     # ---- lending parameters to the user (holders.py) ----------------------------------------------------------
 
     def shape_of(self, parameter: nn.Parameter) -> torch.Size:
-        return next(view.shape for view, held in zip(self._views, self.parameters) if held is parameter)
+        return self._views[self._index(parameter)].shape
+
+    def describe(self, parameter: Tensor) -> str:
+        slot = self.layout.slots[self._index(parameter)]
+        return f"parameter {slot.name!r} of shape {slot.shape}"
+
+    def _index(self, parameter: Tensor) -> int:
+        return next(index for index, held in enumerate(self.parameters) if held is parameter)
 
     def lend(self) -> None:
         self.gather()

@@ -43,6 +43,7 @@ class ZeroEngine:
         self._policy = policy(zero.zero_stage)
         self._micro_batches = 0  # of this optimizer step, before the one under way
         self._boundary: bool | None = None
+        self._in_no_sync = False
         self.last_report: StepReport | None = None
         _copy_buffers_from_first(module, groups)
         group_of = {parameter: number for number, group in enumerate(param_groups) for parameter in group["params"]}
@@ -72,7 +73,7 @@ class ZeroEngine:
         divisor = self.accumulation if scale_wrt_gas else 1
         scaled = loss * (self.scaler.scale / divisor)
         try:
-            self.passes.backward(scaled, retain_graph=retain_graph,
+            self.passes.backward(scaled, retain_graph=retain_graph, ends_step=self.at_boundary,
                                  reduces=self._policy.split_grads or self.at_boundary)
         except Exception:  # what had been accumulated is gone
             self._micro_batches = 0
@@ -81,7 +82,13 @@ class ZeroEngine:
 
     def step(self, lr: float | None = None) -> StepReport | None:
         """At the accumulation boundary: clip, update, publish; None in between. `lr` sets that of all groups."""
+        if self._in_no_sync:
+            raise ConfigError("step() inside no_sync(): gradients are not summed over the ranks there; call it after "
+                              "the block, and after a backward outside of it")
         boundary = self.at_boundary
+        if boundary and not all(bucket.grads.is_summed for bucket in self.buckets):
+            raise ConfigError("step() without gradients that are summed over the ranks: call backward(loss) before it, "
+                              "outside of no_sync() and at the accumulation boundary")
         self.state.counters.micro_steps += 1
         self._micro_batches = 0 if boundary else self._micro_batches + 1
         if not boundary:
@@ -110,11 +117,12 @@ class ZeroEngine:
         """Backward inside leaves gradients on the rank, to be summed over ranks by the first backward outside."""
         if self._policy.split_grads:
             raise ConfigError("no_sync needs stage 0 or 1: gradients that are split are summed after every backward")
-        before, self._boundary = self._boundary, False
+        before = self._boundary, self._in_no_sync
+        self._boundary, self._in_no_sync = False, True
         try:
             yield
         finally:
-            self._boundary = before
+            self._boundary, self._in_no_sync = before
 
     def settle(self) -> None:
         """Wait for what is still on its way between ranks, so that this one may leave."""

@@ -17,6 +17,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 
+from megatron.errors import ConfigError
 from megatron.zero.layout import FlatLayout, Segment
 from megatron.zero.policy import Policy, Wire
 from megatron.zero.precision import Dtypes
@@ -33,7 +34,11 @@ class FlatGradients:
         self._owners, self._replicas = owners, replicas
         self._device, self._dtypes, self._wire = device, dtypes, wire
         self._arrived: set[int] = set()  # parameters whose gradient of this backward is here
+        self._waiting: set[int] = set()  # those of them that autograd still has
+        self._reached: set[int] = set()  # parameters that got a gradient since the last `discard`
         self.filled: set[int] = set()  # slots that hold something to add to
+        self._has_left = False  # reduced in this backward
+        self._keeps_shard = policy.split_grads  # what is reduced next is added to the shard
         self._claims: dict[int, ReferenceType[_SlotClaim]] = {}  # slots that a forward has written to
         self._departure: Pending | None = None  # the reduction under way
         self._sum: Tensor | None = None  # where it puts this rank's part
@@ -49,12 +54,21 @@ class FlatGradients:
 
     def accept(self, index: int) -> bool:
         """Take the gradient of one parameter; True when it was the last one of this backward."""
+        self._reach(index)
         self._arrived.add(index)
-        if self._wire.contiguous:
-            self._pour(index)
-        elif self.complete:
+        self._waiting.add(index)
+        if self._wire.contiguous or self.complete:
             self._pour_all()
         return self.complete
+
+    def _reach(self, index: int) -> None:
+        """A gradient of the parameter comes; refused where it would miss the sum."""
+        if self._has_left:
+            raise ConfigError(
+                f"{self.layout.slots[index].name} got a second gradient in one backward, after the first had been "
+                "summed over the ranks: a block that is used twice cannot be recomputed with use_reentrant=True; give "
+                "torch.utils.checkpoint use_reentrant=False, or use megatron.recompute.checkpoint")
+        self._reached.add(index)
 
     def _pour(self, index: int) -> None:
         """Move a gradient that autograd left into the flat buffer."""
@@ -70,8 +84,8 @@ class FlatGradients:
             self.parameters[index].grad = None
 
     def _pour_all(self) -> None:
-        for index in range(len(self.parameters)):
-            self._pour(index)
+        while self._waiting:
+            self._pour(self._waiting.pop())
 
     def sink(self, index: int) -> GradSink:
         """Lets the operation that makes the gradient of one parameter write it in place (mpu/sinks.py)."""
@@ -80,7 +94,7 @@ class FlatGradients:
     def claim(self, index: int) -> _SlotClaim | None:
         """The slot for a forward to write to, where no gradient stands yet."""
         self._free(index)
-        if index in self.filled:
+        if index in self.filled or self._is_summed_in_place:
             return None
         claim = _SlotClaim(self, index)
         self._claims[index] = ref(claim)
@@ -88,11 +102,13 @@ class FlatGradients:
 
     def keep_claim(self, index: int) -> None:
         """What was written to the claimed slot is its gradient so far."""
+        self._reach(index)
         del self._claims[index]
         self.filled.add(index)
 
     def total(self, index: int) -> Tensor:
         """The gradient so far, zeros if there is none."""
+        self._reach(index)
         self._free(index)
         view = self.view(index)
         if index not in self.filled:
@@ -126,8 +142,8 @@ class FlatGradients:
         return self._whole
 
     def unused(self) -> list[str]:
-        """Names of the parameters no gradient has reached."""
-        return [slot.name for index, slot in enumerate(self.layout.slots) if index not in self.filled]
+        """Names of the parameters that no gradient has reached since the last step."""
+        return [slot.name for index, slot in enumerate(self.layout.slots) if index not in self._reached]
 
     # ---- leaving ------------------------------------------------------------------------------------------------
 
@@ -135,13 +151,14 @@ class FlatGradients:
         """Send the gradients to their owners; parameters nobody used count as zero."""
         assert self._departure is None, f"the gradients of {self.name} are on their way already"
         self._pour_all()
+        self._has_left = True
         self._free_all()
         grads = self._buffer()
         for index, slot in enumerate(self.layout.slots):
             if index not in self.filled:
                 grads[slot.offset : slot.end].zero_()
         mine = self._own(grads)
-        outlives = self._accumulates_shard and self._shard is None and self._owners.size > 1  # the whole gradient
+        outlives = self._keeps_shard and self._shard is None and self._owners.size > 1  # the whole gradient
         if outlives or self._dtypes.grad_shard != self._dtypes.grads:
             mine = torch.empty_like(mine, dtype=self._dtypes.grad_shard)
         self._sum, at_a_time = mine, self._wire.gradients_at_a_time
@@ -161,7 +178,7 @@ class FlatGradients:
             return
         self._departure.wait()
         part, self._departure, self._sum = self._sum, None, None  # what the others sent goes before more is taken
-        if self._accumulates_shard:
+        if self._keeps_shard:
             self._keep_shard(part)
         else:
             self._shard = part
@@ -191,18 +208,42 @@ class FlatGradients:
             self._departure.wait()
             self._departure = self._sum = None
 
+    # ---- from backward to backward ------------------------------------------------------------------------------
+
+    @property
+    def _is_summed_in_place(self) -> bool:
+        """The whole gradients, or this rank's part of them, have become sums over ranks."""
+        return self._shard is not None and not self._keeps_shard
+
+    @property
+    def is_summed(self) -> bool:
+        """There are gradients, and all of them are in the shard."""
+        return self._shard is not None and not (self._keeps_shard and self.filled)
+
+    def begin_backward(self) -> None:
+        """A second backward after the sum was taken, before a step: what was summed must not be summed again, so it is
+        kept apart, and the next sum is added to it."""
+        if self._is_summed_in_place:
+            self._shard, self._keeps_shard = self.shard.clone(), True
+            self._whole = None
+            self.filled.clear()
+
     def end_backward(self) -> None:
         """Forget who has arrived; what was accumulated stays."""
         self._pour_all()
         self.finish_reduce()
         self._arrived.clear()
+        self._has_left = False
 
     def discard(self) -> None:
         """The next backward starts from nothing."""
+        for index in self._waiting:
+            self.parameters[index].grad = None
         self._free_all()
-        self._arrived.clear()
-        self.filled.clear()
+        for marks in (self._waiting, self._arrived, self._reached, self.filled):
+            marks.clear()
         self._whole = self._shard = None
+        self._has_left, self._keeps_shard = False, self._accumulates_shard
 
 
 def _fill(target: Tensor, source: Tensor) -> None:

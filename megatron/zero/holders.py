@@ -20,6 +20,9 @@ class Holder(Protocol):
 
     def shape_of(self, parameter: nn.Parameter) -> torch.Size: ...
 
+    def describe(self, parameter: Tensor) -> str:
+        """The parameter for a message: its name where that is known, and its shape."""
+
     def lend(self) -> None:
         """Make the parameters whole; they may be edited."""
 

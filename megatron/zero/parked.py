@@ -1,7 +1,7 @@
 """A parameter that is split before any engine exists: what `zero.Init` makes of it.
 
 Each data parallel rank keeps an equal part of the flattened values of rank 0. The parameter itself is left with a
-placeholder of no elements, which fits no operation.
+placeholder without elements (placeholder.py).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megatron.errors import ConfigError
 from megatron.zero.holders import hold, holder_of
+from megatron.zero.placeholder import Placeholder, fill, vacate
 from mpu.collectives import all_gather_into, broadcast_into, wire_device
 from mpu.groups import Group
 
@@ -30,6 +31,9 @@ class Parked:
     def shape_of(self, parameter: nn.Parameter) -> torch.Size:
         return self._shape
 
+    def describe(self, parameter: Tensor) -> str:
+        return f"a parameter of shape {tuple(self._shape)}"
+
     def whole(self) -> Tensor:
         """All elements, on every rank."""
         part = self._part.to(self._device)
@@ -38,8 +42,8 @@ class Parked:
         return flat[: self._shape.numel()].view(self._shape)
 
     def lend(self) -> None:
-        if self._parameter.numel() != self._shape.numel():
-            self._parameter.data = self.whole()
+        if isinstance(self._parameter, Placeholder):
+            fill(self._parameter, self.whole())
 
     def take_back(self, editor: int | None) -> None:
         if editor is None and not torch.equal(self._own(self._parameter.detach()), self._part):
@@ -52,7 +56,7 @@ class Parked:
         if editor is not None:
             broadcast_into(value, editor, self._dp).wait()
             self._part = self._own(value)
-        self._parameter.data = value.new_empty(0)
+        vacate(self._parameter, value.new_empty(0))
 
     def _own(self, value: Tensor) -> Tensor:
         """This rank's part of the flattened values, padded with zeros."""

@@ -30,13 +30,17 @@ class Passes:
         self._reduces = False
         self._inputs_done: set[Unit] = set()
 
-    def backward(self, loss: Tensor, *, retain_graph: bool, reduces: bool) -> None:
-        """Make the gradients of `loss`. With `reduces` they are summed over data parallel when this returns."""
+    def backward(self, loss: Tensor, *, retain_graph: bool, reduces: bool, ends_step: bool) -> None:
+        """Make the gradients of `loss`. With `reduces` they are summed over data parallel when this returns; with
+        `ends_step` no other backward adds to them."""
         self.in_backward, self._reduces = True, reduces
+        for bucket in self._buckets:
+            bucket.grads.begin_backward()
         try:
             loss.backward(retain_graph=retain_graph)
-            if reduces:
+            if ends_step:
                 self._check_unused()
+            if reduces:
                 self._reductions.flush()
             for bucket in self._buckets:
                 bucket.grads.end_backward()
@@ -88,6 +92,7 @@ class Passes:
 
     def gradient_ready(self, unit: Unit, bucket: FlatBucket, index: int) -> None:
         if not self.in_backward:
+            bucket.parameters[index].grad = None
             raise ConfigError("gradients outside of engine.backward: call engine.backward(loss), not loss.backward()")
         if bucket.grads.accept(index):
             self._finish(unit)

@@ -266,7 +266,6 @@ def sums_by_hand(rank: int, world: int) -> list[bool]:
         counted.step()
     with unsynced.no_sync():
         unsynced.backward(unsynced(parts[0]) / 2)
-        unsynced.step()
     assert unsynced.global_steps == 0
     unsynced.backward(unsynced(parts[1]) / 2)
     unsynced.step()

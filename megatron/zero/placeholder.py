@@ -1,0 +1,143 @@
+"""Placeholder: what a parameter is while its elements are elsewhere. Using it is an error, never a wrong number.
+
+A parameter whose elements are split (stage 3, `zero.Init`) is left without elements, and its class becomes a subclass
+of its own class that refuses every operation of torch but the questions in `ALLOWED`, which need no values. When the
+elements come back it has its own class again, so no operation of a forward pays for this.
+
+Its shape is torch.Size([0]); that of the whole parameter is `holders.shape_of`.
+
+Not covered, because torch asks nobody there: `torch.tensor(p)`, `torch.Tensor(p)` and `to_dlpack(p)` see a tensor
+without elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.errors import ConfigError
+from megatron.zero.holders import holder_of
+
+_TENSOR: Any = Tensor
+
+
+def _getters(names: str) -> Iterator[Any]:
+    return (getattr(_TENSOR, name).__get__ for name in names.split())
+
+
+def _methods(names: str) -> Iterator[Any]:
+    return (getattr(_TENSOR, name) for name in names.split())
+
+
+_has_compatible_data: Any = torch._has_compatible_shallow_copy_type
+
+ALLOWED = frozenset((
+    *_getters("shape ndim dtype device layout is_leaf is_cpu is_cuda is_meta is_mps is_mkldnn is_nested is_quantized "
+              "is_sparse is_sparse_csr is_xpu itemsize nbytes requires_grad retains_grad grad grad_fn output_nr "
+              "_backward_hooks _post_accumulate_grad_hooks _version"),
+    *_methods("size dim ndimension numel nelement stride storage_offset element_size get_device is_complex "
+              "is_contiguous is_floating_point is_inference is_signed requires_grad_ register_hook "
+              "register_post_accumulate_grad_hook backward __dir__ __hash__"),
+    _TENSOR.requires_grad.__set__, _TENSOR.grad.__set__, _TENSOR.grad.__delete__, _TENSOR._backward_hooks.__set__,
+    _TENSOR._post_accumulate_grad_hooks.__set__, _has_compatible_data,
+    torch.is_complex, torch.is_floating_point, torch.is_inference, torch.is_signed, torch.numel,
+    torch.autograd.backward, torch.autograd.grad,
+))
+"""What needs no values: questions, hooks, gradients, and being named as what to differentiate by."""
+
+CONVERSIONS = frozenset(_methods("to type cpu cuda xpu half float double bfloat16"))
+"""`Module.to` and its relatives come here: what they make of a placeholder is another one."""
+
+_SET_DATA = _TENSOR.data.__set__
+
+
+class Placeholder(nn.Parameter):
+    """A parameter without its elements; instances are of a subclass that `_placeholder_class` makes."""
+
+    own_class: type[nn.Parameter]
+    """Of the parameter when it has its elements."""
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (),
+                           kwargs: Mapping[str, Any] | None = None) -> Any:
+        given = {} if kwargs is None else kwargs
+        if func in ALLOWED or func == _SET_DATA and isinstance(args[1], Placeholder):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **given)
+        used = next(_placeholders((*args, *given.values())), None)
+        if func in CONVERSIONS and used is not None and used is args[0]:
+            return _converted(used, func, args, given)
+        raise ConfigError(
+            f"{_described(used)} cannot be used here ({_name(func)}): its elements are split over the data parallel "
+            "ranks; use it inside zero.GatheredParameters (edits need modifier_rank), save weights with "
+            "engine.save_16bit_model or engine.save_checkpoint")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Placeholder({_described(self)}, {self.dtype}, requires_grad={self.requires_grad})"
+
+    __str__ = __repr__
+
+    def __format__(self, format_spec: str) -> str:
+        return format(repr(self), format_spec)
+
+
+def vacate(parameter: nn.Parameter, nothing: Tensor) -> None:
+    """Leave a placeholder. `nothing` has no elements, and the dtype and device to be seen."""
+    fill(parameter, nothing)
+    _set_class(parameter, _placeholder_class(type(parameter)))
+
+
+def fill(parameter: nn.Parameter, data: Tensor) -> None:
+    """The elements are `data`."""
+    _set_class(parameter, _own_class(type(parameter)))
+    parameter.data = data
+
+
+def _set_class(tensor: Any, wanted: type[nn.Parameter]) -> None:
+    tensor.__class__ = wanted
+
+
+@cache
+def _placeholder_class(own: type[nn.Parameter]) -> type[nn.Parameter]:
+    bases = (Placeholder,) if own is nn.Parameter else (Placeholder, own)
+    return type("Placeholder", bases, {"own_class": own, "__module__": __name__})
+
+
+@cache
+def _own_class(cls: type[nn.Parameter]) -> type[nn.Parameter]:
+    return cls.own_class if issubclass(cls, Placeholder) else cls
+
+
+def _converted(placeholder: Placeholder, func: Callable[..., Any], args: tuple[Any, ...],
+               kwargs: Mapping[str, Any]) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        result = func(*args, **kwargs)
+    if isinstance(result, Tensor):  # `type()` without arguments gives a name
+        _set_class(result, type(placeholder))
+    return result
+
+
+def _described(placeholder: Placeholder | None) -> str:
+    holder = None if placeholder is None else holder_of(placeholder)
+    return "a parameter" if holder is None or placeholder is None else holder.describe(placeholder)
+
+
+def _placeholders(values: Iterable[object]) -> Iterator[Placeholder]:
+    """Those among the arguments of a function, also inside of sequences and mappings."""
+    for value in values:
+        if isinstance(value, Placeholder):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _placeholders(value)
+        elif isinstance(value, dict):
+            yield from _placeholders(value.values())
+
+
+def _name(func: Callable[..., Any]) -> str:
+    """Of an operation; a property's getter and setter bear that of the property."""
+    name = getattr(func, "__name__", str(func))
+    return getattr(getattr(func, "__self__", None), "__name__", name) if name in ("__get__", "__set__") else name

@@ -1,0 +1,230 @@
+"""Orders of backward and step that a loop may choose: each is the sum that it looks like, or is refused in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron import zero
+from megatron.errors import ConfigError
+from megatron.zero.api.engine import Engine
+from tests.distributed import RankError, run_ranks
+
+WIDTH, STAGES = 8, (0, 1, 2, 3)
+
+
+class Model(nn.Module):
+    """Three blocks; of the second `unused` parameters never reach the loss."""
+
+    def __init__(self, *, unused: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        if unused:
+            self.blocks[1].extra = nn.Linear(WIDTH, 1)
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x).square().mean()
+
+
+def engine_of(stage: int, model: nn.Module | None = None, accumulation: int = 1, **section: Any) -> Engine:
+    return zero.initialize(model=model or Model(), config={
+        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **section}})[0]
+
+
+def rows(rank: int, number: int) -> Tensor:
+    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(10 * rank + number))
+
+
+def whole(engine: Engine) -> Tensor:
+    with zero.GatheredParameters(engine.module.parameters()):
+        return torch.cat([p.detach().flatten() for p in engine.module.parameters()])
+
+
+# ---- several backwards before one step -----------------------------------------------------------------------------
+
+
+def one_by_one(engine: Engine, rank: int) -> None:
+    for number in range(3):
+        engine.backward(engine(rows(rank, number)))
+
+
+def after_their_forwards(engine: Engine, rank: int) -> None:
+    for loss in [engine(rows(rank, number)) for number in range(3)]:
+        engine.backward(loss)
+
+
+def first_unsummed(engine: Engine, rank: int) -> None:
+    """The second backward sums over the ranks what the first left on them, the third only its own."""
+    engine.set_gradient_accumulation_boundary(False)
+    engine.backward(engine(rows(rank, 0)))
+    engine.set_gradient_accumulation_boundary(True)
+    for number in (1, 2):
+        engine.backward(engine(rows(rank, number)))
+
+
+def in_the_middle_unsummed(engine: Engine, rank: int) -> None:
+    for number in range(3):
+        engine.set_gradient_accumulation_boundary(number != 1)
+        engine.backward(engine(rows(rank, number)))
+
+
+ORDERS = (one_by_one, after_their_forwards, first_unsummed, in_the_middle_unsummed)
+
+
+def steps_of_three(rank: int, world: int) -> dict[str, float]:
+    """Order and stage -> by how much two steps of three backwards differ from steps on the sum of the losses."""
+    found = {}
+    for stage in STAGES:
+        wanted = engine_of(stage)
+        for _ in range(2):
+            wanted.backward(torch.stack([wanted(rows(rank, number)) for number in range(3)]).sum())
+            wanted.step()
+        for order in ORDERS:
+            engine = engine_of(stage)
+            for _ in range(2):
+                order(engine, rank)
+                engine.step()
+            assert engine.get_global_grad_norm() == pytest.approx(wanted.get_global_grad_norm(), rel=1e-5)
+            found[f"{order.__name__}, stage {stage}"] = float((whole(engine) - whole(wanted)).abs().max())
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_several_backwards_before_a_step_add_up(world: int) -> None:
+    for found in run_ranks(steps_of_three, world):
+        assert {order: off for order, off in found.items() if off > 1e-6} == {}
+
+
+class Twice(nn.Module):
+    """A block that is used twice, recomputed in backward."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.reentrant = reentrant
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        for block in (*self.blocks, *self.blocks):
+            x = torch.tanh(checkpoint(block, x, use_reentrant=self.reentrant))  # type: ignore[no-untyped-call]
+        return x.square().sum()
+
+
+def recomputed(rank: int, world: int, stage: int, reentrant: bool) -> float:
+    engine = engine_of(stage, Twice(reentrant))
+    engine.backward(engine(rows(0, 0)))
+    engine.step()
+    return float(engine.get_global_grad_norm() or 0)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_block_used_twice_is_recomputed_rightly_or_refused(stage: int) -> None:
+    model = Twice(False)
+    model(rows(0, 0)).backward()
+    wanted = float(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm())
+    assert run_ranks(recomputed, 2, stage, False) == pytest.approx([wanted] * 2, rel=1e-5)
+    with pytest.raises(RankError, match=r"ConfigError: blocks\..* got a second gradient in one backward.*"
+                                        "use_reentrant=False"):
+        run_ranks(recomputed, 2, stage, True)
+
+
+# ---- steps where none can be taken ---------------------------------------------------------------------------------
+
+
+def step_in_no_sync(engine: Engine) -> None:
+    with engine.no_sync():
+        engine.backward(engine(rows(0, 0)))
+        engine.step()
+
+
+def step_after_no_sync(engine: Engine) -> None:
+    with engine.no_sync():
+        engine.backward(engine(rows(0, 0)))
+    engine.set_gradient_accumulation_boundary(True)
+    engine.step()
+
+
+def step_with_a_rest(engine: Engine) -> None:
+    engine.set_gradient_accumulation_boundary(True)
+    engine.backward(engine(rows(0, 0)))
+    step_after_no_sync(engine)
+
+
+def step_without_backward(engine: Engine) -> None:
+    engine.set_gradient_accumulation_boundary(True)
+    engine.step()
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("loop, said", [
+    (step_in_no_sync, r"step\(\) inside no_sync\(\)"), (step_after_no_sync, r"step\(\) without gradients"),
+    (step_with_a_rest, r"step\(\) without gradients"), (step_without_backward, r"step\(\) without gradients")])
+def test_a_step_that_would_lose_gradients_is_refused(stage: int, accumulation: int, said: str,
+                                                     loop: Callable[[Engine], None]) -> None:
+    engine = engine_of(stage, accumulation=accumulation)
+    before = whole(engine)
+    with pytest.raises(ConfigError, match=said):
+        loop(engine)
+    assert torch.equal(whole(engine), before) and (engine.global_steps, engine.micro_steps) == (0, 0)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_refused_backward_leaves_nothing_behind(stage: int) -> None:
+    plain, engine = engine_of(stage), engine_of(stage)
+    with pytest.raises(ConfigError, match="call engine.backward"):
+        engine(rows(0, 1)).backward()
+    for each in (plain, engine):
+        each.backward(each(rows(0, 0)))
+        each.step()
+    assert torch.equal(whole(engine), whole(plain))
+
+
+# ---- parameters without a gradient ---------------------------------------------------------------------------------
+
+
+def strict_steps(rank: int, world: int, stage: int, unused: bool) -> None:
+    engine = engine_of(stage, Model(unused=unused), accumulation=2, ignore_unused_parameters=False)
+    for number in range(4):
+        engine.backward(engine(rows(rank, number)))
+        engine.step()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("world", [1, 2])
+def test_unused_parameters_are_counted_once_and_used_ones_never(stage: int, world: int) -> None:
+    run_ranks(strict_steps, world, stage, False)
+    with pytest.raises(RankError, match="ConfigError: 2 parameters got no gradient, blocks.1.extra.weight first"):
+        run_ranks(strict_steps, world, stage, True)
+
+
+class Alternating(Model):
+    """Each micro-batch of a step uses other parameters."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.blocks[self.calls % 3](x).sum() + 0 * super().forward(x) if self.calls % 2 else \
+            self.blocks[0](x).sum()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_parameter_that_one_micro_batch_uses_is_used(stage: int) -> None:
+    engine = engine_of(stage, Alternating(), accumulation=2, ignore_unused_parameters=False)
+    for number in range(4):
+        engine.backward(engine(rows(0, number)))
+        engine.step()
+    assert engine.global_steps == 2

@@ -1,0 +1,249 @@
+"""A parameter whose elements are elsewhere refuses every use, and no use gives a number; questions are answered."""
+
+from __future__ import annotations
+
+import copy
+import io
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron import zero
+from megatron.errors import ConfigError
+
+WIDTH = 4
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x).square().mean()
+
+
+def config(**extra: Any) -> dict[str, Any]:
+    return {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}, **extra}
+
+
+def in_an_engine() -> nn.Module:
+    return zero.initialize(model=Model(), config=config())[0].module
+
+
+def in_init() -> nn.Module:
+    with zero.Init():
+        return Model()
+
+
+@pytest.fixture(params=[in_an_engine, in_init])
+def model(request: pytest.FixtureRequest) -> nn.Module:
+    torch.manual_seed(0)
+    made: nn.Module = request.param()
+    return made
+
+
+USES: dict[str, Callable[[Any], object]] = {
+    "sum": lambda p: p.sum(), "norm": lambda p: p.norm(), "plus one": lambda p: p + 1, "one plus": lambda p: 1 + p,
+    "in place": lambda p: p.add_(1), "fill": lambda p: nn.init.zeros_(p), "apply": lambda p: p.apply_(abs),
+    "equal": lambda p: p == p, "all equal": lambda p: torch.equal(p, p), "first": lambda p: p[0],
+    "assign": lambda p: p.__setitem__(0, 1.0), "as index": lambda p: torch.ones(3)[p], "matmul": lambda p: p @ p,
+    "linear": lambda p: nn.functional.linear(torch.ones(WIDTH), p), "stack": lambda p: torch.stack([p]),
+    "foreach": lambda p: torch._foreach_mul([p], 2.0), "keyword": lambda p: torch.add(torch.ones(2), other=p),
+    "aten": lambda p: torch.ops.aten.sum.default(p), "view": lambda p: p.view(-1), "transpose": lambda p: p.T,
+    "copy to": lambda p: torch.ones(2).copy_(p), "copy from": lambda p: p.copy_(torch.ones(2)),
+    "detach": lambda p: p.detach(), "clone": lambda p: p.clone(), "data": lambda p: p.data,
+    "set data": lambda p: setattr(p, "data", torch.ones(2)), "numpy": lambda p: p.numpy(),
+    "array": lambda p: np.asarray(p), "float": lambda p: float(p), "bool": lambda p: bool(p), "len": lambda p: len(p),
+    "list": lambda p: list(p), "tolist": lambda p: p.tolist(), "item": lambda p: p.item(),
+    "like": lambda p: torch.zeros_like(p), "new": lambda p: p.new_zeros(2), "parameter": lambda p: nn.Parameter(p),
+    "deepcopy": lambda p: copy.deepcopy(p), "copy": lambda p: copy.copy(p), "storage": lambda p: p.untyped_storage(),
+    "pointer": lambda p: p.data_ptr(), "save": lambda p: torch.save({"w": [p]}, io.BytesIO()),
+    "share": lambda p: p.share_memory_(), "other type": lambda p: p.double().sum(),
+    "other place": lambda p: p.cpu().sum(), "as a target": lambda p: torch.ones(2).to(p),
+}
+
+
+def test_using_a_placeholder_is_an_error_that_says_what_to_do(model: nn.Module) -> None:
+    said = {name: answer(use, model.head.weight) for name, use in USES.items()}
+    assert {name: text for name, text in said.items() if "split over" not in text} == {}
+    assert re.search(r"parameter .*of shape \(1, 4\) cannot be used here \(sum\): its elements are split over the data "
+                     r"parallel ranks; use it inside zero.GatheredParameters", said["sum"])
+
+
+def answer(use: Callable[[Any], object], value: object) -> str:
+    """What a use ends in."""
+    try:
+        return f"gave {use(value)!r}"
+    except (ConfigError, RuntimeError) as error:
+        return str(error)
+
+
+WHOLE_MODEL: dict[str, Callable[[nn.Module], object]] = {
+    "state_dict": lambda m: m.state_dict(), "deepcopy": copy.deepcopy,
+    "save": lambda m: torch.save(m, io.BytesIO()), "share": lambda m: m.share_memory(),
+    "to_empty": lambda m: m.to_empty(device="cpu"), "vector": lambda m: nn.utils.parameters_to_vector(m.parameters()),
+    "forward of a part": lambda m: m.head(torch.ones(WIDTH)),
+    "load": lambda m: m.load_state_dict({name: torch.empty(0) for name, _ in m.named_parameters()}),
+}
+
+
+def test_what_reads_or_writes_all_parameters_is_refused(model: nn.Module) -> None:
+    assert {name: said for name, use in WHOLE_MODEL.items() if "split over" not in (said := answer(use, model))} == {}
+
+
+def test_an_engine_names_the_parameter_and_init_its_shape() -> None:
+    with pytest.raises(ConfigError, match=r"^parameter 'blocks.0.weight' of shape \(4, 4\) cannot be used here "
+                                          r"\(detach\)"):
+        in_an_engine().state_dict()
+    with pytest.raises(ConfigError, match=r"^a parameter of shape \(1, 4\) cannot be used here \(sum\)"):
+        in_init().head.weight.sum()
+
+
+# ---- every function of torch ---------------------------------------------------------------------------------------
+
+ANSWERED = frozenset("""
+    shape ndim dtype device layout is_leaf is_cpu is_cuda is_meta is_mps is_mkldnn is_nested is_quantized is_sparse
+    is_sparse_csr is_xpu itemsize nbytes requires_grad retains_grad grad _grad grad_fn output_nr _backward_hooks
+    _grad_fn _post_accumulate_grad_hooks _version size dim ndimension numel nelement stride storage_offset element_size
+    get_device is_complex is_contiguous is_floating_point is_inference is_signed requires_grad_ register_hook
+    register_post_accumulate_grad_hook __dir__ __hash__ __repr__ __format__ _has_compatible_shallow_copy_type
+    to type cpu cuda xpu half float double bfloat16
+""".split())
+"""What may give something back: all of it is about the tensor, or the placeholder again."""
+
+
+def functions() -> Iterator[tuple[str, Callable[..., object]]]:
+    """Everything of torch that takes tensors and lets a class of tensors have its say."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated ones
+        found = torch.overrides.get_overridable_functions()
+    for functions in found.values():
+        for function in functions:
+            owner = getattr(function, "__self__", None)  # of a property's getter
+            yield getattr(owner, "__name__", None) or function.__name__, function
+
+
+def arguments(p: nn.Parameter) -> Iterator[tuple[object, ...]]:
+    yield from ((p,), (p, p), (p, p, p), (p, p, p, p), (p, p, p, p, p), (p, 1), (p, 1, 1), (p, 1, 1, 1), (p, 0, p),
+                (p, 0, p, 1.0), (p, 0, p, p), (p, (1,)), (p, (1,), (1,)), (p, p, (1,)), (p, p, 1), (p, p, 1, 1),
+                (p, 1.0), (p, 1.0, True), (p, 1.0, 1.0), (p, 1.0, 1.0, 1), ([p],), ([p], [p]), ([p], [p], [p]),
+                ([p], 1), ([p], [1]), ("i,i", p), ("i", [p]), (1, p), (p, True), (p, torch.float32), (p, None))
+
+
+def test_no_function_of_torch_gives_a_number_for_a_placeholder() -> None:
+    p = in_an_engine().get_parameter("head.weight")
+    refused, gave = set(), {}
+    for name, function in functions():
+        for given in arguments(p):
+            try:
+                result = function(*given)
+            except ConfigError:
+                refused.add(name)
+                break
+            except Exception:  # not its arguments
+                continue
+            if name not in ANSWERED and result is not NotImplemented:
+                gave[name] = result
+            break
+    assert gave == {}
+    assert len(refused) > 600, "the arguments above fit too few functions to mean anything"
+
+
+# ---- what goes on working ------------------------------------------------------------------------------------------
+
+
+def test_questions_are_answered(model: nn.Module) -> None:
+    weight = model.head.weight
+    assert isinstance(weight, nn.Parameter) and weight.requires_grad and weight.is_leaf and weight.grad is None
+    assert (weight.dtype, weight.device, weight.numel()) == (torch.float32, torch.device("cpu"), 0)
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in Model().named_parameters()]
+    assert weight in {weight} and dir(weight)
+    for text in (repr(weight), str(weight), f"{weight}"):
+        assert text.startswith("Placeholder(") and "(1, 4)" in text and "tensor(" not in text
+    for make in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop):
+        try:
+            make(model.parameters(), lr=0.1).zero_grad()
+        except ConfigError as error:  # one that makes its state at once
+            assert make is torch.optim.Adagrad and "split over" in str(error)
+    weight.register_hook(lambda grad: grad)
+
+
+class Marked(nn.Parameter):
+    """A user's own class of parameters."""
+
+
+def test_the_class_of_a_parameter_comes_back_with_its_elements() -> None:
+    torch.manual_seed(0)
+    model = Model()
+    model.head.weight = Marked(model.head.weight.detach())
+    wanted = {name: p.detach().clone() for name, p in model.named_parameters()}
+    seen: list[type] = []
+    engine = zero.initialize(model=model, config=config())[0]
+    model.head.register_forward_hook(lambda module, inputs, output: seen.append(type(module.weight)))
+    assert isinstance(model.head.weight, Marked)
+    for _ in range(2):
+        with zero.GatheredParameters(model.parameters()):
+            assert (type(model.head.weight), type(model.head.bias)) == (Marked, nn.Parameter)
+            assert all(torch.equal(p, wanted[name]) for name, p in model.named_parameters())
+        with pytest.raises(ConfigError, match="'head.weight'"):
+            model.head.weight.sum()
+    engine.backward(engine(torch.ones(2, WIDTH)))
+    engine.destroy()
+    assert seen == [Marked] and (type(model.head.weight), type(model.head.bias)) == (Marked, nn.Parameter)
+
+
+def trained(prepare: Callable[[nn.Module], object], *, split: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    with zero.Init(enabled=split):
+        model = Model()
+    prepare(model)
+    engine = zero.initialize(model=model, config=config())[0]
+    for _ in range(3):
+        engine.backward(engine(torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(1))))
+        engine.step()
+        prepare(engine.module)
+    with zero.GatheredParameters(engine.module.parameters()):
+        return [p.detach().clone() for p in engine.module.parameters()]
+
+
+PREPARATIONS: dict[str, Callable[[nn.Module], object]] = {
+    "to": lambda m: m.to("cpu"), "cpu": lambda m: m.cpu(), "half": lambda m: m.half(), "double": lambda m: m.double(),
+    "to a type": lambda m: m.to(torch.bfloat16), "train": lambda m: m.train(), "zero_grad": lambda m: m.zero_grad(),
+    "requires_grad_": lambda m: m.requires_grad_(True),
+}
+
+
+@pytest.mark.parametrize("prepare", PREPARATIONS.values(), ids=list(PREPARATIONS))
+def test_moving_a_split_module_changes_nothing(prepare: Callable[[nn.Module], object]) -> None:
+    plain = trained(lambda m: None, split=True)
+    assert all(map(torch.equal, trained(prepare, split=True), plain))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at that of every tensor
+def test_a_compiled_block_meets_no_placeholder_and_is_compiled_once() -> None:
+    compiled = 0
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        nonlocal compiled
+        compiled += 1
+        return graph.forward
+
+    def compile_blocks(model: nn.Module) -> None:
+        for block in model.blocks if compiled == 0 else ():
+            block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)
+
+    torch._dynamo.reset()
+    plain = trained(lambda m: None, split=False)
+    assert all(map(torch.equal, trained(compile_blocks, split=False), plain))
+    assert 1 <= compiled <= 2, "each block once, over three steps"
