@@ -10,6 +10,7 @@ from megatron.config.flags import parse_args
 from megatron.launch.distributed import read_environment
 from megatron.launch.exits import run
 from megatron.launch.signals import StopRequest
+from megatron.neighbours import check_neighbours
 
 
 def main() -> int:
@@ -17,6 +18,7 @@ def main() -> int:
     world_size = read_environment().world_size
     config = parse_args(sys.argv[1:], world_size)
     config.check_world(world_size)  # wrong flags end here, before torch is imported
+    check_neighbours()
 
     from megatron.launch import distributed
     from megatron.plan.shortage import explained

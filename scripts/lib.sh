@@ -2,13 +2,13 @@
 #
 #   GPUS_PER_NODE NNODES NODE_RANK MASTER_ADDR MASTER_PORT   the job's shape, from the environment
 #   PRESET                                                  tiny, small, 124M, 345M, ... (pretrain_gpt2.py --help)
-#   RUNS                                                    where runs are kept (the repository's runs/)
+#   RUNS                                                    where runs are kept (the repository's runs/; of an installation, runs/ here)
 #
 # The arguments of a script go through to pretrain_gpt2.py after the script's own flags, so they win.
 
 . "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
 
-RUNS="${RUNS:-$ROOT/runs}"
+RUNS="${RUNS:-${SOURCES:-$PWD}/runs}"
 NNODES="${NNODES:-1}" NODE_RANK="${NODE_RANK:-0}" MASTER_ADDR="${MASTER_ADDR:-localhost}" MASTER_PORT="${MASTER_PORT:-6000}"
 
 gpu_count() {  # GPUs that torch can use; asks torch (2 s) only where the driver's tool says there is one
@@ -97,8 +97,9 @@ pretrain() {
     mkdir -p -- "$folder" || fail "cannot make $folder; set RUNS to a folder that can be written"
     FLAGS+=(--save "$folder" --load "$folder" --keep-last 2 --metrics-file "$folder/metrics.jsonl"
             --data-cache-path "$RUNS/cache")
-    export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+    PYTHONPATH="$(with_sources)"
+    export PYTHONPATH
     exec "$PYTHON" -P -m megatron.launch --nproc-per-node "$GPUS_PER_NODE" --nnodes "$NNODES" --node-rank "$NODE_RANK" \
-        --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" "$ROOT/pretrain_gpt2.py" "${FLAGS[@]}" "$@"
+        --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" "${PROGRAM[@]}" "${FLAGS[@]}" "$@"
 }
 FLAGS=()

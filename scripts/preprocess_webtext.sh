@@ -9,7 +9,9 @@
 #   WEBTEXT_PREFIX   the corpus (data/webtext/corpus)
 . "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
 
-FOLDER="${RUNS:-$ROOT/runs}/webtext"
+FOLDER="${RUNS:-${SOURCES:-$PWD}/runs}/webtext"
+# An installation keeps nothing among its packages.
+if [[ -n "$INSTALLED" ]]; then WEBTEXT_PREFIX="${WEBTEXT_PREFIX:-$FOLDER/corpus}"; fi
 if [[ $# -eq 0 || "$1" == -* ]]; then
     python -m data.webtext.sample --output-dir "$FOLDER/sample"
     set -- "$FOLDER/sample" --on-error replace "$@"

@@ -1,6 +1,7 @@
 # Sourced by every script: afterwards ROOT is the repository, PYTHON a Python with all packages, and `python` runs it.
 #
 #   PYTHON=some/python          that one is used as it is; nothing is installed
+#   an installed package        its Python is used as it is: these files are then in `megatron/scripts` of site-packages
 #   an active virtualenv        is used; packages it lacks are added, what it has is kept
 #   otherwise                   the project's own .venv is made once and used from then on
 #
@@ -13,10 +14,15 @@ ROOT="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
 say() { printf '%s\n' "$*" >&2; }
 fail() { printf 'error: %s\n' "$*" >&2; exit 2; }
 
-# The scripts' own Python: our packages from ROOT, nothing from the current folder (-P), which may hold a `data` of its own.
-python() { PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" "$PYTHON" -P "$@"; }
+# Ours come first on the path where ROOT is the repository; an installation is on the path already.
+INSTALLED="" SOURCES="$ROOT" PROGRAM=("$ROOT/pretrain_gpt2.py")
+if [[ ! -e "$ROOT/pretrain_gpt2.py" ]]; then INSTALLED=yes SOURCES="" PROGRAM=(-m pretrain_gpt2); fi
+with_sources() { local path="$SOURCES${SOURCES:+:}${PYTHONPATH:-}"; echo "${path%:}"; }
 
-recent_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
+# The scripts' own Python: nothing from the current folder (-P), which may hold a `data` of its own.
+python() { PYTHONPATH="$(with_sources)" "$PYTHON" -P "$@"; }
+
+recent_enough() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' >/dev/null 2>&1; }
 
 requirement_files() {
     echo requirements.txt
@@ -28,17 +34,17 @@ use_given_python() {
     path="$(command -v -- "$PYTHON")" || fail "PYTHON=$PYTHON is no command; give the path of a Python, or leave it unset"
     [[ "$path" == /* ]] || path="$PWD/$path"
     PYTHON="$path"
-    recent_enough "$PYTHON" || fail "PYTHON=$PYTHON is older than 3.11 or does not run; give Python 3.11 or 3.12"
+    recent_enough "$PYTHON" || fail "PYTHON=$PYTHON does not run, or is not Python 3.11, 3.12 or 3.13; give one of them"
     "$PYTHON" -c 'import importlib.util as u, sys; sys.exit(not (u.find_spec("torch") and u.find_spec("numpy")))' ||
         fail "PYTHON=$PYTHON lacks torch or numpy; install requirements.txt there, or leave PYTHON unset to get a .venv"
 }
 
 find_base_python() {
     local candidate
-    for candidate in python3 python3.12 python3.11; do
+    for candidate in python3 python3.12 python3.11 python3.13; do
         if recent_enough "$candidate"; then command -v "$candidate"; return; fi
     done
-    fail "no Python 3.11 or newer found (tried python3, python3.12, python3.11); install one, or set PYTHON=path/to/python"
+    fail "no Python 3.11 to 3.13 found (tried python3, python3.12, python3.11, python3.13); install one, or set PYTHON"
 }
 
 up_to_date() {  # every requirements file is the one that was installed last
@@ -109,10 +115,22 @@ use_venv() {
         ! command -v flock >/dev/null || flock 9
         ! up_to_date || exit 0
         [[ "$OWN" == no ]] || make_venv
-        recent_enough "$PYTHON" || fail "$PYTHON is older than 3.11; deactivate it, or make one with Python 3.11 or 3.12"
+        recent_enough "$PYTHON" || fail "$PYTHON is not Python 3.11, 3.12 or 3.13; deactivate it, or make one of these"
         local file
         for file in $(requirement_files); do install "$file"; done
     ) 9>>"$lock"
 }
 
-if [[ -n "${PYTHON:-}" ]]; then use_given_python; else use_venv; fi
+use_installed_python() {  # the one beside whose packages this file is: LIB/python3.x/site-packages/megatron/scripts
+    local prefix="${ROOT%/lib*/python3*}"
+    PYTHON="$prefix/bin/python3"
+    [[ -x "$PYTHON" ]] || fail "$ROOT is not the repository, and $PYTHON is no Python; set PYTHON to the one that runs this"
+}
+
+if [[ -n "${PYTHON:-}" ]]; then
+    use_given_python
+elif [[ -n "$INSTALLED" ]]; then
+    use_installed_python
+else
+    use_venv
+fi

@@ -25,7 +25,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
     ("0: arithmetic and records; no process group, argv or clock", """
         mpu.split
         data data.storage data.format data.sampling
-        megatron.errors
+        megatron.errors megatron.version megatron.neighbours
         megatron.config.kinds megatron.config.setting megatron.config.optimizers
         megatron.config.model megatron.config.data megatron.config.parallel megatron.config.optim
         megatron.config.schedule megatron.config.precision megatron.config.zero megatron.config.offload
@@ -94,14 +94,17 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.plan.table megatron.plan.command megatron.plan.__main__
         pretrain_gpt2
     """),
+    ("6: the commands of an installation", """
+        megatron.commands
+    """),
 )
 PLACES = {module: (floor, place)
           for floor, (_, listed) in enumerate(FLOORS) for place, module in enumerate(listed.split())}
 """Module -> (floor, place on it)."""
 
-ROOMS = ("data", "mpu", "megatron.errors", "megatron.config", "megatron.launch", "megatron.model", "megatron.recompute",
-         "megatron.optim", "megatron.checkpoint", "megatron.zero", "megatron.zero.api", "megatron.train",
-         "megatron.plan", "pretrain_gpt2")
+ROOMS = ("data", "mpu", "megatron.errors", "megatron.version", "megatron.neighbours", "megatron.config",
+         "megatron.launch", "megatron.model", "megatron.recompute", "megatron.optim", "megatron.checkpoint",
+         "megatron.zero", "megatron.zero.api", "megatron.train", "megatron.plan", "pretrain_gpt2", "megatron.commands")
 """Every room of the house, from below; a room imports only rooms before it."""
 
 TYPES_OF_DISTRIBUTED = {"ProcessGroup", "Work", "Store"}

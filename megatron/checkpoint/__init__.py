@@ -19,5 +19,9 @@ Read in this order. The first six need no torch, so `list` and `verify` do not e
 
 interchange/ is about the checkpoints of other programs, and ours for them.
 
-This file imports nothing, so that the torch-free half stays torch-free: import from the modules.
+This file imports none of them, so that the torch-free half stays torch-free: import from the modules.
 """
+
+from megatron.neighbours import check_neighbours
+
+check_neighbours()

@@ -14,6 +14,8 @@ Names are imported on first use: floor 0 of this package must not import torch.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from megatron.neighbours import check_neighbours
+
 if TYPE_CHECKING:
     from megatron.checkpoint.interchange.fp32 import (
         convert_zero_checkpoint_to_fp32_state_dict,
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from megatron.zero.api.initialize import add_config_arguments, init_distributed, initialize
     from megatron.zero.holders import register_external_parameter, unregister_external_parameter
     from megatron.zero.tiling import TiledLinear, TiledLinearReturnBias
+
+check_neighbours()
 
 _MODULES = {
     "megatron.zero.api.initialize": "initialize add_config_arguments init_distributed",

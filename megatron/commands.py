@@ -1,0 +1,72 @@
+"""The console commands of an installation (`setup.cfg`): what `python -m` starts, under names of their own.
+
+    gpt2-train       pretrain_gpt2                 gpt2-checkpoint  megatron.checkpoint
+    gpt2-launch      megatron.launch               gpt2-preprocess  data.preprocess
+    gpt2-plan        megatron.plan                 gpt2-webtext     data.webtext
+
+Each returns its exit code and also knows `--version`. Nothing is imported before the command is known to be ours.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+
+from megatron.launch.exits import run, write_error
+from megatron.neighbours import HiddenPackage, check_neighbours
+from megatron.version import __version__
+
+
+def _command(start: Callable[[], int]) -> Callable[[], int]:
+    """`start`, unless the version is asked for or a package of ours is hidden."""
+    @wraps(start)
+    def command() -> int:
+        if sys.argv[1:] == ["--version"]:
+            print(f"gpt2-trainer {__version__}")
+            return 0
+        try:
+            check_neighbours()
+        except HiddenPackage as hidden:
+            write_error(str(hidden))
+            return hidden.code
+        return start()
+    return command
+
+
+@_command
+def train() -> int:
+    from pretrain_gpt2 import main
+    return run(main, is_job=True)
+
+
+@_command
+def launch() -> int:
+    from megatron.launch.command import main
+    return main(sys.argv[1:])
+
+
+@_command
+def plan() -> int:
+    from megatron.plan.command import main
+    return run(main)
+
+
+@_command
+def checkpoint() -> int:
+    from megatron.checkpoint.command import main
+    return run(lambda: main(sys.argv[1:]))
+
+
+@_command
+def preprocess() -> int:
+    from data.cli import run
+    from data.preprocess import main
+    run(main)
+
+
+@_command
+def webtext() -> int:
+    from data.cli import run
+    from data.webtext.__main__ import main
+    run(main)

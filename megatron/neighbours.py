@@ -1,0 +1,49 @@
+"""Is `data` ours, and `mpu`? Both names are common: a project's own `data` package may be found before this program's.
+
+Rooms that build on them call `check_neighbours` when they are imported, and so does every command. It looks the
+packages up without importing them. `megatron` itself is a namespace package, which NVIDIA's `megatron.core` shares.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+from megatron.errors import ConfigError
+
+NEIGHBOURS = {"data": "storage", "mpu": "groups"}
+"""Our top-level packages besides this one, and a module that tells them from others of the same name."""
+
+
+class HiddenPackage(ConfigError, ImportError):
+    """Another package of the same name is found before ours."""
+
+
+@cache
+def check_neighbours() -> None:
+    for name, module in NEIGHBOURS.items():
+        folders, found_at = _place_of(name)
+        if not any((folder / f"{module}.py").is_file() for folder in folders):
+            raise HiddenPackage(_explained(name, found_at))
+
+
+def _place_of(name: str) -> tuple[list[Path], str | None]:
+    """The folders of a package, and what was found under its name."""
+    try:
+        spec = find_spec(name)
+    except ValueError:  # a module without a spec: made by hand, or __main__
+        return [], getattr(sys.modules[name], "__file__", None) or f"a module of the name {name}"
+    if spec is None:
+        return [], None
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    return folders, spec.origin or (str(folders[0]) if folders else None)
+
+
+def _explained(name: str, found_at: str | None) -> str:
+    home = Path(__file__).resolve().parents[1]
+    if found_at is None:
+        return f"the package `{name}` is not found beside {home / 'megatron'}; install this program again, whole"
+    return (f"{found_at} hides the package `{name}` of this program ({home / name}): start Python with -P, which keeps "
+            f"the current folder off the path; or put {home} first in PYTHONPATH; or rename the other {name}")

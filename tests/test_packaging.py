@@ -1,0 +1,144 @@
+"""The wheel: what is in it, and that it works from an empty folder with nothing of the repository on the path."""
+
+from __future__ import annotations
+
+import ast
+import email
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from configparser import ConfigParser
+from pathlib import Path
+
+import pytest
+
+from megatron.version import __version__
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMANDS = ("gpt2-train", "gpt2-launch", "gpt2-plan", "gpt2-checkpoint", "gpt2-preprocess", "gpt2-webtext")
+SCRIPTS = {"lib.sh", "setup.sh", "preprocess_webtext.sh",
+           *(path.name for pattern in ("pretrain_gpt2*.sh", "ds_*.sh") for path in (ROOT / "scripts").glob(pattern))}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built without network from a copy of the sources: setuptools leaves folders behind where it works."""
+    pytest.importorskip("setuptools", minversion="77")
+    source = tmp_path_factory.mktemp("source")
+    for name in ("megatron", "mpu", "data", "scripts"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "corpus*"))
+    for name in ("setup.cfg", "setup.py", "pyproject.toml", "README.md", "LICENSE", "pretrain_gpt2.py"):
+        shutil.copy(ROOT / name, source / name)
+    subprocess.run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index",
+                    "--wheel-dir", source / "dist", source], check=True, timeout=180)
+    (built,) = (source / "dist").glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel unpacked as pip does, with a `megatron.core` in the same folder."""
+    site = tmp_path_factory.mktemp("site")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    (site / "megatron" / "core").mkdir()
+    (site / "megatron" / "core" / "__init__.py").write_text("NAME = 'core'\n")
+    return site
+
+
+def run(site: Path, cwd: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(site), "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(list(map(str, arguments)), cwd=cwd, env=environment, capture_output=True, text=True,
+                          timeout=200)
+
+
+def console(site: Path, cwd: Path, command: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """A console command, started as the script that pip writes for it does."""
+    parser = ConfigParser(delimiters="=")
+    parser.read(next(site.glob("*.dist-info")) / "entry_points.txt")
+    module, _, function = parser["console_scripts"][command].partition(":")
+    program = f"import sys; from {module} import {function}; sys.exit({function}())"
+    return run(site, cwd, sys.executable, "-P", "-c", program, *arguments)
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_program_and_nothing_else(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    kept = {name for name in names if ".dist-info/" not in name}
+    sources = {str(path.relative_to(ROOT)) for package in ("megatron", "mpu", "data")
+               for path in (ROOT / package).rglob("*.py")} | {"pretrain_gpt2.py"}
+    assert sources <= kept
+    rooms = {f"{path.parent.relative_to(ROOT)}/py.typed" for path in (ROOT / "megatron").glob("*/__init__.py")}
+    configs = {f"megatron/scripts/configs/{path.name}" for path in (ROOT / "scripts" / "configs").glob("*.json")}
+    tools = {f"megatron/scripts/{path.name}" for path in (ROOT / "scripts").glob("*.py")}  # small, and of no harm there
+    expected = {"mpu/py.typed", "data/py.typed", *rooms, *configs, *(f"megatron/scripts/{name}" for name in SCRIPTS)}
+    assert kept - sources - tools == expected
+
+
+@pytest.mark.slow
+def test_the_metadata_is_that_of_the_source(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = email.message_from_bytes(archive.read(name))
+    assert metadata["Version"] == __version__
+    assert metadata["Requires-Python"] == "<3.14,>=3.11"
+    assert "MIT" in (metadata["License"], metadata["License-Expression"])
+
+
+@pytest.mark.slow
+def test_every_command_runs_from_an_empty_folder(site: Path, tmp_path: Path) -> None:
+    for command in COMMANDS:
+        done = console(site, tmp_path, command, "--version")
+        assert (done.returncode, done.stdout, done.stderr) == (0, f"gpt2-trainer {__version__}\n", ""), command
+        done = console(site, tmp_path, command, "--help")
+        assert done.returncode == 0 and "usage: " in done.stdout, done.stderr
+        done = console(site, tmp_path, command, "--no-such-flag")
+        assert done.returncode == 2 and done.stderr.startswith("error: "), done.stderr
+        assert done.stderr.count("\n") == 1, done.stderr
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_text_to_model_with_the_commands_alone(site: Path, tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("It was a dark and stormy night.\n\n" * 200)
+    steps = [
+        ("gpt2-preprocess", "--input", "book.txt", "--document-separator", "blank-line", "--output-prefix", "book",
+         "--tokenizer-type", "byte", "--append-eod"),
+        ("gpt2-launch", "--nproc-per-node", "1", "-m", "pretrain_gpt2", "--preset", "tiny", "--train-data", "book",
+         "--train-iters", "2", "--save", "run"),
+        ("gpt2-checkpoint", "verify", "run"),
+        ("gpt2-train", "--preset", "tiny", "--train-data", "book.txt", "--train-iters", "2", "--load", "run"),
+        ("gpt2-plan", "--preset", "tiny"),
+    ]
+    for command, *arguments in steps:
+        done = console(site, tmp_path, command, *arguments)
+        assert done.returncode == 0, (command, done.stderr)
+    configs = run(site, tmp_path, sys.executable, "-P", "-c", "from importlib.resources import files; "
+                  "print('zero_optimization' in (files('megatron.scripts.configs') / 'ds_config.json').read_text())")
+    assert configs.stdout == "True\n", configs.stderr
+
+
+@pytest.mark.slow
+def test_the_scripts_run_from_the_wheel(site: Path, tmp_path: Path) -> None:
+    environment = {"PRESET": "tiny", "GPUS_PER_NODE": "1"}
+    done = run(site, tmp_path, "env", *(f"{key}={value}" for key, value in environment.items()), "bash",
+               site / "megatron" / "scripts" / "ds_pretrain_gpt2.sh", "--mock-data", "--train-iters", "2")
+    assert done.returncode == 0, done.stderr
+    assert os.listdir(tmp_path) == ["runs"]
+
+
+@pytest.mark.slow
+def test_both_wheels_in_one_folder_import(site: Path, tmp_path: Path) -> None:
+    done = run(site, tmp_path, sys.executable, "-P", "-c",
+               "import megatron.core, megatron.zero; print(megatron.core.NAME)")
+    assert done.stdout == "core\n", done.stderr
+
+
+def test_the_versions_of_python_are_the_same_wherever_they_are_named() -> None:
+    setup = ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    assert setup["options"]["python_requires"] == ">=3.11,<3.14"
+    assert "(3, 11) <= sys.version_info < (3, 14)" in (ROOT / "scripts" / "setup.sh").read_text()
+    assert ast.literal_eval(setup["mypy"]["python_version"]) == 3.11
