@@ -30,7 +30,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.config.model megatron.config.data megatron.config.parallel megatron.config.optim
         megatron.config.schedule megatron.config.precision megatron.config.zero megatron.config.offload
         megatron.config.recompute megatron.config.train megatron.config.save megatron.config.log
-        megatron.config.presets megatron.config.tree megatron.config megatron.config.loose_json
+        megatron.config.presets megatron.config.tree megatron.config.hf_shape megatron.config megatron.config.loose_json
         megatron.config.ds_keys megatron.config.ds_reader megatron.config.ds_together megatron.config.ds_batch
         megatron.config.ds_file
         megatron.zero.layout megatron.zero.policy
@@ -76,7 +76,9 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.checkpoint.agree megatron.checkpoint.piece megatron.checkpoint.commit megatron.checkpoint.writer
         megatron.checkpoint.background megatron.checkpoint.reader megatron.checkpoint.export megatron.checkpoint.lock
         megatron.checkpoint.interchange megatron.checkpoint.interchange.zero_to_fp32
-        megatron.checkpoint.interchange.fp32 megatron.checkpoint.interchange.foreign
+        megatron.checkpoint.interchange.fp32 megatron.checkpoint.interchange.names
+        megatron.checkpoint.interchange.foreign megatron.checkpoint.interchange.protobuf
+        megatron.checkpoint.interchange.tokenizers
         megatron.checkpoint.interchange.huggingface megatron.checkpoint.interchange.nanogpt
         megatron.checkpoint.interchange.megatron_lm megatron.checkpoint.interchange.convert
         megatron.zero.api megatron.zero.api.estimate megatron.zero.api.init megatron.zero.api.saved

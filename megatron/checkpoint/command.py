@@ -2,8 +2,9 @@
 
 DIR is a save root, or the folder of one tag. Without a tag `list` and `verify` go over all of them, and the others take
 the one that a load takes: what `latest` names, otherwise the newest.
-`convert` writes a Hugging Face GPT-2 folder; where DIR is such a folder, nanoGPT's ckpt.pt or Megatron-LM's folder of
-mp_rank_XX, it writes a save root of ours (start from it with --load OUTPUT --finetune).
+`convert` writes a Hugging Face GPT-2 folder; where DIR is such a folder, nanoGPT's ckpt.pt, Megatron-LM's folder of
+mp_rank_XX or one state dict of such a model, it writes a save root of ours (start from it with --load OUTPUT
+--finetune).
 `list` and `verify` import no torch. Exit codes: 0 good, 2 usage, 4 damaged or no checkpoint, 7 output not writable.
 """
 
@@ -72,16 +73,17 @@ def merge_weights(root: Path, tag: str | None, output: Path) -> None:
     print(f"{output}: weights of {checkpoint.tag} as fp32, {merge(checkpoint, output)} bytes")
 
 
-def convert(source: Path, tag: str | None, output: Path, vocab_size: int | None, heads: int | None) -> None:
+def convert(source: Path, tag: str | None, output: Path, vocab_size: int | None, heads: int | None,
+            version: float | None) -> None:
     from megatron.checkpoint.interchange.convert import import_weights, open_foreign
     from megatron.checkpoint.interchange.huggingface import export
     from megatron.checkpoint.reader import open_checkpoint
 
     if tag is not None or tag_names(source):
-        for path in export(open_checkpoint(source, tag), output):
+        for path in export(open_checkpoint(source, tag), output, say=lambda line: print(f"note: {line}")):
             print(f"{path}: {path.stat().st_size} bytes")
         return
-    found = open_foreign(source, vocab_size, heads)
+    found = open_foreign(source, vocab_size, heads, version)
     for note in found.notes:
         print(f"note: {found.where}: {note}")
     report = import_weights(found, output)
@@ -112,6 +114,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
                         help="convert from nanoGPT and Megatron-LM: tokens, without the rows that pad the table")
     parser.add_argument("--num-attention-heads", type=int, metavar="N",
                         help="convert from Megatron-LM: where its file does not say")
+    parser.add_argument("--checkpoint-version", type=float, metavar="V",
+                        help="convert from one state dict of a Megatron GPT-2: order of its query_key_value (0 to 3)")
     chosen = parser.parse_args(arguments)
     if (chosen.command in ("merge", "convert")) != (chosen.output is not None):
         parser.error("--output PATH belongs to merge and convert, and they need it")
@@ -127,7 +131,8 @@ def run(arguments: list[str]) -> None:
     if chosen.command == "merge":
         merge_weights(chosen.dir, chosen.tag, chosen.output)
     elif chosen.command == "convert":
-        convert(chosen.dir, chosen.tag, chosen.output, chosen.vocab_size, chosen.num_attention_heads)
+        convert(chosen.dir, chosen.tag, chosen.output, chosen.vocab_size, chosen.num_attention_heads,
+                chosen.checkpoint_version)
     else:
         {"list": list_tags, "verify": verify_tags, "digest": print_digest}[chosen.command](chosen.dir, chosen.tag)
 

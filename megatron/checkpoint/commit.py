@@ -78,6 +78,8 @@ def probe(root: Path) -> None:
             trial = root / f"{TRASH}probe-{secrets.token_hex(8)}"
             trial.mkdir()
             trial.rmdir()
+    except FileNotFoundError:  # as under /proc, where folders are there and take no new ones
+        objection = f"{root.parent} is there, but nothing can be created in it; choose another folder"
     except OSError as error:
         objection = f"cannot be written ({error.strerror})"
     if objection is not None:

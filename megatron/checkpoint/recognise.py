@@ -30,7 +30,8 @@ def _deepspeed(path: Path) -> str | None:
     return (f"a DeepSpeed checkpoint (tag {tag}): make one state dict of it with DeepSpeed's own script, "
             f"`python {root}/zero_to_fp32.py {root} OUT/pytorch_model.bin -t {tag}`, then "
             f"{CONVERT} OUT --output NEW` (a Hugging Face GPT-2, its config.json copied into OUT) or "
-            f"{CONVERT} OUT/pytorch_model.bin --num-attention-heads N --output NEW` (a Megatron GPT-2)")
+            f"{CONVERT} OUT/pytorch_model.bin --num-attention-heads N --checkpoint-version V --output NEW` (a Megatron "
+            "GPT-2)")
 
 
 def _megatron_lm(path: Path) -> str | None:
@@ -54,7 +55,8 @@ def _huggingface(path: Path) -> str | None:
         return f"a Hugging Face folder: start from it with --load-hf {path}, or {_read_by(path)}"
     if found := next((name for name in weights if (path / name).is_file()), None):
         return (f"a folder with {found}, but without the config.json that says which Hugging Face model it is: copy it "
-                f"there; of a Megatron GPT-2, {CONVERT} {path / found} --num-attention-heads N --output NEW`")
+                f"there; of a Megatron GPT-2, {CONVERT} {path / found} --num-attention-heads N "
+                "--checkpoint-version V --output NEW`")
     return None
 
 

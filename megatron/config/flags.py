@@ -10,11 +10,13 @@ from __future__ import annotations
 import argparse
 import difflib
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import Field, fields
+from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from megatron.config import ds_file
+from megatron.config.hf_shape import shape_in
 from megatron.config.setting import declared, flag_name, plain_type
 from megatron.config.tree import PRESETS, SECTIONS, Config, build_config
 from megatron.errors import ConfigError
@@ -38,11 +40,20 @@ def parse_args(argv: Sequence[str], world_size: int = 1, *, planning: bool = Fal
         raise ConfigError(_unknown_flag(parser, unknown[0]))
     values = vars(given)
     preset = PRESETS[values.pop("preset")] if "preset" in values else {}
+    preset = {**_shape_of_hf(values), **preset}  # flags and a preset that differ are refused when the folder is read
     values.pop("deepspeed", None)
     source = values.pop("deepspeed_config", None)
     if source is None:
         return build_config({**preset, **values}, planning=planning)
     return ds_file.build(source, flags=values, fallback=preset, world_size=world_size, planning=planning)
+
+
+def _shape_of_hf(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What `--load-hf` says of the model; a run that resumes with --load does not need the folder any more."""
+    folder = values.get("load_hf")
+    if folder is None or ("load" in values and not Path(folder).exists()):
+        return {}
+    return shape_in(folder)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -23,6 +23,7 @@ from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.manifest import step_tag
 from megatron.checkpoint.tags import steps_of, tag_names
 from megatron.checkpoint.writer import SaveReport
+from megatron.config.hf_shape import shape_in
 from megatron.config.tree import Config, flag_name
 from megatron.errors import CheckpointError, ConfigError
 from megatron.optim.schedule import Schedule
@@ -236,6 +237,7 @@ def _relaid(engine: Engine, found: Checkpoint, precision: str) -> list[str]:
 
 def _open_hf(config: Config, folder: Path) -> Foreign:
     """The weights, of exactly the model that the flags describe."""
+    shape_in(str(folder))  # or what is wrong with the folder
     found = open_folder(folder)
     rows = [(flag_name(key), _model_field(asdict(found.model), key), _model_field(asdict(config.model), key))
             for key in MUST_MATCH]

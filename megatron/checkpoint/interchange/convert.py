@@ -2,7 +2,8 @@
 
     ours (a save root, or one tag)        -> a Hugging Face GPT-2 folder
     Hugging Face folder, nanoGPT's        -> a save root of ours with the one tag `global_step0`, which holds weights
-    ckpt.pt, Megatron-LM's mp_rank_XX        alone: a run starts from it with `--load DIR --finetune`
+    ckpt.pt, Megatron-LM's mp_rank_XX,       alone: a run starts from it with `--load DIR --finetune`
+    one state dict of a Megatron GPT-2
 """
 
 from __future__ import annotations
@@ -17,29 +18,35 @@ import torch
 
 from megatron.checkpoint.commit import probe
 from megatron.checkpoint.interchange import huggingface, megatron_lm, nanogpt
-from megatron.checkpoint.interchange.foreign import Foreign
+from megatron.checkpoint.interchange.foreign import Foreign, load_torch
 from megatron.checkpoint.lock import locked
 from megatron.checkpoint.manifest import step_tag
 from megatron.checkpoint.piece import Deferred, Piece
+from megatron.checkpoint.recognise import recognise
 from megatron.checkpoint.tags import tag_names
 from megatron.checkpoint.writer import SaveReport, save
+from megatron.config.hf_shape import CONFIG
 from megatron.config.tree import Config
 from megatron.errors import CheckpointError
 from mpu.groups import SOLO
 
 
-def open_foreign(source: Path, vocab_size: int | None = None, heads: int | None = None) -> Foreign:
+def open_foreign(source: Path, vocab_size: int | None = None, heads: int | None = None,
+                 version: float | None = None) -> Foreign:
     """Another program's checkpoint, whichever it is."""
-    if source.is_file():
-        return nanogpt.open_file(source, vocab_size)
-    if (source / huggingface.CONFIG).is_file():
+    if (source / CONFIG).is_file():
         return huggingface.open_folder(source)
-    if (source / nanogpt.FILE).is_file():
-        return nanogpt.open_file(source / nanogpt.FILE, vocab_size)
+    if source.is_file() or (source / nanogpt.FILE).is_file():
+        path = source if source.is_file() else source / nanogpt.FILE
+        saved = load_torch(path)
+        if megatron_lm.is_state_dict(saved):
+            return megatron_lm.open_state_dict(saved, path, vocab_size, heads, version)
+        return nanogpt.open_saved(saved, path, vocab_size)
     if (folder := megatron_lm.find_folder(source)) is not None:
         return megatron_lm.open_folder(folder, vocab_size, heads)
-    raise CheckpointError(f"{source}: neither a checkpoint of this program, nor a Hugging Face folder "
-                          f"({huggingface.CONFIG}), nor nanoGPT's {nanogpt.FILE}, nor Megatron-LM's mp_rank_00")
+    raise CheckpointError(f"{source}: neither a checkpoint of this program, nor one that `convert` reads: a Hugging "
+                          f"Face folder ({CONFIG}), nanoGPT's {nanogpt.FILE}, Megatron-LM's mp_rank_00"
+                          f"{recognise(source)}")
 
 
 def import_weights(found: Foreign, root: Path) -> SaveReport:

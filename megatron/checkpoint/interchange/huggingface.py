@@ -1,18 +1,11 @@
 """Hugging Face's GPT-2 folders, read and written: config.json beside model.safetensors (or pytorch_model.bin).
 
-    theirs                              ours
-    transformer.h.0.attn.c_attn.weight  blocks.0.attn.qkv.weight    both q, k, v one after the other, heads inside
-    [in, out] ("Conv1D")                [out, in]
-    lm_head.weight (tied, often absent) wte.weight, without the rows that pad it
-
-The prefix `transformer.` is missing in files of the bare GPT2Model and in the first released ones; masks saved as
-buffers (`attn.bias`) are skipped. What would compute something else than our model does is refused.
+The names are in names.py. Their matrices are [in, out] ("Conv1D"); `lm_head.weight` is the token table, and often
+absent. What would compute something else than our model does is refused.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping
 from functools import partial
 from math import prod
@@ -22,29 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.gpt2_bpe import GPT2BPETokenizer, packaged_merges, parse_merges
 from data.storage import make_folder, staged_file, write_json_atomic
-from data.tokenizer_base import END_OF_TEXT
 from megatron.checkpoint.commit import storing
 from megatron.checkpoint.export import logical
 from megatron.checkpoint.interchange.foreign import Foreign, load_torch, model_config, shapes_of
+from megatron.checkpoint.interchange.names import HUGGING_FACE
+from megatron.checkpoint.interchange.tokenizers import tokenizer_files
 from megatron.checkpoint.interchange.zero_to_fp32 import Entry, write
 from megatron.checkpoint.manifest import safe_name
 from megatron.checkpoint.reader import Checkpoint
-from megatron.checkpoint.strict import parse_json, read_bytes
+from megatron.checkpoint.tags import Say, say_stderr
 from megatron.checkpoint.tensorfile import TensorFile
+from megatron.config.hf_shape import CONFIG, read_config, read_object, shape_of
 from megatron.config.tree import ModelConfig
 from megatron.errors import CheckpointError
 
-CONFIG = "config.json"
 SAFETENSORS, TORCH = "model.safetensors", "pytorch_model.bin"
 SHARD_BYTES = 5 * 10**9
-
-RENAMED = {"ln_1": "ln_1", "attn.c_attn": "attn.qkv", "attn.c_proj": "attn.proj", "ln_2": "ln_2", "mlp.c_fc": "mlp.fc",
-           "mlp.c_proj": "mlp.proj"}
-THEIRS = {ours: theirs for theirs, ours in RENAMED.items()}
-CONV1D = re.compile(r"blocks\.\d+\.(attn|mlp)\.\w+\.weight")
-"""Our matrices that they keep as [in, out]."""
 
 SAME_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 NEEDED: Mapping[str, object] = {"model_type": "gpt2", "tie_word_embeddings": True, "scale_attn_weights": True,
@@ -52,52 +39,30 @@ NEEDED: Mapping[str, object] = {"model_type": "gpt2", "tie_word_embeddings": Tru
 """Settings under which their model is ours; each is also what an absent one means."""
 
 
-# ---- names ----------------------------------------------------------------------------------------------------------
-
-def our_name(theirs: str) -> str | None:
-    """None for what holds no weight of its own: masks, and the output layer, which is the token table."""
-    name = re.sub(r"^(_orig_mod\.|module\.)*(transformer\.)?", "", theirs)
-    if name == "lm_head.weight" or re.fullmatch(r"h\.\d+\.attn\.(masked_)?bias", name):
-        return None
-    block = re.fullmatch(r"h\.(\d+)\.(.+)\.(weight|bias)", name)
-    return f"blocks.{block[1]}.{RENAMED.get(block[2], block[2])}.{block[3]}" if block else name
-
-
-def their_name(ours: str) -> str:
-    block = re.fullmatch(r"blocks\.(\d+)\.(.+)\.(weight|bias)", ours)
-    return f"transformer.h.{block[1]}.{THEIRS[block[2]]}.{block[3]}" if block else f"transformer.{ours}"
-
-
-def under_our_names(found: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
-    """The tensors of a state dict by our names; an output layer of its own is refused."""
-    renamed: dict[str, Tensor] = {}
-    for theirs, tensor in found.items():
-        if (name := our_name(theirs)) is not None:
-            if name in renamed:
-                raise CheckpointError(f"{where}: {theirs} is there twice, with and without a prefix")
-            renamed[name] = tensor
-    heads = [tensor for name, tensor in found.items() if name.endswith("lm_head.weight")]
-    table = renamed.get("wte.weight")
-    if heads and table is not None and not torch.equal(heads[0], table):
-        raise CheckpointError(f"{where}: lm_head.weight differs from wte.weight: an output layer of its own, which "
-                              "this program's GPT-2 does not have")
-    return renamed
-
-
 # ---- reading --------------------------------------------------------------------------------------------------------
 
 def open_folder(folder: Path) -> Foreign:
     """A folder of theirs; its tensors are views of mapped files."""
-    model = _model(_object(folder / CONFIG), str(folder / CONFIG))
-    found = under_our_names(_tensors(folder), str(folder))
-    loads = {name: partial(_ours, name, tensor) for name, tensor in found.items()}
-    foreign = Foreign(str(folder), model, loads)
+    model = _model(read_config(folder), str(folder / CONFIG))
+    tensors = _tensors(folder)
+    found = HUGGING_FACE.translate(tensors.items(), str(folder))
+    check_head(tensors, found, str(folder))
+    foreign = Foreign(str(folder), model, {name: partial(_ours, name, tensor) for name, tensor in found.items()})
     foreign.check()
     return foreign
 
 
 def _ours(name: str, tensor: Tensor) -> Tensor:
-    return tensor.t() if CONV1D.fullmatch(name) and tensor.dim() == 2 else tensor
+    return tensor.t() if HUGGING_FACE.turned(name) and tensor.dim() == 2 else tensor
+
+
+def check_head(theirs: Mapping[str, Tensor], found: Mapping[str, Tensor], where: str) -> None:
+    """An output layer of its own is refused."""
+    heads = [tensor for name, tensor in theirs.items() if name.endswith("lm_head.weight")]
+    table = found.get("wte.weight")
+    if heads and table is not None and not torch.equal(heads[0], table):
+        raise CheckpointError(f"{where}: lm_head.weight differs from wte.weight: an output layer of its own, which "
+                              "this program's GPT-2 does not have")
 
 
 def _model(config: Mapping[str, Any], where: str) -> ModelConfig:
@@ -105,16 +70,14 @@ def _model(config: Mapping[str, Any], where: str) -> ModelConfig:
              if config.get(key, needed) != needed]
     if (gelu := config.get("activation_function", SAME_GELU[0])) not in SAME_GELU:
         wrong.append(f"activation_function is {gelu!r}, one of {', '.join(SAME_GELU)} expected")
+    shape = shape_of(config)
     if missing := [key for key in ("n_layer", "n_embd", "n_head", "vocab_size") if key not in config]:
         wrong.append(f"{missing[0]} is missing")
     if wrong:
         raise CheckpointError(f"{where}: {'; '.join(wrong)}: not this program's GPT-2")
-    return model_config(
-        where, num_layers=config["n_layer"], hidden_size=config["n_embd"], num_attention_heads=config["n_head"],
-        intermediate_size=config.get("n_inner"), vocab_size=config["vocab_size"],
-        max_position_embeddings=config.get("n_positions", 1024), attention_dropout=config.get("attn_pdrop", 0.1),
-        hidden_dropout=config.get("resid_pdrop", 0.1), layernorm_epsilon=config.get("layer_norm_epsilon", 1e-5),
-        init_method_std=config.get("initializer_range", 0.02))
+    return model_config(where, **shape, attention_dropout=config.get("attn_pdrop", 0.1),
+                        hidden_dropout=config.get("resid_pdrop", 0.1),
+                        init_method_std=config.get("initializer_range", 0.02))
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
@@ -124,7 +87,7 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
         if (folder / name).is_file():
             return load(folder / name)
         if index.is_file():
-            listed = _object(index).get("weight_map")
+            listed = read_object(index).get("weight_map")
             files = sorted({str(file) for file in listed.values()}) if isinstance(listed, dict) else []
             if not files:
                 raise CheckpointError(f"{index}: names no files")
@@ -148,28 +111,26 @@ def _torch(path: Path) -> dict[str, Tensor]:
     return {str(key): tensor for key, tensor in found.items() if isinstance(tensor, Tensor)}
 
 
-def _object(path: Path) -> dict[str, Any]:
-    value = parse_json(read_bytes(path, str(path)), str(path))
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: expected an object, found {type(value).__name__}")
-    return value
-
-
 # ---- writing --------------------------------------------------------------------------------------------------------
 
-def export(found: Checkpoint, output: Path, shard_bytes: int = SHARD_BYTES) -> list[Path]:
+def export(found: Checkpoint, output: Path, shard_bytes: int = SHARD_BYTES, say: Say = say_stderr) -> list[Path]:
     """Write a folder that transformers loads: weights first, config.json last; the files. One tensor at a time is in
-    memory."""
+    memory. `say` prints why there are no tokenizer files, where there are none."""
     model = _model_of(found)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise CheckpointError(f"{output}: is not an empty folder; choose another, or remove it")
     entries = [_entry(found, name, shape) for name, shape in shapes_of(model).items()]
+    tokenizer = tokenizer_files(found.config["data"], model)
+    if tokenizer.note is not None:
+        say(tokenizer.note)
     with storing(output, sum(entry.nbytes for entry in entries)):
         make_folder(output)
         files = write(entries, output / SAFETENSORS, shard_bytes)
-        tokenizer = _write_tokenizer(found.config["data"], model, output)
-        write_json_atomic(output / CONFIG, _config(model, eod=model.tokens - 1 if tokenizer else None))
-    return [*files, *tokenizer, output / CONFIG]
+        for name, content in tokenizer.files.items():
+            with staged_file(output / name) as file:
+                file.write(content)
+        write_json_atomic(output / CONFIG, _config(model, tokenizer.eod))
+    return [*files, *(output / name for name in tokenizer.files), output / CONFIG]
 
 
 def _model_of(found: Checkpoint) -> ModelConfig:
@@ -184,13 +145,13 @@ def _model_of(found: Checkpoint) -> ModelConfig:
 
 
 def _entry(found: Checkpoint, name: str, shape: tuple[int, ...]) -> Entry:
-    turned = CONV1D.fullmatch(name) is not None
+    turned = HUGGING_FACE.turned(name)
 
     def load() -> Any:
         whole = logical(found, "weight", name, 0, prod(shape)).numpy().reshape(shape)
         return whole.T if turned else whole
 
-    return Entry(their_name(name), shape[::-1] if turned else shape, "<f4", load)
+    return Entry(HUGGING_FACE.theirs(name, "transformer."), shape[::-1] if turned else shape, "<f4", load)
 
 
 def _config(model: ModelConfig, eod: int | None) -> dict[str, object]:
@@ -201,21 +162,3 @@ def _config(model: ModelConfig, eod: int | None) -> dict[str, object]:
             "resid_pdrop": model.hidden_dropout, "embd_pdrop": model.hidden_dropout,
             "layer_norm_epsilon": model.layernorm_epsilon, "initializer_range": model.init_method_std,
             "bos_token_id": eod, "eos_token_id": eod, "torch_dtype": "float32"}
-
-
-def _write_tokenizer(data: Mapping[str, Any], model: ModelConfig, output: Path) -> list[Path]:
-    """GPT-2's own vocabulary in their files; another, or one of other files than the packaged, is the user's to add."""
-    if data["tokenizer_type"] not in (None, GPT2BPETokenizer.name) or data["merge_file"] or data["vocab_file"]:
-        return []
-    merges = packaged_merges()
-    tokens = [*parse_merges(merges, "vocab.bpe"), END_OF_TEXT]
-    if len(tokens) != model.tokens:
-        return []
-    settings = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": model.max_position_embeddings,
-                "add_prefix_space": False, **{f"{role}_token": END_OF_TEXT for role in ("bos", "eos", "unk")}}
-    files = {"vocab.json": json.dumps({token: i for i, token in enumerate(tokens)}), "merges.txt": merges,
-             "tokenizer_config.json": json.dumps(settings, indent=1)}
-    for name, text in files.items():
-        with staged_file(output / name, "w") as file:
-            file.write(text)
-    return [output / name for name in files]

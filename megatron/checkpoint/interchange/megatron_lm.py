@@ -1,14 +1,8 @@
-"""Megatron-LM's GPT-2 checkpoints: <folder>/mp_rank_<XX>/model_optim_rng.pt, one file a tensor parallel rank.
+"""Megatron-LM's GPT-2: <folder>/mp_rank_<XX>/model_optim_rng.pt, one file a tensor parallel rank, or one state dict.
 
-    word_embeddings.weight                             wte.weight           rows split
-    position_embeddings.weight                         wpe.weight
-    layers.N.attention.query_key_value.weight          attn.qkv.weight      rows split, ordered by version (below)
-    layers.N.attention.dense.weight                    attn.proj.weight     columns split
-    layers.N.mlp.dense_h_to_4h / dense_4h_to_h         mlp.fc / mlp.proj    rows / columns split
-    layers.N.input_layernorm, post_attention_layernorm, final_layernorm     ln_1, ln_2, ln_f
-
-around which each release puts other prefixes (`language_model.embedding.`, `transformer.` or `encoder.`). The rows of
-the fused projection stand, in each rank's file,
+The names are in names.py; each release puts other prefixes before them. A rank's file holds rows of the token table, of
+`query_key_value` and `dense_h_to_4h`, columns of `attention.dense` and `dense_4h_to_h`, and the rest whole. The rows of
+the fused projection are, in each rank's file,
 
     checkpoint_version 0 (or none)   [q k v, head, width]     as ours
     checkpoint_version 1             [head, width, q k v]
@@ -16,11 +10,13 @@ the fused projection stand, in each rank's file,
 
 One file per rank is read by torch's restricted loader; a tensor is joined when it is asked for. Pipeline parallel files
 (mp_rank_00_000) and the names of Megatron-core are refused.
+
+A single state dict (what DeepSpeed's zero_to_fp32.py makes of a Megatron-DeepSpeed model) has no arguments beside it:
+the number of heads and the version have to be given.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -29,17 +25,13 @@ from typing import Any
 from torch import Tensor
 
 from megatron.checkpoint.interchange.foreign import Foreign, load_torch, model_config
+from megatron.checkpoint.interchange.names import MEGATRON_LM
 from megatron.errors import CheckpointError
 from mpu.partition import join_slices
 from mpu.split import Partition
 
 FILE, TRACKER = "model_optim_rng.pt", "latest_checkpointed_iteration.txt"
 
-RENAMED = {"input_layernorm": "ln_1", "attention.query_key_value": "attn.qkv", "attention.dense": "attn.proj",
-           "self_attention.query_key_value": "attn.qkv", "self_attention.dense": "attn.proj",
-           "post_attention_layernorm": "ln_2", "mlp.dense_h_to_4h": "mlp.fc", "mlp.dense_4h_to_h": "mlp.proj"}
-WHOLE = {"word_embeddings.weight": "wte.weight", "position_embeddings.weight": "wpe.weight",
-         "final_layernorm.weight": "ln_f.weight", "final_layernorm.bias": "ln_f.bias"}
 CUTS = {"wte.weight": Partition(0), "qkv.weight": Partition(0, 3), "qkv.bias": Partition(0, 3),
         "attn.proj.weight": Partition(1), "fc.weight": Partition(0), "fc.bias": Partition(0),
         "mlp.proj.weight": Partition(1)}
@@ -59,24 +51,44 @@ def open_folder(folder: Path, vocab_size: int | None = None, heads: int | None =
     """`vocab_size` cuts off the rows that pad the token table; `heads` is for files that hold no arguments."""
     ranks = _ranks(folder)
     saved = [load_torch(folder / name / FILE) for name in ranks]
-    parts = [dict(_named(one.get("model"), folder / name)) if isinstance(one, dict) else {}
-             for one, name in zip(saved, ranks)]
+    parts = [MEGATRON_LM.translate(_flattened(one.get("model"), ""), str(folder / name / FILE))
+             if isinstance(one, dict) else {} for one, name in zip(saved, ranks)]
     for name, part in zip(ranks, parts):
         if not part or part.keys() != parts[0].keys():
             raise CheckpointError(f"{folder / name / FILE}: holds other tensors than those of mp_rank_00, or none")
     args = getattr(saved[0].get("args"), "__dict__", {})
-    heads = args.get("num_attention_heads", heads)
-    if heads is None:
-        raise CheckpointError(f"{folder}: its files say nothing of the number of heads: give --num-attention-heads")
-    shape = _shape(parts[0], len(ranks), str(folder), heads)
-    if vocab_size is not None and vocab_size > shape["vocab_size"]:
-        raise CheckpointError(f"{folder}: --vocab-size {vocab_size} is more than its {shape['vocab_size']} rows")
-    model = model_config(str(folder), **{**shape, "vocab_size": vocab_size or shape["vocab_size"]},
-                         layernorm_epsilon=args.get("layernorm_epsilon", 1e-5))
     version = float(saved[0].get("checkpoint_version", 0))
+    return _joined_parts(str(folder), parts, vocab_size, args.get("num_attention_heads", heads), version,
+                         args.get("layernorm_epsilon", 1e-5))
+
+
+def is_state_dict(saved: Any) -> bool:
+    """Whether a file's content is the state dict of such a model."""
+    return any(".query_key_value." in name for name, _ in _flattened(saved, ""))
+
+
+def open_state_dict(saved: Any, path: Path, vocab_size: int | None, heads: int | None,
+                    version: float | None) -> Foreign:
+    """The whole model in one state dict."""
+    if version is None:
+        raise CheckpointError(f"{path}: a state dict does not say in which order the rows of query_key_value are: give "
+                              "--checkpoint-version 0 (q k v, head, width: Megatron-LM 1, DeepSpeedExamples) or 2 "
+                              "(head, q k v, width: Megatron-LM 2 and 3, Megatron-DeepSpeed)")
+    part = MEGATRON_LM.translate(_flattened(saved, ""), str(path))
+    return _joined_parts(str(path), [part], vocab_size, heads, version, 1e-5)
+
+
+def _joined_parts(where: str, parts: list[dict[str, Tensor]], vocab_size: int | None, heads: int | None, version: float,
+                  epsilon: float) -> Foreign:
+    if heads is None:
+        raise CheckpointError(f"{where}: it does not say how many heads there are: give --num-attention-heads")
+    shape = _shape(parts[0], len(parts), where, heads)
+    if vocab_size is not None and vocab_size > shape["vocab_size"]:
+        raise CheckpointError(f"{where}: --vocab-size {vocab_size} is more than its {shape['vocab_size']} rows")
+    model = model_config(where, **{**shape, "vocab_size": vocab_size or shape["vocab_size"]}, layernorm_epsilon=epsilon)
     loads = {name: partial(_joined, name, [part[name] for part in parts], version, heads, model.tokens)
              for name in parts[0]}
-    return Foreign(str(folder), model, loads)
+    return Foreign(where, model, loads)
 
 
 def _ranks(folder: Path) -> list[str]:
@@ -86,19 +98,6 @@ def _ranks(folder: Path) -> list[str]:
         raise CheckpointError(f"{folder}: expected {', '.join(expected)}, found {', '.join(names)}; pipeline parallel "
                               "checkpoints have to be merged by the program that wrote them")
     return names
-
-
-def _named(value: object, where: Path) -> Iterator[tuple[str, Tensor]]:
-    """The weights of one file by our names, out of however nested a state dict."""
-    for path, tensor in _flattened(value, ""):
-        name = re.sub(r"^(module\.|model\.|language_model\.|embedding\.|transformer\.|encoder\.)+", "", path)
-        block = re.fullmatch(r"layers\.(\d+)\.(.+)\.(weight|bias)", name)
-        if name in WHOLE:
-            yield WHOLE[name], tensor
-        elif block and block[2] in RENAMED:
-            yield f"blocks.{block[1]}.{RENAMED[block[2]]}.{block[3]}", tensor
-        elif not re.fullmatch(r"word_embeddings_for_head\..*|.*\._extra_state|layers\.\d+\..*\.(masked_)?bias", name):
-            raise CheckpointError(f"{where / FILE}: {path} belongs to no GPT-2 of Megatron-LM that this program knows")
 
 
 def _flattened(value: object, path: str) -> Iterator[tuple[str, Tensor]]:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.interchange.foreign import Foreign, load_torch, model_config, shapes_of
-from megatron.checkpoint.interchange.huggingface import under_our_names
+from megatron.checkpoint.interchange.foreign import Foreign, model_config, shapes_of
+from megatron.checkpoint.interchange.huggingface import check_head
+from megatron.checkpoint.interchange.names import NANOGPT
 from megatron.errors import CheckpointError
 
 FILE = "ckpt.pt"
@@ -23,9 +24,8 @@ FIELDS = {"n_layer": "num_layers", "n_embd": "hidden_size", "n_head": "num_atten
           "block_size": "max_position_embeddings", "vocab_size": "vocab_size"}
 
 
-def open_file(path: Path, vocab_size: int | None = None) -> Foreign:
+def open_saved(saved: Any, path: Path, vocab_size: int | None = None) -> Foreign:
     """`vocab_size` cuts off the rows that pad the token table (nanoGPT calls 50304 what GPT-2 calls 50257)."""
-    saved = load_torch(path)
     if not isinstance(saved, dict) or not isinstance(saved.get("model"), dict) \
             or not isinstance(args := saved.get("model_args"), dict) or not FIELDS.keys() <= args.keys():
         raise CheckpointError(f"{path}: expected nanoGPT's `model` and `model_args` with {', '.join(FIELDS)}")
@@ -36,8 +36,9 @@ def open_file(path: Path, vocab_size: int | None = None) -> Foreign:
     dropout = args.get("dropout", 0.0)
     model = model_config(str(path), **{**fields, "vocab_size": vocab_size or rows}, attention_dropout=dropout,
                          hidden_dropout=dropout)
-    found = under_our_names({key: value for key, value in saved["model"].items() if isinstance(value, Tensor)},
-                            str(path))
+    tensors = {key: value for key, value in saved["model"].items() if isinstance(value, Tensor)}
+    found = NANOGPT.translate(tensors.items(), str(path))
+    check_head(tensors, found, str(path))
     if "wte.weight" in found:
         found["wte.weight"] = found["wte.weight"][:model.tokens]
     if not args.get("bias", True):

@@ -208,6 +208,8 @@ def test_probe_names_the_flag_and_the_path(tmp_path: Path) -> None:
                          ("file/deeper", "parent folder"), ("x" * 300, "File name too long")]:
         with pytest.raises(StorageError, match=f"^--save {tmp_path / name}: .*{reason}"):
             probe(tmp_path / name)
+    with pytest.raises(StorageError, match="--save /proc/foo: .*/proc is there, but nothing can be created in it"):
+        probe(Path("/proc/foo"))
     probe(tmp_path / "new")
     assert os.listdir(tmp_path / "new") == []
 

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -305,6 +306,27 @@ def test_what_does_not_fit_is_refused_with_every_difference_named(hf: Path, tmp_
         train([*TINY, "--mock-data", "--load", tmp_path / "ours"])
 
 
+def test_load_hf_takes_the_shape_from_the_folder(hf: Path, tmp_path: Path) -> None:
+    """No shape flag is needed; one that is given must agree; a resume does not need the folder any more."""
+    common = ["--tokenizer-type", "ByteLevelTokenizer", "--mock-data", "--batch-size", 1, "--log-interval", 0,
+              "--sample-tokens", 0, "--num-workers", 0, "--eval-interval", 0, "--train-iters", 2]
+    again = [*common, "--load-hf", tmp_path / "hf", "--save", tmp_path / "s", "--load", tmp_path / "s"]
+    shutil.copytree(hf, tmp_path / "hf")
+    assert "initial weights" in train([*again, "--exit-interval", 1])
+    assert open_checkpoint(tmp_path / "s").shape("weight", "wpe.weight") == (LENGTH, HIDDEN)
+    with pytest.raises(CheckpointError, match="--hidden-size 32 there, 64 here"):
+        train([*common, "--load-hf", hf, "--hidden-size", 64])
+    with pytest.raises(CheckpointError, match="--hidden-size 32 there, 64 here"):
+        train([*common, "--load-hf", hf, "--preset", "tiny"])
+    shutil.rmtree(tmp_path / "hf")
+    shape = ["--num-layers", LAYERS, "--hidden-size", HIDDEN, "--num-attention-heads", HEADS,
+             "--max-position-embeddings", LENGTH]
+    assert "loaded weights and optimizer of global_step1" in train([*again, *shape])
+    for name, words in (("gpt2", "is no folder here"), (tmp_path, "has no config.json")):
+        with pytest.raises(ConfigError, match=f"--load-hf {name}: {words}; give a local .* nothing is downloaded"):
+            train([*common, "--load-hf", name])
+
+
 # ---- nanoGPT --------------------------------------------------------------------------------------------------------
 
 LINEAR = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
@@ -447,6 +469,25 @@ def test_megatron_folders_that_do_not_fit_are_refused_by_name(hf: Path, tmp_path
     torch.save({"model": saved["model"]}, path)
     with pytest.raises(CheckpointError, match="give --num-attention-heads"):
         open_foreign(folder)
+
+
+@pytest.mark.parametrize("version", [0, 1.0, 2.0])
+def test_a_state_dict_that_deepspeeds_script_made_of_a_megatron_model_is_read(
+        version: float, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = megatron_folder(tmp_path / "m", hf, 1, version, "encoder")
+    model = torch.load(folder / "mp_rank_00" / "model_optim_rng.pt", weights_only=False)["model"]["language_model"]
+    flat = {f"language_model.embedding.{name}.weight": part["weight"] for name, part in model["embedding"].items()} \
+        | {f"language_model.encoder.{name}": tensor for name, tensor in model["encoder"].items()}
+    torch.save(flat, tmp_path / "pytorch_model.bin")
+    command = ["convert", str(tmp_path / "pytorch_model.bin"), "--output", str(tmp_path / "out"), "--vocab-size",
+               str(VOCAB)]
+    for missing in ("--checkpoint-version", "--num-attention-heads"):
+        assert main(command) == 4
+        assert missing in capsys.readouterr().err
+        command += [missing, str(version if "version" in missing else HEADS)]
+    assert main(command) == 0
+    assert main(["convert", str(hf), "--output", str(tmp_path / "expected")]) == 0
+    assert weights(tmp_path / "out") == weights(tmp_path / "expected")
 
 
 # ---- hostile files --------------------------------------------------------------------------------------------------

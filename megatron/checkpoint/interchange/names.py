@@ -1,0 +1,89 @@
+"""What other programs call the parameters of a GPT-2: one table for each program, and the functions that walk it.
+
+A name of theirs is `<prefixes><outside>.weight` or `<prefixes><layers>.<i>.<module>.weight` (or `.bias`). Ours are
+those of megatron/model/: `wte`, `wpe`, `blocks.<i>.<module>`, `ln_f`, with matrices as [out, in].
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from megatron.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Program:
+    """The names of one program. Where two of theirs are one of ours, the first is the one that is written."""
+
+    title: str
+    prefixes: tuple[str, ...]
+    """What releases and wrappers put before the names, in any order and number."""
+    layers: str
+    modules: Mapping[str, str]
+    """In a layer: theirs -> ours."""
+    outside: Mapping[str, str]
+    """Outside of the layers: theirs -> ours."""
+    skipped: str
+    """Pattern of what holds no weight of its own: masks, and output layers that are the token table."""
+    transposed: bool = False
+    """Matrices in layers are [in, out]."""
+
+    def ours(self, name: str) -> str | None:
+        """Our name; None for what is skipped."""
+        bare = re.sub(f"^({'|'.join(map(re.escape, self.prefixes))})+", "", name)
+        module, _, kind = bare.rpartition(".")
+        layer = re.fullmatch(rf"{self.layers}\.(\d+)\.(.+)", module)
+        known = self.modules.get(layer[2]) if layer else self.outside.get(module)
+        if known is None or kind not in ("weight", "bias"):
+            if re.fullmatch(self.skipped, bare):
+                return None
+            raise CheckpointError(f"{name} belongs to no GPT-2 of {self.title} that this program knows")
+        return f"blocks.{layer[1]}.{known}.{kind}" if layer else f"{known}.{kind}"
+
+    def theirs(self, ours: str, prefix: str) -> str:
+        module, _, kind = ours.rpartition(".")
+        layer = re.fullmatch(r"blocks\.(\d+)\.(.+)", module)
+        table = self.modules if layer else self.outside
+        found = next(their for their, our in table.items() if our == (layer[2] if layer else module))
+        return f"{prefix}{self.layers}.{layer[1]}.{found}.{kind}" if layer else f"{prefix}{found}.{kind}"
+
+    def turned(self, ours: str) -> bool:
+        """Whether they keep this one as the transpose of ours."""
+        return self.transposed and re.fullmatch(r"blocks\.\d+\.(attn|mlp)\.\w+\.weight", ours) is not None
+
+    def translate(self, found: Iterable[tuple[str, Tensor]], where: str) -> dict[str, Tensor]:
+        """Tensors by our names; one that is unknown or there twice is an error."""
+        renamed: dict[str, Tensor] = {}
+        for name, tensor in found:
+            try:
+                ours = self.ours(name)
+            except CheckpointError as error:
+                raise CheckpointError(f"{where}: {error}") from error
+            if ours in renamed:
+                raise CheckpointError(f"{where}: {name} is there twice, with and without a prefix")
+            if ours is not None:
+                renamed[ours] = tensor
+        return renamed
+
+
+HUGGING_FACE = Program(
+    "Hugging Face", prefixes=("_orig_mod.", "module.", "transformer."), layers="h", transposed=True,
+    modules={"ln_1": "ln_1", "attn.c_attn": "attn.qkv", "attn.c_proj": "attn.proj", "ln_2": "ln_2",
+             "mlp.c_fc": "mlp.fc", "mlp.c_proj": "mlp.proj"},
+    outside={"wte": "wte", "wpe": "wpe", "ln_f": "ln_f"},
+    skipped=r"lm_head\.weight|h\.\d+\.attn\.(masked_)?bias")
+
+NANOGPT = replace(HUGGING_FACE, title="nanoGPT", transposed=False)
+
+MEGATRON_LM = Program(
+    "Megatron-LM", prefixes=("module.", "model.", "language_model.", "embedding.", "transformer.", "encoder."),
+    layers="layers",
+    modules={"input_layernorm": "ln_1", "attention.query_key_value": "attn.qkv", "attention.dense": "attn.proj",
+             "self_attention.query_key_value": "attn.qkv", "self_attention.dense": "attn.proj",
+             "post_attention_layernorm": "ln_2", "mlp.dense_h_to_4h": "mlp.fc", "mlp.dense_4h_to_h": "mlp.proj"},
+    outside={"word_embeddings": "wte", "position_embeddings": "wpe", "final_layernorm": "ln_f"},
+    skipped=r"word_embeddings_for_head\..*|.*\._extra_state|layers\.\d+\..*\.(masked_)?bias")

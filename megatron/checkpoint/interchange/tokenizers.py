@@ -1,0 +1,143 @@
+"""The tokenizer of a run as files that transformers' AutoTokenizer loads; where that cannot be, why not.
+
+    GPT-2's BPE      vocab.json and merges.txt
+    bytes            tokenizer.json: byte-level BPE without merges
+    characters       tokenizer.json: a table of words of one character
+    SentencePiece    tokenizer.json: BPE with byte fallback, if the model changes no text (as those made here);
+                     any other model is copied as tokenizer.model
+
+Encoding and decoding are as with ours, `<|endoftext|>` in a text included: it is text, not the end of a document. One
+exception: U+2581, which SentencePiece writes for a space, is read as a space there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from data.default_corpus import DEFAULT_FOLDER
+from data.gpt2_bpe import byte_alphabet, packaged_merges, parse_merges
+from data.storage import DataError
+from data.tokenizer import build
+from data.tokenizer_base import END_OF_TEXT, REPLACEMENT, read, read_text
+from megatron.checkpoint.interchange.protobuf import fields_of
+from megatron.config.tree import ModelConfig
+
+DEFAULT_KIND = "GPT2BPETokenizer"
+SPACE = "\u2581"
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    eod: int | None = None
+    note: str | None = None
+    """Why the files are not what AutoTokenizer loads."""
+
+
+def tokenizer_files(section: Mapping[str, Any], model: ModelConfig) -> TokenizerFiles:
+    """`section` is the saved data configuration."""
+    kind = section["tokenizer_type"] or DEFAULT_KIND
+    path = section["tokenizer_path"] or section["vocab_file"]
+    if kind == "SentencePieceTokenizer" and path is None and "default" in section["train_data"]:
+        path = str(DEFAULT_FOLDER / "tokenizer.model")
+    try:
+        ours = build(kind, section["vocab_file"], section["merge_file"], path)
+        if ours.vocab_size > model.tokens:
+            return TokenizerFiles(note=f"no tokenizer files: {ours.name} has {ours.vocab_size} tokens, and the model "
+                                       f"{model.tokens}: it was trained with another one")
+        return WRITERS[ours.name](section, path, ours.eod, model.max_position_embeddings)
+    except (DataError, ImportError) as error:
+        return TokenizerFiles(note=f"no tokenizer files: {error}; copy the tokenizer beside the model yourself")
+
+
+def _gpt2(section: Mapping[str, Any], path: str | None, eod: int, length: int) -> TokenizerFiles:
+    merges = read_text(section["merge_file"], "--merge-file") if section["merge_file"] else packaged_merges()
+    if section["vocab_file"]:
+        vocabulary = read(section["vocab_file"], "--vocab-file")
+    else:
+        tokens = [*parse_merges(merges, "vocab.bpe"), END_OF_TEXT]
+        vocabulary = json.dumps({token: i for i, token in enumerate(tokens)}).encode()
+    return TokenizerFiles({"vocab.json": vocabulary, "merges.txt": merges.encode(),
+                           **_settings("GPT2Tokenizer", length)}, eod)
+
+
+def _bytes(section: Mapping[str, Any], path: str | None, eod: int, length: int) -> TokenizerFiles:
+    vocabulary = byte_alphabet()
+    step = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return _fast({"type": "BPE", "vocab": vocabulary, "merges": []}, eod, length, pre_tokenizer=step, decoder=step)
+
+
+def _characters(section: Mapping[str, Any], path: str | None, eod: int, length: int) -> TokenizerFiles:
+    characters = sorted(set(read_text(section["vocab_file"], "--vocab-file")))
+    if REPLACEMENT in characters:  # it would be two tokens
+        return TokenizerFiles(eod=eod, note="no tokenizer files: the vocabulary holds U+FFFD, which also stands for "
+                                            "every unknown character")
+    vocabulary = {character: i for i, character in enumerate([*characters, REPLACEMENT])}
+    return _fast({"type": "WordLevel", "vocab": vocabulary, "unk_token": REPLACEMENT}, eod, length,
+                 pre_tokenizer={"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated",
+                                "invert": False}, decoder={"type": "Fuse"})
+
+
+def _sentencepiece(section: Mapping[str, Any], path: str | None, eod: int, length: int) -> TokenizerFiles:
+    proto = read(str(path), "--tokenizer-path")
+    pieces, plain = _read_model(proto)
+    if not plain:
+        return TokenizerFiles({"tokenizer.model": proto}, eod,
+                              "tokenizer.model is copied as it is (a SentencePiece model that changes the text or "
+                              "is no BPE with byte fallback): load it with the sentencepiece package")
+    vocabulary = {piece: i for i, (piece, _) in enumerate(pieces)}
+    return _fast({"type": "BPE", "vocab": vocabulary, "merges": _merges(pieces), "byte_fallback": True,
+                  "unk_token": pieces[0][0], "fuse_unk": False}, eod, length,
+                 normalizer={"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
+                 decoder={"type": "Sequence", "decoders": [
+                     {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}, {"type": "ByteFallback"},
+                     {"type": "Fuse"}]})
+
+
+def _read_model(proto: bytes) -> tuple[list[tuple[str, float]], bool]:
+    """Pieces with their scores, and whether it is a BPE with byte fallback that leaves the text as it is."""
+    model = fields_of(proto)
+    pieces = [fields_of(piece) for piece in model.get(1, [])]
+    trainer, normalizer = fields_of(model.get(2, [b""])[0]), fields_of(model.get(3, [b""])[0])
+
+    def setting(record: Mapping[int, list[Any]], number: int, default: Any) -> Any:
+        return record.get(number, [default])[-1]
+
+    plain = (setting(trainer, 3, 1) == 2 and setting(trainer, 35, 0) == 1 and setting(normalizer, 1, b"") == b"identity"
+             and setting(normalizer, 3, 1) == 0 and setting(normalizer, 4, 1) == 0 and setting(trainer, 24, 0) == 0
+             and all(setting(piece, 3, 1) != 4 for piece in pieces))  # 4: the user's own symbols, never split
+    return [(setting(piece, 1, b"").decode(), setting(piece, 2, 0.0)) for piece in pieces], plain
+
+
+def _merges(pieces: list[tuple[str, float]]) -> list[list[str]]:
+    """Pairs in the order in which SentencePiece would join them: by the score of what they make."""
+    place = {piece: i for i, (piece, _) in enumerate(pieces)}
+    found = [(-score, place[piece[:cut]], place[piece[cut:]], piece[:cut], piece[cut:])
+             for piece, score in pieces for cut in range(1, len(piece))
+             if not piece.startswith("<") and piece[:cut] in place and piece[cut:] in place]
+    return [[left, right] for *_, left, right in sorted(found)]
+
+
+def _fast(model: Mapping[str, Any], eod: int, length: int, **parts: Any) -> TokenizerFiles:
+    end = {"id": eod, "content": END_OF_TEXT, "single_word": False, "lstrip": False, "rstrip": False,
+           "normalized": False, "special": True}
+    whole = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [end], "normalizer": None,
+             "pre_tokenizer": None, "post_processor": None, "decoder": None, **parts, "model": model}
+    return TokenizerFiles({"tokenizer.json": json.dumps(whole, ensure_ascii=False).encode(),
+                           **_settings("PreTrainedTokenizerFast", length)}, eod)
+
+
+def _settings(kind: str, length: int) -> dict[str, bytes]:
+    """`split_special_tokens`: a text that says <|endoftext|> does not end the document."""
+    settings = {"tokenizer_class": kind, "model_max_length": length, "add_prefix_space": False,
+                "clean_up_tokenization_spaces": False, "split_special_tokens": True,
+                **{f"{role}_token": END_OF_TEXT for role in ("bos", "eos", "unk")}}
+    return {"tokenizer_config.json": json.dumps(settings, indent=1).encode()}
+
+
+WRITERS: Mapping[str, Callable[[Mapping[str, Any], str | None, int, int], TokenizerFiles]] = {
+    "GPT2BPETokenizer": _gpt2, "ByteLevelTokenizer": _bytes, "CharacterLevelTokenizer": _characters,
+    "SentencePieceTokenizer": _sentencepiece}

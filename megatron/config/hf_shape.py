@@ -1,0 +1,51 @@
+"""The shape of a GPT-2 in the config.json of a Hugging Face folder: `--load-hf` needs it before torch is imported."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.errors import CheckpointError, ConfigError
+
+CONFIG = "config.json"
+
+FIELDS: Mapping[str, tuple[str, Any]] = {
+    "n_layer": ("num_layers", None), "n_embd": ("hidden_size", None), "n_head": ("num_attention_heads", None),
+    "n_inner": ("intermediate_size", None), "vocab_size": ("vocab_size", None),
+    "n_positions": ("max_position_embeddings", 1024), "layer_norm_epsilon": ("layernorm_epsilon", 1e-5),
+}
+"""Their key -> our field, and what an absent key means."""
+
+
+def shape_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Our fields of a config.json; without those that it neither says nor implies."""
+    found = {ours: config.get(theirs, implied) for theirs, (ours, implied) in FIELDS.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    return read_object(folder / CONFIG)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file."""
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: expected an object, found {type(value).__name__}")
+    return value
+
+
+def shape_in(folder: str) -> dict[str, Any]:
+    """What `--load-hf` fills in."""
+    if not (Path(folder) / CONFIG).is_file():
+        what = "has no config.json" if Path(folder).is_dir() else "is no folder here"
+        raise ConfigError(f"--load-hf {folder}: {what}; give a local folder that holds a Hugging Face GPT-2 "
+                          "(config.json and model.safetensors or pytorch_model.bin): nothing is downloaded")
+    return shape_of(read_config(Path(folder)))

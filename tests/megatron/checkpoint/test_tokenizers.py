@@ -1,0 +1,106 @@
+"""The tokenizer that goes with an exported model: AutoTokenizer encodes and decodes as the run did."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+transformers = pytest.importorskip("transformers")
+
+from data.sentencepiece_model import train_sentencepiece  # noqa: E402
+from data.tokenizer import build  # noqa: E402
+from megatron.checkpoint.command import main  # noqa: E402
+from megatron.checkpoint.interchange.tokenizers import TokenizerFiles, tokenizer_files  # noqa: E402
+from megatron.config.tree import ModelConfig  # noqa: E402
+from tests.megatron.helpers import TINY, train, write_corpus  # noqa: E402
+
+TEXTS = ["", " ", "a", "The quick brown fox, naïve in 2019.", "  two  spaces\n\n\tand a tab ",
+         "def f(x):\n    return x\n", "日本語 текст 🙂 ẞ", "1234567890 3.14", "\x00\x01\r\n", "<|endoftext|>", "a<|endoftext|> b",
+         "<0x41><s></s><unk>", "x" * 300, "ab ba aab bba " * 20, "\u00a0\u2003 \ufeff", "fi ﬁ e\u0301 é"]
+
+
+def section(**changes: Any) -> dict[str, Any]:
+    return {"tokenizer_type": None, "tokenizer_path": None, "vocab_file": None, "merge_file": None, "train_data": (),
+            **changes}
+
+
+def written(tmp_path: Path, settings: dict[str, Any], tokens: int) -> TokenizerFiles:
+    made = tokenizer_files(settings, ModelConfig(vocab_size=tokens))
+    for name, content in made.files.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    return made
+
+
+@pytest.fixture(scope="module")
+def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("sp") / "tokenizer.model"
+    words = Path(__file__).read_text() + Path(build.__code__.co_filename).read_text()
+    train_sentencepiece([*words.splitlines(keepends=True), *TEXTS], path, 600)
+    return path
+
+
+def kinds(sentencepiece: Path, tmp_path: Path) -> dict[str, dict[str, Any]]:
+    (tmp_path / "characters.txt").write_text("abcdefghijklmnopqrstuvwxyz .,\n")
+    return {"SentencePieceTokenizer": section(tokenizer_type="SentencePieceTokenizer",
+                                              tokenizer_path=str(sentencepiece)),
+            "ByteLevelTokenizer": section(tokenizer_type="ByteLevelTokenizer"),
+            "CharacterLevelTokenizer": section(tokenizer_type="CharacterLevelTokenizer",
+                                               vocab_file=str(tmp_path / "characters.txt")),
+            "GPT2BPETokenizer": section()}
+
+
+@pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "ByteLevelTokenizer", "CharacterLevelTokenizer",
+                                  "GPT2BPETokenizer"])
+def test_transformers_encodes_and_decodes_as_the_run_did(kind: str, sentencepiece: Path, tmp_path: Path) -> None:
+    settings = kinds(sentencepiece, tmp_path)[kind]
+    ours = build(kind, settings["vocab_file"], None, settings["tokenizer_path"])
+    made = written(tmp_path, settings, ours.vocab_size)
+    assert made.note is None and made.eod == ours.eod
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs.eos_token_id == ours.eod
+    generator = random.Random(1)
+    noise = ["".join(generator.choices("abc  \n12é<|>_日", k=60)) for _ in range(30)]
+    for text in [*TEXTS, *noise]:
+        assert theirs.encode(text, add_special_tokens=False) == ours.encode(text), text
+        ids = ours.encode(text)
+        assert theirs.decode(ids, clean_up_tokenization_spaces=False) == ours.decode(ids), text
+
+
+def test_a_larger_table_than_the_vocabulary_will_do_and_a_smaller_one_will_not(tmp_path: Path) -> None:
+    assert written(tmp_path, section(tokenizer_type="ByteLevelTokenizer"), 300).eod == 256
+    made = written(tmp_path, section(tokenizer_type="ByteLevelTokenizer"), 200)
+    assert not made.files and "257 tokens, and the model 200" in str(made.note)
+
+
+def test_a_tokenizer_that_is_gone_costs_one_line_and_not_the_model(tmp_path: Path) -> None:
+    made = written(tmp_path, section(tokenizer_type="SentencePieceTokenizer", tokenizer_path=str(tmp_path / "no")), 300)
+    assert not made.files and "cannot read" in str(made.note) and "\n" not in str(made.note)
+
+
+def test_a_sentencepiece_model_that_changes_the_text_is_copied_as_it_is(tmp_path: Path) -> None:
+    import sentencepiece
+
+    path = tmp_path / "unigram.model"
+    with open(path, "wb") as file:
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(TEXTS[3:6] * 50), model_writer=file,
+                                                 vocab_size=40, hard_vocab_limit=False, minloglevel=2)
+    made = tokenizer_files(section(tokenizer_type="SentencePieceTokenizer", tokenizer_path=str(path)),
+                           ModelConfig(vocab_size=100))
+    assert dict(made.files) == {"tokenizer.model": path.read_bytes()} and "sentencepiece package" in str(made.note)
+
+
+def test_an_exported_run_answers_in_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train([*TINY, "--train-data", write_corpus(tmp_path / "corpus"), "--train-iters", 1, "--save", tmp_path / "s"])
+    assert main(["convert", str(tmp_path / "s"), "--output", str(tmp_path / "hf")]) == 0
+    assert "tokenizer.json" in capsys.readouterr().out
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    model = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "hf").eval()
+    assert model.config.eos_token_id == tokenizer.eos_token_id == 256
+    ids = tokenizer("abc", return_tensors="pt")["input_ids"]
+    assert isinstance(tokenizer.decode(model.generate(ids, max_new_tokens=3, do_sample=False)[0]), str)
