@@ -1,6 +1,10 @@
 """Checkpoints of other programs, and ours for them.
 
-zero_to_fp32.py (one fp32 state dict of a tag; needs no other file, a copy lies beside the tags), fp32.py (DeepSpeed's
-functions over it), foreign.py (another program's weights under our names, read like a checkpoint of ours),
-huggingface.py, nanogpt.py and megatron_lm.py (the names and orders of each), convert.py (both ways).
+    names.py         what each program calls the parameters: one table per program
+    foreign.py       another program's weights under our names, read like a checkpoint of ours
+    huggingface.py, nanogpt.py, megatron_lm.py    the files of each
+    tokenizers.py    our tokenizer in Hugging Face's files (protobuf.py reads SentencePiece models for it)
+    convert.py       from them to us
+    zero_to_fp32.py  one fp32 state dict of a tag; a copy of this one file lies beside the tags
+    fp32.py          DeepSpeed's functions over it
 """

@@ -20,8 +20,9 @@ from megatron.config.tree import ModelConfig  # noqa: E402
 from tests.megatron.helpers import TINY, train, write_corpus  # noqa: E402
 
 TEXTS = ["", " ", "a", "The quick brown fox, naïve in 2019.", "  two  spaces\n\n\tand a tab ",
-         "def f(x):\n    return x\n", "日本語 текст 🙂 ẞ", "1234567890 3.14", "\x00\x01\r\n", "<|endoftext|>", "a<|endoftext|> b",
-         "<0x41><s></s><unk>", "x" * 300, "ab ba aab bba " * 20, "\u00a0\u2003 \ufeff", "fi ﬁ e\u0301 é"]
+         "def f(x):\n    return x\n", "日本語 текст 🙂 ẞ", "1234567890 3.14", "\x00\x01\r\n", "<|endoftext|>",
+         "a<|endoftext|> b", "<0x41><s></s><unk>", "x" * 300, "ab ba aab bba " * 20, "\u00a0\u2003 \ufeff",
+         "fi ﬁ e\u0301 é"]
 
 
 def section(**changes: Any) -> dict[str, Any]:
