@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from mpu.classic import current_groups
-from mpu.groups import Groups
+from mpu.groups import Group, Groups
 from mpu.split import ParallelError
 
 MODEL_PARALLEL_STREAM = "model-parallel-rng"
@@ -120,6 +120,12 @@ def model_parallel_cuda_manual_seed(seed: int, groups: Groups | None = None, *, 
     _Process.tracker.reset()
     _seed_device(base)
     _Process.tracker.add(MODEL_PARALLEL_STREAM, base + _TP_SEED_OFFSET + layout.tp.rank)
+
+
+def reseed_model_parallel_stream(seed: int, tp: Group) -> None:
+    """Begin the tracked stream anew, at seed + tp rank; the default one stays where it is."""
+    with _Process.tracker.fork():
+        _seed_device(seed + tp.rank)
 
 
 # -- capture: everything an exact resume needs ---------------------------------------------------------------------

@@ -81,9 +81,11 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.checkpoint.interchange.tokenizers
         megatron.checkpoint.interchange.huggingface megatron.checkpoint.interchange.nanogpt
         megatron.checkpoint.interchange.megatron_lm megatron.checkpoint.interchange.convert
-        megatron.zero.api megatron.zero.api.estimate megatron.zero.api.init megatron.zero.api.saved
-        megatron.zero.api.monitor megatron.zero.api.optimizer megatron.zero.api.casting megatron.zero.api.schedule
-        megatron.zero.api.engine megatron.zero.api.initialize megatron.zero
+        megatron.zero.api megatron.zero.api.version megatron.zero.api.accelerator megatron.zero.api.estimate
+        megatron.zero.api.init megatron.zero.api.loading
+        megatron.zero.api.monitor megatron.zero.api.batching megatron.zero.api.saved megatron.zero.api.weights
+        megatron.zero.api.optimizer megatron.zero.api.casting megatron.zero.api.schedule megatron.zero.api.names
+        megatron.zero.api.engine megatron.zero.api.meeting megatron.zero.api.initialize megatron.zero
         megatron.train megatron.train.allocator megatron.train.processor megatron.train.flops megatron.train.batches
         megatron.train.evaluation megatron.train.rate megatron.train.metrics megatron.train.console megatron.train.board
         megatron.train.log megatron.train.facts megatron.train.sample megatron.train.build
@@ -115,7 +117,7 @@ NAMES_OF_DISTRIBUTED = {
     "mpu.groups": QUERIES_OF_DISTRIBUTED | {"new_group", "get_process_group_ranks"},
     "mpu.classic": QUERIES_OF_DISTRIBUTED,
     "megatron.launch.distributed": QUERIES_OF_DISTRIBUTED | {
-        "init_process_group", "destroy_process_group", "FileStore", "TCPStore", "PrefixStore"},
+        "init_process_group", "destroy_process_group", "FileStore", "HashStore", "TCPStore", "PrefixStore"},
 }
 """What a module may use of torch.distributed, besides its types. mpu.collectives alone names operations."""
 

@@ -2,7 +2,7 @@
 
 A launcher leaves numbers in the environment: ours and torchrun as RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE;
 Slurm's srun and OpenMPI's mpirun under names of their own. `read_environment` understands all three and imports no
-torch, so that flags can be checked against the number of ranks in milliseconds. One rank gets no process group.
+torch, so that flags can be checked against the number of ranks in milliseconds. One rank needs no process group.
 
 Not here: groups of ranks (`mpu/groups.py`), operations among them (`mpu/collectives.py`), starting ranks (`launch.py`).
 """
@@ -110,10 +110,13 @@ def init(backend: str | None = None, timeout_seconds: float = DEFAULT_TIMEOUT_SE
 
 
 def init_process_group(env: Environment, backend: str | None = None,
-                       timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> None:
-    """Choose this rank's device and create torch's default process group; idempotent, and nothing to do for one rank.
+                       timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS, *, init_method: str | None = None,
+                       also_alone: bool = False) -> None:
+    """Choose this rank's device and create torch's default process group; idempotent. One rank needs none, and gets
+    one only `also_alone`, for scripts that ask torch.distributed for their rank.
 
-    `backend` None means nccl with GPUs, gloo without; `timeout_seconds` is how long to wait for a silent peer.
+    `backend` None means nccl with GPUs, gloo without; `timeout_seconds` is how long to wait for a silent peer;
+    `init_method` is torch's, in place of the launcher's address.
     """
     import torch
 
@@ -126,10 +129,18 @@ def init_process_group(env: Environment, backend: str | None = None,
         torch.cuda.set_device(device)
     elif backend == "nccl":
         raise ConfigError("--distributed-backend nccl needs a GPU, but torch sees none; leave the flag out or use gloo")
-    if env.world_size == 1 or torch.distributed.is_initialized():
+    if torch.distributed.is_initialized() or env.world_size == 1 and not also_alone:
         return
     chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
     timeout = timedelta(seconds=timeout_seconds)
+    if env.world_size == 1:
+        torch.distributed.init_process_group(chosen, store=torch.distributed.HashStore(), rank=0, world_size=1,
+                                             timeout=timeout)
+        return
+    if init_method not in (None, "env://"):
+        torch.distributed.init_process_group(chosen, init_method=init_method, rank=env.rank,
+                                             world_size=env.world_size, timeout=timeout)
+        return
     try:
         torch.distributed.init_process_group(
             chosen, store=_store(env, timeout), rank=env.rank, world_size=env.world_size, timeout=timeout,

@@ -5,7 +5,24 @@ keep.py (what waits, and where), replay.py (`Recomputation`: forward, and the sa
 engine.
 """
 
-from megatron.recompute.deepspeed import checkpoint, configure, in_chunks, is_configured, report, reset
+from megatron.recompute.deepspeed import (
+    checkpoint,
+    configure,
+    get_cuda_rng_tracker,
+    in_chunks,
+    is_configured,
+    model_parallel_cuda_manual_seed,
+    model_parallel_reconfigure_tp_seed,
+    non_reentrant_checkpoint,
+    partition_activations_in_checkpoint,
+    report,
+    reset,
+    set_num_layers,
+)
 from megatron.recompute.replay import Recomputation, notes
 
-__all__ = ["Recomputation", "checkpoint", "configure", "in_chunks", "is_configured", "notes", "report", "reset"]
+__all__ = [
+    "Recomputation", "checkpoint", "configure", "get_cuda_rng_tracker", "in_chunks", "is_configured",
+    "model_parallel_cuda_manual_seed", "model_parallel_reconfigure_tp_seed", "non_reentrant_checkpoint", "notes",
+    "partition_activations_in_checkpoint", "report", "reset", "set_num_layers",
+]

@@ -13,6 +13,7 @@ import difflib
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from typing import Any, Protocol
@@ -27,7 +28,8 @@ from megatron.config.tree import RecomputeConfig
 from megatron.errors import ConfigError
 from megatron.model.gpt2 import run_in_order
 from megatron.recompute.replay import Recomputation
-from mpu.groups import of_handle
+from mpu import random
+from mpu.groups import SOLO, Groups, of_handle
 
 SECTION = "activation_checkpointing."
 
@@ -41,18 +43,21 @@ class ModelParallel(Protocol):
 class _Current:
     """The holder of the recomputation in use."""
 
-    recomputation = Recomputation(RecomputeConfig())
+    config = RecomputeConfig()
+    tp = SOLO
+    recomputation = Recomputation(config)
     configured = False
 
 
 def configure(
-    mpu: ModelParallel | None, deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    mpu_: ModelParallel | None = None,
+    deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     partition_activations: bool | None = None, contiguous_checkpointing: bool | None = None,
     num_checkpoints: float | None = None, checkpoint_in_cpu: bool | None = None, synchronize: bool | None = None,
-    profile: bool | None = None, **misspelt: object,
+    profile: bool | None = None, *, mpu: ModelParallel | None = None, **misspelt: object,
 ) -> None:
     """Set up `checkpoint`: as the section `activation_checkpointing` of a DeepSpeed file or dict says, but for what is
-    given as an argument. Without `mpu` nothing is split."""
+    given as an argument. Without an mpu (`mpu_` is DeepSpeed's name, `mpu` ours) nothing is split."""
     for name in misspelt:
         near = difflib.get_close_matches(name, signature(configure).parameters, n=1, cutoff=0.6)
         hint = f": did you mean {near[0]}?" if near else ""
@@ -67,9 +72,14 @@ def configure(
     }
     values = {} if deepspeed_config is None else _section(deepspeed_config)
     values |= {name: value for name, value in given.items() if value is not None}
-    tp = of_handle(None if mpu is None else mpu.get_model_parallel_group())
-    _Current.recomputation = Recomputation(RecomputeConfig(**values), tp)
+    layout = mpu_ or mpu
+    _Current.tp = of_handle(None if layout is None else layout.get_model_parallel_group())
+    _use(RecomputeConfig(**values))
     _Current.configured = True
+
+
+def _use(config: RecomputeConfig) -> None:
+    _Current.config, _Current.recomputation = config, Recomputation(config, _Current.tp)
 
 
 def _section(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
@@ -88,6 +98,26 @@ def reset() -> None:
     _Current.recomputation.reset()
 
 
+def set_num_layers(nlayers: int) -> None:
+    """How many checkpoints one forward makes, which the contiguous buffer has room for."""
+    _use(replace(_Current.config, number_checkpoints=nlayers))
+
+
+def partition_activations_in_checkpoint(partition_activation: bool) -> None:
+    """Split kept inputs over tensor parallel, or no longer."""
+    _use(replace(_Current.config, partition_activations=partition_activation))
+
+
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """Seed dropout: the same within the configured tensor parallel group, but for the stream of split activations."""
+    random.model_parallel_cuda_manual_seed(seed, Groups(tp=_Current.tp))
+
+
+def model_parallel_reconfigure_tp_seed(seed: int) -> None:
+    """Begin the stream of split activations anew."""
+    random.reseed_model_parallel_stream(seed, _Current.tp)
+
+
 def report() -> str:
     """What recomputation cost since the last report, if `configure(profile=True)`."""
     return _Current.recomputation.report()
@@ -96,6 +126,12 @@ def report() -> str:
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """function(*args, **kwargs), recomputed in backward instead of remembered; as configured."""
     return _Current.recomputation.checkpoint(function, *args, **kwargs)
+
+
+get_cuda_rng_tracker = random.get_cuda_rng_tracker
+
+non_reentrant_checkpoint = checkpoint
+"""Every checkpoint here is of torch's kind that needs no input with a gradient."""
 
 
 def in_chunks(chunk: int, checkpoint: Callable[..., Any] = checkpoint) -> Callable[..., Tensor]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         get_fp32_state_dict_from_zero_checkpoint,
         load_state_dict_from_zero_checkpoint,
     )
+    from megatron.zero.api.accelerator import get_accelerator
     from megatron.zero.api.engine import Engine
     from megatron.zero.api.estimate import (
         estimate_zero2_model_states_mem_needs_all_cold,
@@ -30,15 +31,18 @@ if TYPE_CHECKING:
         estimate_zero3_model_states_mem_needs_all_live,
     )
     from megatron.zero.api.init import GatheredParameters, Init
-    from megatron.zero.api.initialize import add_config_arguments, init_distributed, initialize
+    from megatron.zero.api.initialize import add_config_arguments, initialize
+    from megatron.zero.api.meeting import init_distributed
     from megatron.zero.holders import register_external_parameter, unregister_external_parameter
     from megatron.zero.tiling import TiledLinear, TiledLinearReturnBias
 
 check_neighbours()
 
 _MODULES = {
-    "megatron.zero.api.initialize": "initialize add_config_arguments init_distributed",
+    "megatron.zero.api.initialize": "initialize add_config_arguments",
+    "megatron.zero.api.meeting": "init_distributed",
     "megatron.zero.api.engine": "Engine",
+    "megatron.zero.api.accelerator": "get_accelerator",
     "megatron.zero.api.init": "Init GatheredParameters",
     "megatron.zero.holders": "register_external_parameter unregister_external_parameter",
     "megatron.zero.tiling": "TiledLinear TiledLinearReturnBias",
@@ -52,6 +56,36 @@ _MODULES = {
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
+_ALIASES = {
+    "DeepSpeedEngine": ("megatron.zero.api.engine", "Engine"),
+    "DeepSpeedOptimizer": ("megatron.zero.api.optimizer", "ZeroOptimizer"),
+    "accelerator": ("megatron.zero.api.accelerator", None),
+    "checkpointing": ("megatron.recompute.deepspeed", None),
+    "comm": ("torch.distributed", None),
+    "zero": (__name__, None),
+}
+"""What DeepSpeed calls what: a name of a module, or the module itself."""
+
+_REFUSED = {
+    "init_inference": "this engine trains; megatron.zero has no inference engine",
+    "InferenceEngine": "this engine trains; megatron.zero has no inference engine",
+    "PipelineModule": "there is no pipeline parallelism; stage 3 splits models by parameters",
+    "PipelineEngine": "there is no pipeline parallelism; stage 3 splits models by parameters",
+    "tp_model_init": "tensor parallelism is the model's: build it of mpu's layers, and give mpu= to initialize",
+    "OnDevice": "zero.Init makes a model in parts; torch.device(\"meta\") makes one without storage",
+    "ops": "give \"optimizer\": {\"type\": \"AdamW\"} in the configuration, or a torch optimizer to initialize",
+    "moe": "there are no experts",
+    "pipe": "there is no pipeline parallelism; stage 3 splits models by parameters",
+    "utils": "its helpers are DeepSpeed's own; zero.GatheredParameters shows whole parameters",
+    "runtime": "its modules are DeepSpeed's own; megatron.optim.schedulers has WarmupLR and its kin",
+    "DeepSpeedConfig": "config= of initialize takes the path or the dict itself",
+    "DeepSpeedHybridEngine": "this engine trains; megatron.zero has no inference engine",
+    "DeepSpeedTransformerLayer": "there are no fused layers; torch.compile fuses (engine.compile)",
+    "DeepSpeedTransformerConfig": "there are no fused layers; torch.compile fuses (engine.compile)",
+    "replace_transformer_layer": "there are no fused layers; torch.compile fuses (engine.compile)",
+}
+"""Names of the package deepspeed that are not here -> why, and what to do."""
+
 __all__ = [
     "Engine",
     "GatheredParameters",
@@ -64,6 +98,7 @@ __all__ = [
     "estimate_zero2_model_states_mem_needs_all_live",
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
+    "get_accelerator",
     "get_fp32_state_dict_from_zero_checkpoint",
     "init_distributed",
     "initialize",
@@ -74,6 +109,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in _ALIASES:
+        module, member = _ALIASES[name]
+        return getattr(import_module(module), member) if member else import_module(module)
+    if name == "__version__":
+        return import_module("megatron.zero.api.version").version()
+    if name in _REFUSED:
+        raise AttributeError(f"megatron.zero.{name} is not supported: {_REFUSED[name]}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_MODULE_OF[name]), name)

@@ -137,6 +137,10 @@ class ZeroEngine:
         for bucket in (*self.buckets, *self.frozen):
             bucket.give_back()
 
+    def unit_modules(self) -> list[nn.Module]:
+        """The modules whose parameters come and go together, the whole model first."""
+        return [unit.module for unit in self._units]
+
     # ---- things to ask ------------------------------------------------------------------------------------------
 
     @property

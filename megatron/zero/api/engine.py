@@ -9,18 +9,20 @@ loss scale are the mechanism's. `pretrain_gpt2.py` trains through it like everyb
 
 from __future__ import annotations
 
+import difflib
 import os
 import secrets
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from megatron.checkpoint.agree import on_rank_0
 from megatron.checkpoint.background import Background, HostCopy
@@ -31,8 +33,12 @@ from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.writer import SaveReport, complete
 from megatron.config.tree import Config
 from megatron.errors import ConfigError
+from megatron.launch.distributed import read_environment
+from megatron.zero.api.batching import Batching
 from megatron.zero.api.casting import cast_inputs
+from megatron.zero.api.loading import Collate, go_to_epoch, make_loader, next_epoch
 from megatron.zero.api.monitor import Monitor, Watch
+from megatron.zero.api.names import TABLE, look_up
 from megatron.zero.api.optimizer import ZeroOptimizer
 from megatron.zero.api.saved import (
     Identity,
@@ -43,7 +49,9 @@ from megatron.zero.api.saved import (
     write_weights,
 )
 from megatron.zero.api.schedule import Scheduler
+from megatron.zero.api.weights import PREFIX, load_weights, weights_of
 from megatron.zero.engine import ZeroEngine
+from megatron.zero.precision import DTYPES
 from megatron.zero.step import StepReport
 from mpu.collectives import all_gather_json
 from mpu.groups import Groups
@@ -66,9 +74,14 @@ class Engine:
     """A model in training. Counters and the loss scale are those of `core`, the mechanism."""
 
     def __init__(self, core: ZeroEngine, config: Config, optimizer: ZeroOptimizer, scheduler: Scheduler | None,
-                 watch: Watch = Watch()) -> None:
+                 watch: Watch = Watch(), mpu: Any = None) -> None:
         self.core, self.config, self.optimizer, self.lr_scheduler = core, config, optimizer, scheduler
         self.monitor = Monitor(watch, self.device, core.groups.world.rank == 0)
+        self.mpu = mpu
+        self.training_dataloader: DataLoader[Any] | None = None
+        """The loader of `training_data`, where that was given; its epoch is part of a checkpoint."""
+        self.inside_no_sync_ctxt = self.is_compiled = False
+        self._batching = Batching(core, config)
         self.reads_weights_between_steps = True
         """New weights are complete when `step` returns. A loop that looks at them only through this engine may switch
         it off: they then travel during the forward that follows."""
@@ -100,10 +113,14 @@ class Engine:
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> StepReport | None:
         """Once per micro-batch, after `backward`. At the accumulation boundary: clip, update, forget the gradients, and
         move the learning rate on, unless the step was skipped for an overflow. `lr_kwargs` go to the scheduler."""
+        if self.inside_no_sync_ctxt:
+            raise ConfigError("engine.step() inside no_sync(): its gradients are not summed over ranks yet; leave the "
+                              "block first, and call backward for the last micro-batch outside of it")
         with self.monitor.phase("step"):
             report = self.core.step()
             if self.reads_weights_between_steps:
                 self.core.settle()
+        self._batching.after_step(report is not None)
         if report is None:
             return None
         if report.applied and self.lr_scheduler is not None:
@@ -119,12 +136,55 @@ class Engine:
     def eval(self) -> Engine:
         return self.train(False)
 
-    def zero_grad(self) -> None:
+    @property
+    def training(self) -> bool:
+        return self.core.module.training
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget what has been accumulated, whichever way."""
         self.core.zero_grad()
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Backward without summing over ranks; stages 0 and 1 only."""
-        return self.core.no_sync()
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward without summing over ranks; stages 0 and 1 only. `step` belongs outside."""
+        with self.core.no_sync():
+            self.inside_no_sync_ctxt = True
+            try:
+                yield
+            finally:
+                self.inside_no_sync_ctxt = False
+
+    def compile(self, backend: str | Callable[..., Any] = "inductor",
+                compile_kwargs: Mapping[str, Any] | None = None) -> None:
+        """torch.compile the forward of each unit (the model itself, where it has no blocks); the engine's hooks stay
+        outside."""
+        units = self.core.unit_modules()
+        for module in units[1:] or units:
+            module.forward = torch.compile(module.forward, backend=backend, **(compile_kwargs or {}))
+        self.is_compiled = True
+
+    def deepspeed_io(self, dataset: Dataset[Any], batch_size: int | None = None, route: str = "train",
+                     pin_memory: bool = True, data_sampler: Sampler[Any] | None = None,
+                     collate_fn: Collate | None = None, num_local_io_workers: int | None = None) -> DataLoader[Any]:
+        """A loader of this data parallel rank's share; shuffled where `route` is "train"."""
+        return make_loader(dataset, self.groups.dp, batch_size or self._batching.micro, self.config.train.seed,
+                           self.device, collate_fn=collate_fn, shuffle=route == "train", sampler=data_sampler,
+                           workers=num_local_io_workers or 0, pin_memory=pin_memory)
+
+    def to(self, *places: Any, **named: Any) -> Engine:
+        """Accepted where the model is there already, in that precision: the engine has placed it."""
+        for place in (*places, *(named[name] for name in ("device", "dtype") if name in named)):
+            if isinstance(place, torch.dtype):
+                here: Any = self.working_dtype
+                fits = place == here
+            else:
+                here, wanted = self.device, torch.device(place)
+                fits = wanted.type == here.type and wanted.index in (None, here.index)
+            if not fits:
+                raise ConfigError(f"engine.to({place}): the engine's parameters are in place, on {self.device} in "
+                                  f"{self.working_dtype}; choose the device by the launcher, and fp16 or bf16 in the "
+                                  "configuration")
+        return self
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """The micro-batch under way is the last of its optimizer step."""
@@ -173,7 +233,17 @@ class Engine:
 
     @property
     def global_samples(self) -> int:
-        return self.core.global_steps * self.train_batch_size()
+        """Of all optimizer steps, also of those with another batch size."""
+        return self._batching.samples
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's place on its node."""
+        return read_environment().local_rank
+
+    @property
+    def working_dtype(self) -> torch.dtype:
+        return DTYPES[self.config.precision.name]
 
     @property
     def applied_steps(self) -> int:
@@ -218,16 +288,68 @@ class Engine:
         return self.config.precision.bf16
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        return self.config.train.batch_size
+        return self._batching.micro
 
     def gradient_accumulation_steps(self) -> int:
         return self.core.accumulation
 
     def train_batch_size(self) -> int:
-        return self.config.train.batch_size * self.core.accumulation * self.core.groups.dp.size
+        return self._batching.total
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Samples of a step, of a micro-batch, and micro-batches of a step."""
+        return self.train_batch_size(), self._batching.micro, self.core.accumulation
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """From the next step on; the number of micro-batches stays. Loaders keep the size they were made with."""
+        self._batching.set_micro(micro_batch_size)
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """From the next step on, by another number of micro-batches; their size stays."""
+        self._batching.set_total(train_batch_size)
 
     def zero_optimization_stage(self) -> int:
         return self.config.zero.zero_stage
+
+    # ---- the model ----------------------------------------------------------------------------------------------
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The model's; at stage 3 placeholders while their blocks do not run."""
+        return self.core.module.parameters(recurse)
+
+    def module_state_dict(self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False,
+                          exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """The model's state dict in the working precision. At stage 3 every rank calls it, rank 0 gets the whole on its
+        host and the others an empty one; it needs `stage3_gather_16bit_weights_on_model_save`."""
+        state = {} if destination is None else destination
+        state.update(weights_of(self.core, self.config.zero, prefix=prefix, keep_vars=keep_vars,
+                                frozen=not exclude_frozen_parameters))
+        return state
+
+    def state_dict(self) -> dict[str, Any]:
+        """`module_state_dict`, its names beginning with `module.`, as in DeepSpeed and DistributedDataParallel."""
+        return self.module_state_dict(prefix=PREFIX)
+
+    def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """New weights for the model and the optimizer's masters: those of data parallel rank 0. Every rank calls it."""
+        load_weights(self.core, state_dict, strict)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """What `state_dict` gave."""
+        load_weights(self.core, {name.removeprefix(PREFIX): value for name, value in state_dict.items()}, strict)
+
+    if not TYPE_CHECKING:  # for scripts; our own code names what is there
+
+        def __getattr__(self, name: str) -> Any:
+            """Other names: DeepSpeed's by the table, then the model's own."""
+            if name in TABLE:
+                return look_up(self, name)
+            module = None if "core" not in vars(self) else self.core.module
+            if not name.startswith("__") and hasattr(module, name):
+                return getattr(module, name)
+            near = difflib.get_close_matches(name, {*dir(type(self)), *TABLE}, n=1, cutoff=0.75)
+            raise AttributeError(f"neither the engine nor its {type(module).__name__} has {name!r}"
+                                 + (f"; did you mean {near[0]}?" if near else "; docs/deepspeed.md lists the names"))
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
@@ -252,6 +374,7 @@ class Engine:
         who = Identity(self._run_id, self.config.as_dict(), self.layout)
         steps = saving_engine(
             self.core, root, name, who, client_state=client_state or {}, scheduler=self.lr_scheduler,
+            loop={"global_samples": self._batching.samples, "epoch": next_epoch(self.training_dataloader)},
             optimizer=save_optimizer_states, rng=save_rng_states, frozen=not exclude_frozen_parameters, keep=keep,
             hold=self._host_copy.hold if in_background else None, latest=save_latest)
         self._background.start(steps, partial(self._saved, then)) if in_background else \
@@ -302,6 +425,9 @@ class Engine:
                     strict=options.strict)
         if options.counters:
             self._run_id = found.shared_state["run_id"]
+            loop = found.shared_state.get("loop", {})
+            self._batching.samples = loop.get("global_samples", self.global_steps * self.train_batch_size())
+            go_to_epoch(self.training_dataloader, loop.get("epoch"))
         self.rng_note = (restore_streams(found, self.groups, self.layout, self.config.train.seed)
                          if options.rng else None)
         state: dict[str, Any] = found.shared_state["client_state"]

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset
 
 from megatron.config import ds_file
 from megatron.config.ds_batch import BATCH
@@ -33,6 +33,7 @@ from megatron.optim.schedule import Schedule
 from megatron.optim.torch_rule import from_torch
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.init import groups_of
+from megatron.zero.api.meeting import DEFAULT_PORT, init_distributed
 from megatron.zero.api.monitor import Watch, watch_of
 from megatron.zero.api.optimizer import ZeroOptimizer
 from megatron.zero.api.schedule import FollowSchedule, Scheduler, schedule_of
@@ -46,7 +47,8 @@ from mpu.groups import Groups
 def initialize(args: argparse.Namespace | None = None, model: nn.Module | None = None,
                optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
                model_parameters: Iterable[nn.Parameter] | Iterable[ParamGroup] | None = None,
-               training_data: Dataset[Any] | None = None, lr_scheduler: Any = None, mpu: Any = None,
+               training_data: Dataset[Any] | None = None, lr_scheduler: Any = None,
+               distributed_port: int = DEFAULT_PORT, mpu: Any = None,
                dist_init_required: bool | None = None, collate_fn: Callable[[list[Any]], Any] | None = None,
                config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None,
                config_params: str | os.PathLike[str] | Mapping[str, Any] | None = None,
@@ -63,8 +65,10 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
     if model is None:
         raise ConfigError("zero.initialize needs a model")
     source = _config_source(args, config, config_params)
-    if dist_init_required is not False:
+    if isinstance(source, Config):  # the trainer's: it has met already
         distributed.init()
+    else:
+        init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     groups = groups_of(mpu)
     settings = _settings(source, groups)
     config = settings.config
@@ -77,26 +81,21 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
                       accumulation=config.accumulation(groups.dp.size))
     wrapped = ZeroOptimizer(core)
     scheduler = _scheduler(settings, lr_scheduler, wrapped)
-    engine = Engine(core, config, wrapped, scheduler, settings.watch)
+    engine = Engine(core, config, wrapped, scheduler, settings.watch, mpu)
     if groups.world.rank == 0:
         _say(settings, device)
-    loader = None if training_data is None else _loader(training_data, engine, collate_fn)
-    return engine, wrapped, loader, scheduler
+    if training_data is not None:
+        engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
+    return engine, wrapped, engine.training_dataloader, scheduler
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """The flags of DeepSpeed's launcher: --deepspeed, --deepspeed_config FILE."""
+    """The flags of a DeepSpeed script: --deepspeed, --deepspeed_config FILE. (`--local_rank` is the script's own.)"""
     group = parser.add_argument_group("DeepSpeed", "configuration of the engine")
     group.add_argument("--deepspeed", action="store_true", help="accepted for old scripts: the engine is always used")
     group.add_argument("--deepspeed_config", "--deepspeed-config", default=None, metavar="FILE",
                        help="JSON configuration")
-    group.add_argument("--local_rank", type=int, default=None, help="accepted for old launchers")
     return parser
-
-
-def init_distributed(dist_backend: str | None = None) -> None:
-    """Meet the other ranks that the launcher started; may be called again."""
-    distributed.init(dist_backend)
 
 
 def _config_source(args: argparse.Namespace | None, config: Any, config_params: Any) -> Any:
@@ -215,11 +214,3 @@ def _move_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype) ->
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device, dtype if buffer.is_floating_point() else None))
-
-
-def _loader(samples: Dataset[Any], engine: Engine, collate_fn: Callable[[list[Any]], Any] | None) -> DataLoader[Any]:
-    """Micro-batches of this data parallel rank."""
-    dp = engine.groups.dp
-    sampler: DistributedSampler[Any] = DistributedSampler(samples, dp.size, dp.rank, seed=engine.config.train.seed)
-    return DataLoader(samples, engine.train_micro_batch_size_per_gpu(), sampler=sampler, collate_fn=collate_fn,
-                      pin_memory=engine.device.type == "cuda")

@@ -70,8 +70,8 @@ def check_client_state(client_state: Mapping[str, Any]) -> None:
 
 
 def saving_engine(engine: ZeroEngine, root: Path, tag: str, who: Identity, *, client_state: Mapping[str, Any],
-                  scheduler: Stateful | None, optimizer: bool = True, rng: bool = True, frozen: bool = True,
-                  keep: Keep = Keep(), hold: Hold | None = None, latest: bool = True) -> Saving:
+                  scheduler: Stateful | None, loop: Mapping[str, Any] = {}, optimizer: bool = True, rng: bool = True,
+                  frozen: bool = True, keep: Keep = Keep(), hold: Hold | None = None, latest: bool = True) -> Saving:
     """The save of the checkpoint `tag` under `root`, to be driven to its end. Collective over the world."""
     check_client_state(client_state)
     kinds = ("weight", *(engine.state_kinds if optimizer else ()))
@@ -84,6 +84,7 @@ def saving_engine(engine: ZeroEngine, root: Path, tag: str, who: Identity, *, cl
         "optimizer": engine.rule.name,
         "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
         "buffers": {name: buffer.detach().cpu() for name, buffer in engine.module.named_buffers()},
+        "loop": dict(loop),
         "client_state": dict(client_state),
     }
     return saving(root, tag, pieces=pieces, rank_state={"rng": capture_rng()} if rng else {}, shared_state=shared,

@@ -159,6 +159,33 @@ def test_the_loader_gives_each_rank_its_share_and_a_users_scheduler_is_stepped()
     torch.optim.lr_scheduler.LambdaLR(wrapped, lambda step: 0.5)  # torch's schedulers take it for an optimizer
 
 
+def orders(rank: int, world: int, folder: str) -> list[Any]:
+    """The samples of four epochs: of one run, and of one that resumes after the second."""
+    def epoch(loader: Any) -> list[int]:
+        return [int(value) for batch in loader for value in batch]
+
+    def made() -> tuple[Engine, Any]:
+        engine, _, loader, _ = zero.initialize(model=Model(), training_data=list(range(16)), config=config())
+        return engine, loader
+
+    engine, loader = made()
+    begun = [epoch(loader), epoch(loader)]
+    engine.save_checkpoint(folder)
+    whole = [*begun, epoch(loader), epoch(loader)]
+    engine, loader = made()
+    engine.load_checkpoint(folder)
+    resumed = [*begun, epoch(loader), epoch(loader)]
+    loader.sampler.set_epoch(1)
+    return [whole, resumed, epoch(loader)]
+
+
+def test_the_loaders_order_changes_with_the_epoch_and_goes_on_after_a_resume(tmp_path: Path) -> None:
+    (whole, resumed, second), (other, _, _) = run_ranks(orders, 2, str(tmp_path))
+    assert len({tuple(epoch) for epoch in whole}) == 4, "each epoch has an order of its own"
+    assert resumed == whole and second == whole[1]
+    assert all(sorted(mine + theirs) == list(range(16)) for mine, theirs in zip(whole, other, strict=True))
+
+
 def saved_and_loaded(rank: int, world: int, folder: str) -> dict[str, Any]:
     first = zero.initialize(model=Model(), config=config(2))[0]
     train(first, 3)

@@ -1,0 +1,69 @@
+"""`get_accelerator()`: the device of this rank, by the names that DeepSpeed's newer tutorials use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron.launch.distributed import read_environment
+
+
+class Accelerator:
+    """A GPU, or the CPU."""
+
+    @property
+    def _on_gpu(self) -> bool:
+        return torch.cuda.is_available()
+
+    def device_name(self, device_index: int | None = None) -> str:
+        if not self._on_gpu:
+            return "cpu"
+        return "cuda" if device_index is None else f"cuda:{device_index}"
+
+    def current_device(self) -> int | str:
+        return torch.cuda.current_device() if self._on_gpu else "cpu"
+
+    def current_device_name(self) -> str:
+        return self.device_name(torch.cuda.current_device() if self._on_gpu else None)
+
+    def set_device(self, device_index: int) -> None:
+        if self._on_gpu:
+            torch.cuda.set_device(device_index)
+
+    def device_count(self) -> int:
+        """GPUs of this node; on a CPU its ranks."""
+        return torch.cuda.device_count() if self._on_gpu else read_environment().local_world_size
+
+    def is_available(self) -> bool:
+        return True
+
+    def communication_backend_name(self) -> str:
+        return "nccl" if self._on_gpu else "gloo"
+
+    def is_fp16_supported(self) -> bool:
+        return True
+
+    def is_bf16_supported(self) -> bool:
+        return not self._on_gpu or torch.cuda.is_bf16_supported()
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize(device_index)
+
+    def empty_cache(self) -> None:
+        if self._on_gpu:
+            torch.cuda.empty_cache()
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        return torch.cuda.memory_allocated(device_index) if self._on_gpu else 0
+
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        return torch.cuda.max_memory_allocated(device_index) if self._on_gpu else 0
+
+    def manual_seed_all(self, seed: int) -> Any:
+        return torch.cuda.manual_seed_all(seed) if self._on_gpu else torch.manual_seed(seed)
+
+
+def get_accelerator() -> Accelerator:
+    return Accelerator()

@@ -1,0 +1,51 @@
+"""How many samples a step has, and how many there have been; both may change between two steps."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.config.setting import require
+from megatron.config.tree import Config
+from megatron.zero.engine import ZeroEngine
+from megatron.zero.precision import DTYPES
+
+
+class Batching:
+    """The batch sizes of one engine, and its count of samples."""
+
+    def __init__(self, core: ZeroEngine, config: Config) -> None:
+        self._core, self._dp = core, core.groups.dp.size
+        self.micro = config.train.batch_size
+        self.samples = 0
+        """Of all optimizer steps, also of those with another batch size."""
+        self._mid_step = False
+        # Buffers for sums in fp32 are made with the engine.
+        self._may_accumulate = (core.accumulation > 1 or config.precision.fp32_allreduce
+                                or DTYPES[config.precision.name] == torch.float32)
+
+    @property
+    def total(self) -> int:
+        return self.micro * self._core.accumulation * self._dp
+
+    def after_step(self, ended: bool) -> None:
+        """A call of `step`, which ended an optimizer step or did not."""
+        self._mid_step = not ended
+        self.samples += self.total if ended else 0
+
+    def set_micro(self, size: int) -> None:
+        self._check_between_steps("set_train_micro_batch_size")
+        require(size >= 1, f"set_train_micro_batch_size: {size}; expected a number >= 1")
+        self.micro = size
+
+    def set_total(self, total: int) -> None:
+        self._check_between_steps("set_train_batch_size")
+        unit = self.micro * self._dp
+        count, rest = divmod(total, unit)
+        require(count >= 1 and rest == 0, f"set_train_batch_size: {total} is not a multiple of micro-batch "
+                f"{self.micro} x data parallel {self._dp} = {unit}")
+        require(count == 1 or self._may_accumulate, f"set_train_batch_size: {count} micro-batches need an fp32 sum of "
+                "their gradients, which an engine has that starts with gradient_accumulation_steps above 1")
+        self._core.accumulation = count
+
+    def _check_between_steps(self, what: str) -> None:
+        require(not self._mid_step, f"{what}: a step is under way; call it after the last micro-batch of one")

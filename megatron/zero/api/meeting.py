@@ -1,0 +1,52 @@
+"""`zero.init_distributed`: meet the other ranks as a DeepSpeed script asks for it. The work is launch/distributed.py's.
+
+After it torch.distributed has a process group on any number of ranks, one included: scripts ask it for their rank.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+from megatron.errors import ConfigError
+from megatron.launch import distributed
+from megatron.launch.distributed import DEFAULT_TIMEOUT_SECONDS, Environment
+
+DEFAULT_PORT = 29500
+FOREIGN_LAUNCHERS = ("SLURM_", "OMPI_")
+
+
+def init_distributed(dist_backend: str | None = None, auto_mpi_discovery: bool = True,
+                     distributed_port: int = DEFAULT_PORT, verbose: bool = True,
+                     timeout: timedelta | float | None = None, init_method: str | None = None,
+                     dist_init_required: bool | None = None, config: Any = None, rank: int = -1,
+                     world_size: int = -1) -> None:
+    """Meet the other ranks that a launcher started; may be called again.
+
+    `rank` and `world_size` say it where no launcher does; `distributed_port` counts where MASTER_PORT is not set, and
+    `init_method` (torch's) in place of both. Slurm's and OpenMPI's variables count unless `auto_mpi_discovery` is off.
+    `timeout` (a timedelta, or seconds) is how long to wait for a silent peer. `verbose` and `config` change nothing:
+    the meeting has nothing to print, and no settings of its own. With `dist_init_required=False` the script has met
+    already.
+    """
+    if dist_init_required is False:
+        return
+    env = _place(rank, world_size, auto_mpi_discovery)
+    if env.world_size > 1 and "MEGATRON_STORE_FILE" not in os.environ:
+        os.environ.setdefault("MASTER_PORT", str(distributed_port))
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    distributed.init_process_group(env, dist_backend, DEFAULT_TIMEOUT_SECONDS if seconds is None else seconds,
+                                   init_method=init_method, also_alone=True)
+
+
+def _place(rank: int, world_size: int, any_launcher: bool) -> Environment:
+    """This rank's place: a launcher's, or the given one; both must agree."""
+    environ = {name: value for name, value in os.environ.items()
+               if any_launcher or not name.startswith(FOREIGN_LAUNCHERS)}
+    given = {name: number for name, number in (("RANK", rank), ("WORLD_SIZE", world_size)) if number >= 0}
+    for name, number in given.items():
+        if environ.setdefault(name, str(number)) != str(number):
+            raise ConfigError(f"init_distributed: {name.lower()} is {number}, but the launcher set {name} to "
+                              f"{environ[name]}; leave the argument out")
+    return distributed.read_environment(environ)

@@ -1,0 +1,288 @@
+"""Every name that a DeepSpeed script may call works, has no effect and says why, or is refused with what to do."""
+
+from __future__ import annotations
+
+import argparse
+import configparser
+import re
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron import recompute, zero
+from megatron.errors import ConfigError
+from megatron.zero.api.engine import Engine
+from megatron.zero.api.names import TABLE, Holds, Idle, Reads, Refused
+from mpu.random import get_rng_tracker
+from tests.distributed import run_ranks
+from tests.megatron.zero.deepspeed_names import ATTRIBUTES, METHODS, OF_TORCH, OLDER
+
+ROOT = Path(__file__).resolve().parents[3]
+ALL = sorted({*METHODS, *ATTRIBUTES, *OLDER, *OF_TORCH})
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.hidden_width = 6
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.head = nn.Linear(6, 1)
+        self.head.bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x).square().mean()
+
+
+def config(stage: int = 0, gathers: bool = False, **changes: Any) -> dict[str, Any]:
+    return {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.5,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0,
+                                  "stage3_gather_16bit_weights_on_model_save": gathers}, **changes}
+
+
+def made(stage: int = 0, **changes: Any) -> Engine:
+    return zero.initialize(model=Model(), config=config(stage, **changes))[0]
+
+
+def step(engine: Engine, count: int = 1) -> None:
+    for index in range(count):
+        engine.backward(engine(torch.full((2, 6), 1.0 + index)))
+        engine.step()
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    built = made(steps_per_print=100)
+    step(built)
+    return built
+
+
+def test_every_name_of_deepspeed_is_answered(engine: Engine) -> None:
+    """By the engine itself, the module or the table; a refusal is one sentence that says what to do."""
+    for name in ALL:
+        row = TABLE.get(name)
+        if isinstance(row, Refused):
+            assert not hasattr(engine, name)
+            with pytest.raises(ConfigError, match=rf"^engine.{name} is not supported: [^\n]+$"):
+                getattr(engine, name)
+            continue
+        assert hasattr(engine, name), f"{name} is unknown: give it a row in names.py"
+        if isinstance(row, (Reads, Idle)):
+            getattr(engine, name)()
+
+
+def test_the_table_hides_nothing_that_the_engine_has() -> None:
+    real = {name for name in dir(Engine) if not name.startswith("_")} | set(vars(made()))
+    assert not real & TABLE.keys()
+
+
+def test_answers_are_those_of_the_configuration(engine: Any) -> None:
+    assert (engine.global_rank, engine.local_rank, engine.world_size, engine.dp_world_size, engine.mp_world_size) == (
+        0, 0, 1, 1, 1)
+    assert engine.gradient_clipping() == 0.5 and engine.steps_per_print() == 100
+    assert not engine.fp16_enabled() and not engine.bfloat16_enabled() and not engine.dynamic_loss_scale()
+    assert engine.zero_reduce_bucket_size() == engine.config.zero.reduce_bucket_size
+    assert engine.zero_prefetch_bucket_size() == engine.config.zero.stage3_prefetch_bucket_size
+    assert not engine.zero_optimization() and engine.zero_offload_param() is None
+    assert engine.optimizer_name() == "AdamW" and engine.optimizer_params()["lr"] == 1e-2
+    assert engine.get_batch_info() == (2, 2, 1)
+    half: Any = made(2, fp16={"enabled": True, "initial_scale_power": 4})
+    assert half.fp16_enabled() and half.dynamic_loss_scale() and half.initial_dynamic_scale() == 16
+    assert half.zero_optimization() and half.zero_optimization_partition_gradients()
+    assert half.get_data_types()[0] == torch.half
+
+
+def test_other_names_are_the_models_or_an_error_with_the_nearest(engine: Any) -> None:
+    assert engine.hidden_width == 6 and engine.head is engine.module.head and engine.training
+    engine.eval()
+    assert not engine.module.training and not engine.training
+    engine.train()
+    with pytest.raises(AttributeError, match="neither the engine nor its Model has 'local_rnak'; did you mean local_"):
+        engine.local_rnak
+    assert [name for name, _ in engine.named_parameters()] == [f"module.{n}" for n, _ in Model().named_parameters()]
+    assert sum(p.numel() for p in engine.parameters()) == sum(p.numel() for p in Model().parameters())
+
+
+def test_moving_the_model_is_accepted_only_where_it_is_already(engine: Any) -> None:
+    assert engine.to("cpu") is engine and engine.to(torch.float32) is engine and engine.float() is engine
+    assert engine.to(device="cpu", dtype=torch.float32) is engine and engine.cpu() is engine
+    for move in (lambda: engine.to("meta"), lambda: engine.half(), lambda: engine.to(torch.bfloat16), engine.cuda):
+        with pytest.raises(ConfigError, match="the engine's parameters are in place, on cpu in torch.float32"):
+            move()
+    with pytest.raises(ConfigError, match="before zero.initialize"):
+        engine.double()
+
+
+def state_dicts(rank: int, world: int) -> list[Any]:
+    found: list[Any] = []
+    for stage in range(4):
+        engine = made(stage, gathers=True)
+        step(engine, 2)
+        state = engine.state_dict()
+        with zero.GatheredParameters(list(engine.parameters())):
+            wanted = {f"module.{name}": value.clone() for name, value in engine.module.named_parameters()}
+        whole = stage < 3 or rank == 0
+        found.append(state.keys() == wanted.keys() and all(torch.equal(state[name], wanted[name]) for name in wanted)
+                     if whole else state == {})
+        found.append("head.bias" not in engine.module_state_dict(exclude_frozen_parameters=True))
+        fresh = made(stage)
+        fresh.load_state_dict({name: value * (rank == 0) for name, value in wanted.items()})
+        step(fresh)  # through the masters: they have the new weights too
+        step(again := made(0))
+        again.load_module_state_dict({name.removeprefix("module."): value for name, value in wanted.items()})
+        with zero.GatheredParameters(list(fresh.parameters())):
+            moved = {f"module.{name}": value for name, value in fresh.module.named_parameters()}
+            found.append(all((moved[name] - wanted[name]).abs().max() <= 0.011 for name in wanted))
+    return found
+
+
+def test_state_dicts_are_whole_at_every_stage_and_can_be_loaded() -> None:
+    for found in run_ranks(state_dicts, 2):
+        assert all(found), found
+    with pytest.raises(ConfigError, match="at stage 3 parameters are split, and a state dict would be without them: "
+                                          "set stage3_gather_16bit_weights_on_model_save"):
+        made(3).state_dict()
+
+
+def test_batch_sizes_change_between_steps_and_samples_are_counted(tmp_path: Path) -> None:
+    engine = made()
+    step(engine)
+    engine.set_train_batch_size(6)
+    assert engine.get_batch_info() == (6, 2, 3)
+    step(engine, 2)
+    with pytest.raises(ConfigError, match="a step is under way"):
+        engine.set_train_batch_size(2)
+    step(engine)
+    assert (engine.global_steps, engine.global_samples) == (2, 8)
+    engine.set_train_micro_batch_size(4)
+    assert engine.train_batch_size() == 12 and engine.train_micro_batch_size_per_gpu() == 4
+    with pytest.raises(ConfigError, match="7 is not a multiple of micro-batch 4 x data parallel 1 = 4"):
+        engine.set_train_batch_size(7)
+    engine.save_checkpoint(tmp_path)
+    other = made()
+    other.load_checkpoint(tmp_path)
+    assert other.global_samples == 8
+    with pytest.raises(ConfigError, match="need an fp32 sum"):
+        made(bf16={"enabled": True}).set_train_batch_size(4)
+    made(bf16={"enabled": True}, gradient_accumulation_steps=2).set_train_batch_size(8)
+
+
+def test_a_changed_batch_size_trains_as_one_that_was_configured() -> None:
+    changed, configured = made(), made(gradient_accumulation_steps=3)
+    changed.set_train_batch_size(6)
+    for engine in (changed, configured):
+        step(engine, 6)
+    assert all(map(torch.equal, changed.parameters(), configured.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's own
+@pytest.mark.parametrize("stage", (0, 3))
+def test_a_compiled_engine_computes_the_same(stage: int) -> None:
+    plain, compiled = made(stage), made(stage)
+    assert not compiled.is_compiled
+    compiled.compile(backend="eager")
+    assert compiled.is_compiled
+    for engine in (plain, compiled):
+        step(engine, 2)
+    with zero.GatheredParameters([*plain.parameters(), *compiled.parameters()]):
+        assert all(map(torch.equal, plain.parameters(), compiled.parameters()))
+
+
+def test_step_inside_no_sync_is_refused() -> None:
+    engine = made(1)
+    with engine.no_sync():
+        engine.backward(engine(torch.ones(2, 6)))
+        with pytest.raises(ConfigError, match=r"engine.step\(\) inside no_sync\(\)"):
+            engine.step()
+    engine.backward(engine(torch.ones(2, 6)))
+    engine.step()
+    assert engine.global_steps == 1
+
+
+# ---- the package --------------------------------------------------------------------------------------------------
+
+
+def test_the_package_has_deepspeeds_names() -> None:
+    deepspeed: Any = zero
+    assert deepspeed.zero.Init is zero.Init and deepspeed.DeepSpeedEngine is Engine
+    assert deepspeed.checkpointing.checkpoint is recompute.checkpoint
+    assert deepspeed.comm.is_available() and deepspeed.get_accelerator().device_name() in ("cpu", "cuda")
+    assert deepspeed.accelerator.get_accelerator is deepspeed.get_accelerator
+    with pytest.raises(AttributeError, match="zero.init_inference is not supported: "):
+        deepspeed.init_inference
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    assert re.fullmatch(r"\d+\.\d+\.\d+.*", deepspeed.__version__)
+    assert setup["metadata"]["version"] in ("attr: megatron.zero.__version__", deepspeed.__version__)
+
+
+def test_scripts_bring_their_own_local_rank() -> None:
+    parser = zero.add_config_arguments(argparse.ArgumentParser())
+    parser.add_argument("--local_rank", type=int, default=-1)
+    assert parser.parse_args(["--local_rank", "3", "--deepspeed"]).local_rank == 3
+
+
+def met(rank: int, world: int) -> tuple[int, int, str]:
+    zero.init_distributed(dist_backend="gloo", timeout=timedelta(seconds=30), distributed_port=12345, verbose=False)
+    zero.init_distributed()
+    return torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.distributed.get_backend()
+
+
+def met_by_file(rank: int, world: int, path: str) -> int:
+    zero.init_distributed(init_method=f"file://{path}", rank=rank, world_size=world)
+    return torch.distributed.get_world_size()
+
+
+def refused(rank: int, world: int) -> str:
+    with pytest.raises(ConfigError) as told:
+        zero.init_distributed(rank=1, world_size=2)
+    return str(told.value)
+
+
+def test_one_rank_has_a_process_group_too(tmp_path: Path) -> None:
+    assert run_ranks(met, 1, init=False) == [(0, 1, "gloo")]
+    assert run_ranks(met_by_file, 2, str(tmp_path / "meet"), init=False) == [2, 2]
+    assert "rank is 1, but the launcher set RANK to 0" in run_ranks(refused, 1, init=False)[0]
+
+
+# ---- recomputation ------------------------------------------------------------------------------------------------
+
+
+class Solo:
+    def get_model_parallel_group(self) -> None:
+        return None
+
+
+def test_recomputation_has_deepspeeds_names(tmp_path: Path) -> None:
+    try:
+        zero.checkpointing.configure(mpu_=Solo(), partition_activations=False)
+        zero.checkpointing.configure(Solo())
+        zero.checkpointing.set_num_layers(2)
+        zero.checkpointing.partition_activations_in_checkpoint(True)
+        zero.checkpointing.model_parallel_cuda_manual_seed(7)
+        tracker = zero.checkpointing.get_cuda_rng_tracker()
+        assert tracker is get_rng_tracker()
+        with tracker.fork():
+            first = torch.rand(3)
+        zero.checkpointing.model_parallel_reconfigure_tp_seed(7 + 2718)
+        with tracker.fork():
+            assert torch.equal(torch.rand(3), first)
+        x = torch.ones(3, requires_grad=True)
+        zero.checkpointing.non_reentrant_checkpoint(torch.sin, x).sum().backward()
+        assert torch.equal(x.grad, torch.cos(torch.ones(3)))  # type: ignore[arg-type]
+    finally:
+        zero.checkpointing.configure()
+        get_rng_tracker().reset()
+
+
+def test_rows_say_something() -> None:
+    for name, row in TABLE.items():
+        text = row.meaning if isinstance(row, (Reads, Holds)) else row.reason
+        assert text and not text.endswith("."), name
