@@ -4,7 +4,8 @@
     ```python               code, run in one interpreter a page
     ```json name.json       a second word: the file to save the block as; nothing is run
     ```text                 what the block before it prints; `...` stands for what is left out or varies
-    <!-- docs-test: skip REASON -->    before a block: it is not run, and why
+    <!-- docs-test: skip REASON -->     before a block: it is not run, and why
+    <!-- docs-test: needs a, b -->      before a block: it is run where these packages are installed
 
 Not here: running (`session.py`), comparing (`compare.py`), flags (`programs.py`).
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,7 +23,7 @@ RUN = ("bash", "python")
 LANGUAGES = (*RUN, "text", "json", "mermaid")
 
 _FENCE = re.compile(r"^(\s*)```\s*([\w+-]*)[ \t]*(.*)$")
-_SKIP = re.compile(r"<!--\s*docs-test:\s*skip\b:?\s*(.*?)\s*-->")
+_MARKER = re.compile(r"<!--\s*docs-test:\s*(?:skip:?\s+(?P<skip>\S.*?)|needs\s+(?P<needs>[\w, ]+?))\s*-->")
 _LOOKS_LIKE_A_COMMAND = re.compile(r"^\s+(\$ |python |bash |pip |torchrun |srun |[A-Z_]+=\S+ (bash|python) )")
 
 
@@ -39,6 +40,7 @@ class Block:
     text: str
     file: str = ""
     skip: str = ""
+    needs: tuple[str, ...] = ()
     prints: str | None = None
     """The ```text block after it; None: nothing is said about what it prints."""
 
@@ -46,7 +48,8 @@ class Block:
 def blocks(text: str) -> list[Block]:
     """Every fenced block that is run or saved, each with what the page says it prints."""
     found: list[Block] = []
-    for line, language, name, body, skip in _fenced(text):
+    for line, language, name, body, marker in _fenced(text):
+        skip = marker["skip"] or "" if marker else ""
         if language not in LANGUAGES:
             raise PageError(f"line {line}: a block of {language or 'no language'}; expected one of {LANGUAGES}")
         if language == "text" and skip:
@@ -55,32 +58,28 @@ def blocks(text: str) -> list[Block]:
             if not found or found[-1].prints is not None or found[-1].file:
                 raise PageError(f"line {line}: a text block is what a bash or python block before it prints; "
                                 "indent drawings and formulas instead")
-            found[-1] = _printing(found[-1], body)
+            found[-1] = replace(found[-1], prints=body)
         elif language in ("json", "mermaid") and not name:
             continue
         else:
-            found.append(Block(line, language, body, file=name, skip=skip))
+            needs = tuple(re.findall(r"\w+", marker["needs"] or "")) if marker else ()
+            found.append(Block(line, language, body, name, skip, needs))
     return found
 
 
-def _printing(block: Block, text: str) -> Block:
-    return Block(block.line, block.language, block.text, block.file, block.skip, text)
-
-
-def _fenced(text: str) -> Iterator[tuple[int, str, str, str, str]]:
-    """(line, language, file name, body, reason to skip) of every fence."""
+def _fenced(text: str) -> Iterator[tuple[int, str, str, str, re.Match[str] | None]]:
+    """(line, language, file name, body, the marker before it) of every fence."""
     lines = text.splitlines()
-    at, skip = 0, ""
+    at, marker = 0, None
     while at < len(lines):
         opening = _FENCE.match(lines[at])
         if opening is None:
-            marker = _SKIP.search(lines[at])
-            if "docs-test" in lines[at] and (marker is None or not marker.group(1)):
-                raise PageError(f"line {at + 1}: {lines[at].strip()}; expected <!-- docs-test: skip REASON -->")
-            if marker:
-                skip = marker.group(1)
+            if "<!-- docs-test" in lines[at] and "`" not in lines[at]:
+                marker = _MARKER.fullmatch(lines[at].strip())
+                if marker is None:
+                    raise PageError(f"line {at + 1}: {lines[at].strip()}; expected <!-- docs-test: skip REASON -->")
             elif lines[at].strip():
-                skip = ""
+                marker = None
             at += 1
             continue
         indent, language, name = opening.groups()
@@ -88,8 +87,8 @@ def _fenced(text: str) -> Iterator[tuple[int, str, str, str, str]]:
         if end is None:
             raise PageError(f"line {at + 1}: a fence without an end")
         body = "\n".join(line.removeprefix(indent) for line in lines[at + 1:end])
-        yield at + 1, language, name.strip(), body, skip
-        at, skip = end + 1, ""
+        yield at + 1, language, name.strip(), body, marker
+        at, marker = end + 1, None
 
 
 def prose(text: str) -> str:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -19,7 +20,7 @@ from tests.docs.programs import console_commands
 from tests.docs.reader import ROOT, Block, blocks
 
 NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "runs", "build", "dist", "*.egg-info")
-TIMEOUT = 1200
+TIMEOUT = 3600
 
 INTERPRETER = """
 import contextlib, io, json, sys, traceback
@@ -89,7 +90,8 @@ def _environment(folder: Path) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items()
                    if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "WEBTEXT_PREFIX", "PRESET", "RUNS")}
     environment |= {"PATH": f"{programs}:{environment['PATH']}", "PYTHON": sys.executable, "PYTHONUNBUFFERED": "1",
-                    "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(folder / "repository"), "COLUMNS": "120"}
+                    "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", "1"), "CUDA_VISIBLE_DEVICES": "",
+                    "PYTHONPATH": str(folder / "repository"), "COLUMNS": "120"}
     return environment
 
 
@@ -99,7 +101,7 @@ def follow(session: Session, text: str) -> Iterator[tuple[Block, str, str]]:
     for block in blocks(text):
         if block.file:
             session.save(block.file, block.text)
-        elif not block.skip:
+        elif not block.skip and all(importlib.util.find_spec(name) for name in block.needs):
             good, printed = session.run(block)
             fails = any(line.startswith("error:") for line in (block.prints or "").splitlines())
             if good == fails:

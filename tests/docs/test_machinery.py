@@ -14,15 +14,19 @@ A, B, C = "ab12" * 16, "cd34" * 16, "ef56" * 16
 def test_a_page_is_read_in_order_with_files_and_reasons() -> None:
     page = ("# T\n\n```python example.py\nx = 1\n```\n\n"
             "```bash\npython example.py\n```\n\nprints\n\n```text\nhello\n```\n"
-            "<!-- docs-test: skip needs 8 GPUs -->\n```bash\npython big.py\n```\n")
-    first, second, third = blocks(page)
+            "<!-- docs-test: skip needs 8 GPUs -->\n```bash\npython big.py\n```\n"
+            "<!-- docs-test: needs ftfy, py3langid -->\n```bash\npython web.py\n```\n")
+    first, second, third, fourth = blocks(page)
     assert (first.file, first.language, first.text) == ("example.py", "python", "x = 1")
     assert (second.prints, second.skip, second.line) == ("hello", "", 7)
     assert (third.prints, third.skip) == (None, "needs 8 GPUs")
+    assert (fourth.skip, fourth.needs) == ("", ("ftfy", "py3langid"))
 
 
 @pytest.mark.parametrize("page", [
     "<!-- docs-test: skip -->\n```bash\nls\n```",
+    "<!-- docs-test: skip-->\n```bash\nls\n```",
+    "<!-- docs-test: needs -->\n```bash\nls\n```",
     "<!-- docs-test: ignore it -->\n```bash\nls\n```",
     "```\nls\n```",
     "```console\n$ ls\n```",

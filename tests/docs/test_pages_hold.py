@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.programs import commands, complaint, flags_of, own_programs, parser_of
-from tests.docs.reader import PAGES, ROOT, anchors, blocks, inline_code, links, prose, stray_commands
+from tests.docs.reader import PAGES, ROOT, RUN, anchors, blocks, inline_code, links, prose, stray_commands
 
 SHORT_NAMES = {"zero": "megatron.zero", "recompute": "megatron.recompute"}
 """Names that the pages use as their examples import them."""
@@ -55,6 +55,12 @@ def test_a_page_keeps_to_the_convention(path: Path) -> None:
     blocks(text)
     stray = stray_commands(text)
     assert not stray, "commands belong in ```bash blocks (docs/README.md):\n" + "\n".join(stray)
+
+
+def test_most_blocks_are_run() -> None:
+    found = [block for path in PAGES for block in blocks(path.read_text()) if block.language in RUN and not block.file]
+    skipped = [block.skip for block in found if block.skip]
+    assert 3 * len(skipped) <= len(found), f"{len(skipped)} of {len(found)} blocks are not run: {skipped}"
 
 
 @pages
