@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron.errors import EXIT_CONFIG, EXIT_PEER, ConfigError
-from megatron.launch.supervise import Supervisor, write_stderr
+from megatron.launch.signals import write_stderr
+from megatron.launch.supervise import Supervisor
 
 DEFAULT_PORT = 29500
 WITHOUT_VALUE = ("-h", "--help", "-m", "--module")

@@ -1,18 +1,22 @@
-"""Asked to stop: SIGTERM, SIGUSR1 or Ctrl-C become a request that the training loop honours after the step it is in.
+"""Requests to stop: SIGTERM, SIGUSR1 and Ctrl-C ask the training loop to leave after the step it is in.
 
-Any rank may be asked; the loop makes all ranks agree (training.py). Further signals change nothing, but for a second
-Ctrl-C, which does not wait: it raises KeyboardInterrupt. The clock of --exit-duration-in-mins stands here too, because
-a job's time limit counts its start-up. No torch: handlers and clock stand before the slow imports.
+Any rank may be asked; the loop makes all ranks agree (train/loop.py). Further signals change nothing, except that a
+second Ctrl-C does not wait: it raises KeyboardInterrupt. The clock of --exit-duration-in-mins is here too, because a
+job's time limit includes its start-up. No torch: handlers and clock are set before the slow imports.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import threading
 import time
 from types import FrameType
 
 GRACEFUL = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+STOPPING = b"stopping after this step (Ctrl-C again ends at once, without saving)\n"
+ERASE_LINE = b"\r\x1b[K"
 
 
 class StopRequest:
@@ -42,4 +46,24 @@ class StopRequest:
         self._interrupts += number == signal.SIGINT
         if number == signal.SIGINT and self._interrupts > 1:
             raise KeyboardInterrupt
+        if number == signal.SIGINT and is_seen_by_a_person():
+            write_lines(STOPPING)
         self.signal = self.signal or signal.Signals(number)
+
+
+def is_seen_by_a_person(descriptor: int = 2) -> bool:
+    """Whether this process answers a terminal: a launcher of ours does so for its ranks, and rank 0 for those of
+    others."""
+    return os.isatty(descriptor) and "MEGATRON_LAUNCHER" not in os.environ and os.environ.get("RANK", "0") == "0"
+
+
+def write_lines(text: bytes) -> None:
+    """Lines for stderr. On a terminal where a progress bar may have been drawn they replace it."""
+    write_stderr((ERASE_LINE if text and os.isatty(2) else b"") + text)
+
+
+def write_stderr(text: bytes) -> None:
+    """Unbuffered, and never an error: the reader of stderr may be gone."""
+    with contextlib.suppress(OSError):
+        while text:
+            text = text[os.write(2, text):]

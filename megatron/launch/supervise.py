@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from megatron.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER
+from megatron.launch.signals import STOPPING, write_lines, write_stderr
 
 TICK_SECONDS = 0.2
 STOP_PATIENCE_SECONDS = 1.0
@@ -110,7 +111,7 @@ class ErrorRelay:
 
     def _relay(self, lines: list[bytes]) -> None:
         self.held += [line for line in lines if line.startswith(b"error:")][: HELD_LINES - len(self.held)]
-        write_stderr(b"".join(line for line in lines if not line.startswith(b"error:")))
+        write_lines(b"".join(line for line in lines if not line.startswith(b"error:")))
 
 
 @dataclass
@@ -183,7 +184,7 @@ class Supervisor:
         if number == signal.SIGINT:
             self._interrupts += 1
             if self._interrupts == 1:
-                write_stderr(b"stopping after this step (Ctrl-C again ends at once, without saving)\n")
+                write_lines(STOPPING)
         for rank in self._running:
             rank.process.send_signal(number)
 
@@ -276,10 +277,3 @@ def end_with_parent() -> Callable[[], None]:
             os._exit(EXIT_PEER)
 
     return ask_kernel
-
-
-def write_stderr(text: bytes) -> None:
-    """Unbuffered, and no reason to fail: the reader of stderr may be gone."""
-    with contextlib.suppress(OSError):
-        while text:
-            text = text[os.write(2, text):]

@@ -28,22 +28,34 @@ class RunLog:
     def __init__(self, config: LogConfig, train_iters: int, start: int, *, writes: bool,
                  aside: Callable[[], str] = str) -> None:
         self._start, self._seq_length, self._samples = start, 0, 0
+        self._introduction: Callable[[], None] | None = None
         self.console = Console(config.log_interval, train_iters, start, writes=writes, aside=aside)
         self._file = _open_for_append(config.metrics_file) if writes and config.metrics_file else None
         self._board = Board(config.tensorboard_dir) if writes and config.tensorboard_dir else None
         self.say = self.console.say
 
     def begin(self, config: Config, facts: Mapping[str, Any], lines: list[str]) -> None:
-        """What the run is: `lines` for the reader of the console, `facts` beside the configuration for programs."""
+        """What the run is: `lines` for the reader of the console, `facts` beside the configuration for programs. The
+        files get it before their first number: a run with nothing to do leaves them as they are."""
         self._seq_length = config.seq_length
         sections = config.as_dict()
-        self._append({"config": True, "start": self._start, **facts, "values": sections})
-        if self._board is not None:
-            self._board.configuration(sections, "\n\n".join(lines), self._start)
+
+        def introduce() -> None:
+            self._append({"config": True, "start": self._start, **facts, "values": sections})
+            if self._board is not None:
+                self._board.configuration(sections, "\n\n".join(lines), self._start)
+
+        self._introduction = introduce
         for line in lines:
             self.say(line)
 
+    def _introduce(self) -> None:
+        if self._introduction is not None:
+            self._introduction()
+            self._introduction = None
+
     def step(self, metrics: StepMetrics) -> None:
+        self._introduce()
         self._samples = metrics.consumed_samples
         self._append(asdict(metrics))
         if self._board is not None:
@@ -51,6 +63,7 @@ class RunLog:
         self.console.step(metrics)
 
     def evaluation(self, name: str, iteration: int, loss: float) -> None:
+        self._introduce()
         self._append({"eval": True, "split": name, "iteration": iteration, "lm_loss": loss, "ppl": perplexity(loss)})
         if self._board is not None:
             self._board.evaluation(name, iteration, loss, self._samples * self._seq_length)

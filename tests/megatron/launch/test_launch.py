@@ -341,3 +341,37 @@ def test_a_bug_in_one_rank_is_reported_and_its_victim_is_silent(start):
     code, _, lines = start(TWO_RANKS_OVER_GLOO, arguments=("fail",)).end(60)
     assert code == 5
     assert lines == ["error: internal error in rank 1: ValueError: on purpose (run with --debug for the traceback)"]
+
+
+BAR_AND_A_STEP = """
+stopped = []
+signal.signal(signal.SIGINT, lambda *_: stopped.append(1))
+sys.stdout.write("a progress bar"); sys.stdout.flush()
+open(os.path.join(here, f"ready{rank}"), "w").close()
+while not stopped:
+    time.sleep(0.02)
+time.sleep(0.2)
+"""
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_ctrl_c_at_a_terminal_is_answered_on_a_line_of_its_own(ranks, tmp_path):
+    """By the launcher, or by the program itself (0), in the place of the progress bar."""
+    program = tmp_path / "program.py"
+    listen = "from megatron.launch.signals import StopRequest\nrequest = StopRequest().listen()\n"
+    wait = BAR_AND_A_STEP if ranks else BAR_AND_A_STEP.replace("signal.signal(", "(").replace("not stopped", "not request")
+    program.write_text(("os = __import__('os'); os.environ.setdefault('RANK', '0')\n" if not ranks else "")
+                       + PRELUDE + listen + wait)
+    launch_it = ["-m", "megatron.launch", "--nproc-per-node", str(ranks)] if ranks else []
+    ours, theirs = os.openpty()
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    process = subprocess.Popen([sys.executable, *launch_it, str(program)], stdin=theirs, stdout=theirs, stderr=theirs,
+                               env={**environment, "PYTHONPATH": str(ROOT)}, start_new_session=True)
+    os.close(theirs)
+    wait_until(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(max(1, ranks))))
+    process.send_signal(signal.SIGINT)
+    assert process.wait(2 * LIMIT) == 0
+    shown = os.read(ours, 65536).decode()
+    os.close(ours)
+    assert shown.count("stopping after this step") == 1
+    assert "\r\x1b[Kstopping after this step" in shown and "bar\r\x1b[K" in shown

@@ -19,7 +19,7 @@ from megatron.errors import CheckpointError, ConfigError
 from megatron.launch import exits
 from megatron.launch.signals import StopRequest
 from megatron.train.loop import Trainer
-from megatron.train.metrics import MetricsLog
+from megatron.train.log import RunLog
 from megatron.train.resume import Checkpoints
 from tests.distributed import run_ranks
 from tests.megatron.helpers import (NO_DROPOUT, ROOT, TINY, lines, records, steps, total_digest, train, train_all,
@@ -122,15 +122,15 @@ def test_a_run_that_dies_inside_a_step_resumes_from_the_save_before(tmp_path: Pa
     common = [*TINY, "--train-data", write_corpus(tmp_path / "corpus"), "--train-iters", STEPS, "--save-interval", 2]
     train([*common, "--save", tmp_path / "whole", "--metrics-file", tmp_path / "whole.jsonl"])
     again = [*common, "--save", tmp_path / "s", "--load", tmp_path / "s", "--metrics-file", tmp_path / "m"]
-    written = MetricsLog.step
+    written = RunLog.step
 
-    def dies_at_5(log: MetricsLog, metrics: object) -> None:
+    def dies_at_5(log: RunLog, metrics: object) -> None:
         written(log, metrics)  # type: ignore[arg-type]
         if metrics.iteration == 5:  # type: ignore[attr-defined]
             raise Killed
 
     with monkeypatch.context() as patching, pytest.raises(Killed):
-        patching.setattr(MetricsLog, "step", dies_at_5)
+        patching.setattr(RunLog, "step", dies_at_5)
         train(again)
     train(again)
     seen = records(tmp_path / "m")
