@@ -1,4 +1,5 @@
 # Sourced by the training scripts: set-up, what this node has, and the flags of the shipped presets.
+# --help and --help-all print the trainer's help at once: they need no package.
 #
 #   GPUS_PER_NODE NNODES NODE_RANK MASTER_ADDR MASTER_PORT   the job's shape, from the environment
 #   PRESET                                                  tiny, small, 124M, 345M, ... (pretrain_gpt2.py --help)
@@ -6,7 +7,21 @@
 #
 # The arguments of a script go through to pretrain_gpt2.py after the script's own flags, so they win.
 
+HELP=""
+for word in "$@"; do
+    if [[ "$word" =~ ^(-h|--help|--help[-_]all)$ ]]; then HELP="$word"; fi
+done
+ROOT="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
+if [[ -n "$HELP" && -e "$ROOT/pretrain_gpt2.py" ]]; then
+    for candidate in "${PYTHON:-}" "${VIRTUAL_ENV:-/none}/bin/python" "$ROOT/.venv/bin/python" python3 python3.12 python3.11; do
+        if "${candidate:-false}" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
+            PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" exec "$candidate" -P "$ROOT/pretrain_gpt2.py" "$HELP"
+        fi
+    done
+fi
+
 . "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
+[[ -z "$HELP" ]] || PYTHONPATH="$(with_sources)" exec "$PYTHON" -P "${PROGRAM[@]}" "$HELP"
 
 RUNS="${RUNS:-${SOURCES:-$PWD}/runs}"
 NNODES="${NNODES:-1}" NODE_RANK="${NODE_RANK:-0}" MASTER_ADDR="${MASTER_ADDR:-localhost}" MASTER_PORT="${MASTER_PORT:-6000}"
@@ -61,7 +76,7 @@ given() {  # FLAG ARGUMENTS...: whether the user gave this flag, spelt with dash
 
 # Adds the flags of a corpus to FLAGS, unless the user brings one.
 add_corpus() {
-    if given --train-data "$@" || given --mock-data "$@" || given --help "$@"; then return; fi
+    if given --train-data "$@" || given --mock-data "$@"; then return; fi
     local folder="$RUNS/default_corpus"
     python -m data.default_corpus --output-dir "$folder" >/dev/null
     if [[ "$PRESET" == small ]]; then

@@ -35,6 +35,7 @@ def repository(tmp_path: Path) -> Path:
         (root / package).mkdir()
         (root / package / "__init__.py").touch()
         (root / package / f"{module}.py").write_text(text)
+    (root / "pretrain_gpt2.py").touch()
     (root / "megatron" / "train").mkdir()
     (root / "megatron" / "train" / "processor.py").write_text("print('--bf16')")
     return root
@@ -104,6 +105,25 @@ def test_on_a_cpu_the_allocator_is_set_and_what_the_user_sets_comes_last(reposit
     theirs = "glibc.malloc.tcache_count=9"
     result = run(repository, "pretrain_gpt2.sh", GLIBC_TUNABLES=theirs)
     assert json.loads(result.stdout)["tunables"] == f"{ours}:{theirs}"
+
+
+@pytest.mark.parametrize("word", ["--help", "-h", "--help-all"])
+def test_help_is_the_trainers_and_sets_nothing_up(repository, word):
+    """No environment is made, no corpus built, and the job's shape is not looked at."""
+    (repository / "pretrain_gpt2.py").write_text("import sys; print('help of', sys.argv[1:])")
+    for settings in ({}, {"PYTHON": "", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}):
+        settings["GPUS_PER_NODE"] = "two"
+        result = run(repository, "pretrain_gpt2_distributed.sh", "--zero-stage", "2", word, **settings)
+        assert (result.returncode, result.stdout, result.stderr) == (0, f"help of ['{word}']\n", "")
+    assert not (repository / ".venv").exists() and not (repository / "runs").exists()
+
+
+def test_the_real_help_comes_within_seconds_from_a_python_without_packages(tmp_path):
+    result = run(ROOT, "ds_zero3_pretrain_gpt2.sh", "--help", RUNS=str(tmp_path / "runs"))
+    assert result.returncode == 0 and "--train-data" in result.stdout and not (tmp_path / "runs").exists()
+    done = subprocess.run([sys.executable, "-S", "-P", str(ROOT / "pretrain_gpt2.py"), "--help"], capture_output=True,
+                          text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.stdout == result.stdout, done.stderr
 
 
 def test_a_corpus_of_the_users_replaces_ours(repository):

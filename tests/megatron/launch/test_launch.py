@@ -359,7 +359,9 @@ def test_ctrl_c_at_a_terminal_is_answered_on_a_line_of_its_own(ranks, tmp_path):
     """By the launcher, or by the program itself (0), in the place of the progress bar."""
     program = tmp_path / "program.py"
     listen = "from megatron.launch.signals import StopRequest\nrequest = StopRequest().listen()\n"
-    wait = BAR_AND_A_STEP if ranks else BAR_AND_A_STEP.replace("signal.signal(", "(").replace("not stopped", "not request")
+    wait = BAR_AND_A_STEP
+    if not ranks:
+        wait = wait.replace("signal.signal(", "(").replace("not stopped", "not request")
     program.write_text(("os = __import__('os'); os.environ.setdefault('RANK', '0')\n" if not ranks else "")
                        + PRELUDE + listen + wait)
     launch_it = ["-m", "megatron.launch", "--nproc-per-node", str(ranks)] if ranks else []
