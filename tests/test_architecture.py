@@ -95,7 +95,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
     ("5: entry points", """
         megatron.checkpoint.command megatron.checkpoint.__main__
         megatron.launch.__main__
-        megatron.plan.table megatron.plan.command megatron.plan.__main__
+        megatron.plan.report megatron.plan.table megatron.plan.command megatron.plan.__main__
         pretrain_gpt2
     """),
     ("6: the commands of an installation", """

@@ -1,5 +1,6 @@
-"""Bytes and traffic of a run, from its configuration alone; nothing is built and no rank is started.
+"""Bytes, traffic and time of a run, from its configuration alone; nothing is built and no rank is started.
 
 activations.py (what a micro-batch keeps), footprint.py (what a run keeps), memory.py (its fullest moment), remedies.py
-(what would make it smaller), shortage.py (an out-of-memory error explained), command.py (`python -m megatron.plan`).
+(what would make it smaller), cheapest.py (the cheapest way to fit), shortage.py (an out-of-memory error explained),
+report.py (all of it as records), table.py (and as text), command.py (`python -m megatron.plan`).
 """

@@ -1,7 +1,8 @@
 """Will it fit? `python -m megatron.plan FLAGS...` takes the flags of a training run and prints what it would hold.
 
 Nothing is built: no weights, no GPU, no corpus; torch is imported only where a tokenizer file has to be read for the
-size of its vocabulary. Not here: the arithmetic (footprint.py, memory.py) and the words (table.py).
+size of its vocabulary. Not here: the arithmetic (footprint.py, memory.py), the
+records (report.py) and the words (table.py).
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from megatron.config.flags import parse_args
 from megatron.config.tree import Config, require
 from megatron.errors import ConfigError
 from megatron.plan.footprint import Homes, Run
-from megatron.plan.table import Machine, report, table
+from megatron.plan.report import Machine, report
+from megatron.plan.table import table
 
 CARDS = (16.0, 24.0, 32.0, 40.0, 80.0, 141.0)
 """GB of well-known cards: V100 and T4, RTX 4090 and L4, V100 and RTX 5090, A100, A100 and H100, H200."""

@@ -108,7 +108,7 @@ def test_an_offload_file_is_planned_and_training_with_it_is_refused(
     assert run.homes == Homes("nvme", "cpu")
     text = printed(capsys, monkeypatch, *argv)
     assert "*" in text and "nvme, params cpu" in text
-    assert text.splitlines()[-1] == "offloading is planned only: training refuses it in this version"
+    assert text.splitlines()[-1] == "offloading is only planned: training refuses it in this version"
     with pytest.raises(ConfigError, match="not supported yet"):
         parse_args(["--preset", "10B", "--deepspeed_config", str(path)], 8)
 
@@ -164,7 +164,7 @@ def test_time_follows_from_the_work_of_a_step_and_the_ranks(
     seconds = tokens * (6 * 101_096_718_336 + 12 * 125 * 8192 * 1024) / (400 * 38e12)
     assert found["seconds_per_step"] == pytest.approx(seconds)
     assert found["days"] == pytest.approx(seconds * 1000 / 86400)
-    assert "at 38 TFLOP/s a rank: " in printed(capsys, monkeypatch, *argv)
+    assert "at 38 TFLOP/s per rank: " in printed(capsys, monkeypatch, *argv)
     assert "TFLOP/s" not in printed(capsys, monkeypatch, *PUBLISHED_100B)
 
 
@@ -189,7 +189,7 @@ def test_json_says_the_same_in_bytes(capsys: pytest.CaptureFixture[str], monkeyp
     found = json.loads(printed(capsys, monkeypatch, *FLAGS, "--json", "--card-gb", "4", "80"))
     (row,) = [row for row in found["rows"] if row["chosen"]]
     parts = ("parameters", "gradients", "optimizer", "activations", "buffers")
-    assert row["device"] == sum(row["fullest"][part] for part in parts) == peak(planned(*FLAGS)).total
+    assert row["device"] == sum(row["peak"][part] for part in parts) == peak(planned(*FLAGS)).total
     assert row["lasting"]["total"] == lasting(planned(*FLAGS)).total
     assert row["cards"]["80"]["fits"] and not row["cards"]["4"]["fits"]
     assert row["cards"]["80"]["largest_micro_batch"] > 8 > row["cards"]["4"]["largest_micro_batch"]

@@ -1,0 +1,73 @@
+"""Rank 0 of many, alone: the real model and engine on tensors that have a shape and no memory.
+
+torch's fake process group answers every collective at once, and its fake tensors carry no numbers, so what the program
+reads back on the host is filled in here (a scalar, the gradient norm, an agreement). What is alive is counted by
+LiveBytes as in a real run. All of it is on the CPU: a fake "cuda" tensor needs a torch that is built for CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import megatron.zero.api.engine
+import megatron.zero.parked
+import megatron.zero.step
+from megatron.config.tree import Config
+from megatron.train.build import engine as build_engine
+from megatron.train.build import model as build_model
+from mpu import groups
+from tests.megatron.live_bytes import LiveBytes
+
+CPU = torch.device("cpu")
+
+
+class Scalars(TorchDispatchMode):
+    """Whoever reads a scalar gets 1."""
+
+    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (),
+                           kwargs: Mapping[str, Any] | None = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0 if args[0].dtype.is_floating_point else 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def rank_0_of(world: int) -> Iterator[LiveBytes]:
+    """No memory is taken inside, and rank 0 of `world` ranks finds the others in order."""
+    with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(megatron.zero.step, "global_norm", lambda *numbers: (1.0, True))
+        patch.setattr(megatron.zero.parked, "wire_device", lambda group: CPU)
+        patch.setattr(megatron.zero.api.engine, "all_gather_json", lambda value, group: [value] * group.size)
+        if world > 1:
+            dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+            stack.callback(dist.destroy_process_group)
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(Scalars())
+        yield stack.enter_context(LiveBytes())
+
+
+def fake_peaks(config: Config, world: int) -> tuple[int, int]:
+    """(bytes at the peak of building, at the peak of two steps) of rank 0."""
+    with rank_0_of(world) as live:
+        grid = groups.build(config.parallel.model_parallel_size)
+        engine = build_engine(config, build_model(config, grid), grid, CPU).core
+        building = live.peak
+        live.reset_peak()
+        tokens = torch.zeros(config.train.batch_size, config.seq_length, dtype=torch.int64)
+        for _ in range(2):
+            report = None
+            while report is None:
+                engine.backward(engine(tokens, tokens.clone(), grad_scale=engine.backward_scale))
+                report = engine.step(1e-3)
+        engine.settle()
+        return building, live.peak
