@@ -17,7 +17,6 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import cache
-from pathlib import Path
 from unittest.mock import patch
 
 from tests.docs.reader import ROOT
@@ -29,6 +28,10 @@ TOOLS = frozenset("""
     sbatch scontrol sed seq set sleep sort source split srun tail tensorboard torchrun tree true unzip wc
 """.split())
 """Programs that are not ours; their flags are not looked at."""
+INSTALLED = {"gpt2-train": TRAINER, "gpt2-launch": "megatron.launch", "gpt2-plan": "megatron.plan",
+             "gpt2-checkpoint": "megatron.checkpoint", "gpt2-preprocess": "data.preprocess",
+             "gpt2-webtext": "data.webtext"}
+"""What the commands of an installation start."""
 KEYWORDS = frozenset("do done then fi else if while { } !".split())
 _OPERATORS = frozenset("| || & && ; ( ) ;;".split())
 
@@ -105,8 +108,8 @@ def complaint(words: Sequence[str]) -> str | None:
 
 def split_program(words: Sequence[str]) -> tuple[str | None, list[str]]:
     """Which of our programs a command starts (a module, or a path in the repository), and its arguments."""
-    if words[0] in console_commands():
-        return console_commands()[words[0]], list(words[1:])
+    if words[0] in INSTALLED:
+        return INSTALLED[words[0]], list(words[1:])
     if words[0] == "bash" and len(words) > 1 and words[1].startswith("scripts/"):
         return words[1], list(words[2:])
     if words[0] == "python" and len(words) > 1:
@@ -195,17 +198,12 @@ def _captured(program: str) -> argparse.ArgumentParser | None:
     return seen[0] if seen else None
 
 
-@cache
 def console_commands() -> dict[str, str]:
-    """The commands that installing puts on the path, and the program each one is."""
+    """The commands that installing puts on the path -> `module:function`."""
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
-    found = {}
-    for line in setup.get("options.entry_points", "console_scripts", fallback="").strip().splitlines():
-        name, _, target = (part.strip() for part in line.partition("="))
-        module = target.partition(":")[0].removesuffix(".__main__").removesuffix(".command")
-        found[name] = TRAINER if module == "pretrain_gpt2" else module
-    return found
+    lines = setup["options.entry_points"]["console_scripts"].strip().splitlines()
+    return {name.strip(): target.strip() for name, _, target in (line.partition("=") for line in lines)}
 
 
 def flags_of(parser: argparse.ArgumentParser) -> set[str]:
@@ -221,14 +219,7 @@ def flags_of(parser: argparse.ArgumentParser) -> set[str]:
 
 def own_programs() -> list[str]:
     """Every program of the repository that a page may name flags of."""
-    return [TRAINER, ZERO_TO_FP32, *sorted(set(console_commands().values()) - {TRAINER}),
-            "megatron.launch", "megatron.plan", "megatron.checkpoint",
-            "data.preprocess", "data.verify", "data.merge", "data.split_json", "data.importers", "data.default_corpus",
-            "data.webtext", *(f"scripts/bench/{path.name}" for path in sorted((ROOT / "scripts" / "bench").glob("*.py"))
-                              if "ArgumentParser" in path.read_text())]
-
-
-def module_path(name: str) -> Path | None:
-    """The file of a dotted module of the repository."""
-    stem = ROOT / Path(*name.split("."))
-    return next((path for path in (stem.with_suffix(".py"), stem / "__init__.py", stem) if path.exists()), None)
+    bench = [f"scripts/bench/{path.name}" for path in sorted((ROOT / "scripts" / "bench").glob("*.py"))
+             if "ArgumentParser" in path.read_text()]
+    return [*INSTALLED.values(), ZERO_TO_FP32, "data.verify", "data.merge", "data.split_json", "data.importers",
+            "data.default_corpus", *bench]

@@ -83,7 +83,10 @@ def _environment(folder: Path) -> dict[str, str]:
     """The caller's, less its GPUs and its job; `python` is the interpreter that runs the tests."""
     programs = folder / "bin"
     programs.mkdir()
-    starts = {"python": ""} | {name: f"-m {module.removesuffix('.py')}" for name, module in console_commands().items()}
+    starts = {"python": ""}
+    for name, target in console_commands().items():
+        module, _, function = target.partition(":")
+        starts[name] = f"-c 'import sys; from {module} import {function}; sys.exit({function}())'"
     for name, arguments in starts.items():
         (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
         (programs / name).chmod(0o755)

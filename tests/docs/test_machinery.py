@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.docs.compare import Comparison, match_line
-from tests.docs.programs import commands, complaint
+from tests.docs.programs import INSTALLED, commands, complaint, console_commands
 from tests.docs.reader import PageError, anchors, blocks, links, stray_commands
 
 A, B, C = "ab12" * 16, "cd34" * 16, "ef56" * 16
@@ -113,6 +113,8 @@ def test_commands_are_found_in_pipes_loops_and_behind_variables() -> None:
     ("python -m megatron.plan --preset 1.5B --rank 8", False),
     ("python -m megatron.checkpoint list runs/a", True),
     ("python -m megatron.checkpoint lost runs/a", False),
+    ("gpt2-plan --preset 1.5B --ranks 8", True),
+    ("gpt2-plan --preset 1.5B --rank 8", False),
     ("python -m data.preprocess --input a.jsonl --output-prefix b", True),
     ("python -m data.preprocess --inputs a.jsonl --output-prefix b", False),
     ("python -m data.webtext dedup a --output b --shard 0/4", True),
@@ -126,6 +128,10 @@ def test_commands_are_found_in_pipes_loops_and_behind_variables() -> None:
 def test_flags_are_those_of_the_program(command: str, accepted: bool) -> None:
     said = complaint(commands(command)[0])
     assert (said is None) is accepted, said
+
+
+def test_the_installed_commands_are_known() -> None:
+    assert set(INSTALLED) == set(console_commands())
 
 
 def test_links_and_anchors() -> None:
