@@ -113,5 +113,6 @@ def build(kind: str, vocab_file: str | None = None, merge_file: str | None = Non
         return CharacterLevelTokenizer(vocab_file)
     model = tokenizer_path or vocab_file
     if model is None:
-        raise DataError(f"{name} needs --tokenizer-path: a SentencePiece model file")
+        raise DataError(f"{name} needs --tokenizer-path FILE, a SentencePiece model: add it, or --tokenizer-type "
+                        f"{GPT2BPETokenizer.name}")
     return SentencePieceTokenizer(model)

@@ -66,7 +66,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero.reductions megatron.zero.passes megatron.zero.state megatron.zero.step megatron.zero.engine
     """),
     ("4: the application", """
-        megatron.config.flags
+        megatron.config.help megatron.config.foreign megatron.config.flags
         megatron.launch megatron.launch.signals megatron.launch.supervise megatron.launch.distributed
         megatron.launch.exits megatron.launch.command
         megatron.checkpoint megatron.checkpoint.strict megatron.checkpoint.cut megatron.checkpoint.manifest

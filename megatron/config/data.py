@@ -13,14 +13,16 @@ class DataConfig:
 
     train_data: tuple[str, ...] = setting(
         (), "corpus prefix, .jsonl or .txt file, folder of them, `webtext`, `default`; or weights and names in turn",
-        "data-path", "train-data-path", newcomer=True)
+        "data-path", "train-data-path", "train-file", newcomer=True)
     valid_data: tuple[str, ...] = setting(
-        (), "validation corpus (default: the second part of --split)", "val-data-path")
+        (), "validation corpus (default: the second part of --split)", "val-data-path", "validation-file")
     test_data: tuple[str, ...] = setting((), "test corpus (default: the third part of --split)", "test-data-path")
-    split: str = setting("949,50,1", "shares of --train-data for training, validation and test, by document")
+    split: str = setting("949,50,1", "shares of --train-data for training, validation and test, by document",
+                         metavar="SHARES")
     seq_length: int | None = setting(None, "tokens per sample (default: --max-position-embeddings)", newcomer=True)
     tokenizer_type: str | None = setting(
-        None, "GPT2BPETokenizer, SentencePieceTokenizer, ByteLevelTokenizer or CharacterLevelTokenizer", newcomer=True)
+        None, "GPT2BPETokenizer, SentencePieceTokenizer, ByteLevelTokenizer or CharacterLevelTokenizer", metavar="NAME",
+        newcomer=True)
     vocab_file: str | None = setting(None, "GPT-2 encoder.json (default: the packaged one)")
     merge_file: str | None = setting(None, "GPT-2 vocab.bpe (default: the packaged one)")
     tokenizer_path: str | None = setting(None, "SentencePiece model or character vocabulary", newcomer=True)
@@ -30,7 +32,8 @@ class DataConfig:
     document_separator: str | None = setting(
         None, "what ends a document inside a .txt file: blank-line, or a text such as '<|endoftext|>' "
         "(default: the end of the file)", metavar="TEXT")
-    num_workers: int = setting(2, "data loading workers; 0 loads in the training thread")
+    num_workers: int = setting(2, "data loading workers; 0 loads in the training thread",
+                               "dataloader-num-workers")
     lazy_loader: bool = setting(False, "accepted for old scripts: corpora are always memory-mapped")
     reset_position_ids: bool = setting(False, "restart position numbers at each document")
     reset_attention_mask: bool = setting(False, "attend only within a document")

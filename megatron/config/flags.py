@@ -1,21 +1,23 @@
 """The command line -> Config. The only file that knows argparse; no `args` object leaves it.
 
-The flags are the fields of the sections. Dashes and underscores are the same in flag names. Order of
-precedence: explicit flags and the keys of `--deepspeed_config` (which must agree, see ds_file.py), then the preset,
-then the field's default.
+The flags are the fields of the sections. Dashes and underscores are the same in flag names. Order of precedence:
+explicit flags and the keys of `--deepspeed_config` (which must agree, see ds_file.py), then the preset, then the
+field's default. Not here: the texts of the help (help.py), and the flags of other programs (foreign.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import re
+import sys
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from megatron.config import ds_file
+from megatron.config import ds_file, foreign, help
 from megatron.config.hf_shape import shape_in
 from megatron.config.setting import declared, flag_name, plain_type
 from megatron.config.tree import PRESETS, SECTIONS, Config, build_config
@@ -26,7 +28,17 @@ class _Parser(argparse.ArgumentParser):
     """argparse whose complaints are ConfigErrors, so that they end like every other error: in one line."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; `--help` lists every flag")
+        message = re.sub(r"^argument (--[\w-]+)(?:/--[\w-]+)*:", r"\1:", message)
+        raise ConfigError(f"{message}; `--help-all` lists every flag")
+
+
+class _Help(argparse.Action):
+    """Print a text and leave."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        text: Callable[[], str] = self.const
+        print(text(), flush=True)
+        sys.exit(0)
 
 
 def parse_args(argv: Sequence[str], world_size: int = 1, *, planning: bool = False) -> Config:
@@ -35,9 +47,12 @@ def parse_args(argv: Sequence[str], world_size: int = 1, *, planning: bool = Fal
     `world_size` is what the batch sizes of a `--deepspeed_config` are solved with; `planning` as in `build_config`.
     """
     parser = build_parser()
-    given, unknown = parser.parse_known_args([_dashed(word) for word in argv])
-    if unknown:
-        raise ConfigError(_unknown_flag(parser, unknown[0]))
+    words = [_dashed(word) for word in argv]
+    ours, problems = foreign.answers(words)
+    given, unknown = parser.parse_known_args(ours)
+    problems += _unknown(parser, unknown, words)
+    if problems:
+        raise ConfigError("; ".join(problems))
     values = vars(given)
     preset = PRESETS[values.pop("preset")] if "preset" in values else {}
     preset = {**_shape_of_hf(values), **preset}  # flags and a preset that differ are refused when the folder is read
@@ -57,39 +72,31 @@ def _shape_of_hf(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="pretrain_gpt2.py", allow_abbrev=False, argument_default=argparse.SUPPRESS,
-                     description="Pretrain a GPT-2 with tensor and ZeRO data parallelism.",
-                     epilog="See docs/ for guides; README.md for the two commands to start with.")
-    parser.add_argument("--preset", choices=tuple(PRESETS), help="model shape; explicit flags win")
-    parser.add_argument("--deepspeed-config", "--deepscale-config", metavar="FILE",
-                        help="DeepSpeed-style JSON file (docs/ds_config.md); flags that are given must agree with it")
-    parser.add_argument("--deepspeed", "--deepscale", action=argparse.BooleanOptionalAction,
-                        help="accepted for old scripts: there is one engine, with and without it")
-    for name, section in SECTIONS.items():
-        group = parser.add_argument_group(name, (section.__doc__ or "").strip())
+    parser = _Parser(prog="pretrain_gpt2.py", allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
+    parser.add_argument("-h", "--help", action=_Help, nargs=0, const=help.one_screen)
+    parser.add_argument("--help-all", action=_Help, nargs=0, const=help.everything)
+    parser.add_argument("--preset", type=_one_of("--preset", tuple(PRESETS)))
+    parser.add_argument("--deepspeed-config", "--deepscale-config")
+    parser.add_argument("--deepspeed", "--deepscale", action=argparse.BooleanOptionalAction)
+    for section in SECTIONS.values():
         hints = typing.get_type_hints(section)
         for item in fields(section):
-            _add_flag(group, item, hints[item.name])
+            _add_flag(parser, item, plain_type(hints[item.name])[0])
     return parser
 
 
-def _add_flag(group: argparse._ArgumentGroup, item: Field[Any], hint: Any) -> None:
-    said = declared(item)
-    names = [flag_name(item.name), *(f"--{alias}" for alias in said.aliases)]
-    default = "" if item.default in (None, False, ()) else f" (default: {item.default})"
-    help_text = (said.help + default).replace("%", "%%")
-    kind, _ = plain_type(hint)
+def _add_flag(parser: argparse.ArgumentParser, item: Field[Any], kind: Any) -> None:
+    flag = flag_name(item.name)
+    names = [flag, *(f"--{alias}" for alias in declared(item).aliases)]
     if kind is bool:
         action = "store_true" if item.name.startswith("no_") else argparse.BooleanOptionalAction
-        group.add_argument(*names, dest=item.name, action=action, help=help_text)
+        parser.add_argument(*names, dest=item.name, action=action)
     elif typing.get_origin(kind) is Literal:
-        group.add_argument(*names, dest=item.name, choices=typing.get_args(kind), help=help_text)
+        parser.add_argument(*names, dest=item.name, type=_one_of(flag, typing.get_args(kind)))
     elif typing.get_origin(kind) is tuple:
-        group.add_argument(*names, dest=item.name, nargs="+", action=_TupleAction, help=help_text,
-                           metavar=said.metavar or "PATH")
+        parser.add_argument(*names, dest=item.name, nargs="+", action=_TupleAction)
     else:
-        convert = _integer if kind is int else kind
-        group.add_argument(*names, dest=item.name, type=convert, help=help_text, metavar=kind.__name__.upper())
+        parser.add_argument(*names, dest=item.name, type=kind if kind is str else _number(flag, kind))
 
 
 class _TupleAction(argparse.Action):
@@ -97,15 +104,36 @@ class _TupleAction(argparse.Action):
         setattr(namespace, self.dest, tuple(values))
 
 
-def _integer(text: str) -> int:
-    """An integer, also in scientific notation (5e8) when it is whole."""
-    try:
-        return int(text)
-    except ValueError:
-        value = float(text)
-        if not value.is_integer():
-            raise argparse.ArgumentTypeError(f"invalid int value: {text!r}") from None
-        return int(value)
+def _number(flag: str, kind: type) -> Callable[[str], Any]:
+    """An integer, also in scientific notation (5e8) when it is whole, or any number."""
+
+    def convert(text: str) -> Any:
+        try:
+            value = float(text)
+            if kind is float:
+                return value
+            return int(text) if text.strip().lstrip("+-").isdigit() else _whole(value)
+        except (ValueError, OverflowError):
+            raise ConfigError(f"{flag} is {text}: expected {'an integer' if kind is int else 'a number'}") from None
+
+    return convert
+
+
+def _whole(value: float) -> int:
+    if not value.is_integer():
+        raise ValueError
+    return int(value)
+
+
+def _one_of(flag: str, words: tuple[str, ...]) -> Callable[[str], str]:
+    def convert(text: str) -> str:
+        if text not in words:
+            near = difflib.get_close_matches(text, words, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"{flag} is {text}: expected {', '.join(words[:-1])} or {words[-1]}{hint}")
+        return text
+
+    return convert
 
 
 def _dashed(word: str) -> str:
@@ -115,9 +143,25 @@ def _dashed(word: str) -> str:
     return name.replace("_", "-") + equals + value
 
 
-def _unknown_flag(parser: argparse.ArgumentParser, word: str) -> str:
+def _unknown(parser: argparse.ArgumentParser, unknown: Sequence[str], words: Sequence[str]) -> list[str]:
+    """One sentence for each unknown flag, or for the first word that belongs to none."""
     known = [option for action in parser._actions for option in action.option_strings]
-    near = difflib.get_close_matches(word.partition("=")[0], known, n=1, cutoff=0.6)
-    hint = f"did you mean {near[0]}?" if near else "`--help` lists every flag"
-    what = "unknown flag" if word.startswith("-") else "unexpected argument"
-    return f"{what} {word}: {hint}"
+    flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+    if not flags:
+        return [_stray(word, words) for word in unknown[:1]]
+    sentences = []
+    for flag in flags:
+        near = difflib.get_close_matches(flag, known, n=1, cutoff=0.6)
+        sentences.append(f"unknown flag {flag}: "
+                         + (f"did you mean {near[0]}?" if near else "`--help-all` lists every flag"))
+    return sentences
+
+
+def _stray(word: str, words: Sequence[str]) -> str:
+    before = words[words.index(word) - 1] if words.index(word) else ""
+    if before == "--deepspeed":
+        return f"unexpected argument {word}: use --deepspeed --deepspeed_config {word}"
+    if word.lower() in ("true", "false") and before.startswith("--"):
+        meant = before if word.lower() == "true" else f"--no-{before[2:]}"
+        return f"unexpected argument {word}: {before} is a switch, use {meant}"
+    return f"unexpected argument {word}: flags begin with --; `--help` lists those of a first run"

@@ -14,9 +14,10 @@ class LogConfig:
 
     log_interval: int | None = setting(
         None, "steps between console lines; 0 turns them off (default: a tenth of the run, rounded, at most 100)",
-        newcomer=True, json=Key("steps_per_print", COUNT_0, nullable=True))
+        "logging-steps", newcomer=True, json=Key("steps_per_print", COUNT_0, nullable=True))
     metrics_file: str | None = setting(None, "append one JSON object per step to this file", newcomer=True)
-    tensorboard_dir: str | None = setting(None, "write tensorboard scalars to this folder", newcomer=True)
+    tensorboard_dir: str | None = setting(None, "write tensorboard scalars to this folder", "logging-dir",
+                                          newcomer=True)
     peak_tflops: float | None = setting(None, "peak of one device, for MFU (default: by the device's name)")
     sample_tokens: int = setting(64, "tokens of the text sample at the end; 0 turns it off")
     sample_prompt: str = setting("The", "prompt of the text sample at the end", metavar="TEXT")

@@ -11,11 +11,11 @@ from megatron.config.setting import require, require_range, setting
 class ModelConfig:
     """The shape of the GPT-2. `--preset` fills it in; flags that are given win."""
 
-    num_layers: int = setting(24, "transformer blocks", newcomer=True)
-    hidden_size: int = setting(1024, "width of the residual stream", newcomer=True)
-    num_attention_heads: int = setting(16, "attention heads; must divide the hidden size", newcomer=True)
+    num_layers: int = setting(24, "transformer blocks", "n-layer", newcomer=True)
+    hidden_size: int = setting(1024, "width of the residual stream", "n-embd", newcomer=True)
+    num_attention_heads: int = setting(16, "attention heads; must divide the hidden size", "n-head", newcomer=True)
     intermediate_size: int | None = setting(None, "width of the MLP (default: 4 x hidden size)", "ffn-hidden-size")
-    max_position_embeddings: int = setting(1024, "size of the position table: the longest sequence")
+    max_position_embeddings: int = setting(1024, "size of the position table: the longest sequence", "block-size")
     vocab_size: int | None = setting(None, "tokens in the vocabulary, before padding (default: the tokenizer's)")
     make_vocab_size_divisible_by: int = setting(
         128, "pad the vocabulary to a multiple of this times the tensor parallel size")

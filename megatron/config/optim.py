@@ -23,15 +23,16 @@ class OptimConfig:
     weight_decay: float = setting(
         0.01, "weight decay; decoupled from the gradient in adam, adamw and lion",
         json=Key("optimizer.params.weight_decay", help="otherwise added to the gradient (in Lamb: to the update)"))
-    adam_beta1: float = setting(0.9, "first moment's decay in adam, adamw, lamb, nadam, radam and adamax")
-    adam_beta2: float = setting(0.999, "second moment's decay in the same optimizers")
-    adam_eps: float = setting(1e-8, "epsilon of the same optimizers")
+    adam_beta1: float = setting(0.9, "first moment's decay in adam, adamw, lamb, nadam, radam and adamax",
+                                "beta1")
+    adam_beta2: float = setting(0.999, "second moment's decay in the same optimizers", "beta2")
+    adam_eps: float = setting(1e-8, "epsilon of the same optimizers", "adam-epsilon")
     adam_w_mode: bool = setting(True, "adam: decoupled weight decay (--no-adam-w-mode: added to the gradient)")
     sgd_momentum: float = setting(0.9, "momentum of sgd")
     optimizer_params: tuple[str, ...] = setting(
         (), "further parameters of the optimizer, such as nesterov=true", metavar="NAME=VALUE")
     clip_grad: float = setting(1.0, "largest global gradient norm; 0 turns clipping off",
-                               json=Key("gradient_clipping", AT_LEAST_0))
+                               "grad-clip", "max-grad-norm", json=Key("gradient_clipping", AT_LEAST_0))
 
     def __post_init__(self) -> None:
         require_range(self, "weight_decay clip_grad", 0)

@@ -14,7 +14,7 @@ class ParallelConfig:
 
     model_parallel_size: int = setting(1, "tensor parallel size", "tensor-model-parallel-size", newcomer=True)
     distributed_backend: Literal["nccl", "gloo"] | None = setting(
-        None, "communication backend (default: nccl with GPUs, gloo without)")
+        None, "communication backend (default: nccl with GPUs, gloo without)", "backend")
     distributed_timeout_seconds: float = setting(600.0, "longest wait for a peer in one collective")
     local_rank: int | None = setting(None, "accepted for old launchers: LOCAL_RANK in the environment is used")
 

@@ -14,7 +14,8 @@ class RecomputeConfig:
     """Activation checkpointing: keep the input of each chunk of blocks, and recompute the rest in backward."""
 
     checkpoint_activations: bool = setting(False, "recompute activations in backward",
-                                           "deepspeed-activation-checkpointing", newcomer=True)
+                                           "deepspeed-activation-checkpointing", "gradient-checkpointing",
+                                           newcomer=True)
     checkpoint_num_layers: int = setting(1, "blocks per recomputed chunk")
     partition_activations: bool = setting(False, "partition kept inputs over tensor parallel", json=_HERE)
     cpu_checkpointing: bool = setting(False, "keep inputs on the host", "checkpoint-in-cpu", json=_HERE)

@@ -18,9 +18,10 @@ class SaveConfig:
     ckpt_step: int | None = setting(None, "resume from the checkpoint of this step, not the one that `latest` names")
     load_hf: str | None = setting(
         None, "Hugging Face GPT-2 folder of the initial weights; --load wins where it resumes", newcomer=True)
-    save_interval: int = setting(1000, "steps between checkpoints; 0 saves at the end only", newcomer=True)
+    save_interval: int = setting(1000, "steps between checkpoints; 0 saves at the end only", "save-steps",
+                                 newcomer=True)
     async_save: bool = setting(False, "train on while a copy of the state is written")
-    keep_last: int | None = setting(None, "keep only this many of the newest checkpoints")
+    keep_last: int | None = setting(None, "keep only this many of the newest checkpoints", "save-total-limit")
     keep_every: int | None = setting(None, "with --keep-last: also keep those of steps divisible by this")
     no_save_optim: bool = setting(False, "leave the optimizer state out of checkpoints")
     no_save_rng: bool = setting(False, "leave the random number state out of checkpoints")

@@ -18,7 +18,7 @@ _PARAMS = "scheduler.params."
 class ScheduleConfig:
     """The learning rate: warm up, then decay until --lr-decay-iters."""
 
-    lr: float = setting(1.5e-4, "peak learning rate", newcomer=True, json=(
+    lr: float = setting(1.5e-4, "peak learning rate", "learning-rate", newcomer=True, json=(
         Key("optimizer.params.lr", NUMBER),
         Key("scheduler.params.warmup_max_lr", NUMBER,
             help="of `WarmupLR` and `WarmupDecayLR`; the peak of `WarmupCosineLR` is the optimizer's `lr`"),
@@ -46,7 +46,7 @@ class ScheduleConfig:
             Key(_PARAMS + "lr_range_test_step_size", COUNT, alone=False, default="2000",
                 help="of `LRRangeTest`: steps in which the rate grows by `lr_range_test_step_rate`")))
     warmup: float = setting(
-        0.01, "share of --lr-decay-iters spent warming up", json=(
+        0.01, "share of --lr-decay-iters spent warming up", "lr-warmup-fraction", "warmup-ratio", json=(
             Key(_PARAMS + "warmup_num_steps", COUNT_0, alone=False, default="1000",
                 help="of the warm-up schedules, as a number of steps"),
             Key(_PARAMS + "cycle_first_step_size", COUNT, alone=False, default="2000",

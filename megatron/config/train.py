@@ -13,19 +13,20 @@ class TrainConfig:
     """The length of the run, its batches, and how reproducible it is."""
 
     batch_size: int = setting(
-        4, "micro-batch: samples per data parallel rank in one forward", "micro-batch-size", newcomer=True,
+        4, "micro-batch: samples per data parallel rank in one forward", "micro-batch-size",
+        "per-device-train-batch-size", newcomer=True,
         json=Key("train_micro_batch_size_per_gpu", COUNT, alone=False, nullable=True, default=""))
     global_batch_size: int | None = setting(
         None, "samples per optimizer step (default: batch size x data parallel size)", newcomer=True,
         json=Key("train_batch_size", COUNT, alone=False, nullable=True))
-    train_iters: int = setting(1000, "optimizer steps of the whole run", newcomer=True)
-    eval_interval: int = setting(1000, "steps between evaluations; 0 turns them off", newcomer=True)
+    train_iters: int = setting(1000, "optimizer steps of the whole run", "max-iters", "max-steps", newcomer=True)
+    eval_interval: int = setting(1000, "steps between evaluations; 0 turns them off", "eval-steps", newcomer=True)
     eval_iters: int = setting(100, "global batches per evaluation")
     exit_interval: int = setting(0, "exit after steps divisible by this; 0 turns it off")
     exit_duration_in_mins: float = setting(0.0, "exit after the step in which the run is this many minutes old; 0 "
                                                 "turns it off")
     seed: int = setting(1234, "seed of weights, dropout and data order")
-    compile: bool = setting(False, "compile each block with torch.compile")
+    compile: bool = setting(False, "compile each block with torch.compile", "torch-compile")
     deterministic: bool = setting(False, "refuse kernels whose results vary from run to run")
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 import sys
 import time
@@ -11,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron.config import help as help_module
 from megatron.config.flags import build_parser, parse_args
+from megatron.config.foreign import FOREIGN
+from megatron.config.help import everything, one_screen
 from megatron.config.tree import PRESETS, SECTIONS, Config
 from megatron.errors import ConfigError
 
@@ -95,6 +99,23 @@ BAD = [
     (["--lr-decay-style", "cosin"], "--lr-decay-style"),
     (["--preset", "huge"], "--preset"),
     (["stray"], "unexpected argument stray"),
+    (["--batch-size", "four"], "--batch-size is four: expected an integer"),
+    (["--micro-batch-size", "1.5"], "--batch-size is 1.5: expected an integer"),
+    (["--lr", "fast"], "--lr is fast: expected a number"),
+    (["--lr-decay-style", "cosin"], "did you mean cosine?"),
+    (["--learning-rate"], "--lr: expected one argument; `--help-all` lists every flag"),
+    (["--qwert", "--zuiop=3"], "unknown flag --qwert: `--help-all` lists every flag; unknown flag --zuiop"),
+    (["--deepspeed", "ds.json"], "use --deepspeed --deepspeed_config ds.json"),
+    (["--bf16", "True"], "--bf16 is a switch, use --bf16"), (["--fp16=1"], "--fp16: ignored explicit argument '1'"),
+    (["--gradient_checkpointing", "False"], "use --no-gradient-checkpointing"),
+    (["--dtype", "bfloat16"], "--dtype bfloat16 is not a flag here: use --bf16 or --fp16"),
+    (["--device=cuda"], "GPUs are used where there are any; CUDA_VISIBLE_DEVICES= trains on the CPU"),
+    (["--epochs", "3"], "use --train-iters STEPS"),
+    (["--pipeline-model-parallel-size", "2"], "there is no pipeline parallelism"),
+    (["--init_from=gpt2", "--wandb_log=True"], "--load-hf FOLDER for GPT-2's weights; --wandb-log True is not"),
+    (["--dropout", "0.1"], "--attention-dropout and --hidden-dropout"),
+    (["--num_train_epochs", "3", "--warmup_steps", "5"], "--warmup-steps 5 is not a flag here: give --warmup"),
+    (["--use-distributed-optimizer", "--lr", "1"], "use --zero-stage 1"),
     (["--seed", "-1"], "--seed is -1"),
     (["--warmup", "2"], "--warmup is 2"),
 ]
@@ -105,6 +126,70 @@ def test_a_flag_that_cannot_be_honoured_is_named(argv: list[str], told: str) -> 
     with pytest.raises(ConfigError) as caught:
         parse_args(argv)
     assert told in str(caught.value)
+
+
+SAME = {
+    "nanoGPT": ("--n_layer=3 --n_head=2 --n_embd=64 --block_size=128 --batch_size=8 --max_iters=50 "
+                "--learning_rate=1e-3 --grad_clip=0.5 --beta1=0.8 --beta2=0.95 --min_lr=1e-5 "
+                "--eval_interval=10 --backend=gloo --compile --init_from=scratch "
+                "--gradient_accumulation_steps=1 --dtype=float32 --bias=True",
+                "--num-layers 3 --num-attention-heads 2 --hidden-size 64 --max-position-embeddings 128 --batch-size 8 "
+                "--train-iters 50 --lr 1e-3 --clip-grad 0.5 --adam-beta1 0.8 --adam-beta2 0.95 --min-lr 1e-5 "
+                "--eval-interval 10 --distributed-backend gloo --compile"),
+    "Hugging Face": ("--per_device_train_batch_size 8 --max_steps 50 --learning_rate 1e-3 --warmup_ratio 0.1 --seed 3 "
+                     "--save_steps 10 --save_total_limit 2 --logging_steps 5 --eval_steps 20 --max_grad_norm 0.5 "
+                     "--adam_beta1 0.8 --adam_epsilon 1e-6 --gradient_checkpointing --torch_compile --logging_dir b "
+                     "--dataloader_num_workers 3 --report_to none --weight_decay 0.1 --bf16 --train_file a.jsonl",
+                     "--batch-size 8 --train-iters 50 --lr 1e-3 --warmup 0.1 --seed 3 --save-interval 10 --keep-last 2 "
+                     "--log-interval 5 --eval-interval 20 --clip-grad 0.5 --adam-beta1 0.8 --adam-eps 1e-6 "
+                     "--checkpoint-activations --compile --tensorboard-dir b --num-workers 3 --weight-decay 0.1 --bf16 "
+                     "--train-data a.jsonl"),
+    "Megatron-LM": ("--micro-batch-size 2 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 "
+                    "--context-parallel-size 1 --lr-warmup-fraction .01 --ffn-hidden-size 256 --data-impl mmap "
+                    "--position-embedding-type learned_absolute --use-checkpoint-opt-param_scheduler --data-path p",
+                    "--batch-size 2 --model-parallel-size 2 --warmup 0.01 --intermediate-size 256 "
+                    "--use-checkpoint-lr-scheduler --train-data p"),
+}
+
+
+@pytest.mark.parametrize("program", SAME)
+def test_names_of_other_programs_with_the_same_meaning_are_aliases(program: str) -> None:
+    theirs, ours = SAME[program]
+    assert parse_args(theirs.split()) == parse_args(ours.split()) != Config()
+
+
+def test_no_foreign_flag_hides_one_of_ours_and_every_answer_names_flags_that_exist() -> None:
+    known = {option for action in build_parser()._actions for option in action.option_strings}
+    assert not {f"--{name}" for name in FOREIGN} & known
+    for name, entry in FOREIGN.items():
+        named = set(re.findall(r"--[a-z][\w-]*", entry.answer)) - {"--nproc-per-node"}
+        assert named <= known, name
+
+
+def test_help_is_one_screen_and_help_all_is_everything() -> None:
+    first, rest = one_screen(), everything()
+    assert len(first.splitlines()) <= 46 and max(map(len, first.splitlines())) <= 100
+    assert "python pretrain_gpt2.py --preset tiny --mock-data" in first and "megatron.launch" in first
+    for text in (first, rest):
+        assert "contigious" not in text and "--offload" not in text
+        assert not re.findall(r"^  --no-(?!save|load)", text, re.MULTILINE), "a switch is listed once"
+    for name, section in SECTIONS.items():
+        for item in dataclasses.fields(section):
+            flag = item.name.replace("_", "-")
+            assert (f"--{flag}" in rest or f"--[no-]{flag}" in rest) == (name != "offload"), flag
+    assert max(map(len, rest.splitlines())) <= 100
+
+
+def test_help_lists_the_offload_flags_once_they_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(help_module, "OFFLOAD_DEVICES", ("none", "cpu"))
+    assert "--offload-optimizer-device" in everything()
+
+
+@pytest.mark.parametrize(("flag", "first"), [("--help", "usage: "), ("-h", "usage: "), ("--help-all", "usage: ")])
+def test_help_leaves_with_0(flag: str, first: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        parse_args(["--num-layers", "3", flag])
+    assert leaving.value.code == 0 and capsys.readouterr().out.startswith(first)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +222,9 @@ def test_config_errors_end_in_one_line_without_importing_torch() -> None:
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and "--num-layers" in done.stderr
     assert time.monotonic() - started < 3
+    started = time.monotonic()
+    subprocess.run([sys.executable, "-c", "import megatron.config.flags"], cwd=ROOT, check=True)
+    assert time.monotonic() - started < 2, "0.3 s on a quiet machine"
     probe = (
         "import sys; from megatron.config import flags; from megatron.launch import exits, distributed; "
         "flags.parse_args([]); "

@@ -98,7 +98,7 @@ def own_case(name: str) -> tuple[Any, Any, dict[str, Any]]:
 BOARD = {"tensorboard": {"enabled": True, "output_path": "out", "job_name": "job"}}
 ZERO, PARAM, HOME, KEEP = ("zero_optimization.", "zero_optimization.offload_param.",
                            "zero_optimization.offload_optimizer.", "activation_checkpointing.")
-UNREADY = "not supported yet"
+UNREADY, STAGE_3 = "not supported yet", {"zero_optimization": {"stage": 3}}
 
 # path -> (value in, fields out or the words of a refusal, what must stand beside it)
 CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
@@ -165,8 +165,8 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         "stage3_max_reuse_distance", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")},
     ZERO + "stage3_gather_fp16_weights_on_model_save": (True, {"stage3_gather_16bit_weights_on_model_save": True}, {}),
     ZERO + "cpu_offload": (True, UNREADY, {}),
-    ZERO + "cpu_offload_param": (True, UNREADY, {}),
-    ZERO + "cpu_offload_params": (True, UNREADY, {}),
+    ZERO + "cpu_offload_param": (True, UNREADY, STAGE_3),
+    ZERO + "cpu_offload_params": (True, UNREADY, STAGE_3),
     ZERO + "cpu_offload_use_pin_memory": (
         False, {"offload_optimizer_pin_memory": False, "offload_param_pin_memory": False}, {}),
     HOME + "device": ("cpu", UNREADY, {}),
@@ -175,7 +175,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     HOME + "pin_memory": (False, {"offload_optimizer_pin_memory": False}, {}),
     HOME + "pipeline_read": (True, {"offload_optimizer_pipeline_read": True}, {}),
     HOME + "pipeline_write": (True, {"offload_optimizer_pipeline_write": True}, {}),
-    PARAM + "device": ("nvme", UNREADY, {}),
+    PARAM + "device": ("nvme", UNREADY, merged(STAGE_3, nested(PARAM + "nvme_path", "/nvme"))),
     PARAM + "nvme_path": ("/nvme", {"offload_param_nvme_path": "/nvme"}, {}),
     PARAM + "buffer_count": (6, {"offload_param_buffer_count": 6}, {}),
     PARAM + "buffer_size": (1e6, {"offload_param_buffer_size": 1_000_000}, {}),

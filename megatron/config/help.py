@@ -1,0 +1,94 @@
+"""`--help`, one screen for people who are new here, and `--help-all`, every flag by topic."""
+
+from __future__ import annotations
+
+import textwrap
+import typing
+from collections.abc import Iterator
+from dataclasses import Field, fields
+from typing import Any, Literal
+
+from megatron.config.offload import OFFLOAD_DEVICES, OffloadConfig
+from megatron.config.presets import PRESETS
+from megatron.config.setting import declared, flag_name, plain_type
+from megatron.config.tree import SECTIONS
+
+WIDTH, COLUMN = 100, 34
+
+USAGE = "usage: python pretrain_gpt2.py [FLAGS]"
+EXAMPLES = """\
+Pretrain a GPT-2 with tensor and ZeRO data parallelism. A trial without data, a run on two GPUs:
+
+  python pretrain_gpt2.py --preset tiny --mock-data --train-iters 50
+  python -m megatron.launch --nproc-per-node 2 pretrain_gpt2.py --preset 124M --bf16 \\
+      --zero-stage 2 --train-data corpus.jsonl --save runs/gpt2 --load runs/gpt2
+"""
+COMMON = {
+    "--preset NAME": f"model shape: {', '.join(PRESETS)}; other flags win",
+    "--deepspeed-config FILE": "DeepSpeed's JSON file (docs/ds_config.md); flags that are given must agree with it",
+}
+
+
+def one_screen() -> str:
+    """The flags of a first run."""
+    lines = [USAGE, "", EXAMPLES]
+    for flag, text in COMMON.items():
+        lines += _entry(flag, text)
+    for section in SECTIONS.values():
+        for item, hint in _items(section):
+            if declared(item).newcomer:
+                lines += _entry(_spelling(item, hint), _first_words(item))
+    return "\n".join([*lines, "", "--help-all lists every flag; README.md and docs/ are the guide."])
+
+
+def everything() -> str:
+    """Every flag, by topic. Flags that are always refused are left out."""
+    lines = [USAGE, "", EXAMPLES, "Dashes and underscores are the same in flag names. --[no-]NAME is a switch.", ""]
+    for flag, text in {**COMMON, "--[no-]deepspeed": "accepted for old scripts: there is one engine"}.items():
+        lines += _entry(flag, text)
+    for name, section in SECTIONS.items():
+        if section is OffloadConfig and OFFLOAD_DEVICES == ("none",):
+            continue
+        lines += ["", *textwrap.wrap(f"{name}: {(section.__doc__ or '').strip()}", WIDTH), ""]
+        for item, hint in _items(section):
+            lines += _entry(_spelling(item, hint, switches=True), _all_words(item, hint))
+    return "\n".join(lines)
+
+
+def _items(section: type) -> Iterator[tuple[Field[Any], Any]]:
+    hints = typing.get_type_hints(section)
+    return ((item, plain_type(hints[item.name])[0]) for item in fields(section))
+
+
+def _spelling(item: Field[Any], hint: Any, switches: bool = False) -> str:
+    """The flag and what follows it."""
+    flag = flag_name(item.name)
+    if hint is bool:
+        return flag if item.name.startswith("no_") or not switches else f"--[no-]{flag[2:]}"
+    if typing.get_origin(hint) is tuple:
+        return f"{flag} {declared(item).metavar or 'PATH'} ..."
+    if hint in (int, float):
+        return f"{flag} {'N' if hint is int else 'X'}"
+    return f"{flag} {declared(item).metavar or ('NAME' if typing.get_origin(hint) is Literal else 'PATH')}"
+
+
+def _first_words(item: Field[Any]) -> str:
+    shown = item.default not in (None, False, ()) and "(default" not in declared(item).help
+    return declared(item).help + (f" (default: {item.default})" if shown else "")
+
+
+def _all_words(item: Field[Any], hint: Any) -> str:
+    said = declared(item)
+    text = said.help + (f"; one of {', '.join(typing.get_args(hint))}" if typing.get_origin(hint) is Literal else "")
+    default = {True: "on"}.get(item.default, item.default) if isinstance(item.default, bool) else item.default
+    shown = item.default not in (None, False, ()) and "(default" not in text
+    aliases = [f"--{alias}" for alias in said.aliases if "contigious" not in alias]
+    return text + (f" (default: {default})" if shown else "") + (f" [also {', '.join(aliases)}]" if aliases else "")
+
+
+def _entry(flag: str, text: str) -> list[str]:
+    """A flag and its text, in two columns."""
+    lines = textwrap.wrap(text, WIDTH - COLUMN, break_on_hyphens=False)
+    if len(flag) + 4 > COLUMN:
+        return [f"  {flag}", *(" " * COLUMN + line for line in lines)]
+    return [f"  {flag}".ljust(COLUMN) + lines[0], *(" " * COLUMN + line for line in lines[1:])]
