@@ -232,7 +232,7 @@ def _relaid(engine: Engine, found: Checkpoint, precision: str) -> list[str]:
     changes = [f"{key} {saved.get(key)} -> {now}" for key, now in present.items() if saved.get(key) != now]
     if saved["precision"] != precision == "fp16":
         changes.append(f"the loss scale starts anew at {engine.cur_scale:g}")
-    return [f" re-laid: {', '.join(changes)}"] if changes else []
+    return [f" resharded: {', '.join(changes)}"] if changes else []
 
 
 def _open_hf(config: Config, folder: Path) -> Foreign:

@@ -74,7 +74,7 @@ def check(layouts: list[Layout], folder: Path) -> None:
     for asked in layouts:
         said = run_ranks(loaded_by, asked.tp * asked.dp, corpus, asked, layouts, folder, timeout=600)[0]
         for written, text in zip(layouts, said, strict=True):
-            relaid = [line for line in text.splitlines() if line.startswith(" re-laid: ")]
+            relaid = [line for line in text.splitlines() if line.startswith(" resharded: ")]
             assert len(relaid) == (written != asked), text
             assert all(f"{key} {was} -> {now}" in relaid[0] for key, was, now
                        in zip(("tp", "dp", "zero_stage"), written, asked) if was != now)
@@ -119,7 +119,7 @@ def test_another_precision_is_said_explicitly_and_keeps_masters_and_moments(writ
     with patch.object(Checkpoints, "resume", and_save):
         said = train([*again, "--load-precision-change"])
     assert total_digest(tmp_path / "loaded") == total_digest(tmp_path / "s")
-    assert f" re-laid: precision {written} -> {asked}" in said
+    assert f" resharded: precision {written} -> {asked}" in said
     assert ("the loss scale starts anew at 1024" in said) == (asked == "fp16")
     found = steps(tmp_path / "m")
     assert [step["iteration"] for step in found] == [4, 5, 6]
