@@ -1,11 +1,13 @@
 """Checkpoints: pieces of logical tensors and a manifest, readable by any layout; no pickle anywhere.
 
-Read in this order. The first six need no torch, so `list` and `verify` do not either.
+Read in this order. The first eight need no torch, so `list` and `verify` do not either.
 
     strict.py      JSON records whose every field is expected: a missing or unknown one is a CheckpointError
     manifest.py    what a checkpoint is: files with checksums, logical tensors with their pieces
     cut.py         local index <-> logical index under any tensor-parallel cut
-    tags.py        which checkpoints stand under a folder, which is the newest, are they intact
+    recognise.py   what a folder of another program is, and which command reads it
+    tags.py        which checkpoints there are under a folder, and are they intact
+    choice.py      which of them a load takes: the one that is named, that `latest` names, or the newest
     commit.py      how a folder becomes a checkpoint, atomically; what a kill leaves behind and who removes it
     lock.py        one job at a time saves into a folder
     agree.py       all ranks succeed, or all raise the same error

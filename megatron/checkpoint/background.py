@@ -74,13 +74,13 @@ class Background:
         return self._save is not None
 
     def start(self, steps: Saving, then: Callable[[SaveReport], None]) -> None:
-        """Begin a save; `then` is told when it is complete."""
+        """Begin a save; `then` is called when it is complete."""
         assert not self.busy, "wait for the save under way first"
         self._job = _in_thread(next(steps))
         self._save = steps, then
 
     def poll(self) -> None:
-        """Go on if all ranks can, or if one has failed; otherwise return at once."""
+        """Continue if all ranks can, or if one has failed; otherwise return at once."""
         if self.busy and agree(self._state(), self._world, "min") != RUNNING:
             self._advance()
 

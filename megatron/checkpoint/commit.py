@@ -36,7 +36,7 @@ from megatron.errors import CheckpointError, StorageError
 
 STAGING, TRASH = ".staging-", ".trash-"
 SCRIPT = "zero_to_fp32.py"
-"""Stands beside the tags: it turns them into one state dict where this program is not installed."""
+"""Placed beside the tags: it turns them into one state dict where this program is not installed."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def _free(path: Path) -> int | str:
         while not path.exists() and path != path.parent:
             path = path.parent
         disk = shutil.disk_usage(path)
-        return disk.free if disk.total else "unknown"  # some network file systems do not tell
+        return disk.free if disk.total else "unknown"  # some network file systems do not say
     return "unknown"
 
 
@@ -87,7 +87,7 @@ def probe(root: Path) -> None:
 
 
 def _objection(root: Path) -> str | None:
-    """What stands in the way of the folder, where it can be told better than by the system's own words."""
+    """Why the folder cannot be used, where that can be said better than by the system's message."""
     if root.is_symlink() and not root.exists():
         return f"dangling symbolic link to {os.readlink(root)}"
     if not root.parent.is_dir():
@@ -112,7 +112,7 @@ def stage(root: Path, tag: str, run_id: str, say: Say = say_stderr, needed: int 
 
 
 def sweep(root: Path, say: Say = say_stderr) -> None:
-    """Remove what a killed save left, and give a tag that stands aside its name back."""
+    """Remove what a killed save left, and give a tag that was moved aside its name back."""
     for name in sorted(os.listdir(root)):
         if name.startswith(ASIDE):
             _settle(root, name.removeprefix(ASIDE), say)
@@ -128,7 +128,7 @@ def sweep(root: Path, say: Say = say_stderr) -> None:
 
 
 def _settle(root: Path, tag: str, say: Say) -> None:
-    """Finish a replacement that was cut short: forward when the new copy stands, otherwise back."""
+    """Finish a replacement that was cut short: forward if the new copy is there, otherwise back."""
     folder, aside = root / tag, root / (ASIDE + tag)
     if not folder.exists() and (aside / MANIFEST).exists():
         say(f"restoring {folder}, moved aside by an interrupted save")

@@ -4,7 +4,7 @@ A *logical* tensor is what one process without tensor parallelism or padding wou
 over tp ranks it is a row of equal *blocks*, one for each index of the dimensions before `dim` and each of the s
 parts. Flattened, rank r holds in every block the elements [r * local, (r + 1) * local), whatever the shape was: the
 whole cut is two numbers, the length of a block on one rank and the length of a logical block. Padding is where the
-first, times tp, exceeds the second: it stands at the end of each block, on the last ranks.
+first, times tp, exceeds the second: it is at the end of each block, on the last ranks.
 
     qkv weight [3 * 4, h], stride 3, tp 2:   block q   block k   block v      local = 2 * h
                                              0 0 1 1   0 0 1 1   0 0 1 1      logical = 4 * h   (digits: owner of a row)
@@ -21,7 +21,7 @@ from megatron.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Run:
-    """`count` elements that stand together in both the local tensor of `tp_rank` and the logical tensor."""
+    """`count` elements that are consecutive in both the local tensor of `tp_rank` and the logical tensor."""
 
     tp_rank: int
     local: int

@@ -1,7 +1,7 @@
 """One job at a time saves into a folder: a second one would sweep away the first one's staging folder.
 
 The lock is the kernel's (flock), so it goes with the process that holds it and a dead job blocks nobody. The file's
-content only tells people who holds it. Rank 0 takes the lock at start-up, for the whole run. No torch.
+content only names the holder, for people. Rank 0 takes the lock at start-up, for the whole run. No torch.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Vocabulary
     tag     the name of a checkpoint: a folder under the save root, `global_step<N>` or a name of the user's choice
     tensor  one logical tensor, named by kind ("weight", "exp_avg", ...) and parameter name
-    piece   a run of elements of one tensor-parallel rank's flattened local tensor; stored under `key` in `file`
+    piece   consecutive elements of one tensor-parallel rank's flattened local tensor; stored under `key` in `file`
 
 The last field is the crc32 of every byte before it, and each other file of the tag is listed with size and crc32, so
 one flipped bit anywhere in a tag is found. A manifest that parses is whole: its pieces cover every tensor exactly once.
@@ -101,7 +101,7 @@ class TensorEntry:
                                       f"tensor-parallel rank {rank} of {ranks}, found {piece}")
             rank, offset = divmod(rank * numel + offset + piece.count, numel)
         if numel and rank != ranks:
-            raise CheckpointError(f"{self.where}: nothing stands at element {offset} of {numel} of tensor-parallel "
+            raise CheckpointError(f"{self.where}: there is nothing at element {offset} of {numel} of tensor-parallel "
                                   f"rank {rank} of {ranks}")
 
 
@@ -134,7 +134,7 @@ class Manifest:
                 raise CheckpointError(f"{where} is listed twice")
             seen.add((tensor.kind, tensor.name))
             if foreign := [piece.file for piece in tensor.pieces if piece.file not in self.files]:
-                raise CheckpointError(f"{where} stands in {foreign[0]!r}, which is not listed")
+                raise CheckpointError(f"{where} is in {foreign[0]!r}, which is not listed")
             tensor.check_whole()
 
 

@@ -1,4 +1,4 @@
-"""A piece: a run of one parameter's state, as the engine hands it over. See docs/architecture.md.
+"""A piece: consecutive elements of one parameter's state, as the engine hands it over. See docs/architecture.md.
 
 What a kind means is the engine's affair; here "weight" differs from "exp_avg" only by name.
 """
@@ -53,7 +53,7 @@ class Piece:
     def load(self) -> torch.Tensor:
         """The data, which must be finite: a checkpoint one cannot train on is never committed."""
         data = self.data.load() if isinstance(self.data, Deferred) else self.data
-        # The sum meets every non-finite element at memory speed; it can overflow by itself, hence the second look.
+        # A sum finds any non-finite element at memory speed; it can overflow by itself, hence the second look.
         if data.is_floating_point() and not data.sum().isfinite() and not data.isfinite().all():
             raise NumericsError(f"{self.kind} {self.name!r} holds a non-finite value; not saved")
         return data

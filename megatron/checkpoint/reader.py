@@ -1,4 +1,4 @@
-"""Open a checkpoint and read any run of any tensor, whatever layout wrote it.
+"""Open a checkpoint and read any consecutive elements (a *run*) of any tensor, whatever layout wrote it.
 
 The asking side describes its own cut (local shape, partition, tensor-parallel rank) and a run of its flattened local
 tensor; the manifest knows the writing side's. If both cuts are the same, a run of the one is a run of the other.
@@ -170,7 +170,7 @@ class Checkpoint:
         return self._open[name]
 
     def _state(self, stem: str, writer: int) -> dict[str, Any]:
-        """The state in `<stem>.json`; its tensors stand in the files of the rank that wrote it."""
+        """The state in `<stem>.json`; its tensors are in the files of the rank that wrote it."""
         where = f"tag {self.tag}: file {stem}.json"
         files = [name for name in self.manifest.files if name.startswith((f"rank{writer}.s", f"rank{writer}-"))]
 

@@ -13,7 +13,7 @@ The protocol is written once, as the generator `saving`: it yields its slow part
 talks to no other rank, so it may run anywhere: `save` does each at once, background.py in a thread while training goes
 on. Whoever drives the generator calls `answer` on every rank when the job is done there; the rest is in that call.
 
-Memory of a save: one tensor of a rank's share (on the CPU none: it is read where it stands), two blocks of 8 MB and the
+Memory of a save: one tensor of a rank's share (on the CPU none: it is written in place), two blocks of 8 MB and the
 manifest.
 """
 
@@ -157,7 +157,7 @@ class _Share:
 
 
 def _share(rank: int, pieces: list[Piece], states: Mapping[str, Mapping[str, Any]], hold: Hold | None) -> _Share:
-    """Tensors of the states stand in the same files as the pieces."""
+    """Tensors of the states are in the same files as the pieces."""
     items: list[Item] = []
     texts = {f"{stem}.json": _text(encode(state, stem, items)) for stem, state in states.items()}
     items += [piece.item() for piece in pieces]

@@ -1,4 +1,4 @@
-"""How a pretraining run is saved and resumed: what it may differ in from the run of its checkpoint, what it is told.
+"""How a pretraining run is saved and resumed: what may differ from the run of its checkpoint, and what it reports.
 
 The engine saves and restores itself (zero/saved.py); the loop's own state travels as its client state: where it is in
 the data, which data that is, and the learning rate schedule it follows.
@@ -227,7 +227,7 @@ def _precision(config: Mapping[str, Any]) -> str:
 
 
 def _relaid(engine: Engine, found: Checkpoint, precision: str) -> list[str]:
-    """What was laid out anew for this run, in one line; none where nothing was."""
+    """What was resharded for this run, in one line; none where nothing was."""
     saved, present = {**found.layout, "precision": _precision(found.config)}, {**engine.layout, "precision": precision}
     changes = [f"{key} {saved.get(key)} -> {now}" for key, now in present.items() if saved.get(key) != now]
     if saved["precision"] != precision == "fp16":

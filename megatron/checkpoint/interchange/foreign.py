@@ -96,7 +96,7 @@ LEGACY_NAMES = ("argparse.Namespace", "numpy.core.multiarray._reconstruct", "num
 
 @final
 class Inert:
-    """Stands for anything but tensors and plain values that a torch file names: attributes at most, never code."""
+    """In place of anything but tensors and plain values that a torch file names: attributes at most, never code."""
 
     def __init__(self, *values: object) -> None:
         self.values = values

@@ -1,7 +1,7 @@
 """What DeepSpeed's users know for getting fp32 weights out of a checkpoint, as functions.
 
 They read through zero_to_fp32.py, the program that is copied beside the tags, so both give the same bytes. One tensor
-is in memory at a time, besides what is returned. Not for going on with training: that is `load_checkpoint`.
+is in memory at a time, besides what is returned. Not for resuming a run: that is `load_checkpoint`.
 """
 
 from __future__ import annotations

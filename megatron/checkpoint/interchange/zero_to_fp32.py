@@ -8,11 +8,12 @@ The first argument is the folder of the tags, or one tag's; the second a file, o
 `pytorch_model.bin` (`model.safetensors` with --safe_serialization). Larger than --max_shard_size, the output is several
 files and an index, as Hugging Face's loaders expect them. Exit codes: 0 good, 2 usage, 4 damaged, 7 not writable.
 
-This file stands alone: a copy of it lies beside the tags it can read, and needs Python and numpy, and torch only to
+This file is complete in itself: a copy of it is in every save root, and needs Python and numpy, and torch only to
 write a `.bin`. Every byte of the files it reads is checked first; no more than one output file is in memory at a time,
 for `.safetensors` no more than one tensor.
 
-A *piece* is a run of elements of one tensor parallel rank's flattened part of a tensor; the manifest lists them.
+A *piece* is a number of consecutive elements of one tensor parallel rank's flattened part of a tensor; the manifest
+lists them.
 """
 
 from __future__ import annotations
@@ -76,13 +77,13 @@ class Tag:
         self._headers: dict[str, tuple[int, dict[str, Any]]] = {}
 
     def entries(self, exclude_frozen: bool = False) -> list[Entry]:
-        """The weights and the model's buffers, by name; every file they stand in is verified."""
+        """The weights and the model's buffers, by name; every file they are in is verified."""
         tensors = [tensor for tensor in self.manifest["tensors"] if tensor["kind"] == "weight"]
         if exclude_frozen:
             learnt = {tensor["name"] for tensor in self.manifest["tensors"] if tensor["kind"] != "weight"}
             if not learnt:
                 raise Usage(f"--exclude_frozen_parameters: {self.folder.name} holds no optimizer state, which would "
-                            "tell what is frozen; leave the flag out")
+                            "show what is frozen; leave the flag out")
             tensors = [tensor for tensor in tensors if tensor["name"] in learnt]
         for name in sorted({piece["file"] for tensor in tensors for piece in tensor["pieces"]}):
             self.verify(name)
@@ -119,26 +120,26 @@ class Tag:
             yield self._buffer(name, file, value["$tensor"])
 
     def _buffer(self, name: str, file: str, key: str) -> Entry:
-        told = self._header(file)[1][key]
-        shape, floats = tuple(told["shape"]), told["dtype"] in ("F64", "F32", "F16", "BF16")
+        said = self._header(file)[1][key]
+        shape, floats = tuple(said["shape"]), said["dtype"] in ("F64", "F32", "F16", "BF16")
 
         def load() -> Array:
             data, dtype = self._read(file, key, 0, prod(shape))
             return (as_fp32(data, dtype) if floats else data).reshape(shape)
 
-        return Entry(name, shape, "<f4" if floats else DTYPES[told["dtype"]], load)
+        return Entry(name, shape, "<f4" if floats else DTYPES[said["dtype"]], load)
 
     def verify(self, name: str) -> None:
         """Size and checksum of one file."""
-        told, path = self.manifest["files"].get(name), self.folder / name
-        if told is None or not SAFE_NAME.fullmatch(name):
+        said, path = self.manifest["files"].get(name), self.folder / name
+        if said is None or not SAFE_NAME.fullmatch(name):
             raise Damaged(f"{self.folder}: file {name!r:.80} is not listed in the manifest")
         size, crc = 0, 0
         with reading(path), open(path, "rb") as file:
             while data := file.read(BLOCK):
                 size, crc = size + len(data), crc32(data, crc)
-        if (size, f"{crc:08x}") != (told["size"], told["crc32"]):
-            raise Damaged(f"{path}: damaged: expected {told['size']} bytes of crc32 {told['crc32']}, found {size} of "
+        if (size, f"{crc:08x}") != (said["size"], said["crc32"]):
+            raise Damaged(f"{path}: damaged: expected {said['size']} bytes of crc32 {said['crc32']}, found {size} of "
                           f"{crc:08x}; take another tag with -t")
 
     def _header(self, name: str) -> tuple[int, dict[str, Any]]:
@@ -152,14 +153,14 @@ class Tag:
     def _read(self, name: str, key: str, start: int, count: int) -> tuple[Array, str]:
         """Elements of one stored tensor, and what type the file says they are."""
         base, header = self._header(name)
-        told = header[key]
-        dtype = np.dtype(DTYPES[told["dtype"]])
+        said = header[key]
+        dtype = np.dtype(DTYPES[said["dtype"]])
         with reading(self.folder / name):
-            offset = base + told["data_offsets"][0] + start * dtype.itemsize
+            offset = base + said["data_offsets"][0] + start * dtype.itemsize
             data = np.fromfile(self.folder / name, dtype, count, offset=offset)
         if len(data) != count:
             raise Damaged(f"{self.folder / name}: {key!r}: {count} elements expected, found {len(data)}")
-        return data, told["dtype"]
+        return data, said["dtype"]
 
 
 def open_tag(folder: Path, tag: str | None = None) -> Tag:
@@ -224,7 +225,7 @@ def logical_shape(cut: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def runs(cut: Mapping[str, Any], tp_rank: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """(local, logical, count) of what stands together in both in [start, stop) of a rank's part; no padding.
+    """(local, logical, count) of what is consecutive in both in [start, stop) of a rank's part; no padding.
 
     Flattened, a rank holds the same part of every block: of each index before `dim`, of each of the `stride` parts.
     """

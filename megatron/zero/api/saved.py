@@ -140,7 +140,7 @@ def _check_optimizer(engine: ZeroEngine, found: Checkpoint) -> None:
         what = (f"holds the optimizer state of {saved}, not of {engine.rule.name}" if saved != engine.rule.name else
                 f"holds no optimizer state ({', '.join(missing)}): saved without")
         raise CheckpointError(
-            f"{where} {what}; to go on from the weights alone give --no-load-optim or --finetune "
+            f"{where} {what}; to resume from the weights alone give --no-load-optim or --finetune "
             "(load_optimizer_states=False)")
 
 
@@ -168,7 +168,7 @@ def _check_shapes(engine: ZeroEngine, found: Checkpoint, optimizer: bool) -> Non
             expected = sharding_of(slot.shape, slot.partition, engine.groups.tp.size).shape
             for kind in kinds if bucket.trainable else ("weight",):
                 if (kind, slot.name) not in found.tensors:
-                    if kind == "weight":  # not strict, or its absence is told by _check_names
+                    if kind == "weight":  # not strict, or _check_names reports its absence
                         continue
                     raise CheckpointError(f"{where} holds no {kind} of {slot.name!r}: it was frozen then; "
                                           "load_optimizer_states=False starts the optimizer anew")

@@ -75,14 +75,14 @@ CHANGES: list[tuple[str, Callable[[dict[str, Any]], object]]] = [
     ("tag '/tmp' is not a plain name", lambda m: m.update(tag="/tmp")),
     ("weight 'w': pieces..: field 'key' is missing", lambda m: m["tensors"][0]["pieces"][0].pop("key")),
     ("weight 'w': sharding: unknown field 'x'", lambda m: m["tensors"][0]["sharding"].update(x=1)),
-    ("stands in 'rank9.json', which is not", lambda m: m["tensors"][0]["pieces"][0].update(file="rank9.json")),
+    ("is in 'rank9.json', which is not", lambda m: m["tensors"][0]["pieces"][0].update(file="rank9.json")),
     ("weight 'w' is listed twice", lambda m: m["tensors"].append(m["tensors"][0])),
-    ("nothing stands at element 3 of 8 of tensor-parallel rank 1 of 2", lambda m: m["tensors"][0]["pieces"].pop()),
+    ("there is nothing at element 3 of 8 of tensor-parallel rank 1 of 2", lambda m: m["tensors"][0]["pieces"].pop()),
     ("expected a piece at element 0 of 8 of tensor-parallel rank 1 of 2", lambda m: m["tensors"][0]["pieces"].pop(1)),
     ("expected a piece at element 0 of 8 of tensor-parallel rank 0 of 2", lambda m: m["tensors"][0]["pieces"].pop(0)),
     ("expected a piece at element 3", lambda m: m["tensors"][0]["pieces"][2].update(count=6)),
     ("no such cut", lambda m: m["tensors"][0]["sharding"].update(stride=3)),
-    ("nothing stands at element 0 of 8 of tensor-parallel rank 2",
+    ("there is nothing at element 0 of 8 of tensor-parallel rank 2",
      lambda m: m["tensors"][0]["sharding"].update(tp_size=10**18)),
 ]
 

@@ -166,7 +166,7 @@ def test_finite_values_whose_sum_overflows_are_saved(tmp_path: Path) -> None:
 
 def test_a_tensor_that_is_not_whole_is_not_committed(tmp_path: Path) -> None:
     save_solo(tmp_path, 1)
-    with pytest.raises(CheckpointError, match="weight 'w': nothing stands at element 3 of 4"):
+    with pytest.raises(CheckpointError, match="weight 'w': there is nothing at element 3 of 4"):
         save_one(tmp_path, torch.zeros(3))
     check_untouched(tmp_path)
 
