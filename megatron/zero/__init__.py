@@ -63,6 +63,7 @@ _ALIASES = {
     "checkpointing": ("megatron.recompute.deepspeed", None),
     "comm": ("torch.distributed", None),
     "zero": (__name__, None),
+    "__version__": ("megatron.version", "__version__"),
 }
 """What DeepSpeed calls what: a name of a module, or the module itself."""
 
@@ -112,8 +113,6 @@ def __getattr__(name: str) -> Any:
     if name in _ALIASES:
         module, member = _ALIASES[name]
         return getattr(import_module(module), member) if member else import_module(module)
-    if name == "__version__":
-        return import_module("megatron.zero.api.version").version()
     if name in _REFUSED:
         raise AttributeError(f"megatron.zero.{name} is not supported: {_REFUSED[name]}")
     if name not in _MODULE_OF:

@@ -1,0 +1,79 @@
+"""What a client saves comes back exactly, types included, through text and tensors alone; the rest is refused."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from megatron import zero
+from megatron.checkpoint.state import decode, encode
+from megatron.checkpoint.tensorfile import Item
+from megatron.errors import CheckpointError
+
+CONFIG = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+
+
+def there_and_back(value: Any) -> Any:
+    items: list[Item] = []
+    text = json.dumps(encode(value, "client", items))
+    tensors = {item.key: item.load() for item in items}
+    return decode(json.loads(text), tensors.__getitem__)
+
+
+@pytest.mark.parametrize("value", [
+    None, True, 1, 2.5, "text", math.inf, [1, (2, [3, ()])], (1,), {"a": (1, {"b": [2]})}, {1: "one", (2, 3): 4, "x": 5},
+    {"$tensor": "mine", "$x": 1}, {"$tuple": [1]}, {"": 1}, {1, 2}, frozenset({"a"}), set(), b"\x00\xff", Path("a/b"),
+    argparse.Namespace(lr=0.1, steps=(1, 2)), np.float32(0.1), np.int64(7), np.bool_(True), {None: 1, True: 2},
+], ids=repr)
+def test_a_value_comes_back_as_it_was(value: Any) -> None:
+    found = there_and_back(value)
+    assert found == value and type(found) is type(value)
+
+
+def test_tensors_go_beside_the_text() -> None:
+    found = there_and_back({"x": [(torch.arange(3), torch.ones((), dtype=torch.bfloat16))]})["x"][0]
+    assert type(found) is tuple and torch.equal(found[0], torch.arange(3)) and found[1].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16", "int8", "uint32", "bool", "complex64", ">i4", "<U3", "S2"])
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3)])
+def test_an_array_comes_back_with_shape_dtype_and_bits(dtype: str, shape: tuple[int, ...]) -> None:
+    array = np.arange(math.prod(shape)).reshape(shape).astype(dtype)
+    found = there_and_back({"x": array[::-1] if array.ndim else array})["x"]
+    np.testing.assert_array_equal(found, array[::-1] if array.ndim else array)
+    assert found.dtype == array.dtype and found.shape == array.shape and found.flags.writeable
+
+
+@pytest.mark.parametrize("value", [object(), nn.Linear(1, 1), np.array([None]), {"deep": [len]}], ids=repr)
+def test_anything_else_is_refused_by_its_path(value: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"^state client[^\n]*: [^\n]*; save [^\n]+$"):
+        encode({"mine": value}, "client", [])
+
+
+def test_random_states_go_through_a_checkpoint_as_megatron_saves_them(tmp_path: Path) -> None:
+    """The state dict that scripts of Megatron's time hand to save_checkpoint."""
+    random.seed(5)
+    np.random.seed(6)
+    torch.manual_seed(7)
+    state = {"iteration": np.int64(3), "random_rng_state": random.getstate(),
+             "np_rng_state": np.random.get_state(), "torch_rng_state": torch.get_rng_state(),
+             "args": argparse.Namespace(lr=1e-3, split=(1, 2))}
+    wanted = random.random(), np.random.rand(), torch.rand(1)
+    engine = zero.initialize(model=nn.Linear(1, 1), config=CONFIG)[0]
+    engine.save_checkpoint(tmp_path, client_state=state)
+    found: Any = engine.load_checkpoint(tmp_path)[1]
+    random.setstate(found["random_rng_state"])
+    np.random.set_state(found["np_rng_state"])
+    torch.set_rng_state(found["torch_rng_state"])
+    assert (random.random(), np.random.rand(), torch.rand(1)) == wanted
+    assert found["args"] == state["args"] and found["iteration"] == 3
+    assert {path.suffix for path in tmp_path.rglob("*") if path.is_file()} <= {".json", ".safetensors", ".py", ""}
