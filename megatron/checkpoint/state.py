@@ -46,8 +46,8 @@ def encode(value: object, path: str, items: list[Item]) -> Any:
     if isinstance(value, bool | int | float | str):  # an enum, for one
         return value
     raise CheckpointError(f"state {path}: a checkpoint holds JSON values and tensors, tuples, sets, bytes, paths, "
-                          f"Namespaces and NumPy's arrays and numbers, not {type(value).__name__}; save what it is made "
-                          "of, such as its state_dict()")
+                          f"Namespaces and NumPy's arrays and numbers, not {type(value).__name__}; save what it "
+                          "is made of, such as its state_dict()")
 
 
 def _mapping(value: Mapping[Any, Any], path: str, items: list[Item]) -> Any:

@@ -30,7 +30,8 @@ def there_and_back(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("value", [
-    None, True, 1, 2.5, "text", math.inf, [1, (2, [3, ()])], (1,), {"a": (1, {"b": [2]})}, {1: "one", (2, 3): 4, "x": 5},
+    None, True, 1, 2.5, "text", math.inf, [1, (2, [3, ()])], (1,), {"a": (1, {"b": [2]})},
+    {1: "one", (2, 3): 4, "x": 5},
     {"$tensor": "mine", "$x": 1}, {"$tuple": [1]}, {"": 1}, {1, 2}, frozenset({"a"}), set(), b"\x00\xff", Path("a/b"),
     argparse.Namespace(lr=0.1, steps=(1, 2)), np.float32(0.1), np.int64(7), np.bool_(True), {None: 1, True: 2},
 ], ids=repr)

@@ -171,8 +171,7 @@ def test_a_tensor_that_is_not_whole_is_not_committed(tmp_path: Path) -> None:
     check_untouched(tmp_path)
 
 
-@pytest.mark.parametrize("value", [{1, 2}, {1: 2}, object(), {"$tensor": 1}, torch.zeros(2, dtype=torch.complex64)],
-                         ids=["set", "int key", "object", "mark", "complex"])
+@pytest.mark.parametrize("value", [object(), torch.zeros(2, dtype=torch.complex64)], ids=["object", "complex"])
 def test_a_state_that_is_no_json_is_refused_by_its_path(tmp_path: Path, value: object) -> None:
     save_solo(tmp_path, 1)
     with pytest.raises(CheckpointError, match="state shared/client/0/x: "):
@@ -180,12 +179,12 @@ def test_a_state_that_is_no_json_is_refused_by_its_path(tmp_path: Path, value: o
     check_untouched(tmp_path)
 
 
-def test_states_come_back_equal_but_for_tuples(tmp_path: Path) -> None:
+def test_states_come_back_equal(tmp_path: Path) -> None:
     state = {"a": [1, (2.5, None)], "b": {"text": "é\n", "on": True}, "big": 1 << 100, "t": torch.arange(3)}
     save_one(tmp_path, torch.zeros(4), shared_state=state)
     found = open_checkpoint(tmp_path).shared_state
     assert torch.equal(found.pop("t"), state["t"])
-    assert found == {"a": [1, [2.5, None]], "b": {"text": "é\n", "on": True}, "big": 1 << 100}
+    assert found == {"a": [1, (2.5, None)], "b": {"text": "é\n", "on": True}, "big": 1 << 100}
 
 
 def test_deferred_data_is_fetched_once_when_written(tmp_path: Path) -> None:
