@@ -19,7 +19,7 @@ SHORT_NAMES = {"zero": "megatron.zero", "recompute": "megatron.recompute"}
 OF_OTHERS = frozenset("""
     --local_rank --warmup-type log --ntasks-per-node --gpus-per-node --nodes --signal --array --additional-suffix
     --dtype --learning-rate --epochs --device --pipeline-model-parallel-size --help --help-all --logdir --train-dta
-    --name --no-name --version
+    --name --no-name --version --install
 """.split())
 """Flags that pages name though no program of ours has them: Slurm's, other programs', and those we explain away."""
 
