@@ -90,8 +90,6 @@ _TOP: dict[str, Row] = {
     **_together("gradient_accumulation_steps", COUNT),
     "fp32_allreduce": Old(("communication_data_type",), BOOLEAN, lambda given: "fp32" if given else None),
     "data_types.grad_accum_dtype": Only((None, "fp32"), "sums over micro-batches are taken in fp32"),
-    "prescale_gradients": Only((False,), "gradients are summed first and divided once, inside the optimizer"),
-    "gradient_predivide_factor": Only((1.0,), "gradients are summed first and divided once, inside the optimizer"),
     "sparse_gradients": Only((False,), "gradients are reduced as dense tensors; make embeddings without sparse=True"),
     "disable_allgather": Only((False,), "ranks always collect the updated weights; allgather_partitions says how"),
     "seq_parallel_comm_data_type": Only((None, "fp32"), "there is no sequence parallelism here"),

@@ -28,11 +28,11 @@ class PrecisionConfig:
                                json="fp16.min_loss_scale")
     auto_cast: bool = setting(
         False, "fp16, in zero.initialize: cast floating point inputs of the engine's forward", json="fp16.")
-    fp32_allreduce: bool = setting(
-        False, "reduce 16-bit gradients over data parallel in fp32",
-        json=Key("communication_data_type", choice("fp32"), lambda given: given == "fp32", nullable=True, default="",
-                 refused=dict.fromkeys(("fp16", "bf16", "fp8"), "gradients are reduced in the working precision, or "
-                                                                "in fp32")))
+    communication_data_type: Literal["fp32", "fp16", "bf16"] | None = setting(
+        None, "precision in which gradients are sent between ranks (default: that in which they are accumulated)",
+        json=Key("communication_data_type", choice("fp32", "fp16", "bf16"), nullable=True,
+                 refused={"fp8": "gradients are sent in 16 or 32 bits"}))
+    fp32_allreduce: bool = setting(False, "the old name of --communication-data-type fp32")
 
     def __post_init__(self) -> None:
         require(
@@ -44,9 +44,17 @@ class PrecisionConfig:
             self.loss_scale is None or self.fp16,
             f"--loss-scale {self.loss_scale} needs --fp16: other precisions are not scaled",
         )
+        require(not self.fp32_allreduce or self.communication_data_type in (None, "fp32"),
+                f"--fp32-allreduce and --communication-data-type {self.communication_data_type} contradict each other: "
+                "give one of them")
         require(self.fp16 or not self.auto_cast, "--auto-cast needs --fp16: it casts inputs to fp16")
         require(self.min_scale <= self.initial_loss_scale,
                 f"--min-scale {self.min_scale:g} is above --initial-loss-scale {self.initial_loss_scale:g}")
+
+    @property
+    def communication(self) -> Literal["fp32", "fp16", "bf16"] | None:
+        """The precision that gradients are sent in; None: as they are accumulated."""
+        return "fp32" if self.fp32_allreduce else self.communication_data_type
 
     @property
     def name(self) -> Literal["fp32", "fp16", "bf16"]:

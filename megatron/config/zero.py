@@ -22,6 +22,12 @@ class ZeroConfig:
         json=Key(_HERE, nullable=True, help="DeepSpeed's default: at stage 3 only"))
     reduce_scatter: bool = setting(True, "reduce gradients to their owner only (--no-reduce-scatter: to all ranks)",
                                    "zero-reduce-scatter", json=_HERE)
+    prescale_gradients: bool = setting(
+        False, "divide gradients by the data parallel size before they are reduced, not after",
+        json="prescale_gradients")
+    gradient_predivide_factor: float = setting(
+        1.0, "divide gradients by this before they are reduced, and by the rest of the data parallel size after",
+        json="gradient_predivide_factor")
     reduce_bucket_size: int = setting(500_000_000, "gradients reduced at a time", "zero-reduce-bucket-size",
                                       json=_HERE)
     allgather_partitions: bool = setting(
@@ -46,6 +52,10 @@ class ZeroConfig:
 
     def __post_init__(self) -> None:
         require(self.zero_stage in (0, 1, 2, 3), f"--zero-stage is {self.zero_stage}: expected 0, 1, 2 or 3")
+        require_range(self, "gradient_predivide_factor", 0, 2.0**64, open_low=True)
+        require(not self.prescale_gradients or self.gradient_predivide_factor == 1,
+                f"--prescale-gradients divides by the data parallel size, --gradient-predivide-factor by "
+                f"{self.gradient_predivide_factor:g}: give one of them")
         require_range(self, "reduce_bucket_size allgather_bucket_size sub_group_size", 1, 2**63 - 1)
         require_range(self, "stage3_max_live_parameters stage3_max_reuse_distance", 0, 2**63 - 1)
         require_range(self, "stage3_prefetch_bucket_size stage3_param_persistence_threshold", 0, 2**63 - 1)

@@ -112,12 +112,14 @@ class Run:
     @cached_property
     def sums(self) -> int:
         """Bytes of a gradient as it is added up: over micro-batches, or over ranks where asked for, in fp32."""
-        return FP32 if self.config.precision.fp32_allreduce or self.accumulation > 1 else self.work
+        precision = self.config.precision
+        wide = self.accumulation > 1 or precision.communication not in (None, precision.name)
+        return FP32 if wide else self.work
 
     @cached_property
     def grads(self) -> int:
         """Bytes of a gradient as backward leaves it."""
-        in_place = self.config.precision.fp32_allreduce or not self.policy.split_grads
+        in_place = self.config.precision.communication == "fp32" or not self.policy.split_grads
         return self.sums if in_place else self.work
 
     @cached_property

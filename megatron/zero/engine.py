@@ -46,15 +46,17 @@ class ZeroEngine:
         self._in_no_sync = False
         self.last_report: StepReport | None = None
         _copy_buffers_from_first(module, groups)
+        travel = wire(zero, groups.dp.size)
         group_of = {parameter: number for number, group in enumerate(param_groups) for parameter in group["params"]}
         self._units = build_units(module, Cut(
-            self._policy, wire(zero), dtypes(self._policy, precision, accumulation), groups.dp, device,
+            self._policy, travel, dtypes(self._policy, precision, accumulation), groups.dp, device,
             zero.stage3_param_persistence_threshold, group_of.__getitem__))
         connect_sinks(self._units)
         scaling = scale_rule(precision)
         self.state = State(self._units, rule, scaling.start(), groups.world, loads_masters=zero.load_from_fp32_weights)
         self.buckets, self.frozen = self.state.buckets, self.state.frozen
-        self._step = Step(self.state, groups, rule, param_groups, scaling, clip_grad=clip_grad)
+        self._step = Step(self.state, groups, rule, param_groups, scaling, clip_grad=clip_grad,
+                          divisor=groups.dp.size / travel.predivide)
         self.residency = Residency(self._units, max_live=zero.stage3_max_live_parameters,
                                    reuse_distance=zero.stage3_max_reuse_distance,
                                    prefetch_limit=zero.stage3_prefetch_bucket_size if zero.overlap_comm else 0)

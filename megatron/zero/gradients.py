@@ -157,20 +157,26 @@ class FlatGradients:
         for index, slot in enumerate(self.layout.slots):
             if index not in self.filled:
                 grads[slot.offset : slot.end].zero_()
+        if self._wire.predivide != 1:
+            grads.mul_(1 / self._wire.predivide)
         mine = self._own(grads)
         outlives = self._keeps_shard and self._shard is None and self._owners.size > 1  # the whole gradient
         if outlives or self._dtypes.grad_shard != self._dtypes.grads:
             mine = torch.empty_like(mine, dtype=self._dtypes.grad_shard)
-        self._sum, at_a_time = mine, self._wire.gradients_at_a_time
-        if self._owners.size == 1 and mine.dtype == grads.dtype:
-            self._departure = all_reduce_into(grads, self._replicas, at_a_time=at_a_time)
-        elif self._wire.scatter:
-            self._departure = reduce_scatter_into(mine, grads, self._owners, at_a_time)
-        else:
-            everything = all_reduce_into(grads, self._owners, at_a_time=at_a_time)
-            self._departure = Pending([everything], partial(_fill, mine, self._own(grads)))
+        self._sum, self._departure = mine, self._send(grads.to(self._dtypes.sent or grads.dtype), mine)
         if not self._wire.overlap:
             self._departure.wait()
+
+    def _send(self, grads: Tensor, mine: Tensor) -> Pending:
+        """mine <- this rank's part of the sum of every rank's `grads`."""
+        at_a_time = self._wire.gradients_at_a_time
+        if self._owners.size > 1 and self._wire.scatter:
+            return reduce_scatter_into(mine, grads, self._owners, at_a_time)
+        group = self._replicas if self._owners.size == 1 else self._owners
+        own, everything = self._own(grads), all_reduce_into(grads, group, at_a_time=at_a_time)
+        if own.data_ptr() == mine.data_ptr():
+            return everything
+        return Pending([everything], partial(_fill, mine, own))
 
     def finish_reduce(self) -> None:
         """The sum over data parallel stands in `shard` when this returns."""

@@ -57,11 +57,14 @@ class Wire:
     """Gradients go into the flat buffer one by one as they are made, not together once a unit has them all."""
     overlap: bool = True
     """Backward and forward go on while numbers travel."""
+    predivide: float = 1.0
+    """Gradients are divided by this before they are summed over the ranks: their sum stays in the range of 16 bits."""
 
 
-def wire(zero: ZeroConfig) -> Wire:
+def wire(zero: ZeroConfig, dp_size: int) -> Wire:
     return Wire(zero.reduce_bucket_size, zero.allgather_bucket_size, zero.reduce_scatter,
-                not zero.allgather_partitions, zero.contiguous_gradients, zero.overlap_comm)
+                not zero.allgather_partitions, zero.contiguous_gradients, zero.overlap_comm,
+                dp_size if zero.prescale_gradients else zero.gradient_predivide_factor)
 
 
 def notes(zero: ZeroConfig, *, precision: str, on_cuda: bool) -> list[str]:

@@ -15,20 +15,25 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Dtypes:
-    """Of one bucket: weights as they are used, gradients as backward leaves them, gradients as they are summed."""
+    """Of one bucket: weights as they are used, gradients as backward leaves them, as they are summed, and as they are
+    sent."""
 
     work: torch.dtype = torch.float32
     grads: torch.dtype = torch.float32
     grad_shard: torch.dtype = torch.float32
+    sent: torch.dtype | None = None
+    """None: as backward leaves them."""
 
 
 def dtypes(policy: Policy, precision: PrecisionConfig, accumulation: int) -> Dtypes:
-    """A sum over several 16-bit micro-batches, or over ranks where asked for, is taken in fp32."""
+    """A sum over several 16-bit micro-batches is taken in fp32, and so is one over ranks of what is sent in another
+    precision than that of the weights."""
     work = DTYPES[precision.name]
-    wide = precision.fp32_allreduce or accumulation > 1
+    sent = None if precision.communication is None else DTYPES[precision.communication]
+    wide = accumulation > 1 or sent not in (None, work)
     sums = torch.float32 if wide else work
-    in_place = precision.fp32_allreduce or not policy.split_grads  # the sum over micro-batches is taken in `grads`
-    return Dtypes(work, sums if in_place else work, sums)
+    in_place = sent == torch.float32 or not policy.split_grads  # the sum over micro-batches is taken in `grads`
+    return Dtypes(work, sums if in_place else work, sums, sent)
 
 
 def scale_rule(precision: PrecisionConfig) -> LossScaleRule:

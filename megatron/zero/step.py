@@ -1,7 +1,8 @@
 """Step: the optimizer step. Norm and overflow, clipping, the rule over spans of the shards, and new weights published.
 
-Gradients arrive as sums over data parallel that carry the loss scale; both are divided out by one factor together with
-clipping, so that they are read once. Nothing here knows of modules, passes or micro-batches.
+Gradients arrive as sums over data parallel that carry the loss scale; both are divided out by one factor, together
+with clipping, so that they are read once. (What was divided before the sum is not divided again.) Nothing here knows
+of modules, passes or micro-batches.
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ class Step:
     """Takes optimizer steps: call it when the gradients of all buckets have been reduced."""
 
     def __init__(self, state: State, groups: Groups, rule: Rule, param_groups: Sequence[ParamGroup],
-                 scale_rule: LossScaleRule, *, clip_grad: float) -> None:
+                 scale_rule: LossScaleRule, *, clip_grad: float, divisor: float) -> None:
         self._state, self._groups, self._rule, self._param_groups = state, groups, rule, param_groups
         self._scale_rule, self._clip_grad = scale_rule, clip_grad
+        self._divisor = divisor  # what turns the sums over ranks into means
         self._overflows_in_a_row = 0
 
     def __call__(self, trace: int) -> StepReport:
@@ -52,7 +54,7 @@ class Step:
         digest of what this rank ran, which all ranks must agree on."""
         counters = self._state.counters
         scale = counters.scaler.scale
-        per_unit = 1.0 / (scale * self._groups.dp.size)
+        per_unit = 1.0 / (scale * self._divisor)
         norm = self._norm(trace) * per_unit
         applied = math.isfinite(norm)
         if applied:

@@ -1,0 +1,173 @@
+"""What gradients are sent in, and what they are divided by before: an oracle casts, sums and compares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron import zero
+from megatron.errors import ConfigError
+from megatron.zero.api.engine import Engine
+from mpu import collectives
+from tests.distributed import run_ranks
+
+N, STAGES = 200, (0, 1, 2, 3)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Dot(nn.Module):
+    """Its gradient is its input, whatever the weights are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(N))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).sum()
+
+
+def engine_of(stage: int, work: str = "fp32", accumulation: int = 1, **keys: Any) -> Engine:
+    precision: dict[str, Any] = {} if work == "fp32" else {work: {"enabled": True}}
+    if work == "fp16":
+        precision["fp16"] |= {"initial_scale_power": 0, "loss_scale_window": 1000}
+    return zero.initialize(model=Dot(), config={
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}}, **precision, **keys,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}})[0]
+
+
+def inputs(rank: int, number: int, work: str) -> Tensor:
+    return torch.randn(N, generator=torch.Generator().manual_seed(10 * rank + number)).to(DTYPES[work])
+
+
+def summed(engine: Engine) -> dict[int, Tensor]:
+    """Start in the parameter -> run of the gradient, summed over the ranks and micro-batches, that this rank has."""
+    return {segment.slot_offset: run.clone() for bucket in engine.core.buckets for segment, run in bucket.grads.parts()}
+
+
+@contextmanager
+def types_on_the_wire() -> Iterator[set[torch.dtype]]:
+    """The floating point types that are sent meanwhile, by sends or all-reduces."""
+    seen: set[torch.dtype] = set()
+    point_to_point, all_reduce = collectives.dist.P2POp, collectives.dist.all_reduce
+
+    def operation(op: Any, x: Tensor, *args: Any) -> Any:
+        seen.add(x.dtype)
+        return point_to_point(op, x, *args)
+
+    def reduce(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.add(x.dtype)
+        return all_reduce(x, *args, **kwargs)
+
+    with patch.object(collectives.dist, "P2POp", operation), patch.object(collectives.dist, "all_reduce", reduce):
+        yield seen
+
+
+def oracle(stage: int, work: str, sent: str | None, accumulation: int, world: int) -> Tensor:
+    """The sum over ranks and micro-batches as the guide describes it, for two ranks."""
+    micro = [[inputs(rank, number, work) / accumulation for number in range(accumulation)] for rank in range(world)]
+    if stage < 2:  # micro-batches are added up on each rank, in fp32 if there are several, and then sent
+        wide = torch.float32 if accumulation > 1 or sent not in (None, work) else DTYPES[work]
+        leaving = [[torch.stack([x.to(wide) for x in of_rank]).sum(0)] for of_rank in micro]
+    else:
+        leaving = micro
+    total = torch.zeros(N)
+    for number in range(len(leaving[0])):
+        cast = [of_rank[number].to(DTYPES[sent] if sent else of_rank[number].dtype) for of_rank in leaving]
+        over_ranks = torch.stack([x.float() for x in cast]).sum(0)
+        if stage == 0 or accumulation == 1 and sent in (None, work):  # the backend's sum, or a 16-bit shard
+            over_ranks = over_ranks.to(cast[0].dtype).float()
+        total += over_ranks
+    return total
+
+
+def differences(rank: int, world: int) -> list[str]:
+    found = []
+    for stage, work, sent, accumulation in product(STAGES, DTYPES, (None, *DTYPES), (1, 2)):
+        engine = engine_of(stage, work, accumulation, communication_data_type=sent)
+        case = f"stage {stage}, {work} sent as {sent}, {accumulation} micro-batches"
+        with types_on_the_wire() as seen:
+            for number in range(accumulation):
+                engine.backward(engine(inputs(rank, number, work)))
+                if number < accumulation - 1:
+                    engine.step()
+        wanted = oracle(stage, work, sent, accumulation, world)
+        runs = summed(engine)
+        if not all(torch.equal(run.float(), wanted[start:start + len(run)]) for start, run in runs.items()):
+            found.append(f"{case}: other sums")
+        as_accumulated = torch.float32 if stage < 2 and accumulation > 1 else DTYPES[work]
+        if seen != {DTYPES[sent] if sent else as_accumulated}:
+            found.append(f"{case}: sent as {seen}")
+        if any(bucket.master.dtype != torch.float32 for bucket in engine.core.buckets):
+            found.append(f"{case}: masters")
+    return found
+
+
+def test_gradients_are_sent_in_the_precision_that_is_asked_for() -> None:
+    assert run_ranks(differences, 2) == [[], []]
+
+
+def trained(rank: int, engine: Engine, work: str = "fp32") -> Tensor:
+    for number in range(4):
+        engine.backward(engine(inputs(rank, number, work)))
+        engine.step()
+    with zero.GatheredParameters(engine.module.parameters()):
+        return engine.module.get_parameter("weight").detach().clone()
+
+
+def divided(rank: int, world: int) -> dict[str, float]:
+    """By how much dividing before the sum changes the weights, relative to their size."""
+    found = {}
+    for stage, work, accumulation in product(STAGES, ("fp32", "bf16"), (1, 2)):
+        plain = trained(rank, engine_of(stage, work, accumulation), work).float()
+        for keys in ({"prescale_gradients": True}, *({"gradient_predivide_factor": by} for by in (4.0, 3.0))):
+            weights = trained(rank, engine_of(stage, work, accumulation, **keys), work).float()
+            off = float((weights - plain).norm() / plain.norm())
+            found[f"{keys}, stage {stage}, {work}, {accumulation}"] = off
+    return found
+
+
+def test_dividing_before_the_sum_gives_the_same_weights_up_to_rounding() -> None:
+    for found in run_ranks(divided, 2):
+        exact = {case: off for case, off in found.items() if "3.0" not in case}
+        assert set(exact.values()) == {0.0}, "powers of two round nothing"
+        assert all(off < (1e-6 if "fp32" in case else 1e-2) for case, off in found.items())
+        assert any(off > 0 for off in found.values()), "a third does round: it was divided before the sum"
+
+
+def overflows(rank: int, world: int, stage: int) -> list[tuple[bool, float]]:
+    """Gradients of 40,000 on two ranks: their sum is above the largest fp16 number, their mean is not."""
+    found = []
+    for keys in ({}, {"prescale_gradients": True}, {"gradient_predivide_factor": 2},
+                 {"communication_data_type": "fp32"}, {"communication_data_type": "bf16"}):
+        engine = engine_of(stage, "fp16", **keys)
+        engine.backward(engine(torch.full((N,), 40_000.0).half()))
+        report = engine.step()
+        assert report is not None
+        found.append((report.applied, report.grad_norm / N**0.5))
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_fp16_sum_that_overflows_fits_when_divided_before_or_sent_wider(stage: int) -> None:
+    for plain, *others in run_ranks(overflows, 2, stage):
+        assert plain == (False, float("inf"))
+        assert all(applied and norm == pytest.approx(40_000, rel=2e-3) for applied, norm in others)
+
+
+@pytest.mark.parametrize("keys, said", [
+    ({"prescale_gradients": True, "gradient_predivide_factor": 2.0}, "give one of them"),
+    ({"gradient_predivide_factor": -1.0}, "expected a number > 0"),
+    ({"communication_data_type": "int8"}, 'expected "fp32" or "fp16" or "bf16"'),
+    ({"communication_data_type": "bf16", "fp32_allreduce": True}, "communication_data_type"),
+])
+def test_settings_that_make_no_sense_are_refused(keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        engine_of(1, **keys)
