@@ -773,7 +773,7 @@ STRANGE = [None, True, False, 0, -1, 1, 2, 1.5, 1e9, 5e8, 1e400, math.nan, 10**3
            "fp32", "Adam", "WarmupLR", [], [0.9, 0.95], [None], {}, {"enabled": False}, {"stage": 3}, {"type": "Adam"}]
 WHOLE = merged(*(merged(beside, nested(path, value)) for path, (value, expected, beside) in CASES.items()
                  if not isinstance(expected, str) and not isinstance(TABLE[path], Old)
-                 and path not in ("bf16.enabled", "scheduler.params.cos_min_ratio")
+                 and path not in ("bf16.enabled", "scheduler.params.cos_min_ratio", "prescale_gradients")
                  and beside not in (RANGE, CYCLE) and not path.startswith(("scheduler.params.decay_"))
                  and beside.get("optimizer", ADAM["optimizer"]) == ADAM["optimizer"]),
                ADAM,
