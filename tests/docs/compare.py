@@ -2,7 +2,8 @@
 
 Text is compared line by line; blank lines and the width of spaces do not count. What may differ:
 
-- `...` alone on a line stands for any number of lines, inside a line for any text;
+- `...` alone on a line stands for any number of lines, inside a line for any text, and `.../` for no
+  folder or any;
 - times, rates, memory and process numbers (`VARIES`) may be any number;
 - other numbers with a point or an exponent may differ by 1%, sizes in bytes too: processors round differently;
 - a checksum (64 hexadecimal digits, or at least 8 of them and `...`) may be another one, but the same on the page
@@ -17,8 +18,8 @@ import re
 from collections.abc import Sequence
 
 VARIES = re.compile(
-    r"(?:\(ms\): |tokens/s |TFLOP/s |MFU |memory |pid |threads? )$"
-    r"|^ (?:s|ms|seconds|documents/s|MB/s|GB/s|threads?)\b"
+    r"(?:\(ms\): |tokens/s |TFLOP/s |MFU |memory |pid )$"
+    r"|^ (?:s|ms|seconds|documents/s|MB/s|GB/s)\b"
 )
 """Before or after such words a number may be any."""
 
@@ -26,7 +27,7 @@ TOLERANCE = 0.01
 
 _TOKEN = re.compile(r"""
     (?P<checksum> \b[0-9a-f]{64}\b | \b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{8,63}(?=\.\.\.) )
-  | (?P<gap> \.\.\. )
+  | (?P<gap> \.\.\./? )
   | (?P<number> (?<![\w.]) -?\d+(?:,\d{3})*(?:\.\d+)?(?:[eE][+-]?\d+)? (?![\w]) )
 """, re.X)
 _ANY_NUMBER = r"(-?\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d+)?|nan|inf)"
@@ -59,7 +60,8 @@ def _begin_alike(one: str, other: str) -> bool:
 
 
 def _lines(text: str) -> list[str]:
-    return [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+    counted = re.sub(r"\b\d+ threads?\b", "N threads", text)
+    return [" ".join(line.split()) for line in counted.splitlines() if line.strip()]
 
 
 def _indented(lines: Sequence[str]) -> str:
@@ -93,7 +95,7 @@ def match_line(shown: str, printed: str) -> list[tuple[str, str]] | None:
         pattern += re.escape(shown[at:token.start()])
         at = token.end()
         if token["gap"]:
-            pattern += ".*?"
+            pattern += "(?:.*?/)?" if token["gap"].endswith("/") else ".*?"
         else:
             tokens.append(token)
             pattern += r"\b([0-9a-f]{8,64})" if token["checksum"] else _ANY_NUMBER

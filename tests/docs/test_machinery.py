@@ -60,6 +60,9 @@ def test_commands_in_indented_blocks_are_found() -> None:
     ("grad norm...", "grad norm 1.0 | tokens/s 3", True),
     ("saved ... to runs/a", "saved global_step3 to runs/a", True),
     ("saved ... to runs/a", "saved global_step3 to runs/b", False),
+    ("saved .../runs/a", "saved runs/a", True),
+    ("saved .../runs/a", "saved /home/me/runs/a", True),
+    ("saved .../runs/a", "saved home/b", False),
     ("loss 1.0", "loss nan", False),
     ("1,557,611,200 parameters", "1,557,611,200 parameters", True),
     ("1,557,611,200 parameters", "1,557,611,201 parameters", False),
@@ -80,6 +83,7 @@ def test_lines(shown: str, printed: str, same: bool) -> None:
     ("", "a", False),
     ("...\nb\n...\nb", "b", False),
     ("a   b\n\n", "a b", True),
+    ("CPU, 2 threads: fine", "CPU, 1 thread: fine", True),
 ])
 def test_lines_left_out(shown: str, printed: str, same: bool) -> None:
     assert (Comparison().difference(shown, printed) is None) is same
