@@ -202,3 +202,18 @@ def test_the_extreme_blocks_include_the_largest_of_all(stage: int, chunk: int | 
         with monkeypatch.context() as patch:
             patch.setattr(megatron.plan.memory, "_extreme_blocks", lambda run: iter(range(run.layers)))
             assert peak(Run(config, 4, "cpu")) == quick
+
+
+def test_the_inputs_of_chunks_wait_where_the_switches_say() -> None:
+    """The table of docs/recompute.md, on a GPU; block 3 of 8, in chunks of one."""
+    def here(**switches: Any) -> int:
+        config = build_config(described({**KEPT_INPUTS, "model_parallel_size": 4, "world": 4, **switches}))
+        acts = Run(config, 4, "cuda").activations
+        assert acts.stream == 4 * acts.waiting or not acts.recompute.partition_activations
+        return (acts.kept(3) - acts.block) * 4 // acts.stream  # beside the chunk at work, in quarters of an input
+
+    assert here() == 3 * 4
+    assert here(partition_activations=True) == 4, "a quarter of each, its own included: the whole one is a copy"
+    assert here(cpu_checkpointing=True) == 4, "the one before it, on its way back"
+    assert here(cpu_checkpointing=True, partition_activations=True) == 4
+    assert here(partition_activations=True, contiguous_memory_optimization=True) == 0, "in the buffer"
