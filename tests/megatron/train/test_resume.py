@@ -272,9 +272,9 @@ def test_a_finished_run_started_again_ends_at_once_and_changes_nothing(tmp_path:
     again = [*TINY, "--mock-data", "--train-iters", 2, "--save", tmp_path / "s", "--load", tmp_path / "s",
              "--metrics-file", tmp_path / "m", "--eval-interval", 1, "--eval-iters", 1]
     train(again)
-    before = (tmp_path / "m").read_text(), total_digest(tmp_path / "s")
+    before = lines(tmp_path / "m"), total_digest(tmp_path / "s")
     assert "nothing to do" in train(again)
-    assert ((tmp_path / "m").read_text(), total_digest(tmp_path / "s")) == before
+    assert (lines(tmp_path / "m"), total_digest(tmp_path / "s")) == before
 
 
 @pytest.mark.parametrize("launch", [[], ["-m", "megatron.launch", "--nproc-per-node", "2"]],
