@@ -1,0 +1,113 @@
+"""Files in the style of those that people publish: what they rely on works, or is refused for the true reason.
+
+Each is small and of our own making; together they cover the reasons for which published files were refused.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from megatron.config.ds_file import build, read
+from megatron.errors import ConfigError
+
+BASE: dict[str, Any] = {"train_batch_size": 8, "gradient_clipping": 1.0}
+ADAM = {"type": "Adam", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}}
+FP16 = {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
+
+ACCEPTED: dict[str, dict[str, Any]] = {
+    "tutorial": {"optimizer": ADAM, "fp16": FP16, "steps_per_print": 2000, "wall_clock_breakdown": False,
+                 "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-4,
+                                                              "warmup_num_steps": 1000}}},
+    "both names of clipping": {"optimizer": {"type": "Adam", "params": {"lr": 1e-4, "max_grad_norm": 1.0}}},
+    "no bias correction": {"optimizer": {"type": "Adam", "params": {"lr": 1e-4, "bias_correction": False}}},
+    "inputs cast": {"optimizer": ADAM, "fp16": {"enabled": True, "auto_cast": True}},
+    "autocast off": {"bf16": {"enabled": True}, "torch_autocast": {"enabled": False, "dtype": "bfloat16"}},
+    "stray devices": {"optimizer": ADAM, "cuda_visible_devices": "0,1,2,3"},
+    "one cycle": {"optimizer": ADAM, "scheduler": {"type": "OneCycle", "params": {
+        "cycle_first_step_size": 1000, "cycle_first_stair_count": 500, "cycle_second_step_size": 1000,
+        "cycle_second_stair_count": 500, "decay_step_size": 1000, "cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3,
+        "decay_lr_rate": 0.001, "cycle_min_mom": 0.85, "cycle_max_mom": 0.99, "decay_mom_rate": 0.0}}},
+    "range test": {"optimizer": ADAM, "scheduler": {"type": "LRRangeTest", "params": {
+        "lr_range_test_min_lr": 1e-4, "lr_range_test_step_size": 200, "lr_range_test_step_rate": 5,
+        "lr_range_test_staircase": False}}},
+    "stage 2": {"optimizer": ADAM, "zero_optimization": {
+        "stage": 2, "allgather_partitions": True, "allgather_bucket_size": 2e8, "overlap_comm": True,
+        "reduce_scatter": True, "reduce_bucket_size": 2e8, "contiguous_gradients": True}},
+    "stage 3 of auto": {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto"}},
+                        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "sub_group_size": 1e9,
+                                              "stage3_prefetch_bucket_size": "auto"}, "bf16": {"enabled": "auto"}},
+    "all switched off": {name: {"enabled": False} for name in (
+        "wandb", "comet", "csv_monitor", "tensorboard", "flops_profiler", "comms_logger", "elasticity", "autotuning",
+        "progressive_layer_drop", "amp", "hybrid_engine", "compression_training", "curriculum_learning")},
+    "activations": {"optimizer": ADAM, "activation_checkpointing": {
+        "partition_activations": True, "cpu_checkpointing": True, "contiguous_memory_optimization": False,
+        "synchronize_checkpoint_boundary": False}},
+    "deprecated": {"optimizer": ADAM, "fp32_allreduce": True, "zero_optimization": True, "allgather_size": 5e8},
+}
+
+REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "compression": ({"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}},
+                    ["compression_training is not supported, the model is not compressed"]),
+    "1-bit": ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-4, "freeze_step": 400, "cuda_aware": False,
+                                                              "comm_backend_name": "nccl"}}},
+              ["gradients are not compressed here; use Adam or Lamb", "optimizer.params.freeze_step",
+               "optimizer.params.cuda_aware", "optimizer.params.comm_backend_name"]),
+    "1-bit Lamb without its type": ({"optimizer": {"type": "Lamb", "params": {"coeff_beta": 0.9, "factor_max": 4,
+                                                                              "freeze_step": 5}}},
+                                    ["params.coeff_beta", "params.factor_max", "params.freeze_step", "3 errors"]),
+    "offload": ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}},
+                ["zero_optimization.offload_optimizer.device cpu: offloading is not supported yet"]),
+    "offload of old": ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, ["cpu_offload cpu: offloading"]),
+    "GPU direct": ({"aio": {"use_gds": True}}, ["aio.use_gds is true"]),
+    "zenflow": ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, ["the optimizer step is not split in time"]),
+    "autotuning": ({"autotuning": {"enabled": True, "fast": False}}, ["autotuning is not supported"]),
+    "data efficiency": ({"data_efficiency": {"enabled": True, "data_routing": {}}},
+                        ["samples are not selected, and no tokens are dropped"]),
+    "layer drop": ({"progressive_layer_drop": {"enabled": True, "theta": 0.5}}, ["layers are not dropped"]),
+    "quantised": ({"quantize_training": {"enabled": True}}, ["weights are not quantised in training"]),
+    "sparse attention": ({"sparse_attention": {"mode": "fixed", "block": 16}}, ["attention layers are not replaced"]),
+    "sparse gradients": ({"sparse_gradients": True}, ["gradients are reduced as dense tensors"]),
+    "sequence parallel": ({"sequence_parallel_size": 4, "compile": {"enabled": True}},
+                          ["sequence_parallel_size is 4", "compile is not supported", "2 errors"]),
+    "tensor parallel": ({"tensor_parallel": {"autotp_size": 4}}, ["or by the mpu given to zero.initialize"]),
+    "16-bit masters": ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
+                        "torch_autocast": {"enabled": True}},
+                       ["bf16_master_weights_and_grads", "autocast is not used"]),
+    "clipping twice": ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 0.5}}},
+                       ["optimizer.params.max_grad_norm 0.5 is the old name of gradient_clipping 1.0"]),
+    "misspelt": ({"zero_optimization": {"stage": 3, "stage3_param_persitence_threshold": 1e5}},
+                 ["did you mean zero_optimization.stage3_param_persistence_threshold?"]),
+    "unprefixed": ({"zero_optimization": {"stage": 3, "gather_16bit_weights_on_model_save": True}},
+                   ["did you mean zero_optimization.stage3_gather_16bit_weights_on_model_save?"]),
+    "a chain": ({"fp16": {"enabled": True, "auto_cast": "yes"}, "zero_optimization": {"stage": "2", "overlap": True},
+                 "amp": {"enabled": True}, "gradient_accumulation": 4, "steps_per_print": -1}, ["6 errors"]),
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_a_published_style_that_can_be_honoured_is_accepted(name: str) -> None:
+    build({**BASE, **ACCEPTED[name]})
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_published_style_that_cannot_is_refused_for_every_reason_at_once(name: str) -> None:
+    tree, reasons = REFUSED[name]
+    with pytest.raises(ConfigError) as caught:
+        build({**BASE, **tree})
+    for reason in reasons:
+        assert reason in str(caught.value)
+
+
+def test_reasons_hold_for_any_model() -> None:
+    from megatron.config.ds_keys import TABLE
+
+    for path, row in TABLE.items():
+        reason = getattr(row, "reason", "")
+        assert not re.search(r"token (numbers|table)|transformer block|stream of samples", reason), path
+
+
+def test_the_devices_of_a_file_are_ignored_with_a_note() -> None:
+    assert "set CUDA_VISIBLE_DEVICES in the environment" in read({"cuda_visible_devices": [0]}).notices[0]
