@@ -22,7 +22,7 @@ torch_of() {  # PYTHON: the version of its torch, without the build; nothing whe
 
 find_pair() {  # PYTHON-VERSION TORCH-VERSION: a Python that has both
     local candidate
-    for candidate in "$VERSIONS/$1-torch$2/bin/python" "${VIRTUAL_ENV:-$ROOT/.venv}/bin/python" "python$1"; do
+    for candidate in "$VERSIONS/$1-torch$2/bin/python" "python$1"; do
         candidate="$(command -v -- "$candidate")" || continue
         [[ "$("$candidate" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" == "$1" ]] || continue
         [[ "$(torch_of "$candidate")" == "$2" ]] || continue
