@@ -1,7 +1,7 @@
 """The classic accessor names, for scripts that know one global model-parallel layout.
 
-Here, and only here, lives a current `Groups`. Inside `mpu` nothing asks for it but `resolve`, which stands
-behind the default `tp=None` of the layers; everything else takes its group as an argument.
+The current `Groups` is kept here and nowhere else. Inside `mpu` only `resolve` reads it, which implements the
+default `tp=None` of the layers; everything else takes its group as an argument.
 """
 
 from __future__ import annotations

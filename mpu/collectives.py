@@ -94,7 +94,7 @@ def reduce_scatter_into(shard: Tensor, full: Tensor, group: Group, at_a_time: in
 
     `shard` may be wider than `full` (fp32 and bf16): 16-bit values travel and their sum is taken in fp32. It may also
     be this rank's part of `full`, which then is the one part of `full` that changes. At most `at_a_time` elements of
-    `full` are on their way at once; `wait` sees to the rest.
+    `full` are on their way at once; `wait` sends the rest.
     """
     _check_sizes(full, shard, group)
     own, mine = full.view(group.size, -1), shard.view(-1)

@@ -10,7 +10,7 @@ backward for the pair. Weights are stored transposed, as in torch.nn.Linear: [ou
 
 The *logical* weight is the one an unsplit model would have. It is drawn whole, in fp32 on the CPU, in one call of
 `init_method`, and then sliced: the same seed gives the same model for every tp size. `tp=None` means the group
-of the facade. No layer here reduces in place, knows of data parallelism, or owns a loss.
+of classic.py. No layer here reduces in place, knows of data parallelism, or owns a loss.
 """
 
 from __future__ import annotations

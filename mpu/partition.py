@@ -1,7 +1,7 @@
 """How a parameter records, and a whole matrix yields, its tensor-parallel slice.
 
 A parameter that is split carries its `Partition`, from which `partition_of` answers everything; the classic
-attributes (`model_parallel`, `partition_dim`, ...) stand beside it for scripts written against them.
+attributes (`model_parallel`, `partition_dim`, ...) are set beside it for scripts that read them.
 The pieces of a logical tensor are numbered by tp rank; this file moves no data between ranks.
 """
 

@@ -28,7 +28,7 @@ class GradSink(Protocol):
     """The place of one parameter's gradient."""
 
     def claim(self) -> Claim | None:
-        """The place itself; None where a gradient stands there already."""
+        """The place itself; None where there is a gradient already."""
 
     def total(self) -> Tensor:
         """The gradient so far, zeros if there is none, to add to."""

@@ -38,7 +38,7 @@ class GPT2(nn.Module):
         self.blocks = nn.ModuleList(Block(config, init, tp) for _ in range(config.num_layers))
         self.ln_f = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
         self.run_blocks: Callable[..., Tensor] = run_in_order
-        """How the blocks are run; activation checkpointing puts another way here."""
+        """How the blocks are run; activation checkpointing replaces it."""
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, loss_weight: Tensor | None = None,
                 positions: Tensor | None = None, segments: Tensor | None = None, grad_scale: float = 1.0) -> Tensor:

@@ -60,7 +60,7 @@ class Scheduler(ABC):
         return [low + (high - low) * share for low, high in zip(self.lows, self.highs, strict=True)]
 
     def get_last_lr(self) -> list[float]:
-        """The rates that stand in the groups."""
+        """The rates that are in the groups."""
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def step(self, last_batch_iteration: int | None = None) -> None:

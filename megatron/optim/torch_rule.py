@@ -100,7 +100,7 @@ class TorchRule:
 
     def scalars(self) -> dict[str, Any]:
         """Numbers by "GROUP/STEPS", for the groups that this rank has spans of. The whole is the union over ranks:
-        what an idle rank still remembers stands under a smaller number of steps, and does no harm."""
+        what an idle rank still remembers has a smaller number of steps as its key, and does no harm."""
         return {f"{group}/{max(known)}": known[max(known)] for group, known in self._numbers.items()}
 
     def restore(self, scalars: Mapping[str, Any]) -> None:
@@ -161,7 +161,7 @@ def _initial_state(optimizer: Optimizer) -> tuple[dict[str, float], State]:
 
 TRIAL_SHAPE = (16, 16)
 TRIAL_STEPS = 8
-"""So many that every branch on the number of steps is taken (RAdam's is after the fifth)."""
+"""Enough for every branch on the number of steps (RAdam's is after the fifth)."""
 
 
 def _tried(optimizer: Optimizer, tile: int) -> TorchRule:

@@ -1,6 +1,6 @@
-"""Activation checkpointing, put on blocks from outside: keep a chunk's inputs, run the chunk again in backward.
+"""Activation checkpointing, applied to blocks from outside: keep a chunk's inputs, run the chunk again in backward.
 
-keep.py (what waits, and where), replay.py (`Recomputation`: forward, and the same again), deepspeed.py
+keep.py (what is kept, and where), replay.py (`Recomputation`: a forward and its replay), deepspeed.py
 (DeepSpeed's module interface; `in_chunks` for the blocks of a GPT-2). Knows mpu and its config section, never the
 engine.
 """

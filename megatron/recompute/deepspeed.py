@@ -56,8 +56,8 @@ def configure(
     num_checkpoints: float | None = None, checkpoint_in_cpu: bool | None = None, synchronize: bool | None = None,
     profile: bool | None = None, *, mpu: ModelParallel | None = None, **misspelt: object,
 ) -> None:
-    """Set up `checkpoint`: as the section `activation_checkpointing` of a DeepSpeed file or dict says, but for what is
-    given as an argument. Without an mpu (`mpu_` is DeepSpeed's name, `mpu` ours) nothing is split."""
+    """Configure `checkpoint` from the section `activation_checkpointing` of a DeepSpeed file or dict; arguments
+    override it. Without an mpu (`mpu_` is DeepSpeed's name, `mpu` ours) nothing is split."""
     for name in misspelt:
         near = difflib.get_close_matches(name, signature(configure).parameters, n=1, cutoff=0.6)
         hint = f": did you mean {near[0]}?" if near else ""
@@ -94,7 +94,7 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """After a forward that gets no backward: begin anew."""
+    """After a forward without a backward: start over."""
     _Current.recomputation.reset()
 
 
@@ -104,7 +104,7 @@ def set_num_layers(nlayers: int) -> None:
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Split kept inputs over tensor parallel, or no longer."""
+    """Whether kept inputs are split over tensor parallel."""
     _use(replace(_Current.config, partition_activations=partition_activation))
 
 
@@ -114,7 +114,7 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
-    """Begin the stream of split activations anew."""
+    """Reseed the stream of split activations."""
     random.reseed_model_parallel_stream(seed, _Current.tp)
 
 
@@ -124,14 +124,14 @@ def report() -> str:
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """function(*args, **kwargs), recomputed in backward instead of remembered; as configured."""
+    """function(*args, **kwargs), recomputed in backward instead of stored; as configured."""
     return _Current.recomputation.checkpoint(function, *args, **kwargs)
 
 
 get_cuda_rng_tracker = random.get_cuda_rng_tracker
 
 non_reentrant_checkpoint = checkpoint
-"""Every checkpoint here is of torch's kind that needs no input with a gradient."""
+"""Every checkpoint here is of torch's non-reentrant kind."""
 
 
 def in_chunks(chunk: int, checkpoint: Callable[..., Any] = checkpoint) -> Callable[..., Tensor]:

@@ -1,8 +1,8 @@
-"""What waits of a chunk's inputs between forward and backward, and where: the memory of activation checkpointing.
+"""What is kept of a chunk's inputs between forward and backward, and where: the memory of activation checkpointing.
 
 Vocabulary
     part   what this rank keeps of an input, flat: all of it, or its share over tensor parallel, the last one padded
-    home   where the part waits: memory of its own or a row of one buffer, on the device or on the host
+    home   where the part is kept: memory of its own or a row of one buffer, on the device or on the host
 
 A `Keeper` is a pair of autograd's saved-tensor hooks. Recomputation saves its inputs, and nothing else, under them
 (replay.py), so the input itself is free as soon as the model lets go of it. An input that is not split, moved or put
@@ -29,7 +29,7 @@ from mpu.groups import SOLO, Group
 
 
 class Keeper:
-    """The kept inputs of one model, as the switches of its configuration want them."""
+    """The kept inputs of one model, as its configuration says."""
 
     def __init__(self, config: RecomputeConfig, tp: Group = SOLO) -> None:
         self._group = tp if config.partition_activations else SOLO
@@ -49,7 +49,7 @@ class Keeper:
         return saved_tensors_hooks(lambda x: self._keep(x, numbers), _restore)
 
     def reset(self) -> None:
-        """Give the buffers back; what still waits in them stays good."""
+        """Release the buffers; what is still kept in them stays valid."""
         self._buffers.clear()
 
     def _keep(self, x: Tensor, numbers: Iterator[int]) -> Tensor | _Kept:
@@ -71,7 +71,7 @@ class Keeper:
         return kept
 
     def _buffer(self, argument: int, each: int, x: Tensor, on_host: bool) -> _Buffer:
-        """The buffer of the n-th argument; one that nobody uses may change its size."""
+        """The buffer of the n-th argument; one that is not in use may change its size."""
         found = self._buffers.get(argument)
         if found is None or not (found.is_used or found.fits(each, x.dtype)):
             found = self._buffers[argument] = _Buffer(_memory((self._rows, each), x, on_host))
@@ -87,7 +87,7 @@ def _memory(shape: tuple[int, ...], x: Tensor, on_host: bool) -> Tensor:
 
 
 class _Buffer:
-    """Rows of equal length; a row is free again when nobody holds it."""
+    """Rows of equal length; a row is free again when nothing refers to it."""
 
     def __init__(self, memory: Tensor) -> None:
         self._memory = memory
@@ -114,7 +114,7 @@ class _Buffer:
 
 
 class _Kept:
-    """One input that waits: its part at home, and how to make it whole."""
+    """One kept input: its part at home, and how to make it whole."""
 
     def __init__(self, x: Tensor, home: Tensor, group: Group, lane: torch.cuda.Stream | None,
                  before: _Kept | None) -> None:
@@ -147,7 +147,7 @@ def _restore(kept: Tensor | _Kept) -> Tensor:
 
 
 def _copy(to: Tensor, source: Tensor, lane: torch.cuda.Stream | None) -> torch.cuda.Event | None:
-    """to <- source: at once, or on a lane, beside the computation; its event tells when."""
+    """to <- source: at once, or on a lane, beside the computation; its event says when it is done."""
     if lane is None:
         to.copy_(source)
         return None

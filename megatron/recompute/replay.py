@@ -1,4 +1,4 @@
-"""Activation checkpointing: run a function and keep its inputs only; in backward run it again.
+"""Activation checkpointing: run a function and keep only its inputs; in backward run it again.
 
 torch's non-reentrant checkpoint decides when; it also restores the generators of the CPU and of the device. Added
 here: the streams of the tensor parallel RNG tracker, so that dropout replays exactly, the memory of the inputs
@@ -38,7 +38,7 @@ class Recomputation:
         self._spent: dict[str, tuple[float, int]] = {}  # what a chunk does -> seconds, times
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """function(*args, **kwargs), recomputed in backward instead of remembered."""
+        """function(*args, **kwargs), recomputed in backward instead of stored."""
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         # `run` must not hold an argument: tensors are handed over by torch, which saves them under the keeper's hooks.
@@ -53,7 +53,7 @@ class Recomputation:
             return torch_checkpoint(run, *args, *kwargs.values(), use_reentrant=False)
 
     def reset(self) -> None:
-        """After a forward that gets no backward: begin anew, with new buffers."""
+        """After a forward without a backward: start over, with new buffers."""
         self._keeper.reset()
 
     def report(self) -> str:
@@ -64,7 +64,7 @@ class Recomputation:
 
     @contextmanager
     def _replay(self, streams: Mapping[str, Tensor]) -> Iterator[None]:
-        """The tracker's streams are those of the forward inside, and what they were again after."""
+        """Inside, the tracker's streams are those of the forward; afterwards they are what they were."""
         tracker = get_rng_tracker()
         present = tracker.get_states()
         tracker.set_states(streams)
@@ -86,7 +86,7 @@ class Recomputation:
                 self._spent[what] = seconds + stop - start, times + 1
 
     def _border(self) -> float:
-        """The time at a border of a chunk; where the device is to be waited for, when it has come there too."""
+        """The time at a border of a chunk; if configured, after waiting for the device."""
         if self._waits:
             self._device_wait()
         return time.perf_counter()

@@ -72,8 +72,8 @@ class FlatBucket:
         return self._policy.split_params
 
     def _take_over(self, device: torch.device) -> None:
-        """Move the values of the first rank into the flat buffers, one parameter at a time: little exists twice, and
-        the fp32 model never stands on the device."""
+        """Move the values of the first rank into the flat buffers, one parameter at a time: little exists twice,
+        and the whole fp32 model is never on the device."""
         work = self._dtypes.work
         self._whole = torch.zeros(self.layout.numel, dtype=work, device=device)
         self._views = [self._whole[slot.offset : slot.end].view(slot.shape) for slot in self.layout.slots]

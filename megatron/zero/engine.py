@@ -111,7 +111,7 @@ class ZeroEngine:
         return self._micro_batches + 1 >= self.accumulation if self._boundary is None else self._boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Say oneself whether the next backward and step end an optimizer step; None: count micro-batches again."""
+        """Set whether the next backward and step end an optimizer step; None: count micro-batches again."""
         self._boundary = is_boundary
 
     @contextmanager

@@ -1,11 +1,12 @@
-"""FlatGradients: the gradients of one bucket, from autograd's hands to the sum over data parallel.
+"""FlatGradients: the gradients of one bucket, from autograd to the sum over data parallel.
 
     whole    gradients of all parameters of the bucket, in slots of one flat buffer; made with the first one
     shard    this rank's part of their sum over data parallel: what its optimizer needs
 
-They come one by one (`accept`), or are written in place by whoever makes them (`sink`). When all are there they leave
-(`reduce`); `finish_reduce` waits for the sum. Where gradients are split, the shard adds up over micro-batches and the
-whole is given back each time; elsewhere the whole adds up, and leaves at the accumulation boundary.
+They arrive one by one (`accept`), or the operation that computes them writes them in place (`sink`). Once all have
+arrived they are sent (`reduce`); `finish_reduce` waits for the sum. Where gradients are split, the shard accumulates
+over micro-batches and the memory of the whole is freed each time; elsewhere the whole accumulates, and is sent at the
+accumulation boundary.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class FlatGradients:
         return self.complete
 
     def _reach(self, index: int) -> None:
-        """A gradient of the parameter comes; refused where it would miss the sum."""
+        """Note a gradient of the parameter; an error where it would miss the sum."""
         if self._has_left:
             raise ConfigError(
                 f"{self.layout.slots[index].name} got a second gradient in one backward, after the first had been "
@@ -92,7 +93,7 @@ class FlatGradients:
         return _SlotSink(self, index)
 
     def claim(self, index: int) -> _SlotClaim | None:
-        """The slot for a forward to write to, where no gradient stands yet."""
+        """The slot for a forward to write to, where there is no gradient yet."""
         self._free(index)
         if index in self.filled or self._is_summed_in_place:
             return None
@@ -117,7 +118,7 @@ class FlatGradients:
         return view
 
     def _free(self, index: int) -> None:
-        """Somebody needs the slot: a claim whose backward has not come, but may, takes its numbers away."""
+        """The slot is needed: the numbers of a claim whose backward has not run yet, but may, are moved out of it."""
         claim = self._claims.pop(index, None)
         if claim is not None and (alive := claim()) is not None:
             alive.move_away()
@@ -137,7 +138,7 @@ class FlatGradients:
     def _buffer(self) -> Tensor:
         if self._whole is None:
             self._whole = torch.empty(self.layout.numel, dtype=self._dtypes.grads, device=self._device)
-            for start, stop in self.layout.gaps():  # the slots are written by whoever fills them
+            for start, stop in self.layout.gaps():  # the slots are overwritten when they are filled
                 self._whole[start:stop].zero_()
         return self._whole
 
@@ -179,11 +180,11 @@ class FlatGradients:
         return Pending([everything], partial(_fill, mine, own))
 
     def finish_reduce(self) -> None:
-        """The sum over data parallel stands in `shard` when this returns."""
+        """The sum over data parallel is in `shard` when this returns."""
         if self._departure is None or self._sum is None:
             return
         self._departure.wait()
-        part, self._departure, self._sum = self._sum, None, None  # what the others sent goes before more is taken
+        part, self._departure, self._sum = self._sum, None, None  # frees what the others sent before more is allocated
         if self._keeps_shard:
             self._keep_shard(part)
         else:

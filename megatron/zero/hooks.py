@@ -1,7 +1,7 @@
 """The only file that registers hooks: module and gradient events become calls of an `Events` object.
 
 A *unit* is a module whose parameters come and go together. The root unit is the whole model: it has what no other unit
-has. Recomputation needs nothing here: a forward inside a backward is told apart by the receiver.
+has. Recomputation needs nothing here: the receiver knows whether a forward runs inside a backward.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Unit:
 
 
 class Events(Protocol):
-    """What the engine is told."""
+    """What is reported (passes.py receives it)."""
 
     def before_forward(self, unit: Unit) -> None: ...
 
@@ -58,13 +58,13 @@ class Events(Protocol):
     def before_backward(self, unit: Unit) -> None: ...
 
     def inputs_done(self, unit: Unit) -> None:
-        """Backward has made the gradients of all inputs of the unit; told only of units with frozen parameters."""
+        """The gradients of all inputs of the unit have been computed; only for units with frozen parameters."""
 
     def gradient_ready(self, unit: Unit, bucket: FlatBucket, index: int) -> None: ...
 
 
 def attach(units: Sequence[Unit], events: Events) -> list[RemovableHandle]:
-    """Tell `events` about every unit; the handles take the hooks off again."""
+    """Report the events of every unit; the handles remove the hooks."""
     handles: list[RemovableHandle] = []
     for unit in units:
         handles.append(unit.module.register_forward_pre_hook(partial(_before, events, unit), with_kwargs=True))

@@ -41,7 +41,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Segment:
-    """`count` elements from `slot_offset` of the slot stand at `shard_offset` of the shard."""
+    """`count` elements from `slot_offset` of the slot are at `shard_offset` of the shard."""
 
     slot: Slot
     slot_offset: int

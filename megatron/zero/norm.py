@@ -30,7 +30,7 @@ def square_sum(parts: Iterable[tuple[Segment, Tensor]], tp: Group) -> Tensor:
 
 def global_norm(local: Tensor, shard: Group, tp: Group, trace: int = 0) -> tuple[float, bool]:
     """The norm over every rank's share, inf or nan when any element anywhere is; and whether all ranks gave the same
-    `trace`. One exchange tells both."""
+    `trace`; both in one exchange."""
     numbers = torch.tensor([0.0, trace, trace * trace], dtype=torch.float64, device=local.device)
     numbers[0] = local
     squares, traces, squared_traces = all_reduce(all_reduce(numbers, shard), tp).tolist()

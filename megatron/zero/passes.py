@@ -1,6 +1,6 @@
 """Passes: what happens to the units in a forward and a backward pass of the model.
 
-hooks.py reports the events; here they become calls: residency.py makes parameters whole and lets them go, reductions.py
+hooks.py reports the events; here they become calls: residency.py gathers parameters and releases them, reductions.py
 sends the gradients of a bucket to their owners as soon as all of them have been made. Nothing here knows of loss
 scales, micro-batches or the optimizer.
 """
@@ -53,7 +53,7 @@ class Passes:
         self._residency.done_with_all()
 
     def _abandon(self) -> None:
-        """A backward failed half way: what has been accumulated is not whole, and goes."""
+        """A backward failed half way: what has been accumulated is incomplete, and is discarded."""
         for bucket in self._buckets:
             bucket.grads.settle_reduce()
         self._reductions.reset()
@@ -65,7 +65,7 @@ class Passes:
         unused = [] if self._allows_unused else [name for bucket in self._buckets for name in bucket.grads.unused()]
         if unused:
             raise ConfigError(f"{len(unused)} parameters got no gradient, {unused[0]} first: the loss does not depend "
-                              "on them; mend the model, or set ignore_unused_parameters")
+                              "on them; change the model, or set ignore_unused_parameters")
 
     # ---- events (hooks.py) --------------------------------------------------------------------------------------
 
@@ -100,8 +100,8 @@ class Passes:
                 self._reductions.ready(bucket)
 
     def _finish(self, unit: Unit) -> None:
-        """Let the parameters of a unit go as soon as nothing in this backward can need them: all gradients have been
-        made, and where some parameters have none, those of the inputs."""
+        """Release the parameters of a unit as soon as nothing in this backward can need them: all their gradients have
+        been computed, and where some parameters have none, those of the inputs."""
         made = all(bucket.grads.complete for bucket in unit.buckets if bucket.trainable)
         if made and not unit.is_root and (not unit.has_frozen or unit in self._inputs_done):
             self._residency.done(unit)

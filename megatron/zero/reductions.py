@@ -21,13 +21,13 @@ class ReductionOrder:
         self._ready: set[int] = set()
 
     def ready(self, bucket: FlatBucket) -> None:
-        """All gradients of the bucket have arrived; launch it, and what waited for it, as soon as its turn comes."""
+        """All gradients of the bucket have arrived; launch it in its turn, and then those that waited for it."""
         self._ready.add(id(bucket))
         while self._next < len(self._order) and id(self._order[self._next]) in self._ready:
             self._launch()
 
     def flush(self) -> None:
-        """Launch what is left: buckets with parameters that this backward did not reach."""
+        """Launch the rest: buckets with parameters that this backward did not reach."""
         while self._next < len(self._order):
             self._launch()
         self.reset()

@@ -4,8 +4,8 @@
     idle       whole, but not in use: gathered ahead of its use, or kept from a forward for its backward
     away       split; entering it means gathering it
 
-Never more than `max_live` elements are whole at a time: idle units make way for one that is needed, the one needed
-last first. In forward as in backward that is the one with the smallest index: backward runs from the end.
+At most `max_live` elements are whole at a time: idle units are released for one that is needed, first the one whose
+use is furthest away. In forward as in backward that is the one with the smallest index: backward runs from the end.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Residency:
         return trace
 
     def start(self) -> None:
-        """A forward of the whole model begins. What a failed one left in use is so no more."""
+        """A forward of the whole model begins. What a failed one left in use is released."""
         for unit in [*self._in_use]:
             self._rest(unit)
 
@@ -70,7 +70,7 @@ class Residency:
         self.enter(unit)
 
     def done(self, unit: Unit) -> None:
-        """This pass needs the unit no more."""
+        """This pass no longer needs the unit."""
         self._rest(unit)
         self._away(unit)
 

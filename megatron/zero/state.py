@@ -3,8 +3,8 @@
     tensors    the masters of all buckets, the states that the optimizer's rule keeps beside them, frozen weights
     counters   steps of each kind, the loss scale, and the numbers of the rule
 
-A *run* is a contiguous part of one parameter's state that this rank holds. Where a state is kept is decided here too:
-whoever moves states off the device changes how they are made and nothing else in this file.
+A *run* is a contiguous part of one parameter's state that this rank holds. The states are allocated here too:
+to keep them elsewhere than on the device, change that and nothing else in this file.
 """
 
 from __future__ import annotations

@@ -25,7 +25,8 @@ from mpu.collectives import all_gather_json, all_reduce
 from mpu.groups import Groups
 
 OVERFLOWS_IN_A_ROW = 20
-"""So many steps may be skipped at a loss scale that cannot shrink before the run ends: it would never train again."""
+"""How many steps in a row may be skipped at a loss scale that cannot shrink; after that the run ends, since it would
+never train again."""
 
 
 @dataclass(frozen=True)
