@@ -19,6 +19,7 @@ from megatron.zero.api.names import TABLE, Holds, Idle, Reads, Refused
 from mpu.random import get_rng_tracker
 from tests.distributed import run_ranks
 from tests.megatron.zero.deepspeed_names import ATTRIBUTES, METHODS, OF_TORCH, OLDER
+from tests.megatron.zero.names_page import PAGE, page
 
 ALL = sorted({*METHODS, *ATTRIBUTES, *OLDER, *OF_TORCH})
 
@@ -281,3 +282,9 @@ def test_rows_say_something() -> None:
     for name, row in TABLE.items():
         text = row.meaning if isinstance(row, (Reads, Holds)) else row.reason
         assert text and not text.endswith("."), name
+
+
+def test_the_page_shows_the_tables_of_the_code() -> None:
+    """`python -m tests.megatron.zero.names_page` rewrites them."""
+    text = PAGE.read_text()
+    assert page(text) == text

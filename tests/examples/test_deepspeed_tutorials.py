@@ -1,0 +1,55 @@
+"""DeepSpeed's two first tutorials, retyped, run here with no edit but the import, on 1 and 2 ranks at every stage."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SAMPLE = [(1, 0), (2, 3)]
+EVERY = [pytest.param(ranks, stage, marks=[] if (ranks, stage) in SAMPLE else pytest.mark.slow)
+         for ranks in (1, 2) for stage in range(4)]
+
+
+def run(ranks: int, script: str, *flags: str) -> str:
+    launcher = ["-m", "megatron.launch", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    done = subprocess.run([sys.executable, *launcher, f"examples/{script}", *flags], cwd=ROOT, capture_output=True,
+                          text=True, timeout=300, env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": ""})
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_one_line_says_which_engine_it_is() -> None:
+    for script in ("cifar10_deepspeed.py", "bert_masked_lm.py"):
+        text = (ROOT / "examples" / script).read_text()
+        assert re.findall(r"^.*megatron.*import.*$|^.*import.*megatron.*$", text, re.M) == [
+            "from megatron import zero as deepspeed"]
+
+
+@pytest.mark.parametrize(("ranks", "stage"), EVERY)
+def test_the_picture_classifier_learns(ranks: int, stage: int) -> None:
+    out = run(ranks, "cifar10_deepspeed.py", "--stage", str(stage))
+    accuracy = re.search(r"accuracy (\d+) %", out)
+    assert accuracy is not None and int(accuracy[1]) > 50, out  # 10 % is guessing
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_the_picture_classifier_learns_in_16_bits(dtype: str) -> None:
+    accuracy = re.search(r"accuracy (\d+) %", run(2, "cifar10_deepspeed.py", "--stage", "2", "--dtype", dtype))
+    assert accuracy is not None and int(accuracy[1]) > 50
+
+
+@pytest.mark.parametrize(("ranks", "stage"), EVERY)
+def test_the_masked_model_learns_and_goes_on_from_its_checkpoint(ranks: int, stage: int, tmp_path: Path) -> None:
+    flags = ("--stage", str(stage), "--checkpoint_dir")
+    whole = run(ranks, "bert_masked_lm.py", *flags, str(tmp_path / "whole"), "--num_iterations", "40")
+    run(ranks, "bert_masked_lm.py", *flags, str(tmp_path / "parts"), "--num_iterations", "20")
+    rest = run(ranks, "bert_masked_lm.py", *flags, str(tmp_path / "parts"), "--num_iterations", "40")
+    first, last = (re.search(pattern, whole) for pattern in (r"step 0: loss ([\d.]+)", r"last loss ([\d.]+)"))
+    assert first is not None and last is not None and float(last[1]) < 0.8 * float(first[1])
+    assert f"40 steps, from 20: last loss {last[1]}" in rest, "a resumed run is the run"
