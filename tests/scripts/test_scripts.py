@@ -133,7 +133,7 @@ def test_a_corpus_of_the_users_replaces_ours(repository):
 
 @pytest.mark.parametrize("settings, words", [
     ({"PYTHON": "/no/such/python"}, "PYTHON=/no/such/python is no command"),
-    ({"PYTHON": "false"}, "is older than 3.11 or does not run"),
+    ({"PYTHON": "false"}, "does not run, or is not Python 3.11"),
     ({"GPUS_PER_NODE": "two"}, "GPUS_PER_NODE is 'two'"),
 ])
 def test_a_wrong_setting_is_one_error_line_and_exit_2(repository, settings, words):

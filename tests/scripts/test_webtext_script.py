@@ -31,6 +31,7 @@ def repository(tmp_path: Path) -> Path:
     root = tmp_path / "a b; $(touch x)"
     shutil.copytree(ROOT / "scripts", root / "scripts")
     (root / "data" / "webtext").mkdir(parents=True)
+    (root / "pretrain_gpt2.py").touch()
     for name in ("__init__.py", "webtext/__init__.py"):
         (root / "data" / name).touch()
     for name in ("__main__.py", "sample.py"):
