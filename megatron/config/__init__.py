@@ -3,7 +3,8 @@
     setting.py      how a field is declared: default, help, flag aliases, JSON keys
     model.py ... log.py   one section per topic; presets.py; optimizers.py: their parameters
     tree.py         the whole Config, and checks across sections
-    flags.py        the command line
+    flags.py        the command line; help.py, foreign.py: what it says to people and to other programs' flags
+    hf_shape.py     the shape of a model in a Hugging Face folder
     ds_file.py      DeepSpeed's JSON: ds_keys.py (table), ds_reader.py (walk), ds_together.py, ds_batch.py,
                     loose_json.py (grammar), kinds.py (values)
 """

@@ -1,1 +1,1 @@
-"""What turns gradients into new weights: schedule, loss scale, norm and Adam, each a small unit."""
+"""What turns gradients into new weights: learning rate schedules, the loss scale, and update rules over flat shards."""

@@ -1,8 +1,12 @@
 """The training program: the loop, and what it reads and writes.
 
-build.py (configuration -> the parts of a run), batches.py (samples -> micro-batches), loop.py (the loop),
-evaluation.py, metrics.py and flops.py (what a run reports), resume.py (its state <-> a checkpoint), sample.py (text at
-the end), allocator.py and processor.py (what a CPU run should know about its machine).
+    build.py        configuration -> the parts of a run; facts.py: what these amount to, for people
+    batches.py      samples -> micro-batches
+    loop.py         the loop; evaluation.py: loss on held-out text; rate.py: is a learning rate left
+    log.py          what a run reports: metrics.py (numbers), console.py, board.py (tensorboard), flops.py
+    resume.py       the state of a run <-> a checkpoint
+    sample.py       text from the model at the end
+    allocator.py, processor.py    what a CPU run should know about its machine
 """
 
 from megatron.neighbours import check_neighbours

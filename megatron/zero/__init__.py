@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     )
     from megatron.zero.api.accelerator import get_accelerator
     from megatron.zero.api.engine import Engine
-    from megatron.zero.api.estimate import (
+    from megatron.zero.estimate import (
         estimate_zero2_model_states_mem_needs_all_cold,
         estimate_zero2_model_states_mem_needs_all_live,
         estimate_zero3_model_states_mem_needs_all_cold,
@@ -49,10 +49,10 @@ _MODULES = {
     "megatron.checkpoint.interchange.fp32": "get_fp32_state_dict_from_zero_checkpoint "
                                             "load_state_dict_from_zero_checkpoint "
                                             "convert_zero_checkpoint_to_fp32_state_dict",
-    "megatron.zero.api.estimate": "estimate_zero2_model_states_mem_needs_all_live "
-                                  "estimate_zero2_model_states_mem_needs_all_cold "
-                                  "estimate_zero3_model_states_mem_needs_all_live "
-                                  "estimate_zero3_model_states_mem_needs_all_cold",
+    "megatron.zero.estimate": "estimate_zero2_model_states_mem_needs_all_live "
+                              "estimate_zero2_model_states_mem_needs_all_cold "
+                              "estimate_zero3_model_states_mem_needs_all_live "
+                              "estimate_zero3_model_states_mem_needs_all_cold",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 

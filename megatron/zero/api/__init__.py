@@ -1,6 +1,10 @@
 """DeepSpeed's names over the mechanism: what a training script calls.
 
-initialize.py (`zero.initialize`), engine.py (`Engine`, what it returns), optimizer.py (the optimizer beside it),
-init.py (`zero.Init`, `zero.GatheredParameters`), saved.py (the engine's state <-> a checkpoint), estimate.py (rules of
-thumb).
+    initialize.py   `zero.initialize`; meeting.py: `zero.init_distributed`
+    engine.py       `Engine`, what it returns; names.py: what else a DeepSpeed script may ask of it
+    optimizer.py, schedule.py, loading.py    the optimizer, the scheduler and the loader beside it
+    batching.py, casting.py, monitor.py      batch sizes, inputs in fp16, what is reported
+    weights.py, saved.py                     the weights as a state dict; the engine's state in a checkpoint
+    init.py         `zero.Init`, `zero.GatheredParameters`
+    accelerator.py  `get_accelerator`
 """

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from megatron.zero.api.estimate import (count_parameters, estimate_zero2_model_states_mem_needs_all_cold,
+from megatron.zero.estimate import (count_parameters, estimate_zero2_model_states_mem_needs_all_cold,
                                         estimate_zero2_model_states_mem_needs_all_live,
                                         estimate_zero3_model_states_mem_needs_all_cold,
                                         estimate_zero3_model_states_mem_needs_all_live)
