@@ -8,9 +8,9 @@ import pytest
 from torch import nn
 
 from megatron.zero.estimate import (count_parameters, estimate_zero2_model_states_mem_needs_all_cold,
-                                        estimate_zero2_model_states_mem_needs_all_live,
-                                        estimate_zero3_model_states_mem_needs_all_cold,
-                                        estimate_zero3_model_states_mem_needs_all_live)
+                                    estimate_zero2_model_states_mem_needs_all_live,
+                                    estimate_zero3_model_states_mem_needs_all_cold,
+                                    estimate_zero3_model_states_mem_needs_all_live)
 
 TOTAL, LARGEST = 2_851_000_000, 32_899_072
 
