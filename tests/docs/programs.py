@@ -25,7 +25,7 @@ TRAINER = "pretrain_gpt2.py"
 TOOLS = frozenset("""
     awk cat cd cp cut diff du echo export find git grep gunzip gzip head kill less ln ls mkdir mpirun mv pip printf rm
     python3
-    sbatch scontrol sed seq set sleep sort source split srun tail tensorboard torchrun touch tree true unzip wc
+    sbatch scontrol sed seq set sleep sort source split srun tail tensorboard torchrun touch tree true unzip wait wc
 """.split())
 """Programs that are not ours; their flags are not looked at."""
 INSTALLED = {"gpt2-train": TRAINER, "gpt2-launch": "megatron.launch", "gpt2-plan": "megatron.plan",

@@ -48,9 +48,7 @@ class Session:
 
     def close(self) -> None:
         if self._python is not None:
-            assert self._python.stdin is not None
-            self._python.stdin.close()
-            self._python.wait(60)
+            self._python.communicate(timeout=60)
 
     def save(self, name: str, text: str) -> None:
         path = self.folder / name
