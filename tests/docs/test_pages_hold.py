@@ -83,6 +83,15 @@ def test_links_lead_somewhere(path: Path) -> None:
     assert not lost, "\n".join(lost)
 
 
+@pytest.mark.parametrize("name", ["docs/README.md", "README.md"])
+def test_an_index_names_every_page(name: str) -> None:
+    index = ROOT / name
+    named = {(index.parent / target.partition("#")[0]).resolve() for _, target in links(index.read_text())}
+    lost = {str(path.relative_to(ROOT)) for path in PAGES if path.parent == ROOT / "docs"} - {"docs/README.md"}
+    lost -= {str(path.relative_to(ROOT)) for path in named if path.is_relative_to(ROOT)}
+    assert not lost
+
+
 def paths_in(code: str) -> Iterator[str]:
     """Words that are files of ours: with a folder of the repository before them, or a bare name of a program."""
     for word in re.split(r"[\s,;:()=]+", code):
