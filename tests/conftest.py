@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -23,3 +24,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def selects_gpu_tests(expression: str) -> bool:
     """Whether `-m expression` asks for tests marked `gpu`."""
     return re.search(r"(?<!not )\bgpu\b", expression) is not None
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_is_left() -> Iterator[None]:
+    """`zero.initialize` makes one for a single rank as well; the next test starts without."""
+    yield
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

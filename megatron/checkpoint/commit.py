@@ -30,7 +30,7 @@ from pathlib import Path
 
 from data.storage import fsync_directory, staged_file, write_json_atomic
 from megatron.checkpoint.choice import PENDING, Pending, committed_pending, latest_tag, oldest_first, read_latest
-from megatron.checkpoint.manifest import LATEST, MANIFEST, safe_name, seal_of, step_of
+from megatron.checkpoint.manifest import LATEST, MANIFEST, safe_name, saved_at_of, seal_of, step_of
 from megatron.checkpoint.tags import ASIDE, Say, folder_of, manifest_of, say_stderr
 from megatron.errors import CheckpointError, StorageError
 
@@ -182,10 +182,8 @@ def _write_latest(root: Path, tag: str) -> None:
 
 def time_of_commit(root: Path) -> int:
     """Now, in microseconds since 1970; just after the last commit under `root` where the clock is behind that."""
-    last, now = latest_tag(root), time.time_ns() // 1000
-    with suppress(CheckpointError):  # a damaged one is after nothing
-        return max(now, manifest_of(root, last).saved_at + 1 if last is not None else 0)
-    return now
+    last = latest_tag(root)
+    return max(time.time_ns() // 1000, saved_at_of(folder_of(root, last)) + 1 if last is not None else 0)
 
 
 def _place_script(root: Path) -> None:

@@ -94,12 +94,21 @@ def device_for(env: Environment, backend: str | None = None) -> torch.device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
         return torch.device("cpu")
-    has_its_own = count == 1 and not any(name in os.environ for name in SHARED_BY_RANKS)
-    if env.local_rank >= count and backend != "gloo" and not has_its_own:
+    if env.local_rank >= count and backend != "gloo" and not (count == 1 and _is_shown_its_own_gpu()):
         raise ConfigError(
             f"rank {env.rank} needs GPU {env.local_rank}, but this node has {count}: start at most {count} ranks per "
             "node, or set CUDA_VISIBLE_DEVICES= (empty) and run on the CPU")
     return torch.device("cuda", env.local_rank % count)
+
+
+def _is_shown_its_own_gpu() -> bool:
+    """The one GPU this rank sees is no other rank's: Slurm gave each task one, or a wrapper named another GPU for each
+    rank. (One list for all ranks, and so one GPU, is what launchers of a whole node leave; a lone `0` may be that too.)
+    """
+    if any(name in os.environ for name in SHARED_BY_RANKS):
+        return False
+    by_task = "SLURM_GPUS_PER_TASK" in os.environ or "gpu" in os.environ.get("SLURM_TRES_PER_TASK", "")
+    return by_task or os.environ.get("CUDA_VISIBLE_DEVICES", "0") != "0"
 
 
 def init(backend: str | None = None, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> Environment:

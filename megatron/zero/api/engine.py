@@ -77,6 +77,8 @@ class Engine:
                  watch: Watch = Watch(), mpu: Any = None) -> None:
         self.core, self.config, self.optimizer, self.lr_scheduler = core, config, optimizer, scheduler
         self.monitor = Monitor(watch, self.device, core.groups.world.rank == 0)
+        if watch.writes:
+            on_rank_0(self.monitor.open, core.groups.world)
         self.mpu = mpu
         self.training_dataloader: DataLoader[Any] | None = None
         """The loader of `training_data`, where that was given; its epoch is part of a checkpoint."""

@@ -73,6 +73,8 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
     settings = _settings(source, groups)
     config = settings.config
     device = device or distributed.device_for(distributed.read_environment())
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # also where the script has met by itself: control messages go by way of it
     _move_buffers(model, device, DTYPES[config.precision.name])
     rule, param_groups = _rule_and_groups(settings, model, model_parameters, optimizer)
     _check_groups(model, param_groups)

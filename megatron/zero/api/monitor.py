@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron.errors import StorageError
+from megatron.errors import ConfigError, StorageError
 
 DEFAULT_STEPS_PER_PRINT = 10
 """Between two breakdowns, where the configuration says nothing."""
@@ -100,6 +100,9 @@ class Monitor:
         self._bytes: dict[str, int] = {}  # the most after each phase, since the last line
         self._lap_steps = 0
         self._sinks: list[Sink] = []
+
+    def open(self) -> None:
+        """Before the first step: what cannot be written fails here."""
         if self._watch.tensorboard_dir is not None:
             self._sinks.append(Tensorboard(self._watch.tensorboard_dir))
         if self._watch.csv_dir is not None:
@@ -112,8 +115,12 @@ class Monitor:
 
     def write_events(self, events: Sequence[Event]) -> None:
         """Further scalars, from rank 0: (name, value, samples seen)."""
-        for sink in self._sinks:
-            sink.write(events)
+        for sink in list(self._sinks):
+            try:
+                sink.write(events)
+            except (OSError, StorageError) as error:  # not worth ending a job of many ranks
+                self._sinks.remove(sink)
+                print(f"warning: {error}; training goes on without these scalars", file=sys.stderr, flush=True)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """One part of a step, to be timed and measured where that is asked for."""
@@ -193,8 +200,11 @@ class Sink(Protocol):
 
 class Tensorboard:
     def __init__(self, folder: str) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # heavy: only where asked for
-
+        try:
+            from torch.utils.tensorboard import SummaryWriter  # heavy: only where asked for
+        except ImportError as error:
+            raise ConfigError(f"tensorboard.enabled needs the package tensorboard ({error}); install it, or use "
+                              "csv_monitor") from None
         self._writer: Any = _opened("tensorboard.output_path", folder, lambda: SummaryWriter(folder))
         atexit.register(self._writer.close)  # its thread would take the last scalars along
 

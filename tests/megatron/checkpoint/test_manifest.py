@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron.checkpoint.cut import Sharding
 from megatron.checkpoint.manifest import (
-    FileEntry, Manifest, PieceEntry, TensorEntry, _seal, from_bytes, gather_tensors, safe_name, step_of)
+    FileEntry, Manifest, PieceEntry, TensorEntry, _seal, from_bytes, gather_tensors, safe_name, saved_at_of,
+    step_of)
 from megatron.errors import CheckpointError
 
 
@@ -34,6 +36,14 @@ def test_it_comes_back_as_it_went() -> None:
 
 def test_a_manifest_of_format_1_is_read_and_has_no_time() -> None:
     assert from_bytes(sealed(lambda m: m.update(format=1) or m.pop("saved_at"))) == replace(MANIFEST, saved_at=0)
+
+
+def test_the_time_of_a_commit_is_found_at_the_end_of_the_file(tmp_path: Path) -> None:
+    assert saved_at_of(tmp_path) == 0
+    for data, time in ((MANIFEST.to_bytes(), MANIFEST.saved_at), (b"{}", 0),
+                       (sealed(lambda m: m.update(format=1) or m.pop("saved_at")), 0)):
+        (tmp_path / "manifest.json").write_bytes(data)
+        assert saved_at_of(tmp_path) == time
 
 
 def test_every_flipped_bit_is_found() -> None:

@@ -89,9 +89,26 @@ def test_each_rank_has_the_gpu_of_its_local_number(environ: pytest.MonkeyPatch) 
 
 
 def test_a_rank_that_is_shown_one_gpu_takes_it(environ: pytest.MonkeyPatch) -> None:
-    """srun --gpus-per-task=1: every task sees its own GPU as number 0."""
+    """srun --gpus-per-task=1: every task sees its own GPU as number 0. Or a wrapper names one for each rank."""
     gpus(environ, 1)
-    assert [device_for(Environment(k, k, 4, 4)).index for k in range(4)] == [0, 0, 0, 0]
+    with environ.context() as slurm:
+        slurm.setenv("SLURM_GPUS_PER_TASK", "1")
+        slurm.setenv("CUDA_VISIBLE_DEVICES", "0")
+        assert [device_for(Environment(k, k, 4, 4)).index for k in range(4)] == [0, 0, 0, 0]
+    environ.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert device_for(Environment(3, 3, 4, 4)).index == 0
+
+
+@pytest.mark.parametrize("visible", [None, "0"])
+def test_tasks_that_were_not_given_a_gpu_each_do_not_share_the_only_one(
+        visible: str | None, environ: pytest.MonkeyPatch) -> None:
+    """srun -n4, or mpirun, on a node with one GPU."""
+    gpus(environ, 1)
+    environ.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        environ.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(ConfigError, match="rank 1 needs GPU 1, but this node has 1"):
+        device_for(Environment(1, 1, 4, 4))
 
 
 @pytest.mark.parametrize("launcher", LAUNCHED_BY)

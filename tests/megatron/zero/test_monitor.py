@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,28 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     for section in ("tensorboard", "csv_monitor"):
         with pytest.raises(StorageError, match=rf"{section}.output_path: .*file/job cannot be written"):
             trained(0, **{section: {"enabled": True, "output_path": str(tmp_path / "file"), "job_name": "job"}})
+
+
+def cannot_write(rank: int, world: int, path: str) -> str:
+    with pytest.raises(StorageError) as found:
+        trained(0, csv_monitor={"enabled": True, "output_path": path, "job_name": "job"})
+    return str(found.value)
+
+
+def test_every_rank_ends_with_the_error_of_the_one_that_writes(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    first, second = run_ranks(cannot_write, 2, str(tmp_path / "file"))
+    assert first == second and "csv_monitor.output_path" in first
+
+
+def test_scalars_that_can_no_longer_be_written_do_not_end_the_training(tmp_path: Path, capsys: Any) -> None:
+    engine = trained(1, csv_monitor={"enabled": True, "output_path": str(tmp_path), "job_name": "job"})
+    shutil.rmtree(tmp_path / "job")
+    for _ in range(2):
+        engine.backward(engine(torch.ones(4, 2)).square().mean())
+        engine.step()
+    said = capsys.readouterr().err
+    assert engine.global_steps == 3 and said.count("warning: ") == 1 and "csv_monitor.output_path" in said
 
 
 def speaks(rank: int, world: int, path: str) -> str:
