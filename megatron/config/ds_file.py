@@ -24,6 +24,7 @@ from megatron.config.ds_keys import TABLE, NoEffect
 from megatron.config.ds_reader import Found, Problems, agree, plain, same, walk
 from megatron.config.kinds import shown
 from megatron.config.loose_json import parse
+from megatron.config.schedule import ScheduleConfig
 from megatron.config.setting import Key, flag_name, require
 from megatron.config.tree import Config, build_config, data_parallel_size
 from megatron.errors import ConfigError
@@ -42,7 +43,7 @@ def build(source: str | os.PathLike[str] | Mapping[str, Any], *, flags: Mapping[
     found = read(source)
     tp = flags.get("model_parallel_size", 1)
     dp = data_parallel_size(world_size, tp if tp >= 1 else 1)  # a wrong size is reported by its section
-    values = resolve(found, flags, dp)
+    values = resolve(found, flags, dp, fallback.get("lr", ScheduleConfig.lr))
     try:
         config = build_config({**fallback, **values}, planning=planning)
     except ConfigError as error:
@@ -94,11 +95,12 @@ def _decoded(name: str) -> str | None:
 # ---- from keys to fields -----------------------------------------------------------------------------------------
 
 
-def resolve(found: Found, flags: Mapping[str, Any], dp_size: int) -> dict[str, Any]:
-    """Flags and keys as one set of field values; ConfigError where they say different things."""
+def resolve(found: Found, flags: Mapping[str, Any], dp_size: int, peak: float = ScheduleConfig.lr) -> dict[str, Any]:
+    """Flags and keys as one set of field values; ConfigError where they say different things. `peak` is the learning
+    rate where neither says one."""
     values: dict[str, Any] = {}
     problems, conflicts = Problems(), Problems()
-    for name, value, path in _fields(found, flags, problems):
+    for name, value, path in _fields(found, flags, problems, peak):
         if name in flags and not agree(flags[name], value):
             meant = "" if same(found.raw[path], value) else f" (that is {flag_name(name)} {_word(value)})"
             conflicts.append(f"{flag_name(name)} is {_word(flags[name])}, but {found.written(path)} is "
@@ -111,11 +113,12 @@ def resolve(found: Found, flags: Mapping[str, Any], dp_size: int) -> dict[str, A
     return {**values, **flags, **_batch(found, flags, dp_size)}
 
 
-def _fields(found: Found, flags: Mapping[str, Any], problems: Problems) -> Iterator[tuple[str, Any, str]]:
+def _fields(found: Found, flags: Mapping[str, Any], problems: Problems,
+            peak: float = ScheduleConfig.lr) -> Iterator[tuple[str, Any, str]]:
     """(field, value, path of the key) of everything but the batch sizes."""
     yield from _simple(found, problems)
     yield from ds_together.optimizer(found, flags, problems)
-    yield from ds_together.scheduler(found, flags, problems)
+    yield from ds_together.scheduler(found, flags, problems, peak)
     yield from ds_together.tensorboard(found)
 
 

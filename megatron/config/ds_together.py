@@ -24,6 +24,7 @@ OF_EVERY_TYPE = ("max_grad_norm", "fp32_optimizer_states", "torch_adam")
 """Optimizer parameters that are read alike whatever the type."""
 WARMUP_STEPS, TOTAL_STEPS = "scheduler.params.warmup_num_steps", "scheduler.params.total_num_steps"
 WARMUP_TYPE, COSINE_FLOOR = "scheduler.params.warmup_type", "scheduler.params.cos_min_ratio"
+WARMUP_PEAK = "scheduler.params.warmup_max_lr"
 _WARMUP = "warmup_num_steps warmup_type last_batch_iteration"
 SCHEDULER_PARAMS = {
     "WarmupLR": f"{_WARMUP} warmup_min_lr warmup_max_lr",
@@ -63,7 +64,19 @@ def optimizer(found: Found, flags: Mapping[str, Any], problems: Problems) -> Ite
         yield "sgd_momentum", 0.0, "optimizer.type"  # as in DeepSpeed; the flag's default is Megatron's
 
 
-def scheduler(found: Found, flags: Mapping[str, Any], problems: Problems) -> Iterator[Setting]:
+def own_floor(found: Found) -> float | None:
+    """Where each param group of an engine has a peak of its own, the rate it was given: its floor, as a share of that.
+    None where the scheduler names one peak for all."""
+    kind = found.keys.get("scheduler.type")
+    if kind == "WarmupCosineLR":
+        floor: float = found.keys.get(COSINE_FLOOR, DEEPSPEED_COSINE_FLOOR)
+        return floor
+    return 0.0 if kind in ("WarmupLR", "WarmupDecayLR") and WARMUP_PEAK not in found.keys else None
+
+
+def scheduler(found: Found, flags: Mapping[str, Any], problems: Problems,
+              peak: float = ScheduleConfig.lr) -> Iterator[Setting]:
+    """`peak` is the learning rate where neither the file nor a flag has one."""
     kind = found.keys.get("scheduler.type")
     given = [path for path in (*found.keys, *found.autos) if path.startswith("scheduler.params.")]
     if kind is None:
@@ -77,10 +90,10 @@ def scheduler(found: Found, flags: Mapping[str, Any], problems: Problems) -> Ite
     elif kind == "LRRangeTest":
         yield from _range_test(found)
     else:
-        yield from _warm_up(found, kind, flags, problems)
+        yield from _warm_up(found, kind, flags, problems, peak)
 
 
-def _warm_up(found: Found, kind: str, flags: Mapping[str, Any], problems: Problems) -> Iterator[Setting]:
+def _warm_up(found: Found, kind: str, flags: Mapping[str, Any], problems: Problems, peak: float) -> Iterator[Setting]:
     total, warmup = found.keys.get(TOTAL_STEPS), found.keys.get(WARMUP_STEPS, DEEPSPEED_WARMUP_STEPS)
     if kind == "WarmupLR":
         total = max(1, warmup)  # a constant rate has no end; the warm-up is a share of this
@@ -90,7 +103,7 @@ def _warm_up(found: Found, kind: str, flags: Mapping[str, Any], problems: Proble
         problems.append(f"{WARMUP_STEPS} {warmup} is above {TOTAL_STEPS} {total}")
     else:
         yield from _curve(found, kind, warmup, total)
-        yield from _warmup_type_and_floor(found, kind, flags)
+        yield from _warmup_type_and_floor(found, kind, flags, peak)
 
 
 def _curve(found: Found, kind: str, warmup: int, total: int) -> Iterator[Setting]:
@@ -102,11 +115,11 @@ def _curve(found: Found, kind: str, warmup: int, total: int) -> Iterator[Setting
         yield "min_lr", 0.0, "scheduler.type"
 
 
-def _warmup_type_and_floor(found: Found, kind: str, flags: Mapping[str, Any]) -> Iterator[Setting]:
+def _warmup_type_and_floor(found: Found, kind: str, flags: Mapping[str, Any], peak: float) -> Iterator[Setting]:
     if found.keys.get(WARMUP_STEPS) != 0 and "warmup_type" not in flags and not found.given(WARMUP_TYPE):
         yield "warmup_type", "log", "scheduler.type"  # as in DeepSpeed
     if kind == "WarmupCosineLR":  # its floor is a share of a peak that a flag may give
-        peak = flags.get("lr", found.keys.get("optimizer.params.lr", ScheduleConfig.lr))
+        peak = flags.get("lr", found.keys.get("optimizer.params.lr", peak))
         floor = peak * found.keys.get(COSINE_FLOOR, DEEPSPEED_COSINE_FLOOR)
         yield "min_lr", floor, found.first(COSINE_FLOOR, "scheduler.type")
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from megatron.config import ds_file
+from megatron.config import ds_file, ds_together
 from megatron.config.ds_batch import BATCH
 from megatron.config.ds_reader import Found
 from megatron.config.tree import Config
@@ -208,7 +208,10 @@ def _scheduler(settings: _Settings, given: Any, optimizer: ZeroOptimizer) -> Sch
     if given is not None:
         scheduler: Scheduler = given if hasattr(given, "state_dict") else given(optimizer)
         return scheduler
-    return FollowSchedule(optimizer, schedule_of(settings.config)) if settings.has_scheduler else None
+    if not settings.has_scheduler:
+        return None
+    own_floor = ds_together.own_floor(settings.found) if settings.found else None
+    return FollowSchedule(optimizer, schedule_of(settings.config), own_floor)
 
 
 def _move_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

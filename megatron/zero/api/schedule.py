@@ -5,6 +5,7 @@ Not here: the curves (optim/schedule.py), and DeepSpeed's scheduler classes (opt
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -21,16 +22,25 @@ class Scheduler(Stateful, Protocol):
 
 
 class FollowSchedule:
-    """A schedule, which is a pure function of the step, as a scheduler of the groups of an optimizer."""
+    """A schedule, which is a pure function of the step, as a scheduler of the groups of an optimizer.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule) -> None:
-        self._optimizer, self.schedule = optimizer, schedule
+    All groups have the schedule's rate. With `own_floor`, each group's peak is the rate it has now, and its floor is
+    this share of that rate."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule, own_floor: float | None = None) -> None:
+        self._optimizer, self.schedule, self._own_floor = optimizer, schedule, own_floor
+        self._own_peaks = [float(group["lr"]) for group in optimizer.param_groups] if own_floor is not None else []
         self._go_to(0)
+
+    def _rates(self, steps: int) -> list[float]:
+        if self._own_floor is None:
+            return [self.schedule(steps)] * len(self._optimizer.param_groups)
+        return [replace(self.schedule, peak=peak, floor=peak * self._own_floor)(steps) for peak in self._own_peaks]
 
     def _go_to(self, steps: int) -> None:
         self.steps = steps
-        rate, betas = self.schedule(steps), self.schedule.betas(steps)
-        for group in self._optimizer.param_groups:
+        betas = self.schedule.betas(steps)
+        for group, rate in zip(self._optimizer.param_groups, self._rates(steps), strict=True):
             group["lr"] = rate
             if betas is not None and "betas" in group:
                 group["betas"] = betas

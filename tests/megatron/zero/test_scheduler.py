@@ -82,3 +82,59 @@ def test_pretrain_gpt2_trains_at_these_rates(tmp_path: Path) -> None:
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     rates = [record["learning_rate"] for record in records if "learning_rate" in record]
     assert rates == pytest.approx([wanted("WarmupLR", None, step) for step in range(4)])
+
+
+OWN_RATES = ((3e-4,), (1e-5, 1e-3))
+"""Of one and of two param groups."""
+
+
+def engine_with_rates(rates: tuple[float, ...], kind: str, params: dict[str, Any], *, by: str) -> zero.Engine:
+    """An engine whose groups were given these rates, through an optimizer of the client's or of the configuration."""
+    model = nn.ModuleList(nn.Linear(2, 2) for _ in rates)
+    groups = [{"params": list(layer.parameters()), "lr": rate} for layer, rate in zip(model, rates, strict=True)]
+    config = {**configuration(kind, "linear"), "optimizer": {"type": "AdamW", "params": {}}}
+    config["scheduler"]["params"] = {"warmup_num_steps": WARMUP, "warmup_type": "linear", **params}
+    if by == "config":
+        return zero.initialize(model=model, model_parameters=groups, config=config)[0]
+    del config["optimizer"]
+    return zero.initialize(model=model, optimizer=torch.optim.AdamW(groups), config=config)[0]
+
+
+@pytest.mark.parametrize("by", ["client", "config"])
+@pytest.mark.parametrize("rates", OWN_RATES)
+@pytest.mark.parametrize("floor", [None, 0.1])
+def test_a_cosine_scales_each_groups_own_rate(floor: float | None, rates: tuple[float, ...], by: str) -> None:
+    given = {} if floor is None else {"cos_min_ratio": floor}
+    engine = engine_with_rates(rates, "WarmupCosineLR", {"total_num_steps": TOTAL, **given}, by=by)
+    low = 0.0001 if floor is None else floor
+    for step in range(TOTAL + 3):
+        done = min(1.0, (step - WARMUP) / (TOTAL - WARMUP))
+        share = (step + 1) / WARMUP if step < WARMUP else low + (1 - low) * (1 + math.cos(math.pi * done)) / 2
+        assert engine.get_lr() == pytest.approx([rate * share for rate in rates], rel=1e-9)
+        engine.lr_scheduler.step()
+    engine.lr_scheduler.load_state_dict({"steps": 0})
+    assert engine.get_lr() == pytest.approx([rate / WARMUP for rate in rates])
+
+
+@pytest.mark.parametrize("peak", [None, 2e-3])
+@pytest.mark.parametrize("by", ["client", "config"])
+@pytest.mark.parametrize("rates", OWN_RATES)
+@pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR"])
+def test_a_warm_up_rises_to_its_peak_or_to_each_groups_own_rate(kind: str, rates: tuple[float, ...], by: str,
+                                                                peak: float | None) -> None:
+    params = {**({"total_num_steps": TOTAL} if kind == "WarmupDecayLR" else {}),
+              **({} if peak is None else {"warmup_max_lr": peak})}
+    engine = engine_with_rates(rates, kind, params, by=by)
+    for step in range(TOTAL + 3):
+        done = min(1.0, max(0.0, (step - WARMUP) / (TOTAL - WARMUP)))
+        share = (step + 1) / WARMUP if step < WARMUP else 1.0 if kind == "WarmupLR" else 1 - done
+        assert engine.get_lr() == pytest.approx([(peak or rate) * share for rate in rates], rel=1e-9, abs=1e-15)
+        engine.lr_scheduler.step()
+
+
+@pytest.mark.parametrize("params", [{}, {"lr": 2e-5}])
+def test_the_floor_is_a_share_of_the_rate_the_configuration_names(params: dict[str, Any]) -> None:
+    config = {**configuration("WarmupCosineLR", "linear"), "optimizer": {"type": "AdamW", "params": params}}
+    config["scheduler"]["params"]["cos_min_ratio"] = 0.25
+    section = zero.initialize(model=nn.Linear(2, 1), config=config)[0].config.schedule
+    assert section.min_lr == pytest.approx(0.25 * params.get("lr", 1e-3)) and section.lr == params.get("lr", 1e-3)
