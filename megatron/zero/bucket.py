@@ -151,6 +151,24 @@ class FlatBucket:
             self._whole.untyped_storage().resize_(0)
             self._move(Place.AWAY)
 
+    def check(self) -> None:
+        """Refuse parameters that are no longer what was taken over. (Nothing can be put into one that is away.)"""
+        for slot, parameter in zip(self.layout.slots, self.parameters):
+            if parameter.requires_grad != self.trainable:
+                raise ConfigError(
+                    f"{slot.name} was {'frozen' if self.trainable else 'unfrozen'} after zero.initialize, and the "
+                    f"engine would {'go on changing it' if self.trainable else 'not train it'}: set requires_grad "
+                    "before, or destroy() the engine and initialize again")
+        self._check_places()
+
+    def _check_places(self) -> None:
+        for slot, parameter, view in zip(self.layout.slots, self.parameters, self._views if self.is_here else ()):
+            if parameter.data_ptr() != view.data_ptr():
+                raise ConfigError(
+                    f"{slot.name} has left the engine's buffers (half(), to() and `p.data = ...` do this), and would "
+                    "not be trained: choose fp16 or bf16 in the configuration, and edit weights in place inside "
+                    "zero.GatheredParameters")
+
     def publish(self) -> None:
         """After the optimizer: bring the new master into the working copy, on every rank that holds one."""
         if self.master is not self.shard:
@@ -179,6 +197,7 @@ class FlatBucket:
 
     def take_back(self, editor: int | None) -> None:
         assert self._lent is not None, f"bucket {self.name} was not lent"
+        self._check_places()
         if editor is not None:
             broadcast_into(self._whole, editor, self._dp).wait()
             own = self._span(self._whole)

@@ -27,6 +27,7 @@ from megatron.zero.policy import policy, wire
 from megatron.zero.precision import dtypes, scale_rule
 from megatron.zero.reductions import ReductionOrder
 from megatron.zero.residency import Residency
+from megatron.zero.roster import Roster
 from megatron.zero.state import State
 from megatron.zero.step import Step, StepReport
 from megatron.zero.units import Cut, build_units, connect_sinks, disconnect_sinks
@@ -55,6 +56,7 @@ class ZeroEngine:
         scaling = scale_rule(precision)
         self.state = State(self._units, rule, scaling.start(), groups.world, loads_masters=zero.load_from_fp32_weights)
         self.buckets, self.frozen = self.state.buckets, self.state.frozen
+        self._roster = Roster(module, [*self.buckets, *self.frozen])
         self._step = Step(self.state, groups, rule, param_groups, scaling, clip_grad=clip_grad,
                           divisor=groups.dp.size / travel.predivide)
         self.residency = Residency(self._units, max_live=zero.stage3_max_live_parameters,
@@ -91,6 +93,9 @@ class ZeroEngine:
         if boundary and not all(bucket.grads.is_summed for bucket in self.buckets):
             raise ConfigError("step() without gradients that are summed over the ranks: call backward(loss) before it, "
                               "outside of no_sync() and at the accumulation boundary")
+        if boundary:
+            self.residency.done_with_all()  # a forward may have run since the backward
+            self._roster.check()
         self.state.counters.micro_steps += 1
         self._micro_batches = 0 if boundary else self._micro_batches + 1
         if not boundary:
@@ -98,6 +103,7 @@ class ZeroEngine:
         for group in self.param_groups if lr is not None else ():
             group["lr"] = lr
         self.last_report = self._step(self.residency.take_trace())
+        self.passes.weights += self.last_report.applied
         return self.last_report
 
     def zero_grad(self) -> None:
@@ -184,6 +190,7 @@ class ZeroEngine:
         """Fill everything this rank holds: `read(kind, slot, offset, out)` for every run, then publish the weights."""
         self.residency.done_with_all()
         self.state.fill(kinds, read)
+        self.passes.weights += 1
 
     @property
     def state_kinds(self) -> tuple[str, ...]:

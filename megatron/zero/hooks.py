@@ -51,11 +51,15 @@ class Unit:
 class Events(Protocol):
     """What is reported (passes.py receives it)."""
 
+    weights: int
+    """Counts the changes of the weights: a backward belongs to those of its forward."""
+
     def before_forward(self, unit: Unit) -> None: ...
 
     def after_forward(self, unit: Unit) -> None: ...
 
-    def before_backward(self, unit: Unit) -> None: ...
+    def before_backward(self, unit: Unit, weights: int) -> None:
+        """`weights` is what the count was in the forward."""
 
     def inputs_done(self, unit: Unit) -> None:
         """The gradients of all inputs of the unit have been computed; only for units with frozen parameters."""
@@ -88,7 +92,7 @@ def _after(events: Events, unit: Unit, module: nn.Module, inputs: object, output
     seen = list(_tensors(output))
     for tensor in seen:
         if tensor.requires_grad:
-            tensor.register_hook(partial(_backward, events, unit))
+            tensor.register_hook(partial(_backward, events, unit, events.weights))
     if not seen and output is not None and unit.numel:
         raise ConfigError(f"{unit.name} returned a {type(output).__name__}, in which no tensor can be found: its "
                           "backward could not be announced; return tensors, or tuples, lists, dicts or dataclasses of "
@@ -96,8 +100,8 @@ def _after(events: Events, unit: Unit, module: nn.Module, inputs: object, output
     events.after_forward(unit)
 
 
-def _backward(events: Events, unit: Unit, gradient: Tensor) -> None:
-    events.before_backward(unit)
+def _backward(events: Events, unit: Unit, weights: int, gradient: Tensor) -> None:
+    events.before_backward(unit, weights)
 
 
 def _ready(events: Events, unit: Unit, bucket: FlatBucket, index: int, parameter: Tensor) -> None:

@@ -27,6 +27,7 @@ class Passes:
         self._residency, self._reductions, self._allows_unused = residency, reductions, allows_unused
         self._buckets = [bucket for unit in units for bucket in unit.buckets if bucket.trainable]
         self.in_backward = False
+        self.weights = 0
         self._reduces = False
         self._inputs_done: set[Unit] = set()
 
@@ -82,7 +83,10 @@ class Passes:
         elif not (unit.is_root and learns):  # the backward of everything else uses the root again
             self._residency.leave(unit, backward_follows=learns)
 
-    def before_backward(self, unit: Unit) -> None:
+    def before_backward(self, unit: Unit, weights: int) -> None:
+        if weights != self.weights:
+            raise ConfigError("backward of a forward that ran before the weights changed (a step, or a loaded "
+                              "checkpoint): its gradients would mix old and new; run the forward again after it")
         self._residency.begin_backward(unit)
         self._residency.prefetch(unit.index - 1)
 

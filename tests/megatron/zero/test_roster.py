@@ -1,0 +1,132 @@
+"""A model that was changed behind the engine's back is refused at the next step; nothing has moved by then."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from megatron import zero
+from megatron.errors import ConfigError
+from megatron.zero.api.engine import Engine
+from tests.megatron.zero.test_call_orders import STAGES, WIDTH, Model, engine_of, rows, whole
+
+
+def half(model: nn.Module) -> None:
+    model.half().float()  # back again, so that the forward goes on working
+
+
+def assigned(model: nn.Module) -> None:
+    model.load_state_dict({name: torch.zeros_like(p) for name, p in model.state_dict().items()}, assign=True)
+
+
+def replaced_data(model: nn.Module) -> None:
+    model.head.weight.data = torch.ones(1, WIDTH)
+
+
+def replaced(model: nn.Module) -> None:
+    model.head.weight = nn.Parameter(torch.ones(1, WIDTH))
+
+
+def replaced_frozen(model: nn.Module) -> None:
+    model.head.weight = nn.Parameter(torch.ones(1, WIDTH), requires_grad=False)
+
+
+def added(model: nn.Module) -> None:
+    model.blocks.append(nn.Linear(WIDTH, WIDTH))
+
+
+def frozen(model: nn.Module) -> None:
+    model.head.weight.requires_grad_(False)
+
+
+def unfrozen(model: nn.Module) -> None:
+    model.blocks[0].weight.requires_grad_(True)
+
+
+def of_some_frozen(stage: int, **section: object) -> Engine:
+    model = Model()
+    model.blocks[0].weight.requires_grad_(False)
+    return engine_of(stage, model, **section)
+
+
+@pytest.mark.parametrize("change, stages, said", [
+    (half, (0, 1, 2), "has left the engine's buffers"), (assigned, (0, 1, 2), "is another Parameter"),
+    (replaced_data, (0, 1, 2), "head.weight has left"), (replaced, STAGES, "head.weight is another Parameter"),
+    (replaced_frozen, STAGES, "head.weight is another Parameter"), (added, STAGES, "blocks.3.weight came to the model"),
+    (frozen, STAGES, "head.weight was frozen after"), (unfrozen, STAGES, "blocks.0.weight was unfrozen after")])
+def test_a_changed_model_is_refused_before_anything_moves(change: Callable[[nn.Module], None], stages: tuple[int, ...],
+                                                          said: str) -> None:
+    for stage in stages:
+        engine = of_some_frozen(stage)
+        engine.backward(engine(rows(0, 0)))
+        engine.step()
+        masters = [bucket.master.clone() for bucket in engine.core.buckets]
+        change(engine.module)
+        engine.backward(engine(rows(0, 1)))
+        with pytest.raises(ConfigError, match=said):
+            engine.step()
+        assert all(torch.equal(bucket.master, old) for bucket, old in zip(engine.core.buckets, masters))
+        assert engine.global_steps == 1
+
+
+def test_parameters_that_persist_at_stage_3_are_looked_at_too() -> None:
+    engine = of_some_frozen(3, stage3_param_persistence_threshold=10**6)
+    half(engine.module)
+    engine.backward(engine(rows(0, 0)))
+    with pytest.raises(ConfigError, match="has left the engine's buffers"):
+        engine.step()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_new_data_inside_gathered_parameters_is_refused(stage: int) -> None:
+    engine = engine_of(stage)
+    with pytest.raises(ConfigError, match="head.weight has left the engine's buffers"):
+        with zero.GatheredParameters(engine.module.head.weight, modifier_rank=0):
+            engine.module.head.weight.data = torch.ones(1, WIDTH)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_changes_no_training_goes_on(stage: int) -> None:
+    plain, engine = of_some_frozen(stage), of_some_frozen(stage)
+    for number in range(3):
+        engine.module.head.weight.requires_grad_(False)  # for a while
+        engine.module.float().to("cpu")
+        engine.module.head.weight.requires_grad_(True)
+        engine.module.teacher = Model().requires_grad_(False)
+        for each in (plain, engine):
+            each.backward(each(rows(0, number)))
+            each.step()
+    del engine.module.teacher
+    assert torch.equal(whole(engine), whole(plain))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_forward_between_backward_and_step_changes_nothing_and_its_graph_is_stale(stage: int) -> None:
+    plain, engine = engine_of(stage), engine_of(stage)
+    for number in range(2):
+        for each in (plain, engine):
+            each.backward(each(rows(0, number)))
+        stale = engine(rows(0, 9))
+        plain.step()
+        engine.step()
+        with pytest.raises(ConfigError, match="a forward that ran before the weights changed"):
+            engine.backward(stale)
+    assert torch.equal(whole(engine), whole(plain))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_looking_costs_little(stage: int) -> None:
+    model = Model()
+    model.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(599))
+    engine = engine_of(stage, model)
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        engine.core._roster.check()
+        times.append(time.perf_counter() - start)
+    print(f"stage {stage}: {1e6 * min(times):.0f} us for 1,200 parameters")
+    assert min(times) < 0.02
