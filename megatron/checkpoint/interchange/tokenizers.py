@@ -27,6 +27,8 @@ from megatron.config.tree import ModelConfig
 
 DEFAULT_KIND = "GPT2BPETokenizer"
 SPACE = "\u2581"
+NORMAL, USER_DEFINED, UNUSED = 1, 4, 5
+"""Types of SentencePiece pieces: learned ones, the user's own symbols (never split), and those it makes no use of."""
 
 
 @dataclass(frozen=True)
@@ -83,13 +85,13 @@ def _characters(section: Mapping[str, Any], path: str | None, eod: int, length: 
 
 def _sentencepiece(section: Mapping[str, Any], path: str | None, eod: int, length: int) -> TokenizerFiles:
     proto = read(str(path), "--tokenizer-path")
-    pieces, plain = _read_model(proto)
+    pieces, learned, plain = _read_model(proto)
     if not plain:
         return TokenizerFiles({"tokenizer.model": proto}, eod,
                               "tokenizer.model is copied as it is (a SentencePiece model that changes the text or "
                               "is no BPE with byte fallback): load it with the sentencepiece package")
     vocabulary = {piece: i for i, (piece, _) in enumerate(pieces)}
-    return _fast({"type": "BPE", "vocab": vocabulary, "merges": _merges(pieces), "byte_fallback": True,
+    return _fast({"type": "BPE", "vocab": vocabulary, "merges": _merges(pieces, learned), "byte_fallback": True,
                   "unk_token": pieces[0][0], "fuse_unk": False}, eod, length,
                  normalizer={"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
                  decoder={"type": "Sequence", "decoders": [
@@ -97,8 +99,9 @@ def _sentencepiece(section: Mapping[str, Any], path: str | None, eod: int, lengt
                      {"type": "Fuse"}]})
 
 
-def _read_model(proto: bytes) -> tuple[list[tuple[str, float]], bool]:
-    """Pieces with their scores, and whether it is a BPE with byte fallback that leaves the text as it is."""
+def _read_model(proto: bytes) -> tuple[list[tuple[str, float]], set[str], bool]:
+    """Pieces with their scores; those that are learned; whether it is a BPE with byte fallback that leaves the text as
+    it is."""
     model = fields_of(proto)
     pieces = [fields_of(piece) for piece in model.get(1, [])]
     trainer, normalizer = fields_of(model.get(2, [b""])[0]), fields_of(model.get(3, [b""])[0])
@@ -108,16 +111,19 @@ def _read_model(proto: bytes) -> tuple[list[tuple[str, float]], bool]:
 
     plain = (setting(trainer, 3, 1) == 2 and setting(trainer, 35, 0) == 1 and setting(normalizer, 1, b"") == b"identity"
              and setting(normalizer, 3, 1) == 0 and setting(normalizer, 4, 1) == 0 and setting(trainer, 24, 0) == 0
-             and all(setting(piece, 3, 1) != 4 for piece in pieces))  # 4: the user's own symbols, never split
-    return [(setting(piece, 1, b"").decode(), setting(piece, 2, 0.0)) for piece in pieces], plain
+             and not {USER_DEFINED, UNUSED} & {setting(piece, 3, NORMAL) for piece in pieces})
+    names = [setting(piece, 1, b"").decode() for piece in pieces]
+    learned = {name for name, piece in zip(names, pieces, strict=True) if setting(piece, 3, NORMAL) == NORMAL}
+    return [(name, setting(piece, 2, 0.0)) for name, piece in zip(names, pieces, strict=True)], learned, plain
 
 
-def _merges(pieces: list[tuple[str, float]]) -> list[list[str]]:
-    """Pairs in the order in which SentencePiece would join them: by the score of what they make."""
+def _merges(pieces: list[tuple[str, float]], learned: set[str]) -> list[list[str]]:
+    """Pairs in the order in which SentencePiece would join them: by the score of what they make. Bytes, `<unk>` and
+    the end of a document are never made of text, nor are they parts of it."""
     place = {piece: i for i, (piece, _) in enumerate(pieces)}
     found = [(-score, place[piece[:cut]], place[piece[cut:]], piece[:cut], piece[cut:])
-             for piece, score in pieces for cut in range(1, len(piece))
-             if not piece.startswith("<") and piece[:cut] in place and piece[cut:] in place]
+             for piece, score in pieces if piece in learned for cut in range(1, len(piece))
+             if piece[:cut] in learned and piece[cut:] in learned]
     return [[left, right] for *_, left, right in sorted(found)]
 
 

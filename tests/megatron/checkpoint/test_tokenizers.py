@@ -73,6 +73,34 @@ def test_transformers_encodes_and_decodes_as_the_run_did(kind: str, sentencepiec
         assert theirs.decode(ids, clean_up_tokenization_spaces=False) == ours.decode(ids), text
 
 
+MARKUP = ["<p>", "</p>", '<div class="a">', "</div>", "<br/>", "<b>", "</b>", "text", "hello world", "if a < b:",
+          "x << 2", "<- y", "<?php", "<!-- c -->", "vector<int>", "std::cout << x;", "#include <map>", "a <= b", "<0x",
+          "<un", "<|end", "<s>"]
+
+
+def test_a_sentencepiece_model_of_markup_and_code_is_exported_with_the_pieces_that_begin_with_a_bracket(
+        tmp_path: Path) -> None:
+    import sentencepiece
+
+    generator, path = random.Random(0), tmp_path / "tokenizer.model"
+    lines = [generator.choice(["", " "]).join(generator.choices(MARKUP, k=12)) for _ in range(2000)]
+    train_sentencepiece(lines, path, 420)
+    ours = build("SentencePieceTokenizer", None, None, str(path))
+    model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    pieces = [model.id_to_piece(i) for i in range(len(model))
+              if not (model.is_byte(i) or model.is_control(i) or model.is_unknown(i))]
+    assert sum(len(piece) > 1 and piece.startswith("<") for piece in pieces) >= 5
+    written(tmp_path, section(tokenizer_type="SentencePieceTokenizer", tokenizer_path=str(path)), ours.vocab_size)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    strings = ["".join(generator.choices(pieces, k=generator.randint(1, 25))).replace("\u2581", " ")
+               for _ in range(1500)]
+    special = ["<0x41>", "<unk>", "<s>x", "a<0x0A><unk></s>", "<|endoftext|>", "<<<<<<<", "<" * 50 + ">" * 50]
+    for text in [*lines[:200], *strings, *special]:
+        ids = ours.encode(text)
+        assert theirs.encode(text, add_special_tokens=False) == ids, text
+        assert theirs.decode(ids, clean_up_tokenization_spaces=False) == ours.decode(ids), text
+
+
 def test_a_larger_table_than_the_vocabulary_will_do_and_a_smaller_one_will_not(tmp_path: Path) -> None:
     assert written(tmp_path, section(tokenizer_type="ByteLevelTokenizer"), 300).eod == 256
     made = written(tmp_path, section(tokenizer_type="ByteLevelTokenizer"), 200)
