@@ -9,10 +9,12 @@ Not here: groups of ranks (`mpu/groups.py`), operations among them (`mpu/collect
 
 from __future__ import annotations
 
+import atexit
 import errno
 import os
 import re
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -140,6 +142,7 @@ def init_process_group(env: Environment, backend: str | None = None,
         raise ConfigError("--distributed-backend nccl needs a GPU, but torch sees none; leave the flag out or use gloo")
     if torch.distributed.is_initialized() or env.world_size == 1 and not also_alone:
         return
+    atexit.register(_shutdown_at_exit)
     chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
     timeout = timedelta(seconds=timeout_seconds)
     if env.world_size == 1:
@@ -192,6 +195,13 @@ def _store(env: Environment, timeout: timedelta) -> torch.distributed.Store | No
     # TCPStore listens on every interface even for 127.0.0.1, unless it is handed a socket that is bound already.
     listener = socket.create_server((address, port), backlog=max(128, env.world_size))
     return dist.TCPStore(address, port, env.world_size, True, timeout, master_listen_fd=listener.detach())
+
+
+def _shutdown_at_exit() -> None:
+    """For scripts that just end: now and then gloo's threads abort an interpreter that winds down around them. Not after
+    an error, when a peer that is gone could be waited for."""
+    if sys.exc_info()[0] is None and getattr(sys, "last_value", None) is None:
+        shutdown()
 
 
 def shutdown() -> None:

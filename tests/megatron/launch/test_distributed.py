@@ -119,3 +119,14 @@ def test_ranks_of_one_launcher_do_not_share_the_only_gpu(launcher: str, environ:
     with pytest.raises(ConfigError, match="rank 1 needs GPU 1, but this node has 1"):
         device_for(Environment(1, 1, 2, 2))
     assert device_for(Environment(1, 1, 2, 2), "gloo").index == 0
+
+
+# ---- leaving -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("end", "left"), [("", "False"), ("raise ValueError", "True")])
+def test_a_script_that_just_ends_leaves_the_process_group_unless_it_failed(end: str, left: str) -> None:
+    program = ("import atexit, torch; atexit.register(lambda: print(torch.distributed.is_initialized()));"
+               f"from megatron.zero import init_distributed; init_distributed(); {end}")
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == left, done.stderr
