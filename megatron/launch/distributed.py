@@ -198,8 +198,8 @@ def _store(env: Environment, timeout: timedelta) -> torch.distributed.Store | No
 
 
 def _shutdown_at_exit() -> None:
-    """For scripts that just end: now and then gloo's threads abort an interpreter that winds down around them. Not after
-    an error, when a peer that is gone could be waited for."""
+    """For scripts that just end: gloo's threads now and then abort an interpreter that winds down around them. Not
+    after an error, when a peer that is gone could be waited for."""
     if sys.exc_info()[0] is None and getattr(sys, "last_value", None) is None:
         shutdown()
 
