@@ -28,9 +28,9 @@ from megatron.config.tree import Config, flag_name
 from megatron.errors import CheckpointError, ConfigError
 from megatron.optim.schedule import Schedule
 from megatron.train.loop import TrainState
-from megatron.zero.api.engine import Engine, LoadOptions
+from megatron.zero.api.engine import Engine
+from megatron.zero.api.saved import LoadOptions, load_weights
 from megatron.zero.api.schedule import FollowSchedule
-from megatron.zero.api.saved import load_weights
 from mpu.groups import Groups
 
 MUST_MATCH = (
@@ -104,7 +104,8 @@ class Checkpoints:
         same_precision = _precision(found.config) == self.config.precision.name
         engine.restore(found, LoadOptions(optimizer, counters=not section.finetune, scheduler=not section.finetune,
                                           rng=not (section.finetune or section.no_load_rng),
-                                          loss_scale=same_precision))
+                                          loss_scale=same_precision,
+                                          hyper=False))  # the flags' own
         what = "weights" if section.finetune else "weights and optimizer" if optimizer else "weights, without optimizer"
         self.notes.append(f" loaded {what} of {found.tag} from {section.load}")
         if section.finetune:

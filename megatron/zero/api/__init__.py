@@ -5,6 +5,7 @@
     optimizer.py, schedule.py, loading.py    the optimizer, the scheduler and the loader beside it
     batching.py, casting.py, monitor.py      batch sizes, inputs in fp16, what is reported
     weights.py, saved.py                     the weights as a state dict; the engine's state in a checkpoint
+    hyper.py        the hyper-parameters of the param groups there
     init.py         `zero.Init`, `zero.GatheredParameters`
     accelerator.py  `get_accelerator`
 """

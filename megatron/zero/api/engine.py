@@ -15,7 +15,6 @@ import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +41,7 @@ from megatron.zero.api.names import TABLE, look_up
 from megatron.zero.api.optimizer import ZeroOptimizer
 from megatron.zero.api.saved import (
     Identity,
+    LoadOptions,
     load_engine,
     restore_streams,
     saving_engine,
@@ -55,19 +55,6 @@ from megatron.zero.precision import DTYPES
 from megatron.zero.step import StepReport
 from mpu.collectives import all_gather_json
 from mpu.groups import Groups
-
-
-@dataclass(frozen=True)
-class LoadOptions:
-    """What of a checkpoint is taken."""
-
-    optimizer: bool = True
-    scheduler: bool = True
-    counters: bool = True
-    strict: bool = True
-    rng: bool = True
-    loss_scale: bool = True
-    """With the counters: a loss scale belongs to the precision it was found in."""
 
 
 class Engine:
@@ -422,9 +409,7 @@ class Engine:
 
     def restore(self, found: Checkpoint, options: LoadOptions = LoadOptions()) -> dict[str, Any]:
         """`load_checkpoint` for one that is open already; the client_state."""
-        load_engine(self.core, found, scheduler=self.lr_scheduler if options.scheduler else None,
-                    optimizer=options.optimizer, counters=options.counters, loss_scale=options.loss_scale,
-                    strict=options.strict)
+        load_engine(self.core, found, self.lr_scheduler, options)
         if options.counters:
             self._run_id = found.shared_state["run_id"]
             loop = found.shared_state.get("loop", {})

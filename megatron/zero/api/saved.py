@@ -1,7 +1,7 @@
 """An engine's state <-> a checkpoint. The files are checkpoint/'s business; this is what is in them.
 
     tensors    weights and optimizer state, as pieces of parameters
-    shared     counters, loss scale, learning rate schedule, module buffers, the client's own state
+    shared     counters, loss scale, learning rate schedule, hyper-parameters, module buffers, the client's own state
     per rank   every random stream, restored where the layout is the same
 
 On another layout random streams are derived anew from the seed and the step; everything else carries over.
@@ -25,6 +25,7 @@ from megatron.checkpoint.piece import Piece, sharding_of
 from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.writer import Hold, Saving, saving
 from megatron.errors import CheckpointError, ConfigError
+from megatron.zero.api.hyper import SCHEDULED, check_groups, hyper_parameters, restore_groups
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.layout import Slot
 from mpu.collectives import all_gather
@@ -55,6 +56,21 @@ class Stateful(Protocol):
 
 
 @dataclass(frozen=True)
+class LoadOptions:
+    """What of a checkpoint is taken."""
+
+    optimizer: bool = True
+    scheduler: bool = True
+    counters: bool = True
+    strict: bool = True
+    rng: bool = True
+    loss_scale: bool = True
+    """With the counters: a loss scale belongs to the precision it was found in."""
+    hyper: bool = True
+    """Hyper-parameters of the param groups: the rates with the scheduler, the others with the optimizer."""
+
+
+@dataclass(frozen=True)
 class Identity:
     """What a checkpoint says about the run it is of."""
 
@@ -82,6 +98,7 @@ def saving_engine(engine: ZeroEngine, root: Path, tag: str, who: Identity, *, cl
         "run_id": who.run_id,
         "engine": engine.counters(),
         "optimizer": engine.rule.name,
+        "param_groups": hyper_parameters(engine.param_groups),
         "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
         "buffers": {name: buffer.detach().cpu() for name, buffer in engine.module.named_buffers()},
         "loop": dict(loop),
@@ -92,14 +109,30 @@ def saving_engine(engine: ZeroEngine, root: Path, tag: str, who: Identity, *, cl
                   iteration=engine.global_steps, keep=keep, hold=hold, latest=latest)
 
 
-def load_engine(engine: ZeroEngine, found: Checkpoint, *, scheduler: Stateful | None, optimizer: bool = True,
-                counters: bool = True, loss_scale: bool = True, strict: bool = True) -> None:
+def load_engine(engine: ZeroEngine, found: Checkpoint, scheduler: Stateful | None, options: LoadOptions) -> None:
     """Take everything but the random streams from an open checkpoint. `counters` also means the schedule, and the loss
     scale unless that is switched off. What does not fit is refused before anything is changed."""
+    optimizer, shared = options.optimizer, found.shared_state
     if optimizer:
         _check_optimizer(engine, found)
-    _check_names(engine, found, strict)
-    _check_shapes(engine, found, strict and optimizer)
+    _check_names(engine, found, options.strict)
+    _check_shapes(engine, found, options.strict and optimizer)
+    wanted, groups = _wanted_of_groups(shared, scheduler, options), shared.get("param_groups")
+    if wanted and groups is not None:
+        check_groups(groups, engine.param_groups, f"{found.tag} of {found.folder.parent}")
+    _load_tensors(engine, found, optimizer)
+    if options.counters:
+        own = {} if options.loss_scale else {key: value for key, value in engine.counters().items() if key in SCALER}
+        engine.restore_counters({**shared["engine"], **own})
+    if not optimizer:
+        engine.forget_optimizer_steps()
+    if wanted and groups is not None:  # one of an older version holds none
+        restore_groups(engine.param_groups, groups, wanted.__contains__)
+    if options.counters and options.scheduler and scheduler is not None and shared["lr_scheduler"] is not None:
+        scheduler.load_state_dict(shared["lr_scheduler"])  # one of ours sets the rates anew
+
+
+def _load_tensors(engine: ZeroEngine, found: Checkpoint, optimizer: bool) -> None:
     kinds = ("weight", *(engine.state_kinds if optimizer else ()))
     known = {kind: frozenset(found.names(kind)) for kind in kinds}
 
@@ -108,17 +141,21 @@ def load_engine(engine: ZeroEngine, found: Checkpoint, *, scheduler: Stateful | 
             _read_run(engine, found, kind, slot, offset, out)
 
     engine.load_runs(kinds, read)
-    shared = found.shared_state
+    buffers = found.shared_state["buffers"]
     for name, buffer in engine.module.named_buffers():
-        if name in shared["buffers"]:
-            buffer.copy_(shared["buffers"][name])
-    if counters:
-        own = {} if loss_scale else {key: value for key, value in engine.counters().items() if key in SCALER}
-        engine.restore_counters({**shared["engine"], **own})
-        if scheduler is not None and shared["lr_scheduler"] is not None:
-            scheduler.load_state_dict(shared["lr_scheduler"])
-    if not optimizer:
-        engine.forget_optimizer_steps()
+        if name in buffers:
+            buffer.copy_(buffers[name])
+
+
+def _wanted_of_groups(shared: Mapping[str, Any], scheduler: Stateful | None, options: LoadOptions) -> frozenset[str]:
+    """Names of the hyper-parameters to take. The rates come with the state of the scheduler; where neither run has a
+    scheduler, and where only the saved one had, with the optimizer's. A scheduler that is new sets its own."""
+    if not options.hyper:
+        return frozenset()
+    saved = {name for group in shared.get("param_groups", ()) for name in group}
+    resumed = scheduler is not None and shared["lr_scheduler"] is not None and options.counters
+    rates = options.scheduler and (resumed or scheduler is None and options.optimizer)
+    return frozenset((saved & SCHEDULED if rates else set()) | (saved - SCHEDULED if options.optimizer else set()))
 
 
 def load_weights(engine: ZeroEngine, found: Foreign) -> None:

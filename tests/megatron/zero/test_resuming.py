@@ -1,0 +1,181 @@
+"""A run that resumes trains on as the one that was not interrupted: rates, states, gradients under way, epochs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler as torch_schedulers
+
+from megatron import zero
+from megatron.checkpoint.reader import open_checkpoint
+from megatron.errors import CheckpointError
+from megatron.zero.api.engine import Engine
+from megatron.zero.api.saved import LoadOptions
+
+WIDTH, ROWS = 4, 2
+
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # the engine steps the optimizer
+
+
+class Net(nn.Module):
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x).square().mean()
+
+
+def config(stage: int = 0, **changes: Any) -> dict[str, Any]:
+    return {"train_micro_batch_size_per_gpu": ROWS,
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}, **changes}
+
+
+def two_groups(model: nn.Module) -> list[dict[str, Any]]:
+    named = list(model.named_parameters())
+    return [{"params": [p for name, p in named if "weight" in name]},
+            {"params": [p for name, p in named if "bias" in name], "lr": 0.03, "weight_decay": 0.0}]
+
+
+def engine_of(scheduler: Any = None, *, stage: int = 0, groups: Callable[[nn.Module], Any] = two_groups,
+              kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW, rate: float | Tensor = 0.1,
+              **changes: Any) -> Engine:
+    model = Net()
+    made: Engine = zero.initialize(model=model, optimizer=kind(groups(model), lr=rate), lr_scheduler=scheduler,
+                                   config=config(stage, **changes))[0]
+    return made
+
+
+def rows(number: int) -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number))
+
+
+def train(engine: Engine, numbers: range) -> list[list[float]]:
+    """The rates of the steps."""
+    rates = []
+    for number in numbers:
+        rates.append(engine.get_lr())
+        engine.backward(engine(rows(number)))
+        engine.step()
+    return rates
+
+
+def whole(engine: Engine) -> Tensor:
+    with zero.GatheredParameters(engine.module.parameters()):
+        return torch.cat([p.detach().flatten() for p in engine.module.parameters()])
+
+
+def hyper(engine: Engine) -> list[dict[str, Any]]:
+    return [{name: value for name, value in group.items() if name != "params"} for group in engine.core.param_groups]
+
+
+# ---- hyper-parameters ----------------------------------------------------------------------------------------------
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "step": lambda o: torch_schedulers.StepLR(o, 2, gamma=0.5),
+    "multi-step": lambda o: torch_schedulers.MultiStepLR(o, [3, 6]),
+    "exponential": lambda o: torch_schedulers.ExponentialLR(o, 0.8),
+    "cosine": lambda o: torch_schedulers.CosineAnnealingLR(o, 20),
+    "lambda": lambda o: torch_schedulers.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "one cycle": lambda o: torch_schedulers.OneCycleLR(o, 0.2, total_steps=20, cycle_momentum=False),
+    "cycles": lambda o: torch_schedulers.CyclicLR(o, 0.01, 0.1, step_size_up=4, cycle_momentum=False),
+    "sequence": lambda o: torch_schedulers.SequentialLR(
+        o, [torch_schedulers.LinearLR(o, 0.1, 1, 3), torch_schedulers.CosineAnnealingLR(o, 10)], [3]),
+    "polynomial": lambda o: torch_schedulers.PolynomialLR(o, 20),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_run_with_a_scheduler_of_torchs_goes_on_at_its_rates(name: str, tmp_path: Path) -> None:
+    straight = engine_of(SCHEDULERS[name])
+    wanted = train(straight, range(8))
+    first = engine_of(SCHEDULERS[name])
+    rates = train(first, range(4))
+    first.save_checkpoint(tmp_path)
+    second = engine_of(SCHEDULERS[name])
+    second.load_checkpoint(tmp_path)
+    assert rates + train(second, range(4, 8)) == wanted
+    assert torch.equal(whole(second), whole(straight)) and hyper(second) == hyper(straight)
+
+
+def set_by_hand(folder: Path) -> Engine:
+    engine = engine_of()
+    for group in engine.optimizer.param_groups:
+        group["lr"], group["weight_decay"], group["betas"] = 0.001, 0.5, (0.5, 0.6)
+    train(engine, range(2))
+    engine.save_checkpoint(folder)
+    return engine
+
+
+def test_what_was_set_by_hand_comes_back_as_the_options_say(tmp_path: Path) -> None:
+    saved = hyper(set_by_hand(tmp_path))
+    own = hyper(engine_of())
+    wanted = {
+        "all": ({}, saved),
+        "no scheduler": ({"load_lr_scheduler_states": False},
+                         [{**there, "lr": here["lr"], "betas": here["betas"]}
+                          for there, here in zip(saved, own, strict=True)]),
+        "no optimizer": ({"load_optimizer_states": False}, own),
+        "weights": ({"load_module_only": True}, own),
+    }
+    for name, (options, groups) in wanted.items():
+        engine = engine_of()
+        engine.load_checkpoint(tmp_path, **options)
+        assert hyper(engine) == groups, name
+    trainer = engine_of()  # pretrain_gpt2's flags decide
+    trainer.restore(open_checkpoint(tmp_path, world=trainer.groups.world), LoadOptions(hyper=False))
+    assert hyper(trainer) == own
+
+
+def test_a_schedulers_rates_come_without_the_optimizers_state_and_a_new_scheduler_sets_its_own(tmp_path: Path) -> None:
+    first = engine_of(SCHEDULERS["step"])
+    train(first, range(5))
+    first.save_checkpoint(tmp_path / "with")
+    second = engine_of(SCHEDULERS["step"])
+    second.load_checkpoint(tmp_path / "with", load_optimizer_states=False)
+    assert second.get_lr() == first.get_lr() == [0.025, 0.0075]
+    set_by_hand(tmp_path / "without")
+    third = engine_of(SCHEDULERS["cosine"])
+    before = third.get_lr()
+    third.load_checkpoint(tmp_path / "without")
+    assert third.get_lr() == before and third.core.param_groups[0]["weight_decay"] == 0.5
+
+
+def test_a_rate_that_is_a_tensor_stays_one_and_is_filled(tmp_path: Path) -> None:
+    first = engine_of(groups=lambda model: model.parameters(), rate=torch.tensor(0.5), kind=torch.optim.SGD)
+    first.save_checkpoint(tmp_path)
+    rate = torch.tensor(0.25)
+    second = engine_of(groups=lambda model: model.parameters(), rate=rate, kind=torch.optim.SGD)
+    second.load_checkpoint(tmp_path)
+    assert second.core.param_groups[0]["lr"] is rate and float(rate) == 0.5
+    third = engine_of(groups=lambda model: model.parameters(), rate=0.25, kind=torch.optim.SGD)
+    third.load_checkpoint(tmp_path)
+    assert third.core.param_groups[0]["lr"] == 0.5 and isinstance(third.core.param_groups[0]["lr"], float)
+
+
+def test_other_param_groups_are_refused_before_anything_changes(tmp_path: Path) -> None:
+    set_by_hand(tmp_path)
+    other = engine_of(groups=lambda model: model.parameters())
+    before = whole(other)
+    with pytest.raises(CheckpointError, match="hyper-parameters of 2 param groups, the optimizer has 1: [^\n]+$"):
+        other.load_checkpoint(tmp_path)
+    assert torch.equal(whole(other), before) and other.global_steps == 0
+    other.load_checkpoint(tmp_path, load_optimizer_states=False, load_lr_scheduler_states=False)
+
+
+def test_a_checkpoint_without_hyper_parameters_loads_as_before(tmp_path: Path) -> None:
+    set_by_hand(tmp_path)
+    found = open_checkpoint(tmp_path, world=(engine := engine_of()).groups.world)
+    del found.shared_state["param_groups"]
+    before = hyper(engine)
+    engine.restore(found)
+    assert hyper(engine) == before and engine.global_steps == 2
