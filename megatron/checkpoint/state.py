@@ -2,7 +2,8 @@
 
 Dicts, lists, numbers, texts and None are themselves in the text. What JSON has no form for is an object with one key
 that begins with `$`: `{"$tensor": key}`, a tuple, a set, bytes, a path, a Namespace, a dict whose keys are not all
-texts, an array or a number of NumPy. Any other type is refused by its path in the state.
+texts, an array or a number of NumPy. Any other type is refused by its path in the state. What is a kind of these comes
+back as these: a namedtuple as a tuple; an OrderedDict, a Counter or a defaultdict as a dict; a bytearray as bytes.
 """
 
 from __future__ import annotations
@@ -52,10 +53,15 @@ def encode(value: object, path: str, items: list[Item]) -> Any:
 
 def _mapping(value: Mapping[Any, Any], path: str, items: list[Item]) -> Any:
     if all(isinstance(key, str) and not key.startswith("$") for key in value):
-        return {key: encode(child, f"{path}/{key}", items) for key, child in value.items()}
-    pairs = enumerate(value.items())
-    return {DICT: [[encode(key, f"{path}/key {i}", items), encode(child, f"{path}/{key}", items)]
+        return {key: encode(child, f"{path}/{_step(key)}", items) for key, child in value.items()}
+    pairs = enumerate(value.items())  # 1 and "1" are two keys: their places tell them apart
+    return {DICT: [[encode(key, f"{path}/key {i}", items), encode(child, f"{path}/{i}: {_step(str(key))}", items)]
                    for i, (key, child) in pairs]}
+
+
+def _step(key: str) -> str:
+    """A key as one step of a path, and no other's: a tensor is found by its path."""
+    return key.replace("~", "~0").replace("/", "~1")
 
 
 def _sequence(value: list[Any] | tuple[Any, ...] | set[Any] | frozenset[Any], path: str, items: list[Item]) -> Any:

@@ -187,8 +187,11 @@ class ZeroEngine:
         return self.state.runs(kinds, frozen)
 
     def load_runs(self, kinds: tuple[str, ...], read: Callable[[str, Slot, int, Tensor], None]) -> None:
-        """Fill everything this rank holds: `read(kind, slot, offset, out)` for every run, then publish the weights."""
+        """Fill everything this rank holds: `read(kind, slot, offset, out)` for every run, then publish the weights.
+        What has been accumulated is of the weights before, and is discarded: the next micro-batch begins a step."""
         self.residency.done_with_all()
+        self.zero_grad()
+        self._micro_batches = 0
         self.state.fill(kinds, read)
         self.passes.weights += 1
 

@@ -106,7 +106,10 @@ class State:
         self._rule.restore(saved["rule"])
 
     def forget_optimizer_steps(self) -> None:
-        """The optimizer's states are new: its bias corrections start from their first step."""
+        """The optimizer starts anew: its states are zeros, and its bias corrections start from their first step."""
+        for states in self.of_rule:
+            for state in states.values():
+                state.zero_()
         self.counters.optimizer_steps = 0
         self._rule.restore({})
 

@@ -32,6 +32,10 @@ class Batching:
         self._mid_step = not ended
         self.samples += self.total if ended else 0
 
+    def begin_step(self) -> None:
+        """What has been accumulated was discarded."""
+        self._mid_step = False
+
     def set_micro(self, size: int) -> None:
         self._check_between_steps("set_train_micro_batch_size")
         require(size >= 1, f"set_train_micro_batch_size: {size}; expected a number >= 1")

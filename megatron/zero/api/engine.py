@@ -410,6 +410,8 @@ class Engine:
     def restore(self, found: Checkpoint, options: LoadOptions = LoadOptions()) -> dict[str, Any]:
         """`load_checkpoint` for one that is open already; the client_state."""
         load_engine(self.core, found, self.lr_scheduler, options)
+        self._batching.begin_step()
+        self.monitor.forget_loss()
         if options.counters:
             self._run_id = found.shared_state["run_id"]
             loop = found.shared_state.get("loop", {})

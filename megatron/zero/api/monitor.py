@@ -139,6 +139,10 @@ class Monitor:
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
+    def forget_loss(self) -> None:
+        """What has been accumulated was discarded."""
+        self._loss = None
+
     def add_loss(self, part: Tensor) -> None:
         """The share of one micro-batch in the step's loss; it stays on the device."""
         if self._watch.interval or self._sinks:

@@ -45,6 +45,18 @@ def test_tensors_go_beside_the_text() -> None:
     assert type(found) is tuple and torch.equal(found[0], torch.arange(3)) and found[1].dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("value", [
+    {"a": {"b": 1}, "a/b": 2}, {1: 1, "1": 2}, {"l": [1], "l/0": 2}, {"a~1b": 1, "a/b": 2, "a": {"b": 3}},
+    {"x": {1: 1}, "x/0: 1": 2}, {(1,): {"k": 1}, "(1,)": {"k": 2}, "(1,)/k": 3}], ids=repr)
+def test_tensors_whose_paths_look_alike_are_not_exchanged(value: Any) -> None:
+    def each(part: Any, change: Any) -> Any:
+        if isinstance(part, dict):
+            return {key: each(child, change) for key, child in part.items()}
+        return [each(child, change) for child in part] if isinstance(part, list) else change(part)
+
+    assert each(there_and_back(each(value, torch.tensor)), int) == value
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float16", "int8", "uint32", "bool", "complex64", ">i4", "<U3", "S2"])
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3)])
 def test_an_array_comes_back_with_shape_dtype_and_bits(dtype: str, shape: tuple[int, ...]) -> None:

@@ -179,3 +179,37 @@ def test_a_checkpoint_without_hyper_parameters_loads_as_before(tmp_path: Path) -
     before = hyper(engine)
     engine.restore(found)
     assert hyper(engine) == before and engine.global_steps == 2
+
+
+# ---- states and gradients ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", ["load_optimizer_states", "load_module_only"])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam])
+def test_without_its_states_the_optimizer_starts_anew_in_an_engine_that_has_trained(
+        kind: Any, option: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {option: option == "load_module_only"}
+    used, fresh = engine_of(kind=kind), engine_of(kind=kind)
+    train(used, range(3))
+    used.save_checkpoint(tmp_path)
+    train(used, range(3, 6))
+    for engine in (used, fresh):
+        engine.load_checkpoint(tmp_path, **options)
+        train(engine, range(9, 11))
+    assert torch.equal(whole(used), whole(fresh))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("stage", range(4))
+def test_a_load_discards_what_has_been_accumulated(stage: int, accumulation: int, tmp_path: Path) -> None:
+    used, fresh = (engine_of(stage=stage, gradient_accumulation_steps=accumulation) for _ in range(2))
+    used.save_checkpoint(tmp_path)
+    used.backward(used(rows(7) * 100))
+    if accumulation == 2:
+        used.step()
+        used.backward(used(rows(8) * 100))
+    for engine in (used, fresh):
+        engine.load_checkpoint(tmp_path)
+        engine.set_train_batch_size(engine.train_batch_size())  # no step is under way
+        train(engine, range(accumulation))
+    assert used.global_steps == fresh.global_steps == 1 and torch.equal(whole(used), whole(fresh))
