@@ -84,9 +84,10 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.checkpoint.interchange.megatron_lm megatron.checkpoint.interchange.convert
         megatron.zero.estimate megatron.zero.api megatron.zero.api.accelerator
         megatron.zero.api.init megatron.zero.api.loading
-        megatron.zero.api.monitor megatron.zero.api.batching megatron.zero.api.saved megatron.zero.api.weights
-        megatron.zero.api.optimizer megatron.zero.api.casting megatron.zero.api.schedule megatron.zero.api.names
-        megatron.zero.api.engine megatron.zero.api.meeting megatron.zero.api.initialize megatron.zero
+        megatron.zero.api.monitor megatron.zero.api.batching megatron.zero.api.hyper megatron.zero.api.saved
+        megatron.zero.api.weights megatron.zero.api.optimizer megatron.zero.api.casting megatron.zero.api.schedule
+        megatron.zero.api.names megatron.zero.api.engine megatron.zero.api.meeting megatron.zero.api.initialize
+        megatron.zero
         megatron.train megatron.train.allocator megatron.train.processor megatron.train.flops megatron.train.batches
         megatron.train.evaluation megatron.train.rate megatron.train.metrics megatron.train.console megatron.train.board
         megatron.train.log megatron.train.facts megatron.train.sample megatron.train.build
