@@ -21,7 +21,7 @@ from data.storage import DataError
 from data.tokenizer_base import END_OF_TEXT, REPLACEMENT, Tokenizer, fingerprint, read_text
 
 __all__ = ["KINDS", "ByteLevelTokenizer", "CharacterLevelTokenizer", "GPT2BPETokenizer", "SentencePieceTokenizer",
-           "Tokenizer", "build", "canonical_kind"]
+           "Tokenizer", "build", "canonical_kind", "check_files"]
 
 
 @final
@@ -107,12 +107,16 @@ def build(kind: str, vocab_file: str | None = None, merge_file: str | None = Non
         return GPT2BPETokenizer(vocab_file, merge_file)
     if name == ByteLevelTokenizer.name:
         return ByteLevelTokenizer()
+    check_files(name, vocab_file, tokenizer_path)
     if name == CharacterLevelTokenizer.name:
-        if vocab_file is None:
-            raise DataError(f"{name} needs --vocab-file: a text file that holds every character of the vocabulary")
-        return CharacterLevelTokenizer(vocab_file)
-    model = tokenizer_path or vocab_file
-    if model is None:
+        return CharacterLevelTokenizer(str(vocab_file))
+    return SentencePieceTokenizer(str(tokenizer_path or vocab_file))
+
+
+def check_files(name: str, vocab_file: str | None, tokenizer_path: str | None) -> None:
+    """Refuse a tokenizer whose files are not named."""
+    if name == CharacterLevelTokenizer.name and vocab_file is None:
+        raise DataError(f"{name} needs --vocab-file: a text file that holds every character of the vocabulary")
+    if name == SentencePieceTokenizer.name and tokenizer_path is None and vocab_file is None:
         raise DataError(f"{name} needs --tokenizer-path FILE, a SentencePiece model: add it, or --tokenizer-type "
                         f"{GPT2BPETokenizer.name}")
-    return SentencePieceTokenizer(model)

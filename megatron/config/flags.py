@@ -18,10 +18,14 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from megatron.config import ds_file, foreign, help
-from megatron.config.hf_shape import shape_in
+from megatron.config.hf_shape import shape_in, tokenizer_in
 from megatron.config.setting import declared, flag_name, plain_type
 from megatron.config.tree import PRESETS, SECTIONS, Config, build_config
 from megatron.errors import ConfigError
+
+
+YES, NO = {"true", "1", "yes", "on"}, {"false", "0", "no", "off"}
+"""What other programs write after a switch."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -47,15 +51,20 @@ def parse_args(argv: Sequence[str], world_size: int = 1, *, planning: bool = Fal
     `world_size` is what the batch sizes of a `--deepspeed_config` are solved with; `planning` as in `build_config`.
     """
     parser = build_parser()
-    words = [_dashed(word) for word in argv]
-    ours, problems = foreign.answers(words)
-    given, unknown = parser.parse_known_args(ours)
-    problems += _unknown(parser, unknown, words)
+    words, problems = switches(parser, [_dashed(word) for word in argv])
+    ours, foreigners = foreign.answers(words)
+    problems += foreigners
+    given = argparse.Namespace()
+    try:
+        given, unknown = parser.parse_known_args(ours)
+        problems += _unknown(parser, unknown, words)
+    except ConfigError as error:  # one line names everything that has to be changed
+        problems.append(str(error))
     if problems:
         raise ConfigError("; ".join(problems))
     values = vars(given)
     preset = PRESETS[values.pop("preset")] if "preset" in values else {}
-    preset = {**_shape_of_hf(values), **preset}  # flags and a preset that differ are refused when the folder is read
+    preset = {**_said_by_hf(values), **preset}  # flags and a preset that differ are refused when the folder is read
     values.pop("deepspeed", None)
     source = values.pop("deepspeed_config", None)
     if source is None:
@@ -63,12 +72,14 @@ def parse_args(argv: Sequence[str], world_size: int = 1, *, planning: bool = Fal
     return ds_file.build(source, flags=values, fallback=preset, world_size=world_size, planning=planning)
 
 
-def _shape_of_hf(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What `--load-hf` says of the model; a run that resumes with --load does not need the folder any more."""
+def _said_by_hf(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What the folder of `--load-hf` says of the model, and of the tokenizer where no flag does; a run that resumes
+    with --load does not need the folder any more."""
     folder = values.get("load_hf")
     if folder is None or ("load" in values and not Path(folder).exists()):
         return {}
-    return shape_in(folder)
+    own = {"tokenizer_type", "tokenizer_path", "vocab_file"} & values.keys()
+    return {**shape_in(folder), **({} if own else tokenizer_in(folder))}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -143,25 +154,51 @@ def _dashed(word: str) -> str:
     return name.replace("_", "-") + equals + value
 
 
+def switches(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words with `--compile=False` as --no-compile, so for every switch; a sentence for each other value."""
+    actions = {option: action for action in parser._actions if action.nargs == 0 for option in action.option_strings}
+    kept, sentences = [], []
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or name not in actions:
+            kept.append(word)
+            continue
+        opposite = _opposite(name, actions[name])
+        if value.lower() in YES:
+            kept.append(name)
+        elif value.lower() in NO:
+            kept += [opposite] if opposite else []
+        elif name == "--deepspeed":
+            sentences.append(f"{word}: use --deepspeed --deepspeed_config {value}")
+        else:
+            sentences.append(f"{word}: {name} is a switch, use {name} or {opposite or 'leave it out'}")
+    return kept, sentences
+
+
+def _opposite(name: str, action: argparse.Action) -> str:
+    """The flag that turns a switch off again; "" for one that is off where it is left out, and cannot be otherwise."""
+    if not isinstance(action, argparse.BooleanOptionalAction):
+        return ""
+    return f"--{name[5:]}" if name.startswith("--no-") else f"--no-{name[2:]}"
+
+
 def _unknown(parser: argparse.ArgumentParser, unknown: Sequence[str], words: Sequence[str]) -> list[str]:
-    """One sentence for each unknown flag, or for the first word that belongs to none."""
-    known = [option for action in parser._actions for option in action.option_strings]
-    flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
-    if not flags:
-        return [_stray(word, words) for word in unknown[:1]]
-    sentences = []
-    for flag in flags:
+    """One sentence for each unknown flag and switch with a value, or for the first word that belongs to none."""
+    known = {option: action for action in parser._actions for option in action.option_strings}
+    valued = [(before, word) for before, word in zip(words, words[1:])
+              if before in known and known[before].nargs == 0 and word.lower() in YES | NO]
+    sentences = [f"unexpected argument {word}: {before} is a switch, use "
+                 + (before if word.lower() in YES else _opposite(before, known[before]) or "nothing")
+                 for before, word in valued]
+    for flag in (word.partition("=")[0] for word in unknown if word.startswith("-")):
         near = difflib.get_close_matches(flag, known, n=1, cutoff=0.6)
         sentences.append(f"unknown flag {flag}: "
                          + (f"did you mean {near[0]}?" if near else "`--help-all` lists every flag"))
-    return sentences
+    return sentences or [_stray(word, words) for word in unknown[:1]]
 
 
 def _stray(word: str, words: Sequence[str]) -> str:
     before = words[words.index(word) - 1] if words.index(word) else ""
     if before == "--deepspeed":
         return f"unexpected argument {word}: use --deepspeed --deepspeed_config {word}"
-    if word.lower() in ("true", "false") and before.startswith("--"):
-        meant = before if word.lower() == "true" else f"--no-{before[2:]}"
-        return f"unexpected argument {word}: {before} is a switch, use {meant}"
     return f"unexpected argument {word}: flags begin with --; `--help` lists those of a first run"

@@ -1,4 +1,7 @@
-"""The shape of a GPT-2 in the config.json of a Hugging Face folder: `--load-hf` needs it before torch is imported."""
+"""What a Hugging Face folder says of its GPT-2: the shape, and the tokenizer where it is one of ours.
+
+`--load-hf` needs it before torch is imported.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +43,26 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected an object, found {type(value).__name__}")
     return value
+
+
+def tokenizer_in(folder: str) -> dict[str, Any]:
+    """The fields of the tokenizer beside the weights, where its files say that it is one of ours: a byte-level table,
+    or a SentencePiece model. Nothing for GPT-2's own, which is the default, and for those that are not known here."""
+    model, fast = Path(folder) / "tokenizer.model", Path(folder) / "tokenizer.json"
+    if fast.is_file():
+        return {"tokenizer_type": "ByteLevelTokenizer"} if _is_bytes(read_object(fast).get("model")) else {}
+    if model.is_file():
+        return {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_path": str(model)}
+    return {}
+
+
+def _is_bytes(model: Any) -> bool:
+    """Whether tokens are the 256 bytes in their order, as `convert` writes them: byte-level BPE that joins nothing."""
+    if not isinstance(model, dict) or model.get("type") != "BPE" or model.get("merges"):
+        return False
+    table = model.get("vocab")
+    return (isinstance(table, dict) and len(table) in (256, 257)
+            and all(table.get(chr(byte)) == byte for byte in range(ord("!"), ord("~") + 1)))
 
 
 def shape_in(folder: str) -> dict[str, Any]:

@@ -38,10 +38,10 @@ DEFAULT_TOKENIZER = "GPT2BPETokenizer"
 
 def tokenizer(config: Config) -> Tokenizer:
     section = config.data
-    _check_flags(section)
     path = section.tokenizer_path
     if path is None and "default" in section.train_data and section.tokenizer_type == "SentencePieceTokenizer":
         path = str(DEFAULT_FOLDER / "tokenizer.model")  # the one trained on that corpus
+    _check_flags(section, path)
     return data.tokenizer.build(
         section.tokenizer_type or DEFAULT_TOKENIZER,
         vocab_file=section.vocab_file,
@@ -50,10 +50,11 @@ def tokenizer(config: Config) -> Tokenizer:
     )
 
 
-def _check_flags(section: DataConfig) -> None:
+def _check_flags(section: DataConfig, path: str | None) -> None:
     """Flags whose values only the data package understands: wrong ones are errors of usage, not of data."""
     try:
-        canonical_kind(section.tokenizer_type or DEFAULT_TOKENIZER)
+        kind = canonical_kind(section.tokenizer_type or DEFAULT_TOKENIZER)
+        data.tokenizer.check_files(kind, section.vocab_file, path)
         parse_split(section.split)
     except DataError as error:
         raise ConfigError(str(error)) from error
@@ -62,11 +63,18 @@ def _check_flags(section: DataConfig) -> None:
 def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
     """The config with the vocabulary size filled in."""
     size = config.model.vocab_size
-    require(
-        size is None or size >= tokenizer.vocab_size,
-        f"--vocab-size {size} is smaller than the {tokenizer.vocab_size} tokens of {tokenizer.name}; leave it out",
-    )
+    require(size is None or size >= tokenizer.vocab_size, _too_few_tokens(config, tokenizer))
     return replace(config, model=replace(config.model, vocab_size=size or tokenizer.vocab_size))
+
+
+def _too_few_tokens(config: Config, tokenizer: Tokenizer) -> str:
+    size, folder = config.model.vocab_size, config.save.load_hf
+    theirs = (f"the {tokenizer.vocab_size} tokens of {tokenizer.name}"
+              + ("" if config.data.tokenizer_type else ", the default"))
+    remedy = "the tokenizer of those weights, --tokenizer-type with its files (--tokenizer-path or --vocab-file)"
+    if folder is not None:
+        return f"--load-hf {folder} has {size} tokens, fewer than {theirs}: give {remedy}"
+    return f"--vocab-size {size} is smaller than {theirs}; leave it out, or choose another --tokenizer-type"
 
 
 def datasets(config: Config, tokenizer: Tokenizer, groups: Groups) -> Datasets:

@@ -16,7 +16,9 @@ from data.sentencepiece_model import train_sentencepiece  # noqa: E402
 from data.tokenizer import build  # noqa: E402
 from megatron.checkpoint.command import main  # noqa: E402
 from megatron.checkpoint.interchange.tokenizers import TokenizerFiles, tokenizer_files  # noqa: E402
+from megatron.config.flags import parse_args  # noqa: E402
 from megatron.config.tree import ModelConfig  # noqa: E402
+from megatron.errors import ConfigError  # noqa: E402
 from tests.megatron.helpers import TINY, train, write_corpus  # noqa: E402
 
 TEXTS = ["", " ", "a", "The quick brown fox, naïve in 2019.", "  two  spaces\n\n\tand a tab ",
@@ -133,3 +135,31 @@ def test_an_exported_run_answers_in_transformers(tmp_path: Path, capsys: pytest.
     assert model.config.eos_token_id == tokenizer.eos_token_id == 256
     ids = tokenizer("abc", return_tensors="pt")["input_ids"]
     assert isinstance(tokenizer.decode(model.generate(ids, max_new_tokens=3, do_sample=False)[0]), str)
+
+
+def test_a_run_that_starts_from_an_exported_folder_uses_its_tokenizer(tmp_path: Path) -> None:
+    """Where the files tell which of ours it is; else the line names both sizes, their owners and the remedy."""
+    corpus = write_corpus(tmp_path / "corpus")
+    train([*TINY, "--train-data", corpus, "--train-iters", 1, "--save", tmp_path / "s"])
+    assert main(["convert", str(tmp_path / "s"), "--output", str(tmp_path / "hf")]) == 0
+    common = ["--train-data", corpus, "--train-iters", 1, "--num-workers", 0, "--sample-tokens", 0, "--batch-size", 1,
+              "--load-hf", tmp_path / "hf"]
+    assert "initial weights" in train(common)
+    assert parse_args([str(word) for word in common]).data.tokenizer_type == "ByteLevelTokenizer"
+    words = rf"--load-hf {tmp_path}/hf has 257 tokens, fewer than the 50257 tokens of GPT2BPETokenizer"
+    with pytest.raises(ConfigError, match=rf"{words}: give .*--tokenizer-type"):
+        train([*common, "--tokenizer-type", "GPT2BPETokenizer"])
+    (tmp_path / "hf" / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=rf"{words}, the default: give .*--tokenizer-type"):
+        train(common)
+    (tmp_path / "hf" / "tokenizer.model").write_bytes(b"")
+    said = parse_args([str(word) for word in common]).data
+    assert (said.tokenizer_type, said.tokenizer_path) == ("SentencePieceTokenizer",
+                                                          str(tmp_path / "hf" / "tokenizer.model"))
+
+
+@pytest.mark.parametrize(("kind", "flag"), [("SentencePieceTokenizer", "--tokenizer-path"),
+                                            ("CharacterLevelTokenizer", "--vocab-file")])
+def test_a_tokenizer_without_its_file_is_an_error_of_usage(kind: str, flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"{kind} needs {flag}"):
+        train([*TINY, "--train-data", "any", "--tokenizer-type", kind])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import re
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config import help as help_module
-from megatron.config.flags import build_parser, parse_args
+from megatron.config.flags import NO, YES, build_parser, parse_args, switches
 from megatron.config.foreign import FOREIGN
 from megatron.config.help import everything, one_screen
 from megatron.config.tree import PRESETS, SECTIONS, Config
@@ -106,7 +107,17 @@ BAD = [
     (["--learning-rate"], "--lr: expected one argument; `--help-all` lists every flag"),
     (["--qwert", "--zuiop=3"], "unknown flag --qwert: `--help-all` lists every flag; unknown flag --zuiop"),
     (["--deepspeed", "ds.json"], "use --deepspeed --deepspeed_config ds.json"),
-    (["--bf16", "True"], "--bf16 is a switch, use --bf16"), (["--fp16=1"], "--fp16: ignored explicit argument '1'"),
+    (["--bf16", "True"], "--bf16 is a switch, use --bf16"),
+    (["--lr", "1", "--fp16", "1"], "use --fp16"),
+    (["--no-save-optim", "False"], "--no-save-optim is a switch, use nothing"),
+    (["--fp16=maybe"], "--fp16 is a switch, use --fp16 or --no-fp16"),
+    (["--deepspeed=ds.json"], "use --deepspeed --deepspeed_config ds.json"),
+    (["--compile=maybe", "--init_from=gpt2"], "use --compile or --no-compile"),
+    (["--compile=maybe", "--init_from=gpt2"], "--init-from gpt2 is not a flag here"),
+    (["--wandb_log=True", "--batch-size", "four"], "--batch-size is four"),
+    (["--wandb_log=True", "--batch-size", "four"], "--wandb-log True is not a flag here"),
+    (["--fp16", "False", "--qwert"], "--fp16 is a switch, use --no-fp16"),
+    (["--no-save-optim=maybe"], "--no-save-optim is a switch, use --no-save-optim or leave it out"),
     (["--gradient_checkpointing", "False"], "use --no-gradient-checkpointing"),
     (["--dtype", "bfloat16"], "--dtype bfloat16 is not a flag here: use --bf16 or --fp16"),
     (["--device=cuda"], "GPUs are used where there are any; CUDA_VISIBLE_DEVICES= trains on the CPU"),
@@ -156,6 +167,24 @@ SAME = {
 def test_names_of_other_programs_with_the_same_meaning_are_aliases(program: str) -> None:
     theirs, ours = SAME[program]
     assert parse_args(theirs.split()) == parse_args(ours.split()) != Config()
+
+
+SWITCHES = [action for action in build_parser()._actions
+            if action.nargs == 0 and action.dest not in ("help", "help_all")]
+
+
+@pytest.mark.parametrize("action", SWITCHES, ids=lambda action: action.dest)
+def test_every_switch_has_a_value_as_well(action: argparse.Action) -> None:
+    """nanoGPT's --compile=False is the switch or its opposite, in every spelling; what is neither is answered."""
+    parser = build_parser()
+    for name in action.option_strings:
+        opposite = {"--no-": f"--{name[5:]}"}.get(name[:5], f"--no-{name[2:]}")
+        off = [opposite] if isinstance(action, argparse.BooleanOptionalAction) else []
+        for words, values in (([name], YES), (off, NO)):
+            for value in (*values, *map(str.title, values)):
+                kept, sentences = switches(parser, [f"{name}={value}"])
+                assert not sentences and vars(parser.parse_args(kept)) == vars(parser.parse_args(words))
+        assert name in switches(parser, [f"{name}=perhaps"])[1][0]
 
 
 def test_no_foreign_flag_hides_one_of_ours_and_every_answer_names_flags_that_exist() -> None:
