@@ -20,12 +20,13 @@ def main() -> int:
     config.check_world(world_size)  # wrong flags end here, before torch is imported
     check_neighbours()
 
+    from megatron.checkpoint.agree import on_rank_0
     from megatron.launch import distributed
     from megatron.plan.shortage import explained
     from megatron.recompute import notes as recompute_notes
     from megatron.train import build, facts
     from megatron.train.allocator import keep_freed_memory
-    from megatron.train.log import RunLog
+    from megatron.train.log import RunLog, check_places
     from megatron.train.loop import Trainer
     from megatron.train.processor import notes as processor_notes
     from megatron.train.resume import Checkpoints
@@ -41,14 +42,15 @@ def main() -> int:
     groups = mpu_groups.build(config.parallel.model_parallel_size, timeout)
     tokenizer = build.tokenizer(config)
     config = build.with_vocabulary(config, tokenizer)
-    datasets = build.datasets(config, tokenizer, groups)
-    assert datasets.train is not None, "build.datasets refuses a run without training text"
     with explained(config, env.rank, world_size, "cuda" if device.type == "cuda" else "cpu"), ExitStack() as closing:
-        checkpoints = closing.enter_context(Checkpoints(config, groups, datasets.fingerprint))
+        on_rank_0(lambda: check_places(config.log), groups.world)
+        checkpoints = closing.enter_context(Checkpoints(config, groups))
+        datasets = build.datasets(config, tokenizer, groups)
+        assert datasets.train is not None, "build.datasets refuses a run without training text"
         build.seed_everything(config.train, groups, device)
         recomputation = build.recomputation(config, groups)
         engine = build.engine(config, build.model(config, groups, recomputation), groups, device)
-        state = checkpoints.resume(engine)
+        state = checkpoints.resume(engine, datasets.fingerprint)
         log = closing.enter_context(RunLog(config.log, config.train.train_iters, state.iteration,
                                            writes=groups.world.rank == 0, aside=recomputation.report))
         idle = (*zero_notes(config.zero, precision=config.precision.name, on_cuda=device.type == "cuda"),

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron.checkpoint.manifest import LATEST, MANIFEST, Manifest, is_safe_name, seal_of
-from megatron.checkpoint.recognise import recognise
+from megatron.checkpoint.recognise import nothing_under, recognise
 from megatron.checkpoint.strict import Record, parse_json
 from megatron.checkpoint.tags import complete, folder_of, steps_of, tag_names
 from megatron.errors import CheckpointError
@@ -125,8 +125,8 @@ def _order(root: Path, manifest: Manifest) -> tuple[int, int, int]:
 def is_empty(root: Path) -> bool:
     """No checkpoint is here, and none of another program either: that is an error which says whose it is."""
     empty = not tag_names(root) and latest_tag(root) is None
-    if empty and (kind := recognise(root)):
-        raise CheckpointError(f"no committed checkpoint under {root}{kind}")
+    if empty and recognise(root):
+        raise CheckpointError(nothing_under(root))
     return empty
 
 
@@ -134,7 +134,7 @@ def all_tags(root: Path) -> list[str]:
     """Every folder that is, or should be, a checkpoint, by step; at least one."""
     latest, found = latest_tag(root), [tag for tag in tag_names(root) if _holds_files(folder_of(root, tag))]
     if not found and latest is None:
-        raise CheckpointError(f"no committed checkpoint under {root}{recognise(root)}")
+        raise CheckpointError(nothing_under(root))
     return found if latest in (None, *found) else [*found, str(latest)]
 
 

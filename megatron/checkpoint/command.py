@@ -17,16 +17,16 @@ from typing import NoReturn
 
 from megatron.checkpoint.choice import all_tags, candidates, explain_choice, latest_tag, locate
 from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.recognise import recognise
-from megatron.checkpoint.tags import complete, manifest_of, tag_names, verify
+from megatron.checkpoint.recognise import nothing_under
+from megatron.checkpoint.tags import complete, held, manifest_of, tag_names, verify
 from megatron.errors import EXIT_STORAGE, CheckpointError, ConfigError, TrainerError, exit_code
 
 
 def list_tags(root: Path, tag: str | None) -> None:
     """One line a complete tag, by step: name, iteration, layout, bytes; `latest` marks the one that a load takes."""
-    manifests = complete(root) if tag is None else [manifest_of(root, tag)]
+    manifests = complete(root) if tag is None else [manifest_of(root, held(root, tag))]
     if not manifests:
-        raise CheckpointError(f"no committed checkpoint under {root}{recognise(root)}")
+        raise CheckpointError(nothing_under(root))
     chosen = latest_tag(root)
     for manifest in manifests:
         print(_line(manifest) + ("  latest" if manifest.tag == chosen else ""))
@@ -46,7 +46,7 @@ def _bytes(manifest: Manifest) -> int:
 def verify_tags(root: Path, tag: str | None) -> None:
     """Check every tag, then fail with the first that is damaged."""
     damaged: list[CheckpointError] = []
-    for name in [tag] if tag is not None else all_tags(root):
+    for name in [held(root, tag)] if tag is not None else all_tags(root):
         try:
             manifest = verify(root, name)
             print(f"{name}: ok, {len(manifest.files)} files, {_bytes(manifest)} bytes", flush=True)

@@ -49,14 +49,15 @@ class Keep:
 
 
 @contextmanager
-def storing(path: Path, needed: int) -> Iterator[None]:
-    """An OSError inside is a StorageError naming path, reason, bytes needed and bytes free."""
+def storing(path: Path, needed: int, flag: str = "--save") -> Iterator[None]:
+    """An OSError inside is a StorageError naming flag, path, reason, bytes needed and bytes free."""
     try:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
-        raise StorageError(f"--save: cannot write {path}: {reason}; {needed} bytes needed, {_free(path)} free; "
-                           "earlier checkpoints are untouched") from error
+        kept = "; earlier checkpoints are untouched" if flag == "--save" else ""
+        raise StorageError(f"{flag}: cannot write {path}: {reason}; {needed} bytes needed, {_free(path)} free"
+                           f"{kept}") from error
 
 
 def _free(path: Path) -> int | str:
@@ -68,7 +69,7 @@ def _free(path: Path) -> int | str:
     return "unknown"
 
 
-def probe(root: Path) -> None:
+def probe(root: Path, flag: str = "--save") -> None:
     """Create `root` if need be and write into it: a bad --save fails before the first step, not at the first save."""
     root = Path(root)
     try:
@@ -83,16 +84,32 @@ def probe(root: Path) -> None:
     except OSError as error:
         objection = f"cannot be written ({error.strerror})"
     if objection is not None:
-        raise StorageError(f"--save {root}: {objection}")
+        raise StorageError(f"{flag} {root}: {objection}")
+
+
+def check_parent(path: Path, flag: str) -> None:
+    """The folder that `path` is to be written into is there."""
+    if (objection := _without_parent(path)) is not None:
+        raise StorageError(f"{flag} {path}: {objection}")
+
+
+def _without_parent(path: Path) -> str | None:
+    """Why nothing can be created at `path`: a folder on the way to it is missing, or is a file."""
+    if path.parent.is_dir():
+        return None
+    there = next(folder for folder in path.parents if folder.exists() or folder == folder.parent)
+    if not there.is_dir():
+        return f"{there} is a file, where a folder is needed; choose another"
+    return f"parent folder {path.parent} does not exist; create it or choose another"
 
 
 def _objection(root: Path) -> str | None:
     """Why the folder cannot be used, where that can be said better than by the system's message."""
     if root.is_symlink() and not root.exists():
         return f"dangling symbolic link to {os.readlink(root)}"
-    if not root.parent.is_dir():
-        return f"parent folder {root.parent} does not exist; create it or choose another"
-    return "is a file; a folder is needed" if root.exists() and not root.is_dir() else None
+    if root.exists() and not root.is_dir():
+        return "is a file; a folder is needed"
+    return _without_parent(root)
 
 
 def stage(root: Path, tag: str, run_id: str, say: Say = say_stderr, needed: int = 0) -> Path:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from data.storage import staged_file
-from megatron.checkpoint.commit import storing
+from megatron.checkpoint.commit import check_parent, storing
 from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.tensorfile import Item, write_items
 from megatron.errors import CheckpointError
@@ -56,7 +56,8 @@ def merge(checkpoint: Checkpoint, output: str | Path) -> int:
         raise CheckpointError(f"tag {checkpoint.tag}: expected weights, found only {checkpoint.kinds}")
     items = [_weight(checkpoint, name) for name in checkpoint.names("weight")]
     path = Path(output)
-    with storing(path, sum(item.nbytes for item in items)), staged_file(path) as file:
+    check_parent(path, "--output")
+    with storing(path, sum(item.nbytes for item in items), "--output"), staged_file(path) as file:
         return write_items(file, items).size
 
 

@@ -21,10 +21,9 @@ from megatron.checkpoint.choice import candidates, explain_choice, latest_tag
 from megatron.checkpoint.cut import Run
 from megatron.checkpoint.manifest import Manifest, TensorEntry
 from megatron.checkpoint.piece import sharding_of
-from megatron.checkpoint.recognise import recognise
 from megatron.checkpoint.state import decode
 from megatron.checkpoint.strict import parse_json, read_bytes
-from megatron.checkpoint.tags import Say, check_files, folder_of, manifest_of, say_stderr, tag_names
+from megatron.checkpoint.tags import Say, check_files, folder_of, held, manifest_of, say_stderr
 from megatron.checkpoint.tensorfile import TensorFile
 from megatron.errors import CheckpointError
 from mpu.groups import SOLO, Group
@@ -39,7 +38,7 @@ def open_checkpoint(root: str | Path, tag: str | None = None, *, world: Group = 
     With `fallback` a damaged tag that was not asked for makes way for an older one, and `say` prints why.
     """
     root = Path(root)
-    first = str(on_rank_0(lambda: _named(root, tag) if tag is not None else latest_tag(root) or candidates(root)[0],
+    first = str(on_rank_0(lambda: held(root, tag) if tag is not None else latest_tag(root) or candidates(root)[0],
                           world))
     try:
         found = agree(lambda: _open_verified(root, first, world), world)
@@ -52,15 +51,6 @@ def open_checkpoint(root: str | Path, tag: str | None = None, *, world: Group = 
     if tag is None and world.rank == 0 and (warning := explain_choice(root, first)):
         say(warning)
     return found
-
-
-def _named(root: Path, tag: str) -> str:
-    """The tag, if there is one of that name."""
-    if not folder_of(root, tag).is_dir():
-        held = ", ".join(tag_names(root))
-        raise CheckpointError(f"no tag {tag} under {root}, " + (f"which holds {held}" if held else
-                                                                f"which holds no checkpoint{recognise(root)}"))
-    return tag
 
 
 def _fall_back(root: Path, error: CheckpointError, others: list[str], world: Group, say: Say) -> Checkpoint:

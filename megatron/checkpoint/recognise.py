@@ -11,6 +11,12 @@ from pathlib import Path
 CONVERT = "`python -m megatron.checkpoint convert"
 
 
+def nothing_under(root: Path) -> str:
+    """Why no checkpoint is found there, as an error line."""
+    missing = "" if root.exists() else ": there is no such folder"
+    return f"no committed checkpoint under {root}{missing}{recognise(root)}"
+
+
 def recognise(path: Path) -> str:
     """"; it is ...: do this", or nothing where the path is none of the kinds known here."""
     try:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from data.storage import crc32_file
 from megatron.checkpoint.manifest import MANIFEST, Manifest, read_manifest, safe_name, step_of
-from megatron.checkpoint.recognise import recognise
+from megatron.checkpoint.recognise import nothing_under, recognise
 from megatron.errors import CheckpointError
 
 Say = Callable[[str], None]
@@ -32,6 +32,15 @@ def folder_of(root: Path, tag: str) -> Path:
     """The folder of `tag`: of that name, or aside if a kill fell between the two renames of its replacement."""
     folder, aside = root / safe_name(tag, "tag"), root / (ASIDE + tag)
     return aside if not folder.exists() and (aside / MANIFEST).exists() else folder
+
+
+def held(root: Path, tag: str) -> str:
+    """The tag, if there is one of that name."""
+    if not folder_of(root, tag).is_dir():
+        names = ", ".join(tag_names(root))
+        raise CheckpointError(f"no tag {tag} under {root}, which holds {names}" if names else
+                              f"no tag {tag}: {nothing_under(root)}")
+    return tag
 
 
 def manifest_of(root: Path, tag: str) -> Manifest:

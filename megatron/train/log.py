@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import IO, Any
 
 from megatron.config.tree import Config, LogConfig
@@ -93,6 +95,20 @@ class RunLog:
 def _finite(value: Any) -> Any:
     """JSON has no inf and no nan: a value that is neither a number nor anything else is null."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def check_places(config: LogConfig) -> None:
+    """The metrics file and the tensorboard folder can be made, as far as that shows without making them: a run that
+    cannot report ends before its data is built."""
+    if config.metrics_file and not (folder := Path(config.metrics_file).absolute().parent).is_dir():
+        raise StorageError(f"--metrics-file {config.metrics_file} cannot be opened for appending: {folder} is no "
+                           "folder; name a file in a writable folder")
+    if config.tensorboard_dir:
+        board = Path(config.tensorboard_dir).absolute()
+        there = next(path for path in (board, *board.parents) if path.exists() or path == path.parent)
+        if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+            raise StorageError(f"--tensorboard-dir {config.tensorboard_dir} cannot be written: {there} is no writable "
+                               "folder; name a writable folder")
 
 
 def _open_for_append(path: str) -> IO[str]:

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.agree import agree, on_rank_0
-from megatron.checkpoint.choice import is_empty, locate, tag_of_step
+from megatron.checkpoint.choice import candidates, is_empty, locate, tag_of_step
 from megatron.checkpoint.commit import Keep, probe, storing, sweep
 from megatron.checkpoint.interchange.foreign import Foreign
 from megatron.checkpoint.interchange.huggingface import open_folder
 from megatron.checkpoint.lock import locked
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.manifest import step_tag
-from megatron.checkpoint.tags import steps_of, tag_names
+from megatron.checkpoint.tags import held, steps_of, tag_names
 from megatron.checkpoint.writer import SaveReport
 from megatron.config.hf_shape import shape_in
 from megatron.config.tree import Config, flag_name
@@ -50,11 +50,11 @@ Say = Callable[[str], None]
 
 @dataclass
 class Checkpoints:
-    """Loads once at the start, saves whenever asked."""
+    """Loads once at the start, saves whenever asked. Made before the data is: folders that cannot be used end a run
+    before its text is tokenized."""
 
     config: Config
     groups: Groups
-    data_fingerprint: str
     notes: list[str] = field(default_factory=list)
     """What was loaded and what could not carry over, for the log."""
 
@@ -64,6 +64,7 @@ class Checkpoints:
         if self.config.save.save is not None:
             root = Path(self.config.save.save)
             on_rank_0(lambda: self._claim(root), self.groups.world)
+        self._source = on_rank_0(self._find, self.groups.world) if self.config.save.load is not None else (None, None)
 
     def _claim(self, root: Path) -> None:
         """Before the first step: the folder can be written, no other job saves into it, and what an interrupted save
@@ -82,12 +83,13 @@ class Checkpoints:
 
     # ---- loading ------------------------------------------------------------------------------------------------
 
-    def resume(self, engine: Engine) -> TrainState:
-        """Where this run starts."""
+    def resume(self, engine: Engine, data_fingerprint: str) -> TrainState:
+        """Where this run starts; `data_fingerprint` says which data it reads."""
+        self._data_fingerprint = data_fingerprint
         section = self.config.save
         if section.load is None:
             return self._start(engine)
-        root, tag = on_rank_0(self._source, self.groups.world)
+        root, tag = self._source
         if root is None:
             self.notes.append(f" starting from scratch: {section.load} is --save as well, and holds no checkpoint yet")
             return self._start(engine)
@@ -113,7 +115,7 @@ class Checkpoints:
         self.notes += _relaid(engine, found, self.config.precision.name)
         if engine.rng_note is not None:
             self.notes.append(engine.rng_note)
-        if saved["data"] != self.data_fingerprint:
+        if saved["data"] != self._data_fingerprint:
             self.notes.append(
                 " warning: --train-data is another corpus than the checkpoint's; the data position carries over"
             )
@@ -138,7 +140,7 @@ class Checkpoints:
             self.notes.append(f" initial weights from the Hugging Face folder {source}")
         return self._start_at(TrainState())
 
-    def _source(self) -> tuple[str | None, str | None]:
+    def _find(self) -> tuple[str | None, str | None]:
         """Folder and tag to load; no folder where --load is a --save that holds nothing yet: the first start of a
         command made to be run again. No tag: the one that `latest` names."""
         section = self.config.save
@@ -154,6 +156,10 @@ class Checkpoints:
             self.notes += [f" {note}"] if note else []
         if same and tag is None and is_empty(root):
             return None, None
+        if tag is None:
+            candidates(root)  # or why there are none
+        else:
+            held(root, tag)
         return str(root), tag
 
     # ---- saving -------------------------------------------------------------------------------------------------
@@ -164,7 +170,7 @@ class Checkpoints:
     def _save(self, engine: Engine, say: Say, state: TrainState) -> None:
         section = self.config.save
         assert section.save is not None
-        position = {**asdict(state), "schedule": asdict(_follows(engine).schedule), "data": self.data_fingerprint}
+        position = {**asdict(state), "schedule": asdict(_follows(engine).schedule), "data": self._data_fingerprint}
         engine.save_checkpoint(section.save, client_state=position, save_optimizer_states=not section.no_save_optim,
                                save_rng_states=not section.no_save_rng,
                                keep=Keep(section.keep_last, section.keep_every), in_background=section.async_save,
@@ -253,9 +259,22 @@ def _agreed_schedule(config: Config, saved: Schedule, present: Schedule) -> Sche
         return present
     if config.schedule.use_checkpoint_lr_scheduler:
         return saved
-    was, now = asdict(saved), asdict(present)
-    rows = "; ".join(f"{key} {was[key]} in the checkpoint, {now[key]} here" for key in was if was[key] != now[key])
-    raise CheckpointError(
+    rows = "; ".join(f"{flag} {_in_flags(saved, field)} in the checkpoint, {_in_flags(present, field)} here"
+                     for field, flag in SCHEDULE_FLAGS.items() if getattr(saved, field) != getattr(present, field))
+    raise ConfigError(
         f"the learning rate schedule of {config.save.load} differs: {rows}; --override-lr-scheduler takes the flags', "
         "--use-checkpoint-lr-scheduler the checkpoint's"
     )
+
+
+SCHEDULE_FLAGS = {"style": "--lr-decay-style", "peak": "--lr", "floor": "--min-lr", "warmup_steps": "--warmup",
+                  "decay_steps": "--lr-decay-iters", "warmup_type": "--warmup-type", "tail": "--cycle-decay",
+                  "momentum_low": "--cycle-min-mom", "momentum_high": "--cycle-max-mom",
+                  "momentum_tail": "--cycle-mom-growth"}
+"""Field of a schedule -> the flag that sets it."""
+
+
+def _in_flags(schedule: Schedule, field: str) -> object:
+    """A field as its flag's value; the warm-up is a share of the decay there."""
+    value = getattr(schedule, field)
+    return f"{value / schedule.decay_steps:.4g} ({value} steps)" if field == "warmup_steps" else value

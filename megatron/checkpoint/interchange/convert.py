@@ -27,7 +27,7 @@ from megatron.checkpoint.tags import tag_names
 from megatron.checkpoint.writer import SaveReport, save
 from megatron.config.hf_shape import CONFIG
 from megatron.config.tree import Config
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, ConfigError
 from mpu.groups import SOLO
 
 
@@ -52,7 +52,7 @@ def open_foreign(source: Path, vocab_size: int | None = None, heads: int | None 
 def import_weights(found: Foreign, root: Path) -> SaveReport:
     """Write the weights as a checkpoint of ours, one tensor in memory at a time."""
     if tag_names(root):
-        raise CheckpointError(f"{root}: holds checkpoints already; choose another folder")
+        raise ConfigError(f"--output {root}: holds checkpoints already; choose another folder")
     pieces = [Piece(name, "weight", shape, None, 0, 1, 0,
                     Deferred(prod(shape), torch.float32, partial(_fp32, found, name)))
               for name, shape in found.shapes.items()]
@@ -60,7 +60,7 @@ def import_weights(found: Foreign, root: Path) -> SaveReport:
     shared: dict[str, Any] = {"run_id": run_id, "engine": {}, "optimizer": None, "lr_scheduler": None, "buffers": {},
                               "client_state": {}}
     config = Config(model=found.model)
-    probe(root)
+    probe(root, "--output")
     with locked(root):
         return save(root, step_tag(0), pieces=pieces, rank_state={}, shared_state=shared, config=config.as_dict(),
                     layout={"tp": 1, "dp": 1, "zero_stage": 0}, world=SOLO, run_id=run_id, iteration=0)

@@ -28,7 +28,7 @@ from megatron.checkpoint.tags import Say, say_stderr
 from megatron.checkpoint.tensorfile import TensorFile
 from megatron.config.hf_shape import CONFIG, read_config, read_object, shape_of
 from megatron.config.tree import ModelConfig
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, ConfigError
 
 SAFETENSORS, TORCH = "model.safetensors", "pytorch_model.bin"
 SHARD_BYTES = 5 * 10**9
@@ -118,12 +118,12 @@ def export(found: Checkpoint, output: Path, shard_bytes: int = SHARD_BYTES, say:
     memory. `say` prints why there are no tokenizer files, where there are none."""
     model = _model_of(found)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise CheckpointError(f"{output}: is not an empty folder; choose another, or remove it")
+        raise ConfigError(f"--output {output}: is not an empty folder; choose another, or remove it")
     entries = [_entry(found, name, shape) for name, shape in shapes_of(model).items()]
     tokenizer = tokenizer_files(found.config["data"], model)
     if tokenizer.note is not None:
         say(tokenizer.note)
-    with storing(output, sum(entry.nbytes for entry in entries)):
+    with storing(output, sum(entry.nbytes for entry in entries), "--output"):
         make_folder(output)
         files = write(entries, output / SAFETENSORS, shard_bytes)
         for name, content in tokenizer.files.items():

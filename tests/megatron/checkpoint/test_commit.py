@@ -205,7 +205,8 @@ def test_probe_names_the_flag_and_the_path(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for name, reason in [("file", "is a file"), ("link", "dangling"), ("absent/deeper", "parent folder .* does not"),
-                         ("file/deeper", "parent folder"), ("x" * 300, "File name too long")]:
+                         ("file/deeper", "file is a file, where a folder is needed"),
+                         ("file/a/b", "file is a file, where a folder is needed"), ("x" * 300, "File name too long")]:
         with pytest.raises(StorageError, match=f"^--save {tmp_path / name}: .*{reason}"):
             probe(tmp_path / name)
     with pytest.raises(StorageError, match="--save /proc/foo: .*/proc is there, but nothing can be created in it"):

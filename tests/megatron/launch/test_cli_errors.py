@@ -248,7 +248,7 @@ def test_another_model_is_refused_with_every_differing_field(saved: Path, cli: C
 def test_another_schedule_is_refused_with_its_differences_and_two_flags_say_who_wins(saved: Path, cli: Cli,
                                                                                      tmp_path: Path) -> None:
     longer = [*TINY, "--mock-data", "--train-iters", 5, "--lr", 1e-3, "--load", saved, "--metrics-file", tmp_path / "m"]
-    check(cli(longer), 4, "peak 0.00015 in the checkpoint, 0.001 here", "decay_steps 3 in the checkpoint, 5 here",
+    check(cli(longer), 2, "--lr 0.00015 in the checkpoint, 0.001 here", "--lr-decay-iters 3 in the checkpoint, 5 here",
           "--override-lr-scheduler", "--use-checkpoint-lr-scheduler")
     assert not (tmp_path / "m").exists()
     train([*longer, "--override-lr-scheduler"])

@@ -15,7 +15,7 @@ import pytest
 
 from megatron.checkpoint import writer
 from megatron.checkpoint.tags import tag_names
-from megatron.errors import CheckpointError, ConfigError
+from megatron.errors import CheckpointError, ConfigError, StorageError
 from megatron.launch import exits
 from megatron.launch.signals import StopRequest
 from megatron.train.loop import Trainer
@@ -361,3 +361,18 @@ def test_a_foreign_checkpoint_in_the_place_of_a_new_run_is_not_trained_over(tmp_
     (tmp_path / "ckpt.pt").write_bytes(b"")
     with pytest.raises(CheckpointError, match="nanoGPT"):
         train([*TINY, "--mock-data", "--train-iters", 2, "--load", tmp_path, "--save", tmp_path])
+
+
+@pytest.mark.parametrize(("flags", "words"), [
+    (["--save", "{there}/file/x"], "file is a file"), (["--load", "{there}/nowhere"], "there is no such folder"),
+    (["--metrics-file", "{there}/nowhere/m"], "--metrics-file .* no folder"),
+    (["--tensorboard-dir", "{there}/file/x"], "--tensorboard-dir .* no writable folder"),
+])
+def test_a_place_that_cannot_be_used_ends_the_run_before_its_text_is_tokenized(flags: list[str], words: str,
+                                                                               tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("some text " * 500)
+    (tmp_path / "file").touch()
+    with pytest.raises((StorageError, CheckpointError), match=words):
+        train([*TINY, "--train-data", tmp_path / "texts", *(flag.format(there=tmp_path) for flag in flags)])
+    assert not (tmp_path / "texts.cache").exists()
