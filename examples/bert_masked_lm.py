@@ -1,12 +1,14 @@
 """A small BERT that fills in masked tokens, with a checkpoint it goes on from, written as a DeepSpeed script.
 
-    python examples/bert_masked_lm.py --checkpoint_dir runs/bert --num_iterations 60
-    python examples/bert_masked_lm.py --checkpoint_dir runs/bert --num_iterations 120 --stage 3     # goes on
+    PYTHONPATH=. python examples/bert_masked_lm.py --checkpoint_dir runs/bert --num_iterations 60
+    PYTHONPATH=. python examples/bert_masked_lm.py --checkpoint_dir runs/bert --num_iterations 120 --stage 3   # goes on
 
+In a clone, that is; with an installation (docs/install.md) PYTHONPATH is not needed.
 With `import deepspeed` for its one line of import it runs on DeepSpeed. The text is made here: each sequence counts up.
 """
 
 import argparse
+import os
 
 import torch
 from torch import nn
@@ -66,6 +68,7 @@ def main() -> None:
 
     start, losses = 0, []
     if args.checkpoint_dir is not None:
+        os.makedirs(args.checkpoint_dir, exist_ok=True)
         path, client_state = model.load_checkpoint(args.checkpoint_dir)
         if path is not None:
             start, losses = client_state["iteration"], client_state["losses"]

@@ -1,8 +1,9 @@
 """A small convolutional net on CIFAR-like pictures, written as a DeepSpeed script.
 
-    python examples/cifar10_deepspeed.py --stage 2
-    python -m megatron.launch --nproc-per-node 2 examples/cifar10_deepspeed.py --dtype bf16
+    PYTHONPATH=. python examples/cifar10_deepspeed.py --stage 2
+    PYTHONPATH=. python -m megatron.launch --nproc-per-node 2 examples/cifar10_deepspeed.py --dtype bf16
 
+In a clone, that is; with an installation (docs/install.md) PYTHONPATH is not needed.
 With `import deepspeed` for its one line of import it runs on DeepSpeed. The pictures are made here: ten noisy patterns.
 """
 

@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# From a folder of .txt files to a trained model: bash examples/folder_of_text.sh FOLDER [flags of pretrain_gpt2.py...]
+# From a folder of .txt files to a trained model, with the flags of pretrain_gpt2.py after the folder:
 #
-# The folder's text is tokenized once, into FOLDER.cache; the model is kept in runs/folder_of_text. Started again, the
+#    bash examples/folder_of_text.sh my_texts
+#
+# The folder's text is tokenized once, into my_texts.cache; the model is kept in runs/folder_of_text. Started again, the
 # command continues from there. The flags are those of a model of 0.1 M parameters, for a first try on any machine:
 # `--preset 124M --tokenizer-type GPT2BPETokenizer --bf16` and a GPU are the next step.
 set -euo pipefail

@@ -1,12 +1,15 @@
 """A model and a loop of your own on the engine: ZeRO stage 2, accumulation, clipping, and a checkpoint to resume from.
 
-    python examples/own_model.py
-    python -m megatron.launch --nproc-per-node 2 examples/own_model.py       # or torchrun
+    PYTHONPATH=. python examples/own_model.py
+    PYTHONPATH=. python -m megatron.launch --nproc-per-node 2 examples/own_model.py       # or torchrun
+
+In a clone, that is; with an installation (docs/install.md) PYTHONPATH is not needed.
 """
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -38,6 +41,7 @@ def main(folder: str) -> None:
     torch.manual_seed(1)
     points = 2 * torch.rand(4096, 2) - 1
     examples = list(zip(points, (points.norm(dim=1) < 0.8).float()))
+    Path(folder).mkdir(parents=True, exist_ok=True)  # the engine makes the last folder of a path, not the ones above
     engine, _, loader, _ = zero.initialize(model=Model(), training_data=examples, config=CONFIG)
     path, state = engine.load_checkpoint(folder)
     first = state["epoch"] + 1 if path else 0

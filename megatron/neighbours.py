@@ -1,7 +1,8 @@
 """Is `data` ours, and `mpu`? Both names are common: a project's own `data` package may be found before this program's.
 
-Rooms that build on them call `check_neighbours` when they are imported, and so does every command. It looks the
-packages up without importing them. `megatron` itself is a namespace package, which NVIDIA's `megatron.core` shares.
+Rooms that build on them call `check_neighbours` when they are imported: an ImportError. So does every command, before
+it imports them: one line. The packages are looked up without importing them. `megatron` itself is a namespace package,
+which NVIDIA's `megatron.core` shares.
 """
 
 from __future__ import annotations
@@ -45,5 +46,6 @@ def _explained(name: str, found_at: str | None) -> str:
     home = Path(__file__).resolve().parents[1]
     if found_at is None:
         return f"the package `{name}` is not found beside {home / 'megatron'}; install this program again, whole"
-    return (f"{found_at} hides the package `{name}` of this program ({home / name}): start Python with -P, which keeps "
-            f"the current folder off the path; or put {home} first in PYTHONPATH; or rename the other {name}")
+    return (f"{found_at} hides the package `{name}` of this program ({home / name}): set PYTHONSAFEPATH=1 (or start "
+            f"Python with -P), which keeps the current folder off the path; or put {home} first in PYTHONPATH; or "
+            f"rename the other {name}")

@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def python(*arguments: object, path: list[Path], cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path))}
+def python(*arguments: object, path: list[Path], cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path))} | variables
     return subprocess.run([sys.executable, *map(str, arguments)], cwd=cwd, env=environment, capture_output=True,
                           text=True, timeout=60)
 
@@ -44,15 +44,36 @@ def test_a_package_that_hides_ours_is_named_with_what_to_do(project: Path, file:
     hiding = project / file
     hiding.parent.mkdir(exist_ok=True)
     hiding.write_text("raise SystemExit('the foreign package was run')\n")
-    said = (f"{hiding} hides the package `{name}` of this program ({ROOT / name}): start Python with -P, which keeps "
-            f"the current folder off the path; or put {ROOT} first in PYTHONPATH; or rename the other {name}")
+    said = (f"{hiding} hides the package `{name}` of this program ({ROOT / name}): set PYTHONSAFEPATH=1 (or start "
+            f"Python with -P), which keeps the current folder off the path; or put {ROOT} first in PYTHONPATH; or "
+            f"rename the other {name}")
     for module in ("megatron.zero", "megatron.checkpoint.manifest", "megatron.train.build"):
         done = python("-c", f"import {module}", path=[ROOT], cwd=project)
         assert done.stderr.endswith(f"HiddenPackage: {said}\n"), done.stderr
     for statement in (["-m", "pretrain_gpt2", "--mock-data", "--preset", "tiny"],
+                      ["-m", "megatron.launch", "-m", "pretrain_gpt2", "--mock-data", "--preset", "tiny"],
+                      ["-m", "megatron.plan", "--preset", "1.5B"],
+                      ["-m", "megatron.checkpoint", "list", "nowhere"],
                       ["-c", "import sys; from megatron.commands import preprocess; sys.exit(preprocess())"]):
         done = python(*statement, path=[ROOT], cwd=project)
         assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {said}\n")
+
+
+def test_a_package_started_with_m_gets_the_sentence_of_its_import(project: Path) -> None:
+    (project / "data.py").touch()
+    (project / "theirs").mkdir()
+    (project / "theirs" / "__init__.py").write_text("from megatron import zero\n")
+    (project / "theirs" / "__main__.py").touch()
+    done = python("-m", "theirs", path=[ROOT], cwd=project)
+    assert done.returncode == 1 and "hides the package `data`" in done.stderr, done.stderr
+
+
+def test_the_remedy_is_one_for_every_way_to_start(project: Path) -> None:
+    (project / "data.py").write_text("raise SystemExit('the foreign module was run')\n")
+    for statement in (["-m", "megatron.launch", "-m", "megatron.plan", "--preset", "tiny"],
+                      ["-m", "megatron.checkpoint", "list", "nowhere"]):
+        done = python(*statement, path=[ROOT], cwd=project, PYTHONSAFEPATH="1")
+        assert "hides" not in done.stderr and "Traceback" not in done.stderr
 
 
 def test_what_does_not_hide_ours_is_no_matter(project: Path) -> None:

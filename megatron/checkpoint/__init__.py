@@ -24,6 +24,10 @@ interchange/ is about the checkpoints of other programs, and ours for them.
 This file imports none of them, so that the torch-free half stays torch-free: import from the modules.
 """
 
+import sys
+
 from megatron.neighbours import check_neighbours
 
-check_neighbours()
+# `python -m megatron.checkpoint` imports this file before it can report anything; __main__.py checks in its place.
+if not (sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)].removeprefix("-m").startswith("megatron.checkpoint")):
+    check_neighbours()

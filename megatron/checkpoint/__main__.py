@@ -1,9 +1,16 @@
-"""`python -m megatron.checkpoint`: command.py."""
+"""`python -m megatron.checkpoint`: command.py, unless a package of ours is hidden."""
 
 import sys
 
-from megatron.checkpoint.command import main
 from megatron.launch.exits import run
+from megatron.neighbours import check_neighbours
+
+
+def main() -> int:
+    check_neighbours()
+    from megatron.checkpoint.command import main
+    return main(sys.argv[1:])
+
 
 if __name__ == "__main__":
-    sys.exit(run(lambda: main(sys.argv[1:])))
+    sys.exit(run(main))

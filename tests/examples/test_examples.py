@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,41 @@ def test_every_example_is_listed_and_tested() -> None:
     files = {path.name for path in (ROOT / "examples").iterdir() if path.is_file()} - {"README.md"}
     listed = set(re.findall(r"\| \[[\w.]+\]\(([\w.]+)\)", (ROOT / "examples" / "README.md").read_text()))
     assert listed == files
+
+
+def printed_lines(text: str) -> list[str]:
+    """The commands of a docstring, a comment or a block that start an example."""
+    lines = [line.strip(" #").split("  #")[0].strip() for line in text.splitlines()]
+    return [line for line in lines if re.match(r"(?:PYTHONPATH=\S+ )?(?:python|bash) (?:\S+ )*examples/", line)]
+
+
+PRINTED = [(path.name, line) for path in sorted((ROOT / "examples").iterdir()) if path.is_file()
+           for line in printed_lines(path.read_text())]
+
+
+def test_every_example_says_how_to_start_it() -> None:
+    assert {name for name, _ in PRINTED} == {path.name for path in (ROOT / "examples").iterdir() if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fresh") / "clone"
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "__pycache__", "runs", "build", "*.egg-info"))
+    (folder / "my_texts").mkdir()
+    (folder / "my_texts" / "cat.txt").write_text("The cat sat on the mat.\n\n" * 300)
+    (folder.parent / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    (folder.parent / "python").chmod(0o755)
+    return folder
+
+
+@pytest.mark.parametrize(("file", "line"), [
+    pytest.param(file, line, marks=[] if file == "own_model.py" else pytest.mark.slow) for file, line in PRINTED])
+def test_a_printed_line_is_true(file: str, line: str, clone: Path) -> None:
+    environment = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"}
+    done = subprocess.run(line, shell=True, cwd=clone, capture_output=True, text=True, timeout=240,
+                          env=environment | {"PATH": f"{clone.parent}:{os.environ['PATH']}"})
+    assert done.returncode == 0, done.stderr
+    assert "loss" in done.stdout
 
 
 @pytest.mark.slow
