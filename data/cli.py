@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from data.storage import DataError, StorageFault
+from data.streams import open_closed_streams
 
 
 class Parser(argparse.ArgumentParser):
@@ -43,6 +44,7 @@ def counted(number: int, what: str) -> str:
 
 def run(main: Callable[[], None]) -> NoReturn:
     """Run a command and leave with its exit code."""
+    open_closed_streams()
     code = 0
     try:
         try:

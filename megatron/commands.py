@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 
+from data.streams import open_closed_streams
 from megatron.launch.exits import run, write_error
 from megatron.neighbours import HiddenPackage, check_neighbours
 from megatron.version import __version__
@@ -22,6 +23,7 @@ def _command(start: Callable[[], int]) -> Callable[[], int]:
     """`start`, unless the version is asked for or a package of ours is hidden."""
     @wraps(start)
     def command() -> int:
+        open_closed_streams()
         if sys.argv[1:] == ["--version"]:
             print(f"gpt2-trainer {__version__}")
             return 0

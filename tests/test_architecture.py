@@ -24,7 +24,7 @@ PACKAGES = ("megatron", "mpu", "data")
 FLOORS: tuple[tuple[str, str], ...] = (
     ("0: arithmetic and records; no process group, argv or clock", """
         mpu.split
-        data data.storage data.format data.sampling
+        data data.storage data.streams data.format data.sampling
         megatron.errors megatron.version megatron.neighbours
         megatron.config.kinds megatron.config.setting megatron.config.optimizers
         megatron.config.model megatron.config.data megatron.config.parallel megatron.config.optim

@@ -21,6 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import NoReturn
 
+from data.streams import open_closed_streams
 from megatron.errors import EXIT_CONFIG, EXIT_PEER, ConfigError
 from megatron.launch.signals import write_stderr
 from megatron.launch.supervise import Supervisor
@@ -154,6 +155,7 @@ def replace_this_process(command: list[str]) -> NoReturn:
 
 
 def main(argv: list[str]) -> int:
+    open_closed_streams()
     try:
         head, command = split_command_line(argv)
         options = parser().parse_args(head)

@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, NoReturn
 
+from data.streams import open_closed_streams
 from megatron.errors import (EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER, EXIT_STORAGE, ConfigError, PeerError,
                              exit_code)
 from megatron.launch.distributed import read_environment
@@ -56,6 +57,7 @@ def run(main: Callable[[], int | None], debug: bool | None = None, *, is_job: bo
     """Call `main` and return the exit code of the process; `debug` (default: --debug was given) adds tracebacks.
 
     A reader of standard output that has seen enough ends a command quietly; a job (`is_job`) says why it stops."""
+    open_closed_streams()
     try:
         code = _code(main)
         sys.stdout.flush()  # what cannot be written is found here, not when the interpreter winds down

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -73,3 +74,38 @@ def test_another_pipe_that_breaks_is_still_an_error() -> None:
                "sys.exit(run(main))")
     code, error = ended(command("-c", program), subprocess.DEVNULL)
     assert code == 7 and error.startswith("error: cannot write a pipe: Broken pipe")
+
+
+TRAINING = ["pretrain_gpt2.py", "--preset", "tiny", "--mock-data", "--train-iters", "2", "--eval-interval", "0"]
+COMMANDS = {
+    "train": (TRAINING, 0), "train wrong": (["pretrain_gpt2.py", "--no-such-flag"], 2),
+    "two ranks": (["-m", "megatron.launch", "--nproc-per-node", "2", *TRAINING], 0),
+    "launch wrong": (["-m", "megatron.launch", "no-such-script.py"], 2),
+    "plan": (["-m", "megatron.plan", "--preset", "tiny"], 0), "plan wrong": (["-m", "megatron.plan", "--nothing"], 2),
+    "checkpoint": (["-m", "megatron.checkpoint", "--help"], 0),
+    "checkpoint wrong": (["-m", "megatron.checkpoint", "list", "no-such-folder"], 4),
+    "version": (["-c", "import sys; from megatron.commands import plan; sys.exit(plan())", "--version"], 0),
+    "verify": (["-m", "data.verify", "--help"], 0), "verify wrong": (["-m", "data.verify", "no-such-data"], 3),
+    "webtext wrong": (["-m", "data.webtext", "nothing"], 2),
+}
+
+
+@pytest.mark.parametrize(("name", "closed"), [
+    ("train", ">&-"), ("train", "2>&-"), ("plan", "2>&-"), ("plan wrong", ">&-"), ("train wrong", ">&-"),
+    *((name, "<&- >&- 2>&-") for name in COMMANDS if name != "train"),
+])
+def test_closed_streams_change_no_exit_code(name: str, closed: str) -> None:
+    argv, code = COMMANDS[name]
+    line = ["bash", "-c", f'exec "$@" {closed}', "bash", *command(*argv)]
+    ended = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, timeout=120,
+                           env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert ended.returncode == code, ended.stderr
+    if "2>&-" not in closed:
+        assert ended.stderr.count("error:") == (code != 0) and "Traceback" not in ended.stderr, ended.stderr
+
+
+def test_a_file_that_a_command_opens_is_not_taken_for_a_closed_stream(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    line = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", *command(*TRAINING), "--metrics-file", str(metrics)]
+    subprocess.run(line, check=True, cwd=ROOT, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert [json.loads(record).get("iteration") for record in metrics.read_text().splitlines()] == [None, 1, 2]
