@@ -52,7 +52,8 @@ def main() -> int:
         engine = build.engine(config, build.model(config, groups, recomputation), groups, device)
         state = checkpoints.resume(engine, datasets.fingerprint)
         log = closing.enter_context(RunLog(config.log, config.train.train_iters, state.iteration,
-                                           writes=groups.world.rank == 0, aside=recomputation.report))
+                                           writes=groups.world.rank == 0, aside=recomputation.report,
+                                           outlives_reader=config.save.save is not None))
         idle = (*zero_notes(config.zero, precision=config.precision.name, on_cuda=device.type == "cuda"),
                 *recompute_notes(config.recompute, groups.tp.size, device),
                 *processor_notes(config.precision.name, device))
@@ -68,6 +69,7 @@ def main() -> int:
             trainer.finish(state, datasets.valid, datasets.test)
             if config.log.sample_tokens and not config.data.mock_data:
                 log.say(f" sample: {printable(generate(engine, tokenizer, config, device))}")
+        log.check_reader(f"saved step {state.iteration} in {config.save.save}")
     distributed.shutdown()
     return 0
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from megatron.launch.exits import discard_output
 from megatron.train.metrics import StepMetrics
 
 ROUND_INTERVALS = (100, 50, 20, 10, 5, 2, 1)
@@ -48,10 +49,13 @@ class _Bar(tqdm):  # type: ignore[misc]
 class Console:
     """The lines of a run of `train_iters` steps that begins after `start` of them; after each line of training, what
     `aside` has to say. `interval` 0: no lines; None: a round number that gives at least LEAST_LINES, the last step's
-    among them."""
+    among them. With `outlives_reader`, a line that cannot be written is no error but noted in `lost`, and the console
+    is mute from then on."""
 
     def __init__(self, interval: int | None, train_iters: int, start: int, *, writes: bool,
-                 aside: Callable[[], str] = str) -> None:
+                 aside: Callable[[], str] = str, outlives_reader: bool = False) -> None:
+        self.lost: OSError | None = None
+        self._outlives_reader = outlives_reader
         self._writes, self._aside, self._train_iters = writes, aside, train_iters
         self._interval = default_interval(train_iters - start) if interval is None else interval
         self._ends_with_a_line = interval is None
@@ -74,9 +78,16 @@ class Console:
 
     def say(self, line: str) -> None:
         """One line, above the progress bar."""
-        if self._writes:
+        if not self._writes:
+            return
+        try:
             _Bar.write(line, file=sys.stdout)
             sys.stdout.flush()
+        except OSError as error:
+            if not self._outlives_reader:
+                raise
+            self.lost, self._writes = error, False
+            discard_output()
 
     def close(self) -> None:
         self._bar.close()

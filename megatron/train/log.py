@@ -28,10 +28,11 @@ class RunLog:
     """Records what happens; `close` when the run ends. After each console line it says what `aside` has to say."""
 
     def __init__(self, config: LogConfig, train_iters: int, start: int, *, writes: bool,
-                 aside: Callable[[], str] = str) -> None:
+                 aside: Callable[[], str] = str, outlives_reader: bool = False) -> None:
         self._start, self._seq_length, self._samples = start, 0, 0
         self._introduction: Callable[[], None] | None = None
-        self.console = Console(config.log_interval, train_iters, start, writes=writes, aside=aside)
+        self.console = Console(config.log_interval, train_iters, start, writes=writes, aside=aside,
+                               outlives_reader=outlives_reader)
         self._file = _open_for_append(config.metrics_file) if writes and config.metrics_file else None
         self._board = Board(config.tensorboard_dir) if writes and config.tensorboard_dir else None
         self.say = self.console.say
@@ -72,6 +73,16 @@ class RunLog:
         self.say(
             f" {name} loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E}"
         )
+
+    @property
+    def is_lost(self) -> bool:
+        """The console cannot be written any more; the files go on."""
+        return self.console.lost is not None
+
+    def check_reader(self, saved: str) -> None:
+        """The error of a lost console, once `saved` says what was kept."""
+        if self.console.lost is not None:
+            raise StorageError(f"cannot write standard output: {self.console.lost.strerror}; {saved}")
 
     def __enter__(self) -> RunLog:
         return self

@@ -140,7 +140,7 @@ class Trainer:
         digest = samples_digest(state.consumed_samples, self.rule.global_batch)
         report, total = self._train_step(batches)
         # Tensor parallel ranks hold equal losses, so the mean over the world is the mean over data parallel.
-        own = total.new_tensor([bool(self.stop), self._is_late()])
+        own = total.new_tensor([bool(self.stop) or self.log.is_lost, self._is_late()])
         loss, asked, late = all_reduce(torch.cat([total.view(1), own]), self.engine.groups.world)
         state.iteration += 1
         state.consumed_samples += self.rule.global_batch

@@ -109,3 +109,22 @@ def test_a_file_that_a_command_opens_is_not_taken_for_a_closed_stream(tmp_path: 
     line = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", *command(*TRAINING), "--metrics-file", str(metrics)]
     subprocess.run(line, check=True, cwd=ROOT, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert [json.loads(record).get("iteration") for record in metrics.read_text().splitlines()] == [None, 1, 2]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_reader_that_leaves_costs_no_training(ranks: int, tmp_path: Path) -> None:
+    argv = command("-m", "megatron.launch", "--nproc-per-node", str(ranks), "pretrain_gpt2.py", "--preset", "tiny",
+                   "--mock-data", "--train-iters", "100000", "--eval-interval", "0", "--log-interval", "1",
+                   "--save", str(tmp_path / "s"))
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)}) as job:
+        assert job.stdout is not None and job.stderr is not None
+        for line in job.stdout:
+            if " iteration " in line:
+                break
+        job.stdout.close()
+        error, code = job.stderr.read(), job.wait(120)
+    [line] = [line for line in error.splitlines() if line.startswith("error:")]
+    tags = [path.name for path in (tmp_path / "s").iterdir() if path.is_dir()]
+    assert code == 7 and line.startswith("error: cannot write standard output: Broken pipe; saved step "), error
+    assert len(tags) == 1 and int("".join(filter(str.isdigit, tags[0]))) == int(line.split("step ")[1].split()[0])
