@@ -4,7 +4,8 @@ A launcher leaves numbers in the environment: ours and torchrun as RANK, WORLD_S
 Slurm's srun and OpenMPI's mpirun under names of their own. `read_environment` understands all three and imports no
 torch, so that flags can be checked against the number of ranks in milliseconds. One rank needs no process group.
 
-Not here: groups of ranks (`mpu/groups.py`), operations among them (`mpu/collectives.py`), starting ranks (`command.py`).
+Not here: groups of ranks (`mpu/groups.py`), operations among them (`mpu/collectives.py`), starting
+ranks (`command.py`).
 """
 
 from __future__ import annotations

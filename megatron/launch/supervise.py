@@ -4,8 +4,9 @@ Vocabulary: a *rank* is one child process; an *ending* is how it stopped running
 SIGSTOP); the *culprit* is the rank whose failure ended the job; its *victims* failed only because the culprit did
 (exit code 5, or SIGABRT, which is how NCCL's watchdog leaves). One `error:` line reaches the user: the culprit's.
 
-Not here: which environment a rank gets (`command.py`), and how a rank turns an exception into an exit code (`exits.py`).
-Standard library only: the parent of the ranks must start in milliseconds and must not die of what kills them.
+Not here: which environment a rank gets (`command.py`), and how a rank turns an exception into an exit code
+(`exits.py`). Standard library only: the parent of the ranks must start in milliseconds and must not die of
+what kills them.
 """
 
 from __future__ import annotations
