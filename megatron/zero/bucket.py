@@ -67,6 +67,11 @@ class FlatBucket:
         self._take_over(device)
 
     @property
+    def forgets_edits(self) -> bool:
+        """What is written to the parameters now is overwritten by the masters at the next step."""
+        return self.master is not self.shard and self._lent is None
+
+    @property
     def comes_and_goes(self) -> bool:
         """The parameters are whole only while they are used."""
         return self._policy.split_params

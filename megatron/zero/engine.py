@@ -49,8 +49,9 @@ class ZeroEngine:
         _copy_buffers_from_first(module, groups)
         travel = wire(zero, groups.dp.size)
         group_of = {parameter: number for number, group in enumerate(param_groups) for parameter in group["params"]}
+        kinds = dtypes(self._policy, precision, accumulation)
         self._units = build_units(module, Cut(
-            self._policy, travel, dtypes(self._policy, precision, accumulation), groups.dp, device,
+            self._policy, travel, kinds, groups.dp, device,
             zero.stage3_param_persistence_threshold, group_of.__getitem__))
         connect_sinks(self._units)
         scaling = scale_rule(precision)
@@ -62,7 +63,8 @@ class ZeroEngine:
         self.residency = Residency(self._units, max_live=zero.stage3_max_live_parameters,
                                    reuse_distance=zero.stage3_max_reuse_distance,
                                    prefetch_limit=zero.stage3_prefetch_bucket_size if zero.overlap_comm else 0)
-        reductions = ReductionOrder(self._units, in_flight=1 if self._policy.split_optim else None)
+        one_by_one = self._policy.split_optim or kinds.sends_copies
+        reductions = ReductionOrder(self._units, in_flight=1 if one_by_one else None)
         self.passes = Passes(self._units, self.residency, reductions, allows_unused=zero.ignore_unused_parameters)
         self._handles = attach(self._units, self.passes)
 
@@ -79,16 +81,17 @@ class ZeroEngine:
         try:
             self.passes.backward(scaled, retain_graph=retain_graph, ends_step=self.at_boundary,
                                  reduces=self._policy.split_grads or self.at_boundary)
-        except Exception:  # what had been accumulated is gone
+        except BaseException:  # what had been accumulated is gone
             self._micro_batches = 0
             raise
         return loss / divisor
 
     def step(self, lr: float | None = None) -> StepReport | None:
         """At the accumulation boundary: clip, update, publish; None in between. `lr` sets that of all groups."""
+        self.passes.check_whole()
         if self._in_no_sync:
-            raise ConfigError("step() inside no_sync(): gradients are not summed over the ranks there; call it after "
-                              "the block, and after a backward outside of it")
+            raise ConfigError("engine.step() inside no_sync(): gradients are not summed over the ranks there; call it "
+                              "after the block, and after a backward outside of it")
         boundary = self.at_boundary
         if boundary and not all(bucket.grads.is_summed for bucket in self.buckets):
             raise ConfigError("step() without gradients that are summed over the ranks: call backward(loss) before it, "
@@ -110,6 +113,11 @@ class ZeroEngine:
         """Forget what has been accumulated."""
         for bucket in self.buckets:
             bucket.grads.discard()
+
+    @property
+    def has_gradients(self) -> bool:
+        """A step is under way: something has been accumulated for it."""
+        return not all(bucket.grads.is_empty for bucket in self.buckets)
 
     @property
     def at_boundary(self) -> bool:

@@ -142,6 +142,11 @@ class FlatGradients:
                 self._whole[start:stop].zero_()
         return self._whole
 
+    @property
+    def is_empty(self) -> bool:
+        """No gradient has reached the bucket since the last step."""
+        return not self._reached
+
     def unused(self) -> list[str]:
         """Names of the parameters that no gradient has reached since the last step."""
         return [slot.name for index, slot in enumerate(self.layout.slots) if index not in self._reached]

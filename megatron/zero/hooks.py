@@ -70,6 +70,11 @@ class Events(Protocol):
 def attach(units: Sequence[Unit], events: Events) -> list[RemovableHandle]:
     """Report the events of every unit; the handles remove the hooks."""
     handles: list[RemovableHandle] = []
+    bucket_of = {parameter: bucket for unit in units for bucket in unit.buckets for parameter in bucket.parameters}
+    for module in units[0].module.modules():
+        buckets = {bucket_of[p] for p in module.parameters(recurse=False) if p in bucket_of}
+        if buckets:
+            handles.append(module.register_load_state_dict_pre_hook(partial(_before_loading, buckets)))
     for unit in units:
         handles.append(unit.module.register_forward_pre_hook(partial(_before, events, unit), with_kwargs=True))
         handles.append(unit.module.register_forward_hook(partial(_after, events, unit)))
@@ -78,6 +83,13 @@ def attach(units: Sequence[Unit], events: Events) -> list[RemovableHandle]:
                 ready = partial(_ready, events, unit, bucket, index)
                 handles.append(parameter.register_post_accumulate_grad_hook(ready))
     return handles
+
+
+def _before_loading(buckets: set[FlatBucket], module: nn.Module, *arguments: object) -> None:
+    if any(bucket.forgets_edits for bucket in buckets):
+        raise ConfigError("load_state_dict of a module that an engine trains: the next step would overwrite it with "
+                          "the fp32 masters; call engine.load_module_state_dict(state), or load it inside "
+                          "zero.GatheredParameters(parameters, modifier_rank=0)")
 
 
 def _before(events: Events, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -28,12 +28,15 @@ class Passes:
         self._buckets = [bucket for unit in units for bucket in unit.buckets if bucket.trainable]
         self.in_backward = False
         self.weights = 0
+        self._is_alone = all(bucket.shard_group.is_solo and bucket.replicas.is_solo for bucket in self._buckets)
+        self._is_broken = False
         self._reduces = False
         self._inputs_done: set[Unit] = set()
 
     def backward(self, loss: Tensor, *, retain_graph: bool, reduces: bool, ends_step: bool) -> None:
         """Make the gradients of `loss`. With `reduces` they are summed over data parallel when this returns; with
         `ends_step` no other backward adds to them."""
+        self.check_whole()
         self.in_backward, self._reduces = True, reduces
         for bucket in self._buckets:
             bucket.grads.begin_backward()
@@ -45,8 +48,11 @@ class Passes:
                 self._reductions.flush()
             for bucket in self._buckets:
                 bucket.grads.end_backward()
-        except Exception:  # not for Ctrl-C: this waits for peers
-            self._abandon()
+        except BaseException as error:
+            if isinstance(error, Exception) or self._is_alone:
+                self._abandon()
+            else:  # Ctrl-C: the peers may be anywhere, and nothing waits for them
+                self._is_broken = True
             raise
         finally:
             self.in_backward = False
@@ -61,6 +67,11 @@ class Passes:
         self._residency.done_with_all()
         for bucket in self._buckets:
             bucket.grads.discard()
+
+    def check_whole(self) -> None:
+        if self._is_broken:
+            raise ConfigError("an earlier backward was interrupted half way, and the ranks no longer exchange the same "
+                              "gradients: end this run, and resume it from the last checkpoint")
 
     def _check_unused(self) -> None:
         unused = [] if self._allows_unused else [name for bucket in self._buckets for name in bucket.grads.unused()]

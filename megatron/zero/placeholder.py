@@ -1,10 +1,9 @@
 """Placeholder: what a parameter is while its elements are elsewhere. Using it is an error, never a wrong number.
 
 A parameter whose elements are split (stage 3, `zero.Init`) is left without elements, and its class becomes a subclass
-of its own class that refuses every operation of torch but the questions in `ALLOWED`, which need no values. When the
+of its own class that refuses every operation of torch but the questions in `ALLOWED`, which need no values. Its size
+is that of the whole parameter (`SIZES`), so that weight decay by `p.dim()` and sums of `p.numel()` are right. When the
 elements come back it has its own class again, so no operation of a forward pays for this.
-
-Its shape is torch.Size([0]); that of the whole parameter is `holders.shape_of`.
 
 Not covered, because torch asks nobody there: `torch.tensor(p)`, `torch.Tensor(p)` and `to_dlpack(p)` see a tensor
 without elements.
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.errors import ConfigError
-from megatron.zero.holders import holder_of
+from megatron.zero.holders import holder_of, shape_of
 
 _TENSOR: Any = Tensor
 
@@ -36,18 +35,22 @@ def _methods(names: str) -> Iterator[Any]:
 _has_compatible_data: Any = torch._has_compatible_shallow_copy_type
 
 ALLOWED = frozenset((
-    *_getters("shape ndim dtype device layout is_leaf is_cpu is_cuda is_meta is_mps is_mkldnn is_nested is_quantized "
-              "is_sparse is_sparse_csr is_xpu itemsize nbytes requires_grad retains_grad grad grad_fn output_nr "
+    *_getters("dtype device layout is_leaf is_cpu is_cuda is_meta is_mps is_mkldnn is_nested is_quantized "
+              "is_sparse is_sparse_csr is_xpu itemsize requires_grad retains_grad grad grad_fn output_nr "
               "_backward_hooks _post_accumulate_grad_hooks _version"),
-    *_methods("size dim ndimension numel nelement stride storage_offset element_size get_device is_complex "
+    *_methods("storage_offset element_size get_device is_complex "
               "is_contiguous is_floating_point is_inference is_signed requires_grad_ register_hook "
               "register_post_accumulate_grad_hook backward __dir__ __hash__"),
     _TENSOR.requires_grad.__set__, _TENSOR.grad.__set__, _TENSOR.grad.__delete__, _TENSOR._backward_hooks.__set__,
     _TENSOR._post_accumulate_grad_hooks.__set__, _has_compatible_data,
-    torch.is_complex, torch.is_floating_point, torch.is_inference, torch.is_signed, torch.numel,
+    torch.is_complex, torch.is_floating_point, torch.is_inference, torch.is_signed,
     torch.autograd.backward, torch.autograd.grad,
 ))
 """What needs no values: questions, hooks, gradients, and being named as what to differentiate by."""
+
+SIZES = frozenset((*_getters("shape ndim nbytes"), *_methods("size dim ndimension numel nelement stride __len__"),
+                   torch.numel))
+"""Questions that are answered for the whole parameter."""
 
 CONVERSIONS = frozenset(_methods("to type cpu cuda xpu half float double bfloat16"))
 """`Module.to` and its relatives come here: what they make of a placeholder is another one."""
@@ -69,6 +72,8 @@ class Placeholder(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **given)
         used = next(_placeholders((*args, *given.values())), None)
+        if func in SIZES and used is not None and used is args[0] and holder_of(used) is not None:
+            return func(_like_whole(used), *args[1:], **given)
         if func in CONVERSIONS and used is not None and used is args[0]:
             return _converted(used, func, args, given)
         raise ConfigError(
@@ -112,10 +117,16 @@ def _own_class(cls: type[nn.Parameter]) -> type[nn.Parameter]:
     return cls.own_class if issubclass(cls, Placeholder) else cls
 
 
+def _like_whole(placeholder: Placeholder) -> Tensor:
+    """What to ask for a size: without elements, on no device."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.empty(shape_of(placeholder), dtype=placeholder.dtype, device="meta")
+
+
 def _converted(placeholder: Placeholder, func: Callable[..., Any], args: tuple[Any, ...],
                kwargs: Mapping[str, Any]) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
-        result = func(*args, **kwargs)
+        result = func(*args, **{name: value for name, value in kwargs.items() if name != "memory_format"})
     if isinstance(result, Tensor):  # `type()` without arguments gives a name
         _set_class(result, type(placeholder))
     return result

@@ -24,6 +24,10 @@ class Dtypes:
     sent: torch.dtype | None = None
     """None: as backward leaves them."""
 
+    @property
+    def sends_copies(self) -> bool:
+        return self.sent not in (None, self.grads)
+
 
 def dtypes(policy: Policy, precision: PrecisionConfig, accumulation: int) -> Dtypes:
     """A sum over several 16-bit micro-batches is taken in fp32, and so is one over ranks of what is sent in another

@@ -1,7 +1,8 @@
 """In which order gradients are reduced: one fixed order, whatever order they arrive in, since ranks must agree on it.
 
 It is the order in which backward is expected to finish units: from the last to the first, the root at the end. At most
-`in_flight` reductions are under way where parts go to owners, so that few buffers of the exchange exist at a time.
+`in_flight` reductions are under way where parts go to owners or copies are sent, so that few buffers of the exchange
+exist at a time.
 """
 
 from __future__ import annotations

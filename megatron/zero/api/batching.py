@@ -52,4 +52,5 @@ class Batching:
         self._core.accumulation = count
 
     def _check_between_steps(self, what: str) -> None:
-        require(not self._mid_step, f"{what}: a step is under way; call it after the last micro-batch of one")
+        under_way = self._mid_step or self._core.has_gradients
+        require(not under_way, f"{what}: a step is under way; call it after the last micro-batch of one")

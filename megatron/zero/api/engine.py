@@ -102,9 +102,6 @@ class Engine:
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> StepReport | None:
         """Once per micro-batch, after `backward`. At the accumulation boundary: clip, update, forget the gradients, and
         move the learning rate on, unless the step was skipped for an overflow. `lr_kwargs` go to the scheduler."""
-        if self.inside_no_sync_ctxt:
-            raise ConfigError("engine.step() inside no_sync(): its gradients are not summed over ranks yet; leave the "
-                              "block first, and call backward for the last micro-batch outside of it")
         with self.monitor.phase("step"):
             report = self.core.step()
             if self.reads_weights_between_steps:

@@ -6,7 +6,7 @@ rates.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -18,10 +18,20 @@ from megatron.zero.engine import ZeroEngine
 class ZeroOptimizer(torch.optim.Optimizer):
     """What `zero.initialize` returns beside the engine."""
 
-    def __init__(self, engine: ZeroEngine) -> None:
+    _is_built = False
+
+    def __init__(self, engine: ZeroEngine, defaults: Mapping[str, Any] | None = None) -> None:
+        """`defaults` are those of the optimizer behind it: torch's cyclic schedulers look there for momentum."""
         super().__init__([{"params": group["params"]} for group in engine.param_groups], {})
-        self.param_groups = engine.param_groups
-        self._engine = engine
+        self.defaults, self.param_groups = {**(defaults or {})}, engine.param_groups
+        self._engine, self._is_built = engine, True
+        self._opt_called = True  # for torch's schedulers, which warn where nobody calls optimizer.step()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self._is_built:
+            raise ConfigError("add_param_group after zero.initialize: its buffers hold the parameters it began with; "
+                              "give all groups to initialize, frozen ones excepted")
+        super().add_param_group(param_group)
 
     @property
     def cur_scale(self) -> float:

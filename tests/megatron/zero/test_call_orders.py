@@ -192,6 +192,74 @@ def test_a_refused_backward_leaves_nothing_behind(stage: int) -> None:
     assert torch.equal(whole(engine), whole(plain))
 
 
+class Interrupted(Model):
+    """Ctrl-C in the backward of its first block, when `armed`."""
+
+    armed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        if self.armed:
+            x.register_hook(self.interrupt)
+        for block in self.blocks[1:]:
+            x = torch.tanh(block(x))
+        return self.head(x).square().mean()
+
+    def interrupt(self, gradient: Tensor) -> None:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_an_interrupted_backward_leaves_nothing_behind(stage: int, accumulation: int) -> None:
+    plain, engine = engine_of(stage, Interrupted(), accumulation), engine_of(stage, Interrupted(), accumulation)
+    if accumulation > 1:
+        engine.backward(engine(rows(0, 8)))
+        engine.step()
+    engine.module.armed = True
+    with pytest.raises(KeyboardInterrupt):
+        engine.backward(engine(rows(0, 9)))
+    engine.module.armed = False
+    for number in range(2 * accumulation):
+        for each in (plain, engine):
+            each.backward(each(rows(0, number)))
+            each.step()
+    assert torch.equal(whole(engine), whole(plain)) and engine.global_steps == 2
+
+
+def interrupted_ranks(rank: int, world: int, stage: int) -> list[str]:
+    engine = engine_of(stage, Interrupted())
+    engine.module.armed = True
+    with pytest.raises(KeyboardInterrupt):
+        engine.backward(engine(rows(rank, 0)))
+    said = []
+    for go_on in (engine.step, lambda: engine.backward(torch.ones((), requires_grad=True))):
+        with pytest.raises(ConfigError) as error:
+            go_on()
+        said.append(str(error.value))
+    return said
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_ranks_do_not_go_on_from_an_interrupted_backward(stage: int) -> None:
+    for said in run_ranks(interrupted_ranks, 2, stage):
+        assert all("an earlier backward was interrupted" in text for text in said)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_batch_sizes_cannot_change_between_backward_and_step(stage: int) -> None:
+    engine = engine_of(stage, accumulation=4)
+    engine.backward(engine(rows(0, 0)))
+    for change in (engine.set_train_batch_size, engine.set_train_micro_batch_size):
+        with pytest.raises(ConfigError, match="a step is under way"):
+            change(2)
+    assert engine.get_batch_info() == (8, 2, 4)
+    engine.zero_grad()
+    engine.set_train_batch_size(2)
+    engine.backward(engine(rows(0, 0)))
+    assert engine.step() is not None
+
+
 # ---- parameters without a gradient ---------------------------------------------------------------------------------
 
 

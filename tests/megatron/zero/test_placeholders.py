@@ -64,7 +64,7 @@ USES: dict[str, Callable[[Any], object]] = {
     "copy to": lambda p: torch.ones(2).copy_(p), "copy from": lambda p: p.copy_(torch.ones(2)),
     "detach": lambda p: p.detach(), "clone": lambda p: p.clone(), "data": lambda p: p.data,
     "set data": lambda p: setattr(p, "data", torch.ones(2)), "numpy": lambda p: p.numpy(),
-    "array": lambda p: np.asarray(p), "float": lambda p: float(p), "bool": lambda p: bool(p), "len": lambda p: len(p),
+    "array": lambda p: np.asarray(p), "float": lambda p: float(p), "bool": lambda p: bool(p),
     "list": lambda p: list(p), "tolist": lambda p: p.tolist(), "item": lambda p: p.item(),
     "like": lambda p: torch.zeros_like(p), "new": lambda p: p.new_zeros(2), "parameter": lambda p: nn.Parameter(p),
     "deepcopy": lambda p: copy.deepcopy(p), "copy": lambda p: copy.copy(p), "storage": lambda p: p.untyped_storage(),
@@ -94,7 +94,7 @@ WHOLE_MODEL: dict[str, Callable[[nn.Module], object]] = {
     "save": lambda m: torch.save(m, io.BytesIO()), "share": lambda m: m.share_memory(),
     "to_empty": lambda m: m.to_empty(device="cpu"), "vector": lambda m: nn.utils.parameters_to_vector(m.parameters()),
     "forward of a part": lambda m: m.head(torch.ones(WIDTH)),
-    "load": lambda m: m.load_state_dict({name: torch.empty(0) for name, _ in m.named_parameters()}),
+    "load": lambda m: m.load_state_dict(Model().state_dict()),
 }
 
 
@@ -117,7 +117,7 @@ ANSWERED = frozenset("""
     is_sparse_csr is_xpu itemsize nbytes requires_grad retains_grad grad _grad grad_fn output_nr _backward_hooks
     _grad_fn _post_accumulate_grad_hooks _version size dim ndimension numel nelement stride storage_offset element_size
     get_device is_complex is_contiguous is_floating_point is_inference is_signed requires_grad_ register_hook
-    register_post_accumulate_grad_hook __dir__ __hash__ __repr__ __format__ _has_compatible_shallow_copy_type
+    register_post_accumulate_grad_hook __len__ __dir__ __hash__ __repr__ __format__ _has_compatible_shallow_copy_type
     to type cpu cuda xpu half float double bfloat16
 """.split())
 """What may give something back: all of it is about the tensor, or the placeholder again."""
@@ -166,7 +166,7 @@ def test_no_function_of_torch_gives_a_number_for_a_placeholder() -> None:
 def test_questions_are_answered(model: nn.Module) -> None:
     weight = model.head.weight
     assert isinstance(weight, nn.Parameter) and weight.requires_grad and weight.is_leaf and weight.grad is None
-    assert (weight.dtype, weight.device, weight.numel()) == (torch.float32, torch.device("cpu"), 0)
+    assert (weight.dtype, weight.device) == (torch.float32, torch.device("cpu"))
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in Model().named_parameters()]
     assert weight in {weight} and dir(weight)
     for text in (repr(weight), str(weight), f"{weight}"):
@@ -177,6 +177,48 @@ def test_questions_are_answered(model: nn.Module) -> None:
         except ConfigError as error:  # one that makes its state at once
             assert make is torch.optim.Adagrad and "split over" in str(error)
     weight.register_hook(lambda grad: grad)
+
+
+SIZES: dict[str, Callable[[Any], object]] = {
+    "shape": lambda p: p.shape, "size": lambda p: p.size(), "a size": lambda p: p.size(-1), "dim": lambda p: p.dim(),
+    "ndim": lambda p: p.ndim, "ndimension": lambda p: p.ndimension(), "numel": lambda p: p.numel(),
+    "nelement": lambda p: p.nelement(), "torch.numel": torch.numel, "nbytes": lambda p: p.nbytes, "len": len,
+    "stride": lambda p: p.stride(),
+}
+
+
+def test_sizes_are_those_of_the_whole_parameter(model: nn.Module) -> None:
+    for p, plain in zip(model.parameters(), Model().parameters(), strict=True):
+        assert {name: ask(p) for name, ask in SIZES.items()} == {name: ask(plain) for name, ask in SIZES.items()}
+
+
+def decayed(split: bool, stage: int, fused: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    with zero.Init(enabled=split):
+        model = Model()
+    parameters = [*model.parameters()]
+    groups = [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.5},
+              {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
+    engine = zero.initialize(model=model, model_parameters=groups, config={**config(), "optimizer": {
+        "type": "AdamW", "params": {"lr": 0.1, "torch_adam": fused}}, "zero_optimization": {"stage": stage}})[0]
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, WIDTH)))
+        engine.step()
+    with zero.GatheredParameters(engine.module.parameters()):
+        return [p.detach().clone() for p in engine.module.parameters()]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("fused", [False, True])
+def test_weight_decay_chosen_by_dim_is_the_same_after_init(stage: int, fused: bool) -> None:
+    assert all(map(torch.equal, decayed(True, stage, fused), decayed(False, 2, fused)))
+
+
+def test_channels_last_leaves_placeholders_alone() -> None:
+    with zero.Init():
+        model = nn.Conv2d(2, 2, 3)
+    model.to(memory_format=torch.channels_last)
+    assert model.weight.shape == (2, 2, 3, 3) and "split over" in answer(torch.sum, model.weight)
 
 
 class Marked(nn.Parameter):

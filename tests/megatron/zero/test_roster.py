@@ -118,6 +118,48 @@ def test_a_forward_between_backward_and_step_changes_nothing_and_its_graph_is_st
     assert torch.equal(whole(engine), whole(plain))
 
 
+def in_bf16(stage: int, work: str = "bf16") -> Engine:
+    return zero.initialize(model=Model(), config={
+        "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
+        "zero_optimization": {"stage": stage}, **({work: {"enabled": True}} if work != "fp32" else {})})[0]
+
+
+@pytest.mark.parametrize("work", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("part", ["", "head"])
+@pytest.mark.parametrize("stage", (0, 1, 2))
+def test_a_load_through_the_module_lasts_or_is_refused(stage: int, part: str, work: str) -> None:
+    engine = in_bf16(stage, work)
+    module = engine.module.get_submodule(part)
+    new = {name: torch.full_like(value, 0.5) for name, value in module.state_dict().items()}
+    if work == "fp32":
+        module.load_state_dict(new)
+    else:
+        with pytest.raises(ConfigError, match="call engine.load_module_state_dict"):
+            module.load_state_dict(new)
+        with zero.GatheredParameters(module.parameters(), modifier_rank=0):
+            module.load_state_dict(new)
+    engine.backward(engine(torch.zeros(2, WIDTH, dtype=engine.working_dtype)))
+    engine.step()
+    assert all(bool((p == 0.5).all()) for p in module.parameters())
+    engine.load_module_state_dict(engine.module_state_dict())
+    engine.destroy()
+    module.load_state_dict(new)
+
+
+def test_a_param_group_that_comes_later_is_refused() -> None:
+    engine = engine_of(0)
+    with pytest.raises(ConfigError, match="add_param_group after zero.initialize"):
+        engine.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    assert len(engine.core.param_groups) == 1
+
+
+def test_an_empty_param_group_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Model()
+    zero.initialize(model=model, model_parameters=[{"params": [], "weight_decay": 0.5}, {"params": model.parameters()}],
+                    config={"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam"}})
+    assert "warning: param group 0 of the optimizer is empty" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_looking_costs_little(stage: int) -> None:
     model = Model()

@@ -43,6 +43,37 @@ def wanted(kind: str, warmup_type: str | None, step: int) -> float:
     return PEAK * after[kind]
 
 
+def cycled(make: Any, optimizer: Any) -> list[tuple[float, Any]]:
+    """Rates and momenta of three steps under a torch scheduler that cycles both."""
+    config = configuration("WarmupLR", None)
+    del config["scheduler"]
+    if optimizer is not None:
+        del config["optimizer"]
+    engine = zero.initialize(model=nn.Linear(2, 1), config=config, optimizer=optimizer, lr_scheduler=make)[0]
+    seen = []
+    for _ in range(3):
+        seen.append((engine.get_lr()[0], engine.get_mom()[0]))
+        engine.backward(engine(torch.ones(4, 2)).mean())
+        engine.step()
+    return seen
+
+
+@pytest.mark.parametrize("make", [
+    lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=PEAK, total_steps=TOTAL),
+    lambda optimizer: torch.optim.lr_scheduler.CyclicLR(optimizer, 0.1 * PEAK, PEAK, step_size_up=5)])
+def test_torchs_cyclic_schedulers_find_the_momentum(make: Any) -> None:
+    plain = torch.optim.AdamW(nn.Linear(2, 1).parameters(), lr=PEAK)
+    scheduler, wanted = make(plain), []
+    for _ in range(3):
+        wanted.append((plain.param_groups[0]["lr"], plain.param_groups[0]["betas"]))
+        plain.step()
+        scheduler.step()
+    for optimizer in (None, lambda parameters: torch.optim.AdamW(parameters, lr=PEAK)):
+        found = cycled(make, optimizer)
+        assert [rate for rate, _ in found] == pytest.approx([rate for rate, _ in wanted])
+        assert [betas[0] for _, betas in found] == pytest.approx([betas[0] for _, betas in wanted])
+
+
 @pytest.mark.parametrize("warmup_type", TYPES)
 @pytest.mark.parametrize("kind", PARAMS)
 def test_rates_are_those_the_configuration_names(kind: str, warmup_type: str | None) -> None:

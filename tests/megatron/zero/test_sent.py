@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megatron import zero
 from megatron.errors import ConfigError
 from megatron.zero.api.engine import Engine
+from megatron.zero.gradients import FlatGradients
 from mpu import collectives
 from tests.distributed import run_ranks
 
@@ -171,3 +172,31 @@ def test_an_fp16_sum_that_overflows_fits_when_divided_before_or_sent_wider(stage
 def test_settings_that_make_no_sense_are_refused(keys: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         engine_of(1, **keys)
+
+
+class Dots(nn.Module):
+    """Six units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Dot() for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([part(x) for part in self.parts]).sum()
+
+
+@pytest.mark.parametrize("stage, sent, most", [(0, "bf16", 2), (0, "fp32", 6), (1, "bf16", 2), (2, "bf16", 2)])
+def test_few_copies_exist_at_a_time(stage: int, sent: str, most: int) -> None:
+    """One that is under way, and one that is being made; what is sent where it is costs nothing."""
+    engine = zero.initialize(model=Dots(), config={
+        "train_micro_batch_size_per_gpu": 1, "communication_data_type": sent, "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}}})[0]
+    alive, reduce = [], FlatGradients.reduce
+
+    def counted(grads: FlatGradients) -> None:
+        reduce(grads)
+        alive.append(sum(bucket.grads._departure is not None for bucket in engine.core.buckets))
+
+    with patch.object(FlatGradients, "reduce", counted):
+        engine.backward(engine(torch.ones(N)))
+    assert max(alive) == most
