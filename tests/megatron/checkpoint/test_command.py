@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from megatron.checkpoint.__main__ import main
+from megatron.checkpoint.command import main
 from tests.megatron.checkpoint.made import SHAPES, Grid, save_grid
 
 TREE = Path(__file__).parents[3]

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron.checkpoint.__main__ import main
+from megatron.checkpoint.command import main
 from megatron.checkpoint.export import digest
 from megatron.checkpoint.interchange import huggingface
 from megatron.checkpoint.interchange.convert import open_foreign
