@@ -13,8 +13,8 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 
-from data.streams import open_closed_streams
 from megatron.launch.exits import run, write_error
+from megatron.launch.streams import open_closed_streams
 from megatron.neighbours import HiddenPackage, check_neighbours
 from megatron.version import __version__
 

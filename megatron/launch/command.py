@@ -21,9 +21,9 @@ import tempfile
 from pathlib import Path
 from typing import NoReturn
 
-from data.streams import open_closed_streams
 from megatron.errors import EXIT_CONFIG, EXIT_PEER, ConfigError
 from megatron.launch.signals import write_stderr
+from megatron.launch.streams import open_closed_streams
 from megatron.launch.supervise import Supervisor
 
 DEFAULT_PORT = 29500

@@ -22,10 +22,10 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, NoReturn
 
-from data.streams import open_closed_streams
 from megatron.errors import (EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER, EXIT_STORAGE, ConfigError, PeerError,
                              exit_code)
 from megatron.launch.distributed import read_environment
+from megatron.launch.streams import open_closed_streams
 
 EXIT_OWN_FAILURE_OF_RANK = 1
 """A bug or lack of memory under our launcher, which makes it 5; from a rank itself, 5 means a victim: a lost peer."""

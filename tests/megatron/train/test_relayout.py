@@ -56,8 +56,8 @@ def loaded_by(rank: int, world: int, corpus: str, layout: Layout, others: list[L
     said = []
     resume = Checkpoints.resume
     for other in others:
-        def and_save(checkpoints: Checkpoints, engine: Any, other: Layout = other) -> Any:
-            state = resume(checkpoints, engine)
+        def and_save(checkpoints: Checkpoints, engine: Any, data: str, other: Layout = other) -> Any:
+            state = resume(checkpoints, engine, data)
             engine.save_checkpoint(folder / f"{other}-{layout}")
             return state
 
@@ -111,8 +111,8 @@ def test_another_precision_is_said_explicitly_and_keeps_masters_and_moments(writ
     assert not (tmp_path / "m").exists()
     resume = Checkpoints.resume
 
-    def and_save(checkpoints: Checkpoints, engine: Any) -> Any:
-        state = resume(checkpoints, engine)
+    def and_save(checkpoints: Checkpoints, engine: Any, data: str) -> Any:
+        state = resume(checkpoints, engine, data)
         engine.save_checkpoint(tmp_path / "loaded")
         return state
 
