@@ -109,6 +109,7 @@ class Engine:
         self._batching.after_step(report is not None)
         if report is None:
             return None
+        self.optimizer.note_step()
         if report.applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self.monitor.step_done(self)

@@ -76,12 +76,12 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
     if device.type == "cuda":
         torch.cuda.set_device(device)  # also where the script has met by itself: control messages go by way of it
     _move_buffers(model, device, DTYPES[config.precision.name])
-    rule, param_groups, defaults = _rule_and_groups(settings, model, model_parameters, optimizer)
+    rule, param_groups, defaults, client = _rule_and_groups(settings, model, model_parameters, optimizer)
     _check_groups(model, param_groups)
     core = ZeroEngine(model, groups, zero=config.zero, precision=config.precision, rule=rule,
                       param_groups=param_groups, device=device, clip_grad=config.optim.clip_grad,
                       accumulation=config.accumulation(groups.dp.size))
-    wrapped = ZeroOptimizer(core, defaults)
+    wrapped = ZeroOptimizer(core, defaults, client)
     scheduler = _scheduler(settings, lr_scheduler, wrapped)
     engine = Engine(core, config, wrapped, scheduler, settings.watch, mpu)
     if groups.world.rank == 0:
@@ -165,21 +165,21 @@ def _say(settings: _Settings, device: torch.device) -> None:
 
 
 def _rule_and_groups(settings: _Settings, model: nn.Module, parameters: Any, client: Any,
-                     ) -> tuple[Rule, list[ParamGroup], dict[str, Any]]:
-    """The client's optimizer, or the configuration's over the client's parameters (default: the model's);
-    the hyper-parameters of a group that names none come last."""
+                     ) -> tuple[Rule, list[ParamGroup], dict[str, Any], torch.optim.Optimizer | None]:
+    """The client's optimizer, or the configuration's over the client's parameters (default: the model's); the
+    hyper-parameters of a group that names none come third, and the client's optimizer, where there is one, last."""
     given = list(model.parameters() if parameters is None else parameters)
     if client is not None and not isinstance(client, torch.optim.Optimizer):
         client = client(given)
     if client is not None:
-        return from_torch(client), client.param_groups, client.defaults
+        return from_torch(client), client.param_groups, client.defaults, client
     if not settings.has_optimizer:
         raise ConfigError("no optimizer: give optimizer= to zero.initialize, or optimizer.type in the configuration")
     config = settings.config
     rule, defaults = build_rule(config.optim, _tile(config.zero.sub_group_size))
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]
     defaults = {"lr": config.schedule.lr, **defaults}
-    return rule, [{**defaults, **group, "params": list(group["params"])} for group in groups], defaults
+    return rule, [{**defaults, **group, "params": list(group["params"])} for group in groups], defaults, None
 
 
 def _check_groups(model: nn.Module, groups: Sequence[ParamGroup]) -> None:

@@ -20,12 +20,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     _is_built = False
 
-    def __init__(self, engine: ZeroEngine, defaults: Mapping[str, Any] | None = None) -> None:
-        """`defaults` are those of the optimizer behind it: torch's cyclic schedulers look there for momentum."""
+    def __init__(self, engine: ZeroEngine, defaults: Mapping[str, Any] | None = None,
+                 client: torch.optim.Optimizer | None = None) -> None:
+        """`defaults` are those of the optimizer behind it: torch's cyclic schedulers look there for momentum. `client`
+        is the one that the user gave; a scheduler may have been made for it."""
         super().__init__([{"params": group["params"]} for group in engine.param_groups], {})
         self.defaults, self.param_groups = {**(defaults or {})}, engine.param_groups
-        self._engine, self._is_built = engine, True
-        self._opt_called = True  # for torch's schedulers, which warn where nobody calls optimizer.step()
+        self._engine, self._client, self._is_built = engine, client, True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._is_built:
@@ -51,6 +52,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> NoReturn:
         raise ConfigError("the engine steps the optimizer: call engine.step() instead of optimizer.step()")
+
+    def note_step(self) -> None:
+        """A step was taken: torch's schedulers warn where one of theirs comes before it, and look for this mark."""
+        for optimizer in (self, self._client):
+            if optimizer is not None:
+                optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def state_dict(self) -> dict[str, Any]:
         raise ConfigError("optimizer state is split over ranks: engine.save_checkpoint() saves it")

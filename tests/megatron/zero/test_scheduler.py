@@ -74,6 +74,29 @@ def test_torchs_cyclic_schedulers_find_the_momentum(make: Any) -> None:
         assert [betas[0] for _, betas in found] == pytest.approx([betas[0] for _, betas in wanted])
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("made_for", ["the client's optimizer", "the engine's optimizer"])
+@pytest.mark.parametrize("make", [
+    lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2),
+    lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=PEAK, total_steps=TOTAL),
+    lambda optimizer: torch.optim.lr_scheduler.ChainedScheduler(
+        [torch.optim.lr_scheduler.LinearLR(optimizer), torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)])])
+def test_torch_warns_of_a_schedulers_step_before_the_engines_and_only_then(make: Any, made_for: str) -> None:
+    for early in (False, True):
+        model = nn.Linear(2, 1)
+        client = torch.optim.AdamW(model.parameters(), lr=PEAK)
+        before = make(client)
+        engine, optimizer, _, _ = zero.initialize(model=model, optimizer=client, config={"train_batch_size": 4})
+        scheduler = before if made_for.startswith("the client") else make(optimizer)
+        if early:
+            with pytest.raises(UserWarning, match=r"`lr_scheduler.step\(\)` before `optimizer.step\(\)`"):
+                scheduler.step()
+        for _ in range(0 if early else 3):
+            engine.backward(engine(torch.ones(4, 2)).mean())
+            engine.step()
+            scheduler.step()
+
+
 @pytest.mark.parametrize("warmup_type", TYPES)
 @pytest.mark.parametrize("kind", PARAMS)
 def test_rates_are_those_the_configuration_names(kind: str, warmup_type: str | None) -> None:
