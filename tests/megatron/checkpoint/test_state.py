@@ -6,8 +6,16 @@ import argparse
 import json
 import math
 import random
-from pathlib import Path
-from typing import Any
+import time
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from decimal import Decimal
+from enum import Enum, IntEnum
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -34,10 +42,21 @@ def there_and_back(value: Any) -> Any:
     {1: "one", (2, 3): 4, "x": 5},
     {"$tensor": "mine", "$x": 1}, {"$tuple": [1]}, {"": 1}, {1, 2}, frozenset({"a"}), set(), b"\x00\xff", Path("a/b"),
     argparse.Namespace(lr=0.1, steps=(1, 2)), np.float32(0.1), np.int64(7), np.bool_(True), {None: 1, True: 2},
+    np.str_(""), np.bytes_(b"a"), np.datetime64("2020-01-01"), np.longdouble(1) / 3, torch.Size([2, 3]),
+    torch.__version__, OrderedDict([("b", 1), ("a", (2,))]), OrderedDict(), Counter("abba"), Counter({5: -1}),
+    defaultdict(list, {"x": [1]}), defaultdict(None, {1: 2}), bytearray(b"\x00\xff"), bytearray(),
+    {"$ordered": [], "$counter": 1}, [OrderedDict([(1, Counter())])],
 ], ids=repr)
 def test_a_value_comes_back_as_it_was(value: Any) -> None:
     found = there_and_back(value)
-    assert found == value and type(found) is type(value)
+    assert repr(found) == repr(value) and found == value and type(found) is type(value)
+    assert getattr(found, "default_factory", None) is getattr(value, "default_factory", None)
+
+
+def test_a_parameter_comes_back_as_one() -> None:
+    for value in (nn.Parameter(torch.ones(2)), nn.Parameter(torch.arange(2), requires_grad=False)):
+        found = there_and_back([value])[0]
+        assert type(found) is nn.Parameter and torch.equal(found, value) and found.requires_grad == value.requires_grad
 
 
 def test_tensors_go_beside_the_text() -> None:
@@ -66,10 +85,57 @@ def test_an_array_comes_back_with_shape_dtype_and_bits(dtype: str, shape: tuple[
     assert found.dtype == array.dtype and found.shape == array.shape and found.flags.writeable
 
 
-@pytest.mark.parametrize("value", [object(), nn.Linear(1, 1), np.array([None]), {"deep": [len]}], ids=repr)
+def kinds_of(*bases: type) -> Iterator[Any]:
+    """An empty value of a class that is a kind of each base."""
+    for base in bases:
+        yield type(f"My{base.__name__}", (base,), {})()
+
+
+class Pair(NamedTuple):
+    x: int = 1
+    y: int = 2
+
+
+class Number(IntEnum):
+    ONE = 1
+
+
+class Color(Enum):
+    RED = 1
+
+
+@dataclass
+class Record:
+    x: int = 1
+
+
+@pytest.mark.parametrize("value", [
+    object(), nn.Linear(1, 1), np.array([None]), {"deep": [len]}, Record(), Pair(), Number.ONE, Color.RED,
+    datetime(2020, 1, 1), timedelta(1), Decimal(1), 1j, range(3), deque([1]), defaultdict(lambda: 1), time.gmtime(0),
+    MappingProxyType({"a": 1}), PurePosixPath("a"), PureWindowsPath("a"), torch.ones(1, dtype=torch.complex64),
+    torch.ones(2).to_sparse(), np.ma.masked_array([1, 2], [True, False]), np.ones(1).view(np.recarray),
+    np.array([(1,)], "i4,"),
+    *kinds_of(dict, list, tuple, set, frozenset, str, int, float, bytes, bytearray, OrderedDict, Counter, defaultdict,
+              argparse.Namespace), nn.Parameter(torch.ones(1)).as_subclass(type("Mine", (torch.Tensor,), {})),
+    {Number.ONE: 1}, {Pair(): 1}, {next(kinds_of(str)): 1}, {Number.ONE},
+], ids=repr)
 def test_anything_else_is_refused_by_its_path(value: Any) -> None:
-    with pytest.raises(CheckpointError, match=r"^state client[^\n]*: [^\n]*; save [^\n]+$"):
+    with pytest.raises(CheckpointError, match=r"^state client/mine[^\n]*: [^\n]*; save [^\n]+$"):
         encode({"mine": value}, "client", [])
+
+
+@pytest.mark.parametrize("value, instead", [(Pair(), "tuple"), (Number.ONE, "int"), (next(kinds_of(Counter)), "dict")])
+def test_a_kind_of_something_is_told_what_to_be_saved_as(value: Any, instead: str) -> None:
+    said = rf"^state client/a/0: a \w+ cannot come back .*; save {instead}\(\.\.\.\)"
+    with pytest.raises(CheckpointError, match=said):
+        encode({"a": [value]}, "client", [])
+
+
+def test_the_state_of_torchs_schedulers_comes_back_with_its_types() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    state = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 4]).state_dict()
+    found = there_and_back(state)
+    assert found == state and sorted(found["milestones"].elements()) == [2, 2, 4]
 
 
 def test_random_states_go_through_a_checkpoint_as_megatron_saves_them(tmp_path: Path) -> None:
