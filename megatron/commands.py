@@ -16,7 +16,7 @@ from functools import wraps
 from megatron.launch.exits import run, write_error
 from megatron.launch.streams import open_closed_streams
 from megatron.neighbours import HiddenPackage, check_neighbours
-from megatron.version import __version__
+from megatron.version import DISTRIBUTION, __version__
 
 
 def _command(start: Callable[[], int]) -> Callable[[], int]:
@@ -25,7 +25,7 @@ def _command(start: Callable[[], int]) -> Callable[[], int]:
     def command() -> int:
         open_closed_streams()
         if sys.argv[1:] == ["--version"]:
-            print(f"gpt2-trainer {__version__}")
+            print(f"{DISTRIBUTION} {__version__}")
             return 0
         try:
             check_neighbours()

@@ -92,12 +92,12 @@ add_recipe() {
     FLAGS+=(--preset "$PRESET" --split 980,19,1 --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1
             --attention-dropout 0 --hidden-dropout 0)
     case "$DEVICE:$PRESET" in
-        *:tiny) FLAGS+=(--batch-size 8 --train-iters 500 --lr 3e-3 --min-lr 3e-4 --warmup 0.05 --log-interval 50
+        *:tiny) FLAGS+=(--batch-size 8 --train-iters 500 --lr 3e-3 --min-lr 3e-4 --warmup 0.05
                         --eval-interval 250 --eval-iters 10 --save-interval 250) ;;
         cpu:*)  FLAGS+=($(python -m megatron.train.processor))  # --bf16 where the processor has it
-                FLAGS+=(--batch-size 8 --train-iters 240 --lr 1e-3 --min-lr 1e-4 --warmup 0.1 --log-interval 10
+                FLAGS+=(--batch-size 8 --train-iters 240 --lr 1e-3 --min-lr 1e-4 --warmup 0.1
                         --eval-interval 120 --eval-iters 5 --save-interval 60) ;;
-        gpu:*)  FLAGS+=(--bf16 --batch-size 16 --train-iters 1500 --lr 6e-4 --min-lr 6e-5 --warmup 0.1 --log-interval 20
+        gpu:*)  FLAGS+=(--bf16 --batch-size 16 --train-iters 1500 --lr 6e-4 --min-lr 6e-5 --warmup 0.1
                         --eval-interval 250 --eval-iters 10 --save-interval 500) ;;
     esac
     [[ "$PRESET" != 345M ]] || FLAGS+=(--checkpoint-activations)

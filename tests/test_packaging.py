@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.version import __version__
+from megatron import commands
+from megatron.version import DISTRIBUTION, __version__
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = ("gpt2-train", "gpt2-launch", "gpt2-plan", "gpt2-checkpoint", "gpt2-preprocess", "gpt2-webtext")
@@ -91,7 +92,7 @@ def test_the_metadata_is_that_of_the_source(wheel: Path) -> None:
 def test_every_command_runs_from_an_empty_folder(site: Path, tmp_path: Path) -> None:
     for command in COMMANDS:
         done = console(site, tmp_path, command, "--version")
-        assert (done.returncode, done.stdout, done.stderr) == (0, f"gpt2-trainer {__version__}\n", ""), command
+        assert (done.returncode, done.stdout, done.stderr) == (0, f"{DISTRIBUTION} {__version__}\n", ""), command
         done = console(site, tmp_path, command, "--help")
         assert done.returncode == 0 and "usage: " in done.stdout, done.stderr
         done = console(site, tmp_path, command, "--no-such-flag")
@@ -142,3 +143,12 @@ def test_the_versions_of_python_are_the_same_wherever_they_are_named() -> None:
     assert setup["options"]["python_requires"] == ">=3.11,<3.14"
     assert "(3, 11) <= sys.version_info < (3, 14)" in (ROOT / "scripts" / "setup.sh").read_text()
     assert ast.literal_eval(setup["mypy"]["python_version"]) == 3.11
+
+
+def test_the_version_names_the_distribution_that_pip_knows(monkeypatch: pytest.MonkeyPatch,
+                                                           capsys: pytest.CaptureFixture[str]) -> None:
+    setup = ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    monkeypatch.setattr("sys.argv", ["gpt2-train", "--version"])
+    assert commands.train() == 0
+    assert capsys.readouterr().out == f"{setup['metadata']['name']} {__version__}\n"

@@ -1,6 +1,7 @@
 """What a run is, decided once and frozen, before anything heavy is imported: no torch, no files but the named JSON.
 
     setting.py      how a field is declared: default, help, flag aliases, JSON keys
+    problems.py     errors, collected: one run names all of them
     model.py ... log.py   one section per topic; presets.py; optimizers.py: their parameters
     tree.py         the whole Config, and checks across sections
     flags.py        the command line; help.py, foreign.py: what it says to people and to other programs' flags

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.setting import require, require_range, setting
+from megatron.config.problems import Problems
+from megatron.config.setting import require, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +41,10 @@ class DataConfig:
     eod_mask_loss: bool = setting(False, "ignore the loss of the token after an end-of-document token")
 
     def __post_init__(self) -> None:
-        require_range(self, "num_workers", 0)
-        require_range(self, "seq_length", 1)
+        problems = Problems()
+        problems.require_range(self, "num_workers", 0)
+        problems.require_range(self, "seq_length", 1)
+        problems.stop()
         require(
             not (self.mock_data and self.train_data),
             "--mock-data and --train-data exclude each other: give one of them",

@@ -21,12 +21,13 @@ from typing import Any
 from megatron.config import ds_together
 from megatron.config.ds_batch import BATCH, BATCH_FIELDS, solve_batch
 from megatron.config.ds_keys import TABLE, NoEffect
-from megatron.config.ds_reader import Found, Problems, agree, plain, same, walk
+from megatron.config.ds_reader import Found, agree, plain, same, walk
 from megatron.config.kinds import shown
 from megatron.config.loose_json import parse
+from megatron.config.problems import Problems
 from megatron.config.schedule import ScheduleConfig
 from megatron.config.setting import Key, flag_name, require
-from megatron.config.tree import Config, build_config, data_parallel_size
+from megatron.config.tree import Config, build_config, data_parallel_size, section_problems
 from megatron.errors import ConfigError
 
 FP16_ONLY = frozenset(row.field for path, row in TABLE.items()
@@ -36,11 +37,11 @@ FP16_ONLY = frozenset(row.field for path, row in TABLE.items()
 
 def build(source: str | os.PathLike[str] | Mapping[str, Any], *, flags: Mapping[str, Any] | None = None,
           fallback: Mapping[str, Any] | None = None, world_size: int = 1, in_engine: bool = False,
-          planning: bool = False) -> Config:
+          planning: bool = False, argument: str = "config") -> Config:
     """The Config of a JSON file (or dict) and flags, which must agree; `fallback` (a preset) yields to both. Its notes
-    are the trainer's, or the engine's."""
+    are the trainer's, or the engine's; `argument` is what the caller gave the source in."""
     flags, fallback = flags or {}, fallback or {}
-    found = read(source)
+    found = read(source, argument)
     tp = flags.get("model_parallel_size", 1)
     dp = data_parallel_size(world_size, tp if tp >= 1 else 1)  # a wrong size is reported by its section
     values = resolve(found, flags, dp, fallback.get("lr", ScheduleConfig.lr))
@@ -51,10 +52,11 @@ def build(source: str | os.PathLike[str] | Mapping[str, Any], *, flags: Mapping[
     return replace(config, notes=notes(found, config, dp, in_engine))
 
 
-def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> Found:
-    """What the file says, every key checked against the table, and against its neighbours."""
-    name = "the configuration dict" if isinstance(source, Mapping) else os.fspath(source)
-    text = None if isinstance(source, Mapping) else _text_of(name)
+def read(source: str | os.PathLike[str] | Mapping[str, Any], argument: str = "config") -> Found:
+    """What the file says, every key checked against the table, and against its neighbours; `argument` is what the
+    caller gave it in, and the name of a dict."""
+    name = argument if isinstance(source, Mapping) else os.fspath(source)
+    text = None if isinstance(source, Mapping) else _text_of(name, argument)
     if text is not None and not os.path.exists(name):
         name = "the base64 configuration"
     try:
@@ -67,20 +69,23 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> Found:
     list(ds_together.scheduler(found, {}, problems))
     if "optimizer.type" in found.keys:
         list(ds_together.optimizer(found, {}, problems))
+    if problems:  # whoever has to mend the file learns of everything that is wrong in it
+        problems += _out_of_range(found)
     problems.stop(name)
     return found
 
 
-def _text_of(name: str) -> str:
+def _text_of(name: str, argument: str) -> str:
     """The file's text, or the text that `name` itself is in base64."""
+    given = f"{argument}{' ' if argument.startswith('--') else '='}{name}"
     try:
         return Path(name).read_text(encoding="utf-8-sig")
     except OSError as error:
         if (text := _decoded(name)) is not None:
             return text
-        raise ConfigError(f"--deepspeed-config {name} cannot be read: {error.strerror or error}") from None
+        raise ConfigError(f"{given} cannot be read: {error.strerror or error}; give the path of a JSON file") from None
     except ValueError as error:  # not UTF-8, or a path with a zero byte
-        raise ConfigError(f"--deepspeed-config {name} is no text file: {error}") from None
+        raise ConfigError(f"{given} is not a text file: {error}; give the path of a JSON file") from None
 
 
 def _decoded(name: str) -> str | None:
@@ -108,9 +113,20 @@ def resolve(found: Found, flags: Mapping[str, Any], dp_size: int, peak: float = 
         values[name] = value
     problems.stop(found.name)
     conflicts.stop()
-    if not {**values, **flags}.get("fp16"):
-        values = {name: value for name, value in values.items() if name not in FP16_ONLY}
-    return {**values, **flags, **_batch(found, flags, dp_size)}
+    return {**_without_idle(values, {**values, **flags}), **flags, **_batch(found, flags, dp_size)}
+
+
+def _without_idle(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values without what means nothing where fp16 is not `given`."""
+    return {name: value for name, value in values.items() if given.get("fp16") or name not in FP16_ONLY}
+
+
+def _out_of_range(found: Found) -> list[str]:
+    """What the sections have against the file's own values; what depends on a value that is not in it is left out."""
+    values = {name: value for name, value, _ in _fields(found, {}, Problems())
+              if name != "optimizer_params" or "optimizer.type" in found.keys}
+    sentences = (_in_keys(found, sentence, {}) for sentence in section_problems(_without_idle(values, values)))
+    return [sentence for sentence in sentences if "--" not in sentence]
 
 
 def _fields(found: Found, flags: Mapping[str, Any], problems: Problems,
@@ -158,10 +174,14 @@ def _batch(found: Found, flags: Mapping[str, Any], dp_size: int) -> dict[str, in
 
 def in_its_words(found: Found, message: str, flags: Mapping[str, Any]) -> str:
     """The message of a section, which speaks of flags, with the names of the keys that were given instead."""
+    words = _in_keys(found, message, flags)
+    return message if words == message else f"{found.name}: {words}"
+
+
+def _in_keys(found: Found, message: str, flags: Mapping[str, Any]) -> str:
     keys = {flag_name(name): found.written(path, "")
             for name, _, path in _fields(found, flags, Problems()) if name not in flags}
-    words = re.sub(r"--[\w-]+", lambda match: keys.get(match[0], match[0]), message)
-    return message if words == message else f"{found.name}: {words}"
+    return re.sub(r"--[\w-]+", lambda match: keys.get(match[0], match[0]), message)
 
 
 def notes(found: Found, config: Config, dp_size: int, in_engine: bool = False) -> tuple[str, ...]:

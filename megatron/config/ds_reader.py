@@ -14,28 +14,8 @@ from typing import Any
 from megatron.config.ds_keys import AUTO, OBJECTS, TABLE, Absent, NoEffect, Old, Only
 from megatron.config.kinds import Kind, shown
 from megatron.config.loose_json import Pairs
+from megatron.config.problems import Problems
 from megatron.config.setting import Key, require
-from megatron.errors import ConfigError
-
-SHOWN_AT_ONCE = 12
-"""Errors of one file in one message; the rest is counted."""
-
-
-class Problems(list[str]):
-    """What is wrong with a file, sentence by sentence."""
-
-    def require(self, condition: bool, message: str) -> None:
-        if not condition:
-            self.append(message)
-
-    def stop(self, name: str = "") -> None:
-        """Raise what was found, as one error."""
-        if self:
-            few = list(dict.fromkeys(self))
-            text = few[0] if len(few) == 1 else f"{len(few)} errors: " + "; ".join(
-                f"({number}) {problem}" for number, problem in enumerate(few[:SHOWN_AT_ONCE], 1))
-            more = len(few) - SHOWN_AT_ONCE
-            raise ConfigError((f"{name}: " if name else "") + text + (f"; and {more} more" if more > 0 else ""))
 
 
 @dataclass(frozen=True)
@@ -52,6 +32,8 @@ class Found:
     notices: tuple[str, ...]
     of_engine: Mapping[str, Any]
     """What only the engine of `zero.initialize` does, by path."""
+    refused: frozenset[str] = frozenset()
+    """Keys whose value is an error."""
 
     def given(self, path: str) -> bool:
         return path in self.keys or path in self.autos
@@ -89,6 +71,10 @@ class _Refused(ValueError):
     """What is wrong with one key."""
 
 
+class _Unsupported(_Refused):
+    """A value that DeepSpeed knows and this program does not."""
+
+
 class _Reader:
     def __init__(self, name: str) -> None:
         self.name = name
@@ -98,6 +84,9 @@ class _Reader:
         self.autos: list[str] = []
         self.notices: list[str] = []
         self.of_engine: dict[str, Any] = {}
+        self.refused: set[str] = set()
+        self.strangers: dict[str, tuple[int, list[str]]] = {}
+        """Type that is not supported -> its place in `problems`, and its parameters that no other type has."""
         self.problems = Problems()
 
     def read(self, tree: dict[str, Any]) -> tuple[Found, Problems]:
@@ -109,14 +98,19 @@ class _Reader:
                 self._attempt(self._take, path, value)
         for path, value in olds:
             self._attempt(self._take_old, path, value)
+        for place, names in self.strangers.values():
+            self.problems[place] += f", without {', '.join(names)}" if names else ""
         found = Found(self.name, self.keys, self.raw, self.origins, tuple(self.autos), tuple(self.notices),
-                      self.of_engine)
+                      self.of_engine, frozenset(self.refused))
         return found, self.problems
 
     def _attempt(self, take: Any, path: str, value: Any) -> None:
         try:
             take(path, value)
         except _Refused as refused:
+            if isinstance(refused, _Unsupported):
+                self.strangers[path] = len(self.problems), []
+            self.refused.add(path)
             self.problems.append(str(refused))
 
     def _leaves(self, tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -131,6 +125,8 @@ class _Reader:
                 yield path, value
             elif path in OBJECTS:
                 self.problems.append(f"{path} is {shown(value)}: expected an object {{...}}")
+            elif prefix.endswith(".params.") and (owner := f"{prefix[:-7]}type") in self.strangers:
+                self.strangers[owner][1].append(key)  # goes with its type: no error of its own
             else:
                 self.problems.append(f"unknown key {path}; {_nearest(path)}")
 
@@ -159,8 +155,7 @@ class _Reader:
         if value is None and row.nullable:
             return
         if isinstance(value, str) and value.lower() in row.refused:
-            raise _Refused(f"{path} {shown(value)} is not supported, {row.refused[value.lower()]}; "
-                           f"expected {row.expects.expected}")
+            raise _Unsupported(f"{path} {shown(value)} is not supported, {row.refused[value.lower()]}")
         self.keys[path] = _converted(path, value, row.expects)
         self.raw[path] = value
 

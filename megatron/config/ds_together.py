@@ -11,10 +11,11 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron.config.ds_reader import Found, Problems
+from megatron.config.ds_reader import Found
 from megatron.config.optimizers import DEEPSPEED_TYPES, OPTIMIZERS
 from megatron.config.schedule import STYLES, ScheduleConfig
 from megatron.config.optim import OptimConfig
+from megatron.config.problems import Problems
 
 Setting = tuple[str, Any, str]
 """(field, value, path of the key)"""
@@ -80,7 +81,8 @@ def scheduler(found: Found, flags: Mapping[str, Any], problems: Problems,
     kind = found.keys.get("scheduler.type")
     given = [path for path in (*found.keys, *found.autos) if path.startswith("scheduler.params.")]
     if kind is None:
-        problems.require(not given, f"scheduler.type is missing; expected {' or '.join(STYLES)}")
+        problems.require(not given or "scheduler.type" in found.refused,
+                         f"scheduler.type is missing; expected {' or '.join(STYLES)}")
         return
     for path in given:
         problems.require(path.removeprefix("scheduler.params.") in SCHEDULER_PARAMS[kind].split(),

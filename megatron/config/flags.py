@@ -52,7 +52,7 @@ def parse_args(argv: Sequence[str], world_size: int = 1, *, planning: bool = Fal
     """
     parser = build_parser()
     words, problems = switches(parser, [_dashed(word) for word in argv])
-    ours, foreigners = foreign.answers(words)
+    ours, foreigners = foreign.answers(words, foreign.OF_PLANNER if planning else foreign.FOREIGN)
     problems += foreigners
     given = argparse.Namespace()
     try:
@@ -69,7 +69,8 @@ def parse_args(argv: Sequence[str], world_size: int = 1, *, planning: bool = Fal
     source = values.pop("deepspeed_config", None)
     if source is None:
         return build_config({**preset, **values}, planning=planning)
-    return ds_file.build(source, flags=values, fallback=preset, world_size=world_size, planning=planning)
+    return ds_file.build(source, flags=values, fallback=preset, world_size=world_size, planning=planning,
+                         argument="--deepspeed-config")
 
 
 def _said_by_hf(values: Mapping[str, Any]) -> dict[str, Any]:

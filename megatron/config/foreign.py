@@ -6,7 +6,7 @@ accepted with the value that means what happens anyway (`--pipeline-model-parall
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -29,6 +29,7 @@ _RECOMPUTE = "use --checkpoint-activations, with --checkpoint-num-layers N for l
 _MONITOR = "use --tensorboard-dir FOLDER or --metrics-file FILE"
 _SAVE = "use --save FOLDER, and --load FOLDER to resume from it"
 _LEAVE_OUT = "leave it out: "
+_RANKS = ("gpus", "num-gpus", "nproc-per-node", "world-size")
 _FUSED = "leave it out: kernels are chosen by torch, and --compile fuses the rest"
 
 FOREIGN: dict[str, Foreign] = {
@@ -39,7 +40,8 @@ FOREIGN: dict[str, Foreign] = {
     "device": Foreign("leave it out: GPUs are used where there are any; CUDA_VISIBLE_DEVICES= trains on the CPU"),
     "use-cpu": Foreign("leave it out: CUDA_VISIBLE_DEVICES= trains on the CPU"),
     "no-cuda": Foreign("leave it out: CUDA_VISIBLE_DEVICES= trains on the CPU"),
-    "gpus": Foreign("start one process per GPU: python -m megatron.launch --nproc-per-node N pretrain_gpt2.py ..."),
+    **dict.fromkeys(_RANKS, Foreign(
+        "start one process per GPU: python -m megatron.launch --nproc-per-node N pretrain_gpt2.py ...")),
     # length and batches
     "epochs": Foreign("use --train-iters STEPS; the data is repeated as often as that needs"),
     "num-epochs": Foreign("use --train-iters STEPS; the data is repeated as often as that needs"),
@@ -121,13 +123,16 @@ FOREIGN: dict[str, Foreign] = {
 }
 """Flag without dashes -> what to type instead."""
 
+OF_PLANNER = FOREIGN | dict.fromkeys(_RANKS, Foreign("use --ranks N, the GPUs of the whole run; nothing is started"))
+"""The same for `megatron.plan`."""
 
-def answers(words: Sequence[str]) -> tuple[list[str], list[str]]:
+
+def answers(words: Sequence[str], table: Mapping[str, Foreign] = FOREIGN) -> tuple[list[str], list[str]]:
     """The words without foreign flags and their values, and one sentence for each that cannot be ignored."""
     kept, sentences, index = [], [], 0
     while index < len(words):
         name, equals, value = words[index].partition("=")
-        known = FOREIGN.get(name[2:]) if name.startswith("--") else None
+        known = table.get(name[2:]) if name.startswith("--") else None
         index += 1
         if known is None:
             kept.append(words[index - 1])

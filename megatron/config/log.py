@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.config.kinds import COUNT_0
-from megatron.config.setting import Key, require_range, setting
+from megatron.config.problems import Problems
+from megatron.config.setting import Key, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,5 +26,7 @@ class LogConfig:
     debug: bool = setting(False, "print tracebacks")
 
     def __post_init__(self) -> None:
-        require_range(self, "log_interval sample_tokens", 0)
-        require_range(self, "peak_tflops", 0, open_low=True)
+        problems = Problems()
+        problems.require_range(self, "log_interval sample_tokens", 0)
+        problems.require_range(self, "peak_tflops", 0, open_low=True)
+        problems.stop()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.setting import require, require_range, setting
+from megatron.config.problems import Problems
+from megatron.config.setting import setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,15 +29,18 @@ class ModelConfig:
     tile_factor: int = setting(1, "a tile has about (hidden size / this) squared elements")
 
     def __post_init__(self) -> None:
-        require_range(self, "num_layers hidden_size num_attention_heads intermediate_size", 1)
-        require_range(self, "max_position_embeddings vocab_size make_vocab_size_divisible_by", 1)
-        require_range(self, "attention_dropout hidden_dropout", 0, 0.999)
-        require_range(self, "layernorm_epsilon init_method_std", 0, open_low=True)
-        require(
+        problems = Problems()
+        problems.require_range(self, "num_layers hidden_size num_attention_heads intermediate_size", 1)
+        problems.require_range(self, "max_position_embeddings vocab_size make_vocab_size_divisible_by", 1)
+        problems.require_range(self, "attention_dropout hidden_dropout", 0, 0.999)
+        problems.require_range(self, "layernorm_epsilon init_method_std", 0, open_low=True)
+        problems.stop()
+        problems.require_range(self, "tile_factor", 1, self.hidden_size)
+        problems.require(
             self.hidden_size % self.num_attention_heads == 0,
             f"--hidden-size {self.hidden_size} is not divisible by --num-attention-heads {self.num_attention_heads}",
         )
-        require_range(self, "tile_factor", 1, self.hidden_size)
+        problems.stop()
 
     @property
     def ffn_size(self) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.setting import flag_name, require, require_range, setting
+from megatron.config.problems import Problems
+from megatron.config.setting import flag_name, require, setting
 
 OFFLOAD_DEVICES = ("none",)
 """Where the engine can keep state when it is not in use. The planner takes the others as well; training refuses them
@@ -46,14 +47,18 @@ class OffloadConfig:
                                        json="aio.overlap_events")
 
     def __post_init__(self) -> None:
-        require_range(self, "offload_optimizer_buffer_count offload_param_buffer_count offload_param_buffer_size", 1)
-        require_range(self, "offload_param_max_in_cpu", 0)
-        require_range(self, "aio_block_size aio_queue_depth aio_intra_op_parallelism", 1)
+        problems = Problems()
+        problems.require_range(self, "offload_optimizer_buffer_count offload_param_buffer_count", 1)
+        problems.require_range(self, "offload_param_buffer_size", 1)
+        problems.require_range(self, "offload_param_max_in_cpu", 0)
+        problems.require_range(self, "aio_block_size aio_queue_depth aio_intra_op_parallelism", 1)
         for kind in ("optimizer", "param"):
             device, path = (getattr(self, f"offload_{kind}_{what}") for what in ("device", "nvme_path"))
             name = flag_name(f"offload_{kind}_device")
-            require(device in ("none", "cpu", "nvme"), f"{name} is {device}: expected none, cpu or nvme")
-            require(device != "nvme" or bool(path), f"{name} nvme needs {flag_name(f'offload_{kind}_nvme_path')}")
+            problems.require(device in ("none", "cpu", "nvme"), f"{name} is {device}: expected none, cpu or nvme")
+            problems.require(device != "nvme" or bool(path),
+                             f"{name} nvme needs {flag_name(f'offload_{kind}_nvme_path')}")
+        problems.stop()
 
     def check_available(self) -> None:
         """Refuse a device that the engine cannot offload to."""

@@ -8,7 +8,8 @@ from typing import Any
 
 from megatron.config.kinds import AT_LEAST_0, choice
 from megatron.config.optimizers import DEEPSPEED_TYPES, OPTIMIZERS, REFUSED_TYPES, Name, own_parameter
-from megatron.config.setting import Key, require, require_range, setting
+from megatron.config.problems import Problems
+from megatron.config.setting import Key, require, setting
 from megatron.errors import ConfigError
 
 
@@ -35,10 +36,13 @@ class OptimConfig:
                                "grad-clip", "max-grad-norm", json=Key("gradient_clipping", AT_LEAST_0))
 
     def __post_init__(self) -> None:
-        require_range(self, "weight_decay clip_grad", 0)
-        require_range(self, "adam_beta1 adam_beta2 sgd_momentum", 0, 0.9999999)
-        require_range(self, "adam_eps", 0, open_low=True)
-        require(self.optimizer in OPTIMIZERS, f"--optimizer is {self.optimizer}: expected {', '.join(OPTIMIZERS)}")
+        problems = Problems()
+        problems.require_range(self, "weight_decay clip_grad", 0)
+        problems.require_range(self, "adam_beta1 adam_beta2 sgd_momentum", 0, 0.9999999)
+        problems.require_range(self, "adam_eps", 0, open_low=True)
+        problems.require(self.optimizer in OPTIMIZERS,
+                         f"--optimizer is {self.optimizer}: expected {', '.join(OPTIMIZERS)}")
+        problems.stop()
         require(self.adam_w_mode or self.optimizer != "adamw",
                 "--no-adam-w-mode contradicts --optimizer adamw: give --optimizer adam")
         own = self._own_parameters()

@@ -59,12 +59,13 @@ DEEPSPEED_TYPES = {
     "Adamax": "adamax", "Adadelta": "adadelta", "ASGD": "asgd", "Rprop": "rprop",
 }
 """optimizer.type of a DeepSpeed file -> --optimizer"""
-_WHOLE_MATRICES = "it works on whole matrices, and ranks hold parts of flat ones"
+_WHOLE_MATRICES = "it works on whole matrices, and ranks hold parts of flat ones; use AdamW"
 REFUSED_TYPES = {
     **dict.fromkeys(("onebitadam", "zerooneadam", "onebitlamb"), "gradients are not compressed here; use Adam or Lamb"),
-    **dict.fromkeys(("muadam", "muadamw", "musgd"), "learning rates do not depend on a layer's width"),
+    **dict.fromkeys(("muadam", "muadamw", "musgd"),
+                    "learning rates do not depend on a layer's width; use Adam, AdamW or SGD"),
     **dict.fromkeys(("muon", "adafactor"), _WHOLE_MATRICES),
-    "lbfgs": "it evaluates the loss several times a step", "sparseadam": "gradients are dense here; use Adam",
+    "lbfgs": "it evaluates the loss several times a step; use Adam", "sparseadam": "gradients are dense here; use Adam",
 }
 """Types, in lower case, that DeepSpeed has and we do not -> why."""
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.setting import require, require_range, setting
+from megatron.config.problems import Problems
+from megatron.config.setting import require, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +20,10 @@ class ParallelConfig:
     local_rank: int | None = setting(None, "accepted for old launchers: LOCAL_RANK in the environment is used")
 
     def __post_init__(self) -> None:
-        require_range(self, "model_parallel_size", 1)
-        require_range(self, "distributed_timeout_seconds", 0, open_low=True)
+        problems = Problems()
+        problems.require_range(self, "model_parallel_size", 1)
+        problems.require_range(self, "distributed_timeout_seconds", 0, open_low=True)
+        problems.stop()
 
 
 def data_parallel_size(world_size: int, tp: int) -> int:

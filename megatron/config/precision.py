@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.config.kinds import AT_LEAST_0, EXPONENT, choice
-from megatron.config.setting import Key, require, require_range, setting
+from megatron.config.problems import Problems
+from megatron.config.setting import Key, require, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,15 +32,17 @@ class PrecisionConfig:
     communication_data_type: Literal["fp32", "fp16", "bf16"] | None = setting(
         None, "precision in which gradients are sent between ranks (default: that in which they are accumulated)",
         json=Key("communication_data_type", choice("fp32", "fp16", "bf16"), nullable=True,
-                 refused={"fp8": "gradients are sent in 16 or 32 bits"}))
+                 refused={"fp8": "gradients are sent in 16 or 32 bits; use fp32, fp16 or bf16"}))
     fp32_allreduce: bool = setting(False, "the old name of --communication-data-type fp32")
 
     def __post_init__(self) -> None:
+        problems = Problems()
+        problems.require_range(self, "loss_scale initial_loss_scale min_scale", 0, 2.0**64, open_low=True)
+        problems.require_range(self, "loss_scale_window hysteresis", 1)
+        problems.stop()
         require(
             not (self.fp16 and self.bf16), "--fp16 and --bf16 exclude each other: give one (--no-bf16 takes one back)"
         )
-        require_range(self, "loss_scale initial_loss_scale min_scale", 0, 2.0**64, open_low=True)
-        require_range(self, "loss_scale_window hysteresis", 1)
         require(
             self.loss_scale is None or self.fp16,
             f"--loss-scale {self.loss_scale} needs --fp16: other precisions are not scaled",

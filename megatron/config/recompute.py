@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.setting import Key, require, require_range, setting
+from megatron.config.problems import Problems
+from megatron.config.setting import Key, require, setting
 
 _HERE = "activation_checkpointing."
 
@@ -29,6 +30,8 @@ class RecomputeConfig:
     profile_backward: bool = setting(False, "time each chunk's forward and recomputation", json=_HERE + "profile")
 
     def __post_init__(self) -> None:
-        require_range(self, "checkpoint_num_layers number_checkpoints", 1)
+        problems = Problems()
+        problems.require_range(self, "checkpoint_num_layers number_checkpoints", 1)
+        problems.stop()
         require(self.partition_activations or not self.contiguous_memory_optimization,
                 "--contiguous-memory-optimization needs --partition-activations: its buffer holds the parts of inputs")

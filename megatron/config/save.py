@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.setting import flag_name, require, require_range, setting
+from megatron.config.problems import Problems
+from megatron.config.setting import flag_name, require, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +34,10 @@ class SaveConfig:
     resume_dataloader: bool = setting(False, "accepted for old scripts: the data position is always restored")
 
     def __post_init__(self) -> None:
-        require_range(self, "save_interval ckpt_step", 0)
-        require_range(self, "keep_last keep_every", 1)
+        problems = Problems()
+        problems.require_range(self, "save_interval ckpt_step", 0)
+        problems.require_range(self, "keep_last keep_every", 1)
+        problems.stop()
         require(self.keep_every is None or self.keep_last is not None,
                 "--keep-every needs --keep-last: without it every checkpoint is kept")
         for name in ("no_load_optim", "no_load_rng", "finetune", "load_precision_change", "resume_fallback",

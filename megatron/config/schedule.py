@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.config.kinds import AT_LEAST_0, BOOLEAN, COUNT, COUNT_0, NUMBER, SHARE, choice
-from megatron.config.setting import Key, require, require_range, setting
+from megatron.config.problems import Problems
+from megatron.config.setting import Key, require, setting
 
 STYLES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine", "OneCycle": "one-cycle",
           "LRRangeTest": "range-test"}
@@ -75,12 +76,14 @@ class ScheduleConfig:
                                                 "use-checkpoint-opt-param-scheduler")
 
     def __post_init__(self) -> None:
-        require_range(self, "lr min_lr", 0)
-        require_range(self, "warmup", 0, 1)
-        require_range(self, "lr_decay_iters", 1)
+        problems = Problems()
+        problems.require_range(self, "lr min_lr", 0)
+        problems.require_range(self, "warmup", 0, 1)
+        problems.require_range(self, "lr_decay_iters", 1)
+        problems.require_range(self, "cycle_decay cycle_mom_growth", 0)
+        problems.require_range(self, "cycle_min_mom cycle_max_mom", 0, 0.9999999)
+        problems.stop()
         require(self.min_lr <= self.lr, f"--min-lr {self.min_lr:g} is above --lr {self.lr:g}")
-        require_range(self, "cycle_decay cycle_mom_growth", 0)
-        require_range(self, "cycle_min_mom cycle_max_mom", 0, 0.9999999)
         require(not (self.override_lr_scheduler and self.use_checkpoint_lr_scheduler),
                 "--override-lr-scheduler and --use-checkpoint-lr-scheduler exclude each other: give at most one")
 

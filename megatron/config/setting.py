@@ -9,7 +9,6 @@ reference pages are all derived from these declarations. Not here: keys that set
 
 from __future__ import annotations
 
-import math
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -95,14 +94,3 @@ def flag_name(field_name: str) -> str:
 def require(condition: bool, message: str) -> None:
     if not condition:
         raise ConfigError(message)
-
-
-def require_range(section: Any, names: str, low: float, high: float = math.inf, *, open_low: bool = False) -> None:
-    """Every named field that is set lies in [low, high] (or (low, high] with open_low), and is a number at all."""
-    for name in names.split():
-        value = getattr(section, name)
-        if value is None:
-            continue
-        inside = (low < value if open_low else low <= value) and value <= high and math.isfinite(value)
-        bounds = f"{'>' if open_low else '>='} {low:g}" + ("" if high == math.inf else f" and <= {high:g}")
-        require(inside, f"{flag_name(name)} is {value}: expected a number {bounds}")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.config.kinds import COUNT
-from megatron.config.setting import Key, require_range, setting
+from megatron.config.problems import Problems
+from megatron.config.setting import Key, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,9 @@ class TrainConfig:
     deterministic: bool = setting(False, "refuse kernels whose results vary from run to run")
 
     def __post_init__(self) -> None:
-        require_range(self, "batch_size global_batch_size", 1)
-        require_range(self, "train_iters eval_interval exit_interval exit_duration_in_mins", 0)
-        require_range(self, "eval_iters", 1)
-        require_range(self, "seed", 0, 2**63 - 1)
+        problems = Problems()
+        problems.require_range(self, "batch_size global_batch_size", 1)
+        problems.require_range(self, "train_iters eval_interval exit_interval exit_duration_in_mins", 0)
+        problems.require_range(self, "eval_iters", 1)
+        problems.require_range(self, "seed", 0, 2**63 - 1)
+        problems.stop()

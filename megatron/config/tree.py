@@ -21,6 +21,7 @@ from megatron.config.optim import OptimConfig
 from megatron.config.parallel import ParallelConfig, data_parallel_size
 from megatron.config.precision import PrecisionConfig
 from megatron.config.presets import PRESETS
+from megatron.config.problems import Problems
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.save import SaveConfig
 from megatron.config.schedule import ScheduleConfig
@@ -123,9 +124,23 @@ SECTIONS: dict[str, type] = {f.name: f.default_factory for f in fields(Config)  
 def build_config(values: Mapping[str, Any], *, planning: bool = False) -> Config:
     """A Config from flat field values; fields not named keep their defaults. `planning`: what the engine cannot do yet
     is no error, as nothing is to be run."""
-    sections = {name: section(**{f.name: values[f.name] for f in fields(section) if f.name in values})
-                for name, section in SECTIONS.items()}
+    sections, problems = _sections(values)
+    problems.stop()
     config = Config(**sections)
     if not planning:
         config.offload.check_available()
     return config
+
+
+def section_problems(values: Mapping[str, Any]) -> Problems:
+    """What the sections have against these field values, each on its own."""
+    return _sections(values)[1]
+
+
+def _sections(values: Mapping[str, Any]) -> tuple[dict[str, Any], Problems]:
+    """Every section that can be made, and what is wrong with the others."""
+    found, problems = {}, Problems()
+    for name, section in SECTIONS.items():
+        with problems.collecting():
+            found[name] = section(**{f.name: values[f.name] for f in fields(section) if f.name in values})
+    return found, problems

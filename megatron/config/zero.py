@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.setting import Key, require, require_range, setting
+from megatron.config.problems import Problems
+from megatron.config.setting import Key, require, setting
 
 _HERE = "zero_optimization."
 
@@ -51,11 +52,13 @@ class ZeroConfig:
         False, "let save_16bit_model gather partitioned parameters", json=_HERE)
 
     def __post_init__(self) -> None:
-        require(self.zero_stage in (0, 1, 2, 3), f"--zero-stage is {self.zero_stage}: expected 0, 1, 2 or 3")
-        require_range(self, "gradient_predivide_factor", 0, 2.0**64, open_low=True)
+        problems = Problems()
+        problems.require(self.zero_stage in (0, 1, 2, 3), f"--zero-stage is {self.zero_stage}: expected 0, 1, 2 or 3")
+        problems.require_range(self, "gradient_predivide_factor", 0, 2.0**64, open_low=True)
+        problems.require_range(self, "reduce_bucket_size allgather_bucket_size sub_group_size", 1, 2**63 - 1)
+        problems.require_range(self, "stage3_max_live_parameters stage3_max_reuse_distance", 0, 2**63 - 1)
+        problems.require_range(self, "stage3_prefetch_bucket_size stage3_param_persistence_threshold", 0, 2**63 - 1)
+        problems.stop()
         require(not self.prescale_gradients or self.gradient_predivide_factor == 1,
                 f"--prescale-gradients divides by the data parallel size, --gradient-predivide-factor by "
                 f"{self.gradient_predivide_factor:g}: give one of them")
-        require_range(self, "reduce_bucket_size allgather_bucket_size sub_group_size", 1, 2**63 - 1)
-        require_range(self, "stage3_max_live_parameters stage3_max_reuse_distance", 0, 2**63 - 1)
-        require_range(self, "stage3_prefetch_bucket_size stage3_param_persistence_threshold", 0, 2**63 - 1)

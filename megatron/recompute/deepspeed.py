@@ -84,7 +84,7 @@ def _use(config: RecomputeConfig) -> None:
 
 def _section(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
     """The fields that a DeepSpeed configuration sets in its section on activation checkpointing."""
-    keys = ds_file.read(source).keys
+    keys = ds_file.read(source, "deepspeed_config").keys
     rows = ((TABLE[path], value) for path, value in keys.items() if path.startswith(SECTION))
     return {row.field: value for row, value in rows if isinstance(row, Key)}
 

@@ -42,10 +42,10 @@ def estimate_zero2_model_states_mem_needs_all_live(
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(
-    total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = BUFFER_FACTOR
+    total_params: float, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = BUFFER_FACTOR
 ) -> list[Estimate]:
     """Stage 2; with offloading the GPU keeps the weights alone, else all but the weights is split."""
-    gpus = num_gpus_per_node * num_nodes
+    gpus, total_params = num_gpus_per_node * num_nodes, int(total_params)  # 2851e6 is a float
     rows = [
         Estimate(int(total_params * max(4 * gpus, 16) * additional_buffer_factor), 2 * total_params, True),
         Estimate(int(total_params * 4 * num_gpus_per_node * additional_buffer_factor),
@@ -63,10 +63,11 @@ def estimate_zero3_model_states_mem_needs_all_live(
 
 
 def estimate_zero3_model_states_mem_needs_all_cold(
-    total_params: int, largest_layer_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1,
+    total_params: float, largest_layer_params: float, num_gpus_per_node: int = 1, num_nodes: int = 1,
     additional_buffer_factor: float = BUFFER_FACTOR,
 ) -> list[Estimate]:
     """Stage 3; on the GPU the largest layer is whole, weights and gradients, while it is at work."""
+    total_params, largest_layer_params = int(total_params), int(largest_layer_params)  # 2851e6 is a float
     gpus, layer = num_gpus_per_node * num_nodes, 4 * largest_layer_params
     whole_models = 4 * total_params * num_gpus_per_node  # one in fp32 for every process of the node
     rows = []

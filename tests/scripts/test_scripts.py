@@ -66,6 +66,13 @@ def test_one_process_by_default_and_the_runs_folder_is_inside_the_repository(rep
     assert os.path.isdir(folder)
 
 
+@pytest.mark.parametrize("preset", ["tiny", "small"])
+def test_lines_come_as_often_as_a_run_of_any_length_needs(repository, preset):
+    """By default: a run that the user makes short still prints losses, and a DeepSpeed file may say steps_per_print."""
+    argv = json.loads(run(repository, "pretrain_gpt2.sh", "--train-iters", "30", PRESET=preset).stdout)["argv"]
+    assert "--log-interval" not in argv
+
+
 @pytest.mark.parametrize("script", ["pretrain_gpt2.sh", "pretrain_gpt2_distributed.sh",
                                     "pretrain_gpt2_model_parallel.sh"])
 def test_arguments_come_last_and_unchanged(repository, script):

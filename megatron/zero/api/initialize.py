@@ -64,13 +64,13 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
     """
     if model is None:
         raise ConfigError("zero.initialize needs a model")
-    source = _config_source(args, config, config_params)
+    argument, source = _config_source(args, config, config_params)
     if isinstance(source, Config):  # the trainer's: it has met already
         distributed.init()
     else:
         init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     groups = groups_of(mpu)
-    settings = _settings(source, groups)
+    settings = _settings(source, argument, groups)
     config = settings.config
     device = device or distributed.device_for(distributed.read_environment())
     if device.type == "cuda":
@@ -102,15 +102,15 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
-def _config_source(args: argparse.Namespace | None, config: Any, config_params: Any) -> Any:
-    """The one place the configuration is given in."""
+def _config_source(args: argparse.Namespace | None, config: Any, config_params: Any) -> tuple[str, Any]:
+    """The one argument that the configuration is given in, and what it says."""
     named = {"args.deepspeed_config": vars(args).get("deepspeed_config") if args is not None else None,
              "config": config, "config_params": config_params}
     given = [name for name, value in named.items() if value is not None]
     if len(given) != 1:
         raise ConfigError(f"zero.initialize needs one configuration, found {' and '.join(given) or 'none'}: "
                           "give config= (a path or a dict), or args.deepspeed_config")
-    return named[given[0]]
+    return given[0], named[given[0]]
 
 
 DEEPSPEED_DEFAULTS = {"clip_grad": 0.0, "weight_decay": 0.0, "lr": 1e-3}
@@ -134,17 +134,17 @@ class _Settings:
     """The file or dict, where it is one."""
 
 
-def _settings(source: Any, groups: Groups) -> _Settings:
+def _settings(source: Any, argument: str, groups: Groups) -> _Settings:
     if isinstance(source, Config):
         source.offload.check_available()
         return _Settings(source)
-    found = ds_file.read(source)
+    found = ds_file.read(source, argument)
     sizes = BATCH[:2]
     if not any(key in found.keys for key in sizes):
         raise ConfigError(f"{found.name}: give {' or '.join(sizes)} as a number: nobody else says how many samples a "
                           "step has" + ' ("auto" is for programs that do)' * any(key in found.autos for key in sizes))
     config = ds_file.build(source, flags={"model_parallel_size": groups.tp.size}, fallback=DEEPSPEED_DEFAULTS,
-                           world_size=groups.world.size, in_engine=True)
+                           world_size=groups.world.size, in_engine=True, argument=argument)
     keys = {**found.keys, **found.of_engine}
     return _Settings(config, "optimizer.type" in keys, "scheduler.type" in keys, watch_of(keys), found)
 

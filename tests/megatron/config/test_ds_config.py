@@ -421,15 +421,39 @@ def test_every_error_of_a_file_is_reported_at_once():
             "optimizer": {"type": "OneBitLamb", "params": {"freeze_step": 3, "lr": "x"}},
             "zero_optimization": {"stage": [], "overlap_com": True}, "scheduler": {"params": {"warmup_num_steps": -1}}}
     told = refusal(tree)
-    assert "10 errors: (1) " in told and "(10) " in told and "\n" not in told
+    assert "9 errors: (1) " in told and "(9) " in told and "\n" not in told
     for word in ("fp16.enabled is 1", "unknown key fp16.auto;", "unknown key gradient_cliping", "autotuning is not",
-                 'optimizer.type "OneBitLamb"', "unknown key optimizer.params.freeze_step",
+                 'optimizer.type "OneBitLamb" is not supported', "use Adam or Lamb, without freeze_step;",
                  'optimizer.params.lr is "x"', "zero_optimization.stage is []",
                  "unknown key zero_optimization.overlap_com",
                  "scheduler.params.warmup_num_steps is -1"):
         assert word in told
     many = refusal({f"key{number}": 1 for number in range(30)})
     assert "30 errors" in many and many.endswith("; and 18 more")
+
+
+def test_values_out_of_range_are_in_the_one_list_of_errors():
+    tree = {"zero_optimization": {"stage": 9, "reduce_bucket_size": 0}, "gradient_clipping": "x",
+            "optimizer": {"type": "Adam", "params": {"lr": -1, "eps": -1}}}
+    ranges = ("zero_optimization.stage is 9: expected 0, 1, 2 or 3", "optimizer.params.lr is -1.0: expected",
+              "zero_optimization.reduce_bucket_size is 0: expected", "optimizer.params.eps is -1.0: expected a number > 0")
+    told = refusal(tree)
+    assert told.startswith("config: 5 errors: ") and all(sentence in told for sentence in ranges)
+    told = refusal({**tree, "gradient_clipping": 1.0})
+    assert told.startswith("config: 4 errors: ") and all(sentence in told for sentence in ranges)
+    flags = refusal({}, flags={"zero_stage": 9, "lr": -1.0, "weight_decay": -1.0, "adam_eps": 0.0})
+    assert "4 errors: " in flags and "--zero-stage is 9" in flags and "--lr is -1.0" in flags and "--adam-eps" in flags
+
+
+def test_a_range_that_a_flag_may_still_mend_is_not_an_error_of_the_file():
+    params = {"contiguous_memory_optimization": True}
+    assert refusal({"activation_checkpointing": params, "key": 1}).startswith("config: unknown key key; ")
+    assert "loss_scale" not in refusal({"fp16": {"min_loss_scale": -1}, "key": 1})
+
+
+def test_a_scheduler_of_an_unknown_type_is_one_error():
+    told = refusal({"scheduler": {"type": "Foo", "params": {"warmup_num_steps": 3}}})
+    assert told.startswith('config: scheduler.type is "Foo": expected "WarmupLR"')
 
 
 def test_a_buffer_has_room_for_the_chunks_of_a_forward():
@@ -472,13 +496,13 @@ def test_the_batch_triple_is_solved_exactly_where_a_solution_exists():
     ({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}, {}, 2,
      "train_batch_size 32 != micro_batch 4 x accumulation 2 x data_parallel 2 = 16"),
     ({"train_batch_size": 16}, {"batch_size": 8, "model_parallel_size": 4}, 16,
-     "(train_batch_size of the configuration dict) is not divisible by micro_batch 8 (--batch-size) x data_parallel 4"),
+     "(train_batch_size of config) is not divisible by micro_batch 8 (--batch-size) x data_parallel 4"),
     ({"train_batch_size": 16, "gradient_accumulation_steps": 1}, {"batch_size": 8, "model_parallel_size": 4}, 16,
      "train_batch_size 16 != micro_batch 8 x accumulation 1 x data_parallel 4 = 32"),
     ({"train_micro_batch_size_per_gpu": 4}, {"batch_size": 8}, 1,
-     "--batch-size is 8, but train_micro_batch_size_per_gpu of the configuration dict is 4"),
+     "--batch-size is 8, but train_micro_batch_size_per_gpu of config is 4"),
     ({"train_batch_size": 4}, {"global_batch_size": 8}, 1,
-     "--global-batch-size is 8, but train_batch_size of the configuration dict is 4"),
+     "--global-batch-size is 8, but train_batch_size of config is 4"),
     ({"train_batch_size": 5}, {}, 2, "is not divisible by data_parallel 2"),
     ({"train_batch_size": 4}, {"model_parallel_size": 3}, 4, "4 is not divisible by 3"),
     ({"train_batch_size": 4}, {"model_parallel_size": 0}, 4, "--model-parallel-size is 0"),
@@ -568,7 +592,9 @@ def test_a_dict_may_be_nested_without_end():
 def test_a_file_that_cannot_be_read_is_a_config_error(tmp_path):
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     for name in ("missing", "", "binary", "a\0b"):
-        assert "--deepspeed-config" in refusal(tmp_path / name)
+        assert refusal(tmp_path / name).startswith(f"config={tmp_path / name} ")
+        with pytest.raises(ConfigError, match="--deepspeed-config .*; give the path of a JSON file"):
+            parse_args(["--deepspeed_config", str(tmp_path / name)])
     (tmp_path / "bom").write_bytes(b"\xef\xbb\xbf{}")
     assert build(tmp_path / "bom") == Config()
 

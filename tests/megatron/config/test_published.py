@@ -53,8 +53,8 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
                     ["compression_training is not supported, the model is not compressed"]),
     "1-bit": ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-4, "freeze_step": 400, "cuda_aware": False,
                                                               "comm_backend_name": "nccl"}}},
-              ["gradients are not compressed here; use Adam or Lamb", "optimizer.params.freeze_step",
-               "optimizer.params.cuda_aware", "optimizer.params.comm_backend_name"]),
+              ['config: optimizer.type "OneBitAdam" is not supported, gradients are not compressed here; use Adam or '
+               "Lamb, without freeze_step, cuda_aware, comm_backend_name"]),
     "1-bit Lamb without its type": ({"optimizer": {"type": "Lamb", "params": {"coeff_beta": 0.9, "factor_max": 4,
                                                                               "freeze_step": 5}}},
                                     ["params.coeff_beta", "params.factor_max", "params.freeze_step", "3 errors"]),

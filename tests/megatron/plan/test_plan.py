@@ -214,6 +214,8 @@ def test_a_deepspeed_config_is_read_like_in_training(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("argv, words", [
     (["--preset", "tiny", "--ranks", "0"], "--ranks is 0"),
+    (["--preset", "tiny", "--gpus", "8"], "--gpus 8 is not a flag here: use --ranks N"),
+    (["--preset", "tiny", "--nproc_per_node=8"], "--nproc-per-node 8 is not a flag here: use --ranks N"),
     (["--preset", "tiny", "--card-gb", "-1"], "--card-gb is -1"),
     (["--preset", "tiny", "--zero-stagee", "1"], "did you mean --zero-stage"),
     (["--preset", "tiny", "--ranks", "3", "--model-parallel-size", "2"], "3 is not divisible by 2"),

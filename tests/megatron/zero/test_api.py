@@ -317,6 +317,9 @@ def test_misuse_is_told_with_its_remedy(tmp_path: Path) -> None:
         zero.initialize(model=model)
     with pytest.raises(ConfigError, match="found args.deepspeed_config and config"):
         zero.initialize(args=argparse.Namespace(deepspeed_config="x.json"), model=model, config=config())
+    for argument in ("config", "config_params"):
+        with pytest.raises(ConfigError, match=f"^{argument}=nofile.json cannot be read: .*; give the path"):
+            zero.initialize(model=model, **{argument: "nofile.json"})
     with pytest.raises(ConfigError, match="no optimizer: give optimizer= to zero.initialize"):
         zero.initialize(model=model, config={"train_batch_size": 4})
     with pytest.raises(ConfigError, match="give train_batch_size or train_micro_batch_size_per_gpu as a number"):

@@ -36,6 +36,14 @@ def test_stage_3_gives_the_published_numbers() -> None:
     assert [in_gb(row.host) for row in rows] == pytest.approx([71.7, 127.5, 63.7, 127.5, 1.47, 127.5], abs=0.1)
 
 
+def test_a_count_that_is_a_float_is_printed_and_returned_as_a_whole_number(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = estimate_zero2_model_states_mem_needs_all_cold(2851e6, 8)
+    rows += estimate_zero3_model_states_mem_needs_all_cold(2851e6, 32e6, 8)
+    assert all(isinstance(number, int) for row in rows for number in (row.host, row.gpu))
+    said = capsys.readouterr().out
+    assert "2,851,000,000 parameters" in said and "32,000,000 in the largest layer" in said
+
+
 def test_a_shared_parameter_counts_once_and_the_largest_layer_is_a_module() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4, bias=False), nn.Linear(4, 8))
     model[2].weight = model[0].weight
