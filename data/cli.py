@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from data.storage import DataError, StorageFault
-from data.streams import open_closed_streams
 
 
 class Parser(argparse.ArgumentParser):
@@ -42,9 +41,18 @@ def counted(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
+def _open_closed_streams() -> None:
+    """What was closed before the program began (`2>&-`) goes nowhere; otherwise the next file to be opened gets the
+    number of a standard stream, and error lines."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
+            os.set_inheritable(getattr(sys, name).fileno(), True)  # for programs that it starts
+
+
 def run(main: Callable[[], None]) -> NoReturn:
     """Run a command and leave with its exit code."""
-    open_closed_streams()
+    _open_closed_streams()
     code = 0
     try:
         try:

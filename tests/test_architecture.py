@@ -24,7 +24,7 @@ PACKAGES = ("megatron", "mpu", "data")
 FLOORS: tuple[tuple[str, str], ...] = (
     ("0: arithmetic and records; no process group, argv or clock", """
         mpu.split
-        data data.storage data.streams data.format data.sampling
+        data data.storage data.format data.sampling
         megatron.errors megatron.version megatron.neighbours
         megatron.config.kinds megatron.config.setting megatron.config.problems megatron.config.optimizers
         megatron.config.model megatron.config.data megatron.config.parallel megatron.config.optim
@@ -86,6 +86,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero.api.init megatron.zero.api.loading
         megatron.zero.api.monitor megatron.zero.api.batching megatron.zero.api.hyper megatron.zero.api.saved
         megatron.zero.api.weights megatron.zero.api.optimizer megatron.zero.api.casting megatron.zero.api.schedule
+        megatron.zero.api.questions
         megatron.zero.api.names megatron.zero.api.engine megatron.zero.api.meeting megatron.zero.api.initialize
         megatron.zero
         megatron.train megatron.train.allocator megatron.train.processor megatron.train.flops megatron.train.batches

@@ -5,12 +5,12 @@ Not here: where the numbers are reported (log.py, console.py, board.py).
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from dataclasses import dataclass
 
 import torch
+
+from megatron.zero.api.accelerator import peak_resident_bytes
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,7 @@ def max_memory_bytes(device: torch.device) -> int:
     """Peak of the device's allocator, or of the process's resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return peak_resident_bytes()
 
 
 class Stopwatch:

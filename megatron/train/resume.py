@@ -29,7 +29,7 @@ from megatron.errors import CheckpointError, ConfigError
 from megatron.optim.schedule import Schedule
 from megatron.train.loop import TrainState
 from megatron.zero.api.engine import Engine
-from megatron.zero.api.saved import LoadOptions, load_weights
+from megatron.zero.api.saved import LoadOptions, load_foreign_weights
 from megatron.zero.api.schedule import FollowSchedule
 from mpu.groups import Groups
 
@@ -136,7 +136,7 @@ class Checkpoints:
         """Step 0: from weights of Hugging Face where asked for, else from those the model was built with."""
         source = self.config.save.load_hf
         if source is not None:
-            load_weights(engine.core, agree(lambda: _open_hf(self.config, Path(source)), self.groups.world))
+            load_foreign_weights(engine.core, agree(lambda: _open_hf(self.config, Path(source)), self.groups.world))
             self.notes.append(f" initial weights from the Hugging Face folder {source}")
         return self._start_at(TrainState())
 

@@ -46,7 +46,7 @@ class ZeroEngine:
         self._boundary: bool | None = None
         self._in_no_sync = False
         self.last_report: StepReport | None = None
-        _copy_buffers_from_first(module, groups)
+        copy_buffers_from_first(module, groups)
         travel = wire(zero, groups.dp.size)
         group_of = {parameter: number for number, group in enumerate(param_groups) for parameter in group["params"]}
         kinds = dtypes(self._policy, precision, accumulation)
@@ -219,7 +219,7 @@ class ZeroEngine:
         self.state.restore(saved)
 
 
-def _copy_buffers_from_first(module: nn.Module, groups: Groups) -> None:
+def copy_buffers_from_first(module: nn.Module, groups: Groups) -> None:
     """Every data parallel rank starts from those of the first. (Parameters do the same as buckets take them over.)"""
     for buffer in module.buffers() if not groups.dp.is_solo else ():
         values = buffer.contiguous()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 from typing import Any
 
 import torch
@@ -63,6 +65,12 @@ class Accelerator:
 
     def manual_seed_all(self, seed: int) -> Any:
         return torch.cuda.manual_seed_all(seed) if self._on_gpu else torch.manual_seed(seed)
+
+
+def peak_resident_bytes() -> int:
+    """The most memory that this process has had, of the host."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def get_accelerator() -> Accelerator:

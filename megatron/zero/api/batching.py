@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from megatron.config.setting import require
@@ -18,7 +21,7 @@ class Batching:
         self.micro = config.train.batch_size
         self.samples = 0
         """Of all optimizer steps, also of those with another batch size."""
-        self._mid_step = False
+        self._mid_step = self._was_set = False
         # Buffers for sums in fp32 are made with the engine.
         self._may_accumulate = (core.accumulation > 1 or config.precision.fp32_allreduce
                                 or DTYPES[config.precision.name] == torch.float32)
@@ -36,10 +39,24 @@ class Batching:
         """What has been accumulated was discarded."""
         self._mid_step = False
 
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {"global_samples": self.samples, "train_batch_size": self.total if self._was_set else None}
+
+    def restore(self, saved: Mapping[str, Any]) -> str | None:
+        """Count on from a checkpoint's samples. The sizes are those of this run, its configuration and its calls; a
+        note where the saved run had set another."""
+        self.samples = saved.get("global_samples", self._core.global_steps * self.total)
+        size = saved.get("train_batch_size")
+        if size in (None, self.total):
+            return None
+        return (f"the checkpoint's run had called set_train_batch_size or set_train_micro_batch_size, and took {size} "
+                f"samples a step; this one takes {self.total}: call it here as well to go on with {size}")
+
     def set_micro(self, size: int) -> None:
         self._check_between_steps("set_train_micro_batch_size")
         require(size >= 1, f"set_train_micro_batch_size: {size}; expected a number >= 1")
-        self.micro = size
+        self.micro, self._was_set = size, True
 
     def set_total(self, total: int) -> None:
         self._check_between_steps("set_train_batch_size")
@@ -49,7 +66,7 @@ class Batching:
                 f"{self.micro} x data parallel {self._dp} = {unit}")
         require(count == 1 or self._may_accumulate, f"set_train_batch_size: {count} micro-batches need an fp32 sum of "
                 "their gradients, which an engine has that starts with gradient_accumulation_steps above 1")
-        self._core.accumulation = count
+        self._core.accumulation, self._was_set = count, True
 
     def _check_between_steps(self, what: str) -> None:
         under_way = self._mid_step or self._core.has_gradients

@@ -32,13 +32,12 @@ from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.writer import SaveReport, complete
 from megatron.config.tree import Config
 from megatron.errors import ConfigError
-from megatron.launch.distributed import read_environment
-from megatron.zero.api.batching import Batching
 from megatron.zero.api.casting import cast_inputs
-from megatron.zero.api.loading import Collate, go_to_epoch, make_loader, next_epoch
+from megatron.zero.api.loading import Collate, EpochLoader, make_loader
 from megatron.zero.api.monitor import Monitor, Watch
 from megatron.zero.api.names import TABLE, look_up
 from megatron.zero.api.optimizer import ZeroOptimizer
+from megatron.zero.api.questions import Questions
 from megatron.zero.api.saved import (
     Identity,
     LoadOptions,
@@ -51,18 +50,17 @@ from megatron.zero.api.saved import (
 from megatron.zero.api.schedule import Scheduler
 from megatron.zero.api.weights import PREFIX, load_weights, weights_of
 from megatron.zero.engine import ZeroEngine
-from megatron.zero.precision import DTYPES
 from megatron.zero.step import StepReport
 from mpu.collectives import all_gather_json
-from mpu.groups import Groups
 
 
-class Engine:
+class Engine(Questions):
     """A model in training. Counters and the loss scale are those of `core`, the mechanism."""
 
     def __init__(self, core: ZeroEngine, config: Config, optimizer: ZeroOptimizer, scheduler: Scheduler | None,
                  watch: Watch = Watch(), mpu: Any = None) -> None:
-        self.core, self.config, self.optimizer, self.lr_scheduler = core, config, optimizer, scheduler
+        super().__init__(core, config)
+        self.optimizer, self.lr_scheduler = optimizer, scheduler
         self.monitor = Monitor(watch, self.device, core.groups.world.rank == 0)
         if watch.writes:
             on_rank_0(self.monitor.open, core.groups.world)
@@ -70,7 +68,6 @@ class Engine:
         self.training_dataloader: DataLoader[Any] | None = None
         """The loader of `training_data`, where that was given; its epoch is part of a checkpoint."""
         self.inside_no_sync_ctxt = self.is_compiled = False
-        self._batching = Batching(core, config)
         self.reads_weights_between_steps = True
         """New weights are complete when `step` returns. A loop that looks at them only through this engine may switch
         it off: they then travel during the forward that follows."""
@@ -155,8 +152,9 @@ class Engine:
                      collate_fn: Collate | None = None, num_local_io_workers: int | None = None) -> DataLoader[Any]:
         """A loader of this data parallel rank's share; shuffled where `route` is "train"."""
         return make_loader(dataset, self.groups.dp, batch_size or self._batching.micro, self.config.train.seed,
-                           self.device, collate_fn=collate_fn, shuffle=route == "train", sampler=data_sampler,
-                           workers=num_local_io_workers or 0, pin_memory=pin_memory)
+                           self.device, steps=lambda: self.core.micro_steps, collate_fn=collate_fn,
+                           shuffle=route == "train", sampler=data_sampler, workers=num_local_io_workers or 0,
+                           pin_memory=pin_memory)
 
     def to(self, *places: Any, **named: Any) -> Engine:
         """Accepted where the model is there already, in that precision: the engine has placed it."""
@@ -172,6 +170,14 @@ class Engine:
                                   f"{self.working_dtype}; choose the device by the launcher, and fp16 or bf16 in the "
                                   "configuration")
         return self
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """From the next step on; the number of micro-batches stays. Loaders keep the size they were made with."""
+        self._batching.set_micro(micro_batch_size)
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """From the next step on, by another number of micro-batches; their size stays."""
+        self._batching.set_total(train_batch_size)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """The micro-batch under way is the last of its optimizer step."""
@@ -190,113 +196,6 @@ class Engine:
         self.finish_save()
         self.monitor.close()
         self.core.detach()
-
-    # ---- things to ask ------------------------------------------------------------------------------------------
-
-    @property
-    def module(self) -> nn.Module:
-        return self.core.module
-
-    @property
-    def groups(self) -> Groups:
-        return self.core.groups
-
-    @property
-    def device(self) -> torch.device:
-        return self.core.buckets[0].shard.device
-
-    @property
-    def global_steps(self) -> int:
-        """Optimizer steps, skipped ones included."""
-        return self.core.global_steps
-
-    @property
-    def skipped_steps(self) -> int:
-        return self.core.skipped_steps
-
-    @property
-    def micro_steps(self) -> int:
-        return self.core.micro_steps
-
-    @property
-    def global_samples(self) -> int:
-        """Of all optimizer steps, also of those with another batch size."""
-        return self._batching.samples
-
-    @property
-    def local_rank(self) -> int:
-        """This rank's place on its node."""
-        return read_environment().local_rank
-
-    @property
-    def working_dtype(self) -> torch.dtype:
-        return DTYPES[self.config.precision.name]
-
-    @property
-    def applied_steps(self) -> int:
-        return self.core.applied_steps
-
-    @property
-    def backward_scale(self) -> float:
-        """What `backward` multiplies the loss by."""
-        return self.core.backward_scale
-
-    @property
-    def cur_scale(self) -> float:
-        """The loss scale of the next backward."""
-        return self.core.scaler.scale
-
-    loss_scale = cur_scale
-
-    def was_step_applied(self) -> bool:
-        """The last optimizer step changed the weights (it was not skipped for an overflow)."""
-        return self.core.last_report is not None and self.core.last_report.applied
-
-    def get_global_grad_norm(self) -> float | None:
-        """Of the last optimizer step, before clipping; None before the first."""
-        return None if self.core.last_report is None else self.core.last_report.grad_norm
-
-    def get_lr(self) -> list[float]:
-        """Learning rate of each param group in the next step."""
-        return [float(group["lr"]) for group in self.core.param_groups]
-
-    def get_mom(self) -> list[Any]:
-        """Momentum, or betas, of each param group."""
-        return [group.get("betas", group.get("momentum")) for group in self.core.param_groups]
-
-    def get_type(self) -> list[str]:
-        """What kind of optimizer steps each param group."""
-        return [self.core.rule.name] * len(self.core.param_groups)
-
-    def fp16_enabled(self) -> bool:
-        return self.config.precision.fp16
-
-    def bfloat16_enabled(self) -> bool:
-        return self.config.precision.bf16
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        return self._batching.micro
-
-    def gradient_accumulation_steps(self) -> int:
-        return self.core.accumulation
-
-    def train_batch_size(self) -> int:
-        return self._batching.total
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """Samples of a step, of a micro-batch, and micro-batches of a step."""
-        return self.train_batch_size(), self._batching.micro, self.core.accumulation
-
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """From the next step on; the number of micro-batches stays. Loaders keep the size they were made with."""
-        self._batching.set_micro(micro_batch_size)
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """From the next step on, by another number of micro-batches; their size stays."""
-        self._batching.set_total(train_batch_size)
-
-    def zero_optimization_stage(self) -> int:
-        return self.config.zero.zero_stage
 
     # ---- the model ----------------------------------------------------------------------------------------------
 
@@ -340,10 +239,6 @@ class Engine:
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
-    @property
-    def layout(self) -> dict[str, int]:
-        return {"tp": self.groups.tp.size, "dp": self.groups.dp.size, "zero_stage": self.config.zero.zero_stage}
-
     def save_checkpoint(self, save_dir: str | os.PathLike[str], tag: str | int | None = None,
                         client_state: Mapping[str, Any] | None = None, save_latest: bool = True,
                         exclude_frozen_parameters: bool = False, *, save_optimizer_states: bool = True,
@@ -359,9 +254,10 @@ class Engine:
         on_rank_0(lambda: probe(root), self.groups.world)
         self.finish_save()
         who = Identity(self._run_id, self.config.as_dict(), self.layout)
+        epochs = self.training_dataloader
         steps = saving_engine(
             self.core, root, name, who, client_state=client_state or {}, scheduler=self.lr_scheduler,
-            loop={"global_samples": self._batching.samples, "epoch": next_epoch(self.training_dataloader)},
+            loop={**self._batching.state(), "epoch": epochs.next_epoch() if isinstance(epochs, EpochLoader) else None},
             optimizer=save_optimizer_states, rng=save_rng_states, frozen=not exclude_frozen_parameters, keep=keep,
             hold=self._host_copy.hold if in_background else None, latest=save_latest)
         self._background.start(steps, partial(self._saved, then)) if in_background else \
@@ -412,13 +308,19 @@ class Engine:
         self.monitor.forget_loss()
         if options.counters:
             self._run_id = found.shared_state["run_id"]
-            loop = found.shared_state.get("loop", {})
-            self._batching.samples = loop.get("global_samples", self.global_steps * self.train_batch_size())
-            go_to_epoch(self.training_dataloader, loop.get("epoch"))
+            self._restore_loop(found.shared_state.get("loop", {}))
         self.rng_note = (restore_streams(found, self.groups, self.layout, self.config.train.seed)
                          if options.rng else None)
         state: dict[str, Any] = found.shared_state["client_state"]
         return state
+
+    def _restore_loop(self, saved: Mapping[str, Any]) -> None:
+        note = self._batching.restore(saved)
+        if note is not None and self.groups.world.rank == 0:
+            print(f"warning: {note}", file=sys.stderr)
+        epochs = self.training_dataloader
+        if isinstance(epochs, EpochLoader) and saved.get("epoch") is not None:
+            epochs.go_to_epoch(saved["epoch"])
 
     def save_16bit_model(self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin",
                          exclude_frozen_parameters: bool = False) -> bool:

@@ -49,9 +49,17 @@ def GatheredParameters(  # noqa: N802 (the name that scripts know)
             holders.setdefault(id(holder), holder)
     for holder in holders.values():
         holder.lend()
-    with torch.no_grad():
-        yield
-    for holder in holders.values():
+    try:
+        with torch.no_grad():
+            yield
+    except Exception:  # the others are on their way out: this rank goes with them, or they would wait for it
+        _take_back(holders.values(), modifier_rank)
+        raise
+    _take_back(holders.values(), modifier_rank)
+
+
+def _take_back(holders: Iterable[Holder], modifier_rank: int | None) -> None:
+    for holder in holders:
         holder.take_back(modifier_rank)
 
 

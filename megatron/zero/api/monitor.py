@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import csv
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron.errors import ConfigError, StorageError
+from megatron.zero.api.accelerator import peak_resident_bytes
 
 DEFAULT_STEPS_PER_PRINT = 10
 """Between two breakdowns, where the configuration says nothing."""
@@ -252,5 +252,4 @@ def _bytes_in_use(device: torch.device) -> int:
     """Of the device's allocator, or on a CPU the peak of the process's resident memory."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return peak_resident_bytes()

@@ -158,7 +158,7 @@ def _wanted_of_groups(shared: Mapping[str, Any], scheduler: Stateful | None, opt
     return frozenset((saved & SCHEDULED if rates else set()) | (saved - SCHEDULED if options.optimizer else set()))
 
 
-def load_weights(engine: ZeroEngine, found: Foreign) -> None:
+def load_foreign_weights(engine: ZeroEngine, found: Foreign) -> None:
     """Initial weights from another program's checkpoint, which must hold those of this model."""
     engine.load_runs(("weight",), partial(_read_run, engine, found))
 

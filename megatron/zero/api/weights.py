@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.checkpoint.agree import agree
 from megatron.config.tree import ZeroConfig
 from megatron.errors import ConfigError
 from megatron.zero.api.init import GatheredParameters
 from megatron.zero.api.saved import whole_weights
-from megatron.zero.engine import ZeroEngine
+from megatron.zero.engine import ZeroEngine, copy_buffers_from_first
 
 PREFIX = "module."
 """What names begin with where the engine, not the model, is asked: as in DeepSpeed and DistributedDataParallel."""
@@ -30,6 +31,22 @@ def weights_of(core: ZeroEngine, zero: ZeroConfig, *, prefix: str = "", keep_var
 
 
 def load_weights(core: ZeroEngine, state: Mapping[str, Any], strict: bool) -> None:
-    """New weights for the model and the optimizer's masters: those of data parallel rank 0. Collective."""
+    """New weights and buffers for the model and the optimizer's masters: those of data parallel rank 0, the others may
+    have none. Collective; what does not fit is an error on every rank, and as in torch what fits is loaded."""
+    def load() -> None:
+        if core.groups.dp.rank != 0:
+            return
+        if not state and len(core.module.state_dict(keep_vars=True)) > 0:
+            raise ConfigError("load_state_dict was given an empty state dict on the first data parallel rank (tensor "
+                              f"parallel rank {core.groups.tp.rank}), whose weights count: give it the weights of its "
+                              "part of the model, or use save_checkpoint and load_checkpoint")
+        try:
+            core.module.load_state_dict(state, strict=strict)
+        except Exception as error:  # whatever it is: no rank may wait for one that has left
+            raise ConfigError(f"load_state_dict: {error}") from error
+
     with GatheredParameters(list(core.module.parameters()), modifier_rank=0):
-        core.module.load_state_dict(state, strict=strict)
+        try:
+            agree(load, core.groups.world)
+        finally:
+            copy_buffers_from_first(core.module, core.groups)

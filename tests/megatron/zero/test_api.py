@@ -159,24 +159,42 @@ def test_the_loader_gives_each_rank_its_share_and_a_users_scheduler_is_stepped()
     torch.optim.lr_scheduler.LambdaLR(wrapped, lambda step: 0.5)  # torch's schedulers take it for an optimizer
 
 
+def with_loader(size: int = 16) -> tuple[Engine, Any]:
+    engine, _, loader, _ = zero.initialize(model=Model(), training_data=list(range(size)), config=config())
+    return engine, loader
+
+
+def train_step(engine: Engine) -> None:
+    engine.backward(engine(torch.ones(ROWS, 4)))
+    engine.step()
+
+
+def epoch_of(engine: Engine, loader: Any, batches: int | None = None) -> list[int]:
+    """The samples of an epoch that is trained on, or of its first batches."""
+    seen: list[int] = []
+    for number, batch in enumerate(loader, 1):
+        seen += batch.tolist()
+        train_step(engine)
+        if number == batches:
+            break
+    return seen
+
+
+def looked_at(loader: Any) -> list[int]:
+    return [int(value) for batch in loader for value in batch]
+
+
 def orders(rank: int, world: int, folder: str) -> list[Any]:
     """The samples of four epochs: of one run, and of one that resumes after the second."""
-    def epoch(loader: Any) -> list[int]:
-        return [int(value) for batch in loader for value in batch]
-
-    def made() -> tuple[Engine, Any]:
-        engine, _, loader, _ = zero.initialize(model=Model(), training_data=list(range(16)), config=config())
-        return engine, loader
-
-    engine, loader = made()
-    begun = [epoch(loader), epoch(loader)]
+    engine, loader = with_loader()
+    begun = [epoch_of(engine, loader), epoch_of(engine, loader)]
     engine.save_checkpoint(folder)
-    whole = [*begun, epoch(loader), epoch(loader)]
-    engine, loader = made()
+    whole = [*begun, epoch_of(engine, loader), epoch_of(engine, loader)]
+    engine, loader = with_loader()
     engine.load_checkpoint(folder)
-    resumed = [*begun, epoch(loader), epoch(loader)]
+    resumed = [*begun, epoch_of(engine, loader), epoch_of(engine, loader)]
     loader.sampler.set_epoch(1)
-    return [whole, resumed, epoch(loader)]
+    return [whole, resumed, epoch_of(engine, loader)]
 
 
 def test_the_loaders_order_changes_with_the_epoch_and_goes_on_after_a_resume(tmp_path: Path) -> None:
@@ -184,6 +202,71 @@ def test_the_loaders_order_changes_with_the_epoch_and_goes_on_after_a_resume(tmp
     assert len({tuple(epoch) for epoch in whole}) == 4, "each epoch has an order of its own"
     assert resumed == whole and second == whole[1]
     assert all(sorted(mine + theirs) == list(range(16)) for mine, theirs in zip(whole, other, strict=True))
+
+
+def test_a_resume_in_mid_epoch_has_the_order_of_that_epoch(tmp_path: Path) -> None:
+    engine, loader = with_loader()
+    first, second = epoch_of(engine, loader), []
+    for number, batch in enumerate(loader):
+        second += batch.tolist()
+        train_step(engine)
+        engine.save_checkpoint(tmp_path, tag=f"at{number}")
+    third = epoch_of(engine, loader)
+    assert len({tuple(first), tuple(second), tuple(third)}) == 3
+    last = len(loader) - 1
+    for number, expected in ((0, second), (last - 1, second), (last, third)):
+        again, resumed = with_loader()
+        again.load_checkpoint(tmp_path, tag=f"at{number}")
+        assert looked_at(resumed) == expected, f"after batch {number}"
+
+
+def test_an_epoch_that_was_trained_on_and_left_is_over(tmp_path: Path) -> None:
+    engine, loader = with_loader()
+    parts = [epoch_of(engine, loader, batches=2) for _ in range(3)]
+    assert len({tuple(part) for part in parts}) == 3
+    engine.save_checkpoint(tmp_path)
+    again, resumed = with_loader()
+    again.load_checkpoint(tmp_path)
+    assert looked_at(resumed) == looked_at(loader)
+
+
+def shares(rank: int, world: int) -> list[list[int]]:
+    """Epochs of a rank; the first one looks at batches in between, and one of its looks stays alive."""
+    engine, loader = with_loader()
+    kept = iter(loader)
+    if rank == 0:
+        next(kept), next(iter(loader)), looked_at(loader)
+    found = [epoch_of(engine, loader)]
+    seen: list[int] = []
+    for batch in loader:
+        seen += batch.tolist()
+        if rank == 0:
+            next(iter(loader))
+        train_step(engine)
+        if rank == 0:
+            next(iter(loader)), looked_at(loader)
+    return [*found, seen, epoch_of(engine, loader)]
+
+
+def test_looking_at_batches_on_one_rank_changes_no_order() -> None:
+    mine, theirs = run_ranks(shares, 2)
+    assert len({tuple(epoch) for epoch in mine}) == 3
+    assert all(sorted(a + b) == list(range(16)) for a, b in zip(mine, theirs, strict=True)), "no sample twice"
+
+
+def test_a_batch_size_that_was_set_is_named_when_the_checkpoint_is_loaded(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    engine, _ = with_loader()
+    engine.save_checkpoint(tmp_path, tag="as_configured")
+    engine.set_train_batch_size(3 * engine.train_batch_size())
+    engine.save_checkpoint(tmp_path, tag="set")
+    engine.load_checkpoint(tmp_path, tag="set")
+    again, _ = with_loader()
+    again.load_checkpoint(tmp_path, tag="as_configured")
+    assert capsys.readouterr().err == ""
+    again.load_checkpoint(tmp_path, tag="set")
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and f"took {engine.train_batch_size()} samples a step; this one takes" in lines[0]
 
 
 def saved_and_loaded(rank: int, world: int, folder: str) -> dict[str, Any]:

@@ -1,0 +1,124 @@
+"""What one can ask an engine: counters, rates, sizes, precision. Nothing here changes anything; engine.py acts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.config.tree import Config
+from megatron.launch.distributed import read_environment
+from megatron.zero.api.batching import Batching
+from megatron.zero.engine import ZeroEngine
+from megatron.zero.precision import DTYPES
+from mpu.groups import Groups
+
+
+class Questions:
+    """Of an engine; the mechanism (`core`), the configuration and the batch sizes know the answers."""
+
+    def __init__(self, core: ZeroEngine, config: Config) -> None:
+        self.core, self.config = core, config
+        self._batching = Batching(core, config)
+
+    @property
+    def module(self) -> nn.Module:
+        return self.core.module
+
+    @property
+    def groups(self) -> Groups:
+        return self.core.groups
+
+    @property
+    def device(self) -> torch.device:
+        return self.core.buckets[0].shard.device
+
+    @property
+    def global_steps(self) -> int:
+        """Optimizer steps, skipped ones included."""
+        return self.core.global_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        return self.core.skipped_steps
+
+    @property
+    def micro_steps(self) -> int:
+        return self.core.micro_steps
+
+    @property
+    def global_samples(self) -> int:
+        """Of all optimizer steps, also of those with another batch size."""
+        return self._batching.samples
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's place on its node."""
+        return read_environment().local_rank
+
+    @property
+    def working_dtype(self) -> torch.dtype:
+        return DTYPES[self.config.precision.name]
+
+    @property
+    def applied_steps(self) -> int:
+        return self.core.applied_steps
+
+    @property
+    def backward_scale(self) -> float:
+        """What `backward` multiplies the loss by."""
+        return self.core.backward_scale
+
+    @property
+    def cur_scale(self) -> float:
+        """The loss scale of the next backward."""
+        return self.core.scaler.scale
+
+    loss_scale = cur_scale
+
+    def was_step_applied(self) -> bool:
+        """The last optimizer step changed the weights (it was not skipped for an overflow)."""
+        return self.core.last_report is not None and self.core.last_report.applied
+
+    def get_global_grad_norm(self) -> float | None:
+        """Of the last optimizer step, before clipping; None before the first."""
+        return None if self.core.last_report is None else self.core.last_report.grad_norm
+
+    def get_lr(self) -> list[float]:
+        """Learning rate of each param group in the next step."""
+        return [float(group["lr"]) for group in self.core.param_groups]
+
+    def get_mom(self) -> list[Any]:
+        """Momentum, or betas, of each param group."""
+        return [group.get("betas", group.get("momentum")) for group in self.core.param_groups]
+
+    def get_type(self) -> list[str]:
+        """What kind of optimizer steps each param group."""
+        return [self.core.rule.name] * len(self.core.param_groups)
+
+    def fp16_enabled(self) -> bool:
+        return self.config.precision.fp16
+
+    def bfloat16_enabled(self) -> bool:
+        return self.config.precision.bf16
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self._batching.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        return self.core.accumulation
+
+    def train_batch_size(self) -> int:
+        return self._batching.total
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Samples of a step, of a micro-batch, and micro-batches of a step."""
+        return self.train_batch_size(), self._batching.micro, self.core.accumulation
+
+    def zero_optimization_stage(self) -> int:
+        return self.config.zero.zero_stage
+
+    @property
+    def layout(self) -> dict[str, int]:
+        return {"tp": self.groups.tp.size, "dp": self.groups.dp.size, "zero_stage": self.config.zero.zero_stage}
