@@ -436,7 +436,8 @@ def test_values_out_of_range_are_in_the_one_list_of_errors():
     tree = {"zero_optimization": {"stage": 9, "reduce_bucket_size": 0}, "gradient_clipping": "x",
             "optimizer": {"type": "Adam", "params": {"lr": -1, "eps": -1}}}
     ranges = ("zero_optimization.stage is 9: expected 0, 1, 2 or 3", "optimizer.params.lr is -1.0: expected",
-              "zero_optimization.reduce_bucket_size is 0: expected", "optimizer.params.eps is -1.0: expected a number > 0")
+              "zero_optimization.reduce_bucket_size is 0: expected",
+              "optimizer.params.eps is -1.0: expected a number > 0")
     told = refusal(tree)
     assert told.startswith("config: 5 errors: ") and all(sentence in told for sentence in ranges)
     told = refusal({**tree, "gradient_clipping": 1.0})
