@@ -113,9 +113,9 @@ def _refuse(value: object, path: str, items: list[Item]) -> Any:
     base = next((kind for kind in type(value).__mro__ if kind in CONVERSIONS), None)
     instead = "what it is made of, such as its state_dict()" if base is None else f"{base.__name__}(...) of it"
     raise CheckpointError(
-        f"state {path}: a {type(value).__name__} cannot come back as one: a checkpoint holds JSON values, tensors, "
-        "parameters, tuples, sets, bytes, OrderedDicts, Counters, defaultdicts, paths, Namespaces and NumPy's arrays "
-        f"and numbers; save {instead}")
+        f"state {path}: a value of type {type(value).__name__} would not come back as it was: a checkpoint holds JSON "
+        "values, tensors, parameters, tuples, sets, bytes, OrderedDicts, Counters, defaultdicts, paths, Namespaces and "
+        f"NumPy's arrays and numbers; save {instead}")
 
 
 CONVERSIONS = frozenset({dict, list, tuple, set, frozenset, str, int, float, bytes, bytearray})

@@ -50,6 +50,8 @@ LEGAL_MOVES = {(Place.AWAY, Place.ARRIVING), (Place.ARRIVING, Place.WHOLE), (Pla
 class FlatBucket:
     """The buffers of one unit; see the module docstring for the vocabulary."""
 
+    is_settled = True
+
     def __init__(self, name: str, slots: Sequence[Slot], parameters: Sequence[nn.Parameter], *, policy: Policy,
                  dp: Group, device: torch.device, dtypes: Dtypes, wire: Wire) -> None:
         self.name, self._dtypes, self._wire, self._dp = name, dtypes, wire, dp
@@ -164,9 +166,10 @@ class FlatBucket:
                     f"{slot.name} was {'frozen' if self.trainable else 'unfrozen'} after zero.initialize, and the "
                     f"engine would {'go on changing it' if self.trainable else 'not train it'}: set requires_grad "
                     "before, or destroy() the engine and initialize again")
-        self._check_places()
+        self.check_places()
 
-    def _check_places(self) -> None:
+    def check_places(self) -> None:
+        """Refuse parameters that are whole, and elsewhere than in the buffers."""
         for slot, parameter, view in zip(self.layout.slots, self.parameters, self._views if self.is_here else ()):
             if parameter.data_ptr() != view.data_ptr():
                 raise ConfigError(
@@ -202,7 +205,7 @@ class FlatBucket:
 
     def take_back(self, editor: int | None) -> None:
         assert self._lent is not None, f"bucket {self.name} was not lent"
-        self._check_places()
+        self.check_places()
         if editor is not None:
             broadcast_into(self._whole, editor, self._dp).wait()
             own = self._span(self._whole)

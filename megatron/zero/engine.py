@@ -198,6 +198,7 @@ class ZeroEngine:
         """Fill everything this rank holds: `read(kind, slot, offset, out)` for every run, then publish the weights.
         What has been accumulated is of the weights before, and is discarded: the next micro-batch begins a step."""
         self.residency.done_with_all()
+        self._roster.check_places()
         self.zero_grad()
         self._micro_batches = 0
         self.state.fill(kinds, read)

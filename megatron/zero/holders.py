@@ -18,6 +18,9 @@ from megatron.errors import ConfigError
 class Holder(Protocol):
     """Something that keeps parameters split and can make them whole for a while."""
 
+    is_settled: bool
+    """The precision and the device of the elements are final."""
+
     def shape_of(self, parameter: nn.Parameter) -> torch.Size: ...
 
     def describe(self, parameter: Tensor) -> str:

@@ -19,6 +19,8 @@ from mpu.groups import Group
 class Parked:
     """The holder of one parameter (see holders.py)."""
 
+    is_settled = False
+
     def __init__(self, parameter: nn.Parameter, dp: Group, dtype: torch.dtype | None,
                  home: torch.device | None) -> None:
         self._parameter, self._dp, self._shape = parameter, dp, parameter.shape

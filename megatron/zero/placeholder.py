@@ -53,7 +53,8 @@ SIZES = frozenset((*_getters("shape ndim nbytes"), *_methods("size dim ndimensio
 """Questions that are answered for the whole parameter."""
 
 CONVERSIONS = frozenset(_methods("to type cpu cuda xpu half float double bfloat16"))
-"""`Module.to` and its relatives come here: what they make of a placeholder is another one."""
+"""`Module.to` and its relatives come here: what they make of a placeholder is another one. An engine's parameters have
+one precision and one place, and anything else is refused; `zero.initialize` decides those of `zero.Init`."""
 
 _SET_DATA = _TENSOR.data.__set__
 
@@ -127,9 +128,21 @@ def _converted(placeholder: Placeholder, func: Callable[..., Any], args: tuple[A
                kwargs: Mapping[str, Any]) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         result = func(*args, **{name: value for name, value in kwargs.items() if name != "memory_format"})
-    if isinstance(result, Tensor):  # `type()` without arguments gives a name
-        _set_class(result, type(placeholder))
+        if not isinstance(result, Tensor):  # `type()` without arguments gives a name
+            return result
+        holder = holder_of(placeholder)
+        if holder is not None and holder.is_settled:
+            _check_conversion(placeholder, func, result)
+    _set_class(result, type(placeholder))
     return result
+
+
+def _check_conversion(placeholder: Placeholder, func: Callable[..., Any], result: Tensor) -> None:
+    if (result.dtype, result.device) != (placeholder.dtype, placeholder.device):
+        raise ConfigError(
+            f"{_described(placeholder)} cannot become {result.dtype} on {result.device} ({_name(func)}): its elements "
+            f"are split over the data parallel ranks, in {placeholder.dtype} on {placeholder.device}; choose fp16 or "
+            "bf16 in the configuration and the device by the launcher, and read values inside zero.GatheredParameters")
 
 
 def _described(placeholder: Placeholder | None) -> str:

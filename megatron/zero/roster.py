@@ -34,6 +34,12 @@ class Roster:
             for bucket in self._buckets:
                 bucket.check()
 
+    def check_places(self) -> None:
+        """Raise where new weights would not reach a parameter of the model."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for bucket in self._buckets:
+                bucket.check_places()
+
     def _check_members(self, members: list[int]) -> None:
         gone = self._held.keys() - members
         if gone:

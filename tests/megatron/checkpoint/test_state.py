@@ -126,7 +126,7 @@ def test_anything_else_is_refused_by_its_path(value: Any) -> None:
 
 @pytest.mark.parametrize("value, instead", [(Pair(), "tuple"), (Number.ONE, "int"), (next(kinds_of(Counter)), "dict")])
 def test_a_kind_of_something_is_told_what_to_be_saved_as(value: Any, instead: str) -> None:
-    said = rf"^state client/a/0: a \w+ cannot come back .*; save {instead}\(\.\.\.\)"
+    said = rf"^state client/a/0: a value of type \w+ would not .*; save {instead}\(\.\.\.\)"
     with pytest.raises(CheckpointError, match=said):
         encode({"a": [value]}, "client", [])
 

@@ -304,7 +304,7 @@ def test_what_cannot_be_loaded_or_saved_is_refused(tmp_path: Path) -> None:
     train(engine, 1)
     with pytest.raises(ConfigError, match="client_state: optimizer is the engine's own"):
         engine.save_checkpoint(tmp_path, client_state={"optimizer": 1})
-    with pytest.raises(CheckpointError, match="JSON values and tensors"):
+    with pytest.raises(CheckpointError, match="client_state/model: a value of type object"):
         engine.save_checkpoint(tmp_path, client_state={"model": object()})
     engine.save_checkpoint(tmp_path, client_state={"mean": torch.ones(3)})
     assert torch.equal(engine.load_checkpoint(tmp_path)[1]["mean"], torch.ones(3))  # type: ignore[index]

@@ -260,9 +260,14 @@ def trained(prepare: Callable[[nn.Module], object], *, split: bool) -> list[Tens
 
 
 PREPARATIONS: dict[str, Callable[[nn.Module], object]] = {
-    "to": lambda m: m.to("cpu"), "cpu": lambda m: m.cpu(), "half": lambda m: m.half(), "double": lambda m: m.double(),
-    "to a type": lambda m: m.to(torch.bfloat16), "train": lambda m: m.train(), "zero_grad": lambda m: m.zero_grad(),
-    "requires_grad_": lambda m: m.requires_grad_(True),
+    "to": lambda m: m.to("cpu"), "cpu": lambda m: m.cpu(), "float": lambda m: m.float(),
+    "to its type": lambda m: m.to("cpu", torch.float32), "train": lambda m: m.train(),
+    "zero_grad": lambda m: m.zero_grad(), "requires_grad_": lambda m: m.requires_grad_(True),
+}
+CASTS: dict[str, Callable[[nn.Module], object]] = {
+    "half": lambda m: m.half(), "double": lambda m: m.double(), "bfloat16": lambda m: m.bfloat16(),
+    "to": lambda m: m.to(torch.float16), "type": lambda m: m.type(torch.float64),
+    "to like": lambda m: m.to(torch.ones(1, dtype=torch.float64)),
 }
 
 
@@ -270,6 +275,23 @@ PREPARATIONS: dict[str, Callable[[nn.Module], object]] = {
 def test_moving_a_split_module_changes_nothing(prepare: Callable[[nn.Module], object]) -> None:
     plain = trained(lambda m: None, split=True)
     assert all(map(torch.equal, trained(prepare, split=True), plain))
+
+
+@pytest.mark.parametrize("cast", CASTS.values(), ids=list(CASTS))
+def test_casting_a_split_module_is_refused_once_an_engine_has_it(cast: Callable[[nn.Module], object]) -> None:
+    """Before, it changes nothing: the configuration decides. A refused cast changes nothing either."""
+    said: list[str] = []
+
+    def try_to_cast(model: nn.Module) -> None:
+        try:
+            cast(model)
+        except ConfigError as error:
+            said.append(str(error))
+
+    plain = trained(lambda m: None, split=True)
+    assert all(map(torch.equal, trained(try_to_cast, split=True), plain)) and len(said) == 3
+    assert re.search(r"^parameter 'blocks.0.weight' .* cannot become torch\.\w+ on \w+ \(\w+\): .* choose fp16 or bf16",
+                     said[0])
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at that of every tensor

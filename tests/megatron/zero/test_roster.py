@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,6 +72,16 @@ def test_a_changed_model_is_refused_before_anything_moves(change: Callable[[nn.M
             engine.step()
         assert all(torch.equal(bucket.master, old) for bucket, old in zip(engine.core.buckets, masters))
         assert engine.global_steps == 1
+
+
+@pytest.mark.parametrize("change", [lambda m: m.half(), replaced_data])
+def test_a_load_that_would_not_reach_the_model_is_refused(tmp_path: Path, change: Callable[[nn.Module], None]) -> None:
+    for stage in (0, 1, 2):
+        engine = of_some_frozen(stage)
+        engine.save_checkpoint(tmp_path)
+        change(engine.module)
+        with pytest.raises(ConfigError, match="has left the engine's buffers"):
+            engine.load_checkpoint(tmp_path)
 
 
 def test_parameters_that_persist_at_stage_3_are_looked_at_too() -> None:
