@@ -8,6 +8,7 @@ run of five words.
 from __future__ import annotations
 
 import random
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,10 @@ FOREIGN = {
 }
 
 
+IS_PROSE = re.compile(r"""["'(]*[A-Za-z]+(['-][A-Za-z]+)?[.,;:!?'")]*""").fullmatch
+"""No rulers, names with underscores or pieces of code: which there are differs between versions of Python."""
+
+
 @dataclass(frozen=True)
 class Page:
     """One document and what is true of it."""
@@ -52,7 +57,7 @@ def _followers() -> dict[str, list[str]]:
     for _, text in sorted(topics.items()):
         plain = text.split()
         for word, following in zip(plain, plain[1:]):
-            if word.isascii() and following.isascii():
+            if IS_PROSE(word) and IS_PROSE(following):
                 followers[word].append(following)
     return dict(followers)
 
