@@ -19,6 +19,8 @@ def main() -> int:
     config = parse_args(sys.argv[1:], world_size)
     config.check_world(world_size)  # wrong flags end here, before torch is imported
     check_neighbours()
+    from megatron.train.inputs import check_inputs
+    check_inputs(config.data)  # and so do names of files that do not exist
 
     from megatron.checkpoint.agree import on_rank_0
     from megatron.launch import distributed

@@ -30,6 +30,7 @@ LARGE = 1 << 26
 def cached_corpus(source: str, tokenizer: Tokenizer, reading: Reading, cache_path: str | None) -> tuple[str, str]:
     """The prefix of the corpus of a file or folder, and one line that says what was made of it."""
     found = find([source])
+    doing, done = ("copying", "copied") if _holds_tokens(found.files) else ("tokenizing", "tokenized")
     contents, size = _contents(found.files)
     key = digest(map(str.encode, (*contents, tokenizer.fingerprint, *reading.words)))
     beside = os.path.abspath(source)
@@ -40,12 +41,12 @@ def cached_corpus(source: str, tokenizer: Tokenizer, reading: Reading, cache_pat
         is_new = not prefix.with_name(prefix.name + ".idx").exists()
         if is_new:
             if size >= LARGE:
-                print(f"{source}: tokenizing {size / 1e9:.2f} GB into {prefix} (once)", file=sys.stderr, flush=True)
+                print(f"{source}: {doing} {size / 1e9:.2f} GB into {prefix} (once)", file=sys.stderr, flush=True)
             _build(found.files, prefix, tokenizer, reading)
             if _contents(found.files)[0] != contents:
                 prefix.with_name(prefix.name + ".idx").unlink()
                 raise DataError(f"{source}: changed while it was read; start again when it is complete")
-    how = f"tokenized in {time.monotonic() - start:.1f} s" if is_new else "found in the cache"
+    how = f"{done} in {time.monotonic() - start:.1f} s" if is_new else "found in the cache"
     return str(prefix), _report(source, found, IndexedCorpus(prefix), how)
 
 
@@ -62,8 +63,13 @@ def _contents(files: Sequence[str]) -> tuple[list[str], int]:
     return contents, total
 
 
+def _holds_tokens(files: Sequence[str]) -> bool:
+    """A token file of nanoGPT or llm.c, which is a source by itself: what is in it was tokenized elsewhere."""
+    return files[0].endswith(TOKENS_SUFFIX)
+
+
 def _build(files: Sequence[str], prefix: Path, tokenizer: Tokenizer, reading: Reading) -> None:
-    if files[0].endswith(TOKENS_SUFFIX):
+    if _holds_tokens(files):
         import_tokens(files, prefix, tokenizer)
     else:
         build_corpus(files, prefix, tokenizer, reading)
@@ -71,6 +77,7 @@ def _build(files: Sequence[str], prefix: Path, tokenizer: Tokenizer, reading: Re
 
 def _report(source: str, found: Found, corpus: IndexedCorpus, how: str) -> str:
     empty = sum(os.path.getsize(path) == 0 for path in found.files)
-    parts = (counted(len(found.files), "file") + (f" ({empty} empty)" if empty else ""),
+    kind = "file of tokens" if _holds_tokens(found.files) else "file"
+    parts = (counted(len(found.files), kind) + (f" ({empty} empty)" if empty else ""),
              counted(corpus.num_documents, "document"), f"{corpus.num_tokens:,} tokens", f"{how}: {corpus.prefix}")
     return f"{source}: {', '.join(parts)}" + (f"; {found.left_out}" if found.left_out else "")

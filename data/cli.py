@@ -14,7 +14,10 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from data.storage import DataError, StorageFault
+from data.storage import DataError, StorageFault, UsageError
+
+
+CODES = ((UsageError, 2), (DataError, 3), (StorageFault, 7), (KeyboardInterrupt, 130))
 
 
 class Parser(argparse.ArgumentParser):
@@ -67,7 +70,7 @@ def run(main: Callable[[], None]) -> NoReturn:
     except (DataError, StorageFault, KeyboardInterrupt) as error:
         message = "interrupted" if isinstance(error, KeyboardInterrupt) else " ".join(str(error).split())
         print(f"error: {message}", file=sys.stderr)
-        code = 3 if isinstance(error, DataError) else 7 if isinstance(error, StorageFault) else 130
+        code = next(code for kind, code in CODES if isinstance(error, kind))
     sys.exit(code)
 
 

@@ -10,20 +10,20 @@ without weights in proportion to their sizes. `--split` cuts every training sour
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from pathlib import Path
 
 from data.cached import TOKENS_SUFFIX, cached_corpus
-from data.default_corpus import DEFAULT_FOLDER
+from data.cli import counted
 from data.gpt2_dataset import BlendedDataset, Dataset, GPT2Dataset, MockDataset
 from data.indexed import IndexedCorpus
 from data.inputs import KINDS, kind_of
 from data.plain_text import Separator
 from data.preprocess import Reading
 from data.sample_index import digest, samples_in
-from data.sampling import parse_number, parse_split, split_documents
+from data.sampling import parse_split, split_documents
+from data.sources import NAMED, check_sources, parse_sources
 from data.storage import DataError
 from data.tokenizer import Tokenizer
 
@@ -46,24 +46,6 @@ class Datasets:
         return digest((part.fingerprint if part else "none").encode() for part in (self.train, self.valid, self.test))
 
 
-@dataclass(frozen=True)
-class Source:
-    """One corpus of a list and its weight, None when none was given."""
-
-    name: str
-    weight: Fraction | None = None
-
-
-def parse_sources(words: Sequence[str], flag: str) -> list[Source]:
-    """`weight name weight name ...` or names alone."""
-    weights = [parse_number(word) for word in words[::2]]
-    if len(words) < 2 or not any(weight is not None for weight in weights):
-        return [Source(word) for word in words]
-    if len(words) % 2 or not all(weight is not None and weight > 0 for weight in weights):
-        raise DataError(f"{flag} {' '.join(words)}: expected weight and name in turn, every weight greater than 0")
-    return [Source(name, weight) for name, weight in zip(words[1::2], weights)]
-
-
 def open_datasets(*, train_data: Sequence[str], valid_data: Sequence[str] = (), test_data: Sequence[str] = (),
                   split: str = "949,50,1", seq_length: int, seed: int, tokenizer: Tokenizer,
                   cache_path: str | None = None, mock: bool = False, append_eod: bool = True,
@@ -74,7 +56,9 @@ def open_datasets(*, train_data: Sequence[str], valid_data: Sequence[str] = (), 
                               for k, part in enumerate(PARTS))
         return Datasets(train, valid, test)
     reading = Reading(json_key, Separator.parse(document_separator), append_eod)
-    opener = _Opener(seq_length, seed, tokenizer, cache_path, reading)
+    opener = _Opener(seq_length, seed, tokenizer, cache_path, reading, split)
+    for flag, words in (("--train-data", train_data), ("--valid-data", valid_data), ("--test-data", test_data)):
+        check_sources(words, flag)  # all of them, before the first is made into a corpus
     shares = dict(zip(PARTS, parse_split(split)))
     replaced = {part: words for part, words in (("valid", valid_data), ("test", test_data)) if words}
     cut = [part for part in PARTS if part not in replaced and shares[part] > 0]
@@ -83,11 +67,11 @@ def open_datasets(*, train_data: Sequence[str], valid_data: Sequence[str] = (), 
         corpus = opener.corpus(source.name)
         ranges = split_documents([shares[part] for part in cut], corpus.num_documents)
         for part, documents in zip(cut, ranges):
-            pieces[part].append(Piece(corpus, documents, source.weight))
+            pieces[part].append(Piece(source.name, corpus, documents, source.weight))
     for part, words in replaced.items():
         for source in parse_sources(words, f"--{part}-data"):
             corpus = opener.corpus(source.name)
-            pieces[part].append(Piece(corpus, range(corpus.num_documents), source.weight))
+            pieces[part].append(Piece(source.name, corpus, range(corpus.num_documents), source.weight))
     # What the user named must be usable; a part that the split left too small is merely absent, with a note.
     datasets = {part: opener.dataset(part, pieces[part], required=part == "train" or part in replaced)
                 for part in PARTS}
@@ -96,8 +80,9 @@ def open_datasets(*, train_data: Sequence[str], valid_data: Sequence[str] = (), 
 
 @dataclass(frozen=True)
 class Piece:
-    """Some documents of a corpus."""
+    """Some documents of a source."""
 
+    source: str
     corpus: IndexedCorpus
     documents: range
     weight: Fraction | None
@@ -115,6 +100,7 @@ class _Opener:
     tokenizer: Tokenizer
     cache_path: str | None
     reading: Reading
+    split: str
     notes: list[str] = field(default_factory=list)
     opened: dict[str, IndexedCorpus] = field(default_factory=dict)
 
@@ -168,27 +154,12 @@ class _Opener:
         tokens = piece.tokens()
         enough = samples_in(tokens, self.seq_length) > 0
         if not enough:
-            hint = ""
-            if piece.corpus.num_documents == 1:
-                hint = f"; the corpus is a single document: give --{part}-data, or a --document-separator"
-            self.notes.append(f"{part}: the split leaves {len(piece.documents)} documents with {tokens} tokens of "
-                              f"{piece.corpus.prefix}, one sample needs {self.seq_length + 1}: not used{hint}")
+            total, kept = piece.corpus.num_documents, len(piece.documents)
+            why = (f"leaves {kept} of the {counted(total, 'document')} of {piece.source}, {counted(tokens, 'token')}, "
+                   f"and a sample needs {self.seq_length + 1}")
+            remedy = "a larger share in --split"
+            if total == 1 and not kept:
+                why = f"cuts between documents, and {piece.source} is a single one"
+                remedy = "a --document-separator"
+            self.notes.append(f"{part}: --split {self.split} {why}: not used; give --{part}-data, or {remedy}")
         return enough
-
-
-def _default_prefix() -> str:
-    prefix = DEFAULT_FOLDER / "corpus"
-    if not prefix.with_suffix(".idx").exists():
-        raise DataError(f"default corpus: {prefix}.idx is missing; build it: python -m data.default_corpus")
-    return str(prefix)
-
-
-def _webtext_prefix() -> str:
-    prefix = os.environ.get("WEBTEXT_PREFIX") or str(Path(__file__).resolve().parent / "webtext" / "corpus")
-    if not os.path.exists(prefix + ".idx"):
-        raise DataError(f"webtext: {prefix}.idx is missing; set WEBTEXT_PREFIX, or build it: "
-                        "bash scripts/preprocess_webtext.sh")
-    return prefix
-
-
-NAMED: dict[str, Callable[[], str]] = {"default": _default_prefix, "webtext": _webtext_prefix}

@@ -33,7 +33,10 @@ from data.preprocess import build_corpus
 from data.sentencepiece_model import SentencePieceTokenizer, train_sentencepiece
 from data.storage import DataError, exclusive, make_folder, staged_file, write_json_atomic
 
-DEFAULT_FOLDER = Path(__file__).resolve().parent.parent / ".cache" / "default-corpus"
+_ROOT = Path(__file__).resolve().parent.parent
+DEFAULT_FOLDER = (_ROOT if (_ROOT / "setup.cfg").exists() else Path()) / ".cache" / "default-corpus"
+"""Of the repository; an installation keeps it in the current folder, as it does its runs."""
+
 PACKAGES = ("python", "numpy", "torch")
 VOCAB_SIZE = 8192
 REVISION = 1

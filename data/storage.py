@@ -32,6 +32,10 @@ class DataError(Exception):
     """Data that cannot be used as it is (the user's to mend): names file, field, expected and found. Exit code 3."""
 
 
+class UsageError(DataError):
+    """A flag whose value cannot be used, whatever the data is. Exit code 2."""
+
+
 class StorageFault(OSError):
     """A disk or folder that cannot be written. Exit code 7."""
 

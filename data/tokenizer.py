@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from data.gpt2_bpe import GPT2BPETokenizer
 from data.sentencepiece_model import SentencePieceTokenizer
-from data.storage import DataError
-from data.tokenizer_base import END_OF_TEXT, REPLACEMENT, Tokenizer, fingerprint, read_text
+from data.storage import UsageError
+from data.tokenizer_base import END_OF_TEXT, REPLACEMENT, Tokenizer, check_file, fingerprint, read_text
 
 __all__ = ["KINDS", "ByteLevelTokenizer", "CharacterLevelTokenizer", "GPT2BPETokenizer", "SentencePieceTokenizer",
            "Tokenizer", "build", "canonical_kind", "check_files"]
@@ -94,8 +94,8 @@ def canonical_kind(kind: str) -> str:
     found = known.get(kind.lower())
     if found is None:
         nearest = difflib.get_close_matches(kind.lower(), known, n=1, cutoff=0.0)
-        raise DataError(f"--tokenizer-type {kind}: unknown; did you mean {known[nearest[0]]}? "
-                        f"Known: {', '.join(KINDS)}")
+        raise UsageError(f"--tokenizer-type {kind}: unknown; did you mean {known[nearest[0]]}? "
+                         f"Known: {', '.join(KINDS)}")
     return found
 
 
@@ -107,16 +107,27 @@ def build(kind: str, vocab_file: str | None = None, merge_file: str | None = Non
         return GPT2BPETokenizer(vocab_file, merge_file)
     if name == ByteLevelTokenizer.name:
         return ByteLevelTokenizer()
-    check_files(name, vocab_file, tokenizer_path)
+    check_files(name, vocab_file, merge_file, tokenizer_path)
     if name == CharacterLevelTokenizer.name:
         return CharacterLevelTokenizer(str(vocab_file))
-    return SentencePieceTokenizer(str(tokenizer_path or vocab_file))
+    return SentencePieceTokenizer(str(tokenizer_path or vocab_file), _model_flag(tokenizer_path))
 
 
-def check_files(name: str, vocab_file: str | None, tokenizer_path: str | None) -> None:
-    """Refuse a tokenizer whose files are not named."""
+def check_files(name: str, vocab_file: str | None, merge_file: str | None, tokenizer_path: str | None) -> None:
+    """Refuse a tokenizer whose files are not named, or do not exist."""
     if name == CharacterLevelTokenizer.name and vocab_file is None:
-        raise DataError(f"{name} needs --vocab-file: a text file that holds every character of the vocabulary")
+        raise UsageError(f"{name} needs --vocab-file: a text file that holds every character of the vocabulary")
     if name == SentencePieceTokenizer.name and tokenizer_path is None and vocab_file is None:
-        raise DataError(f"{name} needs --tokenizer-path FILE, a SentencePiece model: add it, or --tokenizer-type "
-                        f"{GPT2BPETokenizer.name}")
+        raise UsageError(f"{name} needs --tokenizer-path FILE, a SentencePiece model: add it, or --tokenizer-type "
+                         f"{GPT2BPETokenizer.name}")
+    used = {GPT2BPETokenizer.name: {"--vocab-file": vocab_file, "--merge-file": merge_file},
+            CharacterLevelTokenizer.name: {"--vocab-file": vocab_file},
+            SentencePieceTokenizer.name: {_model_flag(tokenizer_path): tokenizer_path or vocab_file}}
+    for flag, path in used.get(name, {}).items():
+        if path is not None:
+            check_file(path, flag)
+
+
+def _model_flag(tokenizer_path: str | None) -> str:
+    """The flag that a SentencePiece model was given with: --vocab-file does as well."""
+    return "--vocab-file" if tokenizer_path is None else "--tokenizer-path"

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data.facts import TokenizerFacts
-from data.storage import DataError
+from data.storage import DataError, UsageError
 
 END_OF_TEXT = "<|endoftext|>"
 REPLACEMENT = "\ufffd"
@@ -58,7 +58,16 @@ def fingerprint(name: str, *parts: bytes) -> str:
     return digest.hexdigest()[:16]
 
 
+def check_file(path: str | Path, flag: str) -> None:
+    """Refuse a flag that names no file."""
+    if not Path(path).is_file():
+        raise UsageError(f"{flag} {path}: {'a folder' if Path(path).is_dir() else 'no such file'}; give the path of a "
+                         "file that exists")
+
+
 def read(path: str | Path, flag: str) -> bytes:
+    """The content of a file that a flag names."""
+    check_file(path, flag)
     try:
         return Path(path).read_bytes()
     except OSError as error:

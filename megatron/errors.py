@@ -52,7 +52,8 @@ class Interrupted(TrainerError):
     code = EXIT_INTERRUPTED
 
 
-CODES_BY_NAME = {"DataError": EXIT_DATA, "ParallelError": EXIT_CONFIG, "StorageFault": EXIT_STORAGE}
+CODES_BY_NAME = {"UsageError": EXIT_CONFIG, "DataError": EXIT_DATA, "ParallelError": EXIT_CONFIG,
+                 "StorageFault": EXIT_STORAGE}
 """Errors of the packages that must not import this one, by class name."""
 
 

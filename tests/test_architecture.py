@@ -44,7 +44,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         data.facts data.indexed data.sample_index data.gpt2_dataset
         data.tokenizer_base data.bpe_engines data.gpt2_bpe data.sentencepiece_model data.tokenizer
         data.cli data.compressed data.chunks data.inputs data.jsonl data.plain_text data.parallel data.preprocess
-        data.default_corpus data.verify data.merge data.split_json data.importers data.cached data.corpora
+        data.default_corpus data.verify data.merge data.split_json data.importers data.cached data.sources
+        data.corpora
         data.webtext data.webtext.document data.webtext.counts data.webtext.jsonarray data.webtext.inputs
         data.webtext.reading data.webtext.record data.webtext.folder data.webtext.shards data.webtext.runner
         data.webtext.external data.webtext.words data.webtext.minhash data.webtext.signatures data.webtext.near
@@ -89,7 +90,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero.api.questions
         megatron.zero.api.names megatron.zero.api.engine megatron.zero.api.meeting megatron.zero.api.initialize
         megatron.zero
-        megatron.train megatron.train.allocator megatron.train.processor megatron.train.flops megatron.train.batches
+        megatron.train megatron.train.inputs
+        megatron.train.allocator megatron.train.processor megatron.train.flops megatron.train.batches
         megatron.train.evaluation megatron.train.rate megatron.train.metrics megatron.train.console megatron.train.board
         megatron.train.log megatron.train.facts megatron.train.sample megatron.train.build
         megatron.train.loop megatron.train.resume

@@ -152,3 +152,13 @@ def test_the_version_names_the_distribution_that_pip_knows(monkeypatch: pytest.M
     monkeypatch.setattr("sys.argv", ["gpt2-train", "--version"])
     assert commands.train() == 0
     assert capsys.readouterr().out == f"{setup['metadata']['name']} {__version__}\n"
+
+
+def test_an_installation_keeps_the_default_corpus_in_the_current_folder(tmp_path: Path) -> None:
+    """Beside the runs, not among the packages, which may be read-only."""
+    shutil.copytree(ROOT / "data", tmp_path / "site" / "data", ignore=shutil.ignore_patterns("__pycache__", "corpus*"))
+    program = "from data.corpora import check_sources; check_sources(['default'], '--train-data')"
+    done = run(tmp_path / "site", tmp_path, sys.executable, "-P", "-c", program)
+    assert done.stderr.splitlines()[-1].endswith(
+        "default corpus: .cache/default-corpus/corpus.idx is missing; build it (10 seconds, no download): "
+        "python -m data.default_corpus")

@@ -33,11 +33,9 @@ def _deepspeed(path: Path) -> str | None:
     if found is None:
         return None
     root, tag = found.parent if found == path else path, found.resolve().name
-    return (f"a DeepSpeed checkpoint (tag {tag}): make one state dict of it with DeepSpeed's own script, "
-            f"`python {root}/zero_to_fp32.py {root} OUT/pytorch_model.bin -t {tag}`, then "
-            f"{CONVERT} OUT --output NEW` (a Hugging Face GPT-2, its config.json copied into OUT) or "
-            f"{CONVERT} OUT/pytorch_model.bin --num-attention-heads N --checkpoint-version V --output NEW` (a Megatron "
-            "GPT-2)")
+    return (f"a DeepSpeed checkpoint (tag {tag}): resume it with DeepSpeed, or take its weights with "
+            f"`python {root}/zero_to_fp32.py {root} OUT -t {tag}`, then {CONVERT} OUT --output NEW` "
+            "(docs/checkpoints.md, Other programs)")
 
 
 def _megatron_lm(path: Path) -> str | None:

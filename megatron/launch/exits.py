@@ -64,7 +64,7 @@ def run(main: Callable[[], int | None], debug: bool | None = None, *, is_job: bo
     except BaseException as error:
         code = EXIT_READER_LEFT
         if is_job or among_ranks() or not (isinstance(error, BrokenPipeError) and has_no_reader()):
-            failure = explain(error)
+            failure = explain(error, is_job=is_job)
             # Of a lost peer only the peer's own traceback helps.
             if ("--debug" in sys.argv if debug is None else debug) and not failure.is_peer_loss:
                 traceback.print_exception(error)
@@ -86,7 +86,7 @@ def _code(main: Callable[[], int | None]) -> int:
         return leaving.code if isinstance(leaving.code, int) else EXIT_CONFIG if leaving.code else EXIT_OK
 
 
-def explain(error: BaseException, environ: Mapping[str, str] = os.environ) -> Failure:
+def explain(error: BaseException, environ: Mapping[str, str] = os.environ, *, is_job: bool = True) -> Failure:
     """The exit code and the text for one exception."""
     rank = f"rank {environ.get('RANK', '0')}"
     message = str(error) or type(error).__name__
@@ -95,7 +95,8 @@ def explain(error: BaseException, environ: Mapping[str, str] = os.environ) -> Fa
     if known is not None:
         return Failure(known, message, isinstance(error, PeerError))
     if isinstance(error, KeyboardInterrupt):
-        return Failure(EXIT_INTERRUPTED, "interrupted before training could save; start the same command to resume")
+        remedy = " before training could save; start the same command to resume" if is_job else ""
+        return Failure(EXIT_INTERRUPTED, "interrupted" + remedy)
     if is_lack_of_memory(error):
         explained = isinstance(error, MemoryShortage)
         what = message if explained else (f"{message.strip().splitlines()[0]}; use a smaller --batch-size, "

@@ -1,5 +1,6 @@
 """The training program: the loop, and what it reads and writes.
 
+    inputs.py       is it there, the text that is named; torch-free
     build.py        configuration -> the parts of a run; facts.py: what these amount to, for people
     batches.py      samples -> micro-batches
     loop.py         the loop; evaluation.py: loss on held-out text; rate.py: is a learning rate left

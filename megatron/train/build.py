@@ -12,17 +12,14 @@ import torch
 
 import data.tokenizer
 from data.corpora import Datasets, open_datasets
-from data.default_corpus import DEFAULT_FOLDER
-from data.sampling import parse_split
-from data.storage import DataError
-from data.tokenizer import Tokenizer, canonical_kind
+from data.tokenizer import Tokenizer
 from megatron import recompute
-from megatron.config.tree import Config, DataConfig, TrainConfig, require
-from megatron.errors import ConfigError
+from megatron.config.tree import Config, TrainConfig, require
 from megatron.model import GPT2
 from megatron.optim.rule import ParamGroup
 from megatron.recompute import Recomputation
 from megatron.train.batches import BatchRule
+from megatron.train.inputs import DEFAULT_TOKENIZER, tokenizer_path
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.init import Init
 from megatron.zero.api.initialize import initialize
@@ -33,31 +30,15 @@ from mpu.collectives import all_gather_json
 from mpu.groups import Groups
 from mpu.random import model_parallel_cuda_manual_seed
 
-DEFAULT_TOKENIZER = "GPT2BPETokenizer"
-
 
 def tokenizer(config: Config) -> Tokenizer:
     section = config.data
-    path = section.tokenizer_path
-    if path is None and "default" in section.train_data and section.tokenizer_type == "SentencePieceTokenizer":
-        path = str(DEFAULT_FOLDER / "tokenizer.model")  # the one trained on that corpus
-    _check_flags(section, path)
     return data.tokenizer.build(
         section.tokenizer_type or DEFAULT_TOKENIZER,
         vocab_file=section.vocab_file,
         merge_file=section.merge_file,
-        tokenizer_path=path,
+        tokenizer_path=tokenizer_path(section),
     )
-
-
-def _check_flags(section: DataConfig, path: str | None) -> None:
-    """Flags whose values only the data package understands: wrong ones are errors of usage, not of data."""
-    try:
-        kind = canonical_kind(section.tokenizer_type or DEFAULT_TOKENIZER)
-        data.tokenizer.check_files(kind, section.vocab_file, path)
-        parse_split(section.split)
-    except DataError as error:
-        raise ConfigError(str(error)) from error
 
 
 def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
@@ -80,8 +61,6 @@ def _too_few_tokens(config: Config, tokenizer: Tokenizer) -> str:
 def datasets(config: Config, tokenizer: Tokenizer, groups: Groups) -> Datasets:
     """Training, validation and test samples; every rank must see the same corpus."""
     section = config.data
-    if not section.mock_data and not section.train_data:
-        raise ConfigError("no training text: give --train-data PREFIX, a text file or a folder, or --mock-data")
     found = open_datasets(
         train_data=section.train_data,
         valid_data=section.valid_data,

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from signal import SIGINT
+from typing import NamedTuple
 
 import torch
 
@@ -34,6 +36,14 @@ class TrainState:
 
     iteration: int = 0
     consumed_samples: int = 0
+
+
+class Asked(NamedTuple):
+    """What all ranks agree to be asked for after a step: each is true where it is on any rank."""
+
+    stop: bool
+    by_keyboard: bool
+    late: bool
 
 
 @dataclass(frozen=True)
@@ -69,14 +79,14 @@ class Trainer:
         self.engine.train()
         try:
             for batches in stream:
-                metrics, asked, late = self._step(state, batches, watch, rates)
+                metrics, asked = self._step(state, batches, watch, rates)
                 self.log.step(metrics)
                 rate.after(metrics.iteration, metrics.learning_rate)
                 if state.iteration < self.config.train.train_iters:  # at the end `finish` evaluates
                     if valid is not None and due(state.iteration, self.config.train.eval_interval):
                         self.evaluate("validation", state.iteration, valid)
-                    reason = self._reason_to_leave(state.iteration, asked, late)
-                    if asked and self.save is None:
+                    reason = self._reason_to_leave(state.iteration, asked)
+                    if asked.stop and self.save is None:
                         raise Interrupted(
                             f"asked to stop at step {state.iteration}, and nothing was saved: give --save"
                         )
@@ -113,10 +123,10 @@ class Trainer:
         idle = idle_steps(self.config, follows.schedule, follows.steps, state.iteration)
         return RateWatch(idle, self.engine.get_lr()[0], self.log.say)
 
-    def _reason_to_leave(self, iteration: int, asked: bool, late: bool) -> str:
-        if asked:
-            return f"preempted at step {iteration}"
-        if late:
+    def _reason_to_leave(self, iteration: int, asked: Asked) -> str:
+        if asked.stop:
+            return f"{'interrupted' if asked.by_keyboard else 'preempted'} at step {iteration}"
+        if asked.late:
             limit = self.config.train.exit_duration_in_mins
             return f"leaving after iteration {iteration} (--exit-duration-in-mins {limit:g})"
         interval = self.config.train.exit_interval
@@ -134,17 +144,17 @@ class Trainer:
 
     def _step(
         self, state: TrainState, batches: list[Batch], watch: Stopwatch, rates: Rates
-    ) -> tuple[StepMetrics, bool, bool]:
-        """One optimizer step; whether any rank was asked to stop; whether the time of any rank is up."""
+    ) -> tuple[StepMetrics, Asked]:
+        """One optimizer step, and why to leave after it."""
         lr = self.engine.get_lr()[0]
         digest = samples_digest(state.consumed_samples, self.rule.global_batch)
         report, total = self._train_step(batches)
         # Tensor parallel ranks hold equal losses, so the mean over the world is the mean over data parallel.
-        own = total.new_tensor([bool(self.stop) or self.log.is_lost, self._is_late()])
-        loss, asked, late = all_reduce(torch.cat([total.view(1), own]), self.engine.groups.world)
+        own = Asked(bool(self.stop) or self.log.is_lost, self.stop.signal == SIGINT, self._is_late())
+        loss, *asked = all_reduce(torch.cat([total.view(1), total.new_tensor(own)]), self.engine.groups.world).tolist()
         state.iteration += 1
         state.consumed_samples += self.rule.global_batch
-        mean = loss.item() / (len(batches) * self.engine.groups.world.size)
+        mean = loss / (len(batches) * self.engine.groups.world.size)
         seconds = watch.lap()
         tokens, tflops, mfu = rates.of(seconds)
         metrics = StepMetrics(
@@ -152,7 +162,7 @@ class Trainer:
             loss_scale=report.loss_scale, skipped=not report.applied, consumed_samples=state.consumed_samples,
             samples_digest=digest, step_ms=seconds * 1e3, tokens_per_s=tokens, tflops=tflops, mfu=mfu,
             max_memory_bytes=max_memory_bytes(self.device))
-        return metrics, asked.item() > 0, late.item() > 0
+        return metrics, Asked(*(count > 0 for count in asked))
 
     def _is_late(self) -> bool:
         return 0 < self.config.train.exit_duration_in_mins <= self.stop.minutes

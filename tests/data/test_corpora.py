@@ -6,14 +6,13 @@ import json
 import os
 import subprocess
 import sys
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from data import cached, corpora
-from data.corpora import Datasets, Source, open_datasets, parse_sources
+from data import cached
+from data.corpora import Datasets, open_datasets
 from data.gpt2_dataset import BlendedDataset, GPT2Dataset
 from data.inputs import find
 from data.preprocess import build_corpus
@@ -93,7 +92,9 @@ def samples_of(documents: int) -> int:
 def test_a_part_that_is_too_small_is_absent_with_a_note(folder: Path) -> None:
     data = opened(folder / "a", split="998,1,1")
     assert data.valid is None and data.test is None
-    assert len(data.notes) == 2 and "valid: the split leaves 0 documents with 0 tokens" in data.notes[0]
+    assert data.notes[0] == (f"valid: --split 998,1,1 leaves 0 of the 100 documents of {folder / 'a'}, 0 tokens, and a "
+                             "sample needs 10: not used; give --valid-data, or a larger share in --split")
+    assert len(data.notes) == 2 and data.notes[1].startswith("test: --split 998,1,1 leaves 0 of the 100 documents")
     data = opened(folder / "a", split="1")
     assert (data.valid, data.test, data.notes) == (None, None, ())
 
@@ -124,32 +125,6 @@ def test_mock_data_needs_no_files() -> None:
     assert data.train is not None and data.valid is not None
     assert data.train[0].tolist() != data.valid[0].tolist()
     assert opened(mock=True).fingerprint == data.fingerprint != opened(mock=True, seed=2).fingerprint
-
-
-@pytest.mark.parametrize(("words", "expected"), [
-    ("a", [("a", None)]), ("a b c", [("a", None), ("b", None), ("c", None)]),
-    ("0.3 a 7 b", [("a", Fraction("0.3")), ("b", 7)]), ("1 2", [("2", 1)]), ("2020", [("2020", None)]),
-])
-def test_sources_are_names_or_weighted_names(words: str, expected: list[tuple[str, Fraction | None]]) -> None:
-    assert parse_sources(words.split(), "--train-data") == [Source(*pair) for pair in expected]
-
-
-@pytest.mark.parametrize("words", ["1 a b", "1 a b c", "0 a 1 b", "1 a -1 b"])
-def test_half_weighted_lists_are_refused(words: str) -> None:
-    with pytest.raises(DataError, match="--train-data .*weight and name in turn"):
-        parse_sources(words.split(), "--train-data")
-
-
-def test_missing_data_is_refused_with_the_command_that_makes_it(
-        folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpora, "DEFAULT_FOLDER", folder / "none")
-    monkeypatch.delenv("WEBTEXT_PREFIX", raising=False)
-    for source, message in (("default", "python -m data.default_corpus"), ("webtext", "preprocess_webtext.sh"),
-                            ("missing", "missing.idx: cannot read"), ("missing.jsonl", "missing.jsonl: cannot read")):
-        with pytest.raises(DataError, match=message):
-            opened(source)
-    monkeypatch.setenv("WEBTEXT_PREFIX", str(folder / "a"))
-    assert opened("webtext").fingerprint == opened(folder / "a").fingerprint
 
 
 def write_texts(folder: Path, count: int, words: str = "some words of text ") -> Path:
@@ -204,7 +179,9 @@ def test_one_text_file_is_one_document_and_the_note_says_how_to_validate(folder:
     data = opened(folder / "book.txt", split="949,50,1")
     assert data.train is not None and data.valid is None
     assert "50 documents" not in data.notes[0] and "1 document, 1,101 tokens" in data.notes[0]
-    assert "the corpus is a single document: give --valid-data, or a --document-separator" in data.notes[1]
+    book = folder / "book.txt"
+    assert data.notes[1] == (f"valid: --split 949,50,1 cuts between documents, and {book} is a single one: not used; "
+                             "give --valid-data, or a --document-separator")
     assert opened(folder / "book.txt", document_separator="blank-line").valid is not None
 
 

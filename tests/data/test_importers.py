@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from data import importers
-from data.corpora import open_datasets
+from data.corpora import Datasets, open_datasets
 from data.importers import import_tokens, main
 from data.indexed import IndexedCorpus
 from data.storage import DataError
@@ -101,11 +101,14 @@ def test_the_command_and_train_data_read_the_same(tmp_path: Path, capsys: pytest
     main(["--input", str(path), "--output-prefix", str(tmp_path / "c"), "--tokenizer-type", "byte"])
     assert capsys.readouterr().out == f"{tmp_path}/c: 5 documents, 505 tokens\n"
 
-    def opened(name: str) -> str:
+    def opened(name: str) -> Datasets:
         return open_datasets(train_data=[str(tmp_path / name)], split="1", seq_length=9, seed=1, tokenizer=BYTE,
-                             cache_path=str(tmp_path / "cache")).fingerprint
+                             cache_path=str(tmp_path / "cache"))
 
-    assert opened("train.bin") == opened("c") == opened("c.bin")
+    (note,) = opened("train.bin").notes
+    assert "train.bin: 1 file of tokens, 5 documents, 505 tokens, found in the cache: " in opened("train.bin").notes[0]
+    assert "train.bin: 1 file of tokens, 5 documents, 505 tokens, copied in " in note
+    assert opened("train.bin").fingerprint == opened("c").fingerprint == opened("c.bin").fingerprint
     made = sorted(os.listdir(tmp_path / "cache"))
     opened("train.bin")
     assert sorted(os.listdir(tmp_path / "cache")) == made

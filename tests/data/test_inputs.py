@@ -32,10 +32,19 @@ def test_what_is_left_out_is_counted_and_named(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.txt")
     found = find([tmp_path])
     assert [Path(path).name for path in found.files] == ["a.txt"]
-    assert found.hidden == 3
+    assert found.hidden == 2
     assert sorted(Path(path).name for path in found.unknown) == [
         "README", "c.bin", "corpus.json", "page.html", "paper.pdf", "pipe.txt"]
-    assert found.left_out.startswith("left out: 3 hidden, 6 of unknown kind (") and "and 3 more" in found.left_out
+    assert found.left_out.startswith("left out: 2 hidden, 6 of unknown kind (") and "and 3 more" in found.left_out
+
+
+def test_what_we_made_of_a_folder_is_no_part_of_it(tmp_path: Path) -> None:
+    key = "89faa5c5ba8c9711"
+    touch(tmp_path, "a.txt", f"texts-{key}.bin", f"texts-{key}.idx", f"texts-{key}.json", f".texts-{key}.lock",
+          f"{key}-documents.npy", f"{key}-starts.npy", f".texts-{key}.json.12.0123abcd.tmp", "a.txt.cache/a-0.bin")
+    assert find([tmp_path]).left_out == ""
+    touch(tmp_path, "my.cache/a.txt", f"my-{key}.txt")
+    assert names(tmp_path) == ["a.txt", "my-89faa5c5ba8c9711.txt", "my.cache/a.txt"], "a name like ours, text of theirs"
 
 
 def test_links_are_followed_but_not_in_circles(tmp_path: Path) -> None:

@@ -71,6 +71,11 @@ def test_a_deepspeed_tag_that_is_named_is_recognised_too(tmp_path: Path, capsys:
     assert "it is a DeepSpeed checkpoint" in capsys.readouterr().err
 
 
+def test_a_deepspeed_folder_is_told_in_a_sentence(tmp_path: Path) -> None:
+    deepspeed(tmp_path)
+    assert len(recognise(tmp_path).replace(str(tmp_path), "DIR")) < 240
+
+
 def test_ours_and_nothing_are_not_taken_for_anothers(tmp_path: Path) -> None:
     save_solo(tmp_path / "s", 1)
     (tmp_path / "empty").mkdir()

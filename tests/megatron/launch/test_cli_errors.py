@@ -82,6 +82,17 @@ def test_no_text_at_all_is_a_config_error(cli: Cli) -> None:
     check(cli(TINY), 2, "--train-data", "--mock-data")
 
 
+def test_a_tokenizer_file_that_is_named_and_absent_is_a_config_error_before_torch(tmp_path: Path) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("some text " * 99)
+    program = ("import sys, pretrain_gpt2; from megatron.launch import exits; code = exits.run(pretrain_gpt2.main); "
+               "sys.exit('torch' if 'torch' in sys.modules else code)")
+    for kind, flag in (("sentencepiece", "--tokenizer-path"), ("gpt2", "--merge-file"), ("character", "--vocab-file")):
+        done = subprocess.run([sys.executable, "-c", program, *TINY, "--train-data", text, "--tokenizer-type", kind,
+                               flag, f"{tmp_path}/x"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        check((done.returncode, done.stderr), 2, f"{flag} {tmp_path}/x: no such file")
+
+
 def test_bad_configs_end_the_real_commands_alike() -> None:
     check(command([*TINY, "--mock-data", "--lr", "-1"]), 2, "--lr")
     check(command([*TINY, "--mock-data", "--model-parallel-size", "3"], ranks=2), 2, "--model-parallel-size 3")
@@ -91,7 +102,7 @@ def test_bad_configs_end_the_real_commands_alike() -> None:
 
 
 def test_a_missing_corpus_is_one_line_and_exit_3(tmp_path: Path, cli: Cli) -> None:
-    check(cli([*TINY, "--train-data", tmp_path / "nothing"]), 3, tmp_path / "nothing", "No such file")
+    check(cli([*TINY, "--train-data", tmp_path / "nothing"]), 3, tmp_path / "nothing", "no file or folder")
     check(cli([*TINY, "--train-data", tmp_path / "nothing.jsonl"]), 3, tmp_path / "nothing.jsonl")
 
 

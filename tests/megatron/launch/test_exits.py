@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from data.storage import DataError
+from data.storage import DataError, UsageError
 from megatron.errors import CheckpointError, ConfigError, NumericsError, PeerError, StorageError
 from megatron.launch import exits
 from megatron.launch.distributed import Environment, init_process_group, read_environment
@@ -44,13 +44,21 @@ def failing(error: BaseException):
     (OSError(errno.ENOSPC, "No space left on device", "/full/file"), 7),
     (RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer"), 5),
     (DistBackendError("anything"), 5), (OutOfMemoryError("CUDA out of memory. Tried\nmore"), 5), (MemoryError(), 5),
-    (KeyboardInterrupt(), 130), (ZeroDivisionError("a bug"), 5), (SystemExit("usage"), 2), (SystemExit(3), 3),
+    (UsageError("x"), 2), (KeyboardInterrupt(), 130), (ZeroDivisionError("a bug"), 5), (SystemExit("usage"), 2),
+    (SystemExit(3), 3),
 ])
 def test_every_failure_is_one_line_and_its_code(error, code, capfd):
     assert exits.run(failing(error), debug=False) == code
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == (0 if isinstance(error.args[0] if error.args else "", int) and code == 3 else 1)
     assert all(line.startswith("error: ") for line in lines)
+
+
+def test_a_command_that_trains_nothing_does_not_speak_of_resuming(capfd):
+    exits.run(failing(KeyboardInterrupt()))
+    exits.run(failing(KeyboardInterrupt()), is_job=True)
+    told, of_job = capfd.readouterr().err.splitlines()
+    assert told == "error: interrupted" and "start the same command to resume" in of_job
 
 
 def test_success_is_zero_and_silent(capfd):

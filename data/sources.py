@@ -1,0 +1,85 @@
+"""What a value of `--train-data` names: `parse_sources`, and `check_sources`, which looks whether it is there.
+
+A name is the prefix of a corpus, a file, a folder, or one of the words in `NAMED`. Not here: opening it (`corpora`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+from data.default_corpus import DEFAULT_FOLDER
+from data.sampling import parse_number
+from data.storage import DataError
+
+NEAR = 3
+"""Names that are offered for a mistyped one."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One corpus of a list and its weight, None when none was given."""
+
+    name: str
+    weight: Fraction | None = None
+
+
+def parse_sources(words: Sequence[str], flag: str) -> list[Source]:
+    """`weight name weight name ...` or names alone."""
+    weights = [parse_number(word) for word in words[::2]]
+    if len(words) < 2 or not any(weight is not None for weight in weights):
+        return [Source(word) for word in words]
+    if len(words) % 2 or not all(weight is not None and weight > 0 for weight in weights):
+        raise DataError(f"{flag} {' '.join(words)}: expected weight and name in turn, every weight greater than 0")
+    return [Source(name, weight) for name, weight in zip(words[1::2], weights)]
+
+
+def check_sources(words: Sequence[str], flag: str) -> None:
+    """Refuse a name behind which there is nothing; no file is opened."""
+    for source in parse_sources(words, flag):
+        name = source.name
+        if name in NAMED:
+            NAMED[name]()
+        elif not any(os.path.lexists(path) for path in (name, f"{name}.idx", f"{name}.bin")):
+            raise DataError(f"{flag} {name}: no file or folder of this name{_hint(name)}")
+
+
+def _hint(name: str) -> str:
+    """What may be meant instead: what is in that folder and has nearly this name, or the first part of it."""
+    folder, word = os.path.split(name.rstrip("/"))
+    try:
+        entries = os.listdir(folder or ".")
+    except OSError:
+        return f", nor a folder {folder}"
+    corpora = {entry.removesuffix(".idx") for entry in entries if entry.endswith(".idx")}
+    parts = {corpus + suffix for corpus in corpora for suffix in (".bin", ".idx", ".json")}
+    known = sorted(corpora | {entry for entry in entries if not entry.startswith(".")} - parts)
+    near = [entry for entry in known if entry.split(".")[0] == word.split(".")[0]]
+    near = (near or difflib.get_close_matches(word, known, NEAR))[:NEAR]
+    if near:
+        return f"; did you mean {' or '.join(os.path.join(folder, entry) for entry in near)}?"
+    return "; give a text file, a folder of them, or the PREFIX of a corpus (PREFIX.bin and PREFIX.idx)"
+
+
+def default_prefix() -> str:
+    prefix = DEFAULT_FOLDER / "corpus"
+    if not prefix.with_suffix(".idx").exists():
+        raise DataError(f"default corpus: {prefix}.idx is missing; build it (10 seconds, no download): "
+                        "python -m data.default_corpus")
+    return str(prefix)
+
+
+def webtext_prefix() -> str:
+    prefix = os.environ.get("WEBTEXT_PREFIX") or str(Path(__file__).resolve().parent / "webtext" / "corpus")
+    if not os.path.exists(prefix + ".idx"):
+        raise DataError(f"webtext: {prefix}.idx is missing; set WEBTEXT_PREFIX, or build it: "
+                        "bash scripts/preprocess_webtext.sh")
+    return prefix
+
+
+NAMED: dict[str, Callable[[], str]] = {"default": default_prefix, "webtext": webtext_prefix}
+"""Word -> the prefix of the corpus it stands for."""
