@@ -83,13 +83,26 @@ def test_links_lead_somewhere(path: Path) -> None:
     assert not lost, "\n".join(lost)
 
 
-@pytest.mark.parametrize("name", ["docs/README.md", "README.md"])
-def test_an_index_names_every_page(name: str) -> None:
-    index = ROOT / name
-    named = {(index.parent / target.partition("#")[0]).resolve() for _, target in links(index.read_text())}
-    lost = {str(path.relative_to(ROOT)) for path in PAGES if path.parent == ROOT / "docs"} - {"docs/README.md"}
-    lost -= {str(path.relative_to(ROOT)) for path in named if path.is_relative_to(ROOT)}
-    assert not lost
+def linked(page: Path) -> set[str]:
+    """The files of the repository that a page links to."""
+    targets = {(page.parent / target.partition("#")[0]).resolve() for _, target in links(page.read_text())}
+    return {str(path.relative_to(ROOT)) for path in targets if path.is_relative_to(ROOT)}
+
+
+def test_the_index_names_every_page() -> None:
+    pages = {str(path.relative_to(ROOT)) for path in PAGES if path.parent == ROOT / "docs"}
+    assert not pages - {"docs/README.md"} - linked(ROOT / "docs" / "README.md")
+
+
+def test_the_readme_is_two_screens_and_leads_to_the_pages() -> None:
+    """It is no second index: what it says first is what the program is, and the two commands."""
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 90
+    assert {"docs/README.md", "docs/tutorial.md", "docs/install.md", "docs/deepspeed.md", "examples/README.md",
+            "CONTRIBUTING.md"} <= linked(ROOT / "README.md")
+    assert len(linked(ROOT / "README.md")) < len(linked(ROOT / "docs" / "README.md"))
+    first = "\n".join(text.splitlines()[:45])
+    assert all(words in first for words in ("Python 3.11", "bash scripts/pretrain_gpt2.sh", "bash scripts/test.sh"))
 
 
 def paths_in(code: str) -> Iterator[str]:

@@ -28,6 +28,7 @@ class Questions:
 
     @property
     def groups(self) -> Groups:
+        """The process groups: world, data parallel, tensor parallel."""
         return self.core.groups
 
     @property
@@ -59,10 +60,12 @@ class Questions:
 
     @property
     def working_dtype(self) -> torch.dtype:
+        """The precision of weights and activations."""
         return DTYPES[self.config.precision.name]
 
     @property
     def applied_steps(self) -> int:
+        """Optimizer steps that changed the weights: skipped ones are not among them."""
         return self.core.applied_steps
 
     @property
@@ -121,4 +124,5 @@ class Questions:
 
     @property
     def layout(self) -> dict[str, int]:
+        """Tensor and data parallel size and ZeRO stage, as a checkpoint remembers them."""
         return {"tp": self.groups.tp.size, "dp": self.groups.dp.size, "zero_stage": self.config.zero.zero_stage}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from megatron.zero.api.names import TABLE, Holds, Idle, Reads, Refused
 from mpu.random import get_rng_tracker
 from tests.distributed import run_ranks
 from tests.megatron.zero.deepspeed_names import ATTRIBUTES, METHODS, OF_TORCH, OLDER
-from tests.megatron.zero.names_page import PAGE, page
+from tests.megatron.zero.names_page import PAGE, methods, page
 
 ALL = sorted({*METHODS, *ATTRIBUTES, *OLDER, *OF_TORCH})
 
@@ -288,3 +289,10 @@ def test_the_page_shows_the_tables_of_the_code() -> None:
     """`python -m tests.megatron.zero.names_page` rewrites them."""
     text = PAGE.read_text()
     assert page(text) == text
+
+
+def test_a_name_of_ours_is_not_given_as_deepspeeds() -> None:
+    """Of those that the engine adds, and of those that it shares."""
+    rows = dict(re.findall(r"^\| `(\w+)` \| .* \| (ours|) ?\|$", methods(), re.MULTILINE))
+    assert {rows[name] for name in ("working_dtype", "layout", "groups", "applied_steps", "settle")} == {"ours"}
+    assert {rows[name] for name in ("forward", "device", "train_batch_size", "get_lr")} == {""}
