@@ -15,7 +15,7 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "deepspeed.md"
 
 
 def methods() -> str:
-    """The engine's own names with the first sentence of their docstrings; one that DeepSpeed's engine has not is ours."""
+    """The engine's own names with the first sentence of their docstrings; one that DeepSpeed does not have is ours."""
     rows = []
     for name in sorted(name for name in dir(Engine) if not name.startswith("_")):
         text = " ".join((getattr(getattr(Engine, name), "__doc__", None) or "").split())
