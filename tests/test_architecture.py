@@ -63,8 +63,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.optim.build
         megatron.zero.precision megatron.zero.norm megatron.zero.holders megatron.zero.placeholder megatron.zero.parked
         megatron.zero.tiling
-        megatron.zero.gradients megatron.zero.bucket megatron.zero.roster megatron.zero.hooks megatron.zero.units
-        megatron.zero.residency megatron.zero.reductions megatron.zero.passes megatron.zero.state
+        megatron.zero.gradients megatron.zero.edits megatron.zero.bucket megatron.zero.roster megatron.zero.hooks
+        megatron.zero.units megatron.zero.residency megatron.zero.reductions megatron.zero.passes megatron.zero.state
         megatron.zero.step megatron.zero.engine
     """),
     ("4: the application", """

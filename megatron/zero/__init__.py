@@ -5,9 +5,9 @@
 
 In the order to read them: layout.py (what lives where), policy.py (what is split), bucket.py (the buffers of one unit),
 hooks.py (module and gradient events), units.py (how a model is cut), residency.py (what is whole when), passes.py (a
-forward and a backward), roster.py (whether the model is still what was taken over), step.py (the optimizer step),
-state.py (what lasts from step to step), engine.py (all of it together). holders.py and parked.py are about parameters
-outside of a step. api/ is what a training script sees.
+forward and a backward), roster.py and edits.py (whether the model and its weights are still the engine's), step.py (the
+optimizer step), state.py (what lasts from step to step), engine.py (all of it together). holders.py and parked.py are
+about parameters outside of a step. api/ is what a training script sees.
 
 Names are imported on first use: floor 0 of this package must not import torch.
 """

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.errors import ConfigError
+from megatron.zero.edits import Edits
 from megatron.zero.gradients import FlatGradients
 from megatron.zero.holders import hold, let_go
 from megatron.zero.layout import FlatLayout, Slot
@@ -67,6 +68,7 @@ class FlatBucket:
                                    replicas=self.replicas, device=device, dtypes=dtypes, wire=wire)
         self._lent: Tensor | None = None  # what the user was given
         self._take_over(device)
+        self._edits = Edits(self.layout, self.parameters, self.shard_group.rank)
 
     @property
     def forgets_edits(self) -> bool:
@@ -94,6 +96,7 @@ class FlatBucket:
         own = {segment.slot.name: segment for segment in self.layout.segments(self.shard_group.rank)}
         for slot, view, parameter in zip(self.layout.slots, self._views, self.parameters, strict=True):
             value = whole_value(parameter, self._dp, device)
+            value = value.float() if value.dtype == torch.float64 else value  # rounded once, for master and work
             if wide is not None and (part := own.get(slot.name)) is not None:
                 flat = value.flatten()[part.slot_offset : part.slot_offset + part.count]
                 wide[part.shard_offset : part.shard_offset + part.count] = flat
@@ -177,6 +180,11 @@ class FlatBucket:
                     "not be trained: choose fp16 or bf16 in the configuration, and edit weights in place inside "
                     "zero.GatheredParameters")
 
+    def check_edits(self, *, thoroughly: bool) -> None:
+        """Refuse what was written to the parameters by hand, where it would not last (edits.py)."""
+        if self._lent is None and (self.comes_and_goes or self.forgets_edits):
+            self._edits.check(None if self.comes_and_goes else self.shard, self.master, thoroughly=thoroughly)
+
     def publish(self) -> None:
         """After the optimizer: bring the new master into the working copy, on every rank that holds one."""
         if self.master is not self.shard:
@@ -186,6 +194,7 @@ class FlatBucket:
         elif self.shard_group.size > 1:
             self.await_parameters()
             self._start_gather()
+        self._edits.note()
 
     # ---- lending parameters to the user (holders.py) ----------------------------------------------------------
 
@@ -200,6 +209,7 @@ class FlatBucket:
         return next(index for index, held in enumerate(self.parameters) if held is parameter)
 
     def lend(self) -> None:
+        self.check_edits(thoroughly=True)
         self.gather()
         self._lent = self._whole.clone()
 
@@ -215,7 +225,16 @@ class FlatBucket:
         elif not torch.equal(self._whole.view(torch.uint8), self._lent.view(torch.uint8)):  # bits: nan is not nan
             raise ConfigError(f"parameters of {self.name} were edited inside GatheredParameters without modifier_rank: "
                               "the edits would be lost; say which rank's edits count")
+        self._end_loan()
+
+    def cancel_loan(self) -> None:
+        if self._lent is not None:
+            self._whole.copy_(self._lent)
+            self._end_loan()
+
+    def _end_loan(self) -> None:
         self._lent = None
+        self._edits.note()
         self.leave()
 
     def give_back(self) -> None:

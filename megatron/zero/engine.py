@@ -192,13 +192,14 @@ class ZeroEngine:
 
     def state_runs(self, kinds: tuple[str, ...], frozen: bool = True) -> Iterator[tuple[str, Slot, int, Tensor]]:
         """(kind, slot, offset in the slot, run of the state) for everything this rank is to write."""
+        self._roster.check_edits(thoroughly=True)
         return self.state.runs(kinds, frozen)
 
     def load_runs(self, kinds: tuple[str, ...], read: Callable[[str, Slot, int, Tensor], None]) -> None:
         """Fill everything this rank holds: `read(kind, slot, offset, out)` for every run, then publish the weights.
         What has been accumulated is of the weights before, and is discarded: the next micro-batch begins a step."""
         self.residency.done_with_all()
-        self._roster.check_places()
+        self._roster.begin_load()
         self.zero_grad()
         self._micro_batches = 0
         self.state.fill(kinds, read)

@@ -32,6 +32,9 @@ class Holder(Protocol):
     def take_back(self, editor: int | None) -> None:
         """Split them again, with the edits of data parallel rank `editor`. None: there must be none."""
 
+    def cancel_loan(self) -> None:
+        """Split them again, as they were. Not collective."""
+
 
 _HOLDERS = WeakTensorKeyDictionary()
 

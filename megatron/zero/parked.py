@@ -53,6 +53,10 @@ class Parked:
                               "modifier_rank: the edits would be lost; say which rank's edits count")
         self._put_away(editor)
 
+    def cancel_loan(self) -> None:
+        if not isinstance(self._parameter, Placeholder):
+            vacate(self._parameter, self._parameter.detach().new_empty(0))
+
     def _put_away(self, editor: int | None) -> None:
         value = self._parameter.detach().to(self._device).contiguous()
         if editor is not None:

@@ -23,9 +23,11 @@ class Roster:
         self._held = {id(p): slot.name for bucket in buckets
                       for slot, p in zip(bucket.layout.slots, bucket.parameters, strict=True)}
         self._members = _members(model)
+        self._steps = 0  # since the weights were loaded
 
     def check(self) -> None:
-        """Raise where a step would leave out a parameter of the model. 1,200 parameters: 1 ms on a CPU core."""
+        """Raise where a step would leave out a parameter of the model, or undo what was written to it. 1,200
+        parameters: 1 ms on a CPU core."""
         members = _members(self._model)
         if members != self._members:
             self._check_members(members)
@@ -33,12 +35,20 @@ class Roster:
         with torch._C.DisableTorchFunctionSubclass():
             for bucket in self._buckets:
                 bucket.check()
+        self._steps += 1
+        self.check_edits(thoroughly=self._steps.bit_count() == 1)  # steps 1, 2, 4, 8 ...
 
-    def check_places(self) -> None:
+    def check_edits(self, *, thoroughly: bool) -> None:
+        """Raise where something was written to a parameter that would not last."""
+        for bucket in self._buckets:
+            bucket.check_edits(thoroughly=thoroughly)
+
+    def begin_load(self) -> None:
         """Raise where new weights would not reach a parameter of the model."""
         with torch._C.DisableTorchFunctionSubclass():
             for bucket in self._buckets:
                 bucket.check_places()
+        self._steps = 0
 
     def _check_members(self, members: list[int]) -> None:
         gone = self._held.keys() - members

@@ -59,8 +59,16 @@ def GatheredParameters(  # noqa: N802 (the name that scripts know)
 
 
 def _take_back(holders: Iterable[Holder], modifier_rank: int | None) -> None:
+    """All of them, also where one refuses: none stays lent."""
+    refused: ConfigError | None = None
     for holder in holders:
-        holder.take_back(modifier_rank)
+        try:
+            holder.take_back(modifier_rank)
+        except ConfigError as error:
+            holder.cancel_loan()
+            refused = refused or error
+    if refused is not None:
+        raise refused
 
 
 class Init:

@@ -1,0 +1,168 @@
+"""Weights that are written to by hand outlast the next step, or the step is refused in words; nothing is undone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron import zero
+from megatron.errors import ConfigError
+from megatron.zero.api.engine import Engine
+from tests.megatron.zero.test_call_orders import WIDTH, Model
+
+WRITES: dict[str, Callable[[nn.Parameter], object]] = {
+    "copy_": lambda p: p.copy_(torch.full_like(p, 0.5)), "fill_": lambda p: p.fill_(0.5),
+    "init": lambda p: nn.init.constant_(p, 0.5), "detach": lambda p: p.detach().fill_(0.5),
+    "one row": lambda p: p[0].fill_(0.5), "clamp_": lambda p: p.clamp_(-1e-3, 1e-3),
+    "foreach": lambda p: torch._foreach_mul_([p], 2.0),
+}
+UNCOUNTED: dict[str, Callable[[nn.Parameter], object]] = {
+    "data": lambda p: p.data.fill_(0.5), "one number of data": lambda p: p.data.view(-1)[-1:].add_(1),
+    "kept data": lambda p: p.data[0].mul_(-1),
+}
+
+
+def engine_of(stage: int, work: str, model: nn.Module | None = None, **section: Any) -> Engine:
+    return zero.initialize(model=model or Model(), config={
+        "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
+        **({work: {"enabled": True}} if work != "fp32" else {}), "zero_optimization": {"stage": stage, **section}})[0]
+
+
+def step(engine: Engine, count: int = 1) -> None:
+    for _ in range(count):
+        engine.backward(engine(torch.zeros(2, WIDTH, dtype=engine.working_dtype)))
+        engine.step()
+
+
+def values(engine: Engine) -> list[Tensor]:
+    return [p.detach().clone() for p in engine.module.parameters()]
+
+
+@pytest.mark.parametrize("write", {**WRITES, **UNCOUNTED}.values(), ids=[*WRITES, *UNCOUNTED])
+@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+def test_what_is_written_to_fp32_weights_lasts(stage: int, write: Callable[[nn.Parameter], object]) -> None:
+    """At stage 3, of those that persist."""
+    engine = engine_of(stage, "fp32", stage3_param_persistence_threshold=1000)
+    for _ in range(2):
+        with torch.no_grad():
+            write(engine.module.head.weight)
+        wanted = values(engine)
+        step(engine)
+        assert all(map(torch.equal, values(engine), wanted))
+
+
+@pytest.mark.parametrize("before", (0, 1, 5))
+@pytest.mark.parametrize("work", ("bf16", "fp16"))
+@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+def test_what_masters_would_undo_is_refused(tmp_path: Path, stage: int, work: str, before: int) -> None:
+    for name, write in {**WRITES, **({} if before == 5 else UNCOUNTED)}.items():
+        engine = engine_of(stage, work, stage3_param_persistence_threshold=1000)
+        step(engine, before)
+        with torch.no_grad():
+            write(engine.module.head.weight)
+        masters = [bucket.master.clone() for bucket in engine.core.buckets]
+        for go_on in (step, lambda engine: engine.save_checkpoint(tmp_path),
+                      lambda engine: zero.GatheredParameters(engine.module.head.weight).__enter__()):
+            with pytest.raises(ConfigError, match="^head.weight was written to in place .* zero.GatheredParameters"):
+                go_on(engine)
+        assert engine.global_steps == before, name
+        assert all(torch.equal(bucket.master, old) for bucket, old in zip(engine.core.buckets, masters))
+
+
+def test_uncounted_writes_are_found_at_steps_1_2_4_8_and_after_a_load(tmp_path: Path) -> None:
+    engine = engine_of(0, "bf16")
+    engine.save_checkpoint(tmp_path)
+    found = []
+    for number in range(1, 20):
+        if number == 11:
+            engine.load_checkpoint(tmp_path)
+        kept = engine.module.head.weight.detach().clone()
+        engine.module.head.weight.data.add_(1)
+        try:
+            step(engine)
+        except ConfigError:
+            found.append(number)
+            engine.module.head.weight.data.copy_(kept)
+            engine.core.zero_grad()
+    assert found == [1, 2, 4, 8, 11, 12, 14, 18]
+
+
+@pytest.mark.parametrize("work", ("bf16", "fp16", "fp32"))
+@pytest.mark.parametrize("stage", (0, 1, 2))
+def test_weights_that_were_exchanged_for_a_while_are_no_edit(stage: int, work: str) -> None:
+    engine = engine_of(stage, work)
+    for _ in range(3):
+        wanted = values(engine)
+        with torch.no_grad():
+            for p in engine.module.parameters():
+                p.fill_(0.5)
+            for p, kept in zip(engine.module.parameters(), wanted, strict=True):
+                p.copy_(kept)
+        step(engine)
+        assert all(map(torch.equal, values(engine), wanted))
+
+
+@pytest.mark.parametrize("work", ("bf16", "fp16", "fp32"))
+@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+def test_documented_ways_to_write_are_no_edit(tmp_path: Path, stage: int, work: str) -> None:
+    engine = engine_of(stage, work, stage3_gather_16bit_weights_on_model_save=True)
+    parameters = [*engine.module.parameters()]
+    for _ in range(3):
+        with zero.GatheredParameters(parameters, modifier_rank=0):
+            for p in parameters:
+                p.add_(1)
+        engine.load_module_state_dict(engine.module_state_dict())
+        engine.save_checkpoint(tmp_path)
+        engine.load_checkpoint(tmp_path)
+        with zero.GatheredParameters(parameters):
+            parameters[0].add_(0)
+        step(engine)
+
+
+class Renormed(Model):
+    """Looking a token up shortens its row: a write in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, WIDTH, max_norm=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.table(torch.tensor([1, 2])))
+
+
+@pytest.mark.parametrize("stage, work", [(0, "bf16"), (2, "fp16"), (3, "fp32"), (3, "bf16")])
+def test_a_forward_that_writes_where_nothing_lasts_is_refused(stage: int, work: str) -> None:
+    engine = engine_of(stage, work, Renormed(), stage3_param_persistence_threshold=0)
+    with pytest.raises(ConfigError, match="^table.weight was written to in place"):
+        step(engine)
+
+
+@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+def test_a_refused_loan_ends(stage: int) -> None:
+    engine = engine_of(stage, "bf16", stage3_param_persistence_threshold=0)
+    parameters = [*engine.module.parameters()]
+    with zero.GatheredParameters(parameters):
+        wanted = values(engine)
+    for changed in (parameters[:1], parameters):
+        with pytest.raises(ConfigError, match="without modifier_rank"):
+            with zero.GatheredParameters(parameters):
+                for p in changed:
+                    p.add_(1)
+    step(engine)
+    with zero.GatheredParameters(parameters):
+        assert all(map(torch.equal, values(engine), wanted))
+
+
+def test_weights_in_fp64_are_rounded_once() -> None:
+    torch.manual_seed(0)
+    step(engine_of(0, "bf16", nn.Sequential(nn.Linear(WIDTH, 20_000, dtype=torch.float64), Mean())))
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean()
