@@ -96,7 +96,6 @@ class FlatBucket:
         own = {segment.slot.name: segment for segment in self.layout.segments(self.shard_group.rank)}
         for slot, view, parameter in zip(self.layout.slots, self._views, self.parameters, strict=True):
             value = whole_value(parameter, self._dp, device)
-            value = value.float() if value.dtype == torch.float64 else value  # rounded once, for master and work
             if wide is not None and (part := own.get(slot.name)) is not None:
                 flat = value.flatten()[part.slot_offset : part.slot_offset + part.count]
                 wide[part.shard_offset : part.shard_offset + part.count] = flat

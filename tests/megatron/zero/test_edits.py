@@ -142,9 +142,10 @@ def test_a_forward_that_writes_where_nothing_lasts_is_refused(stage: int, work: 
         step(engine)
 
 
+@pytest.mark.parametrize("work", ("bf16", "fp32"))
 @pytest.mark.parametrize("stage", (0, 1, 2, 3))
-def test_a_refused_loan_ends(stage: int) -> None:
-    engine = engine_of(stage, "bf16", stage3_param_persistence_threshold=0)
+def test_a_refused_loan_ends(stage: int, work: str) -> None:
+    engine = engine_of(stage, work, stage3_param_persistence_threshold=0)
     parameters = [*engine.module.parameters()]
     with zero.GatheredParameters(parameters):
         wanted = values(engine)
@@ -156,13 +157,3 @@ def test_a_refused_loan_ends(stage: int) -> None:
     step(engine)
     with zero.GatheredParameters(parameters):
         assert all(map(torch.equal, values(engine), wanted))
-
-
-def test_weights_in_fp64_are_rounded_once() -> None:
-    torch.manual_seed(0)
-    step(engine_of(0, "bf16", nn.Sequential(nn.Linear(WIDTH, 20_000, dtype=torch.float64), Mean())))
-
-
-class Mean(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mean()
