@@ -67,13 +67,18 @@ class FlatBucket:
         self.grads = FlatGradients(name, self.layout, self.parameters, policy=policy, owners=self.shard_group,
                                    replicas=self.replicas, device=device, dtypes=dtypes, wire=wire)
         self._lent: Tensor | None = None  # what the user was given
+        self._came_to_be_lent = False
         self._take_over(device)
         self._edits = Edits(self.layout, self.parameters, self.shard_group.rank)
 
     @property
     def forgets_edits(self) -> bool:
         """What is written to the parameters now is overwritten by the masters at the next step."""
-        return self.master is not self.shard and self._lent is None
+        return self.keeps_masters and self._lent is None
+
+    @property
+    def keeps_masters(self) -> bool:
+        return self.master is not self.shard
 
     @property
     def comes_and_goes(self) -> bool:
@@ -151,8 +156,8 @@ class FlatBucket:
         self.await_parameters()
 
     def leave(self) -> None:
-        """Where parameters are split: keep the shard only."""
-        if self.comes_and_goes and self.is_here:
+        """Where parameters are split: keep the shard only; but what is lent stays."""
+        if self.comes_and_goes and self.is_here and self._lent is None:
             self.await_parameters()
             nothing = self._whole.new_empty(0)
             for parameter in self.parameters:
@@ -180,8 +185,11 @@ class FlatBucket:
                     "zero.GatheredParameters")
 
     def check_edits(self, *, thoroughly: bool) -> None:
-        """Refuse what was written to the parameters by hand, where it would not last (edits.py)."""
-        if self._lent is None and (self.comes_and_goes or self.forgets_edits):
+        """Refuse what was written to the parameters, where it would not last (edits.py), or does not count yet."""
+        if self._lent is not None:
+            if self._is_edited():
+                self.check_not_lent("a save")
+        elif self.comes_and_goes or self.keeps_masters:
             self._edits.check(None if self.comes_and_goes else self.shard, self.master, thoroughly=thoroughly)
 
     def publish(self) -> None:
@@ -208,9 +216,14 @@ class FlatBucket:
         return next(index for index, held in enumerate(self.parameters) if held is parameter)
 
     def lend(self) -> None:
-        self.check_edits(thoroughly=True)
+        self.check_not_lent("GatheredParameters (or what gathers like it, such as load_module_state_dict)")
+        if self.comes_and_goes:
+            self.check_edits(thoroughly=False)
+        self._came_to_be_lent = not self.is_here
         self.gather()
         self._lent = self._whole.clone()
+        if self.keeps_masters and not self.comes_and_goes:  # what was written by hand before is an edit of this loan
+            self._span(self._lent).copy_(self.master)
 
     def take_back(self, editor: int | None) -> None:
         assert self._lent is not None, f"bucket {self.name} was not lent"
@@ -221,10 +234,20 @@ class FlatBucket:
             edited = own != self._span(self._lent)
             self.shard.copy_(own)
             self.master[edited] = own[edited].to(self.master.dtype)  # others keep the bits that `own` has not
-        elif not torch.equal(self._whole.view(torch.uint8), self._lent.view(torch.uint8)):  # bits: nan is not nan
-            raise ConfigError(f"parameters of {self.name} were edited inside GatheredParameters without modifier_rank: "
-                              "the edits would be lost; say which rank's edits count")
+        elif self._is_edited():
+            self.cancel_loan()
+            raise ConfigError(f"parameters of {self.name} were edited inside GatheredParameters without modifier_rank, "
+                              "or by hand before it: the edits would be lost; say which rank's edits count")
         self._end_loan()
+
+    def _is_edited(self) -> bool:
+        assert self._lent is not None
+        return not torch.equal(self._whole.view(torch.uint8), self._lent.view(torch.uint8))  # bits: nan is not nan
+
+    def check_not_lent(self, what: str) -> None:
+        if self._lent is not None:
+            raise ConfigError(f"{what} inside zero.GatheredParameters, which has the parameters of {self.name}: its "
+                              "edits count when the block ends; leave it first")
 
     def cancel_loan(self) -> None:
         if self._lent is not None:
@@ -234,7 +257,8 @@ class FlatBucket:
     def _end_loan(self) -> None:
         self._lent = None
         self._edits.note()
-        self.leave()
+        if self._came_to_be_lent:
+            self.leave()
 
     def give_back(self) -> None:
         """The parameters are ordinary tensors again, whole, and nobody's."""

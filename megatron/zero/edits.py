@@ -43,9 +43,9 @@ class Edits:
         touched = [slot.name for slot, *pair in zip(self._layout.slots, counts, self._counts) if pair[0] != pair[1]]
         if work is not None and (touched or thoroughly) and (edited := self._edited(work, master)) is not None:
             self._refuse(edited)
+        self._counts = counts
         if touched and (work is None or self._layout.shards > 1):
             self._refuse(touched[0])
-        self._counts = counts
 
     def _edited(self, work: Tensor, master: Tensor) -> str | None:
         """The first parameter of which the two differ."""

@@ -34,6 +34,7 @@ class Roster:
             self._members = members
         with torch._C.DisableTorchFunctionSubclass():
             for bucket in self._buckets:
+                bucket.check_not_lent("engine.step()")
                 bucket.check()
         self._steps += 1
         self.check_edits(thoroughly=self._steps.bit_count() == 1)  # steps 1, 2, 4, 8 ...
@@ -47,6 +48,7 @@ class Roster:
         """Raise where new weights would not reach a parameter of the model."""
         with torch._C.DisableTorchFunctionSubclass():
             for bucket in self._buckets:
+                bucket.check_not_lent("a load")
                 bucket.check_places()
         self._steps = 0
 

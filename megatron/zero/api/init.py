@@ -47,8 +47,7 @@ def GatheredParameters(  # noqa: N802 (the name that scripts know)
     for parameter in given:
         if (holder := holder_of(parameter)) is not None:
             holders.setdefault(id(holder), holder)
-    for holder in holders.values():
-        holder.lend()
+    _lend(holders.values())
     try:
         with torch.no_grad():
             yield
@@ -56,6 +55,18 @@ def GatheredParameters(  # noqa: N802 (the name that scripts know)
         _take_back(holders.values(), modifier_rank)
         raise
     _take_back(holders.values(), modifier_rank)
+
+
+def _lend(holders: Iterable[Holder]) -> None:
+    lent: list[Holder] = []
+    try:
+        for holder in holders:
+            holder.lend()
+            lent.append(holder)
+    except ConfigError:
+        for holder in lent:
+            holder.cancel_loan()
+        raise
 
 
 def _take_back(holders: Iterable[Holder], modifier_rank: int | None) -> None:

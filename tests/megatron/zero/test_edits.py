@@ -66,8 +66,7 @@ def test_what_masters_would_undo_is_refused(tmp_path: Path, stage: int, work: st
         with torch.no_grad():
             write(engine.module.head.weight)
         masters = [bucket.master.clone() for bucket in engine.core.buckets]
-        for go_on in (step, lambda engine: engine.save_checkpoint(tmp_path),
-                      lambda engine: zero.GatheredParameters(engine.module.head.weight).__enter__()):
+        for go_on in (step, lambda engine: engine.save_checkpoint(tmp_path)):
             with pytest.raises(ConfigError, match="^head.weight was written to in place .* zero.GatheredParameters"):
                 go_on(engine)
         assert engine.global_steps == before, name
@@ -122,6 +121,77 @@ def test_documented_ways_to_write_are_no_edit(tmp_path: Path, stage: int, work: 
         with zero.GatheredParameters(parameters):
             parameters[0].add_(0)
         step(engine)
+
+
+@pytest.mark.parametrize("write", {**WRITES, **UNCOUNTED}.values(), ids=[*WRITES, *UNCOUNTED])
+@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+def test_a_loan_takes_over_what_was_written_before_it(stage: int, write: Callable[[nn.Parameter], object]) -> None:
+    engine = engine_of(stage, "bf16", stage3_param_persistence_threshold=1000)
+    step(engine, 2)
+    weight = engine.module.get_parameter("head.weight")
+    with torch.no_grad():
+        write(weight)
+    with pytest.raises(ConfigError, match="by hand before it"):
+        with zero.GatheredParameters(weight):
+            pass
+    with torch.no_grad():
+        write(weight)
+    with zero.GatheredParameters(weight, modifier_rank=0):
+        wanted = values(engine)
+    step(engine, 2)
+    assert all(map(torch.equal, values(engine), wanted))
+
+
+IN_A_LOAN: dict[str, Callable[[Engine, Path], object]] = {
+    "step": lambda engine, folder: engine.step(), "load": lambda engine, folder: engine.load_checkpoint(folder),
+    "save": lambda engine, folder: engine.save_checkpoint(folder),
+    "weights": lambda engine, folder: engine.load_module_state_dict({}),
+    "loan": lambda engine, folder: zero.GatheredParameters([*engine.module.parameters()]).__enter__(),
+}
+
+
+@pytest.mark.parametrize("act", IN_A_LOAN.values(), ids=list(IN_A_LOAN))
+@pytest.mark.parametrize("work", ("bf16", "fp32"))
+@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+def test_what_would_meet_half_an_edit_is_refused(tmp_path: Path, stage: int, work: str,
+                                                 act: Callable[[Engine, Path], object]) -> None:
+    engine = engine_of(stage, work, stage3_param_persistence_threshold=0)
+    engine.save_checkpoint(tmp_path)
+    engine.backward(engine(torch.zeros(2, WIDTH, dtype=engine.working_dtype)))
+    with zero.GatheredParameters(engine.module.head.weight, modifier_rank=0):
+        engine.module.head.weight.fill_(0.5)
+        with pytest.raises(ConfigError, match=r"inside zero.GatheredParameters, which has .* leave it first"):
+            act(engine, tmp_path)
+    engine.step()
+    step(engine)
+    with zero.GatheredParameters(engine.module.head.weight):
+        assert bool((engine.module.head.weight == 0.5).all())
+
+
+class Looking(Model):
+    """Looks at a weight of its own in the middle of its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with zero.GatheredParameters(self.blocks[1].weight):
+            x = x + 0 * self.blocks[1].weight.sum()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("model", (Model, Looking))
+@pytest.mark.parametrize("work", ("bf16", "fp32"))
+@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+def test_forwards_and_loans_may_be_inside_each_other(stage: int, work: str, model: type[Model]) -> None:
+    engine = engine_of(stage, work, model(), stage3_param_persistence_threshold=0)
+    x = torch.ones(2, WIDTH, dtype=engine.working_dtype)
+    wanted = engine(x).item()
+    for _ in range(2):
+        if model is Model:
+            with zero.GatheredParameters(engine.module.parameters()):
+                assert engine(x).item() == wanted
+                assert all(p.sum().isfinite() for p in engine.module.parameters())
+        engine.backward(engine(x))
+        engine.step()
+    assert all(not bucket.is_here for bucket in engine.core.buckets) == (stage == 3)
 
 
 class Renormed(Model):
