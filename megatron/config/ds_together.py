@@ -52,8 +52,8 @@ def optimizer(found: Found, flags: Mapping[str, Any], problems: Problems) -> Ite
         if not path.startswith(PARAMS) or name in OF_EVERY_TYPE:
             continue
         if name not in takes.parameters:
-            problems.append(f"{path} is no parameter of {named or chosen}, which takes {', '.join(takes.parameters)}; "
-                            "leave it out")
+            problems.append(f"{path} is not a parameter of {named or chosen}, which takes "
+                            f"{', '.join(takes.parameters)}; leave it out")
         elif path not in found.autos:
             parts = takes.fields.get(name, "").split()
             yield from zip(parts, value if len(parts) > 1 else [value], [path, path])
@@ -86,7 +86,7 @@ def scheduler(found: Found, flags: Mapping[str, Any], problems: Problems,
         return
     for path in given:
         problems.require(path.removeprefix("scheduler.params.") in SCHEDULER_PARAMS[kind].split(),
-                         f"{path} is no parameter of {kind}; leave it out")
+                         f"{path} is not a parameter of {kind}; leave it out")
     if kind == "OneCycle":
         yield from _one_cycle(found, problems)
     elif kind == "LRRangeTest":

@@ -68,7 +68,7 @@ def _is_bytes(model: Any) -> bool:
 def shape_in(folder: str) -> dict[str, Any]:
     """What `--load-hf` fills in."""
     if not (Path(folder) / CONFIG).is_file():
-        what = "has no config.json" if Path(folder).is_dir() else "is no folder here"
+        what = "has no config.json" if Path(folder).is_dir() else "is not a folder"
         raise ConfigError(f"--load-hf {folder}: {what}; give a local folder that holds a Hugging Face GPT-2 "
                           "(config.json and model.safetensors or pytorch_model.bin): nothing is downloaded")
     return shape_of(read_config(Path(folder)))

@@ -68,6 +68,6 @@ class OptimConfig:
             try:
                 found[name] = own_parameter(self.optimizer, name, json.loads(value))
             except ValueError as error:
-                reason = f"{value} is no number, true or false" if isinstance(error, json.JSONDecodeError) else error
+                reason = f"{value} is not a number, true or false" if isinstance(error, json.JSONDecodeError) else error
                 raise ConfigError(f"--optimizer-params {text}: {reason}") from None
         return found

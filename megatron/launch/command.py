@@ -83,7 +83,7 @@ def check(options: argparse.Namespace, command: list[str]) -> None:
         raise ConfigError(f"launcher: --node-rank {options.node_rank} does not fit --nnodes {options.nnodes}; "
                           f"expected 0 to {options.nnodes - 1}")
     if options.master_port is not None and not 0 < options.master_port < 65536:
-        raise ConfigError(f"launcher: --master-port {options.master_port} is no port; expected 1 to 65535")
+        raise ConfigError(f"launcher: --master-port {options.master_port} is not a port; expected 1 to 65535")
     if options.nnodes > 1 and not options.master_addr:
         raise ConfigError("launcher: --nnodes is above 1 but --master-addr is missing; give the address of node 0")
 

@@ -118,8 +118,8 @@ def check_places(config: LogConfig) -> None:
         board = Path(config.tensorboard_dir).absolute()
         there = next(path for path in (board, *board.parents) if path.exists() or path == path.parent)
         if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-            raise StorageError(f"--tensorboard-dir {config.tensorboard_dir} cannot be written: {there} is no writable "
-                               "folder; name a writable folder")
+            raise StorageError(f"--tensorboard-dir {config.tensorboard_dir} cannot be written: {there} is not a "
+                               "folder that can be written; name one that is")
 
 
 def _open_for_append(path: str) -> IO[str]:

@@ -91,7 +91,8 @@ class Checkpoints:
             return self._start(engine)
         root, tag = self._source
         if root is None:
-            self.notes.append(f" starting from scratch: {section.load} is --save as well, and holds no checkpoint yet")
+            self.notes.append(f" starting from scratch: {section.load}, both --save and --load, holds no checkpoint "
+                              "yet")
             return self._start(engine)
         self._loaded = Path(root)
         found = open_checkpoint(root, tag, world=self.groups.world, fallback=section.resume_fallback)

@@ -89,7 +89,7 @@ def _sentencepiece(section: Mapping[str, Any], path: str | None, eod: int, lengt
     if not plain:
         return TokenizerFiles({"tokenizer.model": proto}, eod,
                               "tokenizer.model is copied as it is (a SentencePiece model that changes the text or "
-                              "is no BPE with byte fallback): load it with the sentencepiece package")
+                              "is not BPE with byte fallback): load it with the sentencepiece package")
     vocabulary = {piece: i for i, (piece, _) in enumerate(pieces)}
     return _fast({"type": "BPE", "vocab": vocabulary, "merges": _merges(pieces, learned), "byte_fallback": True,
                   "unk_token": pieces[0][0], "fuse_unk": False}, eod, length,

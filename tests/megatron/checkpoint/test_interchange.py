@@ -322,7 +322,7 @@ def test_load_hf_takes_the_shape_from_the_folder(hf: Path, tmp_path: Path) -> No
     shape = ["--num-layers", LAYERS, "--hidden-size", HIDDEN, "--num-attention-heads", HEADS,
              "--max-position-embeddings", LENGTH]
     assert "loaded weights and optimizer of global_step1" in train([*again, *shape])
-    for name, words in (("gpt2", "is no folder here"), (tmp_path, "has no config.json")):
+    for name, words in (("gpt2", "is not a folder"), (tmp_path, "has no config.json")):
         with pytest.raises(ConfigError, match=f"--load-hf {name}: {words}; give a local .* nothing is downloaded"):
             train([*common, "--load-hf", name])
 

@@ -181,7 +181,7 @@ def test_a_run_and_each_resume_begin_with_their_configuration(tmp_path: Path) ->
 def test_the_sample_is_one_printable_line_and_can_be_read_back(text: str) -> None:
     shown = printable(text)
     assert shown.isprintable() and "\ufffd" not in shown
-    literal = shown.removesuffix(r" (\ufffd: bytes that are no UTF-8)")
+    literal = shown.removesuffix(r" (\ufffd: bytes that are not UTF-8)")
     assert ast.literal_eval(literal) == text and (literal != shown) == ("\ufffd" in text)
 
 

@@ -368,7 +368,7 @@ def test_a_foreign_checkpoint_in_the_place_of_a_new_run_is_not_trained_over(tmp_
 @pytest.mark.parametrize(("flags", "words"), [
     (["--save", "{there}/file/x"], "file is a file"), (["--load", "{there}/nowhere"], "there is no such folder"),
     (["--metrics-file", "{there}/nowhere/m"], "--metrics-file .* no folder"),
-    (["--tensorboard-dir", "{there}/file/x"], "--tensorboard-dir .* no writable folder"),
+    (["--tensorboard-dir", "{there}/file/x"], "--tensorboard-dir .* not a folder that can be written"),
 ])
 def test_a_place_that_cannot_be_used_ends_the_run_before_its_text_is_tokenized(flags: list[str], words: str,
                                                                                tmp_path: Path) -> None:
