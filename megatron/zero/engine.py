@@ -76,6 +76,7 @@ class ZeroEngine:
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Gradients of `loss` divided by the number of micro-batches (unless `scale_wrt_gas` is off); returns that
         quotient."""
+        self._check_whole()
         divisor = self.accumulation if scale_wrt_gas else 1
         scaled = loss * (self.scaler.scale / divisor)
         try:
@@ -88,7 +89,7 @@ class ZeroEngine:
 
     def step(self, lr: float | None = None) -> StepReport | None:
         """At the accumulation boundary: clip, update, publish; None in between. `lr` sets that of all groups."""
-        self.passes.check_whole()
+        self._check_whole()
         if self._in_no_sync:
             raise ConfigError("engine.step() inside no_sync(): gradients are not summed over the ranks there; call it "
                               "after the block, and after a backward outside of it")
@@ -105,9 +106,18 @@ class ZeroEngine:
             return None
         for group in self.param_groups if lr is not None else ():
             group["lr"] = lr
-        self.last_report = self._step(self.residency.take_trace())
+        try:
+            self.last_report = self._step(self.residency.take_trace())
+        except BaseException as error:
+            self.passes.note_interruption(error)
+            raise
         self.passes.weights += self.last_report.applied
         return self.last_report
+
+    def _check_whole(self) -> None:
+        """Refuse to go on from what ended half way."""
+        self.passes.check_whole()
+        self.state.check_whole()
 
     def zero_grad(self) -> None:
         """Forget what has been accumulated."""
@@ -192,6 +202,7 @@ class ZeroEngine:
 
     def state_runs(self, kinds: tuple[str, ...], frozen: bool = True) -> Iterator[tuple[str, Slot, int, Tensor]]:
         """(kind, slot, offset in the slot, run of the state) for everything this rank is to write."""
+        self.state.check_whole()
         self._roster.check_edits(thoroughly=True)
         return self.state.runs(kinds, frozen)
 

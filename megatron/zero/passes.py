@@ -36,7 +36,6 @@ class Passes:
     def backward(self, loss: Tensor, *, retain_graph: bool, reduces: bool, ends_step: bool) -> None:
         """Make the gradients of `loss`. With `reduces` they are summed over data parallel when this returns; with
         `ends_step` no other backward adds to them."""
-        self.check_whole()
         self.in_backward, self._reduces = True, reduces
         for bucket in self._buckets:
             bucket.grads.begin_backward()
@@ -49,10 +48,9 @@ class Passes:
             for bucket in self._buckets:
                 bucket.grads.end_backward()
         except BaseException as error:
-            if isinstance(error, Exception) or self._is_alone:
+            self.note_interruption(error)
+            if not self._is_broken:
                 self._abandon()
-            else:  # Ctrl-C: the peers may be anywhere, and nothing waits for them
-                self._is_broken = True
             raise
         finally:
             self.in_backward = False
@@ -68,10 +66,15 @@ class Passes:
         for bucket in self._buckets:
             bucket.grads.discard()
 
+    def note_interruption(self, error: BaseException) -> None:
+        """A backward or a step was left by `error`. Where that is Ctrl-C the peers may be anywhere, and nothing waits
+        for them."""
+        self._is_broken |= not isinstance(error, Exception) and not self._is_alone
+
     def check_whole(self) -> None:
         if self._is_broken:
-            raise ConfigError("an earlier backward was interrupted half way, and the ranks no longer exchange the same "
-                              "gradients: end this run, and resume it from the last checkpoint")
+            raise ConfigError("an earlier backward or step was interrupted half way, and the ranks no longer exchange "
+                              "the same gradients: end this run, and resume it from the last checkpoint")
 
     def _check_unused(self) -> None:
         unused = [] if self._allows_unused else [name for bucket in self._buckets for name in bucket.grads.unused()]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.errors import ConfigError
 from megatron.optim.loss_scale import LossScaleState
 from megatron.optim.rule import Rule
 from megatron.zero.bucket import FlatBucket
@@ -54,7 +55,14 @@ class State:
         self.of_rule = [{name: torch.zeros_like(bucket.master) for name in rule.states} for bucket in self.buckets]
         """For each trainable bucket: name -> a tensor like its master."""
         self.counters = Counters(scaler)
+        self.changing: str | None = None
+        """What writes to the tensors now. Found later, it ended half way (Ctrl-C, a damaged file)."""
         self._rule, self._world, self._loads_masters = rule, world, loads_masters
+
+    def check_whole(self) -> None:
+        if self.changing is not None:
+            raise ConfigError(f"an earlier {self.changing} ended half way, and some weights are new, others old: load "
+                              "a checkpoint with engine.load_checkpoint(), or end this run and resume from the last one")
 
     # ---- tensors ------------------------------------------------------------------------------------------------
 
@@ -69,6 +77,7 @@ class State:
     def fill(self, kinds: tuple[str, ...], read: Callable[[str, Slot, int, Tensor], None]) -> None:
         """`read(kind, slot, offset, out)` for every run this rank holds; then the weights are published. No parameter
         may be in use."""
+        self.changing = "load"
         for bucket, states in self._holdings():
             for kind in kinds:
                 for segment in bucket.layout.segments(bucket.shard_group.rank) if kind in states else ():
@@ -77,6 +86,7 @@ class State:
             if not self._loads_masters:
                 bucket.master.copy_(bucket.master.to(bucket.shard.dtype))
             bucket.publish()
+        self.changing = None
 
     def _holdings(self, frozen: bool = True) -> Iterator[tuple[FlatBucket, dict[str, Tensor]]]:
         """Every bucket with what lasts of it: kind -> shard."""

@@ -86,12 +86,14 @@ class Step:
 
     def _update(self, factor: float) -> None:
         counters = self._state.counters
+        self._state.changing = "step"
         for bucket, states in zip(self._state.buckets, self._state.of_rule, strict=True):
             for group, span in self._spans(bucket, states):
                 hyper = {name: value for name, value in group.items() if name != "params"}
                 self._rule.step(span, hyper, factor=factor, steps_taken=counters.optimizer_steps)
             bucket.publish()
         counters.optimizer_steps += 1
+        self._state.changing = None
         self._overflows_in_a_row = 0
 
     def _spans(self, bucket: FlatBucket, states: Mapping[str, Tensor]) -> Iterator[tuple[ParamGroup, Span]]:

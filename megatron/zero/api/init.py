@@ -54,6 +54,10 @@ def GatheredParameters(  # noqa: N802 (the name that scripts know)
     except Exception:  # the others are on their way out: this rank goes with them, or they would wait for it
         _take_back(holders.values(), modifier_rank)
         raise
+    except BaseException:  # Ctrl-C: nobody waits for anybody
+        for holder in holders.values():
+            holder.cancel_loan()
+        raise
     _take_back(holders.values(), modifier_rank)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron import zero
 from megatron.errors import ConfigError
+from megatron.zero.api import saved
 from megatron.zero.api.engine import Engine
 from tests.distributed import RankError, run_ranks
 
@@ -243,7 +245,59 @@ def interrupted_ranks(rank: int, world: int, stage: int) -> list[str]:
 @pytest.mark.parametrize("stage", STAGES)
 def test_ranks_do_not_go_on_from_an_interrupted_backward(stage: int) -> None:
     for said in run_ranks(interrupted_ranks, 2, stage):
-        assert all("an earlier backward was interrupted" in text for text in said)
+        assert all("an earlier backward or step was interrupted" in text for text in said)
+
+
+class Break:
+    """In place of a function: the second call of it raises."""
+
+    def __init__(self, function: Callable[..., Any], error: type[BaseException]) -> None:
+        self._function, self._error, self._calls = function, error, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._calls += 1
+        if self._calls == 2:
+            raise self._error
+        return self._function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("what", ["step", "load"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_nothing_goes_on_from_half_new_weights(stage: int, what: str, error: type[BaseException], tmp_path: Path,
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(stage)
+    engine.save_checkpoint(tmp_path)
+    before = whole(engine)
+    engine.backward(engine(rows(0, 0)))
+    with monkeypatch.context() as patch, pytest.raises(error):
+        if what == "step":
+            patch.setattr(type(engine.core.rule), "step", Break(engine.core.rule.step, error))
+            engine.step()
+        else:
+            patch.setattr(saved, "_read_run", Break(saved._read_run, error))
+            engine.load_checkpoint(tmp_path)
+    loss = engine(rows(0, 0))
+    for go_on in (lambda: engine.backward(loss), engine.step, lambda: engine.save_checkpoint(tmp_path)):
+        with pytest.raises(ConfigError, match=f"an earlier {what} ended half way"):
+            go_on()
+    engine.load_checkpoint(tmp_path)
+    assert torch.equal(whole(engine), before)
+    engine.backward(engine(rows(0, 0)))
+    assert engine.step() is not None
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_interrupted_loan_leaves_nothing_behind(stage: int) -> None:
+    engine = engine_of(stage)
+    before = whole(engine)
+    with pytest.raises(KeyboardInterrupt):
+        with zero.GatheredParameters(engine.module.parameters(), modifier_rank=0):
+            engine.module.head.weight.zero_()
+            raise KeyboardInterrupt
+    assert torch.equal(whole(engine), before)
+    engine.backward(engine(rows(0, 0)))
+    engine.step()
 
 
 @pytest.mark.parametrize("stage", STAGES)
