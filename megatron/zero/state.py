@@ -62,7 +62,7 @@ class State:
     def check_whole(self) -> None:
         if self.changing is not None:
             raise ConfigError(f"an earlier {self.changing} ended half way, and some weights are new, others old: load "
-                              "a checkpoint with engine.load_checkpoint(), or end this run and resume from the last one")
+                              "a checkpoint with engine.load_checkpoint(), or end this run and resume the last one")
 
     # ---- tensors ------------------------------------------------------------------------------------------------
 
