@@ -218,7 +218,8 @@ class FlatBucket:
     def lend(self) -> None:
         self.check_not_lent("GatheredParameters (or what gathers like it, such as load_module_state_dict)")
         if self.comes_and_goes:
-            self.check_edits(thoroughly=False)
+            with torch._C.DisableTorchFunctionSubclass():
+                self.check_edits(thoroughly=False)
         self._came_to_be_lent = not self.is_here
         self.gather()
         self._lent = self._whole.clone()

@@ -29,17 +29,19 @@ class Edits:
 
     def note(self) -> None:
         """What has been written so far is taken care of."""
-        self._counts = self._count()
+        with torch._C.DisableTorchFunctionSubclass():  # placeholders have counts too
+            self._counts = self._count()
 
     def _count(self) -> list[int]:
-        with torch._C.DisableTorchFunctionSubclass():  # placeholders have counts too
-            return [parameter._version for parameter in self._parameters]
+        return [parameter._version for parameter in self._parameters]
 
     def check(self, work: Tensor | None, master: Tensor, *, thoroughly: bool) -> None:
         """Refuse writes since `note`. `work`, where the parameters are whole, is this rank's part of them, and `master`
         the same in fp32: where no rank has another part, a write that was taken back is none. `thoroughly` compares
-        them in any case."""
+        them in any case. (The caller has switched `__torch_function__` off.)"""
         counts = self._count()
+        if counts == self._counts and (work is None or not thoroughly):  # nearly always
+            return
         touched = [slot.name for slot, *pair in zip(self._layout.slots, counts, self._counts) if pair[0] != pair[1]]
         if work is not None and (touched or thoroughly) and (edited := self._edited(work, master)) is not None:
             self._refuse(edited)
