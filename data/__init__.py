@@ -1,7 +1,15 @@
 """Corpora, tokenizers and datasets: from text files to fixed-length samples. Usable on its own.
 
 Imports numpy and the standard library only (tokenizer libraries where they are used), never torch and nothing of
-`megatron` or `mpu`. From below upwards: `storage`, `streams`, `format`, `facts`, `sampling`, `indexed`;
-`tokenizer_base`, `gpt2_bpe`, `sentencepiece_model`, `tokenizer`; `sample_index`, `gpt2_dataset`; `jsonl`, `parallel`,
-`cli`, `preprocess`, `verify`, `default_corpus`, `sources`, `corpora`.
+`megatron` or `mpu`. From below upwards:
+
+    storage.py, format.py, facts.py, indexed.py    a corpus on disk
+    sampling.py, sample_index.py, gpt2_dataset.py  fixed-length samples of it
+    tokenizer_base.py, bpe_engines.py, gpt2_bpe.py, sentencepiece_model.py, tokenizer.py    text <-> token ids
+    inputs.py, compressed.py, chunks.py, jsonl.py, plain_text.py    files of text -> documents
+    cli.py, parallel.py                            what commands share; an ordered map over processes
+    preprocess.py, importers.py, merge.py, split_json.py, verify.py, default_corpus.py    the commands
+    sources.py, cached.py, corpora.py              what `--train-data` names, and the datasets made from it
+
+webtext/ makes a corpus from pages of the web.
 """

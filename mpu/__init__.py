@@ -1,5 +1,14 @@
 """Tensor model parallelism: groups, collectives, split layers, split loss; usable without the rest of the tree.
 
+    split.py, partition.py       who owns which slice; how a parameter records its own
+    groups.py, collectives.py    who computes with whom; the operations among them
+    regions.py, layers.py        between replicated and split activations; split linear layers and embeddings
+    sinks.py                     where a layer may write a weight gradient
+    cross_entropy.py             the loss of a split vocabulary
+    random.py                    random streams
+    grads.py, data.py            norm and clipping of split gradients; one batch for all ranks of a group
+    classic.py, mappings.py      the classic names over one global layout
+
 The modules are the interface (`mpu.layers`, `mpu.groups`, ...); this file adds the classic flat names, for
 scripts written against Megatron's `mpu`. They are fetched when they are asked for: mpu.split must not import torch.
 """

@@ -1,4 +1,4 @@
-"""The house keeps its shape: who may import whom, and which names may stand in which file.
+"""The house keeps its shape: who may import whom, and which names a file may use.
 
 A *floor* is a set of modules that may build on lower floors only; within a floor, a module may import those of its own
 top-level package that are listed above it (on floor 0, of any package). The table below is the plan of
@@ -127,6 +127,9 @@ NAMES_OF_DISTRIBUTED = {
 """What a module may use of torch.distributed, besides its types. mpu.collectives alone names operations."""
 
 MAY_REGISTER_HOOKS = {"megatron.zero.hooks", "megatron.recompute"}
+MAY_READ_A_CLOCK = {"megatron.recompute.replay"}
+MAY_READ_THE_STAGE = {"megatron.zero.engine", "megatron.zero.policy"}
+"""Within the mechanism: megatron/zero without api/."""
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal"}
 
 
@@ -180,7 +183,7 @@ def full_names(module: str) -> Iterator[tuple[str, int]]:
 def test_every_module_has_its_place():
     for module in sources():
         assert module in PLACES, (
-            f"{module} stands on no floor: add it to FLOORS in tests/test_architecture.py, below all that it imports")
+            f"{module} is on no floor: add it to FLOORS in tests/test_architecture.py, below all that it imports")
 
 
 def test_the_plan_names_only_modules_that_exist():
@@ -200,7 +203,7 @@ def test_no_import_goes_up():
 
 
 def room_of(module: str) -> str:
-    """The room a module stands in; `megatron.zero` itself only hands on the names of zero/api."""
+    """The room of a module; `megatron.zero` itself only passes on the names of zero/api."""
     if module == "megatron.zero":
         return "megatron.zero.api"
     return max((room for room in ROOMS if f"{module}.".startswith(f"{room}.")), key=len)
@@ -212,7 +215,7 @@ def test_rooms_build_on_each_other_one_way():
             if target in sources():
                 here, there = room_of(module), room_of(target)
                 assert ROOMS.index(there) <= ROOMS.index(here), (
-                    f"{module}:{line} imports {target}: the room {there} stands above {here}")
+                    f"{module}:{line} imports {target}: the room {there} is above {here}")
 
 
 def test_the_diagram_of_the_rooms_is_the_one_in_the_docs():
@@ -275,18 +278,35 @@ def test_no_bare_except_and_no_global():
                 assert node.type is not None, f"{module}:{node.lineno}: bare `except:`; name what is expected"
 
 
-def test_below_the_application_nobody_reads_argv_or_the_environment():
+def test_below_the_application_nobody_reads_argv_the_environment_or_a_clock():
     # data/ is used alone as well, and has an edge of its own: command lines, and WEBTEXT_PREFIX.
     for module in sources():
         if PLACES.get(module, (9, 0))[0] < 4 and not module.startswith("data"):
             for name, line in full_names(module):
-                reads = re.match(r"(sys\.argv|os\.environ|os\.getenv)\b", name)
-                assert reads is None, f"{module}:{line} reads {name}"
+                assert not re.match(r"(sys\.argv|os\.environ|os\.getenv)\b", name), f"{module}:{line} reads {name}"
+                clock = re.match(r"(time\.\w|datetime\.date)", name)
+                assert clock is None or module in MAY_READ_A_CLOCK, f"{module}:{line} reads {name}"
+
+
+def test_the_mechanism_asks_the_table_not_the_stage():
+    for module, tree in sources().items():
+        if module.startswith("megatron.zero.") and not module.startswith("megatron.zero.api"):
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Attribute) and node.attr == "zero_stage":
+                    assert module in MAY_READ_THE_STAGE, f"{module}:{node.lineno} reads the stage; ask policy.py"
 
 
 def test_every_module_says_what_it_is():
     for module, tree in sources().items():
         assert ast.get_docstring(tree), f"{module} has no docstring"
+
+
+def test_the_init_of_a_package_names_every_file_of_it():
+    for module in sources():
+        package, _, name = module.rpartition(".")
+        if package in sources() and name != "__main__" and not (ROOT / module.replace(".", "/")).is_dir():
+            listed = ast.get_docstring(sources()[package]) or ""
+            assert re.search(rf"\b{name}\.py\b", listed), f"the docstring of {package} does not name {name}.py"
 
 
 def test_flags_are_checked_before_torch_is_imported():

@@ -5,9 +5,13 @@ A *stage* reads documents and writes those it keeps, perhaps changed, into a fol
 `clean`, `language`, `decontaminate`); a *global stage* at all of them (`dedup`, `shuffle`, `split`) with files of its
 own, so memory does not grow with the corpus. From below upwards:
 
-    document, counts    what travels between stages; how many, and why not more
-    inputs, reading     files of any kind -> work of equal size -> documents, or what is wrong with a line
-    runner              one stage: workers, what is kept, what was done already
-    urls, extract, clean, language, dedup, ...   the stages
-    report, pipeline    what happened; all stages in order
+    document.py, counts.py                what travels between stages; how many, and why not more
+    inputs.py, jsonarray.py, reading.py   files of any kind -> work of equal size -> documents, or what is wrong where
+    record.py, folder.py, shards.py       `stage.json`, the folder of a stage, the lines in it
+    runner.py                             one stage: workers, what is kept, what was done already
+    external.py, words.py, minhash.py, signatures.py, near.py    large sorts, n-grams, near copies
+    urls.py (url_lists.py), extract.py (markup.py), clean.py, language.py, dedup.py, decontaminate.py, shuffle.py,
+    split.py                              the stages
+    flags.py, report.py, pipeline.py      their flags; what happened; all stages in order
+    sample.py                             a small web to try them on
 """

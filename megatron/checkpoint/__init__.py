@@ -13,6 +13,8 @@ Read in this order. The first eight need no torch, so `list` and `verify` do not
     agree.py       all ranks succeed, or all raise the same error
     tensorfile.py  safetensors files, written piece by piece and read through a memory map
     state.py       nested dicts of JSON values and tensors (random streams, schedules)
+    piece.py       what the engine hands over: consecutive elements of one parameter's state
+    sink.py        the bytes of a new file on their way to the disk, counted and checksummed
     writer.py      save: every rank its own pieces, one commit
     background.py  save while training goes on
     reader.py      open and read, whatever layout wrote it

@@ -1,7 +1,7 @@
 """How a pretraining run is saved and resumed: what may differ from the run of its checkpoint, and what it reports.
 
-The engine saves and restores itself (zero/saved.py); the loop's own state travels as its client state: where it is in
-the data, which data that is, and the learning rate schedule it follows.
+The engine saves and restores itself (zero/api/saved.py); the loop's own state travels as its client state: where it is
+in the data, which data that is, and the learning rate schedule it follows.
 """
 
 from __future__ import annotations

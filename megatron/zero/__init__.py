@@ -3,11 +3,13 @@
     from megatron import zero
     engine, optimizer, loader, scheduler = zero.initialize(model=model, config="ds_config.json")
 
-In the order to read them: layout.py (what lives where), policy.py (what is split), bucket.py (the buffers of one unit),
-hooks.py (module and gradient events), units.py (how a model is cut), residency.py (what is whole when), passes.py (a
-forward and a backward), roster.py and edits.py (whether the model and its weights are still the engine's), step.py (the
-optimizer step), state.py (what lasts from step to step), engine.py (all of it together). holders.py and parked.py are
-about parameters outside of a step. api/ is what a training script sees.
+In the order to read them: layout.py (what lives where), policy.py (what is split), precision.py (in which dtypes),
+bucket.py (the buffers of one unit) with gradients.py (its gradients), hooks.py (module and gradient events), units.py
+(how a model is cut), residency.py (what is whole when), reductions.py (in which order gradients are summed), passes.py
+(a forward and a backward), roster.py and edits.py (whether the model and its weights are still the engine's), norm.py
+(gradient norm and clipping), step.py (the optimizer step), state.py (what lasts from step to step), engine.py (all of
+it together). placeholder.py, holders.py and parked.py are about parameters outside of a step. tiling.py (large layers
+in tiles) and estimate.py (DeepSpeed's memory estimates) are used beside it. api/ is what a training script sees.
 
 Names are imported on first use: floor 0 of this package must not import torch.
 """

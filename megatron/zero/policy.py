@@ -1,4 +1,7 @@
-"""The stage table: which kind of state is split over data parallel. Nothing else asks which stage it is.
+"""The stage table: which kind of state is split over data parallel.
+
+The engine asks this table and never which stage it is. Above it, the stage is reported, planned with, and compared with
+3 where a model is built in parts (train/build.py) and where its weights are whole only if gathered (api/weights.py).
 
     stage  optimizer  gradients  parameters  reduction
     0      whole      whole      whole       at the accumulation boundary, all-reduce
