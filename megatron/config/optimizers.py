@@ -27,6 +27,8 @@ class Takes:
     """The class of torch.optim, where there is one."""
     decays: bool = True
     """It takes `weight_decay`."""
+    lr: float = 1e-3
+    """DeepSpeed's default, and torch's where the class is torch's. The trainer has one of its own (--lr)."""
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -41,14 +43,14 @@ OPTIMIZERS: dict[str, Takes] = {
     "sgd": Takes({"momentum": "sgd_momentum"}, {"dampening": 0.0, "nesterov": False}, "SGD"),
     "lamb": Takes(_ADAM, {"max_coeff": 10.0, "min_coeff": 0.01, "bias_correction": True, "eps_inside_sqrt": False}),
     "lion": Takes({}, {"betas": (0.9, 0.99)}),
-    "adagrad": Takes({}, {"eps": 1e-10, "lr_decay": 0.0, "initial_accumulator_value": 0.0}, "Adagrad"),
-    "rmsprop": Takes({}, {"alpha": 0.99, "eps": 1e-8, "momentum": 0.0, "centered": False}, "RMSprop"),
-    "nadam": Takes(_ADAM, {"momentum_decay": 4e-3, "decoupled_weight_decay": False}, "NAdam"),
+    "adagrad": Takes({}, {"eps": 1e-10, "lr_decay": 0.0, "initial_accumulator_value": 0.0}, "Adagrad", lr=1e-2),
+    "rmsprop": Takes({}, {"alpha": 0.99, "eps": 1e-8, "momentum": 0.0, "centered": False}, "RMSprop", lr=1e-2),
+    "nadam": Takes(_ADAM, {"momentum_decay": 4e-3, "decoupled_weight_decay": False}, "NAdam", lr=2e-3),
     "radam": Takes(_ADAM, {"decoupled_weight_decay": False}, "RAdam"),
-    "adamax": Takes(_ADAM, {}, "Adamax"),
-    "adadelta": Takes({}, {"rho": 0.9, "eps": 1e-6}, "Adadelta"),
-    "asgd": Takes({}, {"lambd": 1e-4, "alpha": 0.75, "t0": 1e6}, "ASGD"),
-    "rprop": Takes({}, {"etas": (0.5, 1.2), "step_sizes": (1e-6, 50.0)}, "Rprop", decays=False),
+    "adamax": Takes(_ADAM, {}, "Adamax", lr=2e-3),
+    "adadelta": Takes({}, {"rho": 0.9, "eps": 1e-6}, "Adadelta", lr=1.0),
+    "asgd": Takes({}, {"lambd": 1e-4, "alpha": 0.75, "t0": 1e6}, "ASGD", lr=1e-2),
+    "rprop": Takes({}, {"etas": (0.5, 1.2), "step_sizes": (1e-6, 50.0)}, "Rprop", decays=False, lr=1e-2),
 }
 
 

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from megatron.config import ds_file, ds_together
 from megatron.config.ds_batch import BATCH
 from megatron.config.ds_reader import Found
+from megatron.config.optimizers import DEEPSPEED_TYPES, OPTIMIZERS
 from megatron.config.tree import Config
 from megatron.errors import ConfigError
 from megatron.launch import distributed
@@ -113,8 +114,8 @@ def _config_source(args: argparse.Namespace | None, config: Any, config_params: 
     return given[0], named[given[0]]
 
 
-DEEPSPEED_DEFAULTS = {"clip_grad": 0.0, "weight_decay": 0.0, "lr": 1e-3}
-"""Where its defaults are not ours."""
+DEEPSPEED_DEFAULTS = {"clip_grad": 0.0, "weight_decay": 0.0}
+"""Where its defaults are not ours; the learning rate's depends on the optimizer."""
 
 
 SHOWN = ("parallel", "optim", "schedule", "precision", "zero", "offload")
@@ -143,8 +144,10 @@ def _settings(source: Any, argument: str, groups: Groups) -> _Settings:
     if not any(key in found.keys for key in sizes):
         raise ConfigError(f"{found.name}: give {' or '.join(sizes)} as a number: nobody else says how many samples a "
                           "step has" + ' ("auto" is for programs that do)' * any(key in found.autos for key in sizes))
-    config = ds_file.build(source, flags={"model_parallel_size": groups.tp.size}, fallback=DEEPSPEED_DEFAULTS,
-                           world_size=groups.world.size, in_engine=True, argument=argument)
+    named = DEEPSPEED_TYPES[found.keys.get("optimizer.type", "AdamW")]
+    config = ds_file.build(source, flags={"model_parallel_size": groups.tp.size},
+                           fallback={**DEEPSPEED_DEFAULTS, "lr": OPTIMIZERS[named].lr}, world_size=groups.world.size,
+                           in_engine=True, argument=argument)
     keys = {**found.keys, **found.of_engine}
     return _Settings(config, "optimizer.type" in keys, "scheduler.type" in keys, watch_of(keys), found)
 

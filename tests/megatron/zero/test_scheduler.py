@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import subprocess
@@ -15,6 +16,7 @@ from torch import nn
 
 from megatron import zero
 from megatron.config.flags import parse_args
+from megatron.config.optimizers import DEEPSPEED_TYPES, OPTIMIZERS
 from megatron.zero.api.schedule import schedule_of
 
 PEAK, WARMUP, TOTAL = 0.01, 10, 20
@@ -192,3 +194,12 @@ def test_the_floor_is_a_share_of_the_rate_the_configuration_names(params: dict[s
     config["scheduler"]["params"]["cos_min_ratio"] = 0.25
     section = zero.initialize(model=nn.Linear(2, 1), config=config)[0].config.schedule
     assert section.min_lr == pytest.approx(0.25 * params.get("lr", 1e-3)) and section.lr == params.get("lr", 1e-3)
+
+
+@pytest.mark.parametrize("kind", DEEPSPEED_TYPES)
+def test_a_type_without_a_rate_has_deepspeeds_which_is_torchs_where_the_class_is(kind: str) -> None:
+    name = OPTIMIZERS[DEEPSPEED_TYPES[kind]].torch_name
+    default = inspect.signature(getattr(torch.optim, name)).parameters["lr"].default if name else 1e-3
+    for params in ({}, {"lr": "auto"}):
+        config = {"train_batch_size": 4, "optimizer": {"type": kind, "params": params}}
+        assert zero.initialize(model=nn.Linear(2, 1), config=config)[0].get_lr() == [default]
