@@ -34,7 +34,7 @@ NEWER_LETTERS = (
     (0x16EA0, 0x16EB8), (0x16EBB, 0x16ED3), (0x16FF2, 0x16FF6), (0x187F8, 0x187FF), (0x18D09, 0x18D1E),
     (0x18D80, 0x18DF2), (0x1E6C0, 0x1E6DE), (0x1E6E0, 0x1E6E2), (0x1E6E4, 0x1E6E5), (0x1E6E7, 0x1E6ED),
     (0x1E6F0, 0x1E6F4), (0x1E6FE, 0x1E6FF), (0x2B73A, 0x2B73F), (0x2CEA2, 0x2CEAD), (0x323B0, 0x33479))
-"""The letters and numbers that Unicode 17 added: gigatoken 0.10 knows them, tiktoken 0.14 takes them for symbols."""
+"""The letters and numbers that Unicode 17 added: gigatoken 0.10 knows them, tiktoken 0.14 sees symbols in them."""
 
 RENEW_AFTER = 1 << 28
 """Characters after which a gigatoken encoder is built anew (0.1 s): its cache of words only grows (in 0.10)."""
@@ -51,7 +51,7 @@ class Engine(ABC):
 
     @abstractmethod
     def ranks(self, text: str) -> NDArray[np.uint32]:
-        """The ranks of a text. Lone surrogates are taken for U+FFFD."""
+        """The ranks of a text. Lone surrogates are read as U+FFFD."""
 
 
 @final
@@ -94,7 +94,7 @@ class Gigatoken(Engine):
         return ranks
 
     def _is_tiktokens(self, text: str) -> bool:
-        """Whether the two differ: in a newer letter, or in a lone surrogate, which one takes and the other refuses."""
+        """Whether the two differ: in a newer letter, or in a lone surrogate, which only one of them accepts."""
         try:
             raw = text.encode()
         except UnicodeEncodeError:

@@ -8,7 +8,7 @@ them and leaves in DIR
     corpus.bin, .idx, .json  the same documents as token ids
     source.json              what it was made from; written last, so its presence means complete
 
-Documents stand in the order of their hash: without repetition, mixed, and the same on every machine with the same
+Documents are in the order of their hash: without repetition, mixed, and the same on every machine with the same
 packages. About 9 MB, 10,000 documents and 2.5 million tokens: enough to see a small model learn, far too little to
 train a large one.
 """
@@ -129,7 +129,7 @@ def collect(packages: Sequence[str], workers: int) -> list[str]:
 
 
 def paragraphs(texts: Iterable[str]) -> Iterator[str]:
-    """Training sentences: what stands between blank lines, line ends kept so that their tokens are learnt."""
+    """Training sentences: what is between blank lines, line ends kept so that their tokens are learnt."""
     for text in texts:
         yield from (f"{part}\n\n" for part in text.split("\n\n") if part)
 

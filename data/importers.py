@@ -1,9 +1,9 @@
 """Token files of other projects to a corpus: `python -m data.importers --input FILE.bin... --output-prefix P`.
 
 nanoGPT's `.bin` is uint16 ids and nothing else; in llm.c's a header of 256 int32 (magic, version 1, number of tokens)
-stands before them. Neither says where documents end or which tokenizer made them: documents are cut at the
+comes before them. Neither says where documents end or which tokenizer made them: documents are cut at the
 end-of-document id of the tokenizer that is named, and its vocabulary must hold every id. nanoGPT writes that id after
-each document and llm.c before it; whether a file begins with it tells which, and no token moves.
+each document and llm.c before it; whether a file begins with it shows which it is, and no token moves.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from data.storage import DataError, make_folder
 from data.tokenizer import Tokenizer
 
 LLMC_MAGIC, LLMC_VERSION, LLMC_HEADER = 20240520, 1, 256
-"""No GPT-2 file of nanoGPT's begins like this: 55448, the lower half of the magic, is no id of GPT-2's."""
+"""No GPT-2 file of nanoGPT's begins like this: 55448, the lower half of the magic, is not an id of GPT-2's."""
 
 DTYPE = np.dtype("<u2")
 

@@ -143,7 +143,7 @@ class IndexedCorpus:
         return self.scan_range() if self.num_tokens < SCAN_LIMIT else None
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Refuse a corpus with ids outside 0..vocab_size-1, naming the first. Nothing is read when facts tell.
+        """Refuse a corpus with ids outside 0..vocab_size-1, naming the first. Nothing is read where facts are recorded.
 
         A very large corpus without facts passes here; whoever reads its tokens checks them again.
         """

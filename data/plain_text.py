@@ -1,8 +1,8 @@
 r"""Plain text: `.txt` files to documents, in bounded memory.
 
 A *document* is a whole file; or, with a `Separator`, what is between two separators, without the line ends around it.
-What holds nothing but white space is no document. Text is UTF-8; a byte order mark at the start of a file is dropped,
-and `\r\n` becomes `\n`. Anything else is kept as it is.
+What holds nothing but white space is not a document. Text is UTF-8; a byte order mark at the start of a file is
+dropped, and `\r\n` becomes `\n`. Anything else is kept as it is.
 
 A long document is cut into parts that are tokenized one by one, at places where that does not change the tokens: a
 tokenizer names the white space before which it always begins a token anew (`Tokenizer.cuts_before`). Where it names
@@ -26,7 +26,7 @@ UTF16 = (b"\xff\xfe", b"\xfe\xff")
 BLANK_LINE = "blank-line"
 NOT_UNICODE_SPACE = (rb"(?<!\xc2[\x85\xa0])(?<!\xe1\x9a\x80)(?<!\xe2\x80[\x80-\x8f\xa8-\xaf])"
                      rb"(?<!\xe2\x81[\x9f-\xa0])(?<!\xe3\x80\x80)(?<!\xef\xbb\xbf)")
-"""White space beyond ASCII in UTF-8, and characters of no width, which some tokenizers take for it."""
+"""White space beyond ASCII in UTF-8, and characters of no width, which some tokenizers treat as white space."""
 
 NEAR = 1 << 12
 """Bytes at the end of a buffer that are searched first for a place to cut."""

@@ -18,7 +18,7 @@ class SentencePieceTokenizer(Tokenizer):
     name = "SentencePieceTokenizer"
 
     SPACE = "\u2581"
-    """Stands for a space inside the model, which takes a real one for a space too unless it is spelled in bytes."""
+    """Stands for a space inside the model, which reads a real one as a space too unless it is spelled in bytes."""
 
     def __init__(self, model_file: str, flag: str = "--tokenizer-path") -> None:
         import sentencepiece

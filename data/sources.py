@@ -1,4 +1,4 @@
-"""What a value of `--train-data` names: `parse_sources`, and `check_sources`, which looks whether it is there.
+"""What a value of `--train-data` names: `parse_sources`, and `check_sources`, which checks that it is there.
 
 A name is the prefix of a corpus, a file, a folder, or one of the words in `NAMED`. Not here: opening it (`corpora`).
 """

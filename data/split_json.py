@@ -1,8 +1,8 @@
 """JSONL to training, validation and test files: `python -m data.split_json FILE --split 949,50,1 --output-prefix P`.
 
 A document goes where a hash of its text says. So its part depends on nothing else: not on its neighbours, the order of
-the files or the machine, and equal texts are never in two parts. The price is that shares are met as well as by drawing
-lots: 1 % of 10,000 documents is 100, give or take 20. Lines are kept to the byte.
+the files or the machine, and equal texts are never in two parts. The price is that the shares are those of a random
+assignment: 1 % of 10,000 documents is 100, give or take 20. Lines are kept to the byte.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PARTS = ("train", "valid", "test")
 
 
 def part_of(text: str, ends: Sequence[int], seed: int) -> int:
-    """The part in which a text belongs: the first whose end, of 2^64, lies beyond its hash."""
+    """The part that a text belongs to: the first whose end, of 2^64, is beyond its hash."""
     digest = hashlib.blake2b(f"{seed} {text}".encode(), digest_size=8).digest()
     return bisect_right(ends, int.from_bytes(digest, "big"))
 

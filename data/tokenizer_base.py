@@ -1,8 +1,8 @@
 """What every tokenizer is: text to ids and back. The kinds are in `gpt2_bpe`, `sentencepiece_model` and `tokenizer`.
 
 `eod` is the id that ends a document; it never comes out of `encode`, whatever the text says. `decode` accepts any
-ids: what is no token, and bytes that are no UTF-8, become U+FFFD. `fingerprint` is equal exactly where two tokenizers
-give equal ids to equal text; a corpus remembers it.
+ids: what is not a token, and bytes that are not UTF-8, become U+FFFD. `fingerprint` is equal exactly where two
+tokenizers give equal ids to equal text; a corpus remembers it.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from pathlib import Path
 from megatron.errors import ConfigError
 
 NEIGHBOURS = {"data": "storage", "mpu": "groups"}
-"""Our top-level packages besides this one, and a module that tells them from others of the same name."""
+"""Our top-level packages besides this one, and a module that distinguishes them from others of the same name."""
 
 
 class HiddenPackage(ConfigError, ImportError):

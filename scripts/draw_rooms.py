@@ -1,6 +1,6 @@
 """The rooms of the house and who imports whom, as a Mermaid diagram: `python scripts/draw_rooms.py [TREE]`.
 
-A room is a package under `megatron/`, a module that stands there alone, `mpu`, `data`, or the entry point. The diagram
+A room is a package under `megatron/`, a single module there, `mpu`, `data`, or the entry point. The diagram
 goes from the entry point down and leaves out every arrow that a longer way implies; two rooms that import each other
 are named instead. docs/architecture.md holds the diagram of this tree, and a test compares the two.
 """

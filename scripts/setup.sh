@@ -31,7 +31,7 @@ requirement_files() {
 
 use_given_python() {
     local path
-    path="$(command -v -- "$PYTHON")" || fail "PYTHON=$PYTHON is no command; give the path of a Python, or leave it unset"
+    path="$(command -v -- "$PYTHON")" || fail "PYTHON=$PYTHON is not a command; give the path of a Python, or leave it unset"
     [[ "$path" == /* ]] || path="$PWD/$path"
     PYTHON="$path"
     recent_enough "$PYTHON" || fail "PYTHON=$PYTHON does not run, or is not Python 3.11, 3.12 or 3.13; give one of them"
@@ -124,7 +124,7 @@ use_venv() {
 use_installed_python() {  # the one beside whose packages this file is: LIB/python3.x/site-packages/megatron/scripts
     local prefix="${ROOT%/lib*/python3*}"
     PYTHON="$prefix/bin/python3"
-    [[ -x "$PYTHON" ]] || fail "$ROOT is not the repository, and $PYTHON is no Python; set PYTHON to the one that runs this"
+    [[ -x "$PYTHON" ]] || fail "$ROOT is not the repository, and $PYTHON is not a Python interpreter; set PYTHON to the one that runs this"
 }
 
 if [[ -n "${PYTHON:-}" ]]; then

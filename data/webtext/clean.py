@@ -85,7 +85,7 @@ def mender() -> Callable[[str], str]:
             text = _LINE_ENDS.sub("\n", text)
         if not suspect(text):
             return text
-        # In a text about markup, an entity is probably meant as it stands.
+        # In a text about markup, an entity is probably meant literally.
         choice = config._replace(unescape_html="<" not in text)
         return "\n".join(str(ftfy.fix_text(line, choice)) if suspect(line) else line
                          for line in text.split("\n"))

@@ -4,8 +4,8 @@ Words are those of `words`: case, punctuation and white space do not hide a copy
 file, or a whole text file; one of 8 to 12 words counts as a run of its own length, a shorter one is not looked for.
 The runs are held as hashes, 8 bytes each: evaluation sets are small.
 
-`drop` drops such a document. `cut` takes out the shared words with `MARGIN` characters on both sides, where the rest of
-the evaluation text or its answer may stand, and joins what is left; it drops a document that this leaves in scraps.
+`drop` drops such a document. `cut` removes the shared words with `MARGIN` characters on both sides, where the rest of
+the evaluation text or its answer may be, and joins what is left; it drops a document that this leaves in scraps.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def decontaminate(document: Document, evaluation: Evaluation, mode: str) -> Docu
 
 
 def shared_runs(found: Words, evaluation: Evaluation) -> list[tuple[int, int]]:
-    """(first word, length) of the runs of a text that stand in an evaluation file, in order."""
+    """(first word, length) of the runs of a text that are in an evaluation file, in order."""
     shared = []
     for length, numbers in evaluation.items():
         own = runs(found.numbers, length)
@@ -123,7 +123,7 @@ def _strings(value: object) -> Iterator[str]:
 
 
 def _spans(shared: Sequence[tuple[int, int]], found: Words) -> list[Span]:
-    """The characters to take out: each run with its margins, joined where they meet."""
+    """The characters to remove: each run with its margins, joined where they meet."""
     spans: list[Span] = []
     for first, length in shared:
         start, stop = int(found.starts[first]) - MARGIN, int(found.stops[first + length - 1]) + MARGIN

@@ -3,8 +3,8 @@
 A line holds `text`, then `url` and `meta` where there are any; UTF-8 without escapes that are not needed, one "\\n" at
 the end. `meta` is whatever else the source said; stages pass it on. `read_line` reads any JSON object with a text in
 it, ours and other people's; a `Fault` says what is wrong with a line that has none. With `mend` it repairs what can be
-repaired (bytes that are no UTF-8, lone surrogates, raw control characters, keys that stand twice, numbers JSON does not
-have, a URL that is no text), and names each repair by the same word as the fault.
+repaired (bytes that are not UTF-8, lone surrogates, raw control characters, duplicate keys, numbers JSON does not have,
+a URL that is not text), and names each repair by the same word as the fault.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Document:
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     def line(self) -> bytes:
-        """The document as it stands in a shard."""
+        """The document as a line of a shard."""
         value: dict[str, Any] = {"text": self.text}
         if self.url is not None:
             value["url"] = self.url
@@ -60,7 +60,7 @@ class Fault(Exception):
 
 @dataclass(frozen=True)
 class Keys:
-    """Where text and URL stand in the objects of a source."""
+    """The keys of text and URL in the objects of a source."""
 
     text: str = "text"
     url: str = "url"

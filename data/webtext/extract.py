@@ -1,7 +1,7 @@
-"""`extract`: the text of HTML pages. What is no HTML passes unchanged.
+"""`extract`: the text of HTML pages. What is not HTML passes unchanged.
 
 A document is HTML when its file was, or when it begins like a page. resiliparse (`pip install resiliparse`) finds the
-main content and leaves menus and footers out; `markup`, in this package, takes all visible text. The one used is a
+main content and leaves menus and footers out; `markup`, in this package, keeps all visible text. The one used is a
 parameter of the stage, never "whichever is there".
 """
 

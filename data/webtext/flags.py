@@ -61,8 +61,8 @@ def work_of(args: argparse.Namespace) -> Work:
 
 
 def add_reading(parser: Parser) -> None:
-    parser.add_argument("--text-key", default="text", metavar="KEY", help="where the text stands (default: text)")
-    parser.add_argument("--url-key", default="url", metavar="KEY", help="where the address stands (default: url)")
+    parser.add_argument("--text-key", default="text", metavar="KEY", help="the key of the text (default: text)")
+    parser.add_argument("--url-key", default="url", metavar="KEY", help="the key of the address (default: url)")
     parser.add_argument("--format", choices=CHOICES, default="auto", help="of the inputs (default: by their names)")
     parser.add_argument("--on-error", choices=ON_ERROR, default="strict",
                         help="a malformed line ends the run, is left out, or is repaired where it can be; all counted")

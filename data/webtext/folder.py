@@ -1,8 +1,8 @@
 """The folder of a stage: made whole, or not at all.
 
 Everything is made in `FOLDER/.work/<digest of the key>/` and moved into FOLDER when all of it is there; `stage.json`
-comes last. A process killed at any moment leaves a folder that the same command goes on with, and that another command
-clears.
+comes last. A process killed at any moment leaves a folder from which the same command goes on, and which another
+command clears.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ Unit = tuple[Piece, ...]
 def find(inputs: Sequence[str | Path], format: str = "auto") -> tuple[list[Source], list[str]]:
     """The sources behind some paths, in the order given and by name within a folder; and notes on what is left out.
 
-    Left out are, in folders only, files whose names do not say what they hold. Hidden files are no input.
+    Left out are, in folders only, files whose names do not say what they hold. Hidden files are not input.
     """
     sources: list[Source] = []
     notes = []

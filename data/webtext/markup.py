@@ -16,7 +16,7 @@ _SPACES = re.compile(r"[ \t\r\n\f]+")
 _BLANK_LINES = re.compile(r"\n{3,}")
 
 RAW = frozenset("script style noscript template svg math iframe object textarea select".split())
-"""Everything up to the end tag is no text of the page."""
+"""Everything up to the end tag is not text of the page."""
 AROUND = frozenset("nav header footer aside form button head".split())
 """Left out with all that is inside, tags of the same name counted."""
 CONTENT = frozenset("body main article".split())

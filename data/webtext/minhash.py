@@ -62,7 +62,7 @@ class Banding:
 
 
 def shingles_of(text: str) -> Numbers:
-    """The shingles of a text, in order and as often as they stand there. A text of fewer words has none."""
+    """The shingles of a text, in order and as often as they occur. A text of fewer words has none."""
     return runs(numbers_of(text), SHINGLE)
 
 

@@ -1,6 +1,6 @@
 """All stages in order, from raw files to a corpus of tokens: `python -m data.webtext run`.
 
-Each stage has its folder, `1-urls`, `2-extract`, ...; a stage that is done is passed by, so a run goes on where it
+Each stage has its folder, `1-urls`, `2-extract`, ...; a stage that is done is skipped, so a run goes on where it
 stopped, and after a change of flags from the first stage they concern. Then each part of the split is tokenised:
 PREFIX (training), PREFIX_valid and PREFIX_test, and the report is written.
 """
@@ -46,7 +46,7 @@ def run(raw: Sequence[str], output: Path, plan: Plan, reading: Reading, work: Wo
     for stage in plan.stages:
         folder = make_folder(output) / f"{ORDER.index(stage.name) + 1}-{stage.name}"
         record = run_stage(stage, inputs, folder, later if records else reading, work)
-        assert record, "a whole run is no share"
+        assert record, "a whole run is not a share"
         print(line(record), file=sys.stderr, flush=True)
         records.append(record)
         if not record.counts.documents_kept:

@@ -1,7 +1,7 @@
-"""`stage.json`: what a stage was made from, what it did, what stands in its folder. Written last.
+"""`stage.json`: what a stage was made from, what it did, what is in its folder. Written last.
 
 The *key* of a stage is everything its output depends on: its name and parameters, the content of its inputs, which
-share of them this machine took. A folder whose record has the same key is done.
+share of them this machine processed. A folder whose record has the same key is done.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One stage from its inputs to a finished folder: units to workers, counts and shards back.
 
 Shard k of the output is made of unit k of the input, by whichever worker: the files are the same for any number of
-them. A map stage is resumed shard by shard: a shard counts when its own small record stands beside it. A line that
+them. A map stage is resumed shard by shard: a shard counts when its own small record is beside it. A line that
 holds no document, or that a library does not survive, is an error or a counted loss (`--on-error`), never a surprise.
 """
 
@@ -150,7 +150,7 @@ def bar_of(name: str, size: int) -> tqdm[NoReturn]:
 
 
 def fingerprints(sources: Sequence[Source], workers: int) -> list[dict[str, Any]]:
-    """Name and content of every input; files that are no shards are read for it."""
+    """Name and content of every input; files that are not shards are read for it."""
     unknown = [source for source in sources if source.sha256 is None]
     large = sum(source.size for source in unknown) > SHARD_BYTES  # worth starting processes for
     crcs = dict(zip(unknown, checksums([source.path for source in unknown], workers if large else 1)))

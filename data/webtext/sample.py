@@ -2,7 +2,7 @@
 
 No network: the pages are the documentation inside this Python and NumPy, as a crawler might have left them: JSON lines,
 some compressed, HTML files and plain text. With them come, on purpose, copies, near copies, repeated and blacklisted
-addresses, foreign pages, broken encodings, and lines that are no JSON (so `--on-error strict` refuses it). The same
+addresses, foreign pages, broken encodings, and lines that are not JSON (so `--on-error strict` refuses it). The same
 packages give the same files, to the byte.
 """
 

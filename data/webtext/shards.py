@@ -65,5 +65,5 @@ def shard_name(number: int) -> str:
 
 
 def share(count: int, index: int, machines: int) -> range:
-    """Which of `count` shards the index-th machine takes (from 0): neighbours."""
+    """Which of `count` shards the index-th machine processes (from 0): neighbours."""
     return range(count * index // machines, count * (index + 1) // machines)

@@ -1,7 +1,7 @@
 """Training, validation and test documents: folders `train`, `valid` and `test` of shards, in the order they came in.
 
 By *hash*, a document's part depends on its text and the seed, alone: it stays where it is when the corpus grows, and
-copies never stand on two sides. Shares are met as closely as chance allows. By *count*, the first documents are for
+copies never end up in two parts. The shares are as exact as chance allows. By *count*, the first documents are for
 training, the next for validation, the last for the test, to the document: for a corpus that is shuffled.
 """
 

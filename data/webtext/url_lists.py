@@ -1,6 +1,6 @@
-"""What the `urls` stage leaves out by default: places with little running text, and files that are no pages.
+"""What the `urls` stage leaves out by default: places with little running text, and files that are not pages.
 
-A domain stands for all its subdomains. `--blacklist-domains` and `--blacklist-extensions` take other lists.
+A domain stands for all its subdomains. `--blacklist-domains` and `--blacklist-extensions` give other lists.
 """
 
 DOMAINS = frozenset("""

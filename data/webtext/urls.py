@@ -40,7 +40,7 @@ class UrlOptions:
     domains: tuple[str, ...] = tuple(sorted(DOMAINS))
     extensions: tuple[str, ...] = tuple(sorted(EXTENSIONS))
     shortest: int = 9
-    """Characters; `http://a` is no page."""
+    """Characters; `http://a` is not a page."""
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ def _pieces(text: str) -> Iterator[Words]:
     while True:
         stop = min(start + PIECE, len(text))
         if stop < len(text):
-            # The last character of the piece that is no part of a word, if it is near.
+            # The last character of the piece that is not part of a word, if it is near.
             tail = _classes()[_characters(text[stop - PIECE // 4:stop])]
             breaks = np.flatnonzero(tail == 0)
             stop -= len(tail) - int(breaks[-1]) if breaks.size else 0

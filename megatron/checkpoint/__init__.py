@@ -7,7 +7,7 @@ Read in this order. The first eight need no torch, so `list` and `verify` do not
     cut.py         local index <-> logical index under any tensor-parallel cut
     recognise.py   what a folder of another program is, and which command reads it
     tags.py        which checkpoints there are under a folder, and are they intact
-    choice.py      which of them a load takes: the one that is named, that `latest` names, or the newest
+    choice.py      which of them a load uses: the one named by the user or by `latest`, or the newest
     commit.py      how a folder becomes a checkpoint, atomically; what a kill leaves behind and who removes it
     lock.py        one job at a time saves into a folder
     agree.py       all ranks succeed, or all raise the same error

@@ -1,4 +1,4 @@
-"""Which checkpoint a load takes: the one that is named, the one that `latest` names, or the newest. No torch.
+"""Which checkpoint a load uses: the one named by the user or by `latest`, or the newest. No torch.
 
     DIR:TAG, --ckpt-step N    the tag that was asked for
     DIR                       the tag that the file `latest` names
@@ -60,7 +60,7 @@ def locate(name: str | os.PathLike[str]) -> tuple[Path, str | None]:
 
 
 def tag_of_step(root: Path, step: int) -> tuple[str, str | None]:
-    """The tag of iteration `step`, and a note where there are several: the one committed last is taken."""
+    """The tag of iteration `step`, and a note where there are several: the one committed last is used."""
     found = sorted((m for m in complete(root) if m.iteration == step), key=lambda m: _order(root, m))
     if not found:
         held = ", ".join(tag_names(root)) or "none"
@@ -101,7 +101,7 @@ def committed_pending(root: Path) -> str | None:
 
 
 def latest_tag(root: Path) -> str | None:
-    """The tag that a load takes, if `latest` names one: a folder that is there and not empty."""
+    """The tag that a load uses, if `latest` names one: a folder that is there and not empty."""
     tag = committed_pending(root) or read_latest(root)
     return tag if tag is not None and is_safe_name(tag) and _holds_files(folder_of(root, tag)) else None
 
@@ -139,7 +139,7 @@ def all_tags(root: Path) -> list[str]:
 
 
 def candidates(root: Path) -> list[str]:
-    """The tags that a load may take, the best first, at least one. Any may be damaged: the caller finds out.
+    """The tags that a load may use, the best first, at least one. Any may be damaged: the caller finds out.
 
     First the tag of `latest`, then tags of at most its step, those committed last first; without a `latest`, all tags.
     """

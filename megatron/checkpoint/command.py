@@ -1,7 +1,7 @@
 """python -m megatron.checkpoint list|verify|digest|merge|convert DIR[:TAG] [--tag TAG]
 
-DIR is a save root, or the folder of one tag. Without a tag `list` and `verify` go over all of them, and the others take
-the one that a load takes: what `latest` names, otherwise the newest.
+DIR is a save root, or the folder of one tag. Without a tag `list` and `verify` cover all of them, and the others the
+one that a load uses: what `latest` names, otherwise the newest.
 `convert` writes a Hugging Face GPT-2 folder; where DIR is such a folder, nanoGPT's ckpt.pt, Megatron-LM's folder of
 mp_rank_XX or one state dict of such a model, it writes a save root of ours (start from it with --load OUTPUT
 --finetune).
@@ -23,7 +23,7 @@ from megatron.errors import EXIT_STORAGE, CheckpointError, ConfigError, TrainerE
 
 
 def list_tags(root: Path, tag: str | None) -> None:
-    """One line a complete tag, by step: name, iteration, layout, bytes; `latest` marks the one that a load takes."""
+    """One line a complete tag, by step: name, iteration, layout, bytes; `latest` marks the one that a load uses."""
     manifests = complete(root) if tag is None else [manifest_of(root, held(root, tag))]
     if not manifests:
         raise CheckpointError(nothing_under(root))

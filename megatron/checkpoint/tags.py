@@ -79,7 +79,7 @@ def _folders(root: Path) -> Iterator[str]:
                         if entry.is_dir() and (not entry.name.startswith(".") or entry.name.startswith(ASIDE)))
     except (FileNotFoundError, NotADirectoryError):
         return  # an absent root holds no checkpoint; the caller says so
-    except OSError as error:  # an unreadable one may well hold some: this is no fresh start
+    except OSError as error:  # an unreadable one may well hold some: this is not a fresh start
         raise CheckpointError(f"{root}: cannot be read ({error.strerror})") from error
 
 

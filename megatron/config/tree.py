@@ -123,7 +123,7 @@ SECTIONS: dict[str, type] = {f.name: f.default_factory for f in fields(Config)  
 
 def build_config(values: Mapping[str, Any], *, planning: bool = False) -> Config:
     """A Config from flat field values; fields not named keep their defaults. `planning`: what the engine cannot do yet
-    is no error, as nothing is to be run."""
+    is not an error, as nothing is to be run."""
     sections, problems = _sections(values)
     problems.stop()
     config = Config(**sections)

@@ -5,8 +5,8 @@ raises when a peer is lost, a full disk, a lack of memory and Ctrl-C are recogni
 Among several ranks every one leaves at once, without destructors: after a failure, one that waits for a dead peer would
 keep the job alive; after success, gloo's threads now and then abort a process whose interpreter winds down.
 
-Not here: which rank of a job is to blame (`supervise.py`). No torch import: errors are told by class name and text, so
-that a wrong flag is reported before torch loads.
+Not here: which rank of a job is to blame (`supervise.py`). No torch import: errors are recognised by class name and
+text, so that a wrong flag is reported before torch loads.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class MemoryShortage(MemoryError):
 
 
 class Failure(NamedTuple):
-    """What the user is told and what the shell is told."""
+    """What the user reads, and the exit code for the shell."""
 
     code: int
     text: str
@@ -139,7 +139,7 @@ def write_error(text: str) -> None:
         flush()
         os.write(2, line.encode(errors="backslashreplace"))
     except OSError:
-        pass  # nobody reads stderr any more; the exit code still tells
+        pass  # nobody reads stderr any more; the exit code is still right
 
 
 def among_ranks() -> bool:
@@ -157,7 +157,7 @@ def leave_now(code: int) -> NoReturn:
 
 
 def flush() -> bool:
-    """Write what is buffered; False where standard output takes no more. There is no reason to hide the first error."""
+    """Write what is buffered; False where standard output accepts no more: no reason to hide the first error."""
     good = True
     for stream in (sys.stdout, sys.stderr):
         try:

@@ -27,7 +27,7 @@ from megatron.launch.signals import STOPPING, write_lines, write_stderr
 
 TICK_SECONDS = 0.2
 STOP_PATIENCE_SECONDS = 1.0
-"""How long a rank may stay stopped: a debugger's short stop is no failure."""
+"""How long a rank may stay stopped: a debugger's short stop is not a failure."""
 GRACE_SECONDS = 2.5
 """From the first failure until SIGTERM: time for the victims to notice, and for the culprit to be among the ended."""
 TERM_SECONDS = 1.0

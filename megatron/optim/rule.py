@@ -66,6 +66,6 @@ class Rule(Protocol):
         """Update the span after `steps_taken` steps before this one."""
 
     def scalars(self) -> dict[str, Any]:
-        """State that is no tensor, as JSON values; what `restore` takes."""
+        """State other than tensors, as JSON values; what `restore` is given."""
 
     def restore(self, scalars: Mapping[str, Any]) -> None: ...

@@ -209,7 +209,7 @@ def _in_two(rule: TorchRule, hyper: Mapping[str, Any]) -> State:
 
 
 def _same(flat: State, whole: State) -> bool:
-    """To the bit: nothing is rounded otherwise where each weight is by itself."""
+    """To the bit: where each weight is updated by itself, nothing is rounded differently."""
     return all(torch.allclose(torch.as_tensor(flat[name]).view(-1), torch.as_tensor(value).view(-1), rtol=0, atol=0,
                               equal_nan=True)
                for name, value in whole.items() if value is not None)

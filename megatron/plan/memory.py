@@ -1,4 +1,4 @@
-"""How much memory a run takes, from its configuration alone: pure arithmetic, for any number of ranks.
+"""How much memory a run needs, from its configuration alone: pure arithmetic, for any number of ranks.
 
 A *moment* is a point of the run at which something is about to be given back: building the engine, the loss, the
 backward of each block, the end of backward, the optimizer. A device must hold the largest of them. Its bytes are
@@ -24,7 +24,7 @@ from megatron.plan.activations import FP32
 from megatron.plan.footprint import Run, numel_of
 from megatron.zero.layout import FlatLayout, Slot
 
-# Sizes of the loops described here; a test compares them with the modules they stand in.
+# Sizes of the loops described here; a test compares them with the modules that have these loops.
 CPU_CHUNK_BYTES, CUDA_CHUNK_ROWS = 104 << 20, 4096  # logits at a time
 CPU_BLOCK_ROWS, CUDA_BLOCK_ROWS = 64, 1024  # rows of them in fp32 at a time
 CPU_SLAB_COLUMNS = 8192  # columns of a 16-bit weight gradient at a time

@@ -17,7 +17,7 @@ from megatron.plan.footprint import ON_DEVICE, Homes, Run
 from megatron.plan.memory import Moment, peak
 
 WORTHWHILE = 0.05
-"""A change that saves a smaller share of the memory is no remedy."""
+"""A change that saves a smaller share of the memory does not count as a remedy."""
 
 LARGEST_MICRO_BATCH = 1 << 16
 

@@ -1,6 +1,6 @@
-"""Lack of memory, explained: what this run was to hold, and the two cheapest changes that make it smaller.
+"""Lack of memory, explained: what this run needs, and the two cheapest changes that make it smaller.
 
-`explained(...)` stands around the building and the training of a run. When memory runs out inside, it writes the plan
+`explained(...)` encloses the building and the training of a run. When memory runs out inside, it writes the plan
 of memory.py to stderr and raises `MemoryShortage`, whose text names the remedies; `launch/exits.py` makes the `error:`
 line and the exit code of it. The arithmetic is imported when it is needed.
 """
@@ -35,7 +35,7 @@ def explained(config: Config, rank: int, ranks: int, device: Device) -> Iterator
         if not is_lack_of_memory(error) or isinstance(error, MemoryShortage):
             raise
         run = Run(config, ranks, device)
-        print(f" rank {rank} was to hold {breakdown(peak(run))}", file=sys.stderr, flush=True)
+        print(f" rank {rank} needs {breakdown(peak(run))}", file=sys.stderr, flush=True)
         reason = (str(error).strip() or "no more memory").splitlines()[0]
         raise MemoryShortage(f"{reason}; {advice(run)}") from error
 

@@ -2,7 +2,7 @@
 
 A training step frees and takes the same few gigabytes again and again. glibc hands large blocks back at once, so
 every step pays for fresh zeroed pages: a third of the time of a bf16 step of plain torch on a virtual machine
-(docs/benchmarks.md, docs/decisions/003-allocator.md). Told to keep what it has, the process stays at its peak.
+(docs/benchmarks.md, docs/decisions/003-allocator.md). When glibc keeps what it has, the process stays at its peak.
 
 Memory that is kept has to be found again. torch asks for aligned blocks, for which glibc takes some 100 bytes more;
 what is left over goes to lists of small blocks, where it does not join the hole that the large block leaves, and the
@@ -19,7 +19,7 @@ M_MXFAST, M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = 1, -1, -2, -4
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc; False where there is no glibc to tell. Environment variables MALLOC_..._ do the same for any
+    """Ask glibc for it; False where there is no glibc. Environment variables MALLOC_..._ do the same for any
     program."""
     if not sys.platform.startswith("linux"):
         return False

@@ -49,8 +49,8 @@ class _Bar(tqdm):  # type: ignore[misc]
 class Console:
     """The lines of a run of `train_iters` steps that begins after `start` of them; after each line of training, what
     `aside` has to say. `interval` 0: no lines; None: a round number that gives at least LEAST_LINES, the last step's
-    among them. With `outlives_reader`, a line that cannot be written is no error but noted in `lost`, and the console
-    is mute from then on."""
+    among them. With `outlives_reader`, a line that cannot be written is not an error but noted in `lost`, and the
+    console is mute from then on."""
 
     def __init__(self, interval: int | None, train_iters: int, start: int, *, writes: bool,
                  aside: Callable[[], str] = str, outlives_reader: bool = False) -> None:

@@ -32,7 +32,7 @@ from mpu.collectives import all_reduce
 
 @dataclass
 class TrainState:
-    """Where the loop stands; the sample position is the only data state there is."""
+    """How far the loop is; the sample position is the only data state there is."""
 
     iteration: int = 0
     consumed_samples: int = 0
@@ -108,7 +108,7 @@ class Trainer:
         and a line says so."""
         if self.engine.is_saving:
             if isinstance(error, NumericsError) or self.engine.groups.world.is_solo:
-                with suppress(TrainerError):  # the first error is the one to tell
+                with suppress(TrainerError):  # the first error is the one to report
                     self.engine.finish_save()
             else:
                 self.log.say(" the save under way is not complete; the tag before it is the newest")

@@ -48,7 +48,7 @@ class RateWatch:
 
 
 def idle_steps(config: Config, schedule: Callable[[int], float], applied: int, iteration: int) -> IdleSteps | None:
-    """What is idle in a run that stands at `iteration`, after `applied` steps of its schedule (skipped ones do not
+    """What is idle in a run that is at `iteration`, after `applied` steps of its schedule (skipped ones do not
     count there); None where every step has a rate."""
     last = config.train.train_iters
     remaining = range(applied, applied + last - iteration)

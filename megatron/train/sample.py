@@ -33,7 +33,7 @@ def _draw(logits: torch.Tensor, generator: torch.Generator) -> int:
 
 
 def printable(text: str) -> str:
-    """One line for a console, as a Python literal of the text. Bytes that are no UTF-8, which a young byte-level model
+    """One line for a console, as a Python literal of the text. Bytes that are not UTF-8, which a young byte-level model
     makes, have become U+FFFD: that is escaped like a control character, with a word on what it is."""
     lost = "\ufffd" in text
     return repr(text).replace("\ufffd", r"\ufffd") + (r" (\ufffd: bytes that are not UTF-8)" if lost else "")

@@ -8,7 +8,7 @@ Four functions print a table, one row for each choice of offloading and of const
 Bytes per parameter: 2 for the 16-bit weight, 2 for its gradient, 4 for the gradient in fp32, 12 for the fp32 master
 and the moments. `zero_init` means that each layer is split as soon as it is made, so that the host never holds a whole
 model for every GPU. These are rules of thumb without activations and buffers, and those of DeepSpeed's engine (this one
-makes no fp32 copy of the gradients, for one); `python -m megatron.plan` says what a run of this trainer takes.
+makes no fp32 copy of the gradients, for one); `python -m megatron.plan` says what a run of this trainer needs.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class Contenders:
 
 
 def clear(folder: Path) -> None:
-    """Nobody pays for deleting what stood there before."""
+    """Nobody pays for deleting what was there before."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     os.sync()

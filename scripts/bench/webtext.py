@@ -1,4 +1,4 @@
-"""Speed of the webtext stages beside the libraries one would take instead: `python scripts/bench/webtext.py`.
+"""Speed of the webtext stages beside the libraries one would use instead: `python scripts/bench/webtext.py`.
 
 One core, documents of 5 kB from the planted corpus of the tests. Everyone does the same work on the same lines, JSON
 included; contenders of a group take turns (A B C A B C ...), so drift of the machine hits all alike. Reported are the

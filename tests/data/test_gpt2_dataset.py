@@ -19,7 +19,7 @@ from data.storage import DataError
 
 
 def corpus_of(prefix: Path, sizes: list[int], first: int = 0) -> IndexedCorpus:
-    """Documents of these sizes; the tokens count upwards, so each tells where it stands."""
+    """Documents of these sizes; the tokens count upwards, so each shows its place."""
     with CorpusWriter(prefix, vocab_size=1 << 20) as writer:
         for size in sizes:
             writer.add_document(np.arange(first, first + size))

@@ -95,7 +95,7 @@ def test_the_index_names_every_page() -> None:
 
 
 def test_the_readme_is_two_screens_and_leads_to_the_pages() -> None:
-    """It is no second index: what it says first is what the program is, and the two commands."""
+    """It is not a second index: what it says first is what the program is, and the two commands."""
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 90
     assert {"docs/README.md", "docs/tutorial.md", "docs/install.md", "docs/deepspeed.md", "examples/README.md",

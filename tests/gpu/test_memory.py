@@ -37,7 +37,7 @@ def test_the_predicted_peak_is_what_the_allocator_saw(values: dict[str, Any], st
     device, grid = torch.device("cuda", 0), groups.build(1)
     torch.cuda.empty_cache()
     seed_everything(config.train, grid, device)
-    torch.randn(64, 64, device=device) @ torch.randn(64, 64, device=device)  # the work space of cuBLAS is no tensor
+    torch.randn(64, 64, device=device) @ torch.randn(64, 64, device=device)  # the work space of cuBLAS is not a tensor
     before = torch.cuda.memory_allocated(device)
     engine = build_engine(config, build_model(config, grid), grid, device)
     torch.cuda.reset_peak_memory_stats(device)

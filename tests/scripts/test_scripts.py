@@ -139,7 +139,7 @@ def test_a_corpus_of_the_users_replaces_ours(repository):
 
 
 @pytest.mark.parametrize("settings, words", [
-    ({"PYTHON": "/no/such/python"}, "PYTHON=/no/such/python is no command"),
+    ({"PYTHON": "/no/such/python"}, "PYTHON=/no/such/python is not a command"),
     ({"PYTHON": "false"}, "does not run, or is not Python 3.11"),
     ({"GPUS_PER_NODE": "two"}, "GPUS_PER_NODE is 'two'"),
 ])

@@ -140,7 +140,7 @@ class Tag:
                 size, crc = size + len(data), crc32(data, crc)
         if (size, f"{crc:08x}") != (said["size"], said["crc32"]):
             raise Damaged(f"{path}: damaged: expected {said['size']} bytes of crc32 {said['crc32']}, found {size} of "
-                          f"{crc:08x}; take another tag with -t")
+                          f"{crc:08x}; choose another tag with -t")
 
     def _header(self, name: str) -> tuple[int, dict[str, Any]]:
         """(first byte of the data, key -> dtype, shape, data_offsets) of a safetensors file."""
@@ -209,7 +209,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         data = path.read_bytes()
     text, mark, rest = data.rpartition(b',"crc32":"')
     if not mark or rest != b'%08x"}\n' % crc32(text):
-        raise Damaged(f"{path}: damaged: its {len(data)} bytes do not match its own checksum; take another tag with -t")
+        raise Damaged(f"{path}: damaged: its {len(data)} bytes do not match its checksum; choose another tag with -t")
     manifest: dict[str, Any] = json.loads(text + b"}")
     if manifest["format"] not in FORMATS:
         raise Damaged(f"{path}: format {manifest['format']}, this script reads formats {FORMATS[0]} and {FORMATS[1]}")
@@ -352,7 +352,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint_dir", type=Path, help="folder of the tags, or of one")
     parser.add_argument("output", type=Path, help="file, or folder")
-    parser.add_argument("-t", "--tag", help="the checkpoint to take (default: what `latest` names)")
+    parser.add_argument("-t", "--tag", help="the checkpoint to use (default: what `latest` names)")
     parser.add_argument("--max_shard_size", default="5GB", help="of one file (default: 5GB)")
     parser.add_argument("--safe_serialization", action="store_true", help="write safetensors")
     parser.add_argument("--exclude_frozen_parameters", action="store_true", help="only what was trained")

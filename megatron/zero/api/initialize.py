@@ -59,8 +59,8 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
 
     `config` is a path or a dict in DeepSpeed's keys (or `args.deepspeed_config`). The optimizer is the given one, or a
     callable that makes it from the parameters, or the config's; the scheduler is the given one (also a callable that
-    makes it from the optimizer), or the config's. `mpu` tells the groups where the model is tensor parallel. All
-    parameters take the values of data parallel rank 0, move to `device` (default: this rank's) one by one, and to the
+    makes it from the optimizer), or the config's. `mpu` names the groups where the model is tensor parallel. All
+    parameters get the values of data parallel rank 0, move to `device` (default: this rank's) one by one, and to the
     working precision.
     """
     if model is None:
@@ -142,8 +142,8 @@ def _settings(source: Any, argument: str, groups: Groups) -> _Settings:
     found = ds_file.read(source, argument)
     sizes = BATCH[:2]
     if not any(key in found.keys for key in sizes):
-        raise ConfigError(f"{found.name}: give {' or '.join(sizes)} as a number: nobody else says how many samples a "
-                          "step has" + ' ("auto" is for programs that do)' * any(key in found.autos for key in sizes))
+        raise ConfigError(f"{found.name}: give {' or '.join(sizes)} as a number: nothing else says how many samples "
+                          "a step has" + ' ("auto" is for programs that do)' * any(key in found.autos for key in sizes))
     named = DEEPSPEED_TYPES[found.keys.get("optimizer.type", "AdamW")]
     config = ds_file.build(source, flags={"model_parallel_size": groups.tp.size},
                            fallback={**DEEPSPEED_DEFAULTS, "lr": OPTIMIZERS[named].lr}, world_size=groups.world.size,
@@ -153,8 +153,8 @@ def _settings(source: Any, argument: str, groups: Groups) -> _Settings:
 
 
 def _say(settings: _Settings, device: torch.device) -> None:
-    """What is to be read once: keys that were understood in another way, or can do nothing here; the whole, where
-    `dump_state` asks for it."""
+    """What a user should read once: keys that were understood in another way, or can do nothing here; with
+    `dump_state`, the whole configuration."""
     config, found = settings.config, settings.found
     if found is None:
         return

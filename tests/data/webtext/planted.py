@@ -96,7 +96,7 @@ def mojibake(text: str) -> str:
 
 def plant(seed: int, originals: int, rates: Sequence[float] = (0.01, 0.05, 0.2), words: int = 400) -> list[Page]:
     """Originals of half to twice as many `words`, and as many each of exact copies, copies at every edit rate,
-    boilerplate pages, contaminated pages; a tenth as many foreign and broken ones. Copies stand anywhere behind."""
+    boilerplate pages, contaminated pages; a tenth as many foreign and broken ones. Copies come later, anywhere."""
     rng = random.Random(seed)
     pages = [Page(babble(rng, rng.randint(words // 2, 2 * words)), "original") for _ in range(originals)]
     made = []

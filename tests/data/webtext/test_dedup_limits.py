@@ -47,7 +47,7 @@ def run_killed(after: int, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def check_kills(tmp_path: Path, points: int) -> None:
-    """Nothing half stands there after a kill, and the next run ends as if there had been none."""
+    """Nothing half done is left after a kill, and the next run ends as if there had been none."""
     shards = write(plant(9, originals=4, words=60), tmp_path / "in")
     deduplicate(shards, tmp_path / "alone")
     whole = visible(tmp_path / "alone")

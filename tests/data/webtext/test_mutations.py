@@ -52,7 +52,7 @@ def mutated(content: bytes, rng: random.Random) -> bytes:
 
 
 def slow_reader(content: bytes) -> list[Document | None]:
-    """What stands in a file of lines; None for a line that is not right."""
+    """What a file of lines holds; None for a line that is not right."""
     found: list[Document | None] = []
     for number, line in enumerate(content.split(b"\n")):
         if number == 0 and line[:3] == b"\xef\xbb\xbf":
@@ -78,7 +78,7 @@ def slow_line(line: bytes) -> Document | None:
 
 
 class Pairs(list[tuple[str, Any]]):
-    """An object, its keys as they stand."""
+    """An object, its keys in their order."""
 
 
 def sound(value: Any) -> bool:

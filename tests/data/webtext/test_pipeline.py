@@ -164,7 +164,7 @@ def test_evaluation_text_is_kept_out(raw: Path, tmp_path: Path) -> None:
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     stage = next(stage for stage in report["stages"] if stage["stage"] == "decontaminate")
     assert sum(tally["documents"] for tally in stage["dropped"].values()) == 1
-    (tmp_path / "eval.txt").write_text("nothing of that kind stands in the corpus, so nothing at all is left out here")
+    (tmp_path / "eval.txt").write_text("nothing of that kind is in the corpus, so nothing at all is left out here")
     main(arguments(raw, tmp_path / "out", "--evaluation", str(tmp_path / "eval.txt")))
     assert "evaluation" not in (tmp_path / "out" / "report.txt").read_text(), "the content of the file counts"
 

@@ -80,7 +80,7 @@ def test_every_place_is_equally_likely_and_seeds_differ() -> None:
     assert len({tuple(row) for row in places.tolist()}) == 300
     # The mean place of each document over seeds: 49.5, deviation 28.9 / sqrt(300) = 1.67; five of them.
     assert abs(places.mean(axis=0) - 49.5).max() < 5 * 1.67
-    # Neighbours before are no neighbours after: 2 in 100 by chance.
+    # Neighbours before are not neighbours after: 2 in 100 by chance.
     assert 0.01 < (abs(np.diff(places, axis=1)) == 1).mean() < 0.03
 
 

@@ -1,7 +1,7 @@
 """Faults put under a real save by the kernel: strace makes the k-th call of a kind fail, or its process die at it.
 
 A *fault* hits the main thread of one rank (the *victim*) from the moment it begins to save a certain step until the
-save, pruning included, is over. Without a fault the calls are only written down: a rehearsal, which tells where the
+save, pruning included, is over. Without a fault the calls are only written down: a rehearsal, which shows where the
 file-changing calls of a save are. strace attaches to a running rank, so a trial needs no start of a program.
 
 `broken` puts a wrong writer in place of ours: what finds no fault with that one proves nothing.

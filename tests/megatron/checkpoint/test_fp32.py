@@ -85,7 +85,7 @@ def test_shards_and_their_index_hold_every_tensor_once(safe: bool, tmp_path: Pat
     assert same({name: tensor for part in parts for name, tensor in part.items()}, expected(0))
     assert all(name in part for file, part in zip(files, parts)
                for name, place in index["weight_map"].items() if place == file)
-    # One tensor larger than the limit stands alone.
+    # One tensor larger than the limit is alone.
     assert all(len(part) == 1 or sum(t.nbytes for t in part.values()) <= 2000 for part in parts)
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in expected(0).values())
     assert safe or not (tmp_path / "pytorch_model.bin").exists(), "loaders would take the stale file first"

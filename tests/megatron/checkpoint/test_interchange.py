@@ -38,7 +38,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
 
 VOCAB, LAYERS, HIDDEN, HEADS, LENGTH = 257, 2, 32, 4, 16
-"""The model of TINY; 257 is no multiple of 128, so the table is padded, differently for each tp."""
+"""The model of TINY; 257 is not a multiple of 128, so the table is padded, differently for each tp."""
 
 SHAPE = dict(num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=HEADS, max_position_embeddings=LENGTH,
              vocab_size=VOCAB)

@@ -43,7 +43,7 @@ class Story:
     digests: dict[int, str]
 
     def trial(self, scene: str) -> Trial:
-        """A fresh save root in which step 2 is the newest ("prune"), or step 3 stands already ("replace")."""
+        """A fresh save root in which step 2 is the newest ("prune"), or step 3 is there already ("replace")."""
         root = Path(tempfile.mkdtemp(dir=self.folder)) / "s"
         for step in (1, 2) if scene == "prune" else (1, 2, STEP):
             shutil.copytree(self.folder / "whole" / f"global_step{step}", root / f"global_step{step}")
@@ -146,7 +146,7 @@ def sweep(story: Story, chosen: Iterable[tuple[str, Fault | Death]]) -> int:
         trial = story.trial(scene)
         ended = trial.meet(fault)
         assert trial.lost() == [], fault
-        if ended is not None:  # an error: every rank tells the same, and leaves with the code of storage
+        if ended is not None:  # an error: every rank says the same, and leaves with the code of storage
             assert len(set(ended)) == 1 and ended[0][0] in (0, 7), (str(fault), ended)
         deaths += ended is None
         trials.append(trial)

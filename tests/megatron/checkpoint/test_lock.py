@@ -1,4 +1,4 @@
-"""Two jobs, one folder: the second is told who was first, and a dead first one is no obstacle."""
+"""Two jobs, one folder: the second is told who was first, and a dead first one is not in the way."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def test_an_exported_run_answers_in_transformers(tmp_path: Path, capsys: pytest.
 
 
 def test_a_run_that_starts_from_an_exported_folder_uses_its_tokenizer(tmp_path: Path) -> None:
-    """Where the files tell which of ours it is; else the line names both sizes, their owners and the remedy."""
+    """Where the files say which of ours it is; else the line names both sizes, their owners and the remedy."""
     corpus = write_corpus(tmp_path / "corpus")
     train([*TINY, "--train-data", corpus, "--train-iters", 1, "--save", tmp_path / "s"])
     assert main(["convert", str(tmp_path / "s"), "--output", str(tmp_path / "hf")]) == 0

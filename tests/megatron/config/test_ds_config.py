@@ -100,7 +100,7 @@ ZERO, PARAM, HOME, KEEP = ("zero_optimization.", "zero_optimization.offload_para
                            "zero_optimization.offload_optimizer.", "activation_checkpointing.")
 UNREADY, STAGE_3 = "not supported yet", {"zero_optimization": {"stage": 3}}
 
-# path -> (value in, fields out or the words of a refusal, what must stand beside it)
+# path -> (value in, fields out or the words of a refusal, what must be beside it)
 CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "train_batch_size": (32, {"global_batch_size": 32, "batch_size": 32}, {}),
     "train_micro_batch_size_per_gpu": (2, {"batch_size": 2, "global_batch_size": 2}, {}),
@@ -578,7 +578,7 @@ def test_scaling_keys_say_nothing_while_fp16_is_off():
     ('{"zero_optimization": {"reduce_bucket_size": 1e999}}', "reduce_bucket_size is Infinity"),
     ('{"a":' * 500 + "1" + "}" * 500, "unknown key a"), ('{"a":' * 3000 + "1" + "}" * 3000, "nested too deeply"),
 ])
-def test_a_bad_file_is_told_with_its_name(written, text, told):
+def test_a_bad_file_is_reported_with_its_name(written, text, told):
     name = written(text)
     message = refusal(name)
     assert told in message and name in message
@@ -616,7 +616,7 @@ def curve(config: Config) -> Schedule:
 
 
 def deepspeed_rate(kind: str, step: int, warmup: int, total: int, floor: float) -> float:
-    """DeepSpeed's rate of optimizer step `step` as a share of the peak: its schedulers stand one behind the step."""
+    """DeepSpeed's rate of optimizer step `step` as a share of the peak: its schedulers are one behind the step."""
     it = step - 1
     if it < warmup:
         return max(0, it) / warmup

@@ -1,4 +1,4 @@
-"""Comments and trailing commas are accepted, and nothing else that JSON refuses; errors stand at line and column."""
+"""Comments and trailing commas are accepted, and nothing else that JSON refuses; errors name line and column."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_comments_and_trailing_commas_are_accepted_outside_of_texts(text, value)
     ('{"a":,}', "f line 1 column 6"), ('{"a": 1 /* x }', "f line 1 column 9"),
     ("[" * 100_000, "nested too deeply"), ("1" * 5000, "too many digits"),
 ])
-def test_an_error_stands_at_its_line_and_column_and_says_what_was_expected(text, told):
+def test_an_error_names_line_and_column_and_what_was_expected(text, told):
     with pytest.raises(ConfigError) as caught:
         parse(text, "f")
     assert told in str(caught.value)

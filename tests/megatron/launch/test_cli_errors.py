@@ -376,7 +376,7 @@ def test_numbers_that_explode_end_with_exit_6_and_the_last_lines_are_valid_json(
     result = cli([*RUN[:-1], 50, "--lr", 1e30, "--clip-grad", 0, "--metrics-file", tmp_path / "m"])
     check(result, 6, "step", "rank 0")
     for line in (tmp_path / "m").read_text().splitlines():
-        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
 def test_a_second_job_on_the_same_save_is_refused(tmp_path: Path, cli: Cli) -> None:

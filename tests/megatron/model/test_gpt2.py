@@ -118,7 +118,7 @@ def dropout_masks(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
     plain = attention._attend
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: object, dropout: float) -> torch.Tensor:
-        # With q, k = 0 and v = 1 the result tells how many weights of each row were dropped.
+        # With q, k = 0 and v = 1 the result shows how many weights of each row were dropped.
         y = plain(q * 0, k * 0, torch.ones_like(v), mask, dropout)
         values.append(y.detach().clone())
         return y

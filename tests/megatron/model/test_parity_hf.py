@@ -25,7 +25,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
 
 VOCAB, LAYERS, HIDDEN, HEADS, LENGTH = 211, 3, 48, 4, 24
-"""211 is no multiple of 128: the padded vocabulary has 256 rows at tp 1 and at tp 2."""
+"""211 is not a multiple of 128: the padded vocabulary has 256 rows at tp 1 and at tp 2."""
 
 TRANSPOSED = ("attn.qkv.weight", "attn.proj.weight", "mlp.fc.weight", "mlp.proj.weight")
 """HF's Conv1D keeps [in, out]."""

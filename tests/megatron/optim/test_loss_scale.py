@@ -10,7 +10,7 @@ from megatron.optim.loss_scale import LossScaleRule
 
 
 def reference(pattern: list[bool], scale: float, window: int, hysteresis: int, minimum: float) -> list[float]:
-    """The rule told a second time, as mutable state."""
+    """The rule written a second time, as mutable state."""
     clean, left, scales = 0, hysteresis, []
     for overflow in pattern:
         if overflow:

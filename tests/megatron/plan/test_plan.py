@@ -279,7 +279,7 @@ def test_lack_of_memory_in_a_run_ends_in_one_error_line_with_the_plan_before_it(
     assert exits.run(lambda: train(argv) and 0, debug=False) == 5  # type: ignore[func-returns-value]
     shown, error = capfd.readouterr().err.splitlines()
     run = planned(*[word for word in argv if word != "--mock-data"], "--device", "cpu")
-    assert shown.startswith(" rank 0 was to hold ") and f"({peak(run).name})" in shown
+    assert shown.startswith(" rank 0 needs ") and f"({peak(run).name})" in shown
     assert error.startswith("error: rank 0 is out of memory: CUDA out of memory. Tried to allocate 2.00 GiB.; try "
                             "--batch-size 32 --global-batch-size 64 (saves ")
     assert "or --checkpoint-activations (saves" in error
@@ -309,5 +309,5 @@ def test_a_process_that_may_not_grow_ends_with_the_same_line() -> None:
     argv = [*TINY, "--mock-data", "--batch-size", "16384", "--train-iters", "1"]
     result = subprocess.run([sys.executable, "-c", LIMITED, *argv], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 5, result.stderr
-    assert "rank 0 was to hold" in result.stderr
+    assert "rank 0 needs" in result.stderr
     assert "try --batch-size 8192 --global-batch-size 16384 (saves" in result.stderr.splitlines()[-1]

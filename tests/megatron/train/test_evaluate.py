@@ -110,5 +110,5 @@ def test_evaluations_of_one_run_read_the_same_samples_and_carry_the_perplexity(t
     evaluations = [record for record in records(tmp_path / "m") if record.get("eval")]
     assert [(e["split"], e["iteration"]) for e in evaluations] == [("validation", 1), ("validation", 2),
                                                                    ("validation", 3), ("test", 3)]
-    assert len({e["lm_loss"] for e in evaluations[:3]}) == 1, "the weights stand still, so must the figure"
+    assert len({e["lm_loss"] for e in evaluations[:3]}) == 1, "the weights do not change, so neither must the figure"
     assert all(e["ppl"] == math.exp(e["lm_loss"]) for e in evaluations)

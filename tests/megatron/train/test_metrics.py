@@ -33,7 +33,7 @@ PROMISED = {"iteration", "lm_loss", "grad_norm", "learning_rate", "loss_scale", 
 
 def strict(line: str) -> dict[str, Any]:
     """JSON as the standard has it: no NaN, no Infinity."""
-    value = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    value = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert isinstance(value, dict)
     return value
 

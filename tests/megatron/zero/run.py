@@ -1,6 +1,6 @@
 """How the proofs of the engine build it, drive it and read it: the only file of them that knows its names.
 
-A *plain loop* stands beside it, which they compare it with: one process, torch's own AdamW, no code of the engine.
+A *plain loop* is beside it, which they compare it with: one process, torch's own AdamW, no code of the engine.
 """
 
 from __future__ import annotations

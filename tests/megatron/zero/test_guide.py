@@ -1,4 +1,4 @@
-"""docs/engine.md runs as it stands."""
+"""docs/engine.md runs as printed."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 
 
 def watch(target: Any, name: str, see: Callable[..., None]) -> Any:
-    """A patch of `target.name` that tells `see` about every call before it is made."""
+    """A patch of `target.name` that reports every call to `see` before it is made."""
     made = getattr(target, name)
 
     def watched(*args: Any, **kwargs: Any) -> Any:
@@ -114,7 +114,7 @@ def test_reduce_scatter_off_sums_by_all_reduce() -> None:
 
 
 def when_gradients_move(rank: int, world: int, contiguous: bool) -> list[int]:
-    """How many gradients of a block stood in its flat buffer each time one more had been made."""
+    """How many gradients of a block were in its flat buffer each time one more had been made."""
     engine = engine_of(2, contiguous_gradients=contiguous)
     seen: list[int] = []
     block = engine.core.buckets[1].grads

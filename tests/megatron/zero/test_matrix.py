@@ -117,7 +117,7 @@ def train_all(rank: int, world: int, cells: list[Cell], steps: int) -> list[Trai
 
 @dataclass(frozen=True)
 class Whole:
-    """A run as one process would tell it."""
+    """A run as one process would report it."""
 
     losses: list[float]
     norms: list[float]

@@ -208,7 +208,7 @@ def end(rank: int, world: int, stage: int, tp: int, precision: str, cases: list[
 
 def check_end(stage: int, tp: int, precision: str, cases: list[Case]) -> None:
     for case, seen in zip(cases, zip(*run_ranks(end, 2 * tp, stage, tp, precision, cases, timeout=300)), strict=True):
-        assert len({rank.message for rank in seen}) == 1, f"{case}: ranks tell different errors"
+        assert len({rank.message for rank in seen}) == 1, f"{case}: ranks report different errors"
         named = re.search(r"at step 2: first in (\S+) on rank (\d+); weights are unchanged", seen[0].message)
         assert named, f"{case}: {seen[0].message}"
         if case.kind != "loss":  # which poisons everything, on all tensor parallel ranks
