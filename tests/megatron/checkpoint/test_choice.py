@@ -1,4 +1,4 @@
-"""Which tag a load takes: what is named, else what `latest` names, else what was committed last; after any history."""
+"""Which tag a load uses: what is named, else what `latest` names, else what was committed last; after any history."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_the_warning_names_the_flag_that_takes_the_precision_back(machine, preci
 
 
 @pytest.mark.parametrize(("precision", "device", "times", "native"), [
-    pytest.param("bf16", CPU, 1.5, False, id="bf16 that is no burden"),
+    pytest.param("bf16", CPU, 1.5, False, id="bf16 that is not a burden"),
     pytest.param("bf16", CPU, 50.0, True, id="bf16 that the scripts choose"),
     pytest.param("fp32", CPU, 50.0, False, id="fp32"),
     pytest.param("bf16", GPU, 50.0, False, id="a GPU"),

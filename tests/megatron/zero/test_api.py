@@ -156,7 +156,7 @@ def test_the_loader_gives_each_rank_its_share_and_a_users_scheduler_is_stepped()
         engine.step()
         rates.append(engine.get_lr()[0])
     assert rates == pytest.approx([0.0, 2.5e-3, 5e-3, 7.5e-3])
-    torch.optim.lr_scheduler.LambdaLR(wrapped, lambda step: 0.5)  # torch's schedulers take it for an optimizer
+    torch.optim.lr_scheduler.LambdaLR(wrapped, lambda step: 0.5)  # torch's schedulers accept it as an optimizer
 
 
 def with_loader(size: int = 16) -> tuple[Engine, Any]:
