@@ -87,7 +87,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero.api.init megatron.zero.api.loading
         megatron.zero.api.monitor megatron.zero.api.batching megatron.zero.api.hyper megatron.zero.api.saved
         megatron.zero.api.weights megatron.zero.api.optimizer megatron.zero.api.casting megatron.zero.api.schedule
-        megatron.zero.api.questions
+        megatron.zero.api.status
         megatron.zero.api.names megatron.zero.api.engine megatron.zero.api.meeting megatron.zero.api.initialize
         megatron.zero
         megatron.train megatron.train.inputs

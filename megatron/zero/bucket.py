@@ -215,43 +215,70 @@ class FlatBucket:
     def _index(self, parameter: Tensor) -> int:
         return next(index for index, held in enumerate(self.parameters) if held is parameter)
 
-    def lend(self) -> None:
+    @property
+    def dp(self) -> Group:
+        return self._dp
+
+    def check_before_loan(self) -> None:
         self.check_not_lent("GatheredParameters (or what gathers like it, such as load_module_state_dict)")
         if self.comes_and_goes:
             with torch._C.DisableTorchFunctionSubclass():
                 self.check_edits(thoroughly=False)
+
+    def lend(self) -> None:
         self._came_to_be_lent = not self.is_here
         self.gather()
         self._lent = self._whole.clone()
         if self.keeps_masters and not self.comes_and_goes:  # what was written by hand before is an edit of this loan
             self._span(self._lent).copy_(self.master)
 
+    def check_before_return(self, editor: int | None) -> None:
+        for slot, parameter, view in zip(self.layout.slots, self.parameters, self._views):
+            if parameter.data_ptr() != view.data_ptr():  # `p.data = ...` is an edit too
+                self._bring_home(slot.name, parameter, view)
+        if editor is None and self._is_edited():
+            raise ConfigError(f"{self._first_edited()} was edited inside GatheredParameters without modifier_rank, or "
+                              "by hand before it: the edit would be lost; say which rank's edits count")
+
+    def _bring_home(self, name: str, parameter: nn.Parameter, view: Tensor) -> None:
+        if (parameter.shape, parameter.dtype) != (view.shape, view.dtype):
+            raise ConfigError(f"{name} became a tensor of {parameter.dtype} and shape {list(parameter.shape)} inside "
+                              f"GatheredParameters; the engine trains {view.dtype} of shape {list(view.shape)}: give "
+                              "it values of that kind")
+        view.copy_(parameter.detach())
+        fill(parameter, view)
+
     def take_back(self, editor: int | None) -> None:
         assert self._lent is not None, f"bucket {self.name} was not lent"
-        self.check_places()
         if editor is not None:
             broadcast_into(self._whole, editor, self._dp).wait()
             own = self._span(self._whole)
             edited = own != self._span(self._lent)
             self.shard.copy_(own)
             self.master[edited] = own[edited].to(self.master.dtype)  # others keep the bits that `own` has not
-        elif self._is_edited():
-            self.cancel_loan()
-            raise ConfigError(f"parameters of {self.name} were edited inside GatheredParameters without modifier_rank, "
-                              "or by hand before it: the edits would be lost; say which rank's edits count")
         self._end_loan()
 
     def _is_edited(self) -> bool:
         assert self._lent is not None
         return not torch.equal(self._whole.view(torch.uint8), self._lent.view(torch.uint8))  # bits: nan is not nan
 
+    def _first_edited(self) -> str:
+        assert self._lent is not None
+        now, before = self._whole.view(torch.uint8), self._lent.view(torch.uint8)
+        size = self._whole.element_size()
+        return next((slot.name for slot in self.layout.slots
+                     if not torch.equal(*(flat[slot.offset * size : slot.end * size] for flat in (now, before)))),
+                    self.name)
+
     def check_not_lent(self, what: str) -> None:
         if self._lent is not None:
-            raise ConfigError(f"{what} inside zero.GatheredParameters, which has the parameters of {self.name}: its "
-                              "edits count when the block ends; leave it first")
+            raise ConfigError(f"{what} inside zero.GatheredParameters, which has {self.layout.slots[0].name}: edits "
+                              "count when the block ends; leave it first")
 
     def cancel_loan(self) -> None:
         if self._lent is not None:
+            for parameter, view in zip(self.parameters, self._views):
+                fill(parameter, view)
             self._whole.copy_(self._lent)
             self._end_loan()
 

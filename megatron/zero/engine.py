@@ -97,20 +97,20 @@ class ZeroEngine:
         if boundary and not all(bucket.grads.is_summed for bucket in self.buckets):
             raise ConfigError("step() without gradients that are summed over the ranks: call backward(loss) before it, "
                               "outside of no_sync() and at the accumulation boundary")
-        if boundary:
-            self.residency.done_with_all()  # a forward may have run since the backward
-            self._roster.check()
-        self.state.counters.micro_steps += 1
-        self._micro_batches = 0 if boundary else self._micro_batches + 1
         if not boundary:
+            self.state.counters.micro_steps += 1
+            self._micro_batches += 1
             return None
         for group in self.param_groups if lr is not None else ():
             group["lr"] = lr
+        self.residency.done_with_all()  # a forward may have run since the backward
         try:
-            self.last_report = self._step(self.residency.take_trace())
+            self.last_report = self._step(self.residency.take_trace(), self._roster.objection())
         except BaseException as error:
             self.passes.note_interruption(error)
             raise
+        self.state.counters.micro_steps += 1
+        self._micro_batches = 0
         self.passes.weights += self.last_report.applied
         return self.last_report
 
@@ -202,18 +202,29 @@ class ZeroEngine:
 
     def state_runs(self, kinds: tuple[str, ...], frozen: bool = True) -> Iterator[tuple[str, Slot, int, Tensor]]:
         """(kind, slot, offset in the slot, run of the state) for everything this rank is to write."""
-        self.state.check_whole()
-        self._roster.check_edits(thoroughly=True)
         return self.state.runs(kinds, frozen)
 
-    def load_runs(self, kinds: tuple[str, ...], read: Callable[[str, Slot, int, Tensor], None]) -> None:
-        """Fill everything this rank holds: `read(kind, slot, offset, out)` for every run, then publish the weights.
+    def check_before_save(self) -> None:
+        """Refuse a state that is half a step's, or that somebody wrote to. What one rank sees the others may not: all
+        must agree on this before they save."""
+        self.state.check_whole()
+        self._roster.check_edits(thoroughly=True)
+
+    def check_before_load(self) -> None:
+        """Refuse where new weights would not reach the model; to be agreed on as well."""
+        self._roster.check_before_load()
+
+    def load_runs(self, kinds: tuple[str, ...], read: Callable[[str, Slot, int, Tensor], None],
+                  agreed: Callable[[Callable[[], None]], None] = lambda action: action()) -> None:
+        """Fill everything this rank holds: `read(kind, slot, offset, out)` for every run, then publish the weights,
+        which is collective: `agreed` runs an action, and raises on every rank where it failed on one.
         What has been accumulated is of the weights before, and is discarded: the next micro-batch begins a step."""
         self.residency.done_with_all()
         self._roster.begin_load()
         self.zero_grad()
         self._micro_batches = 0
-        self.state.fill(kinds, read)
+        agreed(lambda: self.state.fill(kinds, read))
+        self.state.publish()
         self.passes.weights += 1
 
     @property

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron.errors import ConfigError
+from mpu.groups import Group
 
 
 class Holder(Protocol):
@@ -26,11 +27,25 @@ class Holder(Protocol):
     def describe(self, parameter: Tensor) -> str:
         """The parameter for a message: its name where that is known, and its shape."""
 
+    @property
+    def comes_and_goes(self) -> bool:
+        """The parameters are whole only while they are used."""
+
+    @property
+    def dp(self) -> Group:
+        """The ranks that keep the parts."""
+
+    def check_before_loan(self) -> None:
+        """An error where the parameters cannot be lent, as far as this rank sees."""
+
     def lend(self) -> None:
-        """Make the parameters whole; they may be edited."""
+        """Make the parameters whole; they may be edited. Collective."""
+
+    def check_before_return(self, editor: int | None) -> None:
+        """An error where what was done to the parameters cannot be kept, as far as this rank sees."""
 
     def take_back(self, editor: int | None) -> None:
-        """Split them again, with the edits of data parallel rank `editor`. None: there must be none."""
+        """Split them again, with the edits of data parallel rank `editor`. None: there are none. Collective."""
 
     def cancel_loan(self) -> None:
         """Split them again, as they were. Not collective."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,13 +29,26 @@ def square_sum(parts: Iterable[tuple[Segment, Tensor]], tp: Group) -> Tensor:
     return total
 
 
-def global_norm(local: Tensor, shard: Group, tp: Group, trace: int = 0) -> tuple[float, bool]:
-    """The norm over every rank's share, inf or nan when any element anywhere is; and whether all ranks gave the same
-    `trace`; both in one exchange."""
-    numbers = torch.tensor([0.0, trace, trace * trace], dtype=torch.float64, device=local.device)
+class Exchange(NamedTuple):
+    """What all ranks know after one exchange."""
+
+    norm: float
+    """Over every rank's share; inf or nan when any element anywhere is."""
+    alike: bool
+    """All gave the same trace."""
+    objections: bool
+    """Some rank objects to the step."""
+
+
+def global_norm(local: Tensor, shard: Group, replicas: Group, tp: Group, trace: int = 0, objects: bool = False,
+                ) -> Exchange:
+    numbers = torch.tensor([0.0, trace, trace * trace, objects], dtype=torch.float64, device=local.device)
     numbers[0] = local
-    squares, traces, squared_traces = all_reduce(all_reduce(numbers, shard), tp).tolist()
-    return math.sqrt(squares), squared_traces * shard.size * tp.size == traces * traces
+    numbers = all_reduce(all_reduce(numbers, shard), tp)
+    if not replicas.is_solo:  # they have the same norm, and opinions of their own
+        numbers[3] = all_reduce(numbers[3:], replicas)[0]
+    squares, traces, squared_traces, objections = numbers.tolist()
+    return Exchange(math.sqrt(squares), squared_traces * shard.size * tp.size == traces * traces, objections > 0)
 
 
 def clip_factor(norm: float, limit: float) -> float:

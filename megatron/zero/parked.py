@@ -20,6 +20,7 @@ class Parked:
     """The holder of one parameter (see holders.py)."""
 
     is_settled = False
+    comes_and_goes = True
 
     def __init__(self, parameter: nn.Parameter, dp: Group, dtype: torch.dtype | None,
                  home: torch.device | None) -> None:
@@ -43,14 +44,27 @@ class Parked:
         all_gather_into(flat, part, self._dp).wait()
         return flat[: self._shape.numel()].view(self._shape)
 
+    @property
+    def dp(self) -> Group:
+        return self._dp
+
+    def check_before_loan(self) -> None:
+        """Always possible."""
+
     def lend(self) -> None:
         if isinstance(self._parameter, Placeholder):
             fill(self._parameter, self.whole())
 
-    def take_back(self, editor: int | None) -> None:
-        if editor is None and not torch.equal(self._own(self._parameter.detach()), self._part):
+    def check_before_return(self, editor: int | None) -> None:
+        value = self._parameter.detach()
+        if (value.shape, value.dtype) != (self._shape, self._part.dtype):
+            raise ConfigError(f"a parameter of {self._part.dtype} and shape {tuple(self._shape)} became {value.dtype} "
+                              f"of shape {tuple(value.shape)} inside GatheredParameters; give it values of its kind")
+        if editor is None and not torch.equal(self._own(value), self._part):
             raise ConfigError(f"a parameter of shape {tuple(self._shape)} was edited inside GatheredParameters without "
                               "modifier_rank: the edits would be lost; say which rank's edits count")
+
+    def take_back(self, editor: int | None) -> None:
         self._put_away(editor)
 
     def cancel_loan(self) -> None:

@@ -25,6 +25,14 @@ class Roster:
         self._members = _members(model)
         self._steps = 0  # since the weights were loaded
 
+    def objection(self) -> str | None:
+        """What this rank has against a step; the others may see nothing of it."""
+        try:
+            self.check()
+        except ConfigError as error:
+            return str(error)
+        return None
+
     def check(self) -> None:
         """Raise where a step would leave out a parameter of the model, or undo what was written to it. 1,200
         parameters: 1 ms on a CPU core."""
@@ -46,12 +54,15 @@ class Roster:
                 bucket.check_edits(thoroughly=thoroughly)
 
     def begin_load(self) -> None:
+        self.check_before_load()
+        self._steps = 0
+
+    def check_before_load(self) -> None:
         """Raise where new weights would not reach a parameter of the model."""
         with torch._C.DisableTorchFunctionSubclass():
             for bucket in self._buckets:
                 bucket.check_not_lent("a load")
                 bucket.check_places()
-        self._steps = 0
 
     def _check_members(self, members: list[int]) -> None:
         gone = self._held.keys() - members

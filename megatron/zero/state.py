@@ -75,8 +75,8 @@ class State:
                     yield from ((kind, *run) for run in _owned_runs(bucket, states[kind]))
 
     def fill(self, kinds: tuple[str, ...], read: Callable[[str, Slot, int, Tensor], None]) -> None:
-        """`read(kind, slot, offset, out)` for every run this rank holds; then the weights are published. No parameter
-        may be in use."""
+        """`read(kind, slot, offset, out)` for every run this rank holds; `publish` is to follow. No parameter may be
+        in use."""
         self.changing = "load"
         for bucket, states in self._holdings():
             for kind in kinds:
@@ -85,6 +85,10 @@ class State:
                     read(kind, segment.slot, segment.slot_offset, run)
             if not self._loads_masters:
                 bucket.master.copy_(bucket.master.to(bucket.shard.dtype))
+
+    def publish(self) -> None:
+        """Bring what was filled to every rank that holds a working copy. Collective."""
+        for bucket in (*self.buckets, *self.frozen):
             bucket.publish()
         self.changing = None
 

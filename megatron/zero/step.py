@@ -50,13 +50,13 @@ class Step:
         self._divisor = divisor  # what turns the sums over ranks into means
         self._overflows_in_a_row = 0
 
-    def __call__(self, trace: int) -> StepReport:
+    def __call__(self, trace: int, objection: str | None = None) -> StepReport:
         """Update the weights, or skip the step where a gradient is not finite; the gradients are spent. `trace` is a
-        digest of what this rank ran, which all ranks must agree on."""
+        digest of what this rank ran, which all ranks must agree on; an `objection` of one rank is an error of all."""
         counters = self._state.counters
         scale = counters.scaler.scale
         per_unit = 1.0 / (scale * self._divisor)
-        norm = self._norm(trace) * per_unit
+        norm = self._norm(trace, objection) * per_unit
         applied = math.isfinite(norm)
         if applied:
             self._update(per_unit * clip_factor(norm, self._clip_grad))
@@ -68,19 +68,22 @@ class Step:
         counters.global_steps += 1
         return StepReport(applied, norm, scale)
 
-    def _norm(self, trace: int) -> float:
+    def _norm(self, trace: int, objection: str | None) -> float:
         """Of the sum of all gradients of this step, times the loss scale."""
         buckets = self._state.buckets
         total = torch.zeros((), dtype=torch.float64, device=buckets[0].shard.device)
         for bucket in buckets:
             total = total + square_sum(bucket.grads.parts(), self._groups.tp)
-        norm, alike = global_norm(total, buckets[0].shard_group, self._groups.tp, trace)
-        if not alike:
+        found = global_norm(total, buckets[0].shard_group, buckets[0].replicas, self._groups.tp, trace,
+                            objection is not None)
+        if found.objections:
+            raise ConfigError(next(text for text in all_gather_json(objection, self._groups.world) if text is not None))
+        if not found.alike:
             raise ConfigError(
                 "the ranks ran different blocks of the model, or in another order, and have received each other's "
                 "parameters: at ZeRO stage 3 what is random in the forward (layer drop) must be drawn alike on every "
                 "data parallel rank; draw it alike, or use stage 2")
-        return norm
+        return found.norm
 
     # ---- update -------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """DeepSpeed's names over the mechanism: what a training script calls.
 
     initialize.py   `zero.initialize`; meeting.py: `zero.init_distributed`
-    engine.py       `Engine`, what it returns; questions.py: what one can ask it; names.py: DeepSpeed's further names
+    engine.py       `Engine`, what it returns; status.py: what it says of itself; names.py: DeepSpeed's further names
     optimizer.py, schedule.py, loading.py    the optimizer, the scheduler and the loader beside it
     batching.py, casting.py, monitor.py      batch sizes, inputs in fp16, what is reported
     weights.py, saved.py                     the weights as a state dict; the engine's state in a checkpoint

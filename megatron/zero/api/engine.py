@@ -32,12 +32,12 @@ from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.writer import SaveReport, complete
 from megatron.config.tree import Config
 from megatron.errors import ConfigError
+from megatron.zero.api.batching import Batching
 from megatron.zero.api.casting import cast_inputs
 from megatron.zero.api.loading import Collate, EpochLoader, make_loader
 from megatron.zero.api.monitor import Monitor, Watch
 from megatron.zero.api.names import TABLE, look_up
 from megatron.zero.api.optimizer import ZeroOptimizer
-from megatron.zero.api.questions import Questions
 from megatron.zero.api.saved import (
     Identity,
     LoadOptions,
@@ -48,19 +48,20 @@ from megatron.zero.api.saved import (
     write_weights,
 )
 from megatron.zero.api.schedule import Scheduler
+from megatron.zero.api.status import EngineStatus
 from megatron.zero.api.weights import PREFIX, load_weights, weights_of
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.step import StepReport
 from mpu.collectives import all_gather_json
 
 
-class Engine(Questions):
+class Engine(EngineStatus):
     """A model in training. Counters and the loss scale are those of `core`, the mechanism."""
 
     def __init__(self, core: ZeroEngine, config: Config, optimizer: ZeroOptimizer, scheduler: Scheduler | None,
                  watch: Watch = Watch(), mpu: Any = None) -> None:
-        super().__init__(core, config)
-        self.optimizer, self.lr_scheduler = optimizer, scheduler
+        self.core, self.config, self.optimizer, self.lr_scheduler = core, config, optimizer, scheduler
+        self._batching = Batching(core, config)
         self.monitor = Monitor(watch, self.device, core.groups.world.rank == 0)
         if watch.writes:
             on_rank_0(self.monitor.open, core.groups.world)
@@ -76,7 +77,7 @@ class Engine(Questions):
         """What the last complete save cost."""
         self._background, self._host_copy = Background(core.groups.world), HostCopy(self.device)
         self.rng_note: str | None = None
-        """What to tell about random streams that could not go on where the loaded checkpoint's stopped."""
+        """What to say where random streams could not continue from those of the loaded checkpoint."""
 
     # ---- the loop -----------------------------------------------------------------------------------------------
 
@@ -184,7 +185,7 @@ class Engine(Questions):
         return self.core.at_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Decide oneself where optimizer steps end; None goes back to counting."""
+        """Say whether the next step ends an optimizer step; None goes back to counting micro-batches."""
         self.core.set_gradient_accumulation_boundary(is_boundary)
 
     def settle(self) -> None:
@@ -200,7 +201,8 @@ class Engine(Questions):
     # ---- the model ----------------------------------------------------------------------------------------------
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The model's; at stage 3 placeholders while their blocks do not run."""
+        """The parameters of the model; at stage 3 placeholders while their blocks do not run."""
+        self.core.settle()
         return self.core.module.parameters(recurse)
 
     def module_state_dict(self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False,
@@ -221,13 +223,15 @@ class Engine(Questions):
         load_weights(self.core, state_dict, strict)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """What `state_dict` gave."""
+        """`load_module_state_dict` for what `state_dict` gave, with its prefix."""
         load_weights(self.core, {name.removeprefix(PREFIX): value for name, value in state_dict.items()}, strict)
 
     if not TYPE_CHECKING:  # for scripts; our own code names what is there
 
         def __getattr__(self, name: str) -> Any:
             """Other names: DeepSpeed's by the table, then the model's own."""
+            if hasattr(type(self), name):  # a property that failed inside is no name of the model's
+                raise AttributeError(f"engine.{name} is not available here")
             if name in TABLE:
                 return look_up(self, name)
             module = None if "core" not in vars(self) else self.core.module
@@ -248,8 +252,8 @@ class Engine(Questions):
         `save_latest` a load takes it only by its tag.
         `client_state` (JSON values and tensors, rank 0's) comes back from `load_checkpoint`.
 
-        `in_background` returns after a copy; the checkpoint is complete when a later `step`, or `finish_save`, has told
-        `then`. An error of the writing is raised there, on every rank."""
+        `in_background` returns after a copy; the checkpoint is complete when a later `step`, or `finish_save`, has
+        called `then`. An error of the writing is raised there, on every rank."""
         root, name = Path(save_dir), step_tag(self.global_steps) if tag is None else str(tag)
         on_rank_0(lambda: probe(root), self.groups.world)
         self.finish_save()
@@ -257,7 +261,8 @@ class Engine(Questions):
         epochs = self.training_dataloader
         steps = saving_engine(
             self.core, root, name, who, client_state=client_state or {}, scheduler=self.lr_scheduler,
-            loop={**self._batching.state(), "epoch": epochs.next_epoch() if isinstance(epochs, EpochLoader) else None},
+            loop={**self._batching.state(),
+                  "epoch": epochs.next_epoch() if isinstance(epochs, EpochLoader) else None},
             optimizer=save_optimizer_states, rng=save_rng_states, frozen=not exclude_frozen_parameters, keep=keep,
             hold=self._host_copy.hold if in_background else None, latest=save_latest)
         self._background.start(steps, partial(self._saved, then)) if in_background else \

@@ -14,13 +14,15 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from megatron.checkpoint.agree import agree
 from megatron.errors import ConfigError
+from megatron.launch.exits import explain
 from megatron.zero.holders import Holder, holder_of
 from megatron.zero.parked import Parked
 from mpu import groups as mpu_groups
@@ -33,7 +35,8 @@ def GatheredParameters(  # noqa: N802 (the name that scripts know)
         fwd_module: nn.Module | None = None, enabled: bool = True) -> Iterator[None]:
     """Parameters are whole inside; all data parallel ranks enter together. Ordinary tensors are left alone.
 
-    Edits count where `modifier_rank` says whose; without it they are refused, since they would be lost.
+    Edits count where `modifier_rank` says whose; without it they are refused, since they would be lost. There are no
+    gradients inside of what is edited, and of what is split: its elements are gone when a backward asks for them.
     """
     given = [params] if isinstance(params, nn.Parameter) else list(params)
     for parameter in given:
@@ -47,43 +50,50 @@ def GatheredParameters(  # noqa: N802 (the name that scripts know)
     for parameter in given:
         if (holder := holder_of(parameter)) is not None:
             holders.setdefault(id(holder), holder)
-    _lend(holders.values())
-    try:
-        with torch.no_grad():
-            yield
-    except Exception:  # the others are on their way out: this rank goes with them, or they would wait for it
-        _take_back(holders.values(), modifier_rank)
-        raise
-    except BaseException:  # Ctrl-C: nobody waits for anybody
-        for holder in holders.values():
-            holder.cancel_loan()
-        raise
-    _take_back(holders.values(), modifier_rank)
+    without_gradients = modifier_rank is not None or any(holder.comes_and_goes for holder in holders.values())
+    with _loan([*holders.values()], modifier_rank), torch.no_grad() if without_gradients else nullcontext():
+        yield
 
 
-def _lend(holders: Iterable[Holder]) -> None:
-    lent: list[Holder] = []
+@contextmanager
+def _loan(holders: list[Holder], editor: int | None) -> Iterator[None]:
+    """What one rank objects to, or fails in, ends the loan on all of them: none may wait for one that has left."""
+    if not holders:
+        yield
+        return
+    dp = holders[0].dp
+    agree(lambda: _check_before_loan(holders), dp)
+    failure: Exception | None = None
     try:
         for holder in holders:
             holder.lend()
-            lent.append(holder)
-    except ConfigError:
-        for holder in lent:
-            holder.cancel_loan()
-        raise
-
-
-def _take_back(holders: Iterable[Holder], modifier_rank: int | None) -> None:
-    """All of them, also where one refuses: none stays lent."""
-    refused: ConfigError | None = None
-    for holder in holders:
         try:
-            holder.take_back(modifier_rank)
-        except ConfigError as error:
+            yield
+        except Exception as error:
+            failure = error
+        if failure is None or not explain(failure).is_peer_loss:  # nobody answers then
+            agree(lambda: _check_before_return(holders, editor, failure), dp)
+    except BaseException:
+        for holder in holders:
             holder.cancel_loan()
-            refused = refused or error
-    if refused is not None:
-        raise refused
+        if failure is not None:
+            raise failure from None
+        raise
+    for holder in holders:
+        holder.take_back(editor)
+
+
+def _check_before_loan(holders: list[Holder]) -> None:
+    for holder in holders:
+        holder.check_before_loan()
+
+
+def _check_before_return(holders: list[Holder], editor: int | None, failure: Exception | None) -> None:
+    if failure is not None:
+        raise ConfigError(f"a rank left GatheredParameters by an error ({type(failure).__name__}: {failure}), and "
+                          "nothing was changed: see its traceback")
+    for holder in holders:
+        holder.check_before_return(editor)
 
 
 class Init:

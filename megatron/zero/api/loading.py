@@ -1,15 +1,14 @@
 """The loader an engine makes of a dataset: micro-batches of this data parallel rank, in another order each epoch.
 
-The order is a function of the seed and the epoch, the same on any number of ranks. An epoch is over when its batches
-have been used up, or when it was trained on and left: looking at a batch (`next(iter(loader))`) changes nothing, on
-whichever rank. The epoch is part of a checkpoint; one saved in the middle of an epoch goes on with the order of that
-epoch, from its start. It can be set: `loader.sampler.set_epoch(epoch)`.
+The order is a function of the seed and the epoch, the same on any number of ranks. An epoch is over when a loop with
+steps in it has come to its end: looking at batches changes nothing, on whichever rank, and a loop that is left early
+begins the same order again. The epoch is part of a checkpoint; one saved in the middle of an epoch continues with the
+order of that epoch, from its start. It can be set: `loader.sampler.set_epoch(epoch)`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,16 +19,6 @@ from mpu.groups import Group
 Collate = Callable[[list[Any]], Any]
 
 
-@dataclass(eq=False)
-class Pass:
-    """One iteration over the loader."""
-
-    epoch: int
-    handed_out: int = 0
-    steps: int = 0
-    """Those there were when the last batch was handed out."""
-
-
 class EpochLoader(DataLoader[Any]):
     """Goes to the next epoch by itself. `steps` counts the calls of `step`: it tells training from looking."""
 
@@ -37,44 +26,26 @@ class EpochLoader(DataLoader[Any]):
                  **options: Any) -> None:
         super().__init__(samples, sampler=sampler, **options)
         self._order, self._steps = sampler, steps
-        self._latest: Pass | None = None
-        self._trained_on: Pass | None = None
+        self._ended_at: int | None = None
+        """The steps there were when the epoch's last batch was handed out, where that was the last thing to happen."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        if self._trained_on is not None:  # while an epoch is trained on, other iterations are looks
-            yield from super().__iter__()
-            return
-        own = Pass(self._order.epoch)
-        try:
-            for batch in super().__iter__():
-                self._latest, own.handed_out, own.steps = own, own.handed_out + 1, self._steps()
-                yield batch
-                self._account(own)
-        finally:
-            self._account(own)  # also where the loop is left
-            if self._latest is own:
-                self._latest = None
-            if self._trained_on is own:
-                self._trained_on = None
-
-    def _account(self, own: Pass) -> None:
-        """Steps since a batch was handed out were on that batch: the epoch is used up, the next iteration is another's.
-        """
-        if own.handed_out and self._steps() != own.steps and self._order.epoch in (own.epoch, own.epoch + 1):
-            self._order.set_epoch(own.epoch + 1)
-            self._trained_on = self._trained_on or own
+        epoch, begun_at = self._order.epoch, self._steps()
+        for number, batch in enumerate(super().__iter__(), 1):
+            self._ended_at = self._steps() if number == len(self) else None
+            yield batch
+        if self._steps() != begun_at and self._order.epoch == epoch:
+            self.go_to_epoch(epoch + 1)
 
     def next_epoch(self) -> int:
-        """The one that a run goes on with from here: the one under way, unless all of it was used."""
-        if self._latest is not None:
-            self._account(self._latest)
-        under_way = self._trained_on
-        return under_way.epoch if under_way and under_way.handed_out < len(self) else self._order.epoch
+        """The one that a run continues with from here."""
+        is_over = self._ended_at is not None and self._steps() != self._ended_at
+        return self._order.epoch + is_over
 
     def go_to_epoch(self, epoch: int) -> None:
         """The next iteration is of this epoch."""
         self._order.set_epoch(epoch)
-        self._latest = self._trained_on = None
+        self._ended_at = None
 
 
 def make_loader(samples: Dataset[Any], dp: Group, batch_size: int, seed: int, device: torch.device, *,

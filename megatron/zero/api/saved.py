@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron.checkpoint.agree import agree
 from megatron.checkpoint.commit import Keep
 from megatron.checkpoint.interchange.foreign import Foreign
 from megatron.checkpoint.piece import Piece, sharding_of
@@ -90,6 +91,7 @@ def saving_engine(engine: ZeroEngine, root: Path, tag: str, who: Identity, *, cl
                   frozen: bool = True, keep: Keep = Keep(), hold: Hold | None = None, latest: bool = True) -> Saving:
     """The save of the checkpoint `tag` under `root`, to be driven to its end. Collective over the world."""
     check_client_state(client_state)
+    agree(engine.check_before_save, engine.groups.world)
     kinds = ("weight", *(engine.state_kinds if optimizer else ()))
     tp = engine.groups.tp
     pieces = [Piece(slot.name, kind, slot.shape, slot.partition, tp.rank, tp.size, offset, run)
@@ -112,6 +114,7 @@ def saving_engine(engine: ZeroEngine, root: Path, tag: str, who: Identity, *, cl
 def load_engine(engine: ZeroEngine, found: Checkpoint, scheduler: Stateful | None, options: LoadOptions) -> None:
     """Take everything but the random streams from an open checkpoint. `counters` also means the schedule, and the loss
     scale unless that is switched off. What does not fit is refused before anything is changed."""
+    agree(engine.check_before_load, engine.groups.world)
     optimizer, shared = options.optimizer, found.shared_state
     if optimizer:
         _check_optimizer(engine, found)
@@ -140,7 +143,7 @@ def _load_tensors(engine: ZeroEngine, found: Checkpoint, optimizer: bool) -> Non
         if slot.name in known[kind]:  # otherwise not strict: it stays as it is
             _read_run(engine, found, kind, slot, offset, out)
 
-    engine.load_runs(kinds, read)
+    engine.load_runs(kinds, read, partial(agree, world=engine.groups.world))
     buffers = found.shared_state["buffers"]
     for name, buffer in engine.module.named_buffers():
         if name in buffers:
@@ -160,7 +163,8 @@ def _wanted_of_groups(shared: Mapping[str, Any], scheduler: Stateful | None, opt
 
 def load_foreign_weights(engine: ZeroEngine, found: Foreign) -> None:
     """Initial weights from another program's checkpoint, which must hold those of this model."""
-    engine.load_runs(("weight",), partial(_read_run, engine, found))
+    agree(engine.check_before_load, engine.groups.world)
+    engine.load_runs(("weight",), partial(_read_run, engine, found), partial(agree, world=engine.groups.world))
 
 
 def _read_run(engine: ZeroEngine, found: Checkpoint | Foreign, kind: str, slot: Slot, offset: int, out: Tensor) -> None:
@@ -239,6 +243,7 @@ def same_ranks(saved: Mapping[str, Any], present: Mapping[str, int]) -> bool:
 def whole_weights(engine: ZeroEngine, frozen: bool = True) -> dict[str, Tensor]:
     """The model's state dict in the working precision, tensor parallel slices joined, on the host of world rank 0
     (empty on the others). Collective; one bucket is whole at a time."""
+    agree(engine.check_before_save, engine.groups.world)
     keeps = engine.groups.world.rank == 0
     found: dict[int, Tensor] = {}
     for bucket in (*engine.buckets, *engine.frozen):

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from megatron.checkpoint.agree import agree
 from megatron.config.tree import ZeroConfig
 from megatron.errors import ConfigError
@@ -19,6 +22,7 @@ PREFIX = "module."
 def weights_of(core: ZeroEngine, zero: ZeroConfig, *, prefix: str = "", keep_vars: bool = False,
                frozen: bool = True) -> dict[str, Any]:
     """In the working precision. At stage 3 gathered: on rank 0's host, and nothing on the others."""
+    core.settle()  # a loop may let new weights travel until the next forward
     if zero.zero_stage == 3:
         if not zero.stage3_gather_16bit_weights_on_model_save:
             raise ConfigError("at stage 3 parameters are split, and a state dict would be without them: set "
@@ -31,22 +35,50 @@ def weights_of(core: ZeroEngine, zero: ZeroConfig, *, prefix: str = "", keep_var
 
 
 def load_weights(core: ZeroEngine, state: Mapping[str, Any], strict: bool) -> None:
-    """New weights and buffers for the model and the optimizer's masters: those of data parallel rank 0, the others may
-    have none. Collective; what does not fit is an error on every rank, and as in torch what fits is loaded."""
-    def load() -> None:
-        if core.groups.dp.rank != 0:
-            return
-        if not state and len(core.module.state_dict(keep_vars=True)) > 0:
-            raise ConfigError("load_state_dict was given an empty state dict on the first data parallel rank (tensor "
-                              f"parallel rank {core.groups.tp.rank}), whose weights count: give it the weights of its "
-                              "part of the model, or use save_checkpoint and load_checkpoint")
-        try:
-            core.module.load_state_dict(state, strict=strict)
-        except Exception as error:  # whatever it is: no rank may wait for one that has left
-            raise ConfigError(f"load_state_dict: {error}") from error
+    """New weights and buffers for the model and the optimizer's masters, by name: those of data parallel rank 0, the
+    others may have none. Collective, one bucket at a time; what does not fit is an error on every rank, and nothing is
+    changed then."""
+    gives = core.groups.dp.rank == 0
+    buckets = [*core.buckets, *core.frozen]
 
-    with GatheredParameters(list(core.module.parameters()), modifier_rank=0):
-        try:
-            agree(load, core.groups.world)
-        finally:
-            copy_buffers_from_first(core.module, core.groups)
+    def check() -> None:
+        for bucket in buckets:
+            bucket.check_before_loan()
+        if gives:
+            _check_fits(core, state, strict)
+
+    agree(check, core.groups.world)
+    named: dict[str, Any] = core.module.state_dict(keep_vars=True)
+    new = {id(tensor): state[name] for name, tensor in named.items() if gives and name in state}
+    for bucket in buckets:
+        with GatheredParameters(bucket.parameters, modifier_rank=0):
+            for parameter in bucket.parameters:
+                if (value := new.get(id(parameter))) is not None:
+                    parameter.copy_(value)
+    with torch.no_grad():
+        for buffer in core.module.buffers():
+            if (value := new.get(id(buffer))) is not None:
+                buffer.copy_(value)
+    copy_buffers_from_first(core.module, core.groups)
+
+
+def _check_fits(core: ZeroEngine, state: Mapping[str, Any], strict: bool) -> None:
+    """Torch's conditions on a state dict, before anything is written."""
+    named: dict[str, Any] = core.module.state_dict(keep_vars=True)
+    if named and not state:
+        raise ConfigError("load_state_dict was given an empty state dict on the first data parallel rank (tensor "
+                          f"parallel rank {core.groups.tp.rank}), whose weights count: give it the weights of its "
+                          "part of the model, or use save_checkpoint and load_checkpoint")
+    for what, names in (("missing", named.keys() - state.keys()), ("not the model's", state.keys() - named.keys())):
+        if names and strict:
+            raise ConfigError(f"load_state_dict: {len(names)} names are {what}, {min(names)} first; give the state "
+                              "dict of this model, or strict=False")
+    for name in named.keys() & state.keys():
+        here, given = named[name], state[name]
+        if not isinstance(here, Tensor):  # what get_extra_state() gave
+            raise ConfigError(f"load_state_dict: {name} is no tensor, and only tensors are loaded: give it to "
+                              "set_extra_state() of its module, and leave it out, with strict=False")
+        if not isinstance(given, Tensor) or given.shape != here.shape:
+            found = f"shape {list(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
+            raise ConfigError(f"load_state_dict: {name} has {found} in the state dict, and shape "
+                              f"{list(here.shape)} in the model")

@@ -24,6 +24,7 @@ import megatron.zero.step
 from megatron.config.tree import Config
 from megatron.train.build import engine as build_engine
 from megatron.train.build import model as build_model
+from megatron.zero.norm import Exchange
 from mpu import groups
 from tests.megatron.live_bytes import LiveBytes
 
@@ -45,7 +46,7 @@ def rank_0_of(world: int) -> Iterator[LiveBytes]:
     """No memory is taken inside, and rank 0 of `world` ranks finds the others in order."""
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(megatron.zero.step, "global_norm", lambda *numbers: (1.0, True))
+        patch.setattr(megatron.zero.step, "global_norm", lambda *numbers: Exchange(1.0, True, False))
         patch.setattr(megatron.zero.parked, "wire_device", lambda group: CPU)
         patch.setattr(megatron.zero.api.engine, "all_gather_json", lambda value, group: [value] * group.size)
         if world > 1:

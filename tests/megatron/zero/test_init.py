@@ -132,7 +132,7 @@ def test_edits_inside_gathered_parameters_count_at_every_stage(stage: int) -> No
 def edits_nobody_claims(rank: int, world: int, stage: int) -> None:
     model = Model()
     zero.initialize(model=model, config=config(stage))
-    with zero.GatheredParameters(model.head.weight):
+    with zero.GatheredParameters(model.head.weight), torch.no_grad():
         model.head.weight.zero_()
 
 

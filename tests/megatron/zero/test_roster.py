@@ -93,11 +93,18 @@ def test_parameters_that_persist_at_stage_3_are_looked_at_too() -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_new_data_inside_gathered_parameters_is_refused(stage: int) -> None:
+def test_new_data_inside_gathered_parameters_is_an_edit_if_it_fits(stage: int) -> None:
     engine = engine_of(stage)
-    with pytest.raises(ConfigError, match="head.weight has left the engine's buffers"):
-        with zero.GatheredParameters(engine.module.head.weight, modifier_rank=0):
-            engine.module.head.weight.data = torch.ones(1, WIDTH)
+    with zero.GatheredParameters(engine.module.head.weight, modifier_rank=0):
+        engine.module.head.weight.data = torch.ones(1, WIDTH)
+    for wrong in (torch.zeros(2, WIDTH), torch.zeros(1, WIDTH).half()):
+        with pytest.raises(ConfigError, match="head.weight became a tensor of .* inside GatheredParameters"):
+            with zero.GatheredParameters(engine.module.head.weight, modifier_rank=0):
+                engine.module.head.weight.data = wrong
+    with zero.GatheredParameters(engine.module.head.weight):
+        assert bool((engine.module.head.weight == 1).all())
+    engine.backward(engine(rows(0, 0)))
+    engine.step()
 
 
 @pytest.mark.parametrize("stage", STAGES)

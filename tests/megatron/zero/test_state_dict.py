@@ -71,38 +71,95 @@ def test_what_state_dict_gave_is_taken_at_every_stage(world: int, stage: int, bf
 def refused(rank: int, world: int, stage: int) -> list[str]:
     engine, found = made(stage, 1), []
     good = {name: value.clone() for name, value in engine.state_dict().items()}
-    first = train(engine)
-    for bad in ({"one.weight": torch.zeros(7, 5)}, {}, {**good, "one.bias": torch.zeros(3)}):
+    other = {name: value + 1 for name, value in good.items()}
+    first = train(made(stage, 1))
+    for bad in ({"module.one.weight": torch.zeros(7, 5)}, {}, {**other, "module.one.bias": torch.zeros(3)},
+                {**other, "module.three": torch.zeros(3)}):
         with pytest.raises(ConfigError) as error:
             engine.load_state_dict(bad if rank == 0 else good)
         found.append(str(error.value))
-    engine.load_state_dict(good)
-    assert train(engine) == first, "the engine goes on"
+    assert train(engine) == first, "nothing was changed, and the engine goes on"
     return found
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_what_does_not_fit_is_an_error_on_every_rank(stage: int) -> None:
+def test_what_does_not_fit_is_an_error_on_every_rank_and_changes_nothing(stage: int) -> None:
     mine, theirs = run_ranks(refused, 2, stage)
     assert mine == theirs
-    reasons = ("Missing key", "an empty state dict on the first data parallel rank", "size mismatch")
+    reasons = ("names are missing, one.bias first", "an empty state dict on the first data parallel rank",
+               "one.bias has shape [3] in the state dict, and shape [7] in the model", "not the model's, three first")
     for text, expected in zip(mine, reasons, strict=True):
         assert expected in text
 
 
-def edited_and_failed(rank: int, world: int) -> list[float]:
-    engine = made(3, 1)
-    with pytest.raises(ValueError if rank == 0 else pytest.fail.Exception):
-        with zero.GatheredParameters(engine.module.one.weight, modifier_rank=0):
-            if rank == 0:
-                engine.module.one.weight.fill_(2.0)
+def lent(rank: int, world: int, stage: int, spoil: str) -> list[Any]:
+    """What a loan ends with that rank 0 (or nobody) spoils: its error, and the weights after it."""
+    engine = made(stage, 1, bf16=True)
+    weight, errors = engine.module.one.weight, []
+    try:
+        with zero.GatheredParameters([weight, engine.module.two.bias], modifier_rank=None if spoil == "reads" else 0):
+            if rank == 0 and spoil == "raises":
+                weight.fill_(2.0)
                 raise ValueError("in the middle of an edit")
-        pytest.fail("this rank saw nothing of it")
-    with zero.GatheredParameters(engine.module.one.weight):
-        kept: Any = engine.module.one.weight.flatten().tolist()
+            if rank == 0 and spoil == "reads":
+                torch.no_grad()(weight.fill_)(2.0)
+            if rank == 0 and spoil == "shape":
+                weight.data = torch.ones(2, 2)
+            if rank == 0 and spoil == "assigns":
+                weight.data = torch.full_like(weight, 2.0)
+    except (ConfigError, ValueError) as error:
+        errors.append(f"{type(error).__name__}: {error}")
+    with zero.GatheredParameters(weight):
+        after = weight.float().flatten().tolist()
     train(engine)
-    return list(kept)
+    return [errors, after]
 
 
-def test_an_error_inside_of_gathered_parameters_on_one_rank_leaves_the_others_nothing_to_wait_for() -> None:
-    assert run_ranks(edited_and_failed, 2) == [[2.0] * 35] * 2
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("spoil", ["raises", "reads", "shape", "assigns"])
+def test_what_one_rank_does_in_a_loan_ends_it_on_all(stage: int, spoil: str) -> None:
+    before = Model(1).one.weight.bfloat16().float().flatten().tolist()
+    (mine, after), (theirs, other) = run_ranks(lent, 2, stage, spoil)
+    assert after == other == ([2.0] * 35 if spoil == "assigns" else before)
+    if spoil == "raises":
+        assert mine == ["ValueError: in the middle of an edit"] and "ValueError: in the middle" in theirs[0]
+    elif spoil == "assigns":
+        assert mine == theirs == []
+    else:
+        sentence = {"reads": "one.weight was edited", "shape": "one.weight became a tensor"}[spoil]
+        assert mine == theirs and sentence in mine[0]
+
+
+def spoiled(rank: int, world: int, stage: int, where: str, folder: str) -> list[str]:
+    """A write by hand on one rank alone, which only that rank can see."""
+    engine, errors = made(stage, 1, bf16=True), []
+    train(engine)
+    if rank == 0:
+        with torch.no_grad():
+            engine.module.one.weight.copy_(torch.ones(7, 5))
+    x = torch.ones(2, 5, dtype=torch.bfloat16)
+    try:
+        if where == "step":
+            engine.backward(engine(x))
+            engine.step()
+        else:
+            engine.save_checkpoint(folder)
+    except ConfigError as error:
+        errors.append(str(error))
+    return errors
+
+
+@pytest.mark.parametrize(("stage", "where"), [(0, "step"), (0, "save"), (1, "step"), (1, "save"), (2, "step")])
+def test_what_only_one_rank_sees_is_refused_on_every_rank(tmp_path: Any, stage: int, where: str) -> None:
+    mine, theirs = run_ranks(spoiled, 2, stage, where, str(tmp_path))
+    assert mine == theirs and "one.weight was written to in place" in mine[0]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_what_is_computed_of_lent_parameters_has_gradients_where_they_stay(stage: int) -> None:
+    engine = made(stage, 1)
+    with zero.GatheredParameters(engine.module.one.weight):
+        penalty = engine.module.one.weight.square().sum()
+    assert penalty.requires_grad == (stage < 3)
+    with zero.GatheredParameters(engine.module.one.weight, modifier_rank=0):
+        engine.module.one.weight.zero_()

@@ -1,4 +1,4 @@
-"""What one can ask an engine: counters, rates, sizes, precision. Nothing here changes anything; engine.py acts."""
+"""What an engine says of itself: counters, rates, sizes, precision. Nothing here changes anything; engine.py acts."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megatron.zero.precision import DTYPES
 from mpu.groups import Groups
 
 
-class Questions:
-    """Of an engine; the mechanism (`core`), the configuration and the batch sizes know the answers."""
+class EngineStatus:
+    """The part of an `Engine` that only reads."""
 
-    def __init__(self, core: ZeroEngine, config: Config) -> None:
-        self.core, self.config = core, config
-        self._batching = Batching(core, config)
+    core: ZeroEngine
+    config: Config
+    _batching: Batching
 
     @property
     def module(self) -> nn.Module:
@@ -37,7 +37,7 @@ class Questions:
 
     @property
     def global_steps(self) -> int:
-        """Optimizer steps, skipped ones included."""
+        """Number of optimizer steps so far, skipped ones included."""
         return self.core.global_steps
 
     @property
@@ -50,7 +50,7 @@ class Questions:
 
     @property
     def global_samples(self) -> int:
-        """Of all optimizer steps, also of those with another batch size."""
+        """Number of samples in all optimizer steps so far, whatever the batch size was."""
         return self._batching.samples
 
     @property
@@ -85,7 +85,7 @@ class Questions:
         return self.core.last_report is not None and self.core.last_report.applied
 
     def get_global_grad_norm(self) -> float | None:
-        """Of the last optimizer step, before clipping; None before the first."""
+        """The gradient norm of the last optimizer step, before clipping; None before the first."""
         return None if self.core.last_report is None else self.core.last_report.grad_norm
 
     def get_lr(self) -> list[float]:
