@@ -75,7 +75,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.checkpoint.recognise
         megatron.checkpoint.tags megatron.checkpoint.choice megatron.checkpoint.sink megatron.checkpoint.tensorfile
         megatron.checkpoint.state
-        megatron.checkpoint.agree megatron.checkpoint.piece megatron.checkpoint.commit megatron.checkpoint.writer
+        megatron.checkpoint.agree megatron.checkpoint.piece megatron.checkpoint.flock megatron.checkpoint.commit
+        megatron.checkpoint.writer
         megatron.checkpoint.background megatron.checkpoint.reader megatron.checkpoint.export megatron.checkpoint.lock
         megatron.checkpoint.interchange megatron.checkpoint.interchange.zero_to_fp32
         megatron.checkpoint.interchange.fp32 megatron.checkpoint.interchange.names

@@ -1,6 +1,6 @@
 """Checkpoints: pieces of logical tensors and a manifest, readable by any layout; no pickle anywhere.
 
-Read in this order. The first eight need no torch, so `list` and `verify` do not either.
+Read in this order. The first nine need no torch, so `list` and `verify` do not either.
 
     strict.py      JSON records whose every field is expected: a missing or unknown one is a CheckpointError
     manifest.py    what a checkpoint is: files with checksums, logical tensors with their pieces
@@ -8,8 +8,9 @@ Read in this order. The first eight need no torch, so `list` and `verify` do not
     recognise.py   what a folder of another program is, and which command reads it
     tags.py        which checkpoints there are under a folder, and are they intact
     choice.py      which of them a load uses: the one named by the user or by `latest`, or the newest
+    flock.py       which folder a save holds, and one save at a time commits
     commit.py      how a folder becomes a checkpoint, atomically; what a kill leaves behind and who removes it
-    lock.py        one job at a time saves into a folder
+    lock.py        one training job at a time saves into a folder
     agree.py       all ranks succeed, or all raise the same error
     tensorfile.py  safetensors files, written piece by piece and read through a memory map
     state.py       nested dicts of JSON values and tensors (random streams, schedules)

@@ -4,7 +4,7 @@ Names under the save root (only the first two mean anything to a reader)
 
     <tag>                    a committed checkpoint
     .aside-<tag>             the old copy of a tag that is being replaced; it *is* the tag while no `<tag>` exists
-    .staging-<tag>-<run>     a save under way; never read
+    .staging-<tag>-<run>     a save under way, whose program holds the folder (flock.py); never read
     .trash-<name>            on its way out; never read
     .latest-pending          what `latest` is about to say (choice.py)
 
@@ -13,7 +13,7 @@ A commit is: all files and the manifest fsynced in staging, fsync staging, [writ
 `.latest-pending`, [trash the aside copy]. Killed before the second rename, the old copy is found under its own name or
 aside, and `latest` says what it said; killed after it, the new one is found, and is the latest. Nothing is deleted in
 place: a folder is first renamed to trash, so no half-deleted folder ever has a name that is read. `sweep` finishes what
-was left, at the next start or save.
+was left, at the next start or save. Several saves may be under way in one folder: they commit one after the other.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from data.storage import fsync_directory, staged_file, write_json_atomic
 from megatron.checkpoint.choice import PENDING, Pending, committed_pending, latest_tag, oldest_first, read_latest
+from megatron.checkpoint.flock import abandoned, alone, held
 from megatron.checkpoint.manifest import LATEST, MANIFEST, safe_name, saved_at_of, seal_of, step_of
 from megatron.checkpoint.tags import ASIDE, Say, folder_of, manifest_of, say_stderr
 from megatron.errors import CheckpointError, StorageError
@@ -78,7 +79,8 @@ def probe(root: Path, flag: str = "--save") -> None:
             root.mkdir(exist_ok=True)
             trial = root / f"{TRASH}probe-{secrets.token_hex(8)}"
             trial.mkdir()
-            trial.rmdir()
+            with suppress(FileNotFoundError):  # another program's sweep was here
+                trial.rmdir()
     except FileNotFoundError:  # as under /proc, where folders are there and take no new ones
         objection = f"{root.parent} is there, but nothing can be created in it; choose another folder"
     except OSError as error:
@@ -112,30 +114,41 @@ def _objection(root: Path) -> str | None:
     return _without_parent(root)
 
 
-def stage(root: Path, tag: str, run_id: str, say: Say = say_stderr, needed: int = 0) -> Path:
+@contextmanager
+def stage(root: Path, tag: str, run_id: str, say: Say = say_stderr, needed: int = 0) -> Iterator[Path]:
     """An empty staging folder for `tag`, after tidying what an interrupted save left, on a disk with `needed` bytes
-    free: better no byte of a checkpoint than half of them."""
+    free: better no byte of a checkpoint than half of them. It is held until the block ends."""
     staging = root / f"{STAGING}{safe_name(tag, 'tag')}-{safe_name(run_id, 'run id')}"
-    with storing(staging, needed):
-        if not root.is_dir():
-            root.mkdir()
-            fsync_directory(root.parent)
-        sweep(root, say)
-        free = _free(root)
-        if isinstance(free, int) and free < needed:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        staging.mkdir()
-    return staging
+    with ExitStack() as until_saved:
+        with storing(staging, needed):
+            if not root.is_dir():
+                root.mkdir(exist_ok=True)
+                fsync_directory(root.parent)
+            with alone(root):
+                _tidy(root, say)
+                free = _free(root)
+                if isinstance(free, int) and free < needed:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                while staging.exists():  # another engine that went on from the same checkpoint is saving the same tag
+                    staging = staging.with_name(f"{staging.name}-{secrets.token_hex(4)}")
+                staging.mkdir()
+                until_saved.enter_context(held(staging))
+        yield staging
 
 
 def sweep(root: Path, say: Say = say_stderr) -> None:
     """Remove what a killed save left, and give a tag that was moved aside its name back."""
+    with alone(root):
+        _tidy(root, say)
+
+
+def _tidy(root: Path, say: Say) -> None:
     for name in sorted(os.listdir(root)):
         if name.startswith(ASIDE):
             _settle(root, name.removeprefix(ASIDE), say)
         elif name == PENDING:
             _settle_latest(root, say)
-        elif name.startswith(STAGING):
+        elif name.startswith(STAGING) and abandoned(root / name):
             say(f"removing {root / name}, left by an interrupted save")
             discard(root / name)
         elif name.startswith(TRASH):

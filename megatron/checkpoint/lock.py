@@ -1,4 +1,4 @@
-"""One job at a time saves into a folder: a second one would sweep away the first one's staging folder.
+"""One training job at a time saves into a folder: a second one would mix its tags with the first one's.
 
 The lock is the kernel's (flock), so it goes with the process that holds it and a dead job blocks nobody. The file's
 content only names the holder, for people. Rank 0 takes the lock at start-up, for the whole run. No torch.

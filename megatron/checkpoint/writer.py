@@ -23,6 +23,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from typing import Any
 
 from megatron.checkpoint.agree import agree, on_rank_0
 from megatron.checkpoint.commit import Keep, commit, prune, stage, storing, time_of_commit
+from megatron.checkpoint.flock import alone
 from megatron.checkpoint.manifest import MANIFEST, FileEntry, Manifest, TensorEntry, gather_tensors, tensor_from_json
 from megatron.checkpoint.piece import Piece
 from megatron.checkpoint.state import encode
@@ -103,24 +105,26 @@ def saving(root: str | Path, tag: str, *, pieces: Iterable[Piece], rank_state: M
     own = [piece for piece in pieces if piece.partition is not None or piece.tp_rank == 0]
     share = agree(lambda: _share(world.rank, own, states, hold), world)
     needed = sum(all_gather_json(share.nbytes, world))
-    staging = Path(on_rank_0(lambda: str(stage(root, tag, run_id, say, needed)), world))
+    with ExitStack() as until_saved:  # rank 0 holds the staging folder
+        staging = Path(on_rank_0(lambda: str(until_saved.enter_context(stage(root, tag, run_id, say, needed))), world))
 
-    def publish() -> int:
-        if replaced := _replaced(root, tag):
-            say(replaced)
-        files, tensors = _collect(parts, tag)
-        manifest = Manifest(run_id, tag, iteration, layout, config, files, tensors, time_of_commit(root))
-        size = _commit(staging, root, manifest, latest)
-        prune(root, keep, iteration)
-        return size
+        def publish() -> int:
+            with alone(root):
+                if replaced := _replaced(root, tag):
+                    say(replaced)
+                files, tensors = _collect(parts, tag)
+                manifest = Manifest(run_id, tag, iteration, layout, config, files, tensors, time_of_commit(root))
+                size = _commit(staging, root, manifest, latest)
+                prune(root, keep, iteration)
+                return size
 
-    try:
-        parts = yield partial(_write_rank, staging, share)
-        sizes = yield publish if world.rank == 0 else _nothing
-    except Exception:  # not when the save is abandoned: a thread may be writing still, and the next save sweeps
-        if world.rank == 0:
-            shutil.rmtree(staging, ignore_errors=True)
-        raise
+        try:
+            parts = yield partial(_write_rank, staging, share)
+            sizes = yield publish if world.rank == 0 else _nothing
+        except Exception:  # not when the save is abandoned: a thread may be writing still, and the next save sweeps
+            if world.rank == 0:
+                shutil.rmtree(staging, ignore_errors=True)
+            raise
     return SaveReport(tag, sizes[0], time.perf_counter() - begin)
 
 

@@ -192,16 +192,17 @@ def broken(control: str | None) -> Iterator[None]:
         yield
 
 
-def _stage_in_place(root: Path, tag: str, *_: Any) -> Path:
+@contextmanager
+def _stage_in_place(root: Path, tag: str, *_: Any) -> Iterator[Path]:
     (root / tag).mkdir()
-    return root / tag
+    yield root / tag
 
 
-def _commit_in_place(staging: Path, root: Path, tag: str) -> None:
+def _commit_in_place(staging: Path, root: Path, tag: str, *_: Any) -> None:
     (root / "latest").write_text(f"{tag}\n")
 
 
-def _delete_then_rename(staging: Path, root: Path, tag: str) -> None:
+def _delete_then_rename(staging: Path, root: Path, tag: str, *_: Any) -> None:
     shutil.rmtree(root / tag, ignore_errors=True)
     os.rename(staging, root / tag)
 

@@ -86,6 +86,21 @@ def test_what_is_saved_is_the_state_at_the_start_whatever_happens_to_it_meanwhil
     assert found.shared_state == {"position": [1, 2]}
 
 
+@pytest.mark.parametrize("second", [1, 2])
+def test_two_saves_under_way_in_one_folder_are_both_complete(second: int, tmp_path: Path) -> None:
+    """Two engines that went on from one checkpoint: their run has the same name."""
+    savers = Background(SOLO), Background(SOLO)
+    with held_back() as go:
+        for saver, step in zip(savers, (1, second), strict=True):
+            saver.start(save_of(tmp_path, step, torch.full((8,), float(step)), HostCopy(CPU)), lambda report: None)
+        assert sum(name.startswith(".staging") for name in os.listdir(tmp_path)) == 2
+        go.set()
+        for saver in savers:
+            saver.wait()
+    assert [weight(tmp_path, step, 8) for step in (1, second)] == [[1.0] * 8, [float(second)] * 8]
+    assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8, torch.bool])
 def test_the_copy_holds_any_mix_of_types_and_shapes_and_is_used_again(dtype: torch.dtype) -> None:
     copy = HostCopy(CPU)

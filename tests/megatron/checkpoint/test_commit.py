@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,8 +17,9 @@ from unittest import mock
 
 import pytest
 
-from megatron.checkpoint import commit, tensorfile
-from megatron.checkpoint.commit import Keep, probe, prune
+from megatron.checkpoint import commit, flock, tensorfile
+from megatron.checkpoint.commit import Keep, probe, prune, sweep
+from megatron.checkpoint.flock import alone
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.tags import complete, tag_names, verify
 from megatron.errors import StorageError
@@ -151,6 +157,52 @@ def test_a_left_over_staging_folder_is_removed_with_one_line(tmp_path: Path) -> 
     commit.sweep(tmp_path, lines.append)
     assert len(lines) == 1 and str(left) in lines[0] and not left.exists()
     assert [manifest.tag for manifest in complete(tmp_path)] == ["global_step1"]
+
+
+STAGE = """
+import sys
+from pathlib import Path
+from megatron.checkpoint.commit import stage
+with stage(Path(sys.argv[1]), "global_step2", "other"):
+    print("staged", flush=True)
+    input()
+"""
+
+
+def test_a_staging_folder_of_a_program_that_saves_now_is_left_alone_until_that_is_dead(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", STAGE, str(tmp_path)], cwd=Path(__file__).parents[3],
+                          stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"staged\n"
+        save_solo(tmp_path, 1)
+        assert (tmp_path / ".staging-global_step2-other").exists() and value(tmp_path, "global_step1") == 1
+        other.kill()
+        other.wait()
+    save_solo(tmp_path, 3)
+    assert not (tmp_path / ".staging-global_step2-other").exists()
+
+
+@pytest.mark.parametrize("work", [sweep, lambda root: save_solo(root, 2)])
+def test_one_at_a_time_renames_in_the_folder(work: Callable[[Path], None], tmp_path: Path) -> None:
+    """Between the two renames of a replacement nobody else puts the old copy back."""
+    save_solo(tmp_path, 1)
+    with alone(tmp_path):
+        os.rename(tmp_path / "global_step1", tmp_path / ".aside-global_step1")
+        thread = threading.Thread(target=work, args=(tmp_path,))
+        thread.start()
+        thread.join(0.1)
+        assert thread.is_alive() and not (tmp_path / "global_step1").exists()
+    thread.join()
+    assert value(tmp_path, "global_step1") == 1
+    with alone(tmp_path), mock.patch.object(flock, "PATIENCE", 0), pytest.raises(StorageError, match="another program"):
+        work(tmp_path)
+
+
+def test_without_locks_of_the_file_system_a_save_works_as_ever(tmp_path: Path) -> None:
+    left = tmp_path / ".staging-global_step2-dead"
+    left.mkdir()
+    with mock.patch.object(fcntl, "flock", side_effect=OSError(errno.ENOLCK, "no locks")):
+        save_solo(tmp_path, 1)
+    assert not left.exists() and value(tmp_path, "global_step1") == 1
 
 
 def test_a_good_copy_aside_outlives_a_damaged_new_one(tmp_path: Path) -> None:

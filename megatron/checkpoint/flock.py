@@ -1,0 +1,82 @@
+"""The kernel's locks on folders: several programs, and several engines of one, may save into one folder at a time.
+
+A save *holds* its staging folder until it has ended, so that nobody takes it for one that a killed save left. Who
+renames, deletes or writes directly in the save root is *alone* there meanwhile. A lock goes with the process that has
+it. Where the file system has none, or keeps it from other machines (NFS), nobody is waited for. No torch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from megatron.errors import StorageError
+
+PATIENCE = 300.0
+"""Seconds that a commit of somebody else is waited for."""
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Nobody finds the folder `abandoned` meanwhile."""
+    with _descriptor(folder) as descriptor:
+        if descriptor is not None:
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+
+
+def abandoned(folder: Path) -> bool:
+    """The folder is there, and nobody holds it."""
+    with _descriptor(folder) as descriptor:
+        try:
+            if descriptor is not None:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass
+        return os.path.lexists(folder)
+
+
+@contextmanager
+def alone(root: Path) -> Iterator[None]:
+    """Nobody else is alone in the folder meanwhile."""
+    with _descriptor(root) as descriptor:
+        if descriptor is not None:
+            _wait(descriptor, root)
+        yield
+
+
+def _wait(descriptor: int, root: Path) -> None:
+    end = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise StorageError(f"--save {root}: another program has been changing this folder for {PATIENCE:.0f} "
+                                   "seconds; stop it or choose another folder") from None
+            time.sleep(0.02)
+        except OSError:  # no such locks here
+            return None
+
+
+@contextmanager
+def _descriptor(folder: Path) -> Iterator[int | None]:
+    """Of the open folder; None where it cannot be opened, which whoever uses it will be told better."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        yield None
+        return
+    try:
+        yield descriptor
+    finally:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # for a forked child too, which has a copy of the descriptor
+        os.close(descriptor)
