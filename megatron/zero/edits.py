@@ -28,7 +28,7 @@ class Edits:
         self.note()
 
     def note(self) -> None:
-        """What has been written so far is taken care of."""
+        """What has been written so far has been dealt with."""
         with torch._C.DisableTorchFunctionSubclass():  # placeholders have counts too
             self._counts = self._count()
 
@@ -37,7 +37,7 @@ class Edits:
 
     def check(self, work: Tensor | None, master: Tensor, *, thoroughly: bool) -> None:
         """Refuse writes since `note`. `work`, where the parameters are whole, is this rank's part of them, and `master`
-        the same in fp32: where no rank has another part, a write that was taken back is none. `thoroughly` compares
+        the same in fp32: where no rank has another part, a write that was undone does not count. `thoroughly` compares
         them in any case. (The caller has switched `__torch_function__` off.)"""
         counts = self._count()
         if counts == self._counts and (work is None or not thoroughly):  # nearly always

@@ -77,9 +77,11 @@ class Placeholder(nn.Parameter):
             return func(_like_whole(used), *args[1:], **given)
         if func in CONVERSIONS and used is not None and used is args[0]:
             return _converted(used, func, args, given)
+        holder = None if used is None else holder_of(used)
+        outside = "" if holder is None or holder.is_settled else "build a model that writes to it outside zero.Init, "
         raise ConfigError(
             f"{_described(used)} cannot be used here ({_name(func)}): its elements are split over the data parallel "
-            "ranks; use it inside zero.GatheredParameters (edits need modifier_rank), save weights with "
+            f"ranks; {outside}use it inside zero.GatheredParameters (edits need modifier_rank), save weights with "
             "engine.save_16bit_model or engine.save_checkpoint")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

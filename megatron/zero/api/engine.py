@@ -249,7 +249,7 @@ class Engine(EngineStatus):
                         save_rng_states: bool = True, keep: Keep = Keep(), in_background: bool = False,
                         then: Callable[[SaveReport], None] | None = None) -> bool:
         """Save everything a resumed run needs; every rank calls it. The tag is `global_step<N>` unless given. Without
-        `save_latest` a load takes it only by its tag.
+        `save_latest` a load uses it only by its tag.
         `client_state` (JSON values and tensors, rank 0's) comes back from `load_checkpoint`.
 
         `in_background` returns after a copy; the checkpoint is complete when a later `step`, or `finish_save`, has

@@ -20,7 +20,7 @@ Collate = Callable[[list[Any]], Any]
 
 
 class EpochLoader(DataLoader[Any]):
-    """Goes to the next epoch by itself. `steps` counts the calls of `step`: it tells training from looking."""
+    """Goes to the next epoch by itself. `steps` counts the calls of `step`: it distinguishes training from looking."""
 
     def __init__(self, samples: Dataset[Any], sampler: DistributedSampler[Any], steps: Callable[[], int],
                  **options: Any) -> None:

@@ -40,7 +40,7 @@ OWN_KEYS = frozenset({
     "global_steps", "skipped_steps", "global_samples", "micro_steps", "dp_world_size", "mp_world_size", "ds_config",
     "ds_version", "buffer_names", "optimizer_state_dict", "param_shapes", "frozen_param_shapes",
 })
-"""Keys of `client_state` that would be taken for the engine's own."""
+"""Keys of `client_state` that would be mistaken for the engine's own."""
 
 SCALER = ("loss_scale", "clean_steps", "hysteresis_left")
 """The counters of the loss scale, which belongs to one precision."""
@@ -58,7 +58,7 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What of a checkpoint is taken."""
+    """What of a checkpoint is used."""
 
     optimizer: bool = True
     scheduler: bool = True
