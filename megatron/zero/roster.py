@@ -1,8 +1,8 @@
 """Roster: whether the model still has the parameters that the engine trains, as it took them over.
 
 What happens to a module behind the engine's back (`half()`, `load_state_dict(assign=True)`, a new layer, an unfrozen
-weight) would otherwise train nothing, and no step would say so. References are compared, on the host; what was written to
-the weights is the business of edits.py. What one rank finds, the others may not see: callers agree on it before they
+weight) would otherwise train nothing, and no step would say so. References are compared, on the host; what was written
+to the weights is the business of edits.py. What one rank finds, the others may not see: callers agree on it before they
 exchange anything else.
 """
 
