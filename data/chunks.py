@@ -13,6 +13,8 @@ from data.compressed import reading
 from data.storage import DataError
 
 CHUNK_BYTES = 1 << 20
+BOM = b"\xef\xbb\xbf"
+"""The byte order mark of UTF-8. At the start of a file it is no part of the text."""
 
 
 @dataclass(frozen=True)

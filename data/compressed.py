@@ -9,11 +9,13 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from data.storage import DataError
 
 COMPRESSED = (".gz", ".xz", ".zst")
+
+BLOCK = 1 << 16
 
 
 def _zstandard() -> ModuleType | None:
@@ -43,6 +45,53 @@ def without_compression(name: str) -> str:
     return name[:name.rindex(".")] if name.endswith(COMPRESSED) else name
 
 
+class _Xz(io.RawIOBase):
+    """The streams of a file, with zeros between them in fours. Anything else after a stream is an error: `lzma.open`
+    takes it for the end of the file, and so loses a second stream that is damaged, without a word."""
+
+    def __init__(self, file: io.RawIOBase) -> None:
+        self._file = file
+        self._stream = lzma.LZMADecompressor()
+        self._ahead = b""
+        """What was read and not decompressed yet."""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        while not self._stream.eof or self._next_stream():
+            if self._stream.needs_input:
+                self._ahead = self._ahead or self._file.read(BLOCK) or b""
+                if not self._ahead:
+                    raise EOFError("Compressed file ended before the end-of-stream marker was reached")
+            data = self._stream.decompress(self._ahead, len(view))
+            self._ahead = b""
+            if data:
+                view[:len(data)] = data
+                return len(data)
+        return 0
+
+    def _next_stream(self) -> bool:
+        """Begin the one after the present one, if there is one."""
+        rest, zeros = self._stream.unused_data or self._file.read(BLOCK) or b"", 0
+        while rest:
+            self._ahead = rest.lstrip(b"\0")
+            zeros += len(rest) - len(self._ahead)
+            if self._ahead:
+                break
+            rest = self._file.read(BLOCK) or b""
+        if zeros % 4:
+            raise lzma.LZMAError(f"{zeros} zero bytes after a stream, which must be a multiple of 4")
+        if rest:
+            self._stream = lzma.LZMADecompressor(lzma.FORMAT_XZ)
+        return bool(rest)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
 @contextmanager
 def opened(path: str) -> Iterator[BinaryIO]:
     """The bytes of a file, decompressed by its name."""
@@ -51,7 +100,7 @@ def opened(path: str) -> Iterator[BinaryIO]:
     if name.endswith(".gz"):
         file = gzip.open(path)
     elif name.endswith(".xz"):
-        file = lzma.open(path)
+        file = _Xz(open(path, "rb", buffering=0))
     elif name.endswith(".zst"):
         if ZSTD is None:
             raise DataError(f"{path}: reading .zst needs a package: pip install backports.zstd")

@@ -1,6 +1,7 @@
 """Loose JSON: one object per line, one text per object. Strict reading, with the place of every fault.
 
-Chunks are runs of whole lines. Blank lines are not documents. What counts as malformed is listed in `parse_text`.
+Chunks are runs of whole lines. Blank lines are not documents, and a byte order mark at the start of a file is no part
+of the first. What counts as malformed is listed in `parse_text`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from io import BytesIO
 from stat import S_ISREG
 from typing import NoReturn
 
-from data.chunks import CHUNK_BYTES, Chunk, Malformed
+from data.chunks import BOM, CHUNK_BYTES, Chunk, Malformed
 from data.compressed import is_compressed, opened, reading
 
 
@@ -37,6 +38,8 @@ def read_chunks(path: str | os.PathLike[str], size: int = CHUNK_BYTES) -> Iterat
 def lines_of(chunk: Chunk, data: bytes, key: str) -> Iterator[tuple[bytes, str | Malformed]]:
     """Each line of a chunk that was read which is not blank, without its end, and its text or why it has none."""
     offset = chunk.offset
+    if offset == 0 and data.startswith(BOM):
+        data, offset = data.removeprefix(BOM), len(BOM)
     for number, whole in enumerate(BytesIO(data)):
         if not whole.isspace():
             line = whole.removesuffix(b"\n")

@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from functools import cache
 from stat import S_ISREG
 
-from data.chunks import CHUNK_BYTES, Chunk, Malformed
+from data.chunks import BOM, CHUNK_BYTES, Chunk, Malformed
 from data.compressed import is_compressed, opened, reading
 
-BOM = b"\xef\xbb\xbf"
 UTF16 = (b"\xff\xfe", b"\xfe\xff")
 BLANK_LINE = "blank-line"
 NOT_UNICODE_SPACE = (rb"(?<!\xc2[\x85\xa0])(?<!\xe1\x9a\x80)(?<!\xe2\x80[\x80-\x8f\xa8-\xaf])"

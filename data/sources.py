@@ -33,6 +33,10 @@ def parse_sources(words: Sequence[str], flag: str) -> list[Source]:
     weights = [parse_number(word) for word in words[::2]]
     if len(words) < 2 or not any(weight is not None for weight in weights):
         return [Source(word) for word in words]
+    for word, weight in zip(words[::2], weights):
+        if weight is not None and _there(word):
+            raise DataError(f"{flag} {' '.join(words)}: {word} is a weight here, but something of this name is there; "
+                            f"write ./{word} for what is there, or +{word} for the weight")
     if len(words) % 2 or not all(weight is not None and weight > 0 for weight in weights):
         raise DataError(f"{flag} {' '.join(words)}: expected weight and name in turn, every weight greater than 0")
     return [Source(name, weight) for name, weight in zip(words[1::2], weights)]
@@ -44,8 +48,12 @@ def check_sources(words: Sequence[str], flag: str) -> None:
         name = source.name
         if name in NAMED:
             NAMED[name]()
-        elif not any(os.path.lexists(path) for path in (name, f"{name}.idx", f"{name}.bin")):
+        elif not _there(name):
             raise DataError(f"{flag} {name}: no file or folder of this name{_hint(name)}")
+
+
+def _there(name: str) -> bool:
+    return any(os.path.lexists(path) for path in (name, f"{name}.idx", f"{name}.bin"))
 
 
 def _hint(name: str) -> str:

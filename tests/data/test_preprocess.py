@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import lzma
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ import pytest
 from data import jsonl
 from data.indexed import IndexedCorpus
 from data.chunks import count_lines
-from data.jsonl import parse_text, read_chunks
+from data.jsonl import lines_of, parse_text, read_chunks
 from data.merge import merge
 from data.parallel import AHEAD, ordered_map
 from data.preprocess import Reading, build_corpus
@@ -193,6 +194,46 @@ def test_a_damaged_or_missing_input_is_a_data_error(tmp_path: Path) -> None:
             list(read_chunks(tmp_path / name))
     with pytest.raises(DataError, match="missing: cannot read: No such file"):
         list(read_chunks(tmp_path / "missing"))
+
+
+def zstd_compress(data: bytes) -> bytes:
+    """With a checksum, as the command `zstd` does."""
+    zstd = pytest.importorskip("backports.zstd")
+    made: bytes = zstd.compress(data, options={zstd.CompressionParameter.checksum_flag: 1})
+    return made
+
+
+def flipped(data: bytes, place: int) -> bytes:
+    return data[:place] + bytes([data[place] ^ 255]) + data[place + 1:]
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, lzma.compress, zstd_compress])
+def test_what_follows_a_compressed_stream_is_read_or_refused(compress: Callable[[bytes], bytes],
+                                                             tmp_path: Path) -> None:
+    path = tmp_path / f"a.{ {gzip.compress: 'gz', lzma.compress: 'xz'}.get(compress, 'zst')}"
+    first, second = (compress(f'{{"text": "{letter}"}}\n'.encode() * 9999) for letter in "ab")
+    padded = {lzma.compress: [bytes(4), bytes(1 << 17)], gzip.compress: [bytes(3)]}.get(compress, [])
+    for whole, lines in ((first + second, 2), *((first + zeros + second, 2) for zeros in padded),
+                         *((first + zeros, 1) for zeros in padded)):
+        path.write_bytes(whole)
+        assert sum(chunk.read().count(b"\n") for chunk in read_chunks(path)) == 9999 * lines
+    misfits = [flipped(second, 1), flipped(second, len(second) // 2), second[:-5], second[:3], b"x", b"garbage" * 9]
+    for after in misfits + ([bytes(3), bytes(3) + second, bytes(4) + b"x"] if compress is lzma.compress else []):
+        path.write_bytes(first + after)
+        with pytest.raises(DataError, match=f"{path.name}: cannot read: "):
+            list(read_chunks(path))
+
+
+def test_a_byte_order_mark_at_the_start_of_a_file_is_no_part_of_a_line(tmp_path: Path) -> None:
+    line = '{"text": "a\ufeff"}'.encode()
+    paths = [tmp_path / name for name in ("a.jsonl", "b.jsonl")]
+    for path in paths:
+        path.write_bytes(b"\xef\xbb\xbf" + line + b"\n")
+    found = [line for path in paths for chunk in read_chunks(path) for line in lines_of(chunk, chunk.read(), "text")]
+    assert found == [(line, "a\ufeff")] * 2
+    (tmp_path / "c.jsonl").write_bytes(b"\xef\xbb\xbf\n" + line + b"\n\xef\xbb\xbf" + line)
+    with pytest.raises(DataError, match="c.jsonl:3 .*not JSON"):
+        build_corpus([*paths, tmp_path / "c.jsonl"], tmp_path / "c", ByteLevelTokenizer())
 
 
 def test_the_command_line_works_and_verify_agrees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,6 +30,19 @@ def test_half_weighted_lists_are_refused(words: str) -> None:
         parse_sources(words.split(), "--train-data")
 
 
+@pytest.mark.parametrize("there", ["2023", "2024.idx", "2023.bin"])
+def test_a_weight_that_may_be_a_name_is_refused_with_how_to_write_either(
+        there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["2024", "a", "2023", "b"] if there == "2024.idx" else ["2023", "2024"]
+    weighted = parse_sources(words, "--train-data")
+    Path(there).touch()
+    with pytest.raises(DataError, match=rf"write \./{there[:4]} for what is there, or \+{there[:4]} for the weight"):
+        check_sources(words, "--train-data")
+    assert parse_sources([word.replace("202", "+202") for word in words[:1]] + words[1:2], "") == weighted[:1]
+    assert parse_sources(["./2023", "2024"], "") == [Source("./2023"), Source("2024")]
+
+
 def complaint(name: object) -> str:
     with pytest.raises(DataError) as caught:
         check_sources(["1", str(name)], "--valid-data")
