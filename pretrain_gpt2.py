@@ -60,8 +60,8 @@ def main() -> int:
                 *recompute_notes(config.recompute, groups.tp.size, device),
                 *processor_notes(config.precision.name, device))
         log.begin(config, facts.facts(config, groups, device), facts.lines(config, groups, device, tokenizer))
-        for line in (*config.notes, *idle, *datasets.notes, *checkpoints.notes):
-            log.say(line)
+        for line in (*config.notes, *idle, *datasets.notes, *checkpoints.notes, *log.console.notes):
+            log.say(config.in_its_words(line))
         trainer = Trainer(config, engine, build.batch_rule(config, groups, tokenizer), device, log,
                           checkpoints.saver(engine, log.say), stop)
         if state.iteration >= config.train.train_iters > 0:

@@ -20,14 +20,22 @@ from data.storage import DataError, StorageFault, UsageError
 CODES = ((UsageError, 2), (DataError, 3), (StorageFault, 7), (KeyboardInterrupt, 130))
 
 
+def typed(otherwise: str) -> str:
+    """The command as it was typed: one of an installation's, or else `otherwise`."""
+    name = os.path.basename(sys.argv[0])
+    return name if name.startswith("gpt2-") else otherwise
+
+
 class Parser(argparse.ArgumentParser):
     """argparse whose usage errors are one line and whose flags are never abbreviated."""
 
     def __init__(self, prog: str, description: str) -> None:
+        if prog.startswith("data."):  # otherwise a command of a command, whose prog argparse makes
+            prog = typed(f"python -m {prog}")
         super().__init__(prog=prog, description=description, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        print(f"error: {self.prog}: {message} (see --help)", file=sys.stderr)
+        print(f"error: {self.prog.removeprefix('python -m ')}: {message} (see --help)", file=sys.stderr)
         sys.exit(2)
 
 

@@ -4,16 +4,19 @@
     PYTHONPATH=. python -m megatron.launch --nproc-per-node 2 examples/cifar10_deepspeed.py --dtype bf16
 
 In a clone, that is; with an installation (docs/install.md) PYTHONPATH is not needed.
-With `import deepspeed` for its one line of import it runs on DeepSpeed. The pictures are made here: ten noisy patterns.
+With `deepspeed` for `megatron.zero` in its two lines of import it runs on DeepSpeed. The pictures are made here: ten
+noisy patterns.
 """
 
 import argparse
+import os
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from megatron import zero as deepspeed
+from megatron.zero.accelerator import get_accelerator
 
 
 class Net(nn.Module):
@@ -64,12 +67,14 @@ def main() -> None:
     args = parser.parse_args()
 
     deepspeed.init_distributed()
+    local_rank = int(os.environ["LOCAL_RANK"])
+    get_accelerator().set_device(local_rank)
+    device = get_accelerator().device_name(local_rank)
     torch.manual_seed(0)
     net = Net()
     model_engine, optimizer, loader, _ = deepspeed.initialize(
         args=args, model=net, model_parameters=[p for p in net.parameters() if p.requires_grad],
         training_data=pictures(args.samples, seed=1), config=ds_config(args))
-    device = torch.device("cuda", model_engine.local_rank) if torch.cuda.is_available() else torch.device("cpu")
     dtype = torch.float32
     if model_engine.bfloat16_enabled():
         dtype = torch.bfloat16

@@ -19,14 +19,17 @@ from megatron.neighbours import HiddenPackage, check_neighbours
 from megatron.version import DISTRIBUTION, __version__
 
 
+def _version() -> None:
+    print(f"{DISTRIBUTION} {__version__}")
+
+
 def _command(start: Callable[[], int]) -> Callable[[], int]:
     """`start`, unless the version is asked for or a package of ours is hidden."""
     @wraps(start)
     def command() -> int:
         open_closed_streams()
         if sys.argv[1:] == ["--version"]:
-            print(f"{DISTRIBUTION} {__version__}")
-            return 0
+            return run(_version)
         try:
             check_neighbours()
         except HiddenPackage as hidden:

@@ -28,7 +28,13 @@ def selects_gpu_tests(expression: str) -> bool:
 
 @pytest.fixture(autouse=True)
 def no_process_group_is_left() -> Iterator[None]:
-    """`zero.initialize` makes one for a single rank as well; the next test starts without."""
+    """`zero.initialize` makes one for a single rank as well, and says its place; the next test starts without."""
+    before = {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
     yield
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

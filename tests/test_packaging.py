@@ -10,11 +10,13 @@ import subprocess
 import sys
 import zipfile
 from configparser import ConfigParser
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from megatron import commands
+from megatron.config.flags import parse_args
 from megatron.version import DISTRIBUTION, __version__
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -151,7 +153,25 @@ def test_the_version_names_the_distribution_that_pip_knows(monkeypatch: pytest.M
     setup.read(ROOT / "setup.cfg")
     monkeypatch.setattr("sys.argv", ["gpt2-train", "--version"])
     assert commands.train() == 0
-    assert capsys.readouterr().out == f"{setup['metadata']['name']} {__version__}\n"
+    expected = f"{setup['metadata']['name']} {__version__}\n"
+    assert capsys.readouterr().out == expected
+    with pytest.raises(SystemExit):
+        parse_args(["--version"])
+    assert capsys.readouterr().out == expected
+
+
+@pytest.mark.parametrize(("command", "module"), [
+    ("train", "python pretrain_gpt2.py"), ("launch", "python -m megatron.launch"), ("plan", "python -m megatron.plan"),
+    ("checkpoint", "python -m megatron.checkpoint"), ("preprocess", "python -m data.preprocess"),
+    ("webtext", "python -m data.webtext")])
+def test_a_usage_names_the_command_as_it_was_typed(command: str, module: str, monkeypatch: pytest.MonkeyPatch,
+                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    for typed, expected in ((f"/usr/bin/gpt2-{command}", f"gpt2-{command}"), ("/home/a/program.py", module)):
+        monkeypatch.setattr("sys.argv", [typed, "--help"])
+        with suppress(SystemExit):
+            getattr(commands, command)()
+        said = capsys.readouterr().out
+        assert said.startswith(f"usage: {expected} ") and (typed != "/usr/bin/gpt2-train" or "python" not in said)
 
 
 def test_an_installation_keeps_the_default_corpus_in_the_current_folder(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.recognise import nothing_under
 from megatron.checkpoint.tags import complete, held, manifest_of, tag_names, verify
 from megatron.errors import EXIT_STORAGE, CheckpointError, ConfigError, TrainerError, exit_code
+from megatron.version import typed
 
 
 def list_tags(root: Path, tag: str | None) -> None:
@@ -94,6 +95,9 @@ def convert(source: Path, tag: str | None, output: Path, vocab_size: int | None,
           f"--layernorm-epsilon {shape.layernorm_epsilon:g} --load {output} --finetune")
 
 
+MODULE = "python -m megatron.checkpoint"
+
+
 class Parser(argparse.ArgumentParser):
     """argparse whose errors are ours: one `error:` line, exit code 2."""
 
@@ -102,7 +106,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = Parser(prog="python -m megatron.checkpoint", description=__doc__,
+    parser = Parser(prog=typed(MODULE), description=(__doc__ or "").replace(MODULE, typed(MODULE)),
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["list", "verify", "digest", "merge", "convert"])
     parser.add_argument("dir", type=Path, metavar="DIR[:TAG]",

@@ -22,6 +22,7 @@ from megatron.config import ds_together
 from megatron.config.ds_batch import BATCH, BATCH_FIELDS, solve_batch
 from megatron.config.ds_keys import TABLE, NoEffect
 from megatron.config.ds_reader import Found, agree, plain, same, walk
+from megatron.config.ds_together import WARMUP_STEPS
 from megatron.config.kinds import shown
 from megatron.config.loose_json import parse
 from megatron.config.problems import Problems
@@ -44,12 +45,14 @@ def build(source: str | os.PathLike[str] | Mapping[str, Any], *, flags: Mapping[
     found = read(source, argument)
     tp = flags.get("model_parallel_size", 1)
     dp = data_parallel_size(world_size, tp if tp >= 1 else 1)  # a wrong size is reported by its section
-    values = resolve(found, flags, dp, fallback.get("lr", ScheduleConfig.lr))
+    # No flags of a warm-up reach an engine: what DeepSpeed does where the key is absent.
+    said = replace(found, autos=tuple(path for path in found.autos if path != WARMUP_STEPS)) if in_engine else found
+    values = resolve(said, flags, dp, fallback.get("lr", ScheduleConfig.lr))
     try:
         config = build_config({**fallback, **values}, planning=planning)
     except ConfigError as error:
-        raise ConfigError(in_its_words(found, str(error), flags)) from None
-    return replace(config, notes=notes(found, config, dp, in_engine))
+        raise ConfigError(in_its_words(said, str(error), flags)) from None
+    return replace(config, notes=notes(found, config, dp, in_engine), keys=_keys(said, flags))
 
 
 def read(source: str | os.PathLike[str] | Mapping[str, Any], argument: str = "config") -> Found:
@@ -179,9 +182,14 @@ def in_its_words(found: Found, message: str, flags: Mapping[str, Any]) -> str:
 
 
 def _in_keys(found: Found, message: str, flags: Mapping[str, Any]) -> str:
-    keys = {flag_name(name): found.written(path, "")
-            for name, _, path in _fields(found, flags, Problems()) if name not in flags}
+    keys = _keys(found, flags)
     return re.sub(r"--[\w-]+", lambda match: keys.get(match[0], match[0]), message)
+
+
+def _keys(found: Found, flags: Mapping[str, Any]) -> dict[str, str]:
+    """Flag -> the key that was given instead."""
+    return {flag_name(name): found.written(path, "")
+            for name, _, path in _fields(found, flags, Problems()) if name not in flags}
 
 
 def notes(found: Found, config: Config, dp_size: int, in_engine: bool = False) -> tuple[str, ...]:
@@ -192,7 +200,7 @@ def notes(found: Found, config: Config, dp_size: int, in_engine: bool = False) -
         idle = [path for path in found.keys if path.startswith("fp16.") and path != "fp16.enabled"]
         if idle and "fp16.enabled" not in found.keys:
             lines.append(f"{', '.join(idle)} without effect: fp16.enabled is not true")
-    if found.keys.get("scheduler.type", "").startswith("Warmup") and found.keys.get(ds_together.WARMUP_STEPS) != 0:
+    if found.keys.get("scheduler.type", "").startswith("Warmup") and found.keys.get(WARMUP_STEPS) != 0:
         lines.append("the warm-up starts at once; DeepSpeed's has a learning rate of 0 in its first two steps")
     if any(path.startswith("aio.") for path in found.keys) and "nvme" not in (
             config.offload.offload_optimizer_device, config.offload.offload_param_device):
@@ -220,6 +228,9 @@ def _chosen(path: str, config: Config, dp_size: int) -> str:
     if path in BATCH:
         chosen = (config.global_batch_size(dp_size), config.train.batch_size, config.accumulation(dp_size))
         return str(chosen[BATCH.index(path)])
+    if path == WARMUP_STEPS:
+        section, iters = config.schedule, config.schedule.lr_decay_iters or max(1, config.train.train_iters)
+        return f"{int(section.warmup * iters)} steps (--warmup {section.warmup:g} of {iters})"
     row = TABLE[path]
     flat = {name: value for section in config.as_dict().values() for name, value in section.items()}
     name = row.field if isinstance(row, Key) else ""

@@ -96,7 +96,8 @@ def scheduler(found: Found, flags: Mapping[str, Any], problems: Problems,
 
 
 def _warm_up(found: Found, kind: str, flags: Mapping[str, Any], problems: Problems, peak: float) -> Iterator[Setting]:
-    total, warmup = found.keys.get(TOTAL_STEPS), found.keys.get(WARMUP_STEPS, DEEPSPEED_WARMUP_STEPS)
+    total = found.keys.get(TOTAL_STEPS)
+    warmup = found.keys.get(WARMUP_STEPS, 0 if WARMUP_STEPS in found.autos else DEEPSPEED_WARMUP_STEPS)
     if kind == "WarmupLR":
         total = max(1, warmup)  # a constant rate has no end; the warm-up is a share of this
     if total is None:
@@ -111,8 +112,13 @@ def _warm_up(found: Found, kind: str, flags: Mapping[str, Any], problems: Proble
 def _curve(found: Found, kind: str, warmup: int, total: int) -> Iterator[Setting]:
     where = found.first(WARMUP_STEPS, "scheduler.type")
     yield "lr_decay_style", STYLES[kind], "scheduler.type"
-    yield "warmup", _share(warmup, total), where
-    yield "lr_decay_iters", total, where if kind == "WarmupLR" else TOTAL_STEPS
+    by_flags = WARMUP_STEPS in found.autos
+    if not by_flags:
+        yield "warmup", _share(warmup, total), where
+    if kind != "WarmupLR":
+        yield "lr_decay_iters", total, TOTAL_STEPS
+    elif not by_flags:
+        yield "lr_decay_iters", total, where
     if kind == "WarmupDecayLR":
         yield "min_lr", 0.0, "scheduler.type"
 

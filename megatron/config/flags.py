@@ -22,6 +22,7 @@ from megatron.config.hf_shape import shape_in, tokenizer_in
 from megatron.config.setting import declared, flag_name, plain_type
 from megatron.config.tree import PRESETS, SECTIONS, Config, build_config
 from megatron.errors import ConfigError
+from megatron.version import DISTRIBUTION, __version__
 
 
 YES, NO = {"true", "1", "yes", "on"}, {"false", "0", "no", "off"}
@@ -52,12 +53,13 @@ def parse_args(argv: Sequence[str], world_size: int = 1, *, planning: bool = Fal
     """
     parser = build_parser()
     words, problems = switches(parser, [_dashed(word) for word in argv])
-    ours, foreigners = foreign.answers(words, foreign.OF_PLANNER if planning else foreign.FOREIGN)
+    table = foreign.OF_PLANNER if planning else foreign.FOREIGN
+    ours, foreigners = foreign.answers(words, table)
     problems += foreigners
     given = argparse.Namespace()
     try:
         given, unknown = parser.parse_known_args(ours)
-        problems += _unknown(parser, unknown, words)
+        problems += _unknown(parser, unknown, words, table)
     except ConfigError as error:  # one line names everything that has to be changed
         problems.append(str(error))
     if problems:
@@ -87,6 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="pretrain_gpt2.py", allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("-h", "--help", action=_Help, nargs=0, const=help.one_screen)
     parser.add_argument("--help-all", action=_Help, nargs=0, const=help.everything)
+    parser.add_argument("--version", action=_Help, nargs=0, const=lambda: f"{DISTRIBUTION} {__version__}")
     parser.add_argument("--preset", type=_one_of("--preset", tuple(PRESETS)))
     parser.add_argument("--deepspeed-config", "--deepscale-config")
     parser.add_argument("--deepspeed", "--deepscale", action=argparse.BooleanOptionalAction)
@@ -183,7 +186,8 @@ def _opposite(name: str, action: argparse.Action) -> str:
     return f"--{name[5:]}" if name.startswith("--no-") else f"--no-{name[2:]}"
 
 
-def _unknown(parser: argparse.ArgumentParser, unknown: Sequence[str], words: Sequence[str]) -> list[str]:
+def _unknown(parser: argparse.ArgumentParser, unknown: Sequence[str], words: Sequence[str],
+             table: Mapping[str, foreign.Foreign]) -> list[str]:
     """One sentence for each unknown flag and switch with a value, or for the first word that belongs to none."""
     known = {option: action for action in parser._actions for option in action.option_strings}
     valued = [(before, word) for before, word in zip(words, words[1:])
@@ -192,9 +196,10 @@ def _unknown(parser: argparse.ArgumentParser, unknown: Sequence[str], words: Seq
                  + (before if word.lower() in YES else _opposite(before, known[before]) or "nothing")
                  for before, word in valued]
     for flag in (word.partition("=")[0] for word in unknown if word.startswith("-")):
-        near = difflib.get_close_matches(flag, known, n=1, cutoff=0.6)
-        sentences.append(f"unknown flag {flag}: "
-                         + (f"did you mean {near[0]}?" if near else "`--help-all` lists every flag"))
+        near = next(iter(difflib.get_close_matches(flag, [*known, *(f"--{name}" for name in table)], n=1)), None)
+        sentences.append(f"unknown flag {flag}: " + (
+            "`--help-all` lists every flag" if near is None else
+            f"did you mean {near}?" if near in known else table[near[2:]].answer))
     return sentences or [_stray(word, words) for word in unknown[:1]]
 
 

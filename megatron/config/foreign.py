@@ -57,7 +57,8 @@ FOREIGN: dict[str, Foreign] = {
     "lr-warmup-iters": Foreign(_WARMUP),
     "warmup-iters": Foreign(_WARMUP),
     "warmup-steps": Foreign(_WARMUP),
-    "lr-scheduler-type": Foreign("use --lr-decay-style constant, linear, cosine or inverse-square-root"),
+    **dict.fromkeys(("lr-scheduler-type", "lr-scheduler", "lr-schedule"), Foreign(
+        "use --lr-decay-style constant, linear, cosine or inverse-square-root")),
     "decay-lr": Foreign("use --lr-decay-style; constant does not decay", ("True", "true")),
     "optim": Foreign("use --optimizer, for instance adamw", ("adamw_torch", "adamw_torch_fused")),
     "lr-wsd-decay-style": Foreign("use --lr-decay-style"),

@@ -12,15 +12,15 @@ from megatron.config.offload import OFFLOAD_DEVICES, OffloadConfig
 from megatron.config.presets import PRESETS
 from megatron.config.setting import declared, flag_name, plain_type
 from megatron.config.tree import SECTIONS
+from megatron.version import typed
 
 WIDTH, COLUMN = 100, 34
 
-USAGE = "usage: python pretrain_gpt2.py [FLAGS]"
 EXAMPLES = """\
 Pretrain a GPT-2 with tensor and ZeRO data parallelism. A trial without data, a run on two GPUs:
 
-  python pretrain_gpt2.py --preset tiny --mock-data --train-iters 50
-  python -m megatron.launch --nproc-per-node 2 pretrain_gpt2.py --preset 124M --bf16 \\
+  {program} --preset tiny --mock-data --train-iters 50
+  {launch} --preset 124M --bf16 \\
       --zero-stage 2 --train-data corpus.jsonl --save runs/gpt2 --load runs/gpt2
 """
 COMMON = {
@@ -29,9 +29,17 @@ COMMON = {
 }
 
 
+def _beginning() -> list[str]:
+    """How to call it, in the words of a clone or of an installation."""
+    program = typed("python pretrain_gpt2.py")
+    launch = ("gpt2-launch --nproc-per-node 2 -m pretrain_gpt2" if program == "gpt2-train" else
+              "python -m megatron.launch --nproc-per-node 2 pretrain_gpt2.py")
+    return [f"usage: {program} [FLAGS]", "", EXAMPLES.format(program=program, launch=launch)]
+
+
 def one_screen() -> str:
     """The flags of a first run."""
-    lines = [USAGE, "", EXAMPLES]
+    lines = _beginning()
     for flag, text in COMMON.items():
         lines += _entry(flag, text)
     for section in SECTIONS.values():
@@ -43,8 +51,9 @@ def one_screen() -> str:
 
 def everything() -> str:
     """Every flag, by topic. Flags that are always refused are left out."""
-    lines = [USAGE, "", EXAMPLES, "Dashes and underscores are the same in flag names. --[no-]NAME is a switch.", ""]
-    for flag, text in {**COMMON, "--[no-]deepspeed": "accepted for old scripts: there is one engine"}.items():
+    lines = [*_beginning(), "Dashes and underscores are the same in flag names. --[no-]NAME is a switch.", ""]
+    for flag, text in {**COMMON, "--[no-]deepspeed": "accepted for old scripts: there is one engine",
+                       "--version": "print the version"}.items():
         lines += _entry(flag, text)
     for name, section in SECTIONS.items():
         if section is OffloadConfig and OFFLOAD_DEVICES == ("none",):

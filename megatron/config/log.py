@@ -14,7 +14,8 @@ class LogConfig:
     """What a run prints, and where it records it."""
 
     log_interval: int | None = setting(
-        None, "steps between console lines; 0 turns them off (default: a tenth of the run, rounded, at most 100)",
+        None, "steps between console lines; 0 turns them off (default: a round number, at most 100, that gives at "
+              "least ten lines)",
         "logging-steps", newcomer=True, json=Key("steps_per_print", COUNT_0, nullable=True))
     metrics_file: str | None = setting(None, "append one JSON object per step to this file", newcomer=True)
     tensorboard_dir: str | None = setting(None, "write tensorboard scalars to this folder", "logging-dir",

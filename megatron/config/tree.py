@@ -9,6 +9,7 @@ parsing (flags.py), DeepSpeed's JSON (ds_file.py), anything that opens a file.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -54,6 +55,8 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
     notes: tuple[str, ...] = field(default=(), compare=False)
     """What the user should read once about how this tree came about; no section, and not saved."""
+    keys: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Flag -> the key of a JSON file that said it in the flag's place; no section, and not saved."""
 
     def __post_init__(self) -> None:
         length, table = self.seq_length, self.model.max_position_embeddings
@@ -110,6 +113,10 @@ class Config:
         """Micro-batches of one optimizer step."""
         return self.global_batch_size(dp_size) // (self.train.batch_size * dp_size)
 
+    def in_its_words(self, message: str) -> str:
+        """A message that speaks of flags, with the names of the keys that were given instead."""
+        return re.sub(r"--[\w-]+", lambda match: self.keys.get(match[0], match[0]), message)
+
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """Plain JSON values, section by section (saved in every checkpoint)."""
         return {name: {key: list(value) if isinstance(value, tuple) else value
@@ -117,7 +124,7 @@ class Config:
 
 
 SECTIONS: dict[str, type] = {f.name: f.default_factory for f in fields(Config)  # type: ignore[misc]
-                             if f.name != "notes"}
+                             if f.name not in ("notes", "keys")}
 """Section name -> its dataclass; every field name is unique across sections (a test holds it)."""
 
 

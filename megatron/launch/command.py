@@ -25,6 +25,7 @@ from megatron.errors import EXIT_CONFIG, EXIT_PEER, ConfigError
 from megatron.launch.signals import write_stderr
 from megatron.launch.streams import open_closed_streams
 from megatron.launch.supervise import Supervisor
+from megatron.version import typed
 
 DEFAULT_PORT = 29500
 WITHOUT_VALUE = ("-h", "--help", "-m", "--module")
@@ -34,12 +35,12 @@ class Parser(argparse.ArgumentParser):
     """argparse whose errors look like every other error of the trainer."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"launcher: {message}; see python -m megatron.launch --help")
+        raise ConfigError(f"launcher: {message}; see {self.prog} --help")
 
 
 def parser() -> Parser:
-    usage = "python -m megatron.launch [options] (script.py | -m module) [arguments of the script or module...]"
-    p = Parser(prog="python -m megatron.launch", usage=usage, allow_abbrev=False)
+    usage = "%(prog)s [options] (script.py | -m module) [arguments of the script or module...]"
+    p = Parser(prog=typed("python -m megatron.launch"), usage=usage, allow_abbrev=False)
     p.add_argument("-m", "--module", action="store_true",
                    help="run an installed module in place of a script, as `python -m` does")
     p.add_argument("--nproc-per-node", type=int, default=1, metavar="N", help="ranks on this node, one per GPU (1)")

@@ -33,6 +33,9 @@ EXIT_OWN_FAILURE_OF_RANK = 1
 EXIT_READER_LEFT = 128 + signal.SIGPIPE
 """What a shell reports of a program that writes to a pipe nobody reads any more (`| head`)."""
 
+TEXT_FLAGS = frozenset({"-h", "--help", "--help-all", "--version"})
+"""With one of these a job does not begin: it prints a text."""
+
 MEMORY_CLASSES = frozenset({"MemoryError", "OutOfMemoryError"})
 MEMORY_TEXTS = ("can't allocate memory", "not enough memory", "CUDA out of memory")
 PEER_CLASSES = frozenset({"DistError", "DistBackendError", "DistNetworkError", "DistStoreError"})
@@ -56,8 +59,10 @@ class Failure(NamedTuple):
 def run(main: Callable[[], int | None], debug: bool | None = None, *, is_job: bool = False) -> int:
     """Call `main` and return the exit code of the process; `debug` (default: --debug was given) adds tracebacks.
 
-    A reader of standard output that has seen enough ends a command quietly; a job (`is_job`) says why it stops."""
+    A reader of standard output that has seen enough ends a command quietly; a job (`is_job`) says why it stops, unless
+    it was asked for its help."""
     open_closed_streams()
+    is_job = is_job and not TEXT_FLAGS.intersection(word.replace("_", "-") for word in sys.argv[1:])
     try:
         code = _code(main)
         sys.stdout.flush()  # what cannot be written is found here, not when the interpreter winds down

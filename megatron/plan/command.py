@@ -20,6 +20,7 @@ from megatron.errors import ConfigError
 from megatron.plan.footprint import Homes, Run
 from megatron.plan.report import Machine, report
 from megatron.plan.table import table
+from megatron.version import typed
 
 CARDS = (16.0, 24.0, 32.0, 40.0, 80.0, 141.0)
 """GB of well-known cards: V100 and T4, RTX 4090 and L4, V100 and RTX 5090, A100, A100 and H100, H200."""
@@ -37,10 +38,12 @@ EXAMPLES = """examples:
 
 Every flag of pretrain_gpt2.py is a training flag; its --help lists them. docs/plan.md explains the columns."""
 
+MODULE = "python -m megatron.plan"
+
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see python -m megatron.plan --help")
+        raise ConfigError(f"{message}; see {self.prog} --help")
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Run]:
@@ -58,9 +61,11 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Run]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m megatron.plan", allow_abbrev=False, usage="%(prog)s [options] TRAINING FLAGS...",
+    program = typed(MODULE)
+    parser = _Parser(prog=program, allow_abbrev=False, usage="%(prog)s [options] TRAINING FLAGS...",
                      description="The memory, the traffic and the time of a training run, before it starts.",
-                     epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
+                     epilog=EXAMPLES.replace(MODULE, program),
+                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="ranks of the run (1); none is started")
     parser.add_argument("--ranks-per-node", type=int, metavar="N",
                         help=f"ranks that share a host ({RANKS_PER_NODE}, or all of them)")

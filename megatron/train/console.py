@@ -14,6 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from data.cli import counted
 from megatron.launch.exits import discard_output
 from megatron.train.metrics import StepMetrics
 
@@ -29,6 +30,15 @@ ROOM_FOR_ECHO = 8
 def default_interval(steps: int) -> int:
     """A round number of steps between lines that gives a run of so many steps at least LEAST_LINES of them."""
     return next((interval for interval in ROUND_INTERVALS if interval * LEAST_LINES <= steps), 1)
+
+
+def no_line(interval: int, start: int, train_iters: int) -> tuple[str, ...]:
+    """A note, where an interval that was asked for leaves a run of such steps without a line."""
+    if not interval or start >= train_iters or train_iters // interval > start // interval:
+        return ()
+    usual = counted(default_interval(train_iters - start), "step")
+    return (f" note: no losses are printed: --log-interval is {interval}, and this run ends with step {train_iters}; "
+            f"make it smaller, or leave it out for a line every {usual}",)
 
 
 class _Bar(tqdm):  # type: ignore[misc]
@@ -59,6 +69,7 @@ class Console:
         self._writes, self._aside, self._train_iters = writes, aside, train_iters
         self._interval = default_interval(train_iters - start) if interval is None else interval
         self._ends_with_a_line = interval is None
+        self.notes = () if interval is None else no_line(interval, start, train_iters)
         self._window: list[StepMetrics] = []
         width = shutil.get_terminal_size().columns - ROOM_FOR_ECHO
         self._bar: Any = _Bar(total=train_iters, initial=start, unit="step", file=sys.stdout, leave=False,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from data.cli import counted
 from data.tokenizer import Tokenizer
 from megatron.config.tree import Config
 from mpu.groups import Groups
@@ -55,7 +56,7 @@ def _data(config: Config, groups: Groups, tokenizer: Tokenizer) -> str:
     source = "random tokens" if config.data.mock_data else " ".join(config.data.train_data)
     batch = config.global_batch_size(groups.dp.size)
     return (f" data: {source}, with the {tokenizer.vocab_size:,} tokens of {tokenizer.name}; "
-            f"{config.train.train_iters:,} iterations of {batch} x {config.seq_length} tokens")
+            f"{counted(config.train.train_iters, 'iteration')} of {batch} x {config.seq_length} tokens")
 
 
 def _saving(config: Config) -> str:

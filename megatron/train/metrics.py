@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.zero.api.accelerator import peak_resident_bytes
+from megatron.zero.accelerator import peak_resident_bytes
 
 
 @dataclass(frozen=True)

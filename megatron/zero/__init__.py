@@ -9,7 +9,8 @@ bucket.py (the buffers of one unit) with gradients.py (its gradients), hooks.py 
 (a forward and a backward), roster.py and edits.py (whether the model and its weights are still the engine's), norm.py
 (gradient norm and clipping), step.py (the optimizer step), state.py (what lasts from step to step), engine.py (all of
 it together). placeholder.py, holders.py and parked.py are about parameters outside of a step. tiling.py (large layers
-in tiles) and estimate.py (DeepSpeed's memory estimates) are used beside it. api/ is what a training script sees.
+in tiles), estimate.py (DeepSpeed's memory estimates) and accelerator.py (DeepSpeed's module of that name) are used
+beside it. api/ is what a training script sees.
 
 Names are imported on first use: floor 0 of this package must not import torch.
 """
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
         get_fp32_state_dict_from_zero_checkpoint,
         load_state_dict_from_zero_checkpoint,
     )
-    from megatron.zero.api.accelerator import get_accelerator
+    from megatron.zero.accelerator import get_accelerator
     from megatron.zero.api.engine import Engine
     from megatron.zero.estimate import (
         estimate_zero2_model_states_mem_needs_all_cold,
@@ -45,7 +46,7 @@ _MODULES = {
     "megatron.zero.api.initialize": "initialize add_config_arguments",
     "megatron.zero.api.meeting": "init_distributed",
     "megatron.zero.api.engine": "Engine",
-    "megatron.zero.api.accelerator": "get_accelerator",
+    "megatron.zero.accelerator": "get_accelerator",
     "megatron.zero.api.init": "Init GatheredParameters",
     "megatron.zero.holders": "register_external_parameter unregister_external_parameter",
     "megatron.zero.tiling": "TiledLinear TiledLinearReturnBias",
@@ -62,7 +63,7 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 _ALIASES = {
     "DeepSpeedEngine": ("megatron.zero.api.engine", "Engine"),
     "DeepSpeedOptimizer": ("megatron.zero.api.optimizer", "ZeroOptimizer"),
-    "accelerator": ("megatron.zero.api.accelerator", None),
+    "accelerator": ("megatron.zero.accelerator", None),
     "checkpointing": ("megatron.recompute.deepspeed", None),
     "comm": ("torch.distributed", None),
     "zero": (__name__, None),

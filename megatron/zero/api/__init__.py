@@ -7,5 +7,4 @@
     weights.py, saved.py                     the weights as a state dict; the engine's state in a checkpoint
     hyper.py        the hyper-parameters of the param groups there
     init.py         `zero.Init`, `zero.GatheredParameters`
-    accelerator.py  `get_accelerator`
 """

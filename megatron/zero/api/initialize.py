@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -86,7 +86,7 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
     scheduler = _scheduler(settings, lr_scheduler, wrapped)
     engine = Engine(core, config, wrapped, scheduler, settings.watch, mpu)
     if groups.world.rank == 0:
-        _say(settings, device)
+        _say(settings, device, groups.dp.size)
         for number in (number for number, group in enumerate(param_groups) if not group["params"]):
             print(f"warning: param group {number} of the optimizer is empty: its hyper-parameters apply to nothing")
     if training_data is not None:
@@ -118,8 +118,8 @@ DEEPSPEED_DEFAULTS = {"clip_grad": 0.0, "weight_decay": 0.0}
 """Where its defaults are not ours; the learning rate's depends on the optimizer."""
 
 
-SHOWN = ("parallel", "optim", "schedule", "precision", "zero", "offload")
-"""Sections of the configuration that are an engine's."""
+SHOWN = ("parallel", "optim", "schedule", "precision", "zero", "offload", "recompute")
+"""Sections of the configuration that are an engine's as a whole."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def _settings(source: Any, argument: str, groups: Groups) -> _Settings:
     return _Settings(config, "optimizer.type" in keys, "scheduler.type" in keys, watch_of(keys), found)
 
 
-def _say(settings: _Settings, device: torch.device) -> None:
+def _say(settings: _Settings, device: torch.device, dp_size: int) -> None:
     """What a user should read once: keys that were understood in another way, or can do nothing here; with
     `dump_state`, the whole configuration."""
     config, found = settings.config, settings.found
@@ -162,9 +162,16 @@ def _say(settings: _Settings, device: torch.device) -> None:
     for line in (*config.notes, *(ds_file.in_its_words(found, note.removeprefix(" note: "), {}) for note in idle)):
         print(line.strip(), flush=True)
     if found.of_engine.get("dump_state"):
-        tree = config.as_dict()
-        rows = [f"  {section}.{name}: {value}" for section in SHOWN for name, value in tree[section].items()]
-        print("\n".join(["configuration", *rows]), flush=True)
+        print("\n".join(["configuration", *_rows(settings, dp_size)]), flush=True)
+
+
+def _rows(settings: _Settings, dp_size: int) -> Iterator[str]:
+    """What the engine was told, and what it made of it."""
+    config = settings.config
+    sizes = (config.global_batch_size(dp_size), config.train.batch_size, config.accumulation(dp_size))
+    tree = {"batch": dict(zip(BATCH, sizes, strict=True)), **config.as_dict(), "report": asdict(settings.watch)}
+    for section in ("batch", *SHOWN, "report"):
+        yield from (f"  {section}.{name}: {value}" for name, value in tree[section].items())
 
 
 def _rule_and_groups(settings: _Settings, model: nn.Module, parameters: Any, client: Any,

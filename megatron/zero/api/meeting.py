@@ -1,6 +1,7 @@
 """`zero.init_distributed`: meet the other ranks as a DeepSpeed script asks for it. The work is launch/distributed.py's.
 
-After it torch.distributed has a process group on any number of ranks, one included: scripts ask it for their rank.
+After it torch.distributed has a process group on any number of ranks, one included, and the environment has RANK,
+LOCAL_RANK and WORLD_SIZE: scripts ask either for their place.
 """
 
 from __future__ import annotations
@@ -38,6 +39,14 @@ def init_distributed(dist_backend: str | None = None, auto_mpi_discovery: bool =
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     distributed.init_process_group(env, dist_backend, DEFAULT_TIMEOUT_SECONDS if seconds is None else seconds,
                                    init_method=init_method, also_alone=True)
+    _tell(env)
+
+
+def _tell(env: Environment) -> None:
+    """The place as torchrun's variables, where the launcher (or none) set others: `read_environment` finds the same."""
+    for name, number in (("RANK", env.rank), ("LOCAL_RANK", env.local_rank), ("WORLD_SIZE", env.world_size),
+                         ("LOCAL_WORLD_SIZE", env.local_world_size)):
+        os.environ.setdefault(name, str(number))
 
 
 def _place(rank: int, world_size: int, any_launcher: bool) -> Environment:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron.errors import ConfigError, StorageError
-from megatron.zero.api.accelerator import peak_resident_bytes
+from megatron.zero.accelerator import peak_resident_bytes
 
 DEFAULT_STEPS_PER_PRINT = 10
 """Between two breakdowns, where the configuration says nothing."""

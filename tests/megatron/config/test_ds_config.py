@@ -305,6 +305,25 @@ def test_auto_says_what_was_chosen():
         'zero_optimization.reduce_bucket_size "auto": --reduce-bucket-size 500000000']
 
 
+@pytest.mark.parametrize("steps", [500, 10000])
+@pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR"])
+def test_an_auto_warm_up_is_the_share_that_the_flags_say(kind, steps):
+    params = {"warmup_num_steps": "auto", **({"total_num_steps": steps} if kind == "WarmupDecayLR" else {})}
+    tree = {"scheduler": {"type": kind, "params": params}}
+    config = build(tree, flags={"train_iters": steps, "warmup": 0.02})
+    assert f'{steps // 50} steps (--warmup 0.02 of {steps})' in " ".join(config.notes)
+    assert schedule_of(config).warmup_steps == steps // 50
+    if kind == "WarmupLR":
+        config = build(tree, in_engine=True)
+        assert schedule_of(config).warmup_steps == 1000 and ': 1000 steps' in " ".join(config.notes)
+
+
+def test_a_note_about_a_flag_names_the_key_that_was_given():
+    config = build({"zero_optimization": {"round_robin_gradients": True}}, flags={"log_interval": 5})
+    assert config.in_its_words("--round-robin-gradients, --log-interval") == (
+        "zero_optimization.round_robin_gradients, --log-interval")
+
+
 def test_defaults_are_those_of_deepspeeds_code():
     zero = ZeroConfig()
     assert (zero.reduce_bucket_size, zero.allgather_bucket_size, zero.sub_group_size) == (5e8, 5e8, 1e9)

@@ -149,12 +149,27 @@ def test_loss_lines_come_by_default_and_after_a_resume_too(tmp_path: Path) -> No
     assert printed()[-1] == 23, "the last step has a line"
 
 
+@pytest.mark.parametrize(("interval", "start", "end", "said"), [
+    (2000, 0, 50, True), (2000, 1990, 1999, True), (2000, 1990, 2000, False), (0, 0, 50, False), (None, 0, 50, False),
+    (50, 0, 50, False), (2000, 50, 50, False)])
+def test_a_run_whose_interval_leaves_no_line_says_so(interval: int | None, start: int, end: int, said: bool) -> None:
+    notes = Console(interval, end, start, writes=False).notes
+    assert len(notes) == said and all(f"--log-interval is {interval}, and" in note for note in notes)
+
+
+def test_the_note_of_a_run_without_a_line_names_the_key_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({"steps_per_print": 2000}))
+    said = train([*TINY, "--mock-data", "--train-iters", 2, "--deepspeed_config", tmp_path / "ds.json"])
+    assert said.count(" note: no losses are printed: steps_per_print is 2000, and this run ends with step 2;") == 1
+    assert "leave it out for a line every 1 step\n" in said
+
+
 def test_the_console_shows_the_facts_and_verbose_the_whole_configuration(tmp_path: Path) -> None:
     run = [*TINY, "--mock-data", "--train-iters", 1, "--clip-grad", 0.25]
     said = train([*run, "--save", tmp_path / "s", "--save-interval", 50])
     assert "configuration" not in said and len(said.splitlines()) == 4, "three facts, and the save"
     for fact in ("GPT-2 with", "in fp32 on 1 x CPU, 1 thread:", "tensor parallel 1, data parallel 1", "random tokens",
-                 "ByteLevelTokenizer", "1 iterations of 4 x 16 tokens",
+                 "ByteLevelTokenizer", "; 1 iteration of 4 x 16 tokens",
                  f"saves to {tmp_path / 's'} every 50 iterations and at the end"):
         assert said.count(fact) == 1
     said = train([*run, "--verbose"])

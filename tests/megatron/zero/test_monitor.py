@@ -59,8 +59,13 @@ def test_breakdowns_name_every_phase(capsys: Any) -> None:
 
 
 def test_dump_state_prints_what_the_engine_is_configured_to_do(capsys: Any) -> None:
-    trained(0, dump_state=True)
-    assert "  optim.optimizer: adamw\n" in capsys.readouterr().out
+    trained(0, dump_state=True, gradient_accumulation_steps=2, steps_per_print=7,
+            activation_checkpointing={"partition_activations": True})
+    said = capsys.readouterr().out.splitlines()
+    for row in ("optim.optimizer: adamw", "batch.train_batch_size: 4", "batch.train_micro_batch_size_per_gpu: 2",
+                "batch.gradient_accumulation_steps: 2", "recompute.partition_activations: True",
+                "report.steps_per_print: 7"):
+        assert f"  {row}" in said
 
 
 def test_nothing_is_printed_that_nobody_asked_for(capsys: Any) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import os
 import re
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +16,7 @@ from torch import nn
 
 from megatron import recompute, zero
 from megatron.errors import ConfigError
+from megatron.launch.distributed import read_environment
 from megatron.version import __version__
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.names import TABLE, Holds, Idle, Reads, Refused
@@ -215,6 +218,7 @@ def test_the_package_has_deepspeeds_names() -> None:
     assert deepspeed.checkpointing.checkpoint is recompute.checkpoint
     assert deepspeed.comm.is_available() and deepspeed.get_accelerator().device_name() in ("cpu", "cuda")
     assert deepspeed.accelerator.get_accelerator is deepspeed.get_accelerator
+    assert importlib.import_module("megatron.zero.accelerator").get_accelerator is deepspeed.get_accelerator
     with pytest.raises(AttributeError, match="zero.init_inference is not supported: "):
         deepspeed.init_inference
     assert deepspeed.__version__ == __version__
@@ -235,6 +239,25 @@ def met(rank: int, world: int) -> tuple[int, int, str]:
 def met_by_file(rank: int, world: int, path: str) -> int:
     zero.init_distributed(init_method=f"file://{path}", rank=rank, world_size=world)
     return torch.distributed.get_world_size()
+
+
+def told(rank: int, world: int, launcher: dict[str, str]) -> tuple[list[str], bool]:
+    """The variables after the meeting of one rank, and whether its place is what it was before."""
+    for name in PLACE:
+        os.environ.pop(name, None)
+    os.environ.update(launcher)
+    before = read_environment()
+    zero.init_distributed()
+    return [os.environ[name] for name in PLACE], read_environment() == before
+
+
+PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+@pytest.mark.parametrize("launcher", [
+    {}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, {"RANK": "0", "WORLD_SIZE": "1"}], ids="-".join)
+def test_the_environment_says_the_place_whoever_started_the_rank(launcher: dict[str, str]) -> None:
+    assert run_ranks(told, 1, launcher, init=False) == [(["0", "0", "1", "1"], True)]
 
 
 def refused(rank: int, world: int) -> str:
