@@ -160,7 +160,8 @@ def test_a_run_whose_interval_leaves_no_line_says_so(interval: int | None, start
 def test_the_note_of_a_run_without_a_line_names_the_key_of_the_file(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps({"steps_per_print": 2000}))
     at = TINY.index("--log-interval")
-    said = train([*TINY[:at], *TINY[at + 2:], "--mock-data", "--train-iters", 2, "--deepspeed_config", tmp_path / "ds.json"])
+    said = train([*TINY[:at], *TINY[at + 2:], "--mock-data", "--train-iters", 2, "--deepspeed_config",
+                  tmp_path / "ds.json"])
     assert said.count(" note: no losses are printed: steps_per_print is 2000, and this run ends with step 2;") == 1
     assert "leave it out for a line every 1 step\n" in said
 
