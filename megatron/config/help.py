@@ -12,7 +12,7 @@ from megatron.config.offload import OFFLOAD_DEVICES, OffloadConfig
 from megatron.config.presets import PRESETS
 from megatron.config.setting import declared, flag_name, plain_type
 from megatron.config.tree import SECTIONS
-from megatron.version import typed
+from megatron.errors import typed
 
 WIDTH, COLUMN = 100, 34
 
@@ -52,8 +52,7 @@ def one_screen() -> str:
 def everything() -> str:
     """Every flag, by topic. Flags that are always refused are left out."""
     lines = [*_beginning(), "Dashes and underscores are the same in flag names. --[no-]NAME is a switch.", ""]
-    for flag, text in {**COMMON, "--[no-]deepspeed": "accepted for old scripts: there is one engine",
-                       "--version": "print the version"}.items():
+    for flag, text in {**COMMON, "--[no-]deepspeed": "accepted for old scripts: there is one engine"}.items():
         lines += _entry(flag, text)
     for name, section in SECTIONS.items():
         if section is OffloadConfig and OFFLOAD_DEVICES == ("none",):

@@ -21,11 +21,10 @@ import tempfile
 from pathlib import Path
 from typing import NoReturn
 
-from megatron.errors import EXIT_CONFIG, EXIT_PEER, ConfigError
+from megatron.errors import EXIT_CONFIG, EXIT_PEER, ConfigError, typed
 from megatron.launch.signals import write_stderr
 from megatron.launch.streams import open_closed_streams
 from megatron.launch.supervise import Supervisor
-from megatron.version import typed
 
 DEFAULT_PORT = 29500
 WITHOUT_VALUE = ("-h", "--help", "-m", "--module")

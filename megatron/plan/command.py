@@ -16,11 +16,10 @@ from typing import NoReturn
 
 from megatron.config.flags import parse_args
 from megatron.config.tree import Config, require
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, typed
 from megatron.plan.footprint import Homes, Run
 from megatron.plan.report import Machine, report
 from megatron.plan.table import table
-from megatron.version import typed
 
 CARDS = (16.0, 24.0, 32.0, 40.0, 80.0, 141.0)
 """GB of well-known cards: V100 and T4, RTX 4090 and L4, V100 and RTX 5090, A100, A100 and H100, H200."""

@@ -171,7 +171,7 @@ def test_names_of_other_programs_with_the_same_meaning_are_aliases(program: str)
 
 
 SWITCHES = [action for action in build_parser()._actions
-            if action.nargs == 0 and action.dest not in ("help", "help_all", "version")]
+            if action.nargs == 0 and action.dest not in ("help", "help_all")]
 
 
 @pytest.mark.parametrize("action", SWITCHES, ids=lambda action: action.dest)
