@@ -6,9 +6,6 @@ are `assert`s and keep their traceback; nothing here is raised for them.
 
 from __future__ import annotations
 
-import os
-import sys
-
 EXIT_OK, EXIT_CONFIG, EXIT_DATA, EXIT_CHECKPOINT, EXIT_PEER, EXIT_NUMERICS, EXIT_STORAGE = 0, 2, 3, 4, 5, 6, 7
 EXIT_INTERRUPTED = 130
 
@@ -68,9 +65,3 @@ def exit_code(error: BaseException) -> int | None:
         if cls.__name__ in CODES_BY_NAME:
             return CODES_BY_NAME[cls.__name__]
     return None
-
-
-def typed(otherwise: str) -> str:
-    """The command as it was typed, for its messages: one of an installation's, or else `otherwise`."""
-    name = os.path.basename(sys.argv[0])
-    return name if name.startswith("gpt2-") else otherwise

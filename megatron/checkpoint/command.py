@@ -19,7 +19,8 @@ from megatron.checkpoint.choice import all_tags, candidates, explain_choice, lat
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.recognise import nothing_under
 from megatron.checkpoint.tags import complete, held, manifest_of, tag_names, verify
-from megatron.errors import EXIT_STORAGE, CheckpointError, ConfigError, TrainerError, exit_code, typed
+from megatron.config.help import typed
+from megatron.errors import EXIT_STORAGE, CheckpointError, ConfigError, TrainerError, exit_code
 
 
 def list_tags(root: Path, tag: str | None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import textwrap
 import typing
 from collections.abc import Iterator
@@ -12,7 +14,6 @@ from megatron.config.offload import OFFLOAD_DEVICES, OffloadConfig
 from megatron.config.presets import PRESETS
 from megatron.config.setting import declared, flag_name, plain_type
 from megatron.config.tree import SECTIONS
-from megatron.errors import typed
 
 WIDTH, COLUMN = 100, 34
 
@@ -27,6 +28,12 @@ COMMON = {
     "--preset NAME": f"model shape: {', '.join(PRESETS)}; other flags win",
     "--deepspeed-config FILE": "DeepSpeed's JSON file (docs/ds_config.md); flags that are given must agree with it",
 }
+
+
+def typed(otherwise: str) -> str:
+    """The command as it was typed: one of an installation's, or else `otherwise`."""
+    name = os.path.basename(sys.argv[0])
+    return name if name.startswith("gpt2-") else otherwise
 
 
 def _beginning() -> list[str]:

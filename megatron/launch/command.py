@@ -21,13 +21,19 @@ import tempfile
 from pathlib import Path
 from typing import NoReturn
 
-from megatron.errors import EXIT_CONFIG, EXIT_PEER, ConfigError, typed
+from megatron.errors import EXIT_CONFIG, EXIT_PEER, ConfigError
 from megatron.launch.signals import write_stderr
 from megatron.launch.streams import open_closed_streams
 from megatron.launch.supervise import Supervisor
 
 DEFAULT_PORT = 29500
 WITHOUT_VALUE = ("-h", "--help", "-m", "--module")
+
+
+def typed(otherwise: str) -> str:
+    """The command as it was typed: one of an installation's, or else `otherwise`."""
+    name = os.path.basename(sys.argv[0])
+    return name if name.startswith("gpt2-") else otherwise
 
 
 class Parser(argparse.ArgumentParser):

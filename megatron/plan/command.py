@@ -15,8 +15,9 @@ from dataclasses import replace
 from typing import NoReturn
 
 from megatron.config.flags import parse_args
+from megatron.config.help import typed
 from megatron.config.tree import Config, require
-from megatron.errors import ConfigError, typed
+from megatron.errors import ConfigError
 from megatron.plan.footprint import Homes, Run
 from megatron.plan.report import Machine, report
 from megatron.plan.table import table
