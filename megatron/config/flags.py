@@ -22,6 +22,7 @@ from megatron.config.hf_shape import shape_in, tokenizer_in
 from megatron.config.setting import declared, flag_name, plain_type
 from megatron.config.tree import PRESETS, SECTIONS, Config, build_config
 from megatron.errors import ConfigError
+from megatron.version import DISTRIBUTION, __version__
 
 
 YES, NO = {"true", "1", "yes", "on"}, {"false", "0", "no", "off"}
@@ -88,6 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="pretrain_gpt2.py", allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("-h", "--help", action=_Help, nargs=0, const=help.one_screen)
     parser.add_argument("--help-all", action=_Help, nargs=0, const=help.everything)
+    parser.add_argument("--version", action=_Help, nargs=0, const=lambda: f"{DISTRIBUTION} {__version__}")
     parser.add_argument("--preset", type=_one_of("--preset", tuple(PRESETS)))
     parser.add_argument("--deepspeed-config", "--deepscale-config")
     parser.add_argument("--deepspeed", "--deepscale", action=argparse.BooleanOptionalAction)

@@ -19,6 +19,7 @@ from megatron.config.foreign import FOREIGN
 from megatron.config.help import everything, one_screen
 from megatron.config.tree import PRESETS, SECTIONS, Config
 from megatron.errors import ConfigError
+from megatron.version import DISTRIBUTION, __version__
 
 ROOT = Path(__file__).parents[3]
 
@@ -171,7 +172,7 @@ def test_names_of_other_programs_with_the_same_meaning_are_aliases(program: str)
 
 
 SWITCHES = [action for action in build_parser()._actions
-            if action.nargs == 0 and action.dest not in ("help", "help_all")]
+            if action.nargs == 0 and action.dest not in ("help", "help_all", "version")]
 
 
 @pytest.mark.parametrize("action", SWITCHES, ids=lambda action: action.dest)
@@ -261,3 +262,9 @@ def test_config_errors_end_in_one_line_without_importing_torch() -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", probe], cwd=ROOT, check=True)
+
+
+def test_the_version_is_that_of_the_distribution(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(["--version"])
+    assert capsys.readouterr().out == f"{DISTRIBUTION} {__version__}\n"
