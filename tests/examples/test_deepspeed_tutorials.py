@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -23,11 +24,18 @@ def run(ranks: int, script: str, *flags: str) -> str:
     return done.stdout
 
 
-def test_one_line_says_which_engine_it_is() -> None:
-    for script in ("cifar10_deepspeed.py", "bert_masked_lm.py"):
-        text = (ROOT / "examples" / script).read_text()
-        assert re.findall(r"^.*megatron.*import.*$|^.*import.*megatron.*$", text, re.M) == [
-            "from megatron import zero as deepspeed"]
+ENGINE = "from megatron import zero as deepspeed"
+DEVICE = "from megatron.zero.accelerator import get_accelerator"
+
+
+@pytest.mark.parametrize(("script", "lines"), [("cifar10_deepspeed.py", [ENGINE, DEVICE]),
+                                               ("bert_masked_lm.py", [ENGINE])])
+def test_only_lines_of_import_say_which_engine_it_is(script: str, lines: list[str]) -> None:
+    code = ast.parse((ROOT / "examples" / script).read_text())
+    assert [ast.unparse(node) for node in ast.walk(code) if isinstance(node, ast.Import | ast.ImportFrom)
+            and "megatron" in ast.unparse(node)] == lines
+    assert not [node for node in ast.walk(code) if isinstance(node, ast.Name | ast.Attribute)
+                and "megatron" in ast.unparse(node)]
 
 
 @pytest.mark.parametrize(("ranks", "stage"), EVERY)
