@@ -35,7 +35,7 @@ def _deepspeed(path: Path) -> str | None:
     root, tag = found.parent if found == path else path, found.resolve().name
     return (f"a DeepSpeed checkpoint (tag {tag}): resume it with DeepSpeed, or take its weights with "
             f"`python {root}/zero_to_fp32.py {root} OUT -t {tag}`, then {CONVERT} OUT --output NEW` "
-            "(docs/checkpoints.md, Other programs)")
+            "(docs/checkpoints.md)")
 
 
 def _megatron_lm(path: Path) -> str | None:

@@ -13,6 +13,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
 
 from data.sentencepiece_model import train_sentencepiece  # noqa: E402
+from data.storage import UsageError  # noqa: E402
 from data.tokenizer import build  # noqa: E402
 from megatron.checkpoint.command import main  # noqa: E402
 from megatron.checkpoint.interchange.tokenizers import TokenizerFiles, tokenizer_files  # noqa: E402
@@ -111,7 +112,7 @@ def test_a_larger_table_than_the_vocabulary_will_do_and_a_smaller_one_will_not(t
 
 def test_a_tokenizer_that_is_gone_costs_one_line_and_not_the_model(tmp_path: Path) -> None:
     made = written(tmp_path, section(tokenizer_type="SentencePieceTokenizer", tokenizer_path=str(tmp_path / "no")), 300)
-    assert not made.files and "cannot read" in str(made.note) and "\n" not in str(made.note)
+    assert not made.files and "no such file" in str(made.note) and "\n" not in str(made.note)
 
 
 def test_a_sentencepiece_model_that_changes_the_text_is_copied_as_it_is(tmp_path: Path) -> None:
@@ -160,6 +161,6 @@ def test_a_run_that_starts_from_an_exported_folder_uses_its_tokenizer(tmp_path: 
 
 @pytest.mark.parametrize(("kind", "flag"), [("SentencePieceTokenizer", "--tokenizer-path"),
                                             ("CharacterLevelTokenizer", "--vocab-file")])
-def test_a_tokenizer_without_its_file_is_an_error_of_usage(kind: str, flag: str) -> None:
-    with pytest.raises(ConfigError, match=f"{kind} needs {flag}"):
-        train([*TINY, "--train-data", "any", "--tokenizer-type", kind])
+def test_a_tokenizer_without_its_file_is_an_error_of_usage(tmp_path: Path, kind: str, flag: str) -> None:
+    with pytest.raises(UsageError, match=f"{kind} needs {flag}"):
+        train([*TINY, "--train-data", write_corpus(tmp_path / "corpus"), "--tokenizer-type", kind])
