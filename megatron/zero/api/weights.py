@@ -76,7 +76,7 @@ def _check_fits(core: ZeroEngine, state: Mapping[str, Any], strict: bool) -> Non
     for name in named.keys() & state.keys():
         here, given = named[name], state[name]
         if not isinstance(here, Tensor):  # what get_extra_state() gave
-            raise ConfigError(f"load_state_dict: {name} is no tensor, and only tensors are loaded: give it to "
+            raise ConfigError(f"load_state_dict: {name} is not a tensor, and only tensors are loaded: give it to "
                               "set_extra_state() of its module, and leave it out, with strict=False")
         if not isinstance(given, Tensor) or given.shape != here.shape:
             found = f"shape {list(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
