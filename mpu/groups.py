@@ -20,18 +20,28 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 from mpu.split import ParallelError, rank_grid
 
 
 @dataclass(frozen=True)
 class Group:
-    """A set of ranks and this process's place in it. `ranks` are world ranks, in group order."""
+    """A set of ranks and this process's place in it. `ranks` are world ranks, in group order.
+
+    torch.distributed owns its process groups, and this holds the name of one: so destroying a process group ends its
+    threads even while somebody holds a Group. A thread left over could abort the interpreter that ends around it.
+    """
 
     rank: int
     size: int
     ranks: tuple[int, ...]
-    handle: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
+    name: GroupName | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def handle(self) -> dist.ProcessGroup | None:
+        """torch's process group; None for a group of one."""
+        return None if self.name is None else _resolve_process_group(self.name)
 
     @property
     def is_solo(self) -> bool:
@@ -65,7 +75,7 @@ def build(tp_size: int = 1, timeout: timedelta | None = None) -> Groups:
         return Groups()
     rank, size = dist.get_rank(), dist.get_world_size()
     tp_groups, dp_groups = rank_grid(size, tp_size)
-    world = Group(rank, size, tuple(range(size)), dist.group.WORLD if size > 1 else None)
+    world = Group(rank, size, tuple(range(size)), _name(dist.group.WORLD) if size > 1 else None)
     return Groups(world, _join(tp_groups, world, timeout), _join(dp_groups, world, timeout))
 
 
@@ -75,7 +85,7 @@ def of_handle(handle: dist.ProcessGroup | None) -> Group:
         return SOLO
     ranks = tuple(dist.get_process_group_ranks(handle))
     rank = ranks.index(dist.get_rank())
-    return Group(rank, len(ranks), ranks, handle if len(ranks) > 1 else None)
+    return Group(rank, len(ranks), ranks, _name(handle) if len(ranks) > 1 else None)
 
 
 def of_handles(tp: dist.ProcessGroup | None, dp: dist.ProcessGroup | None) -> Groups:
@@ -91,5 +101,9 @@ def _join(groups: list[tuple[int, ...]], world: Group, timeout: timedelta | None
             return world
         handle = dist.new_group(list(ranks), timeout=timeout) if len(ranks) > 1 else None
         if world.rank in ranks:
-            mine = Group(ranks.index(world.rank), len(ranks), ranks, handle)
+            mine = Group(ranks.index(world.rank), len(ranks), ranks, _name(handle))
     return mine
+
+
+def _name(handle: dist.ProcessGroup | None) -> GroupName | None:
+    return None if handle is None else handle.group_name

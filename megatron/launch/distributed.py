@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import errno
+import importlib
 import os
 import re
 import socket
@@ -143,6 +144,9 @@ def init_process_group(env: Environment, backend: str | None = None,
         raise ConfigError("--distributed-backend nccl needs a GPU, but torch sees none; leave the flag out or use gloo")
     if torch.distributed.is_initialized() or env.world_size == 1 and not also_alone:
         return
+    # Its default arguments name the default group, and would keep it alive after `shutdown`; imported before there is
+    # one, they name none.
+    importlib.import_module("torch.distributed.nn.functional")
     atexit.register(_shutdown_at_exit)
     chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
     timeout = timedelta(seconds=timeout_seconds)
@@ -199,8 +203,8 @@ def _store(env: Environment, timeout: timedelta) -> torch.distributed.Store | No
 
 
 def _shutdown_at_exit() -> None:
-    """For scripts that just end: gloo's threads now and then abort an interpreter that winds down around them. Not
-    after an error, when a peer that is gone could be waited for."""
+    """For scripts that just end: a thread of gloo's that lets go of a tensor aborts an interpreter that winds down
+    around it. Not after an error, when a peer that is gone could be waited for."""
     if sys.exc_info()[0] is None and getattr(sys, "last_value", None) is None:
         shutdown()
 

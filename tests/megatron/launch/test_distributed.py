@@ -130,3 +130,30 @@ def test_a_script_that_just_ends_leaves_the_process_group_unless_it_failed(end: 
                f"from megatron.zero import init_distributed; init_distributed(); {end}")
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == left, done.stderr
+
+
+ENGINE_THAT_LIVES_ON = """
+import atexit, os, torch
+atexit.register(lambda: print(*(open(f"/proc/self/task/{task}/comm").read().strip()
+                                for task in os.listdir("/proc/self/task")), sep=chr(10), flush=True))
+from megatron import zero
+zero.init_distributed()
+import torch._dynamo  # which imports torch.distributed.nn
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+engine, *_ = zero.initialize(model=model, model_parameters=model.parameters(), config={
+    "train_batch_size": 2, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 3}})
+engine.backward(engine(torch.ones(1, 4)).sum())
+engine.step()
+"""
+
+
+def test_a_script_that_just_ends_leaves_no_thread_of_a_process_group_behind(tmp_path: Path) -> None:
+    """A thread that drops a tensor while the interpreter ends aborts the process: `terminate called without an active
+    exception`. Destroying a group joins its threads, unless something still holds the group."""
+    script = tmp_path / "script.py"
+    script.write_text(ENGINE_THAT_LIVES_ON)
+    done = subprocess.run([sys.executable, "-m", "megatron.launch", "--nproc-per-node", "2", str(script)], text=True,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, timeout=120)
+    names = done.stdout.split()
+    assert done.returncode == 0 and len(names) >= 2, done.stderr
+    assert not [name for name in names if "gloo" in name]
