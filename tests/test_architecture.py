@@ -120,7 +120,7 @@ ROOMS = ("data", "mpu", "megatron.errors", "megatron.version", "megatron.neighbo
 TYPES_OF_DISTRIBUTED = {"ProcessGroup", "Work", "Store"}
 QUERIES_OF_DISTRIBUTED = {"is_available", "is_initialized", "get_rank", "get_world_size", "get_backend", "group"}
 NAMES_OF_DISTRIBUTED = {
-    "mpu.groups": QUERIES_OF_DISTRIBUTED | {"new_group", "get_process_group_ranks"},
+    "mpu.groups": QUERIES_OF_DISTRIBUTED | {"new_group", "get_process_group_ranks", "distributed_c10d"},
     "mpu.classic": QUERIES_OF_DISTRIBUTED,
     "megatron.launch.distributed": QUERIES_OF_DISTRIBUTED | {
         "init_process_group", "destroy_process_group", "FileStore", "HashStore", "TCPStore", "PrefixStore"},
