@@ -1,6 +1,7 @@
 """Tensor model parallelism: groups, collectives, split layers, split loss; usable without the rest of the tree.
 
     split.py, partition.py       who owns which slice; how a parameter records its own
+    device.py                    where the accelerator's way and the CPU's part
     groups.py, collectives.py    who computes with whom; the operations among them
     regions.py, layers.py        between replicated and split activations; split linear layers and embeddings
     sinks.py                     where a layer may write a weight gradient

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mpu.device import on_accelerator
 from mpu.groups import Group
 from mpu.split import ParallelError, divide
 
@@ -78,7 +79,7 @@ def all_gather_into(full: Tensor, shard: Tensor, group: Group, at_a_time: int | 
     """
     _check_sizes(full, shard, group)
     fits = at_a_time is None or full.numel() <= at_a_time
-    if full.is_cuda and fits and not broadcasts and not group.is_solo:
+    if on_accelerator(full) and fits and not broadcasts and not group.is_solo:
         return Pending([_native_all_gather(full, shard, group=group.handle, async_op=True)])
     parts = full.view(group.size, -1)
     if parts[group.rank].data_ptr() != shard.data_ptr():
@@ -116,7 +117,7 @@ def reduce_scatter_into(shard: Tensor, full: Tensor, group: Group, at_a_time: in
 
 def _reduce_scatter_columns(mine: Tensor, own: Tensor, group: Group) -> Pending:
     """mine [n] <- the sum over the ranks of row `group.rank` of their `own` [size, n]."""
-    if own.is_cuda and own.dtype == mine.dtype:
+    if on_accelerator(own) and own.dtype == mine.dtype:
         flat = own.reshape(-1)  # a copy where these are some columns of more
         return Pending([_native_reduce_scatter(mine, flat, group=group.handle, async_op=True)])
     peers = [rank for rank in range(group.size) if rank != group.rank]
@@ -148,7 +149,7 @@ def _check_sizes(full: Tensor, shard: Tensor, group: Group) -> None:
 
 def _sum_in_rank_order(parts: Sequence[Tensor], out: Tensor) -> None:
     """out[i] <- parts[0][i] + parts[1][i] + ..., 16-bit values in fp32; `out` may be one of the parts."""
-    step = max(1, len(out) if out.is_cuda else min(len(out), _CPU_SUM_BLOCK))
+    step = max(1, len(out) if on_accelerator(out) else min(len(out), _CPU_SUM_BLOCK))
     first = parts[0]
     total = first.new_empty(step, dtype=first.dtype if first.element_size() >= 4 else torch.float32)
     for start in range(0, len(out), step):

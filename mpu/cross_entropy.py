@@ -23,6 +23,7 @@ from torch import Tensor
 
 from mpu.classic import resolve
 from mpu.collectives import all_reduce
+from mpu.device import on_accelerator
 from mpu.groups import Group
 from mpu.sinks import GradSink
 
@@ -79,7 +80,7 @@ def linear_cross_entropy(
 
 
 def _default_chunk(hidden: Tensor, columns: int) -> int:
-    if hidden.is_cuda:
+    if on_accelerator(hidden):
         return _CUDA_CHUNK_ROWS
     return max(_BLOCK_ROWS, _CPU_CHUNK_BYTES // max(1, columns * hidden.element_size()))
 
@@ -172,7 +173,7 @@ class _LinearMean(torch.autograd.Function):
         made, ctx.grads = ctx.grads, None  # handed over, not copied: the largest tensors of the step
         missing = grads[0] / ctx.grad_scale
         # Looking costs nothing on CPU, and a stall on CUDA.
-        factor = missing if missing.is_cuda or missing.item() != 1.0 else None
+        factor = missing if on_accelerator(missing) or missing.item() != 1.0 else None
         for grad in made if factor is not None else ():
             if grad is not None:
                 grad.mul_(factor)
@@ -224,7 +225,7 @@ class _Walk:
         """
         share, hidden = self.share, self.hidden
         width = self.weight.shape[0]  # padding included: a product of odd width is slower than one of padded width
-        block_rows = min(_CUDA_BLOCK_ROWS if hidden.is_cuda else _BLOCK_ROWS, self.rows)
+        block_rows = min(_CUDA_BLOCK_ROWS if on_accelerator(hidden) else _BLOCK_ROWS, self.rows)
         buffer = hidden.new_empty(self.rows, width)
         scratch = torch.empty(block_rows, width, dtype=torch.float32, device=hidden.device)
         losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
@@ -295,7 +296,7 @@ def _add_product(total: Tensor, d_logits: Tensor, x: Tensor, first: bool) -> Non
     if total.dtype == x.dtype:
         total.addmm_(d_logits.t(), x, beta=0 if first else 1)
         return
-    step = max(1, total.shape[0] if total.is_cuda else _SLAB_COLUMNS)
+    step = max(1, total.shape[0] if on_accelerator(total) else _SLAB_COLUMNS)
     for start in range(0, total.shape[0], step):
         slab = slice(start, start + step)
         product = torch.mm(d_logits[:, slab].t(), x)  # accumulated in fp32 inside, rounded once per chunk

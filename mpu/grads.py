@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mpu.classic import current_groups
 from mpu.collectives import all_reduce
+from mpu.device import on_accelerator
 from mpu.groups import Groups
 from mpu.partition import partition_of
 
@@ -32,7 +33,7 @@ def sum_of_squares(x: Tensor) -> Tensor:
     fixed length are summed in fp32, their sums in fp64: 1e-9 there, and cutting x at a row gives the same sum.
     """
     flat = x.detach().reshape(-1)
-    if flat.is_cuda:  # a tree of partial sums already, with no temporary
+    if on_accelerator(flat):  # a tree of partial sums already, with no temporary
         norm: Tensor = torch.linalg.vector_norm(flat, dtype=torch.promote_types(flat.dtype, torch.float32))
         return norm.double().square()
     total = torch.zeros((), dtype=torch.float64)

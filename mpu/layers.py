@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpu.classic import resolve
+from mpu.device import on_accelerator
 from mpu.groups import Group
 from mpu.partition import local_slice, mark_partition, partition_of
 from mpu.regions import copy_to_region, gather_from_region, reduce_from_region, scatter_to_region
@@ -186,7 +187,7 @@ class VocabParallelEmbedding(_ParallelModule):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[...] integers -> [..., dim]."""
-        if tokens.device.type == "cpu" and tokens.numel():
+        if not on_accelerator(tokens) and tokens.numel():
             low, high = (int(bound) for bound in torch.aminmax(tokens))
             if low < 0 or high >= self.num_embeddings:
                 wrong = low if low < 0 else high
@@ -203,7 +204,7 @@ class VocabParallelEmbedding(_ParallelModule):
 
     def _look_up(self, rows: Tensor) -> Tensor:
         # On CUDA adding rows one by one is not deterministic, and torch's dense gradient is cheap.
-        if self.grad_sink is None or rows.is_cuda or not torch.is_grad_enabled():
+        if self.grad_sink is None or on_accelerator(rows) or not torch.is_grad_enabled():
             return F.embedding(rows, self.weight)
         return cast(Tensor, SinkingLookup.apply(rows, self.weight, self.grad_sink))  # type: ignore[no-untyped-call]
 

@@ -16,7 +16,14 @@ import torch
 torch.set_num_threads(1)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--accelerator-side", action="store_true",
+                     help="take the accelerator's way on CPU tensors wherever the two part (mpu/device.py)")
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--accelerator-side"):  # the processes of the tests inherit it
+        os.environ["MPU_ACCELERATOR_SIDE"] = "1"
     if not selects_gpu_tests(config.getoption("markexpr")):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # read when a process first uses CUDA; child processes inherit it
 
