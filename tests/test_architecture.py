@@ -39,7 +39,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.plan.cheapest
     """),
     ("1: communication and storage", """
-        mpu.device mpu.groups mpu.classic mpu.collectives mpu.partition mpu.sinks mpu.regions mpu.layers mpu.cross_entropy
+        mpu.device mpu.groups mpu.classic mpu.collectives mpu.partition mpu.sinks mpu.regions mpu.layers
+        mpu.cross_entropy
         mpu.random mpu.grads mpu.data mpu.mappings mpu
         data.facts data.indexed data.sample_index data.gpt2_dataset
         data.tokenizer_base data.bpe_engines data.gpt2_bpe data.sentencepiece_model data.tokenizer
