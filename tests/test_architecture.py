@@ -39,7 +39,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.plan.cheapest
     """),
     ("1: communication and storage", """
-        mpu.device mpu.groups mpu.classic mpu.collectives mpu.partition mpu.sinks mpu.regions mpu.layers
+        mpu.device mpu.groups mpu.wire mpu.wire.interface mpu.wire.native mpu.wire.gloo
+        mpu.classic mpu.collectives mpu.partition mpu.sinks mpu.regions mpu.layers
         mpu.cross_entropy
         mpu.random mpu.grads mpu.data mpu.mappings mpu
         data.facts data.indexed data.sample_index data.gpt2_dataset
@@ -121,12 +122,13 @@ ROOMS = ("data", "mpu", "megatron.errors", "megatron.version", "megatron.neighbo
 TYPES_OF_DISTRIBUTED = {"ProcessGroup", "Work", "Store"}
 QUERIES_OF_DISTRIBUTED = {"is_available", "is_initialized", "get_rank", "get_world_size", "get_backend", "group"}
 NAMES_OF_DISTRIBUTED = {
+    "mpu.collectives": QUERIES_OF_DISTRIBUTED,
     "mpu.groups": QUERIES_OF_DISTRIBUTED | {"new_group", "get_process_group_ranks", "distributed_c10d"},
     "mpu.classic": QUERIES_OF_DISTRIBUTED,
     "megatron.launch.distributed": QUERIES_OF_DISTRIBUTED | {
         "init_process_group", "destroy_process_group", "FileStore", "HashStore", "TCPStore", "PrefixStore"},
 }
-"""What a module may use of torch.distributed, besides its types. mpu.collectives alone names operations."""
+"""What a module may use of torch.distributed, besides its types. mpu.wire alone names operations."""
 
 MAY_REGISTER_HOOKS = {"megatron.zero.hooks", "megatron.recompute"}
 MAY_READ_A_CLOCK = {"megatron.recompute.replay"}
@@ -241,15 +243,15 @@ def test_packages_that_must_not_know_each_other(lower, higher):
                 assert not f"{target}.".startswith(f"{higher}."), f"{module}:{line} imports {target}"
 
 
-def test_only_collectives_names_operations_of_torch_distributed():
+def test_only_the_wires_name_operations_of_torch_distributed():
     for module in sources():
-        if module == "mpu.collectives":
+        if module.startswith("mpu.wire."):
             continue
         allowed = TYPES_OF_DISTRIBUTED | NAMES_OF_DISTRIBUTED.get(module, set())
         for name, line in full_names(module):
             used = re.match(r"torch\.distributed\.(\w+)", name)
             assert used is None or used[1] in allowed, (
-                f"{module}:{line} uses {name}; operations belong to mpu/collectives.py, groups to mpu/groups.py")
+                f"{module}:{line} uses {name}; operations belong to mpu/wire, groups to mpu/groups.py")
 
 
 def test_only_hooks_and_recompute_register_hooks():

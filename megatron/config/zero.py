@@ -29,12 +29,12 @@ class ZeroConfig:
     gradient_predivide_factor: float = setting(
         1.0, "divide gradients by this before they are reduced, and by the rest of the data parallel size after",
         json="gradient_predivide_factor")
-    reduce_bucket_size: int = setting(500_000_000, "gradients reduced at a time", "zero-reduce-bucket-size",
-                                      json=_HERE)
+    reduce_bucket_size: int = setting(500_000_000, "gradients reduced at a time on CPU (on GPUs: a block)",
+                                      "zero-reduce-bucket-size", json=_HERE)
     allgather_partitions: bool = setting(
-        True, "collect updated weights by all-gather (--no-allgather-partitions: by broadcasts)", json=_HERE)
-    allgather_bucket_size: int = setting(500_000_000, "weights collected at a time", "zero-allgather-bucket-size",
-                                         json=_HERE)
+        True, "accepted; each device has one way to collect updated weights", json=_HERE)
+    allgather_bucket_size: int = setting(500_000_000, "weights collected at a time on CPU (on GPUs: a block)",
+                                         "zero-allgather-bucket-size", json=_HERE)
     load_from_fp32_weights: bool = setting(
         True, "load the checkpoint's fp32 master weights (--no-load-from-fp32-weights: make them from its weights)",
         json=_HERE)

@@ -168,8 +168,7 @@ def _handing_over(run: Run, block: int, first: bool) -> Moment:
     acts = run.activations
     alive = acts.before_blocks + acts.kept(block) - acts.block + 2 * acts.stream
     kept, whole = _grads_at(run, block, first, True)
-    if run.policy.split_optim:
-        whole += _exchange(run, run.block, first) + _summing(run, run.block)
+    whole += _exchange(run, run.block, first) + _summing(run, run.block)
     return _moment(run, "backward", kept, alive, whole + _gathered(run, _whole_blocks(run, block)))
 
 
@@ -180,8 +179,7 @@ def _end_of_backward(run: Run, first: bool) -> Moment:
         embedding = max(embedding, acts.stream + run.columns * model.hidden_size * run.work)
     kept, whole = _grads_at(run, 0, first, True)
     leaving = _exchange(run, run.root, first) + _exchange(run, run.resident, first)
-    if run.policy.split_optim:
-        leaving += _summing(run, run.root) + _exchange(run, run.block, first)  # the small ones' sum is taken after it
+    leaving += _summing(run, run.root) + _exchange(run, run.block, first)  # the small ones' sum is taken after it
     buffers = whole + max(embedding, leaving) + _gathered(run, 0)
     return _moment(run, "reduction", kept, acts.before_blocks, buffers)
 
@@ -193,7 +191,7 @@ def _grads_at(run: Run, block: int, first: bool, last: bool) -> tuple[int, int]:
     whole_roots = (run.root.numel + small) * run.grads
     if not run.policy.split_grads:
         blocks = done if first else run.layers
-        leaving = _exchange(run, run.block, first) if done > 1 and last and run.policy.split_optim else 0
+        leaving = _exchange(run, run.block, first) if done > 1 and last else 0
         return whole_roots + blocks * run.block.numel * run.grads, leaving
     shards = max(0, done - 2) if first else run.layers
     roots = 0 if first else _part(run, run.root) + _part(run, run.resident)
@@ -206,23 +204,29 @@ def _part(run: Run, layout: FlatLayout) -> int:
 
 
 def _summing(run: Run, layout: FlatLayout) -> int:
-    """The accumulator of a sum that is taken here, and not by NCCL."""
-    if run.shards == 1 or run.device == "cuda" and run.sums == run.grads:
-        return 0
-    at_a_time = CPU_SUM_BLOCK if run.device == "cpu" else max(1, run.config.zero.reduce_bucket_size // run.shards)
-    return min(at_a_time, layout.shard_numel) * FP32
+    """The accumulator of a sum that is taken here, and not by the backend."""
+    return 0 if run.shards == 1 or run.device == "cuda" else min(CPU_SUM_BLOCK, layout.shard_numel) * FP32
 
 
 def _exchange(run: Run, layout: FlatLayout, first: bool) -> int:
-    """What a reduction holds beside the gradients: what peers sent, where it is summed here and not by NCCL, and the
-    sum, where it is wider or stays when the whole gradient goes. If it is not wider, it has the place of what one
-    peer sent."""
+    """What a reduction holds beside the gradients: the sum, where it is wider or stays when the whole gradient goes,
+    and what its wire needs. That of the CPU: what peers sent; a sum that is not wider has the place of what one peer
+    sent. That of the GPU: 16-bit gradients widened, and their sum."""
     wider = run.sums != run.grads
     stays = first and run.policy.split_grads and run.shards > 1
+    sum_ = _part(run, layout) if wider or stays else 0
+    if run.device == "cuda":
+        return sum_ + _widened(run, layout)
     at_a_time = min(layout.shard_numel, max(1, run.config.zero.reduce_bucket_size // run.shards))
-    staged = run.device == "cpu" or wider
-    peers = run.shards - 1 - (stays and not wider) if staged else 0
-    return peers * at_a_time * run.grads + (_part(run, layout) if wider or stays else 0)
+    return (run.shards - 1 - (stays and not wider)) * at_a_time * run.grads + sum_
+
+
+def _widened(run: Run, layout: FlatLayout) -> int:
+    """A bucket's 16-bit gradients in fp32, in which they are summed over the ranks unless another precision was asked
+    for, and this rank's part of the sum until it is rounded."""
+    if run.dp == 1 or run.grads == FP32 or run.config.precision.communication in ("fp16", "bf16"):
+        return 0
+    return (layout.numel + (layout.shard_numel if run.policy.split_optim and run.sums != FP32 else 0)) * FP32
 
 
 def _gathered(run: Run, blocks: int) -> int:

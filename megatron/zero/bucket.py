@@ -138,8 +138,7 @@ class FlatBucket:
 
     def _start_gather(self) -> None:
         self._move(Place.ARRIVING)
-        self._arrival = all_gather_into(self._whole, self.shard, self.shard_group, self._wire.parameters_at_a_time,
-                                        self._wire.broadcasts)
+        self._arrival = all_gather_into(self._whole, self.shard, self.shard_group, self._wire.parameters_at_a_time)
         if not self._wire.overlap:
             self.await_parameters()
 

@@ -63,7 +63,7 @@ class ZeroEngine:
         self.residency = Residency(self._units, max_live=zero.stage3_max_live_parameters,
                                    reuse_distance=zero.stage3_max_reuse_distance,
                                    prefetch_limit=zero.stage3_prefetch_bucket_size if zero.overlap_comm else 0)
-        one_by_one = self._policy.split_optim or kinds.sends_copies
+        one_by_one = self._policy.split_optim or kinds.sends_copies(device)
         reductions = ReductionOrder(self._units, in_flight=1 if one_by_one else None)
         self.passes = Passes(self._units, self.residency, reductions, allows_unused=zero.ignore_unused_parameters)
         self._handles = attach(self._units, self.passes)

@@ -177,9 +177,9 @@ class FlatGradients:
         """mine <- this rank's part of the sum of every rank's `grads`."""
         at_a_time = self._wire.gradients_at_a_time
         if self._owners.size > 1 and self._wire.scatter:
-            return reduce_scatter_into(mine, grads, self._owners, at_a_time)
+            return reduce_scatter_into(mine, grads, self._owners, at_a_time, self._dtypes.summed)
         group = self._replicas if self._owners.size == 1 else self._owners
-        own, everything = self._own(grads), all_reduce_into(grads, group, at_a_time=at_a_time)
+        own, everything = self._own(grads), all_reduce_into(grads, group, "sum", at_a_time, self._dtypes.summed)
         if own.data_ptr() == mine.data_ptr():
             return everything
         return Pending([everything], partial(_fill, mine, own))

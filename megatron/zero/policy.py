@@ -48,14 +48,13 @@ def policy(stage: int) -> Policy:
 
 @dataclass(frozen=True)
 class Wire:
-    """How gradients and parameters travel between ranks. Sizes are in elements."""
+    """How gradients and parameters travel between ranks."""
 
     gradients_at_a_time: int | None = None
+    """Elements, on CPU; an accelerator's wire sends a unit in one piece (docs/decisions/010-wires.md)."""
     parameters_at_a_time: int | None = None
     scatter: bool = True
     """Each owner gets its part of the sum, rather than everyone the whole sum."""
-    broadcasts: bool = False
-    """Parameters by one broadcast per shard, rather than by an all-gather."""
     contiguous: bool = True
     """Gradients go into the flat buffer one by one as they are made, not together once a unit has them all."""
     overlap: bool = True
@@ -65,9 +64,8 @@ class Wire:
 
 
 def wire(zero: ZeroConfig, dp_size: int) -> Wire:
-    return Wire(zero.reduce_bucket_size, zero.allgather_bucket_size, zero.reduce_scatter,
-                not zero.allgather_partitions, zero.contiguous_gradients, zero.overlap_comm,
-                dp_size if zero.prescale_gradients else zero.gradient_predivide_factor)
+    return Wire(zero.reduce_bucket_size, zero.allgather_bucket_size, zero.reduce_scatter, zero.contiguous_gradients,
+                zero.overlap_comm, dp_size if zero.prescale_gradients else zero.gradient_predivide_factor)
 
 
 def notes(zero: ZeroConfig, *, precision: str, on_cuda: bool) -> list[str]:
@@ -83,11 +81,13 @@ def _idle(stage: int, precision: str, on_cuda: bool) -> Iterator[tuple[str, str]
         for item in fields(ZeroConfig):
             if item.name.startswith("stage3_"):
                 yield item.name, f"at stage {stage}, where parameters are whole"
-    if stage < SPLIT_FROM["optim"]:
-        for name in ("reduce_scatter", "allgather_bucket_size", "allgather_partitions"):
-            yield name, f"at stage {stage}, where nothing is split"
-    elif not on_cuda:
-        yield "allgather_partitions", "on CPU: broadcasts are what is fast there"
+    is_split = stage >= SPLIT_FROM["optim"]
+    for name in () if is_split else ("reduce_scatter", "allgather_bucket_size", "allgather_partitions"):
+        yield name, f"at stage {stage}, where nothing is split"
+    if is_split:
+        yield "allgather_partitions", "here: each device has one way to collect weights"
+    for name in ("reduce_bucket_size", *(["allgather_bucket_size"] if is_split else [])) if on_cuda else ():
+        yield name, "on GPUs, where a block travels in one piece"
     if precision == "fp32":
         yield "load_from_fp32_weights", "in fp32, where masters and weights are one"
     yield "round_robin_gradients", "without offloading to the host"

@@ -9,6 +9,7 @@ import torch
 from megatron.config.tree import PrecisionConfig
 from megatron.optim.loss_scale import LossScaleRule
 from megatron.zero.policy import Policy
+from mpu.device import on_accelerator
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -25,8 +26,12 @@ class Dtypes:
     """None: as backward leaves them."""
 
     @property
-    def sends_copies(self) -> bool:
-        return self.sent not in (None, self.grads)
+    def summed(self) -> torch.dtype:
+        """In what an accelerator adds up the gradients of the ranks: partial sums are rounded to what it sends."""
+        return self.sent or torch.float32
+
+    def sends_copies(self, device: torch.device) -> bool:
+        return self.sent not in (None, self.grads) or on_accelerator(device) and self.summed != self.grads
 
 
 def dtypes(policy: Policy, precision: PrecisionConfig, accumulation: int) -> Dtypes:

@@ -13,6 +13,7 @@ from mpu.collectives import (
 from mpu.groups import SOLO, build
 from mpu.split import ParallelError
 from tests.distributed import run_ranks
+from tests.wires import accelerator_side
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64]
 
@@ -75,26 +76,56 @@ def test_into_forms_equal_the_plain_reference_with_many_in_flight(world: int) ->
         run_ranks(_into, world, dtype)
 
 
-def _random_sums(rank: int, world: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    group = build(world).tp
-    full = torch.randn(300_000 * world, generator=torch.Generator().manual_seed(rank))
-    exact, wide, narrow = torch.empty(300_000), torch.empty(300_000), torch.empty(300_000, dtype=torch.bfloat16)
-    for shard, x in ((exact, full), (wide, full.bfloat16()), (narrow, full.bfloat16())):
-        reduce_scatter_into(shard, x, group).wait()
-    return exact, wide, narrow, all_reduce(full, group)[300_000 * rank:300_000 * (rank + 1)]
+def _random_sums(rank: int, world: int, native: bool, sum_in: torch.dtype | None = None) -> list[Tensor]:
+    with accelerator_side(native):
+        group = build(world).tp
+        full = torch.randn(300_000 * world, generator=torch.Generator().manual_seed(rank))
+        exact, wide, narrow = torch.empty(300_000), torch.empty(300_000), torch.empty(300_000, dtype=torch.bfloat16)
+        for shard, x in ((exact, full), (wide, full.bfloat16()), (narrow, full.bfloat16())):
+            sent = x.clone()
+            reduce_scatter_into(shard, x, group, sum_in=sum_in if x.dtype == torch.bfloat16 else None).wait()
+            assert torch.equal(x, sent)
+        return [exact, wide, narrow, all_reduce(full, group)[300_000 * rank:300_000 * (rank + 1)]]
 
 
-def test_two_ranks_sum_to_the_same_bits_by_shard_and_by_all_reduce() -> None:
-    for exact, _, _, reduced in run_ranks(_random_sums, 2):
+@pytest.mark.parametrize("native", [False, True], ids=["cpu", "accelerator"])
+def test_two_ranks_sum_to_the_same_bits_by_shard_and_by_all_reduce(native: bool) -> None:
+    for exact, _, _, reduced in run_ranks(_random_sums, 2, native):
         assert torch.equal(exact, reduced)
 
 
-def test_sixteen_bit_shards_are_summed_in_fp32_in_rank_order() -> None:
-    fulls = [torch.randn(1_200_000, generator=torch.Generator().manual_seed(r)).bfloat16().float() for r in range(4)]
-    total = fulls[0] + fulls[1] + fulls[2] + fulls[3]
-    for rank, (_, wide, narrow, _) in enumerate(run_ranks(_random_sums, 4)):
+FULLS = [torch.randn(1_200_000, generator=torch.Generator().manual_seed(r)).bfloat16().float() for r in range(4)]
+
+
+def test_sixteen_bit_shards_are_summed_in_fp32_in_rank_order_on_cpu() -> None:
+    total = FULLS[0] + FULLS[1] + FULLS[2] + FULLS[3]
+    for rank, (_, wide, narrow, _) in enumerate(run_ranks(_random_sums, 4, False)):
         expected = total[300_000 * rank:300_000 * (rank + 1)]
         assert torch.equal(wide, expected) and torch.equal(narrow, expected.bfloat16())
+
+
+def test_an_accelerator_sums_sixteen_bit_shards_in_fp32_unless_asked_otherwise() -> None:
+    total = torch.stack(FULLS).double().sum(0)
+    for rank, (_, wide, narrow, _) in enumerate(run_ranks(_random_sums, 4, True)):
+        expected = total[300_000 * rank:300_000 * (rank + 1)]
+        assert (wide - expected).abs().max() < 1e-6 and torch.equal(narrow, wide.bfloat16())
+    for rank, (_, wide, narrow, _) in enumerate(run_ranks(_random_sums, 4, True, torch.bfloat16)):
+        expected = total[300_000 * rank:300_000 * (rank + 1)]
+        assert (wide - expected).abs().max() > 1e-3, "the backend rounds every partial sum to 16 bits"
+        assert torch.equal(narrow.float(), wide)
+
+
+def _many_small_summands(rank: int, world: int) -> float:
+    """The sum of one large number and others that are below half its last place."""
+    with accelerator_side():
+        flat = torch.full((world,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
+        shard = torch.empty(1)
+        reduce_scatter_into(shard, flat, build(world).tp).wait()
+        return shard.item()
+
+
+def test_no_summand_is_lost_on_the_accelerators_wire() -> None:
+    assert run_ranks(_many_small_summands, 4) == [259.0] * 4
 
 
 def _small(rank: int, world: int) -> None:

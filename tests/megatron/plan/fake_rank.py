@@ -32,12 +32,14 @@ CPU = torch.device("cpu")
 
 
 class Scalars(TorchDispatchMode):
-    """Whoever reads a scalar gets 1."""
+    """Whoever reads a scalar gets 1; whoever compares two tensors finds them equal."""
 
     def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1.0 if args[0].dtype.is_floating_point else 1
+        if func is torch.ops.aten.equal.default:
+            return True
         return func(*args, **(kwargs or {}))
 
 

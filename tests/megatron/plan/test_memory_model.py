@@ -185,7 +185,7 @@ def test_the_sizes_of_loops_are_those_of_the_code() -> None:
     assert (megatron.plan.memory.CPU_BLOCK_ROWS, megatron.plan.memory.CUDA_BLOCK_ROWS) == (
         loss._BLOCK_ROWS, loss._CUDA_BLOCK_ROWS)
     assert megatron.plan.memory.CPU_SLAB_COLUMNS == loss._SLAB_COLUMNS
-    assert megatron.plan.memory.CPU_SUM_BLOCK == mpu.collectives._CPU_SUM_BLOCK
+    assert megatron.plan.memory.CPU_SUM_BLOCK == mpu.wire.gloo.SUM_BLOCK
     assert megatron.plan.footprint.LARGEST_TILE == adam.LARGEST_TILE
     assert megatron.plan.footprint.MOMENTS_PER_WEIGHT == len(adam.AdamW().states)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,8 +14,9 @@ from megatron.zero.bucket import FlatBucket
 from megatron.zero.gradients import FlatGradients
 from megatron.zero.placeholder import Placeholder
 from megatron.zero.policy import notes
-from mpu import collectives, groups
+from mpu import groups
 from tests.distributed import run_ranks
+from tests.wires import accelerator_side, counted
 
 WIDTH, BLOCKS = 24, 3
 
@@ -58,17 +57,6 @@ def equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
     return all(map(torch.equal, first, second))
 
 
-def watch(target: Any, name: str, see: Callable[..., None]) -> Any:
-    """A patch of `target.name` that reports every call to `see` before it is made."""
-    made = getattr(target, name)
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        see(*args, **kwargs)
-        return made(*args, **kwargs)
-
-    return patch.object(target, name, watched)
-
-
 def changes_no_bits(rank: int, world: int, values: dict[str, Any]) -> list[bool]:
     return [equal(steps(engine_of(stage)), steps(engine_of(stage, **values))) for stage in range(4)]
 
@@ -82,35 +70,40 @@ def test_how_numbers_travel_changes_no_bits(values: dict[str, Any]) -> None:
     assert run_ranks(changes_no_bits, 2, values) == [[True] * 4] * 2
 
 
-def sizes_on_the_wire(rank: int, world: int, stage: int, values: dict[str, Any]) -> dict[str, int]:
+def sizes_on_the_wire(rank: int, world: int, stage: int, values: dict[str, Any],
+                      native: bool = False) -> dict[str, int]:
     """The most elements in one operation of each kind during training (3 steps)."""
-    largest = {"receive": 0, "broadcast": 0, "all_reduce": 0}
-
-    def see(kind: str, x: torch.Tensor) -> None:
-        largest[kind] = max(largest[kind], x.numel())
-
-    engine = engine_of(stage, **values)
-    receives = collectives.dist.irecv
-    with (watch(collectives.dist, "P2POp", lambda op, x, *_: see("receive", x) if op is receives else None),
-          watch(collectives.dist, "broadcast", lambda x, *_, **__: see("broadcast", x)),
-          watch(collectives.dist, "all_reduce", lambda x, *_, **__: see("all_reduce", x))):
-        steps(engine)
-    return largest
+    with accelerator_side(native):
+        engine = engine_of(stage, **values)
+        with counted() as sent:
+            steps(engine)
+    kinds = sorted({operation.kind for operation in sent})
+    return {kind: max(operation.numel for operation in sent if operation.kind == kind) for kind in kinds}
 
 
-def test_bucket_sizes_bound_what_travels_at_a_time() -> None:
+def test_bucket_sizes_bound_what_travels_at_a_time_on_cpu() -> None:
     half_a_block = 384  # a matrix of 576 and a bias, each padded to multiples of 128: 768 elements on two ranks
     for found in run_ranks(sizes_on_the_wire, 2, 2, {}):
-        assert (found["receive"], found["broadcast"]) == (half_a_block, half_a_block)
+        assert (found["irecv"], found["broadcast"]) == (half_a_block, half_a_block)
     for found in run_ranks(sizes_on_the_wire, 2, 2, {"reduce_bucket_size": 200, "allgather_bucket_size": 50}):
-        assert (found["receive"], found["broadcast"]) == (100, 50)
+        assert (found["irecv"], found["broadcast"]) == (100, 50)
     for found in run_ranks(sizes_on_the_wire, 2, 0, {"reduce_bucket_size": 200}):
         assert found["all_reduce"] == 200
 
 
-def test_reduce_scatter_off_sums_by_all_reduce() -> None:
-    for found in run_ranks(sizes_on_the_wire, 2, 2, {"reduce_scatter": False}):
-        assert (found["receive"], found["all_reduce"]) == (0, 768)
+def test_bucket_sizes_cut_nothing_on_an_accelerator() -> None:
+    small = {"reduce_bucket_size": 200, "allgather_bucket_size": 50}
+    for found in run_ranks(sizes_on_the_wire, 2, 2, small, True):
+        assert (found["reduce_scatter"], found["all_gather"]) == (768, 768)
+        assert {"irecv", "isend", "broadcast"}.isdisjoint(found)
+    for found in run_ranks(sizes_on_the_wire, 2, 0, small, True):
+        assert found["all_reduce"] == 768
+
+
+@pytest.mark.parametrize("native, receives", [(False, "irecv"), (True, "reduce_scatter")])
+def test_reduce_scatter_off_sums_by_all_reduce(native: bool, receives: str) -> None:
+    for found in run_ranks(sizes_on_the_wire, 2, 2, {"reduce_scatter": False}, native):
+        assert receives not in found and found["all_reduce"] == 768
 
 
 def when_gradients_move(rank: int, world: int, contiguous: bool) -> list[int]:
@@ -134,9 +127,13 @@ def test_contiguous_gradients_move_one_by_one_and_others_together() -> None:
     assert run_ranks(when_gradients_move, 1, False)[0] == [0, 2]
 
 
-def waits_at_once(rank: int, world: int, overlap: bool) -> set[bool]:
+def waits_at_once(rank: int, world: int, overlap: bool, native: bool) -> set[bool]:
     """Whether each reduction and gather was complete when the call that started it returned."""
-    engine = engine_of(3, overlap_comm=overlap)
+    with accelerator_side(native):
+        return _waits_at_once(engine_of(3, overlap_comm=overlap))
+
+
+def _waits_at_once(engine: Engine) -> set[bool]:
     seen: set[bool] = set()
     for bucket in engine.core.buckets:
         def reduce(grads: FlatGradients = bucket.grads, reduce: Any = bucket.grads.reduce) -> None:
@@ -153,9 +150,10 @@ def waits_at_once(rank: int, world: int, overlap: bool) -> set[bool]:
     return seen
 
 
-def test_without_overlap_every_exchange_is_waited_for() -> None:
-    assert run_ranks(waits_at_once, 2, False) == [{True}] * 2
-    assert run_ranks(waits_at_once, 2, True) == [{False}] * 2
+@pytest.mark.parametrize("native", [False, True], ids=["cpu", "accelerator"])
+def test_without_overlap_every_exchange_is_waited_for(native: bool) -> None:
+    assert run_ranks(waits_at_once, 2, False, native) == [{True}] * 2
+    assert run_ranks(waits_at_once, 2, True, native) == [{False}] * 2
 
 
 def whole_at_rest(rank: int, world: int, threshold: int) -> list[str]:
@@ -200,7 +198,10 @@ def test_a_setting_that_can_do_nothing_says_so_once() -> None:
     assert said(zero_stage=0, reduce_scatter=False) == [
         " note: --reduce-scatter False has no effect at stage 0, where nothing is split"]
     assert len(said(zero_stage=2, allgather_partitions=False)) == 1
-    assert said(zero_stage=2, allgather_partitions=False, on_cuda=True) == []
+    assert said(zero_stage=2, reduce_bucket_size=5, allgather_bucket_size=5, on_cuda=True) == [
+        " note: --reduce-bucket-size 5 has no effect on GPUs, where a block travels in one piece",
+        " note: --allgather-bucket-size 5 has no effect on GPUs, where a block travels in one piece"]
+    assert len(said(zero_stage=0, reduce_bucket_size=5, allgather_bucket_size=5, on_cuda=True)) == 2
     assert len(said(load_from_fp32_weights=False)) == 1
     assert said(load_from_fp32_weights=False, precision="bf16") == []
     assert len(said(round_robin_gradients=True)) == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -16,8 +15,8 @@ from megatron import zero
 from megatron.errors import ConfigError
 from megatron.zero.api.engine import Engine
 from megatron.zero.gradients import FlatGradients
-from mpu import collectives
 from tests.distributed import run_ranks
+from tests.wires import accelerator_side, counted
 
 N, STAGES = 200, (0, 1, 2, 3)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -53,25 +52,7 @@ def summed(engine: Engine) -> dict[int, Tensor]:
     return {segment.slot_offset: run.clone() for bucket in engine.core.buckets for segment, run in bucket.grads.parts()}
 
 
-@contextmanager
-def types_on_the_wire() -> Iterator[set[torch.dtype]]:
-    """The floating point types that are sent meanwhile, by sends or all-reduces."""
-    seen: set[torch.dtype] = set()
-    point_to_point, all_reduce = collectives.dist.P2POp, collectives.dist.all_reduce
-
-    def operation(op: Any, x: Tensor, *args: Any) -> Any:
-        seen.add(x.dtype)
-        return point_to_point(op, x, *args)
-
-    def reduce(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        seen.add(x.dtype)
-        return all_reduce(x, *args, **kwargs)
-
-    with patch.object(collectives.dist, "P2POp", operation), patch.object(collectives.dist, "all_reduce", reduce):
-        yield seen
-
-
-def oracle(stage: int, work: str, sent: str | None, accumulation: int, world: int) -> Tensor:
+def oracle(stage: int, work: str, sent: str | None, accumulation: int, world: int, native: bool) -> Tensor:
     """The sum over ranks and micro-batches as the guide describes it, for two ranks."""
     micro = [[inputs(rank, number, work) / accumulation for number in range(accumulation)] for rank in range(world)]
     if stage < 2:  # micro-batches are added up on each rank, in fp32 if there are several, and then sent
@@ -83,36 +64,44 @@ def oracle(stage: int, work: str, sent: str | None, accumulation: int, world: in
     for number in range(len(leaving[0])):
         cast = [of_rank[number].to(DTYPES[sent] if sent else of_rank[number].dtype) for of_rank in leaving]
         over_ranks = torch.stack([x.float() for x in cast]).sum(0)
-        if stage == 0 or accumulation == 1 and sent in (None, work):  # the backend's sum, or a 16-bit shard
+        is_backends = stage == 0 if not native else sent is not None
+        if is_backends or accumulation == 1 and sent in (None, work):  # the backend's sum, or 16-bit sums
             over_ranks = over_ranks.to(cast[0].dtype).float()
         total += over_ranks
     return total
 
 
-def differences(rank: int, world: int) -> list[str]:
-    found = []
-    for stage, work, sent, accumulation in product(STAGES, DTYPES, (None, *DTYPES), (1, 2)):
-        engine = engine_of(stage, work, accumulation, communication_data_type=sent)
-        case = f"stage {stage}, {work} sent as {sent}, {accumulation} micro-batches"
-        with types_on_the_wire() as seen:
-            for number in range(accumulation):
-                engine.backward(engine(inputs(rank, number, work)))
-                if number < accumulation - 1:
-                    engine.step()
-        wanted = oracle(stage, work, sent, accumulation, world)
-        runs = summed(engine)
-        if not all(torch.equal(run.float(), wanted[start:start + len(run)]) for start, run in runs.items()):
-            found.append(f"{case}: other sums")
-        as_accumulated = torch.float32 if stage < 2 and accumulation > 1 else DTYPES[work]
-        if seen != {DTYPES[sent] if sent else as_accumulated}:
-            found.append(f"{case}: sent as {seen}")
-        if any(bucket.master.dtype != torch.float32 for bucket in engine.core.buckets):
-            found.append(f"{case}: masters")
-    return found
+def differences(rank: int, world: int, native: bool) -> list[str]:
+    with accelerator_side(native):
+        return [text for case in product(STAGES, DTYPES, (None, *DTYPES), (1, 2))
+                for text in different(rank, world, native, *case)]
 
 
-def test_gradients_are_sent_in_the_precision_that_is_asked_for() -> None:
-    assert run_ranks(differences, 2) == [[], []]
+def different(rank: int, world: int, native: bool, stage: int, work: str, sent: str | None,
+              accumulation: int) -> Iterator[str]:
+    """What is not as it should be in one case; `native`: on the accelerator's wire."""
+    engine = engine_of(stage, work, accumulation, communication_data_type=sent)
+    case = f"stage {stage}, {work} sent as {sent}, {accumulation} micro-batches"
+    with counted() as operations:
+        for number in range(accumulation):
+            engine.backward(engine(inputs(rank, number, work)))
+            if number < accumulation - 1:
+                engine.step()
+    wanted = oracle(stage, work, sent, accumulation, world, native)
+    runs = summed(engine)
+    if not all(torch.equal(run.float(), wanted[start:start + len(run)]) for start, run in runs.items()):
+        yield f"{case}: other sums"
+    seen = {dtype for kind, _, dtype in operations if kind in ("isend", "all_reduce", "reduce_scatter")}
+    as_accumulated = torch.float32 if native or stage < 2 and accumulation > 1 else DTYPES[work]
+    if seen != {DTYPES[sent] if sent else as_accumulated}:
+        yield f"{case}: sent as {seen}"
+    if any(bucket.master.dtype != torch.float32 for bucket in engine.core.buckets):
+        yield f"{case}: masters"
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["cpu", "accelerator"])
+def test_gradients_are_sent_in_the_precision_that_is_asked_for(native: bool) -> None:
+    assert run_ranks(differences, 2, native) == [[], []]
 
 
 def trained(rank: int, engine: Engine, work: str = "fp32") -> Tensor:

@@ -1,0 +1,8 @@
+"""How numbers travel between the ranks of a group: wires behind one interface (mpu/collectives.py chooses).
+
+    interface.py    what a wire can do, and what it returns: an operation under way
+    native.py       a backend's own operations: for accelerators
+    gloo.py         for the CPU: broadcasts, and sends with a sum taken here in rank order
+
+Nothing but these files names an operation of torch.distributed. Groups of one never come here.
+"""
