@@ -6,7 +6,10 @@
     wire/                        how these travel: by a backend's own operations, or over gloo
     regions.py, layers.py        between replicated and split activations; split linear layers and embeddings
     sinks.py                     where a layer may write a weight gradient
-    cross_entropy.py             the loss of a split vocabulary
+    cross_entropy.py             the loss of a split vocabulary: its functions and their place in autograd
+    vocab_share.py               what its two walks have in common
+    loss_cpu.py                  the walk on a CPU
+    loss_accelerator.py          the walk on an accelerator; loss_kernel.py, its softmax in Triton
     random.py                    random streams
     grads.py, data.py            norm and clipping of split gradients; one batch for all ranks of a group
     classic.py, mappings.py      the classic names over one global layout

@@ -33,16 +33,19 @@ def sum_of_squares(x: Tensor) -> Tensor:
     fixed length are summed in fp32, their sums in fp64: 1e-9 there, and cutting x at a row gives the same sum.
     """
     flat = x.detach().reshape(-1)
-    if on_accelerator(flat):  # a tree of partial sums already, with no temporary
-        norm: Tensor = torch.linalg.vector_norm(flat, dtype=torch.promote_types(flat.dtype, torch.float32))
-        return norm.double().square()
+    if on_accelerator(flat):  # all rows in one kernel, which widens as it reads
+        return _squares_of_rows(flat)
     total = torch.zeros((), dtype=torch.float64)
     for block in flat.split(_CPU_BLOCK):
-        wide = block.float() if block.element_size() < 4 else block
-        whole = len(wide) // NORM_ROW * NORM_ROW
-        for rows in (wide[:whole].view(-1, NORM_ROW), wide[whole:].view(1, -1)):
-            total += torch.linalg.vector_norm(rows, dim=1).double().square().sum()
+        total += _squares_of_rows(block.float() if block.element_size() < 4 else block)
     return total
+
+
+def _squares_of_rows(flat: Tensor) -> Tensor:
+    whole, wide = len(flat) // NORM_ROW * NORM_ROW, torch.promote_types(flat.dtype, torch.float32)
+    rows = flat[:whole].view(-1, NORM_ROW), flat[whole:].view(1, -1)
+    return sum((torch.linalg.vector_norm(part, dim=1, dtype=wide).double().square().sum() for part in rows),
+               start=torch.zeros((), dtype=torch.float64, device=flat.device))
 
 
 def clip_grad_norm(

@@ -41,7 +41,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
     ("1: communication and storage", """
         mpu.device mpu.groups mpu.wire mpu.wire.interface mpu.wire.native mpu.wire.gloo
         mpu.classic mpu.collectives mpu.partition mpu.sinks mpu.regions mpu.layers
-        mpu.cross_entropy
+        mpu.vocab_share mpu.loss_cpu mpu.loss_kernel mpu.loss_accelerator mpu.cross_entropy
         mpu.random mpu.grads mpu.data mpu.mappings mpu
         data.facts data.indexed data.sample_index data.gpt2_dataset
         data.tokenizer_base data.bpe_engines data.gpt2_bpe data.sentencepiece_model data.tokenizer

@@ -11,7 +11,7 @@ counted as
     buffers       what comes and goes: gathered units, whole gradients of split ones, the exchange, chunks of logits
 
 The layout is the engine's own (FlatLayout over the shapes of the parameters, padding included); the rules are those of
-zero/engine.py, zero/bucket.py and mpu/cross_entropy.py, and tests hold them to what a run really allocates. Not here:
+zero/engine.py, zero/bucket.py and mpu/loss_*.py, and tests hold them to what a run really allocates. Not here:
 rounding by an allocator, the context of a device, the work space of libraries; plan.py leaves room for them.
 """
 
@@ -25,8 +25,9 @@ from megatron.plan.footprint import Run, numel_of
 from megatron.zero.layout import FlatLayout, Slot
 
 # Sizes of the loops described here; a test compares them with the modules that have these loops.
-CPU_CHUNK_BYTES, CUDA_CHUNK_ROWS = 104 << 20, 4096  # logits at a time
-CPU_BLOCK_ROWS, CUDA_BLOCK_ROWS = 64, 1024  # rows of them in fp32 at a time
+CPU_CHUNK_BYTES, CUDA_CHUNK_BYTES = 104 << 20, 1 << 30  # logits at a time
+CPU_BLOCK_ROWS = 64  # rows of them in fp32 at a time
+CUDA_TILE_ROWS = 128  # chunks are multiples of these
 CPU_SLAB_COLUMNS = 8192  # columns of a 16-bit weight gradient at a time
 CPU_SUM_BLOCK = 2**17  # elements of an exchange summed at a time
 
@@ -138,18 +139,26 @@ def _logits(run: Run, fresh: bool) -> int:
     """What linear_cross_entropy holds; `fresh`: its weight gradient may be made in its place."""
     tokens, columns, width = run.activations.tokens, run.columns, run.config.model.hidden_size
     on_cpu = run.device == "cpu"
-    chunk = max(CPU_BLOCK_ROWS, CPU_CHUNK_BYTES // (columns * run.work)) if on_cpu else CUDA_CHUNK_ROWS
-    rows = min(chunk, tokens)
-    scratch = min(CPU_BLOCK_ROWS if on_cpu else CUDA_BLOCK_ROWS, rows) * columns * FP32
+    rows = min(max(CPU_BLOCK_ROWS, CPU_CHUNK_BYTES // (columns * run.work)), tokens) if on_cpu else rows_on_cuda(
+        tokens, columns, run.work)
+    scratch = min(CPU_BLOCK_ROWS, rows) * columns * FP32 if on_cpu else 0  # elsewhere one kernel does all, in place
     held = rows * columns * run.work + scratch + 2 * tokens * FP32  # losses and their weights
     total = run.work if rows >= tokens else FP32
-    if not (fresh and total == run.grads):
+    in_place = fresh and (total == run.grads or not on_cpu and run.grads == FP32)
+    if not in_place:
         held += columns * width * total
     if total == run.work:
         return held + (scratch if run.work < FP32 else 0)
-    slab = (min(CPU_SLAB_COLUMNS, columns) if on_cpu else columns) * width * run.work
+    slab = min(CPU_SLAB_COLUMNS, columns) * width * run.work if on_cpu else 0
     rounded = 0 if fresh else columns * width * run.work
     return held + max(scratch, slab, rounded)
+
+
+def rows_on_cuda(tokens: int, columns: int, element: int) -> int:
+    """Rows of logits at a time on a GPU: as few chunks as memory allows, about equal."""
+    most = max(1, CUDA_CHUNK_BYTES // (columns * element) // CUDA_TILE_ROWS) * CUDA_TILE_ROWS
+    chunks = max(1, -(-tokens // most))
+    return min(tokens, -(-tokens // chunks // CUDA_TILE_ROWS) * CUDA_TILE_ROWS)
 
 
 def _backward(run: Run, block: int, first: bool, last: bool) -> Moment:

@@ -11,7 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import megatron.plan.footprint
 import megatron.plan.memory
-import mpu.cross_entropy
+import mpu.loss_accelerator
+import mpu.loss_cpu
 from megatron.config.flags import parse_args
 from megatron.config.tree import Config, build_config
 from megatron.model import GPT2
@@ -118,7 +119,7 @@ def test_inputs_that_wait_for_recomputation_are_a_good_part_of_the_peak_and_are_
 @pytest.mark.parametrize("values", [{}, {"accumulation": 2}, {"accumulation": 2, "zero_stage": 2}], ids=str)
 def test_the_predicted_peak_holds_where_the_loss_walks_in_many_chunks(values: dict[str, Any],
                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mpu.cross_entropy, "_CPU_CHUNK_BYTES", 1 << 16)
+    monkeypatch.setattr(mpu.loss_cpu, "_CHUNK_BYTES", 1 << 16)
     monkeypatch.setattr(megatron.plan.memory, "CPU_CHUNK_BYTES", 1 << 16)
     check(1, [{"bf16": True, "vocab_size": 3000, **values}])
 
@@ -179,12 +180,11 @@ def test_a_block_saves_exactly_what_the_formula_says(values: dict[str, Any]) -> 
 
 
 def test_the_sizes_of_loops_are_those_of_the_code() -> None:
-    loss = mpu.cross_entropy
-    assert (megatron.plan.memory.CPU_CHUNK_BYTES, megatron.plan.memory.CUDA_CHUNK_ROWS) == (
-        loss._CPU_CHUNK_BYTES, loss._CUDA_CHUNK_ROWS)
-    assert (megatron.plan.memory.CPU_BLOCK_ROWS, megatron.plan.memory.CUDA_BLOCK_ROWS) == (
-        loss._BLOCK_ROWS, loss._CUDA_BLOCK_ROWS)
-    assert megatron.plan.memory.CPU_SLAB_COLUMNS == loss._SLAB_COLUMNS
+    memory, loss, accelerator = megatron.plan.memory, mpu.loss_cpu, mpu.loss_accelerator
+    assert (memory.CPU_CHUNK_BYTES, memory.CPU_BLOCK_ROWS, memory.CPU_SLAB_COLUMNS) == (
+        loss._CHUNK_BYTES, loss._BLOCK_ROWS, loss._SLAB_COLUMNS)
+    for tokens, columns, element in product((1, 100, 8192, 10_625, 65_536), (64, 25_152, 50_304), (2, 4)):
+        assert memory.rows_on_cuda(tokens, columns, element) == accelerator.rows_of_chunk(tokens, columns, element)
     assert megatron.plan.memory.CPU_SUM_BLOCK == mpu.wire.gloo.SUM_BLOCK
     assert megatron.plan.footprint.LARGEST_TILE == adam.LARGEST_TILE
     assert megatron.plan.footprint.MOMENTS_PER_WEIGHT == len(adam.AdamW().states)

@@ -1,0 +1,215 @@
+"""The loss head on an accelerator: chunks of rows sized by memory, and one kernel over each.
+
+A chunk of logits is made by a matrix product, read and overwritten with its gradient by a fused kernel
+(loss_kernel.py), and goes into two more products. Between ranks of tensor parallel one gather a chunk travels: a
+*summary* of each row (largest logit, sum of exponentials, logit of the target), which every rank combines alike. The
+weight gradient adds up in fp32 where it belongs, inside the product.
+
+Without Triton, or for other dtypes, torch's operators do what the kernel does, block by block: the same result, more
+traffic. They are also what the kernel is tested against.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from mpu.collectives import all_gather, all_reduce
+from mpu.vocab_share import Head, Made, Share, Wanted
+
+_CHUNK_BYTES = 1 << 30
+"""Logits at a time. 10,624 bf16 rows of GPT-2's vocabulary: products at full speed, few sums of weight gradients."""
+
+_TILE_ROWS = 128
+"""Chunks are multiples of this, for the tiles of the products."""
+
+_BLOCK_ROWS = 1024
+"""Rows at a time that torch's operators hold in fp32."""
+
+
+def rows_of_chunk(rows: int, columns: int, element_size: int) -> int:
+    """Rows in each of as few chunks as memory allows, about equal."""
+    most = max(1, _CHUNK_BYTES // max(1, columns * element_size) // _TILE_ROWS) * _TILE_ROWS
+    chunks = max(1, -(-rows // most))
+    return min(rows, -(-rows // chunks // _TILE_ROWS) * _TILE_ROWS)
+
+
+def losses_of(logits: Tensor, target: Tensor, share: Share) -> tuple[Tensor, Tensor]:
+    """(losses [N], the summaries [3, N] of all ranks' columns) of logits [N, V / tp]."""
+    summaries = _combine(share, _summaries(logits, target, share))
+    return _losses(summaries), summaries
+
+
+def gradient_of(logits: Tensor, target: Tensor, share: Share, summaries: Tensor, row_scale: Tensor) -> Tensor:
+    """The gradient [N, V / tp] of sum(row_scale * losses) by the logits."""
+    grad = torch.empty_like(logits)
+    _write_gradients(grad, logits, target, share, summaries, row_scale.float().contiguous())
+    return grad
+
+
+@torch.no_grad()
+def walk(head: Head, wanted: Wanted, chunk_rows: int | None = None) -> Made:
+    hidden, weight, target, share = head.hidden.detach(), head.weight.detach(), head.target, head.share
+    width = weight.shape[0]
+    rows = max(1, min(chunk_rows or rows_of_chunk(len(hidden), width, hidden.element_size()), len(hidden)))
+    buffer = hidden.new_empty(rows, width)
+    losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+    d_hidden = torch.empty_like(hidden) if wanted.hidden else None
+    total = _weight_total(weight, rows >= len(hidden), wanted.place) if wanted.weight else None
+    for start in range(0, len(hidden), rows):
+        chunk = slice(start, start + rows)
+        x = hidden[chunk]
+        logits = torch.mm(x, weight.t(), out=buffer[: len(x)])  # [rows, H] x [H, width]
+        scale = None if wanted.row_scale is None else wanted.row_scale[chunk]
+        losses[chunk] = _chunk(logits, target[chunk], share, scale)
+        # from here on `logits` holds the gradient of the logits
+        if d_hidden is not None:
+            torch.mm(logits, weight, out=d_hidden[chunk])
+        if total is not None:
+            add_product(total, logits, x, first=start == 0)
+    made = Made(losses, None if d_hidden is None else all_reduce(d_hidden, share.tp))
+    if total is not None:
+        made.weight = total.to(weight.dtype) if wanted.place is None else wanted.place
+        if wanted.place is not None and total is not wanted.place:
+            wanted.place.copy_(total)
+    return made
+
+
+def _weight_total(weight: Tensor, one_chunk: bool, place: Tensor | None) -> Tensor:
+    """Where the weight gradient adds up: in its place, if that is fp32, or as wide as the only summand."""
+    dtype = weight.dtype if one_chunk else torch.float32
+    if place is not None and place.dtype in (dtype, torch.float32):
+        return place
+    return torch.empty_like(weight, dtype=dtype)
+
+
+def _chunk(logits: Tensor, target: Tensor, share: Share, row_scale: Tensor | None) -> Tensor:
+    """Losses of a chunk; with row_scale, `logits` is overwritten with the gradient of its scaled losses."""
+    kernel = _kernel_for(logits)
+    if share.tp.is_solo and kernel is None:
+        return _log_softmax(logits, target, share, row_scale)
+    if share.tp.is_solo and kernel is not None and row_scale is not None:
+        losses: Tensor = kernel.losses_and_gradients(logits, target, share.columns, row_scale)
+        return losses
+    summaries = _combine(share, _summaries(logits, target, share))
+    if row_scale is not None:
+        _write_gradients(logits, logits, target, share, summaries, row_scale)
+    return _losses(summaries)
+
+
+def _kernel_for(logits: Tensor) -> ModuleType | None:
+    kernel = _kernel_on(logits.device)
+    return kernel if kernel is not None and kernel.serves(logits) else None
+
+
+@cache
+def _kernel_on(device: torch.device) -> ModuleType | None:
+    """loss_kernel.py if it works here: Triton needs a C compiler as well, and a GPU it knows."""
+    try:
+        from mpu import loss_kernel
+    except ImportError as error:
+        if device.type != "cpu":
+            _warn(error)
+        return None
+    if not loss_kernel.runs_on(device):
+        return None
+    try:
+        loss_kernel.try_out(device)
+    except Exception as error:  # whatever it is: torch's operators do as well
+        _warn(error)
+        return None
+    return loss_kernel
+
+
+def _warn(error: Exception) -> None:
+    warnings.warn(f"no fused kernel for the loss, which moves seven times the bytes without it: {error}", stacklevel=2)
+
+
+def _losses(summaries: Tensor) -> Tensor:
+    top, total, at_target = summaries.unbind()
+    return total.log() + (top - at_target)
+
+
+def _combine(share: Share, mine: Tensor) -> Tensor:
+    """The summaries [3, n] of all ranks' columns, in one exchange; the same bits on every rank."""
+    if share.tp.is_solo:
+        return mine
+    tops, totals, at_targets = all_gather(mine.unsqueeze(1), share.tp, dim=1)  # [3, size, n]
+    top = tops.amax(0)
+    return torch.stack([top, (totals * (tops - top).exp()).sum(0), at_targets.sum(0)])
+
+
+def _summaries(logits: Tensor, target: Tensor, share: Share) -> Tensor:
+    """Per row of my columns: largest logit (-inf if I have none), sum of exponentials, logit of the target or 0."""
+    kernel = _kernel_for(logits)
+    if kernel is not None:
+        made: Tensor = kernel.summaries_of(logits, target, share.first, share.columns)
+        return made
+    found = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
+    if not share.columns:
+        found[0], found[1:] = -torch.inf, 0.0
+        return found
+    mine, column = share.locate(target)
+    for block in _blocks(len(logits)):
+        x = logits[block, : share.columns]
+        top, total, at_target = found[:, block]
+        top.copy_(x.amax(1))
+        total.copy_((x - top.unsqueeze(1)).exp_().sum(1))  # 16-bit numbers less fp32 ones are fp32
+        at_target.copy_(x.gather(1, column[block].unsqueeze(1)).squeeze(1).masked_fill(~mine[block], 0))
+    return found
+
+
+def _write_gradients(place: Tensor, logits: Tensor, target: Tensor, share: Share, summaries: Tensor,
+                     row_scale: Tensor) -> None:
+    """place <- the gradient of sum(row_scale * losses); it may be `logits` itself."""
+    top, total, _ = summaries
+    kernel = _kernel_for(logits)
+    if kernel is not None and place.stride() == logits.stride():
+        kernel.gradients_into(place, logits, target, share.first, share.columns, top, total, row_scale)
+        return
+    factor, one = row_scale / total, row_scale.neg()
+    mine, column = share.locate(target)
+    for block in _blocks(len(logits)):
+        gradient = (logits[block, : share.columns] - top[block].unsqueeze(1)).exp_().mul_(factor[block].unsqueeze(1))
+        if share.columns:
+            gradient.scatter_add_(1, column[block].unsqueeze(1), (one * mine)[block].unsqueeze(1).to(gradient.dtype))
+        place[block, : share.columns].copy_(gradient)
+    place[:, share.columns:] = 0
+
+
+def _log_softmax(logits: Tensor, target: Tensor, share: Share, row_scale: Tensor | None) -> Tensor:
+    """As _chunk, where one rank has all columns: torch fuses the widening and the softmax."""
+    losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    logits[:, share.columns:] = -torch.inf  # probability, and gradient, 0
+    scratch = torch.empty(min(_BLOCK_ROWS, len(logits)), logits.shape[1], dtype=torch.float32, device=logits.device)
+    for block in _blocks(len(logits)):
+        log_p = scratch[: len(logits[block])]
+        torch.log_softmax(logits[block], 1, dtype=torch.float32, out=log_p)  # one fused pass
+        column = target[block].unsqueeze(1)
+        losses[block] = -log_p.gather(1, column).squeeze(1)
+        if row_scale is not None:
+            gradient = log_p.exp_()
+            gradient.scatter_add_(1, column, -torch.ones_like(column, dtype=torch.float32))
+            logits[block].copy_(gradient.mul_(row_scale[block].unsqueeze(1)))
+    return losses
+
+
+def _blocks(rows: int) -> list[slice]:
+    return [slice(start, start + _BLOCK_ROWS) for start in range(0, rows, _BLOCK_ROWS)]
+
+
+def add_product(total: Tensor, d_logits: Tensor, x: Tensor, first: bool) -> None:
+    """total [columns, H] += d_logits.T @ x, or = for the first chunk; 16-bit factors into an fp32 total unrounded."""
+    beta = 0 if first else 1
+    if total.dtype == x.dtype:
+        total.addmm_(d_logits.t(), x, beta=beta)
+    elif total.is_cuda:  # the sum is taken inside the product; torch has this on CUDA only
+        torch.addmm(total, d_logits.t(), x, beta=beta, out_dtype=total.dtype, out=total)
+    elif first:
+        total.copy_(torch.mm(d_logits.t(), x))
+    else:
+        total += torch.mm(d_logits.t(), x)

@@ -1,0 +1,141 @@
+"""The loss head on a CPU: chunks for the matrix product, and inside them blocks whose fp32 copy stays in the cache.
+
+A chunk of logits is small enough to keep and large enough for a fast product. Its softmax goes over *blocks* of a few
+rows, and a 16-bit weight gradient over *slabs* of columns, so that what is written is read again before it leaves the
+cache. Whoever has other memory than a cache goes another way: loss_accelerator.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mpu.collectives import all_reduce
+from mpu.vocab_share import Head, Made, Share, Wanted
+
+_BLOCK_ROWS = 64
+
+_CHUNK_BYTES = 104 << 20
+"""Bytes of logits in a chunk: 1,024 bf16 or 512 fp32 rows of GPT-2's vocabulary. Below this, products slow down."""
+
+_SLAB_COLUMNS = 8192
+"""Columns whose 16-bit weight gradient is made, and added to the fp32 total, while still in the cache."""
+
+
+def losses_of(logits: Tensor, target: Tensor, share: Share) -> tuple[Tensor, Tensor]:
+    """(losses [N], log-sum-exp [N] over all ranks) of logits [N, V / tp]."""
+    x = logits[:, : share.columns].float()
+    mine, column = share.locate(target)
+    at_target = torch.zeros(len(x), device=x.device)
+    if share.columns:
+        at_target = x.gather(1, column.unsqueeze(1)).squeeze(1).masked_fill(~mine, 0)
+    lse, at_target = _combine(share, torch.logsumexp(x, dim=1), at_target)
+    return lse - at_target, lse
+
+
+def gradient_of(logits: Tensor, target: Tensor, share: Share, lse: Tensor, row_scale: Tensor) -> Tensor:
+    """The gradient [N, V / tp] of sum(row_scale * losses) by the logits."""
+    grad = torch.zeros_like(logits)
+    probability = (logits[:, : share.columns].float() - lse.unsqueeze(1)).exp_()
+    _subtract_one_hot(probability, *share.locate(target))
+    grad[:, : share.columns].copy_(probability.mul_(row_scale.unsqueeze(1)))
+    return grad
+
+
+@torch.no_grad()
+def walk(head: Head, wanted: Wanted, chunk_rows: int | None = None) -> Made:
+    hidden, weight, target, share = head.hidden.detach(), head.weight.detach(), head.target, head.share
+    width = weight.shape[0]  # padding included: a product of odd width is slower than one of padded width
+    rows = chunk_rows or max(_BLOCK_ROWS, _CHUNK_BYTES // max(1, width * hidden.element_size()))
+    rows = max(1, min(rows, len(hidden)))
+    block_rows = min(_BLOCK_ROWS, rows)
+    buffer = hidden.new_empty(rows, width)
+    scratch = torch.empty(block_rows, width, dtype=torch.float32, device=hidden.device)
+    losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+    d_hidden = torch.empty_like(hidden) if wanted.hidden else None
+    total = _weight_total(weight, rows >= len(hidden), wanted.place) if wanted.weight else None
+    for start in range(0, len(hidden), rows):
+        chunk = slice(start, start + rows)
+        x = hidden[chunk]
+        logits = torch.mm(x, weight.t(), out=buffer[: len(x)])  # [rows, H] x [H, width]
+        logits[:, share.columns:] = -torch.inf  # probability, and gradient, 0
+        for first in range(0, len(x), block_rows):
+            block = slice(first, first + block_rows)
+            scale = None if wanted.row_scale is None else wanted.row_scale[chunk][block]
+            losses[chunk][block] = _block(logits[block], target[chunk][block], scale, share, scratch)
+        # from here on `logits` holds the gradient of the logits
+        if d_hidden is not None:
+            torch.mm(logits, weight, out=d_hidden[chunk])
+        if total is not None:
+            _add_product(total, logits, x, first=start == 0)
+    made = Made(losses, None if d_hidden is None else all_reduce(d_hidden, share.tp))
+    if total is not None:
+        made.weight = total.to(weight.dtype) if wanted.place is None else wanted.place
+        if wanted.place is not None and total is not wanted.place:
+            wanted.place.copy_(total)
+    return made
+
+
+def _weight_total(weight: Tensor, one_chunk: bool, place: Tensor | None) -> Tensor:
+    """Where the weight gradient adds up: in fp32 if it is the sum of several chunks."""
+    dtype = weight.dtype if one_chunk else torch.float32
+    return place if place is not None and place.dtype == dtype else torch.empty_like(weight, dtype=dtype)
+
+
+def _block(logits: Tensor, target: Tensor, row_scale: Tensor | None, share: Share, scratch: Tensor) -> Tensor:
+    """Losses of a few rows; with row_scale, `logits` is overwritten with the gradient of its scaled losses."""
+    mine, column = share.locate(target)
+    log_p = scratch[: len(logits)]
+    if share.columns:
+        torch.log_softmax(logits, 1, dtype=torch.float32, out=log_p)  # one fused pass
+        at_target = log_p.gather(1, column.unsqueeze(1)).squeeze(1)
+    else:  # nothing but padding here
+        at_target = torch.zeros(len(logits), device=logits.device)
+        log_p.fill_(-torch.inf)
+    if share.tp.is_solo:
+        loss = -at_target
+    else:
+        lse = _log_sum_exp(logits, log_p) if share.columns else torch.full_like(at_target, -torch.inf)
+        everywhere, at_target = _combine(share, lse, (at_target + lse).masked_fill(~mine, 0))
+        loss = everywhere - at_target
+        log_p += (lse - everywhere).unsqueeze(1)
+    if row_scale is not None:
+        gradient = log_p.exp_()
+        _subtract_one_hot(gradient, mine, column)
+        logits.copy_(gradient.mul_(row_scale.unsqueeze(1)))
+    return loss
+
+
+def _combine(share: Share, lse: Tensor, at_target: Tensor) -> tuple[Tensor, Tensor]:
+    """From my columns' log-sum-exp and the target's logit (0 if it is not mine) to those of all columns."""
+    if share.tp.is_solo:
+        return lse, at_target
+    top = all_reduce(lse, share.tp, "max")
+    total, at_target = all_reduce(torch.stack([(lse - top).exp(), at_target]), share.tp)
+    return top + total.log(), at_target
+
+
+def _log_sum_exp(logits: Tensor, log_p: Tensor) -> Tensor:
+    """What log_softmax subtracted from each row, read where the two are smallest apart: at the largest logit."""
+    top, column = logits.max(dim=1)
+    return top.float() - log_p.gather(1, column.unsqueeze(1)).squeeze(1)
+
+
+def _add_product(total: Tensor, d_logits: Tensor, x: Tensor, first: bool) -> None:
+    """total [columns, H] += d_logits.T @ x, or = for the first chunk."""
+    if total.dtype == x.dtype:
+        total.addmm_(d_logits.t(), x, beta=0 if first else 1)
+        return
+    for start in range(0, total.shape[0], _SLAB_COLUMNS):
+        slab = slice(start, start + _SLAB_COLUMNS)
+        product = torch.mm(d_logits[:, slab].t(), x)  # accumulated in fp32 inside, rounded once per chunk
+        if first:
+            total[slab] = product
+        else:
+            total[slab] += product
+
+
+def _subtract_one_hot(probability: Tensor, mine: Tensor, column: Tensor) -> None:
+    """probability[row, target] -= 1 in the rows whose target is here."""
+    if probability.shape[1]:
+        probability.scatter_add_(1, column.unsqueeze(1), -mine.unsqueeze(1).float())

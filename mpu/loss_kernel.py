@@ -1,0 +1,144 @@
+"""The softmax of the loss as Triton kernels: one program a row, fp32 inside, the gradient in the place of the logits.
+
+    summarise              a row's summary: its largest logit m, sum(exp(x - m)), and the logit of the target (or 0)
+    write_gradients        from summaries of *all* ranks: x <- (exp(x - m) / sum - [target]) * scale
+    lose_and_differentiate both, where one rank has all columns, and the loss
+
+The last reads a row of logits from memory and writes it once: 4 bytes a 16-bit logit. It reads the row twice, but the
+second time the row (100 KB) is in the cache of the device. Loads are masked by the width of the buffer, which is
+padded, and not by the number of real columns, which is odd: only aligned masks allow loads of 16 bytes.
+
+Importing this file needs Triton, which comes with torch for CUDA; loss_accelerator.py asks whether it is there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+_BLOCK = 8192
+_WARPS = 16
+
+
+@triton.jit
+def _summary(row, columns, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    top = -float("inf")
+    total = 0.0
+    for start in range(0, WIDTH, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        x = tl.load(row + at, mask=at < WIDTH, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        x = tl.where(at < columns, x, -float("inf"))
+        highest = tl.maximum(top, tl.max(x, 0))
+        base = tl.where(highest == -float("inf"), 0.0, highest)  # nothing but padding so far
+        total = total * tl.exp(top - base) + tl.sum(tl.exp(x - base), 0)
+        top = highest
+    return top, total
+
+
+@triton.jit
+def _differentiate(row, place, column, columns, top, factor, scale, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    for start in range(0, WIDTH, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        x = tl.load(row + at, mask=at < WIDTH, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        gradient = tl.exp(tl.where(at < columns, x, -float("inf")) - top) * factor
+        gradient = tl.where(at == column, gradient - scale, gradient)
+        tl.store(place + at, gradient.to(place.dtype.element_ty), mask=at < WIDTH)
+
+
+@triton.jit
+def _at_target(row, target, first, columns):
+    """(the target's column here or -1, its logit or 0)."""
+    local = target - first
+    mine = (local >= 0) & (local < columns)
+    logit = tl.load(row + tl.where(mine, local, 0), mask=mine, other=0.0).to(tl.float32)
+    return tl.where(mine, local, -1), logit
+
+
+@triton.jit
+def summarise(logits, stride, targets, first, columns, tops, totals, at_targets, WIDTH: tl.constexpr,
+              BLOCK: tl.constexpr):
+    number = tl.program_id(0).to(tl.int64)
+    row = logits + number * stride
+    column, logit = _at_target(row, tl.load(targets + number), first, columns)
+    top, total = _summary(row, columns, WIDTH, BLOCK)
+    tl.store(tops + number, top)
+    tl.store(totals + number, total)
+    tl.store(at_targets + number, logit)
+
+
+@triton.jit
+def write_gradients(logits, place, stride, targets, first, columns, tops, totals, scales, WIDTH: tl.constexpr,
+                    BLOCK: tl.constexpr):
+    number = tl.program_id(0).to(tl.int64)
+    row = logits + number * stride
+    column, logit = _at_target(row, tl.load(targets + number), first, columns)
+    scale = tl.load(scales + number)
+    factor = scale / tl.load(totals + number)
+    _differentiate(row, place + number * stride, column, columns, tl.load(tops + number), factor, scale, WIDTH, BLOCK)
+
+
+@triton.jit
+def lose_and_differentiate(logits, stride, targets, first, columns, scales, losses, WIDTH: tl.constexpr,
+                           BLOCK: tl.constexpr):
+    number = tl.program_id(0).to(tl.int64)
+    row = logits + number * stride
+    column, logit = _at_target(row, tl.load(targets + number), first, columns)  # before it is overwritten
+    top, total = _summary(row, columns, WIDTH, BLOCK)
+    tl.store(losses + number, tl.log(total) + (top - logit))
+    scale = tl.load(scales + number)
+    _differentiate(row, row, column, columns, top, scale / total, scale, WIDTH, BLOCK)
+
+
+# -- called with tensors -------------------------------------------------------------------------------------------
+
+
+def runs_on(device: torch.device) -> bool:
+    """Kernels run on a GPU, and anywhere in Triton's interpreter (TRITON_INTERPRET=1 when this file is imported)."""
+    return device.type == "cuda" or isinstance(summarise, InterpretedFunction)
+
+
+def try_out(device: torch.device) -> None:
+    """Run the smallest case, so that what does not work here says so."""
+    losses_and_gradients(torch.zeros(1, 16, device=device), torch.zeros(1, dtype=torch.int64, device=device), 16,
+                         torch.ones(1, device=device))
+
+
+def serves(logits: Tensor) -> bool:
+    """Whether these kernels read such logits."""
+    return logits.dtype in DTYPES and logits.stride(1) == 1
+
+
+def summaries_of(logits: Tensor, target: Tensor, first: int, columns: int) -> Tensor:
+    """[3, N]: largest logit, sum of exponentials, logit of the target, among columns [0, columns)."""
+    found = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
+    _launch(summarise, logits, logits.stride(0), target, first, columns, *found)
+    return found
+
+
+def gradients_into(place: Tensor, logits: Tensor, target: Tensor, first: int, columns: int, top: Tensor, total: Tensor,
+                   row_scale: Tensor) -> None:
+    """place [N, width] <- the gradient of sum(row_scale * losses); it may be `logits` itself."""
+    assert place.stride() == logits.stride(), "the gradient lies as its logits do"
+    _launch(write_gradients, logits, place, logits.stride(0), target, first, columns, top, total,
+            row_scale)
+
+
+def losses_and_gradients(logits: Tensor, target: Tensor, columns: int, row_scale: Tensor) -> Tensor:
+    """Losses [N]; logits <- the gradient of sum(row_scale * losses)."""
+    losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    _launch(lose_and_differentiate, logits, logits.stride(0), target, 0, columns, row_scale, losses)
+    return losses
+
+
+def _launch(kernel: Any, logits: Tensor, *arguments: object) -> None:
+    if len(logits):
+        width = logits.shape[1]
+        block = min(_BLOCK, triton.next_power_of_2(width))
+        kernel[(len(logits),)](logits, *arguments, WIDTH=width, BLOCK=block, num_warps=_WARPS)

@@ -1,0 +1,111 @@
+"""What the fused kernel of the loss must do, against torch's operators and against float64.
+
+test_loss_kernel.py runs these tests on a CPU in Triton's interpreter, and tests/gpu/test_loss.py on a GPU.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from mpu import loss_accelerator, loss_kernel
+from mpu.groups import SOLO
+from mpu.vocab_share import Share
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SHAPES = [(3, 37, 64), (5, 50, 50), (2, 1000, 1024), (2, 16_500, 16_512), (2, 8192, 8192), (1, 1, 16)]
+"""Rows, real columns, width: less than a block of the kernel, several, one exactly, odd widths."""
+
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+"""Of one number as it is stored: a unit in the last place, as Triton's interpreter cuts bf16 numbers off."""
+
+
+def _logits(rows: int, columns: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows * width + columns)
+    logits = (torch.randn(rows, width, generator=generator) * 4 + 7).to(dtype)
+    logits[:, columns:] = 1000.0  # padding must not matter, whatever it holds
+    target = torch.randint(0, columns, (rows,), generator=generator)
+    target[0] = columns - 1
+    return logits.to(DEVICE), target.to(DEVICE), torch.rand(rows, generator=generator).to(DEVICE)
+
+
+def _exact(logits: Tensor, target: Tensor, scale: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    x = logits[:, :columns].double().requires_grad_()
+    losses = torch.nn.functional.cross_entropy(x, target, reduction="none")
+    (losses * scale).sum().backward()
+    assert x.grad is not None
+    return losses.detach(), x.grad
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_losses_and_gradients_are_those_of_float64(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+    logits, target, scale = _logits(*shape, dtype)
+    losses, gradient = _exact(logits, target, scale, shape[1])
+    found = loss_kernel.losses_and_gradients(logits, target, shape[1], scale)
+    torch.testing.assert_close(found.double(), losses, rtol=2e-6, atol=2e-6)  # fp32 inside
+    torch.testing.assert_close(logits[:, :shape[1]].double(), gradient, rtol=ROUNDING[dtype], atol=1e-6)
+    assert not logits[:, shape[1]:].any()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_kernels_of_a_split_vocabulary_do_what_torch_does(
+    dtype: torch.dtype, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, columns, width = shape
+    logits, target, scale = _logits(*shape, dtype)
+    target[-1] = columns + 5  # another rank's, or this rank's padding
+    share = Share(SOLO, 0, columns)
+    both = []
+    for kernel in (loss_kernel, None):
+        monkeypatch.setattr(loss_accelerator, "_kernel_on", lambda device, kernel=kernel: kernel)
+        summaries = loss_accelerator._summaries(logits, target, share)
+        place = logits.clone()
+        loss_accelerator._write_gradients(place, place, target, share, summaries, scale)
+        both.append((summaries, place))
+    (summaries, place), (expected, expected_place) = both
+    torch.testing.assert_close(summaries, expected, rtol=2e-6, atol=2e-6)  # another order of addition
+    torch.testing.assert_close(place, expected_place, rtol=ROUNDING[dtype], atol=1e-6)
+    assert not place[:, columns:].any()
+
+
+def test_a_rank_with_nothing_but_padding_has_an_empty_summary() -> None:
+    logits, target, scale = _logits(2, 1, 64, torch.float32)
+    top, total, at_target = loss_kernel.summaries_of(logits, target, 640, 0)
+    assert torch.isneginf(top).all() and not total.any() and not at_target.any()
+    ones = torch.ones(2, device=DEVICE)
+    loss_kernel.gradients_into(logits, logits, target, 640, 0, ones, ones, scale)
+    assert not logits.any()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, of the interpreter
+def test_minus_infinity_has_no_probability_and_what_is_not_finite_is_not_hidden() -> None:
+    x = torch.tensor([[-torch.inf, 1.0, 2.0, 0.0], [torch.nan, 1.0, 2.0, 0.0], [torch.inf, 1.0, 2.0, 0.0]],
+                     device=DEVICE)
+    target, scale = torch.tensor([2, 2, 2], device=DEVICE), torch.ones(3, device=DEVICE)
+    losses, gradient = _exact(x, target, scale, 4)
+    found = loss_kernel.losses_and_gradients(x, target, 4, scale)
+    torch.testing.assert_close(found[0].double(), losses[0])
+    torch.testing.assert_close(x[0].double(), gradient[0], atol=1e-6, rtol=0)
+    assert not found[1:].isfinite().any() and not x[1:].isfinite().all(1).any()
+
+
+def test_rows_that_do_not_count_get_no_gradient_at_all() -> None:
+    logits, target, scale = _logits(3, 37, 64, torch.float16)
+    scale[1] = 0
+    loss_kernel.losses_and_gradients(logits, target, 37, scale)
+    assert not logits[1].any() and logits[0].any()
+
+
+def test_a_gradient_may_go_elsewhere_and_leaves_the_logits() -> None:
+    logits, target, scale = _logits(3, 37, 64, torch.bfloat16)
+    before, place = logits.clone(), torch.empty_like(logits)
+    summaries = loss_kernel.summaries_of(logits, target, 0, 37)
+    loss_kernel.gradients_into(place, logits, target, 0, 37, *summaries[:2], scale)
+    assert torch.equal(logits, before)
+    loss_kernel.losses_and_gradients(logits, target, 37, scale)
+    assert torch.equal(place, logits)  # both ways to the gradient are one

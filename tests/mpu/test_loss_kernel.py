@@ -1,0 +1,178 @@
+"""The fused kernel of the loss, without a GPU: its numbers in Triton's interpreter, its compilation for Hopper, the
+bytes it moves. All but the last needs Triton, which comes with torch for CUDA; docs/mpu.md says how to have it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mpu import loss_accelerator, loss_cpu
+from mpu.groups import SOLO, build
+from mpu.vocab_share import Head, Share, Wanted
+from tests.distributed import run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS, COLUMNS, WIDTH = 64, 4000, 4096
+
+
+@pytest.fixture
+def triton() -> Any:
+    return pytest.importorskip("triton", reason="Triton is not installed: it comes with torch for CUDA")
+
+
+def _interpreted(*arguments: str) -> str:
+    """pytest in a process where Triton interprets: that is decided when a kernel is imported."""
+    result = subprocess.run([sys.executable, "-m", "pytest", "-q", *arguments], cwd=ROOT, capture_output=True,
+                            text=True, env=os.environ | {"TRITON_INTERPRET": "1"})
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
+    return result.stdout
+
+
+def test_the_kernel_computes_what_it_should_in_the_interpreter(triton: Any) -> None:
+    assert re.search(r"\b4\d passed", _interpreted("tests/mpu/loss_kernel_cases.py"))
+
+
+@pytest.mark.slow
+def test_the_losses_of_every_layout_pass_with_the_interpreted_kernel(triton: Any) -> None:
+    _interpreted("--accelerator-side", "tests/mpu/test_cross_entropy.py")
+
+
+# -- compiled ------------------------------------------------------------------------------------------------------
+
+
+def _compiled(triton: Any, name: str, dtype: str) -> Any:
+    """A kernel for an H100 or H200, with what Triton assumes of GPT-2's shapes: addresses and strides by 16."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from mpu import loss_kernel
+    kernel = getattr(loss_kernel, name)
+    kinds = {"logits": f"*{dtype}", "place": f"*{dtype}", "targets": "*i64", "stride": "i32", "first": "i32",
+             "columns": "i32", "WIDTH": "constexpr", "BLOCK": "constexpr"}
+    names = kernel.arg_names
+    by_16 = {(number,): [["tt.divisibility", 16]] for number, key in enumerate(names)
+             if key not in ("WIDTH", "BLOCK", "columns", "first")}
+    constants = {(names.index("WIDTH"),): 50_304, (names.index("BLOCK"),): loss_kernel._BLOCK}
+    source = ASTSource(kernel, {key: kinds.get(key, "*fp32") for key in names}, constants, by_16)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": loss_kernel._WARPS})
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("name, loads, stores", [
+    ("summarise", 1, 0), ("write_gradients", 1, 1), ("lose_and_differentiate", 2, 1)])
+def test_the_kernel_compiles_for_hopper_and_moves_16_bytes_at_once(
+    triton: Any, name: str, dtype: str, loads: int, stores: int
+) -> None:
+    made = _compiled(triton, name, dtype)
+    assert len(made.asm["cubin"]) > 1000
+    rows = [line for line in made.asm["ttir"].splitlines() if "tensor<8192x!tt.ptr" in line]
+    assert (sum("tt.load" in line for line in rows), sum("tt.store" in line for line in rows)) == (loads, stores)
+    wide = Counter(re.findall(r"(ld|st)\.global[.\w:]*\.v4\.b32", made.asm["ptx"]))
+    assert wide["ld"] >= loads and wide["st"] >= stores
+
+
+# -- counted -------------------------------------------------------------------------------------------------------
+
+
+class Traffic(TorchDispatchMode):
+    """Bytes that operators read and write, and how many ran. Views move none, and a look-up one number a row."""
+
+    FREE = {"aten::empty", "aten::gather", "aten::scatter_add_"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self.launches = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view and func._schema.name not in self.FREE:
+            schema, given = func._schema.arguments, dict(enumerate(args)) | (kwargs or {})
+            read = [given[key] for key in given if not self._is_written_only(schema, key, func)]
+            tensors = [leaf for leaf in tree_leaves((read, result)) if isinstance(leaf, torch.Tensor)]
+            self.bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            self.launches += 1
+        return result
+
+    @staticmethod
+    def _is_written_only(schema: Any, key: int | str, func: Any) -> bool:
+        name = schema[key].name if isinstance(key, int) else key
+        return name == "out" or name == "self" and func._schema.name in ("aten::copy_", "aten::fill_", "aten::zero_")
+
+
+def _softmax_of_a_chunk(logits: torch.Tensor, module: Any) -> Traffic:
+    share, target = Share(SOLO, 0, COLUMNS), torch.zeros(len(logits), dtype=torch.int64)
+    with Traffic() as traffic:
+        if module is loss_cpu:
+            scratch = torch.empty(len(logits), WIDTH)
+            logits[:, COLUMNS:] = -torch.inf
+            loss_cpu._block(logits, target, torch.ones(len(logits)), share, scratch)
+        else:
+            loss_accelerator._chunk(logits, target, share, torch.ones(len(logits)))
+    return traffic
+
+
+def test_bytes_moved_for_each_logit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU's walk, which was CUDA's too, moved 28; the kernel's 4 are in the test of its compilation: a load and a
+    store of memory, and a load that finds the row in the cache."""
+    logits = torch.randn(ROWS, WIDTH).bfloat16()
+    walk = _softmax_of_a_chunk(logits.clone(), loss_cpu)
+    assert walk.bytes / logits.numel() == pytest.approx(28, abs=1)
+    monkeypatch.setattr(loss_accelerator, "_kernel_on", lambda device: None)
+    fallback = _softmax_of_a_chunk(logits.clone(), loss_accelerator)
+    assert fallback.bytes / logits.numel() == pytest.approx(28, abs=1)
+
+
+def test_one_kernel_a_chunk_and_no_other_pass_over_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Kernel:
+        calls = 0
+
+        @staticmethod
+        def serves(logits: torch.Tensor) -> bool:
+            return True
+
+        @classmethod
+        def losses_and_gradients(cls, logits: torch.Tensor, *rest: object) -> torch.Tensor:
+            cls.calls += 1
+            return torch.zeros(len(logits))
+
+    monkeypatch.setattr(loss_accelerator, "_kernel_on", lambda device: Kernel)
+    traffic = _softmax_of_a_chunk(torch.randn(ROWS, WIDTH).bfloat16(), loss_accelerator)
+    assert Kernel.calls == 1 and traffic.bytes < 1000  # losses and weights of the rows
+
+
+def test_chunks_are_few_equal_and_fit_their_memory() -> None:
+    width = 50_304
+    for rows in (1, 100, 8192, 10_624, 10_625, 16_384, 65_536):
+        for size in (2, 4):
+            chunk = loss_accelerator.rows_of_chunk(rows, width, size)
+            assert chunk * width * size <= loss_accelerator._CHUNK_BYTES and chunk <= rows
+            fewest = -(-rows // loss_accelerator.rows_of_chunk(10**9, width, size))
+            assert -(-rows // chunk) <= fewest + 1 and (chunk == rows or chunk % 128 == 0)
+    assert loss_accelerator.rows_of_chunk(16_384, width, 2) == 8192
+
+
+def _exchanges(rank: int, world: int) -> tuple[int, int]:
+    """(collectives inside the chunks, chunks) of a loss with gradients."""
+    tp, calls = build(world).tp, []
+    hidden, weight = torch.randn(4096, 16), torch.randn(64, 16, requires_grad=True)
+    target = torch.zeros(4096, dtype=torch.int64)
+    share = Share.of(64, tp, 100)
+    gather = loss_accelerator.all_gather
+    with mock.patch.object(loss_accelerator, "all_gather", lambda *a, **k: calls.append(1) or gather(*a, **k)):
+        loss_accelerator.walk(Head(hidden, weight, target, share), Wanted(torch.ones(4096), True, True), 2048)
+    return len(calls), 2
+
+
+def test_ranks_exchange_once_a_chunk() -> None:
+    assert run_ranks(_exchanges, 2) == [(2, 2)] * 2
