@@ -137,6 +137,19 @@ def all_gather_json(value: Any, group: Group) -> list[Any]:
     return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes)]
 
 
+def broadcast_json(value: Any, group: Group, src: int = 0) -> Any:
+    """The value of the group's rank `src` on every rank, by way of JSON; those of the others are not asked for."""
+    text = json.dumps(value).encode() if group.rank == src else b""
+    if group.is_solo:
+        return json.loads(text)
+    wire = wire_device(group)
+    size = torch.tensor([len(text)], device=wire)
+    broadcast_into(size, src, group).wait()
+    row = torch.frombuffer(bytearray(text or int(size)), dtype=torch.uint8).to(wire)
+    broadcast_into(row, src, group).wait()
+    return json.loads(row.cpu().numpy().tobytes())
+
+
 def wire_device(group: Group) -> torch.device:
     """The device that the backend of a group (of several ranks) sends from: the CPU wherever gloo is part of it."""
     on_cpu = "gloo" in dist.get_backend(group.handle)

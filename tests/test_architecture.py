@@ -74,6 +74,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.launch megatron.launch.streams megatron.launch.signals megatron.launch.supervise
         megatron.launch.distributed megatron.launch.exits megatron.launch.command
         megatron.checkpoint megatron.checkpoint.strict megatron.checkpoint.cut megatron.checkpoint.manifest
+        megatron.checkpoint.stamp megatron.checkpoint.part
         megatron.checkpoint.recognise
         megatron.checkpoint.tags megatron.checkpoint.choice megatron.checkpoint.sink megatron.checkpoint.tensorfile
         megatron.checkpoint.state

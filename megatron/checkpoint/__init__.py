@@ -1,10 +1,12 @@
 """Checkpoints: pieces of logical tensors and a manifest, readable by any layout; no pickle anywhere.
 
-Read in this order. The first nine need no torch, so `list` and `verify` do not either.
+Read in this order. The first eleven need no torch, so `list` and `verify` do not either.
 
     strict.py      JSON records whose every field is expected: a missing or unknown one is a CheckpointError
-    manifest.py    what a checkpoint is: files with checksums, logical tensors with their pieces
-    cut.py         local index <-> logical index under any tensor-parallel cut
+    cut.py         local index <-> logical index under any tensor-parallel cut, and which shard holds an element
+    manifest.py    what a checkpoint is: logical tensors and how they are cut
+    part.py        what one rank says about its own files: sizes, checksums
+    stamp.py       tag, time and checksum of a manifest, without parsing it
     recognise.py   what a folder of another program is, and which command reads it
     tags.py        which checkpoints there are under a folder, and are they intact
     choice.py      which of them a load uses: the one named by the user or by `latest`, or the newest

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from megatron.errors import CheckpointError, ConfigError, NumericsError, PeerError, StorageError, TrainerError
-from mpu.collectives import all_gather_json
+from mpu.collectives import agree as reduce_number
+from mpu.collectives import broadcast_json
 from mpu.groups import Group
 
 T = TypeVar("T")
@@ -20,21 +21,31 @@ _FAMILY = {cls.__name__: cls for cls in (CheckpointError, ConfigError, NumericsE
 def agree(action: Callable[[], T], world: Group) -> T:
     """This rank's result of `action` if every rank succeeds; otherwise the first failing rank's error, on every rank.
 
-    Only errors of the family are shared. Anything else is a bug: it ends this rank with its traceback, and so the job.
+    One number travels; where a rank failed, its message as well. Only errors of the family are shared. Anything else
+    is a bug: it ends this rank with its traceback, and so the job.
     """
     failure: TrainerError | None = None
     try:
         result = action()
     except TrainerError as error:
         failure = error
-    report = None if failure is None else {"error": type(failure).__name__, "message": str(failure)}
-    for other in all_gather_json(report, world):
-        if other is not None:
-            raise _FAMILY.get(other["error"], PeerError)(other["message"]) from failure
+    first = int(reduce_number(world.size if failure is None else world.rank, world, "min"))
+    if first < world.size:
+        report = None if failure is None else {"error": type(failure).__name__, "message": str(failure)}
+        said = broadcast_json(report, world, first)
+        raise _FAMILY.get(said["error"], PeerError)(said["message"]) from failure
     return result
 
 
 def on_rank_0(action: Callable[[], Any], world: Group) -> Any:
     """`action` on rank 0 alone; its JSON value, or its error, on every rank."""
-    value = agree(action, world) if world.rank == 0 else agree(lambda: None, world)
-    return all_gather_json(value, world)[0]
+    return broadcast_json(agree(action if world.rank == 0 else _nothing, world), world)
+
+
+def total(count: int, world: Group) -> int:
+    """The sum over the ranks of a count below 2**53."""
+    return int(reduce_number(count, world, "sum"))
+
+
+def _nothing() -> None:
+    """What the other ranks do."""

@@ -19,8 +19,9 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron.checkpoint.manifest import LATEST, MANIFEST, Manifest, is_safe_name, seal_of
+from megatron.checkpoint.manifest import LATEST, MANIFEST, Manifest, is_safe_name, step_of
 from megatron.checkpoint.recognise import nothing_under, recognise
+from megatron.checkpoint.stamp import seal_of, stamp_of
 from megatron.checkpoint.strict import Record, parse_json
 from megatron.checkpoint.tags import complete, folder_of, steps_of, tag_names
 from megatron.errors import CheckpointError
@@ -111,6 +112,16 @@ def latest_tag(root: Path) -> str | None:
 def oldest_first(root: Path) -> list[Manifest]:
     """The manifests of all complete tags in the order of their commits."""
     return sorted(complete(root), key=lambda manifest: _order(root, manifest))
+
+
+def steps_oldest_first(root: Path) -> list[tuple[str, int]]:
+    """(tag, step) of all complete tags named by their step, in the order of their commits. Nothing is parsed."""
+    found = []
+    for tag, step in steps_of(root).items():
+        stamp = stamp_of(folder_of(root, tag))
+        if step_of(tag) is not None and stamp is not None and stamp.tag == tag:
+            found.append((stamp.saved_at, step, tag))
+    return [(tag, step) for _, step, tag in sorted(found)]
 
 
 def _order(root: Path, manifest: Manifest) -> tuple[int, int, int]:

@@ -41,7 +41,7 @@ def _line(manifest: Manifest) -> str:
 
 
 def _bytes(manifest: Manifest) -> int:
-    return sum(entry.size for entry in manifest.files.values())
+    return manifest.nbytes if manifest.has_parts else sum(entry.size for entry in manifest.files.values())
 
 
 def verify_tags(root: Path, tag: str | None) -> None:

@@ -29,9 +29,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.storage import fsync_directory, staged_file, write_json_atomic
-from megatron.checkpoint.choice import PENDING, Pending, committed_pending, latest_tag, oldest_first, read_latest
+from megatron.checkpoint.choice import (
+    PENDING, Pending, committed_pending, latest_tag, read_latest, steps_oldest_first)
 from megatron.checkpoint.flock import abandoned, alone, held
-from megatron.checkpoint.manifest import LATEST, MANIFEST, safe_name, saved_at_of, seal_of, step_of
+from megatron.checkpoint.manifest import LATEST, MANIFEST, safe_name
+from megatron.checkpoint.stamp import saved_at_of, seal_of
 from megatron.checkpoint.tags import ASIDE, Say, folder_of, manifest_of, say_stderr
 from megatron.errors import CheckpointError, StorageError
 
@@ -250,7 +252,7 @@ def prune(root: Path, keep: Keep, saved: int | None = None) -> list[str]:
     """
     if keep.last is None:
         return []
-    steps = [(step, manifest.tag) for manifest in oldest_first(root) if (step := step_of(manifest.tag)) is not None]
+    steps = [(step, tag) for tag, step in steps_oldest_first(root)]
     own, latest = [(step, tag) for step, tag in steps if saved is None or step <= saved], latest_tag(root)
     doomed = [tag for step, tag in own[:-keep.last] if tag != latest and not (keep.every and step % keep.every == 0)]
     with storing(root, 0):

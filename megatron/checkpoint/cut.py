@@ -1,4 +1,5 @@
-"""Local index <-> logical index under any tensor-parallel cut: pure arithmetic, no torch.
+"""Local index <-> logical index under any tensor-parallel cut, and local index -> data-parallel shard: pure arithmetic,
+no torch.
 
 A *logical* tensor is what one process without tensor parallelism or padding would hold. Cut along `dim` with stride s
 over tp ranks it is a row of equal *blocks*, one for each index of the dimensions before `dim` and each of the s
@@ -8,6 +9,9 @@ first, times tp, exceeds the second: it is at the end of each block, on the last
 
     qkv weight [3 * 4, h], stride 3, tp 2:   block q   block k   block v      local = 2 * h
                                              0 0 1 1   0 0 1 1   0 0 1 1      logical = 4 * h   (digits: owner of a row)
+
+A rank's local tensors lie one after the other in a flat buffer, which is cut into equal shards, one for each
+data-parallel rank (zero/layout.py). Which shards hold a local tensor is two numbers as well: `Spread`.
 """
 
 from __future__ import annotations
@@ -95,3 +99,26 @@ class Sharding:
                 and (self.size is None or self.stride == 1 and self.size <= self.local_shape[self.dim] * self.tp_size)
         if not good:
             raise CheckpointError(f"no such cut: {self}")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A flattened local tensor begins at element `start` of a flat buffer that is cut into shards of `each`."""
+
+    start: int
+    each: int
+
+    def piece(self, shard: int, numel: int) -> tuple[int, int] | None:
+        """(offset, count) of the elements of a tensor of `numel` that are in the shard; None where there are none."""
+        low = max(shard * self.each - self.start, 0)
+        high = min((shard + 1) * self.each - self.start, numel)
+        return (low, high - low) if low < high else None
+
+    def find(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
+        """The elements [start, stop) in order, as (shard, offset of its piece, start in the piece, count)."""
+        while start < stop:
+            shard = (self.start + start) // self.each
+            offset = max(shard * self.each - self.start, 0)
+            count = min(stop, (shard + 1) * self.each - self.start) - start
+            yield shard, offset, start - offset, count
+            start += count

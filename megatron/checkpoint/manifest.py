@@ -3,36 +3,37 @@
 Vocabulary
     tag     the name of a checkpoint: a folder under the save root, `global_step<N>` or a name of the user's choice
     tensor  one logical tensor, named by kind ("weight", "exp_avg", ...) and parameter name
-    piece   consecutive elements of one tensor-parallel rank's flattened local tensor; stored under `key` in `file`
+    piece   consecutive elements of one tensor-parallel rank's flattened local tensor; stored under `key` in a file
+    part    what one rank says about its own files, in `rank<k>.json` (part.py)
 
-The last field is the crc32 of every byte before it, and each other file of the tag is listed with size and crc32, so
-one flipped bit anywhere in a tag is found. A manifest that parses is whole: its pieces cover every tensor exactly once.
+The manifest is as long for four thousand ranks as for one: it says how each tensor is cut, and which rank holds which
+elements is arithmetic (cut.py). Files and their checksums are in the parts. Manifest and parts hold the same `save_id`
+and end with the crc32 of every byte before, so one flipped bit anywhere in a tag is found, and a file of another save
+as well. Formats 1 and 2 have no parts: the manifest lists every file and every piece, and is read as it was.
+
 The partition is kept as plain numbers (not mpu's record), so that verifying needs neither mpu nor torch.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from data.storage import crc32
-from megatron.checkpoint.cut import Sharding
-from megatron.checkpoint.strict import Record, parse_json, read_bytes
+from megatron.checkpoint.cut import Sharding, Spread
+from megatron.checkpoint.strict import Record, read_bytes, seal, unseal
 from megatron.errors import CheckpointError
 
-FORMAT = 2
-"""What is written. Format 1 lacks `saved_at`, and is read as well."""
+FORMAT = 3
+"""What is written. Formats 1 (without `saved_at`) and 2 list all files and pieces; they are read as well."""
 MANIFEST = "manifest.json"
 LATEST = "latest"
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 _STEP_TAG = re.compile(r"global_step([0-9]{1,18})")
-_CHECKSUM = b',"crc32":"'
 
 
 def safe_name(name: str, what: str) -> str:
@@ -78,22 +79,40 @@ class PieceEntry:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One logical tensor: the cut it was written under, and its pieces."""
+    """One logical tensor: the cut it was written under, and where its elements are."""
 
     kind: str
     name: str
     dtype: str
     sharding: Sharding
-    pieces: tuple[PieceEntry, ...]
+    spread: Spread | None = None
+    """None in formats 1 and 2."""
+    pieces: tuple[PieceEntry, ...] = ()
+    """Empty in format 3."""
 
     @property
     def where(self) -> str:
         return f"{self.kind} {self.name!r}"
 
-    def check_whole(self) -> None:
-        """The cut exists, and the pieces, in order, cover every element of every rank's local tensor once."""
+    @property
+    def numel(self) -> int:
+        """Elements of one tensor-parallel rank's local tensor."""
+        return prod(self.sharding.local_shape)
+
+    def check_whole(self, tp: int, shards: int) -> None:
+        """The cut exists, and every element of every rank's local tensor is held once: the flat buffer of `shards`
+        shards that the tensor is spread over contains it, or the pieces, in order, cover it."""
         self.sharding.check()
-        numel, ranks = prod(self.sharding.local_shape), self.sharding.tp_size
+        if self.spread is None:
+            self._check_pieces()
+        elif self.sharding.dim is not None and self.sharding.tp_size != tp:
+            raise CheckpointError(f"{self.where}: cut over {self.sharding.tp_size} tensor-parallel ranks of {tp}")
+        elif self.numel and self.spread.start + self.numel > self.spread.each * shards:
+            raise CheckpointError(f"{self.where}: {self.numel} elements from {self.spread.start} on are not in "
+                                  f"{shards} shards of {self.spread.each}")
+
+    def _check_pieces(self) -> None:
+        numel, ranks = self.numel, self.sharding.tp_size
         rank = offset = 0
         for piece in self.pieces:
             if (piece.tp_rank, piece.offset) != (rank, offset) or not 0 < piece.count <= numel - offset:
@@ -114,19 +133,63 @@ class Manifest:
     iteration: int
     layout: Mapping[str, Any]
     config: Mapping[str, Any]
-    files: Mapping[str, FileEntry]
     tensors: tuple[TensorEntry, ...]
     saved_at: int = 0
     """Time of the commit in microseconds since 1970, later than that of any tag committed before under the same root;
     0 in format 1, which does not record it."""
+    save_id: str = ""
+    """What this save wrote into each of its files of JSON; empty in formats 1 and 2."""
+    nbytes: int = 0
+    """Of all other files of the tag."""
+    files: Mapping[str, FileEntry] = field(default_factory=dict)
+    """Formats 1 and 2: every other file of the tag. Format 3: empty, unless `tags.verify` has filled it in."""
+
+    @property
+    def has_parts(self) -> bool:
+        return self.save_id != ""
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """(tensor-parallel size, data-parallel size) of the ranks that wrote it. Rank k is tensor-parallel rank k % tp
+        and has data-parallel shard k // tp."""
+        tp, dp = (self.layout.get(axis) for axis in ("tp", "dp"))
+        if not (isinstance(tp, int) and isinstance(dp, int) and tp > 0 and dp > 0):
+            raise CheckpointError(f"tag {self.tag}: {MANIFEST}: layout expected with sizes tp and dp, found "
+                                  f"{dict(self.layout)!r:.80}")
+        return tp, dp
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks wrote it."""
+        tp, dp = self.grid
+        return tp * dp
+
+    def check_grid(self, ranks: int) -> None:
+        if ranks != self.ranks:
+            raise CheckpointError(f"a layout of {self.ranks} ranks ({dict(self.layout)}) is saved by {ranks}")
+        self.check()
+
+    def piece_of(self, tensor: TensorEntry, rank: int) -> tuple[int, int] | None:
+        """(offset, count) of the elements of the tensor that the rank writes; None where there are none."""
+        shard, tp_rank = divmod(rank, self.grid[0])
+        assert tensor.spread is not None
+        return tensor.spread.piece(shard, tensor.numel) if tp_rank < tensor.sharding.tp_size else None
+
+    def tensor_bytes(self) -> bytes:
+        """What is said about the tensors."""
+        return json.dumps([_tensor_to_json(tensor) for tensor in self.tensors], separators=(",", ":")).encode()
 
     def to_bytes(self) -> bytes:
-        body = {"format": FORMAT, **asdict(self)}
-        text = json.dumps(body, separators=(",", ":")).encode()[:-1]
-        return text + _seal(text)
+        """In format 3. The tag is at the beginning and the time at the end, for stamp.py."""
+        body = {"format": FORMAT, **{name: getattr(self, name) for name in
+                ("run_id", "tag", "iteration", "layout", "config", "save_id", "nbytes")}}
+        body["tensors"] = [_tensor_to_json(tensor) for tensor in self.tensors]
+        body["saved_at"] = self.saved_at
+        return seal(body)
 
     def check(self) -> None:
         """What no single field can promise: tensors named once and whole, their pieces in listed files."""
+        tp, shards = self.grid if any(tensor.spread for tensor in self.tensors) else (1, 1)
         seen: set[tuple[str, str]] = set()
         for tensor in self.tensors:
             where = f"tag {self.tag}: {MANIFEST}: {tensor.where}"
@@ -135,7 +198,10 @@ class Manifest:
             seen.add((tensor.kind, tensor.name))
             if foreign := [piece.file for piece in tensor.pieces if piece.file not in self.files]:
                 raise CheckpointError(f"{where} is in {foreign[0]!r}, which is not listed")
-            tensor.check_whole()
+            try:
+                tensor.check_whole(tp, shards)
+            except CheckpointError as error:
+                raise CheckpointError(f"tag {self.tag}: {MANIFEST}: {error}") from error
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -145,50 +211,25 @@ def read_manifest(folder: Path) -> Manifest:
 
 def from_bytes(data: bytes, where: str = MANIFEST) -> Manifest:
     """The manifest in `data`, or a CheckpointError naming what is wrong with it."""
-    text, mark, rest = data.rpartition(_CHECKSUM)
-    if mark + rest != _seal(text):
-        raise CheckpointError(f"{where}: damaged: its {len(data)} bytes do not match its own checksum")
-    record = Record(parse_json(text + b"}", where), where)
-    if (version := record.count("format")) not in (1, FORMAT):
-        raise CheckpointError(f"{where}: format {version}, this program reads formats 1 and {FORMAT}")
+    record = Record(unseal(data, where), where)
+    if (version := record.count("format")) not in (1, 2, FORMAT):
+        raise CheckpointError(f"{where}: format {version}, this program reads formats 1 to {FORMAT}")
     manifest = Manifest(run_id=record.take("run_id", str), tag=safe_name(record.take("tag", str), f"{where}: tag"),
                         iteration=record.count("iteration"), layout=record.take("layout", dict),
-                        config=record.take("config", dict), files=_files(record.take("files", dict), where),
-                        tensors=tuple(tensor_from_json(value, where) for value in record.take("tensors", list)),
-                        saved_at=record.count("saved_at") if version > 1 else 0)
+                        config=record.take("config", dict),
+                        tensors=tuple(_tensor(value, where, version < 3) for value in record.take("tensors", list)),
+                        saved_at=record.count("saved_at") if version > 1 else 0,
+                        save_id=record.take("save_id", str) if version > 2 else "",
+                        nbytes=record.count("nbytes") if version > 2 else 0,
+                        files=files_from_json(record.take("files", dict), where) if version < 3 else {})
     record.done()
+    if version > 2 and not manifest.save_id:
+        raise CheckpointError(f"{where}: field 'save_id' is empty")
     manifest.check()
     return manifest
 
 
-def _seal(text: bytes) -> bytes:
-    """The end of a manifest whose other bytes are `text`."""
-    return _CHECKSUM + b'%08x"}\n' % crc32(text)
-
-
-def seal_of(folder: Path) -> str | None:
-    """The checksum that the manifest in `folder` ends with, which identifies one save; None without a manifest."""
-    try:
-        with open(folder / MANIFEST, "rb") as file:
-            file.seek(-len(_seal(b"")), os.SEEK_END)
-            return file.read()[len(_CHECKSUM):-3].decode("ascii", "replace")
-    except OSError:
-        return None
-
-
-def saved_at_of(folder: Path) -> int:
-    """`saved_at` of the manifest in `folder`, from its last bytes: a large one takes seconds to parse. 0 where there is
-    none to be read."""
-    try:
-        with open(folder / MANIFEST, "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 100))
-            found = re.search(rb'"saved_at":([0-9]{1,18}),"crc32":"[0-9a-f]{8}"}\n\Z', file.read())
-    except OSError:
-        return 0
-    return int(found[1]) if found else 0
-
-
-def _files(values: dict[str, object], where: str) -> dict[str, FileEntry]:
+def files_from_json(values: dict[str, object], where: str) -> dict[str, FileEntry]:
     return {safe_name(name, f"{where}: file"): _file(Record(value, f"{where}: files[{name}]"))
             for name, value in values.items()}
 
@@ -199,13 +240,21 @@ def _file(record: Record) -> FileEntry:
     return entry
 
 
-def tensor_from_json(value: object, where: str) -> TensorEntry:
+def _tensor_to_json(tensor: TensorEntry) -> dict[str, Any]:
+    assert tensor.spread is not None, f"{tensor.where}: format {FORMAT} lists no pieces"
+    return {"kind": tensor.kind, "name": tensor.name, "dtype": tensor.dtype, "sharding": asdict(tensor.sharding),
+            "start": tensor.spread.start, "each": tensor.spread.each}
+
+
+def _tensor(value: object, where: str, listed: bool) -> TensorEntry:
     record = Record(value, f"{where}: tensors[]")
     kind, name = record.take("kind", str), record.take("name", str)
     record.where = f"{where}: {kind} {name!r}"
     sharding = _sharding(Record(record.take("sharding", dict), f"{record.where}: sharding"))
-    pieces = tuple(_piece(Record(piece, f"{record.where}: pieces[]")) for piece in record.take("pieces", list))
-    entry = TensorEntry(kind, name, record.take("dtype", str), sharding, pieces)
+    pieces = tuple(_piece(Record(piece, f"{record.where}: pieces[]"))
+                   for piece in (record.take("pieces", list) if listed else ()))
+    spread = None if listed else Spread(record.count("start"), record.count("each"))
+    entry = TensorEntry(kind, name, record.take("dtype", str), sharding, spread, pieces)
     record.done()
     return entry
 
@@ -222,20 +271,3 @@ def _piece(record: Record) -> PieceEntry:
                        record.take("file", str), record.take("key", str))
     record.done()
     return entry
-
-
-def gather_tensors(parts: Iterable[TensorEntry]) -> tuple[TensorEntry, ...]:
-    """The whole tensors of which the ranks hold `parts`: equal but for their pieces, or the ranks disagree."""
-    whole: dict[tuple[str, str], list[TensorEntry]] = {}
-    for part in parts:
-        whole.setdefault((part.kind, part.name), []).append(part)
-    return tuple(_join(same) for _, same in sorted(whole.items()))
-
-
-def _join(parts: list[TensorEntry]) -> TensorEntry:
-    first, *others = (replace(part, pieces=()) for part in parts)
-    for other in others:
-        if other != first:
-            raise CheckpointError(f"{first.where}: ranks disagree: {first.dtype} {first.sharding} and "
-                                  f"{other.dtype} {other.sharding}")
-    return replace(first, pieces=tuple(sorted(piece for part in parts for piece in part.pieces)))

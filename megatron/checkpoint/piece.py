@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
-from megatron.checkpoint.cut import Sharding
-from megatron.checkpoint.manifest import PieceEntry, TensorEntry
+from megatron.checkpoint.cut import Sharding, Spread
+from megatron.checkpoint.manifest import TensorEntry
 from megatron.checkpoint.tensorfile import DTYPE_NAMES, Item
 from megatron.errors import NumericsError
 from mpu.split import Partition
@@ -61,11 +62,15 @@ class Piece:
     def item(self) -> Item:
         return Item(self.key, self.data.dtype, (self.count,), self.load)
 
-    def entry(self, file: str) -> TensorEntry:
-        """The tensor this is a piece of, as far as this piece knows it."""
-        here = PieceEntry(self.tp_rank, self.offset, self.count, file, self.key)
+    def tensor(self) -> TensorEntry:
+        """The whole tensor, where one data-parallel rank holds all of it."""
         return TensorEntry(self.kind, self.name, DTYPE_NAMES[self.data.dtype],
-                           sharding_of(self.shape, self.partition, self.tp_size), (here,))
+                           sharding_of(self.shape, self.partition, self.tp_size), Spread(0, prod(self.shape)))
+
+
+def key_of(tensor: TensorEntry, tp_rank: int, offset: int) -> str:
+    """The key of a piece, as `Piece.key` has it."""
+    return f"{tensor.kind}/{tensor.name}/{tp_rank}/{offset}"
 
 
 def sharding_of(shape: tuple[int, ...], partition: Partition | None, tp_size: int) -> Sharding:

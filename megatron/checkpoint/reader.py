@@ -3,27 +3,30 @@
 The asking side describes its own cut (local shape, partition, tensor-parallel rank) and a run of its flattened local
 tensor; the manifest knows the writing side's. If both cuts are the same, a run of the one is a run of the other.
 Otherwise the run is taken apart twice, asked local -> logical -> stored local (cut.py), and padding is left zero.
-Either way the stored runs are found in the pieces by bisection and copied straight from a memory map.
+Either way arithmetic says which rank's files hold the stored runs (in formats 1 and 2 bisection in the list of pieces),
+and they are copied straight from a memory map. A rank opens the files that hold what it asks for, and no others.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron.checkpoint.agree import agree, on_rank_0
+from megatron.checkpoint.agree import agree, on_rank_0, total
 from megatron.checkpoint.choice import candidates, explain_choice, latest_tag
 from megatron.checkpoint.cut import Run
 from megatron.checkpoint.manifest import Manifest, TensorEntry
-from megatron.checkpoint.piece import sharding_of
+from megatron.checkpoint.part import Part, part_name, read_part
+from megatron.checkpoint.piece import key_of, sharding_of
 from megatron.checkpoint.state import decode
 from megatron.checkpoint.strict import parse_json, read_bytes
-from megatron.checkpoint.tags import Say, check_files, folder_of, held, manifest_of, say_stderr
+from megatron.checkpoint.tags import Say, check_names, check_share, folder_of, held, manifest_of, say_stderr
 from megatron.checkpoint.tensorfile import TensorFile
 from megatron.errors import CheckpointError
 from mpu.groups import SOLO, Group
@@ -41,7 +44,7 @@ def open_checkpoint(root: str | Path, tag: str | None = None, *, world: Group = 
     first = str(on_rank_0(lambda: held(root, tag) if tag is not None else latest_tag(root) or candidates(root)[0],
                           world))
     try:
-        found = agree(lambda: _open_verified(root, first, world), world)
+        found = _open_verified(root, first, world)
     except CheckpointError as error:
         others = [] if tag is not None else on_rank_0(lambda: candidates(root)[1:], world)
         if not fallback or not others:
@@ -59,20 +62,43 @@ def _fall_back(root: Path, error: CheckpointError, others: list[str], world: Gro
         if world.rank == 0:
             say(f"warning: {error}; falling back to an older tag, {name}")
         try:
-            return agree(partial(_open_verified, root, name, world), world)
+            return _open_verified(root, name, world)
         except CheckpointError as found:
             error = found
     raise error
 
 
 def _open_verified(root: Path, tag: str, world: Group) -> Checkpoint:
+    """Every rank checks its share of the files, and the first one that there are no others. Collective."""
+    manifest, checked = agree(partial(_check_share, root, tag, world), world)
+    count = total(checked, world)
+    agree(partial(_check_names, root, tag, manifest, count) if world.rank == 0 else _nothing, world)
+    return Checkpoint(folder_of(root, tag), manifest)
+
+
+def _check_share(root: Path, tag: str, world: Group) -> tuple[Manifest, int]:
+    with _reading(root, tag):
+        manifest = manifest_of(root, tag)
+        return manifest, len(check_share(folder_of(root, tag), manifest, world.rank, world.size))
+
+
+def _check_names(root: Path, tag: str, manifest: Manifest, count: int) -> None:
+    with _reading(root, tag):
+        check_names(folder_of(root, tag), manifest, count)
+
+
+@contextmanager
+def _reading(root: Path, tag: str) -> Iterator[None]:
+    """A folder that cannot be listed, or a file that cannot be looked at, is an error of the checkpoint."""
     try:
-        manifest, folder = manifest_of(root, tag), folder_of(root, tag)
-        check_files(folder, manifest, world.rank, world.size)
-    except OSError as error:  # a folder that cannot be listed, a file that cannot be looked at
+        yield
+    except OSError as error:
         where = error.filename or root / tag
         raise CheckpointError(f"tag {tag}: {where}: cannot be read ({error.strerror})") from error
-    return Checkpoint(folder, manifest)
+
+
+def _nothing() -> None:
+    """What the other ranks do."""
 
 
 class Checkpoint:
@@ -81,8 +107,10 @@ class Checkpoint:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
-        self.tensors = {(tensor.kind, tensor.name): _Stored(tensor) for tensor in manifest.tensors}
+        self.tensors = {(tensor.kind, tensor.name): _Stored(tensor, manifest.grid[0] if manifest.has_parts else 1)
+                        for tensor in manifest.tensors}
         self._open: dict[str, TensorFile] = {}
+        self._parts: dict[int, Part] = {}
 
     @property
     def tag(self) -> str:
@@ -116,14 +144,18 @@ class Checkpoint:
 
     @cached_property
     def shared_state(self) -> dict[str, Any]:
-        return self._state("shared", writer=0)
+        return self._state("shared", 0)
 
     def rank_state(self, rank: int, layout: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
         """What `rank` saved; None when it was not a rank of that run, or when tp or dp of `layout` are others."""
         differs = layout is not None and any(layout[key] != self.layout.get(key) for key in ("tp", "dp"))
-        if differs or f"rank{rank}.json" not in self.manifest.files:
+        if differs:
             return None
-        return self._state(f"rank{rank}", writer=rank)
+        if not self.manifest.has_parts:
+            return self._state(f"rank{rank}", rank) if part_name(rank) in self.manifest.files else None
+        if rank >= self.manifest.ranks:
+            return None
+        return self._decoded(self._part(rank).state, f"tag {self.tag}: file {part_name(rank)}", rank)
 
     def read(self, kind: str, name: str, *, shape: tuple[int, ...], partition: Partition | None, tp_rank: int,
              tp_size: int, offset: int, out: torch.Tensor) -> None:
@@ -145,8 +177,8 @@ class Checkpoint:
     def _copy(self, stored: _Stored, run: Run, out: torch.Tensor) -> None:
         """Copy a run of the stored local tensor of one rank, piece by piece; copy_ converts dtype and device."""
         done = 0
-        for file, key, start, count in stored.find(run):
-            out[done:done + count].copy_(self._file(file).run(key, start, count))
+        for holder, key, start, count in stored.find(run):
+            out[done:done + count].copy_(self._file_with(holder, key).run(key, start, count))
             done += count
 
     def _stored(self, kind: str, name: str) -> _Stored:
@@ -159,37 +191,60 @@ class Checkpoint:
             self._open[name] = TensorFile(self.folder / name, f"tag {self.tag}: file {name}")
         return self._open[name]
 
+    def _file_with(self, holder: str | int, key: str) -> TensorFile:
+        """The file of a name, or the one of a rank's that holds `key`."""
+        if isinstance(holder, str):
+            return self._file(holder)
+        names = self._files_of(holder)
+        for file in map(self._file, names):
+            if key in file.entries:
+                return file
+        raise CheckpointError(f"tag {self.tag}: tensor {key!r} is in none of {names}")
+
+    def _part(self, rank: int) -> Part:
+        if rank not in self._parts:
+            self._parts[rank] = read_part(self.folder, self.manifest, rank)[0]
+        return self._parts[rank]
+
+    def _files_of(self, rank: int) -> list[str]:
+        if self.manifest.has_parts:
+            return self._part(rank).tensor_files
+        return [name for name in self.manifest.files if name.startswith((f"rank{rank}.s", f"rank{rank}-"))]
+
     def _state(self, stem: str, writer: int) -> dict[str, Any]:
         """The state in `<stem>.json`; its tensors are in the files of the rank that wrote it."""
         where = f"tag {self.tag}: file {stem}.json"
-        files = [name for name in self.manifest.files if name.startswith((f"rank{writer}.s", f"rank{writer}-"))]
+        return self._decoded(parse_json(read_bytes(self.folder / f"{stem}.json", where), where), where, writer)
 
-        def fetch(key: str) -> torch.Tensor:
-            for file in map(self._file, files):
-                if key in file.entries:
-                    return file.tensor(key).clone()
-            raise CheckpointError(f"{where}: tensor {key!r} is in none of {files}")
-
-        state = decode(parse_json(read_bytes(self.folder / f"{stem}.json", where), where), fetch)
+    def _decoded(self, value: Any, where: str, writer: int) -> dict[str, Any]:
+        state = decode(value, lambda key: self._file_with(writer, key).tensor(key).clone())
         if not isinstance(state, dict):
             raise CheckpointError(f"{where}: expected an object, found {type(state).__name__}")
         return state
 
 
 class _Stored:
-    """A tensor of the manifest, ready for look-ups: its pieces follow each other, rank by rank, without gaps."""
+    """A tensor of the manifest, ready for look-ups."""
 
-    def __init__(self, entry: TensorEntry) -> None:
-        self.entry, self.sharding, self.cut = entry, entry.sharding, entry.sharding.cut
-        self.starts = [(piece.tp_rank, piece.offset) for piece in entry.pieces]
+    def __init__(self, entry: TensorEntry, tp_size: int) -> None:
+        self.entry, self.sharding, self.cut, self._tp_size = entry, entry.sharding, entry.sharding.cut, tp_size
+        self._starts = [(piece.tp_rank, piece.offset) for piece in entry.pieces]
 
-    def find(self, run: Run) -> Iterator[tuple[str, str, int, int]]:
-        """(file, key, start in the piece, count) of the pieces that make up `run`."""
+    def find(self, run: Run) -> Iterator[tuple[str | int, str, int, int]]:
+        """(rank or file that holds it, key, start in the piece, count) of the pieces that make up `run`."""
         start, stop = run.local, run.local + run.count
-        index = bisect_right(self.starts, (run.tp_rank, start)) - 1
+        if self.entry.spread is None:
+            yield from self._find_listed(run.tp_rank, start, stop)
+            return
+        for shard, offset, within, count in self.entry.spread.find(start, stop):
+            yield shard * self._tp_size + run.tp_rank, key_of(self.entry, run.tp_rank, offset), within, count
+
+    def _find_listed(self, tp_rank: int, start: int, stop: int) -> Iterator[tuple[str, str, int, int]]:
+        """The pieces follow each other, rank by rank, without gaps."""
+        index = bisect_right(self._starts, (tp_rank, start)) - 1
         while start < stop:
             piece = self.entry.pieces[index]
             count = min(stop, piece.offset + piece.count) - start
-            assert piece.tp_rank == run.tp_rank and count > 0, (self.entry.where, run)
+            assert piece.tp_rank == tp_rank and count > 0, (self.entry.where, tp_rank, start)
             yield piece.file, piece.key, start - piece.offset, count
             start, index = start + count, index + 1

@@ -10,11 +10,13 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from data.storage import crc32_file
-from megatron.checkpoint.manifest import MANIFEST, Manifest, read_manifest, safe_name, step_of
+from megatron.checkpoint.manifest import MANIFEST, FileEntry, Manifest, read_manifest, safe_name, step_of
+from megatron.checkpoint.part import part_name, read_part, writer_of
 from megatron.checkpoint.recognise import nothing_under, recognise
 from megatron.errors import CheckpointError
 
@@ -103,20 +105,53 @@ def complete(root: Path) -> list[Manifest]:
 
 
 def verify(root: Path, tag: str) -> Manifest:
-    """Every byte of the tag against its manifest, and no file too many."""
+    """Every byte of the tag against its manifest and its parts, and no file too many; the manifest with all files."""
     manifest = manifest_of(root, tag)
-    check_files(folder_of(root, tag), manifest)
-    return manifest
+    folder = folder_of(root, tag)
+    files = check_share(folder, manifest)
+    check_names(folder, manifest, len(files))
+    return replace(manifest, files=files)
 
 
-def check_files(folder: Path, manifest: Manifest, part: int = 0, parts: int = 1) -> None:
-    """Check every `parts`-th file, so that ranks can share the reading; names and sizes are checked by all."""
-    if extra := sorted(set(os.listdir(folder)) - set(manifest.files) - {MANIFEST}):
-        raise CheckpointError(f"tag {manifest.tag}: file {extra[0]!r} does not belong to this checkpoint")
-    for name, entry in manifest.files.items():
+def check_share(folder: Path, manifest: Manifest, share: int = 0, shares: int = 1) -> dict[str, FileEntry]:
+    """Check every byte of the files of one share, so that ranks can divide the work; those files. No rank looks at a
+    file of another share."""
+    if manifest.has_parts:
+        found: dict[str, FileEntry] = {}
+        for rank in range(share, manifest.ranks, shares):
+            part, itself = read_part(folder, manifest, rank)
+            _check_all(folder, part.files, manifest)
+            found |= {part_name(rank): itself, **part.files}
+        return found
+    mine = {name: manifest.files[name] for name in sorted(manifest.files)[share::shares]}
+    _check_all(folder, mine, manifest)
+    return mine
+
+
+def _check_all(folder: Path, files: Mapping[str, FileEntry], manifest: Manifest) -> None:
+    for name, entry in files.items():
         _check_size(folder / name, entry.size, manifest)
-    for name in sorted(manifest.files)[part::parts]:
-        _check_content(folder / name, manifest)
+    for name, entry in files.items():
+        _check_content(folder / name, entry.crc32, manifest)
+
+
+def check_names(folder: Path, manifest: Manifest, count: int) -> None:
+    """No file is there beside the manifest and the `count` files that all shares together have checked."""
+    names = set(os.listdir(folder)) - {MANIFEST}
+    if len(names) == count and (manifest.has_parts or names == set(manifest.files)):
+        return
+    if extra := sorted(names - set(_expected(folder, manifest, names))):
+        raise CheckpointError(f"tag {manifest.tag}: file {extra[0]!r} does not belong to this checkpoint")
+
+
+def _expected(folder: Path, manifest: Manifest, names: Iterable[str]) -> Iterator[str]:
+    """The files of the tag, as far as those of `names` are concerned. Only where something is wrong: it opens parts."""
+    if not manifest.has_parts:
+        yield from manifest.files
+        return
+    for rank in {rank for name in names if (rank := writer_of(name)) is not None and rank < manifest.ranks}:
+        yield part_name(rank)
+        yield from read_part(folder, manifest, rank)[0].files
 
 
 def _check_size(path: Path, expected: int, manifest: Manifest) -> None:
@@ -126,17 +161,18 @@ def _check_size(path: Path, expected: int, manifest: Manifest) -> None:
         raise CheckpointError(f"tag {manifest.tag}: file {path.name}: size expected {expected} bytes, found {found}")
 
 
-def _check_content(path: Path, manifest: Manifest) -> None:
+def _check_content(path: Path, crc: str, manifest: Manifest) -> None:
     try:
         found = crc32_file(path)
     except OSError as error:
         raise CheckpointError(f"tag {manifest.tag}: file {path.name}: cannot be read ({error.strerror})") from error
-    if found != (crc := manifest.files[path.name].crc32):
+    if found != crc:
         raise CheckpointError(f"tag {manifest.tag}: file {path.name}: damaged, crc32 expected {crc}, found {found}")
 
 
 def _describe(name: str, manifest: Manifest) -> str:
     """A file, with its rank where it is one rank's shard."""
     shard = re.match(r"rank([0-9]+)[-.]", name)
-    world = sum(re.fullmatch(r"rank[0-9]+\.json", other) is not None for other in manifest.files)
+    world = manifest.ranks if manifest.has_parts else \
+        sum(re.fullmatch(r"rank[0-9]+\.json", other) is not None for other in manifest.files)
     return f"shard file {name} (rank {shard[1]} of {world})" if shard else f"file {name}"

@@ -2,12 +2,18 @@
 
     share     what this rank is to write, copied first if it is to be written later          all ranks agree
     staging   rank 0 makes the folder, if there is room for the shares of all ranks          all ranks agree
-    writing   rank k: rank<k>.safetensors (and rank<k>-1, ... beyond 4 GB), rank<k>.json;
-              rank 0 also shared.json and config.json; checksummed on the way, fsynced       all ranks agree
-    commit    rank 0: manifest.json with what all ranks wrote, fsync, rename; old tags go    all ranks agree
+    writing   rank k: rank<k>.safetensors (and rank<k>-1, ... beyond 4 GB), rank 0 also
+              shared.json and config.json; then rank<k>.json, which says what rank k
+              wrote; checksummed on the way, fsynced                                         all ranks agree
+    commit    rank 0: manifest.json, which says how tensors are cut, fsync, rename;
+              old tags go                                                                    all ranks agree
 
 "Agree" is agree.py: when one rank fails, all raise its error, the staging folder is removed and no tag is touched.
 A replicated parameter (partition None) is written by tensor-parallel rank 0 alone; its other copies are skipped.
+
+What a rank does depends on its own part and on the number of tensors, not on the number of ranks: the manifest follows
+from how tensors are cut, each rank checks that its pieces are those that the manifest promises of it, and so together
+they are everything, once. No rank is told what the others wrote.
 
 The protocol is written once, as the generator `saving`: it yields its slow parts, writing and commit, as *jobs*. A job
 talks to no other rank, so it may run anywhere: `save` does each at once, background.py in a thread while training goes
@@ -20,25 +26,28 @@ manifest.
 from __future__ import annotations
 
 import json
+import secrets
 import shutil
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.agree import agree, on_rank_0
+from data.storage import crc32
+from megatron.checkpoint.agree import agree, on_rank_0, total
 from megatron.checkpoint.commit import Keep, commit, prune, stage, storing, time_of_commit
 from megatron.checkpoint.flock import alone
-from megatron.checkpoint.manifest import MANIFEST, FileEntry, Manifest, TensorEntry, gather_tensors, tensor_from_json
+from megatron.checkpoint.manifest import MANIFEST, FileEntry, Manifest, TensorEntry
+from megatron.checkpoint.part import Part, part_name, tensor_file_name
 from megatron.checkpoint.piece import Piece
+from megatron.checkpoint.stamp import stamp_of
 from megatron.checkpoint.state import encode
-from megatron.checkpoint.tags import Say, manifest_of, say_stderr
+from megatron.checkpoint.tags import Say, folder_of, say_stderr
 from megatron.checkpoint.tensorfile import Item, split_files, write_blob, write_file
 from megatron.errors import CheckpointError
-from mpu.collectives import all_gather_json
 from mpu.groups import Group
 
 
@@ -51,11 +60,11 @@ class SaveReport:
     seconds: float
 
 
-Job = Callable[[], Any]
-"""A slow part of a save that needs no other rank; its result is a JSON value."""
+Job = Callable[[], int]
+"""A slow part of a save that needs no other rank; the bytes that it wrote."""
 
-Saving = Generator[Job, list[Any], SaveReport]
-"""A save under way: yields a job, is sent what the job gave on each rank."""
+Saving = Generator[Job, int, SaveReport]
+"""A save under way: yields a job, is sent the sum over the ranks of what it gave."""
 
 Hold = Callable[[list[Item]], list[Item]]
 """The same items with data that later steps of training do not change."""
@@ -81,30 +90,33 @@ def answer(steps: Saving, job: Job, world: Group) -> Job:
     """The next job, after all ranks have agreed on this one; StopIteration at the end. An error of any rank is raised
     inside the save on every rank, so that it cleans up."""
     try:
-        results = all_gather_json(agree(job, world), world)
+        written = total(agree(job, world), world)
     except BaseException as error:
         return steps.throw(error)
-    return steps.send(results)
+    return steps.send(written)
 
 
 def saving(root: str | Path, tag: str, *, pieces: Iterable[Piece], rank_state: Mapping[str, Any],
            shared_state: Mapping[str, Any], config: Mapping[str, Any], layout: Mapping[str, Any], world: Group,
-           run_id: str, iteration: int, say: Say = say_stderr, keep: Keep = Keep(), hold: Hold | None = None,
-           latest: bool = True) -> Saving:
+           run_id: str, iteration: int, tensors: Iterable[TensorEntry] | None = None, place: int | None = None,
+           say: Say = say_stderr, keep: Keep = Keep(), hold: Hold | None = None, latest: bool = True) -> Saving:
     """Write the checkpoint `tag` under `root`, then delete the older ones that `keep` does not name.
 
-    `rank_state` is this rank's (random streams); `shared_state` and `config` are taken from rank 0. States are nested
-    dicts of JSON values and tensors. `layout` holds at least "tp" and "dp". A save without `latest` is loaded only by
-    its name.
+    `tensors` is everything that the ranks together write, the same on all of them; left out, every piece is a whole
+    local tensor, and each rank has pieces of them all. `rank_state` is this rank's (random streams); `shared_state` and
+    `config` are taken from rank 0. States are nested dicts of JSON values and tensors. `layout` holds at least "tp" and
+    "dp". `place` is this rank's in that grid, tensor-parallel rank + tp * data-parallel rank, which its files are named
+    by; left out, it is the rank. A save without `latest` is loaded only by its name.
     """
     begin = time.perf_counter()
-    root = Path(root)
-    states = {f"rank{world.rank}": rank_state}
-    if world.rank == 0:
-        states |= {"shared": shared_state, "config": config}  # config.json is for people: the manifest has it too
+    root, place = Path(root), world.rank if place is None else place
     own = [piece for piece in pieces if piece.partition is not None or piece.tp_rank == 0]
-    share = agree(lambda: _share(world.rank, own, states, hold), world)
-    needed = sum(all_gather_json(share.nbytes, world))
+    whole = sorted((piece.tensor() for piece in own) if tensors is None else tensors, key=lambda t: (t.kind, t.name))
+    manifest = Manifest(run_id, tag, iteration, layout, config, tuple(whole))
+    manifest = replace(manifest, save_id=_agree_on(manifest, own, place, world))
+    common = {"shared": shared_state, "config": config}  # config.json is for people: the manifest has it too
+    share = agree(lambda: _share(manifest.save_id, place, own, rank_state, common, hold), world)
+    needed = total(share.nbytes, world)
     with ExitStack() as until_saved:  # rank 0 holds the staging folder
         staging = Path(on_rank_0(lambda: str(until_saved.enter_context(stage(root, tag, run_id, say, needed))), world))
 
@@ -112,92 +124,121 @@ def saving(root: str | Path, tag: str, *, pieces: Iterable[Piece], rank_state: M
             with alone(root):
                 if replaced := _replaced(root, tag):
                     say(replaced)
-                files, tensors = _collect(parts, tag)
-                manifest = Manifest(run_id, tag, iteration, layout, config, files, tensors, time_of_commit(root))
-                size = _commit(staging, root, manifest, latest)
+                size = _commit(staging, root, replace(manifest, nbytes=written, saved_at=time_of_commit(root)), latest)
                 prune(root, keep, iteration)
                 return size
 
         try:
-            parts = yield partial(_write_rank, staging, share)
-            sizes = yield publish if world.rank == 0 else _nothing
+            written = yield partial(_write_rank, staging, share)
+            size = yield publish if world.rank == 0 else _nothing
         except Exception:  # not when the save is abandoned: a thread may be writing still, and the next save sweeps
             if world.rank == 0:
                 shutil.rmtree(staging, ignore_errors=True)
             raise
-    return SaveReport(tag, sizes[0], time.perf_counter() - begin)
+    return SaveReport(tag, written + size, time.perf_counter() - begin)
+
+
+def _agree_on(manifest: Manifest, own: Sequence[Piece], place: int, world: Group) -> str:
+    """The name of this save, which all ranks know, once all have the same tensors in mind and the pieces they should
+    have. Collective."""
+    mind = f"{crc32(manifest.tensor_bytes()):08x}"
+    save_id, first = on_rank_0(lambda: [secrets.token_hex(8), mind], world)
+
+    def check() -> None:
+        manifest.check_grid(world.size)
+        if mind != first:
+            raise CheckpointError(f"rank {world.rank} and rank 0 disagree about what tensors there are to save, or how "
+                                  "they are cut")
+        _check_pieces(manifest, own, place)
+
+    agree(check, world)
+    return str(save_id)
+
+
+def _check_pieces(manifest: Manifest, own: Sequence[Piece], rank: int) -> None:
+    """The rank has exactly the pieces that the manifest says it has."""
+    found = {(piece.kind, piece.name): (piece.offset, piece.count) for piece in own}
+    for tensor in manifest.tensors:
+        expected, here = manifest.piece_of(tensor, rank), found.pop((tensor.kind, tensor.name), None)
+        if here != expected:
+            raise CheckpointError(f"{tensor.where}: rank {rank} should write {_elements(expected)} of {tensor.numel}, "
+                                  f"and has {_elements(here)}")
+    if found:
+        raise CheckpointError("{} {!r}: not one of the tensors to be saved".format(*min(found)))
+
+
+def _elements(piece: tuple[int, int] | None) -> str:
+    return "no elements" if piece is None else f"{piece[1]} elements from element {piece[0]} on"
 
 
 def _replaced(root: Path, tag: str) -> str | None:
     """What to say about the tag of this name that the save replaces."""
     if not (root / tag).exists():
         return None
-    try:
-        saved_at = manifest_of(root, tag).saved_at
-    except CheckpointError:
+    stamp = stamp_of(folder_of(root, tag))
+    if stamp is None or stamp.tag != tag:
         return f"replacing {root / tag}, which is damaged"
+    saved_at = stamp.saved_at
     when = f" of {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(saved_at / 1e6))}" if saved_at else ""
     return f"replacing {root / tag}: an earlier save{when} of the same name"
 
 
-def _nothing() -> None:
+def _nothing() -> int:
     """What the other ranks do while rank 0 commits."""
+    return 0
 
 
 @dataclass(frozen=True)
 class _Share:
     """What one rank is to write."""
 
+    save_id: str
     rank: int
     items: list[Item]
+    """In files of tensors."""
     texts: Mapping[str, bytes]
-    """JSON files by name."""
-    pieces: list[Piece]
-    """What `items` are, for the manifest; their data is not asked for."""
+    """Other files by name."""
+    state: Any
+    """The rank's own, encoded."""
 
     @property
     def nbytes(self) -> int:
         return sum(item.nbytes for item in self.items) + sum(map(len, self.texts.values()))
 
 
-def _share(rank: int, pieces: list[Piece], states: Mapping[str, Mapping[str, Any]], hold: Hold | None) -> _Share:
-    """Tensors of the states are in the same files as the pieces."""
+def _share(save_id: str, rank: int, pieces: Iterable[Piece], rank_state: Mapping[str, Any],
+           common: Mapping[str, Mapping[str, Any]], hold: Hold | None) -> _Share:
+    """Tensors of the states are in the same files as the pieces. What is in `common` rank 0 writes."""
     items: list[Item] = []
-    texts = {f"{stem}.json": _text(encode(state, stem, items)) for stem, state in states.items()}
+    own = encode(rank_state, f"rank{rank}", items)
+    texts = {f"{stem}.json": _text(encode(state, stem, items)) for stem, state in common.items() if rank == 0}
     items += [piece.item() for piece in pieces]
-    return _Share(rank, items if hold is None else hold(items), texts, pieces)
+    return _Share(save_id, rank, items if hold is None else hold(items), texts, own)
 
 
-def _write_rank(staging: Path, share: _Share) -> Any:
-    """Write a rank's share; what the manifest has to say about it."""
+def _write_rank(staging: Path, share: _Share) -> int:
+    """Write a rank's share, and then what it was; the bytes."""
     files: dict[str, FileEntry] = {}
-    file_of: dict[str, str] = {}
     for index, batch in enumerate(split_files(share.items)):
-        name = f"rank{share.rank}-{index}.safetensors" if index else f"rank{share.rank}.safetensors"
+        name = tensor_file_name(share.rank, index)
         with storing(staging / name, share.nbytes):
             files[name] = write_file(staging / name, batch)
-        file_of |= {item.key: name for item in batch}
     for name, text in share.texts.items():
         with storing(staging / name, share.nbytes):
             files[name] = write_blob(staging / name, text)
-    tensors = gather_tensors(piece.entry(file_of[piece.key]) for piece in share.pieces)
-    return {"files": {name: asdict(entry) for name, entry in files.items()}, "tensors": [asdict(t) for t in tensors]}
-
-
-def _collect(parts: list[Any], tag: str) -> tuple[dict[str, FileEntry], tuple[TensorEntry, ...]]:
-    """The files and the whole tensors of all ranks."""
-    files = {name: FileEntry(**entry) for part in parts for name, entry in part["files"].items()}
-    return files, gather_tensors(tensor_from_json(value, tag) for part in parts for value in part["tensors"])
+    name, text = part_name(share.rank), Part(share.save_id, share.rank, files, share.state).to_bytes()
+    with storing(staging / name, len(text)):
+        write_blob(staging / name, text)
+    return sum(entry.size for entry in files.values()) + len(text)
 
 
 def _commit(staging: Path, root: Path, manifest: Manifest, latest: bool) -> int:
-    """The manifest, last of all files, then the rename; the bytes of the whole checkpoint."""
-    manifest.check()
+    """The manifest, last of all files, then the rename; its bytes."""
     data = manifest.to_bytes()
     with storing(staging / MANIFEST, len(data)):
         write_blob(staging / MANIFEST, data)
     commit(staging, root, manifest.tag, latest)
-    return sum(entry.size for entry in manifest.files.values()) + len(data)
+    return len(data)
 
 
 def _text(value: object) -> bytes:

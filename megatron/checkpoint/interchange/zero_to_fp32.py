@@ -12,8 +12,9 @@ This file is complete in itself: a copy of it is in every save root, and needs P
 write a `.bin`. Every byte of the files it reads is checked first; no more than one output file is in memory at a time,
 for `.safetensors` no more than one tensor.
 
-A *piece* is a number of consecutive elements of one tensor parallel rank's flattened part of a tensor; the manifest
-lists them.
+A *piece* is a number of consecutive elements of one tensor parallel rank's flattened part of a tensor. The manifest
+says how each tensor is cut: from that follows who holds which piece. `rank<k>.json` lists that rank's files. (Formats 1
+and 2: the manifest lists all.)
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ BLOCK = 1 << 18
 """Bytes or elements read at a time."""
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 SAFE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
-FORMATS = (1, 2)
+FORMATS = (1, 2, 3)
 
 
 class Damaged(Exception):
@@ -74,6 +75,8 @@ class Tag:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.manifest = folder, read_manifest(folder)
+        self.files: dict[str, Any] = self.manifest.get("files", {})
+        self._parts: dict[int, list[str]] = {}
         self._headers: dict[str, tuple[int, dict[str, Any]]] = {}
 
     def entries(self, exclude_frozen: bool = False) -> list[Entry]:
@@ -85,8 +88,14 @@ class Tag:
                 raise Usage(f"--exclude_frozen_parameters: {self.folder.name} holds no optimizer state, which would "
                             "show what is frozen; leave the flag out")
             tensors = [tensor for tensor in tensors if tensor["name"] in learnt]
-        for name in sorted({piece["file"] for tensor in tensors for piece in tensor["pieces"]}):
-            self.verify(name)
+        if self.manifest["format"] >= 3:
+            layout = self.manifest["layout"]
+            for rank in range(layout["tp"] * layout["dp"]):
+                for name in self._files_of(rank):
+                    self.verify(name)
+        else:
+            for name in sorted({piece["file"] for tensor in tensors for piece in tensor["pieces"]}):
+                self.verify(name)
         weights = [Entry(tensor["name"], logical_shape(tensor["sharding"]), "<f4", partial(self.weight, tensor))
                    for tensor in tensors]
         return sorted([*weights, *self._buffers()], key=lambda entry: entry.name)
@@ -95,7 +104,7 @@ class Tag:
         """The whole tensor as fp32, put together from its pieces a block at a time."""
         cut, shape = tensor["sharding"], logical_shape(tensor["sharding"])
         out, filled = np.empty(prod(shape), "<f4"), 0
-        for piece in tensor["pieces"]:
+        for piece in self._pieces(tensor):
             for done in range(0, piece["count"], BLOCK):
                 start = piece["offset"] + done
                 data = as_fp32(*self._read(piece["file"], piece["key"], done, min(BLOCK, piece["count"] - done)))
@@ -106,11 +115,48 @@ class Tag:
             raise Damaged(f"{self.folder}: weight {tensor['name']!r}: {filled} of {out.size} elements found")
         return out.reshape(shape)
 
+    def _pieces(self, tensor: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
+        """tp_rank, offset, count, file and key of each."""
+        return tensor["pieces"] if "pieces" in tensor else self._pieces_of_parts(tensor)
+
+    def _pieces_of_parts(self, tensor: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """The flattened tensor of a tensor parallel rank begins at `start` of a row of shards of `each` elements; shard
+        d is in the files of rank d * tp + the tensor parallel rank."""
+        layout, cut, start, each = self.manifest["layout"], tensor["sharding"], tensor["start"], tensor["each"]
+        numel = prod(cut["local_shape"])
+        for tp_rank in range(cut["tp_size"]):
+            for shard in range(layout["dp"]):
+                low, high = max(shard * each - start, 0), min((shard + 1) * each - start, numel)
+                if low < high:
+                    key = f"{tensor['kind']}/{tensor['name']}/{tp_rank}/{low}"
+                    file = self._file_with(key, shard * layout["tp"] + tp_rank)
+                    yield {"tp_rank": tp_rank, "offset": low, "count": high - low, "file": file, "key": key}
+
+    def _file_with(self, key: str, rank: int) -> str:
+        names = self._files_of(rank)
+        name = next((name for name in names if key in self._header(name)[1]), None)
+        if name is None:
+            raise Damaged(f"{self.folder}: {key!r} is in none of {names}")
+        return name
+
+    def _files_of(self, rank: int) -> list[str]:
+        """The files of tensors of one rank; what its part of the manifest says becomes known."""
+        if rank not in self._parts:
+            path = self.folder / f"rank{rank}.json"
+            part = read_sealed(path)
+            if (part["save_id"], part["rank"]) != (self.manifest["save_id"], rank):
+                raise Damaged(f"{path}: is of another checkpoint; choose another tag with -t")
+            self.files |= part["files"]
+            self._parts[rank] = sorted(name for name in part["files"] if name.endswith(".safetensors"))
+        return self._parts[rank]
+
     def _buffers(self) -> Iterator[Entry]:
         """What the model registers besides parameters; whole numbers stay what they are."""
+        if self.manifest["format"] >= 3:
+            self._files_of(0)
         self.verify("shared.json")
         buffers = json.loads((self.folder / "shared.json").read_bytes()).get("buffers", {})
-        files = sorted(name for name in self.manifest["files"] if re.fullmatch(r"rank0(-\d+)?\.safetensors", name))
+        files = sorted(name for name in self.files if re.fullmatch(r"rank0(-\d+)?\.safetensors", name))
         for name in files if buffers else ():
             self.verify(name)
         for name, value in buffers.items():
@@ -131,7 +177,7 @@ class Tag:
 
     def verify(self, name: str) -> None:
         """Size and checksum of one file."""
-        said, path = self.manifest["files"].get(name), self.folder / name
+        said, path = self.files.get(name), self.folder / name
         if said is None or not SAFE_NAME.fullmatch(name):
             raise Damaged(f"{self.folder}: file {name!r:.80} is not listed in the manifest")
         size, crc = 0, 0
@@ -205,15 +251,21 @@ def tags_under(folder: Path) -> dict[str, Path]:
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / "manifest.json"
+    manifest = read_sealed(path)
+    if manifest["format"] not in FORMATS:
+        raise Damaged(f"{path}: format {manifest['format']}, this script reads formats {FORMATS[0]} to {FORMATS[-1]}")
+    return manifest
+
+
+def read_sealed(path: Path) -> dict[str, Any]:
+    """A JSON file that ends with the checksum of what is before."""
     with reading(path):
         data = path.read_bytes()
     text, mark, rest = data.rpartition(b',"crc32":"')
     if not mark or rest != b'%08x"}\n' % crc32(text):
         raise Damaged(f"{path}: damaged: its {len(data)} bytes do not match its checksum; choose another tag with -t")
-    manifest: dict[str, Any] = json.loads(text + b"}")
-    if manifest["format"] not in FORMATS:
-        raise Damaged(f"{path}: format {manifest['format']}, this script reads formats {FORMATS[0]} and {FORMATS[1]}")
-    return manifest
+    record: dict[str, Any] = json.loads(text + b"}")
+    return record
 
 
 def logical_shape(cut: Mapping[str, Any]) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ On another layout random streams are derived anew from the seed and the step; ev
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,14 +21,17 @@ from torch import Tensor
 
 from megatron.checkpoint.agree import agree
 from megatron.checkpoint.commit import Keep
+from megatron.checkpoint.cut import Spread
 from megatron.checkpoint.interchange.foreign import Foreign
+from megatron.checkpoint.manifest import TensorEntry
 from megatron.checkpoint.piece import Piece, sharding_of
 from megatron.checkpoint.reader import Checkpoint
+from megatron.checkpoint.tensorfile import DTYPE_NAMES
 from megatron.checkpoint.writer import Hold, Saving, saving
 from megatron.errors import CheckpointError, ConfigError
 from megatron.zero.api.hyper import SCHEDULED, check_groups, hyper_parameters, restore_groups
 from megatron.zero.engine import ZeroEngine
-from megatron.zero.layout import Slot
+from megatron.zero.layout import FlatLayout, Slot
 from mpu.collectives import all_gather
 from mpu.groups import Group, Groups
 from mpu.partition import join_slices, partition_of
@@ -106,9 +109,28 @@ def saving_engine(engine: ZeroEngine, root: Path, tag: str, who: Identity, *, cl
         "loop": dict(loop),
         "client_state": dict(client_state),
     }
-    return saving(root, tag, pieces=pieces, rank_state={"rng": capture_rng()} if rng else {}, shared_state=shared,
-                  config=who.config, layout=who.layout, world=engine.groups.world, run_id=who.run_id,
-                  iteration=engine.global_steps, keep=keep, hold=hold, latest=latest)
+    return saving(root, tag, pieces=pieces, tensors=_tensors(engine, kinds, frozen), place=_place(engine.groups),
+                  rank_state={"rng": capture_rng()} if rng else {}, shared_state=shared, config=who.config,
+                  layout=who.layout, world=engine.groups.world, run_id=who.run_id, iteration=engine.global_steps,
+                  keep=keep, hold=hold, latest=latest)
+
+
+def _tensors(engine: ZeroEngine, kinds: tuple[str, ...], frozen: bool) -> Iterator[TensorEntry]:
+    """What all ranks together save. Where a bucket is not split, its replicas share the writing as if it were."""
+    groups = engine.groups
+    for bucket in (*engine.buckets, *(engine.frozen if frozen else ())):
+        layout = FlatLayout(bucket.layout.slots, groups.dp.size)
+        held = bucket.master if bucket.trainable else bucket.shard
+        for kind in kinds if bucket.trainable else ("weight",):
+            for slot in layout.slots:
+                yield TensorEntry(kind, slot.name, DTYPE_NAMES[held.dtype],
+                                  sharding_of(slot.shape, slot.partition, groups.tp.size),
+                                  Spread(slot.offset, layout.shard_numel))
+
+
+def _place(groups: Groups) -> int:
+    """This rank's place in the grid, which names its files."""
+    return groups.dp.rank * groups.tp.size + groups.tp.rank
 
 
 def load_engine(engine: ZeroEngine, found: Checkpoint, scheduler: Stateful | None, options: LoadOptions) -> None:
@@ -220,7 +242,7 @@ def _check_shapes(engine: ZeroEngine, found: Checkpoint, optimizer: bool) -> Non
 
 def restore_streams(found: Checkpoint, groups: Groups, layout: Mapping[str, int], seed: int) -> str | None:
     """Random streams of this rank; a note if they could not go on."""
-    saved = found.rank_state(groups.world.rank) if same_ranks(found.layout, layout) else None
+    saved = found.rank_state(_place(groups)) if same_ranks(found.layout, layout) else None
     moved = saved and ("cuda" in saved["rng"]) != ("cuda" in capture_rng())
     if saved and not moved:
         restore_rng(saved["rng"])

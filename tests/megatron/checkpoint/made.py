@@ -5,18 +5,26 @@ The slicing here is the slow, obvious reference that cut.py is compared with.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
+from data.storage import crc32
 from megatron.checkpoint import agree, writer
-from megatron.checkpoint.piece import Piece
+from megatron.checkpoint.cut import Spread
+from megatron.checkpoint.manifest import MANIFEST, FileEntry, Manifest, PieceEntry, TensorEntry, read_manifest
+from megatron.checkpoint.part import part_name, read_part
+from megatron.checkpoint.piece import Piece, key_of, sharding_of
+from megatron.checkpoint.strict import ending
+from megatron.checkpoint.tags import verify
+from megatron.checkpoint.tensorfile import TensorFile
 from megatron.zero.layout import FlatLayout, Slot
 from mpu.groups import SOLO, Group
 from mpu.split import Partition
@@ -81,21 +89,26 @@ def runs(tensors: dict[tuple[str, str], torch.Tensor], grid: Grid, tp_rank: int,
 
 
 class ThreadWorld:
-    """A world whose ranks are threads of this process: all_gather_json is a list and a barrier."""
+    """A world whose ranks are threads of this process: a collective is a list and a barrier."""
 
     def __init__(self, size: int) -> None:
         self.groups = [Group(rank, size, tuple(range(size))) for rank in range(size)]
         self.slots: list[Any] = [None] * size
         self.barrier = threading.Barrier(size, timeout=20)
 
-    def all_gather_json(self, value: Any, group: Group) -> list[Any]:
-        import json
-
-        self.slots[group.rank] = json.dumps(value)
+    def _exchange(self, value: Any, group: Group) -> list[Any]:
+        self.slots[group.rank] = value
         self.barrier.wait()
-        values = [json.loads(text) for text in self.slots]
+        values = list(self.slots)
         self.barrier.wait()
         return values
+
+    def reduce_number(self, number: float, group: Group, op: str = "max") -> float:
+        return float({"min": min, "max": max, "sum": sum}[op](self._exchange(number, group)))
+
+    def broadcast_json(self, value: Any, group: Group, src: int = 0) -> Any:
+        text = json.dumps(value) if group.rank == src else None
+        return json.loads(self._exchange(text, group)[src])
 
     def run(self, action: Callable[[Group], Any]) -> list[Any]:
         """What `action` returned or raised on each rank."""
@@ -117,18 +130,31 @@ class ThreadWorld:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        with mock.patch.object(agree, "all_gather_json", self.all_gather_json), \
-                mock.patch.object(writer, "all_gather_json", self.all_gather_json):
+        with mock.patch.object(agree, "reduce_number", self.reduce_number), \
+                mock.patch.object(agree, "broadcast_json", self.broadcast_json):
             yield
+
+
+def tensors(grid: Grid) -> Iterator[TensorEntry]:
+    """What all ranks of the grid together save."""
+    made = logical()
+    for kind in KINDS:
+        slots = [Slot(name, tuple(local(made[kind, name], partition, 0, grid.tp).shape), partition=partition)
+                 for name, (_, partition) in SHAPES.items()]
+        layout = FlatLayout(slots, grid.dp)
+        for slot in layout.slots:
+            yield TensorEntry(kind, slot.name, "F32", sharding_of(slot.shape, slot.partition, grid.tp),
+                              Spread(slot.offset, layout.shard_numel))
 
 
 def save_grid(root: Path, grid: Grid, step: int = 1, seed: int = 0, padding: float = 0) -> list[Any]:
     """Save as tp x dp ranks; what `save` returned or raised on each. The engine skips no replicated copies here."""
-    tensors = logical(seed)
+    values = logical(seed)
 
     def work(world: Group) -> Any:
         tp_rank, dp_rank = world.rank % grid.tp, world.rank // grid.tp
-        return writer.save(root, f"global_step{step}", pieces=runs(tensors, grid, tp_rank, dp_rank, padding),
+        return writer.save(root, f"global_step{step}", pieces=runs(values, grid, tp_rank, dp_rank, padding),
+                           tensors=tensors(grid),
                            rank_state={"seed": world.rank, "stream": torch.arange(8, dtype=torch.uint8) + world.rank},
                            shared_state={"scale": 2.0, "position": [1, step]}, config={"hidden": 8},
                            layout={"tp": grid.tp, "dp": grid.dp}, world=world, run_id="made", iteration=step)
@@ -142,3 +168,41 @@ def save_solo(root: Path, step: int, seed: int | None = None, tag: str | None = 
     writer.save(root, tag or f"global_step{step}", pieces=[Piece("w", "weight", (16,), None, 0, 1, 0, data)],
                 rank_state={"stream": torch.arange(4, dtype=torch.uint8)}, shared_state={}, config={},
                 layout={"tp": 1, "dp": 1}, world=SOLO, run_id="solo", iteration=step, say=lambda line: None)
+
+
+# ---- checkpoints of format 2, which list every file and piece in the manifest ----------------------------------------
+
+def format_2(manifest: Manifest) -> bytes:
+    """A manifest as format 2 wrote it."""
+    body = {"format": 2, **{name: getattr(manifest, name) for name in
+                            ("run_id", "tag", "iteration", "layout", "config")},
+            "files": {name: asdict(entry) for name, entry in manifest.files.items()},
+            "tensors": [{key: value for key, value in asdict(tensor).items() if key != "spread"}
+                        for tensor in manifest.tensors],
+            "saved_at": manifest.saved_at}
+    text = json.dumps(body, separators=(",", ":")).encode()[:-1]
+    return text + ending(text)
+
+
+def make_format_2(root: Path, tag: str) -> None:
+    """Turn a tag into what the same save was in format 2."""
+    folder = root / tag
+    manifest = read_manifest(folder)
+    files = dict(verify(root, tag).files)
+    file_of = {key: name for name in files if name.endswith(".safetensors")
+               for key in TensorFile(folder / name, name).entries}
+    for rank in range(manifest.ranks):
+        state = json.dumps(read_part(folder, manifest, rank)[0].state, indent=1).encode() + b"\n"
+        (folder / part_name(rank)).write_bytes(state)
+        files[part_name(rank)] = FileEntry(len(state), f"{crc32(state):08x}")
+    listed = tuple(replace(tensor, spread=None, pieces=tuple(_pieces(manifest, tensor, file_of)))
+                   for tensor in manifest.tensors)
+    (folder / MANIFEST).write_bytes(format_2(replace(manifest, tensors=listed, files=files)))
+
+
+def _pieces(manifest: Manifest, tensor: TensorEntry, file_of: dict[str, str]) -> Iterator[PieceEntry]:
+    for tp_rank in range(tensor.sharding.tp_size):
+        for shard in range(manifest.grid[1]):
+            if (piece := manifest.piece_of(tensor, shard * manifest.grid[0] + tp_rank)) is not None:
+                key = key_of(tensor, tp_rank, piece[0])
+                yield PieceEntry(tp_rank, *piece, file_of[key], key)

@@ -16,10 +16,11 @@ from megatron.checkpoint.command import main
 from megatron.checkpoint.commit import Keep, commit, prune, sweep
 from megatron.checkpoint.interchange import zero_to_fp32
 from megatron.checkpoint.manifest import MANIFEST, read_manifest
+from megatron.checkpoint.strict import ending
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.tags import tag_names
 from megatron.errors import CheckpointError
-from tests.megatron.checkpoint.made import save_solo
+from tests.megatron.checkpoint.made import make_format_2, save_solo
 
 
 def opened(root: Path, **options: bool) -> tuple[str, list[str]]:
@@ -111,11 +112,11 @@ def test_copies_keep_the_order(tmp_path: Path) -> None:
 
 def as_format_1(folder: Path) -> None:
     """The manifest as this program wrote it before it recorded times."""
+    make_format_2(folder.parent, folder.name)
     value = json.loads((folder / MANIFEST).read_bytes())
     del value["saved_at"], value["crc32"]
     text = json.dumps({**value, "format": 1}, separators=(",", ":")).encode()[:-1]
-    from megatron.checkpoint.manifest import _seal
-    (folder / MANIFEST).write_bytes(text + _seal(text))
+    (folder / MANIFEST).write_bytes(text + ending(text))
 
 
 def test_tags_without_a_time_come_first_in_the_order_of_their_steps(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -114,5 +115,6 @@ def test_fifty_clean_tags_raise_no_alarm(tmp_path: Path) -> None:
     for seed in range(50):
         root = tmp_path / str(seed)
         save_grid(root, GRIDS[seed % len(GRIDS)], step=seed, seed=seed)
-        assert open_checkpoint(root, say=pytest.fail).manifest == verify(root, f"global_step{seed}")
+        assert open_checkpoint(root, say=pytest.fail).manifest == \
+            replace(verify(root, f"global_step{seed}"), files={})
         shutil.rmtree(root)

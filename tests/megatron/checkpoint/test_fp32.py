@@ -22,10 +22,10 @@ from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.writer import save
 from megatron.errors import CheckpointError, ConfigError, StorageError
 from megatron.model import GPT2
-from mpu.groups import SOLO
+from mpu.groups import SOLO, Group
 from mpu.split import Partition
 from tests.distributed import run_ranks
-from tests.megatron.checkpoint.made import GRIDS, SHAPES, Grid, logical, save_grid
+from tests.megatron.checkpoint.made import GRIDS, SHAPES, Grid, ThreadWorld, logical, make_format_2, save_grid
 from tests.megatron.helpers import NO_DROPOUT, TINY, tiny_model, total_digest, train_all, write_corpus
 
 
@@ -43,9 +43,12 @@ def script(root: Path, *arguments: object, folder: Path | None = None) -> subpro
                           capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.parametrize("version", [2, 3])
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_every_layout_gives_the_logical_tensors(grid: Grid, tmp_path: Path) -> None:
+def test_every_layout_gives_the_logical_tensors(grid: Grid, version: int, tmp_path: Path) -> None:
     save_grid(tmp_path, grid, step=3, padding=9.0)
+    if version == 2:
+        make_format_2(tmp_path, "global_step3")
     assert zero_to_fp32.main([str(tmp_path), str(tmp_path / "all.safetensors")]) == 0
     assert same(load_file(tmp_path / "all.safetensors"), expected(0))
     assert same(dict(zero.get_fp32_state_dict_from_zero_checkpoint(tmp_path)), expected(0))
@@ -145,9 +148,10 @@ def test_errors_have_their_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixt
         zero.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "absent" / "out.bin")
 
 
-def save_pieces(root: Path, pieces: list[Piece], buffers: dict[str, torch.Tensor] | None = None) -> None:
+def save_pieces(root: Path, pieces: list[Piece], buffers: dict[str, torch.Tensor] | None = None,
+                world: Group = SOLO) -> None:
     save(root, "global_step1", pieces=pieces, rank_state={}, shared_state={"buffers": buffers or {}}, config={},
-         layout={"tp": 1, "dp": 1, "zero_stage": 0}, world=SOLO, run_id="made", iteration=1)
+         layout={"tp": world.size, "dp": 1, "zero_stage": 0}, world=world, run_id="made", iteration=1)
 
 
 def test_dtypes_buffers_and_frozen_parameters(tmp_path: Path) -> None:
@@ -239,10 +243,10 @@ finally:
 def test_peak_memory_is_that_of_one_output_file(suffix: str, tmp_path: Path) -> None:
     """Eight matrices of 12 MB, split over tp 2 along the columns, in files of 24 MB."""
     tp, side = 2, 1732
-    pieces = [Piece(f"m{i}", "weight", (side, side // tp), Partition(1), rank, tp, 0,
-                    torch.full((side * side // tp,), float(i)))
-              for i in range(8) for rank in range(tp)]
-    save_pieces(tmp_path, pieces)
+    saved = ThreadWorld(tp).run(lambda world: save_pieces(tmp_path, [
+        Piece(f"m{i}", "weight", (side, side // tp), Partition(1), world.rank, tp, 0,
+              torch.full((side * side // tp,), float(i))) for i in range(8)], world=world))
+    assert saved == [None, None]
     done = subprocess.run([sys.executable, "-c", MEASURE, tmp_path / "zero_to_fp32.py", tmp_path, tmp_path /
                            f"out{suffix}", "--max_shard_size", "25MB"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.cut import Sharding
-from megatron.checkpoint.manifest import (
-    FileEntry, Manifest, PieceEntry, TensorEntry, _seal, from_bytes, gather_tensors, safe_name, saved_at_of,
-    step_of)
+from megatron.checkpoint.cut import Sharding, Spread
+from megatron.checkpoint.manifest import FileEntry, Manifest, PieceEntry, TensorEntry, from_bytes, safe_name, step_of
+from megatron.checkpoint.stamp import Stamp, saved_at_of, stamp_of
+from megatron.checkpoint.strict import ending
 from megatron.errors import CheckpointError
+from tests.megatron.checkpoint.made import format_2
 
-
-def tensor(*pieces: PieceEntry, name: str = "w", dim: int | None = 0) -> TensorEntry:
-    return TensorEntry("weight", name, "F32", Sharding((4, 2), dim, 1, None, 1 if dim is None else 2), pieces)
+CUT = Sharding((4, 2), 0, 1, None, 2)
 
 
 def piece(tp_rank: int, offset: int, count: int) -> PieceEntry:
@@ -26,24 +25,40 @@ def piece(tp_rank: int, offset: int, count: int) -> PieceEntry:
 
 
 WHOLE = (piece(0, 0, 8), piece(1, 0, 3), piece(1, 3, 5))
-MANIFEST = Manifest("run", "global_step7", 7, {"tp": 2, "dp": 1}, {"a": [1, None, "x"]},
-                    {"rank0.safetensors": FileEntry(100, "0123abcd")}, (tensor(*WHOLE),), 1_800_000_000_000_000)
+MANIFEST = Manifest("run", "global_step7", 7, {"tp": 2, "dp": 3}, {"a": [1, None, "x"]},
+                    (TensorEntry("weight", "w", "F32", CUT, Spread(3, 5)),), 1_800_000_000_000_000, "0123", 100)
+LISTED = replace(MANIFEST, files={"rank0.safetensors": FileEntry(100, "0123abcd")}, save_id="", nbytes=0,
+                 tensors=(TensorEntry("weight", "w", "F32", CUT, pieces=WHOLE),))
+"""In format 2."""
 
 
 def test_it_comes_back_as_it_went() -> None:
     assert from_bytes(MANIFEST.to_bytes()) == MANIFEST
+    assert from_bytes(format_2(LISTED)) == LISTED
 
 
 def test_a_manifest_of_format_1_is_read_and_has_no_time() -> None:
-    assert from_bytes(sealed(lambda m: m.update(format=1) or m.pop("saved_at"))) == replace(MANIFEST, saved_at=0)
+    assert from_bytes(sealed(lambda m: m.update(format=1) or m.pop("saved_at"), LISTED)) == replace(LISTED, saved_at=0)
 
 
-def test_the_time_of_a_commit_is_found_at_the_end_of_the_file(tmp_path: Path) -> None:
-    assert saved_at_of(tmp_path) == 0
-    for data, time in ((MANIFEST.to_bytes(), MANIFEST.saved_at), (b"{}", 0),
-                       (sealed(lambda m: m.update(format=1) or m.pop("saved_at")), 0)):
+def test_tag_and_time_are_found_without_parsing(tmp_path: Path) -> None:
+    assert saved_at_of(tmp_path) == 0 and stamp_of(tmp_path) is None
+    first = json.dumps(json.loads(format_2(LISTED))).encode()
+    for data, time in ((MANIFEST.to_bytes(), MANIFEST.saved_at), (format_2(LISTED), LISTED.saved_at), (b"{}", 0),
+                       (first, 0)):
         (tmp_path / "manifest.json").write_bytes(data)
         assert saved_at_of(tmp_path) == time
+        assert stamp_of(tmp_path) == (Stamp("global_step7", time) if time else None)
+    for bit in range(0, len(data := MANIFEST.to_bytes()) * 8, 7):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        (tmp_path / "manifest.json").write_bytes(flipped)
+        assert stamp_of(tmp_path) is None
+
+
+def test_its_length_does_not_depend_on_the_number_of_ranks() -> None:
+    sizes = [len(replace(MANIFEST, layout={"tp": 2, "dp": dp}).to_bytes()) for dp in (3, 9, 5)]
+    assert len(set(sizes)) == 1
 
 
 def test_every_flipped_bit_is_found() -> None:
@@ -62,13 +77,13 @@ def test_every_truncation_is_found() -> None:
             from_bytes(data[:size])
 
 
-def sealed(change: Callable[[dict[str, Any]], object]) -> bytes:
+def sealed(change: Callable[[dict[str, Any]], object], manifest: Manifest = MANIFEST) -> bytes:
     """A manifest with a change and a good checksum."""
-    value = json.loads(MANIFEST.to_bytes())
+    value = json.loads(manifest.to_bytes() if manifest.has_parts else format_2(manifest))
     del value["crc32"]
     change(value)
     text = json.dumps(value).encode()[:-1]
-    return text + _seal(text)
+    return text + ending(text)
 
 
 CHANGES: list[tuple[str, Callable[[dict[str, Any]], object]]] = [
@@ -77,44 +92,54 @@ CHANGES: list[tuple[str, Callable[[dict[str, Any]], object]]] = [
     ("'iteration' must be int, found 'x'", lambda m: m.update(iteration="x")),
     ("'iteration' must be int, found True", lambda m: m.update(iteration=True)),
     ("'iteration' must not be negative, found -1", lambda m: m.update(iteration=-1)),
-    ("format 3, this program reads formats 1 and 2", lambda m: m.update(format=3)),
+    ("format 4, this program reads formats 1 to 3", lambda m: m.update(format=4)),
     ("'saved_at' is missing", lambda m: m.pop("saved_at")),
+    ("tag '/tmp' is not a plain name", lambda m: m.update(tag="/tmp")),
+    ("weight 'w': sharding: unknown field 'x'", lambda m: m["tensors"][0]["sharding"].update(x=1)),
+    ("weight 'w' is listed twice", lambda m: m["tensors"].append(m["tensors"][0])),
+    ("no such cut", lambda m: m["tensors"][0]["sharding"].update(stride=3)),
+]
+IN_PARTS: list[tuple[str, Callable[[dict[str, Any]], object]]] = [
+    ("field 'save_id' is empty", lambda m: m.update(save_id="")),
+    ("unknown field 'files'", lambda m: m.update(files={})),
+    ("weight 'w': field 'start' is missing", lambda m: m["tensors"][0].pop("start")),
+    ("weight 'w': field 'each' must not be negative", lambda m: m["tensors"][0].update(each=-1)),
+    ("8 elements from 8 on are not in 3 shards of 5", lambda m: m["tensors"][0].update(start=8)),
+    ("8 elements from 3 on are not in 2 shards of 5", lambda m: m["layout"].update(dp=2)),
+    ("cut over 2 tensor-parallel ranks of 4", lambda m: m["layout"].update(tp=4)),
+    ("layout expected with sizes tp and dp", lambda m: m["layout"].update(tp="2")),
+]
+OF_LISTED: list[tuple[str, Callable[[dict[str, Any]], object]]] = [
     ("unknown field 'saved_at'", lambda m: m.update(format=1)),
+    ("unknown field 'save_id'", lambda m: m.update(save_id="x")),
     ("files.rank0.safetensors.: field 'size' is missing", lambda m: m["files"]["rank0.safetensors"].pop("size")),
     ("file '../rank0' is not a plain name", lambda m: m["files"].update({"../rank0": {}})),
-    ("tag '/tmp' is not a plain name", lambda m: m.update(tag="/tmp")),
     ("weight 'w': pieces..: field 'key' is missing", lambda m: m["tensors"][0]["pieces"][0].pop("key")),
-    ("weight 'w': sharding: unknown field 'x'", lambda m: m["tensors"][0]["sharding"].update(x=1)),
     ("is in 'rank9.json', which is not", lambda m: m["tensors"][0]["pieces"][0].update(file="rank9.json")),
-    ("weight 'w' is listed twice", lambda m: m["tensors"].append(m["tensors"][0])),
     ("there is nothing at element 3 of 8 of tensor-parallel rank 1 of 2", lambda m: m["tensors"][0]["pieces"].pop()),
     ("expected a piece at element 0 of 8 of tensor-parallel rank 1 of 2", lambda m: m["tensors"][0]["pieces"].pop(1)),
     ("expected a piece at element 0 of 8 of tensor-parallel rank 0 of 2", lambda m: m["tensors"][0]["pieces"].pop(0)),
     ("expected a piece at element 3", lambda m: m["tensors"][0]["pieces"][2].update(count=6)),
-    ("no such cut", lambda m: m["tensors"][0]["sharding"].update(stride=3)),
     ("there is nothing at element 0 of 8 of tensor-parallel rank 2",
      lambda m: m["tensors"][0]["sharding"].update(tp_size=10**18)),
 ]
+ALL = [*((message, change, manifest) for message, change in CHANGES for manifest in (MANIFEST, LISTED)),
+       *((message, change, MANIFEST) for message, change in IN_PARTS),
+       *((message, change, LISTED) for message, change in OF_LISTED)]
 
 
-@pytest.mark.parametrize(("message", "change"), CHANGES, ids=[message for message, _ in CHANGES])
-def test_a_wrong_field_is_named(message: str, change: Callable[[dict[str, Any]], object]) -> None:
+@pytest.mark.parametrize(("message", "change", "manifest"), ALL,
+                         ids=[f"{message}-{'parts' if m.has_parts else 'listed'}" for message, _, m in ALL])
+def test_a_wrong_field_is_named(message: str, change: Callable[[dict[str, Any]], object], manifest: Manifest) -> None:
     with pytest.raises(CheckpointError, match=message):
-        from_bytes(sealed(change))
+        from_bytes(sealed(change, manifest))
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[1]", b"[" * 100_000, b"\x80\x04\x95", b'{"a":1,"a":2}'], ids=repr)
 def test_anything_else_is_an_error_too(data: bytes) -> None:
-    for text in (data, data + _seal(data)):
+    for text in (data, data + ending(data)):
         with pytest.raises(CheckpointError):
             from_bytes(text)
-
-
-def test_ranks_must_agree_on_a_tensor() -> None:
-    gathered = gather_tensors([tensor(WHOLE[2], WHOLE[0]), tensor(WHOLE[1])])
-    assert gathered == (tensor(*WHOLE),)
-    with pytest.raises(CheckpointError, match="weight 'w': ranks disagree"):
-        gather_tensors([tensor(WHOLE[0]), tensor(WHOLE[1], dim=None)])
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", ".hidden", "a/b", "../a", "/a", "a\\b", "a b", "a\n", "$(touch x)",

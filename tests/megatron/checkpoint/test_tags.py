@@ -10,11 +10,13 @@ from unittest import mock
 
 import pytest
 
+from megatron.checkpoint.interchange import zero_to_fp32
 from megatron.checkpoint.manifest import MANIFEST
+from megatron.checkpoint.part import writer_of
 from megatron.checkpoint.reader import open_checkpoint
-from megatron.checkpoint.tags import complete, manifest_of, tag_names, verify
+from megatron.checkpoint.tags import check_share, complete, manifest_of, tag_names, verify
 from megatron.errors import CheckpointError
-from tests.megatron.checkpoint.made import Grid, save_grid, save_solo
+from tests.megatron.checkpoint.made import Grid, make_format_2, save_grid, save_solo
 
 
 def test_tags_are_listed_by_number_and_not_by_spelling(tmp_path: Path) -> None:
@@ -46,11 +48,13 @@ def test_a_tag_that_is_no_tag_is_refused(tmp_path: Path, tag: str) -> None:
         open_checkpoint(tmp_path, tag)
 
 
-@pytest.fixture(scope="module")
-def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=[2, 3], ids=["format2", "format3"])
+def pristine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("pristine")
-    save_grid(root, Grid(2, 1), step=1)
-    save_grid(root, Grid(2, 1), step=2)
+    for step in (1, 2):
+        save_grid(root, Grid(2, 1), step=step)
+        if request.param == 2:
+            make_format_2(root, f"global_step{step}")
     return root
 
 
@@ -140,3 +144,33 @@ def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(root: Path) 
     with mock.patch.object(os, "listdir", side_effect=unreadable), \
             pytest.raises(CheckpointError, match="tag global_step2: .*cannot be read .Input/output error"):
         open_checkpoint(root)
+
+
+def test_every_rank_looks_at_its_share_of_the_files_alone(tmp_path: Path) -> None:
+    """The ranks that load are fewer than, as many as, or more than those that saved."""
+    save_grid(tmp_path, Grid(2, 2))
+    manifest, folder = manifest_of(tmp_path, "global_step1"), tmp_path / "global_step1"
+    for shares in (1, 2, 3, 4, 7):
+        found = [set(check_share(folder, manifest, share, shares)) for share in range(shares)]
+        assert sum(map(len, found)) == len(set().union(*found)) == len(os.listdir(folder)) - 1
+        for share, files in enumerate(found):
+            assert {rank for rank in map(writer_of, files)} == set(range(4)[share::shares])
+
+
+def test_files_of_one_rank_of_another_save_are_found_even_all_together(tmp_path: Path) -> None:
+    """The same run, the same step, the same layout: only the save is another one."""
+    for name, seed in (("a", 1), ("b", 2)):
+        save_grid(tmp_path / name, Grid(1, 2), seed=seed)
+    for path in (tmp_path / "b" / "global_step1").glob("rank1*"):
+        shutil.copy(path, tmp_path / "a" / "global_step1" / path.name)
+    for attempt in (lambda: verify(tmp_path / "a", "global_step1"), lambda: open_checkpoint(tmp_path / "a"),
+                    lambda: zero_to_fp32.open_tag(tmp_path / "a").entries()):
+        with pytest.raises((CheckpointError, zero_to_fp32.Damaged), match="rank1.json: .*is of another checkpoint"):
+            attempt()
+
+
+def test_a_file_too_many_of_a_rank_that_is_there_is_named(tmp_path: Path) -> None:
+    save_grid(tmp_path, Grid(1, 2))
+    (tmp_path / "global_step1" / "rank1-1.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="file 'rank1-1.safetensors' does not belong to this checkpoint"):
+        open_checkpoint(tmp_path)

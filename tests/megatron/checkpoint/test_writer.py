@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,16 @@ import pytest
 import torch
 
 from megatron.checkpoint import tensorfile, writer
+from megatron.checkpoint.manifest import TensorEntry
 from megatron.checkpoint.piece import Deferred, Piece
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.tags import tag_names, verify
+from megatron.checkpoint.tensorfile import TensorFile
 from megatron.errors import CheckpointError, NumericsError, StorageError, TrainerError
 from mpu.groups import SOLO, Group, build
 from mpu.split import Partition
 from tests.distributed import run_ranks
+from tests.megatron.checkpoint import made
 from tests.megatron.checkpoint.made import KINDS, SHAPES, Grid, save_grid, save_solo
 
 
@@ -166,7 +170,7 @@ def test_finite_values_whose_sum_overflows_are_saved(tmp_path: Path) -> None:
 
 def test_a_tensor_that_is_not_whole_is_not_committed(tmp_path: Path) -> None:
     save_solo(tmp_path, 1)
-    with pytest.raises(CheckpointError, match="weight 'w': there is nothing at element 3 of 4"):
+    with pytest.raises(CheckpointError, match="'w': rank 0 should write 4 elements from element 0 on of 4, and has 3 "):
         save_one(tmp_path, torch.zeros(3))
     check_untouched(tmp_path)
 
@@ -217,7 +221,7 @@ def test_everything_is_on_the_disk_before_the_rename(tmp_path: Path) -> None:
         save_one(tmp_path / "new", torch.zeros(4))
     staging = "/new/.staging-global_step2-run"
     files = [f"{staging}/{name}" for name in
-             ("rank0.safetensors", "rank0.json", "shared.json", "config.json", "manifest.json")]
+             ("rank0.safetensors", "shared.json", "config.json", "rank0.json", "manifest.json")]
     assert log[:7] == ["", *files, staging]
     # In between, at the first save of a folder: zero_to_fp32.py. Then what `latest` will say, and only then the tag.
     assert [re.sub(r"\.\d+\..*tmp", "", line) for line in log[9:13]] == \
@@ -226,9 +230,37 @@ def test_everything_is_on_the_disk_before_the_rename(tmp_path: Path) -> None:
 
 def test_a_replicated_tensor_is_written_once(tmp_path: Path) -> None:
     save_grid(tmp_path, Grid(4, 1))
-    pieces = {piece.tp_rank for tensor in verify(tmp_path, "global_step1").tensors if tensor.name == "norm.weight"
-              for piece in tensor.pieces}
-    assert pieces == {0}
+    holders = {rank for rank in range(4) for key in
+               TensorFile(tmp_path / "global_step1" / f"rank{rank}.safetensors", "").entries if "norm.weight" in key}
+    assert holders == {0}
+
+
+def test_ranks_that_have_other_tensors_in_mind_do_not_save(tmp_path: Path) -> None:
+    real, asked = made.tensors, iter(range(100))
+
+    def other(grid: Grid) -> list[TensorEntry]:
+        """Of another type on one of the ranks."""
+        dtype = "F16" if next(asked) else "F32"
+        return [replace(tensor, dtype=dtype) for tensor in real(grid)]
+
+    with mock.patch.object(made, "tensors", other):
+        results = save_grid(tmp_path, Grid(1, 2))
+    assert [type(result) for result in results] == [CheckpointError] * 2
+    assert "disagree about what tensors there are to save" in str(results[0])
+    assert not tag_names(tmp_path)
+
+
+def test_a_rank_that_lacks_a_piece_is_named(tmp_path: Path) -> None:
+    real = made.runs
+
+    def fewer(*args: Any) -> list[Piece]:
+        return [piece for piece in real(*args) if args[3] == 0 or piece.name != "fc.weight"]
+
+    with mock.patch.object(made, "runs", fewer):
+        results = save_grid(tmp_path, Grid(1, 2))
+    assert {str(result) for result in results} == {
+        "exp_avg 'fc.weight': rank 1 should write 160 elements from element 0 on of 160, and has no elements"}
+    assert not tag_names(tmp_path)
 
 
 def test_a_group_of_one_needs_no_process_group(tmp_path: Path) -> None:
