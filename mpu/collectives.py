@@ -25,7 +25,7 @@ from mpu.wire.gloo import GlooWire
 from mpu.wire.interface import Op, Pending, Wire
 from mpu.wire.native import NativeWire
 
-__all__ = ["Op", "Pending", "agree", "all_gather", "all_gather_into", "all_gather_json", "all_reduce",
+__all__ = ["Op", "Pending", "agree", "all_gather", "all_gather_into", "all_gather_json", "all_reduce", "broadcast_json",
            "all_reduce_into", "barrier", "broadcast_into", "reduce_scatter", "reduce_scatter_into"]
 
 _NATIVE, _GLOO = NativeWire(), GlooWire()

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mpu.collectives import (
     agree, all_gather, all_gather_into, all_gather_json, all_reduce, all_reduce_into, barrier, broadcast_into,
+    broadcast_json,
     reduce_scatter, reduce_scatter_into,
 )
 from mpu.groups import SOLO, build
@@ -135,6 +136,19 @@ def _small(rank: int, world: int) -> None:
     assert agree(rank, group) == world - 1 and agree(rank, group, "min") == 0 and agree(0.25, group, "sum") == world / 4
     assert agree(2**53 - 1 if rank else 0, group) == 2**53 - 1
     barrier(group)
+
+
+def share_value(rank: int, world_size: int) -> None:
+    group = build().world
+    for src in range(world_size):
+        value = {"of": src, "text": "ü" * src * 50, "none": None}
+        given = value if rank == src else object()  # what the others give is not even looked at
+        assert broadcast_json(given, group, src) == value
+
+
+def test_one_value_travels_as_json() -> None:
+    run_ranks(share_value, 3)
+    assert broadcast_json((1, "x"), SOLO) == [1, "x"]
 
 
 def test_values_of_different_lengths_travel_as_json() -> None:
