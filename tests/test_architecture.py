@@ -95,7 +95,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero.api.names megatron.zero.api.engine megatron.zero.api.meeting megatron.zero.api.initialize
         megatron.zero
         megatron.train megatron.train.inputs
-        megatron.train.allocator megatron.train.processor megatron.train.flops megatron.train.batches
+        megatron.train.allocator megatron.train.processor megatron.train.compiling megatron.train.flops
+        megatron.train.batches
         megatron.train.evaluation megatron.train.rate megatron.train.metrics megatron.train.console megatron.train.board
         megatron.train.log megatron.train.facts megatron.train.sample megatron.train.build
         megatron.train.loop megatron.train.resume

@@ -29,6 +29,9 @@ class PrecisionConfig:
                                json="fp16.min_loss_scale")
     auto_cast: bool = setting(
         False, "fp16, in zero.initialize: cast floating point inputs of the engine's forward", json="fp16.")
+    matmul_precision: Literal["highest", "high", "medium"] | None = setting(
+        None, "products of fp32 matrices: highest is fp32, high TF32, medium bf16, where the device has them (default: "
+              "high on a GPU, highest on a CPU)")
     communication_data_type: Literal["fp32", "fp16", "bf16"] | None = setting(
         None, "precision in which gradients are sent between ranks (default: that in which they are accumulated)",
         json=Key("communication_data_type", choice("fp32", "fp16", "bf16"), nullable=True,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron.config.kinds import COUNT
 from megatron.config.problems import Problems
-from megatron.config.setting import Key, setting
+from megatron.config.setting import Key, require, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,12 @@ class TrainConfig:
     exit_duration_in_mins: float = setting(0.0, "exit after the step in which the run is this many minutes old; 0 "
                                                 "turns it off")
     seed: int = setting(1234, "seed of weights, dropout and data order")
-    compile: bool = setting(False, "compile each block with torch.compile", "torch-compile")
+    compile: bool | None = setting(None, "compile the model with torch.compile (default: on a GPU)", "torch-compile")
+    compile_scope: Literal["auto", "blocks", "model"] = setting(
+        "auto", "what --compile makes one graph of: each block, or the whole model (auto: the model, where nothing has "
+                "to happen between blocks)")
+    cuda_graphs: bool = setting(False, "--compile on a GPU: replay launches as CUDA graphs (torch's reduce-overhead); "
+                                       "faster for small models, takes more memory; stages 0 to 2")
     deterministic: bool = setting(False, "refuse kernels whose results vary from run to run")
 
     def __post_init__(self) -> None:
@@ -37,3 +43,5 @@ class TrainConfig:
         problems.require_range(self, "eval_iters", 1)
         problems.require_range(self, "seed", 0, 2**63 - 1)
         problems.stop()
+        require(self.compile is not False or not self.cuda_graphs,
+                "--cuda-graphs and --no-compile exclude each other: only what is compiled is replayed; leave one out")

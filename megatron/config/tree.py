@@ -81,6 +81,8 @@ class Config:
         require(self.offload.offload_param_device == "none" or self.zero.zero_stage == 3,
                 f"--offload-param-device {self.offload.offload_param_device} needs --zero-stage 3, "
                 f"not {self.zero.zero_stage}: other stages keep whole parameters on the device")
+        require(not self.train.cuda_graphs or self.zero.zero_stage < 3,
+                "--cuda-graphs needs --zero-stage 0, 1 or 2: at stage 3 parameters have no fixed address")
         again = self.recompute
         buffered = again.checkpoint_activations and again.contiguous_memory_optimization
         require(not buffered or (again.number_checkpoints or self.chunks) >= self.chunks,

@@ -32,8 +32,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         b, s, _ = x.shape
-        # [b, s, 3nd] -> three of [b, n, s, d]
-        q, k, v = self.qkv(x).view(b, s, 3, self.heads, self.head_width).permute(2, 0, 3, 1, 4).unbind(0)
+        # [b, s, 3nd] -> three of [b, n, s, d]; the gradient of `split` is one copy into [b, s, 3nd]
+        q, k, v = (part.view(b, s, self.heads, self.head_width).transpose(1, 2)
+                   for part in self.qkv(x).split(self.heads * self.head_width, dim=-1))
         dropout = self.dropout if self.training else 0.0
         if dropout and self.split:  # each rank holds other heads: their masks must differ
             with get_rng_tracker().fork():

@@ -2,6 +2,7 @@
 
     inputs.py       is it there, the text that is named; torch-free
     build.py        configuration -> the parts of a run; facts.py: what these amount to, for people
+    compiling.py    what of the model is compiled, and the precision of fp32 products
     batches.py      samples -> micro-batches
     loop.py         the loop; evaluation.py: loss on held-out text; rate.py: is a learning rate left
     log.py          what a run reports: metrics.py (numbers), console.py, board.py (tensorboard), flops.py

@@ -19,6 +19,7 @@ from megatron.model import GPT2
 from megatron.optim.rule import ParamGroup
 from megatron.recompute import Recomputation
 from megatron.train.batches import BatchRule
+from megatron.train.compiling import compile_model, set_products
 from megatron.train.inputs import DEFAULT_TOKENIZER, tokenizer_path
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.init import Init
@@ -101,8 +102,8 @@ def recomputation(config: Config, groups: Groups) -> Recomputation:
 
 
 def model(config: Config, groups: Groups, again: Recomputation | None = None) -> GPT2:
-    """GPT-2 in fp32 on the host, at stage 3 in parts; recomputation (`again`, or one of its own), tiling and
-    compilation are put on its blocks."""
+    """GPT-2 in fp32 on the host, at stage 3 in parts; recomputation (`again`, or one of its own) and tiling are put
+    on its blocks."""
     split = config.zero.zero_stage == 3 and not config.model.memory_centric_tiled_linear  # tiles need whole layers
     with Init(enabled=split, mpu=groups):
         gpt2 = GPT2(config.model, groups.tp, config.train.seed)
@@ -111,14 +112,13 @@ def model(config: Config, groups: Groups, again: Recomputation | None = None) ->
         gpt2.run_blocks = recompute.in_chunks(config.recompute.checkpoint_num_layers, again.checkpoint)
     if config.model.memory_centric_tiled_linear:
         tile_linears(gpt2.blocks, config.model.tile_factor, config.model.hidden_size)
-    if config.train.compile:
-        for block in gpt2.blocks:
-            block.forward = torch.compile(block.forward)  # the hooks of the engine stay outside
     return gpt2
 
 
 def engine(config: Config, model: GPT2, groups: Groups, device: torch.device) -> Engine:
-    """The engine on its device, with the learning rate schedule of the flags."""
+    """The engine on its device, with the learning rate schedule of the flags; what is to be compiled is."""
+    set_products(config, device)
+    compile_model(model, config, groups.dp.size, device)
     built = initialize(model=model, model_parameters=param_groups(model, config.optim.weight_decay),
                        lr_scheduler=schedule_of(config), mpu=groups, config=config, device=device)[0]
     built.reads_weights_between_steps = False

@@ -12,6 +12,7 @@ import torch
 from data.cli import counted
 from data.tokenizer import Tokenizer
 from megatron.config.tree import Config
+from megatron.train.compiling import line
 from mpu.groups import Groups
 
 
@@ -23,7 +24,9 @@ def facts(config: Config, groups: Groups, device: torch.device) -> dict[str, Any
 
 def lines(config: Config, groups: Groups, device: torch.device, tokenizer: Tokenizer) -> list[str]:
     """For the console: model, devices, batch, precision, data, and where it saves."""
-    found = [_model(config, groups, device), _data(config, groups, tokenizer), _saving(config)]
+    compiled = line(config, groups.dp.size, device)
+    found = [_model(config, groups, device), *([compiled] if compiled else []), _data(config, groups, tokenizer),
+             _saving(config)]
     return [*(listing(config) if config.log.verbose else []), *found]
 
 

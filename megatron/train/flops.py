@@ -30,13 +30,29 @@ PEAK_TFLOPS = {
 }
 """Dense 16-bit peaks from the makers' data sheets, by a part of the device name; `--peak-tflops` overrides."""
 
+WITHOUT_TF32 = ("V100", "T4", "MI250X")
+"""Elsewhere TF32 has half the 16-bit peak."""
+
+FP32_TFLOPS = {
+    "H200": 66.9, "H100 PCIe": 51.2, "H100": 66.9, "H800": 66.9, "B200": 80.0, "GH200": 66.9, "A100": 19.5,
+    "A800": 19.5, "A40": 37.4, "A30": 10.3, "A10": 31.2, "L40S": 91.6, "L40": 90.5, "L4": 30.3, "V100": 15.7, "T4": 8.1,
+    "RTX 5090": 104.8, "RTX 4090": 82.6, "RTX 4080": 48.7, "RTX 3090": 35.6, "MI300X": 163.4, "MI250X": 47.9,
+}
+"""Peaks of fp32 without matrix units, from the same sheets."""
+
 
 def flops_per_token(model: ModelConfig, seq_length: int) -> float:
     """Forward and backward: 6 per parameter, plus attention scores and values over the sequence."""
     return 6.0 * model.parameters() + 12.0 * model.num_layers * model.hidden_size * seq_length
 
 
-def peak_tflops(device_name: str) -> float | None:
-    """The peak of a device, or None where it is unknown (a CPU, say): then no MFU is reported."""
+def peak_tflops(device_name: str, arithmetic: str = "16-bit") -> float | None:
+    """The peak of a device in that arithmetic (16-bit, TF32 or fp32), or None where it is unknown (a CPU, say): then no
+    MFU is reported."""
     matches = [key for key in PEAK_TFLOPS if key in device_name]
-    return PEAK_TFLOPS[max(matches, key=len)] if matches else None
+    if not matches:
+        return None
+    key = max(matches, key=len)
+    if arithmetic == "16-bit":
+        return PEAK_TFLOPS[key]
+    return PEAK_TFLOPS[key] / 2 if arithmetic == "TF32" and key not in WITHOUT_TF32 else FP32_TFLOPS[key]

@@ -20,6 +20,7 @@ from megatron.errors import Interrupted, NumericsError, TrainerError
 from megatron.launch.signals import StopRequest
 from megatron.train.batches import Batch, BatchRule, BatchStream, Samples, samples_digest
 from megatron.train.evaluation import SizedSamples, evaluate, forward_loss
+from megatron.train.compiling import arithmetic
 from megatron.train.flops import flops_per_token, peak_tflops
 from megatron.train.log import RunLog
 from megatron.train.metrics import Rates, StepMetrics, Stopwatch, max_memory_bytes
@@ -182,7 +183,7 @@ class Trainer:
     def _rates(self) -> Rates:
         peak = self.config.log.peak_tflops
         if peak is None and self.device.type == "cuda":
-            peak = peak_tflops(torch.cuda.get_device_name(self.device))
+            peak = peak_tflops(torch.cuda.get_device_name(self.device), arithmetic(self.config, self.device))
         return Rates(
             self.rule.global_batch * self.config.seq_length,
             flops_per_token(self.config.model, self.config.seq_length),

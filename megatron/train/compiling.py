@@ -1,0 +1,133 @@
+"""What of a model torch.compile compiles, and the precision of fp32 products; said in one line of the console.
+
+    model    everything from the embeddings to the last LayerNorm is one graph, where nothing has to happen between
+             blocks: below stage 3, without recomputation, on one data-parallel rank
+    blocks   each block is a graph, and the engine's hooks stay between them
+
+On several data-parallel ranks the graph of a whole model would hand over all gradients at its end: their reduction
+could not run beside backward, so there blocks are compiled. The loss head is never compiled: it is one kernel already,
+and writes into the place of a gradient. What does not learn runs as it is written: text that grows token by token
+would be compiled again and again.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config.tree import Config, require
+from megatron.model import GPT2
+
+Scope = Literal["nothing", "blocks", "model"]
+
+_TF32 = {"highest": "fp32", "high": "TF32", "medium": "bf16"}
+"""What a product of fp32 matrices is taken in on a GPU that can."""
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """What is compiled, and why not more."""
+
+    scope: Scope
+    reason: str = ""
+
+
+def compilation(config: Config, dp_size: int, device: torch.device) -> Compilation:
+    train = config.train
+    if train.compile is None and device.type != "cuda" or train.compile is False:
+        return Compilation("nothing")
+    if train.compile is None and (lacking := _lacking()):
+        return Compilation("nothing", f"no {lacking} was found")
+    between = list(_between_blocks(config, dp_size))
+    if train.compile_scope == "model":
+        require(not between, f"--compile-scope model: {'; '.join(between)}; use --compile-scope blocks")
+        return Compilation("model")
+    if train.compile_scope == "blocks" or between:
+        return Compilation("blocks", between[0] if between else "")
+    if dp_size > 1:
+        return Compilation("blocks", "gradients are reduced while backward runs")
+    return Compilation("model")
+
+
+def _lacking() -> str:
+    """What torch.compile needs beside torch: Triton for the kernels, a C compiler for what launches them."""
+    if find_spec("triton") is None:
+        return "Triton"
+    return "" if any(map(shutil.which, ("cc", "gcc", "clang"))) else "C compiler"
+
+
+def _between_blocks(config: Config, dp_size: int) -> Iterator[str]:
+    """What has to happen between two blocks of a model."""
+    if config.zero.zero_stage == 3:
+        yield "the parameters of blocks come and go at stage 3"
+    elif config.zero.zero_stage and dp_size > 1:
+        yield "new weights arrive block by block"
+    if config.offload.offload_optimizer_device != "none":
+        yield "new weights come from the host block by block"
+    if config.recompute.checkpoint_activations:
+        yield "recomputation works block by block"
+
+
+def compile_model(model: GPT2, config: Config, dp_size: int, device: torch.device) -> None:
+    """Put torch.compile on the model, or on its blocks; before an engine takes it."""
+    made, graphs = compilation(config, dp_size, device), config.train.cuda_graphs
+    if made.scope == "model":
+        model.run_blocks = _without_hooks
+        model.hidden_states = _while_learning(model.hidden_states, graphs, True)  # type: ignore[method-assign]
+    elif made.scope == "blocks":
+        for block in model.blocks:
+            block.forward = _while_learning(block.forward, graphs, False)
+
+
+def _without_hooks(blocks: Sequence[nn.Module], x: Tensor, *args: Any) -> Tensor:
+    for block in blocks:
+        x = block.forward(x, *args)
+    return x
+
+
+def _while_learning(forward: Callable[..., Tensor], graphs: bool, whole: bool) -> Callable[..., Tensor]:
+    """`forward`, compiled where gradients are made."""
+    compiled = torch.compile(forward, mode="reduce-overhead" if graphs else None)
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        if graphs and whole:
+            torch.compiler.cudagraph_mark_step_begin()  # what the last pass left may be overwritten
+        result: Tensor = compiled(*args, **kwargs)
+        return result
+
+    return run
+
+
+def products(config: Config, device: torch.device) -> str:
+    """The precision of fp32 products: highest, high or medium, as torch.set_float32_matmul_precision calls them."""
+    return config.precision.matmul_precision or ("high" if device.type == "cuda" else "highest")
+
+
+def set_products(config: Config, device: torch.device) -> None:
+    torch.set_float32_matmul_precision(products(config, device))
+
+
+def arithmetic(config: Config, device: torch.device) -> str:
+    """In what most of the arithmetic of a run is done: 16-bit, TF32 or fp32; it decides the peak of a device."""
+    if config.precision.name != "fp32" or products(config, device) == "medium":
+        return "16-bit"
+    return _TF32[products(config, device)]
+
+
+def line(config: Config, dp_size: int, device: torch.device) -> str | None:
+    """For the console; None on a CPU where nothing was asked for."""
+    made = compilation(config, dp_size, device)
+    if device.type == "cpu" and made.scope == "nothing" and config.precision.matmul_precision is None:
+        return None
+    what = {"nothing": "nothing is compiled", "blocks": "each block is compiled", "model": "the model is compiled"}
+    graphs = " into CUDA graphs" if config.train.cuda_graphs and made.scope != "nothing" else ""
+    why = f" ({made.reason})" if made.reason else ""
+    return f" products of fp32 matrices in {_TF32[products(config, device)]}; {what[made.scope]}{graphs}{why}"

@@ -1,0 +1,133 @@
+"""What is compiled where, and that it is one graph without a break that computes the same numbers.
+
+The tests run the accelerator's side of the model on a CPU (mpu/device.py) and the backend `aot_eager`, which runs
+torch's own operators: results are then bit for bit those of an eager run.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import mpu.device
+from megatron.config.tree import Config, build_config
+from megatron.errors import ConfigError
+from megatron.train import build, compiling
+from megatron.train.flops import FP32_TFLOPS, PEAK_TFLOPS, peak_tflops
+from mpu.groups import Groups
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+SHAPE: dict[str, Any] = {"num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 16,
+                         "vocab_size": 60, "batch_size": 2, "attention_dropout": 0.0, "hidden_dropout": 0.0}
+
+
+def config(**values: Any) -> Config:
+    return build_config({**SHAPE, **values})
+
+
+@pytest.fixture
+def complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "_lacking", lambda: "")
+
+
+@pytest.mark.parametrize("values, dp, device, scope", [
+    ({}, 1, CPU, "nothing"), ({"compile": True}, 1, CPU, "model"), ({}, 1, CUDA, "model"),
+    ({"compile": False}, 1, CUDA, "nothing"), ({"compile_scope": "blocks"}, 1, CUDA, "blocks"),
+    ({"zero_stage": 1}, 1, CUDA, "model"), ({"zero_stage": 2}, 1, CUDA, "model"),
+    ({"zero_stage": 3}, 1, CUDA, "blocks"),
+    ({}, 2, CUDA, "blocks"), ({"compile_scope": "model"}, 2, CUDA, "model"), ({"zero_stage": 2}, 2, CUDA, "blocks"),
+    ({"checkpoint_activations": True}, 1, CUDA, "blocks"),
+], ids=str)
+def test_the_model_is_one_graph_where_nothing_happens_between_blocks(
+    values: dict[str, Any], dp: int, device: torch.device, scope: str, complete: None
+) -> None:
+    assert compiling.compilation(config(**values), dp, device).scope == scope
+
+
+@pytest.mark.parametrize("values, dp, told", [
+    ({"zero_stage": 3}, 1, "come and go at stage 3"), ({"zero_stage": 1}, 2, "arrive block by block"),
+    ({"checkpoint_activations": True}, 1, "recomputation works block by block")], ids=str)
+def test_one_graph_is_refused_where_hooks_are_needed(values: dict[str, Any], dp: int, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        compiling.compilation(config(compile=True, compile_scope="model", **values), dp, CPU)
+
+
+def test_a_gpu_without_a_compiler_trains_uncompiled_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "_lacking", lambda: "C compiler")
+    assert "nothing is compiled (no C compiler was found)" in str(compiling.line(config(), 1, CUDA))
+    assert compiling.compilation(config(compile=True), 1, CUDA).scope == "model"  # asked for: torch says what it lacks
+
+
+def test_cuda_graphs_need_fixed_addresses() -> None:
+    with pytest.raises(ConfigError, match="no fixed address"):
+        config(cuda_graphs=True, zero_stage=3)
+    with pytest.raises(ConfigError, match="exclude each other"):
+        config(cuda_graphs=True, compile=False)
+
+
+def test_the_line_says_what_was_chosen(complete: None) -> None:
+    assert compiling.line(config(), 1, CPU) is None
+    assert compiling.line(config(), 1, CUDA) == " products of fp32 matrices in TF32; the model is compiled"
+    assert compiling.line(config(cuda_graphs=True, matmul_precision="highest"), 2, CUDA) == (
+        " products of fp32 matrices in fp32; each block is compiled into CUDA graphs (gradients are reduced while "
+        "backward runs)")
+
+
+def test_the_precision_of_products_is_set() -> None:
+    before = torch.get_float32_matmul_precision()
+    try:
+        compiling.set_products(config(), CUDA)
+        assert torch.get_float32_matmul_precision() == "high"
+        compiling.set_products(config(), CPU)
+        assert torch.get_float32_matmul_precision() == "highest"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_mfu_is_taken_against_the_peak_of_the_arithmetic() -> None:
+    def peak(device: torch.device = CUDA, **values: Any) -> float | None:
+        return peak_tflops("NVIDIA H100 80GB HBM3", compiling.arithmetic(config(**values), device))
+
+    assert (peak(bf16=True), peak(), peak(matmul_precision="highest")) == (989.0, 494.5, 66.9)
+    assert peak(matmul_precision="medium") == 989.0
+    assert peak_tflops("Tesla T4", "TF32") == 8.1 and peak_tflops("some CPU", "TF32") is None
+    assert FP32_TFLOPS.keys() == PEAK_TFLOPS.keys()
+
+
+def trained(values: dict[str, Any], steps: int = 2) -> list[float]:
+    """Loss and gradient norm of each step."""
+    chosen, groups = config(**values), Groups()
+    build.seed_everything(chosen.train, groups, CPU)
+    engine = build.engine(chosen, build.model(chosen, groups), groups, CPU)
+    rows = torch.randint(0, 60, (2, 17), generator=torch.Generator().manual_seed(1))
+    found = []
+    for _ in range(steps):
+        loss = engine(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), grad_scale=engine.backward_scale)
+        engine.backward(loss)
+        engine.step()
+        found += [loss.item(), float(engine.get_global_grad_norm())]
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns about torch
+@pytest.mark.parametrize("values", [
+    *({"zero_stage": stage} for stage in range(4)), {"zero_stage": 1, "bf16": True},
+    {"checkpoint_activations": True}], ids=str)
+def test_a_compiled_engine_has_no_graph_break_and_computes_the_same_bits(
+    values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mpu.device, "ALWAYS", True)
+    eager = trained({**values, "compile": False})
+    whole = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda forward, mode: partial(whole, backend="aot_eager")(forward))
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = trained({**values, "compile": True})
+    assert not counters["graph_break"]
+    blocks = values.get("zero_stage") == 3 or "checkpoint_activations" in values
+    assert counters["stats"]["unique_graphs"] == 1, "one graph serves all blocks" if blocks else "the whole model"
+    assert compiled == eager
