@@ -39,7 +39,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.plan.cheapest
     """),
     ("1: communication and storage", """
-        mpu.device mpu.groups mpu.wire mpu.wire.interface mpu.wire.native mpu.wire.gloo mpu.wire.control
+        mpu.device mpu.groups mpu.wire mpu.wire.interface mpu.wire.native mpu.wire.gloo
         mpu.classic mpu.collectives mpu.partition mpu.sinks mpu.regions mpu.layers
         mpu.vocab_share mpu.loss_cpu mpu.loss_kernel mpu.loss_accelerator mpu.cross_entropy
         mpu.random mpu.grads mpu.data mpu.mappings mpu
@@ -63,9 +63,10 @@ FLOORS: tuple[tuple[str, str], ...] = (
     ("3: the engine", """
         megatron.optim.rule megatron.optim.adam megatron.optim.lion megatron.optim.lamb megatron.optim.torch_rule
         megatron.optim.build
-        megatron.zero.precision megatron.zero.norm megatron.zero.holders megatron.zero.placeholder megatron.zero.parked
-        megatron.zero.tiling
-        megatron.zero.gradients megatron.zero.edits megatron.zero.bucket megatron.zero.roster megatron.zero.hooks
+        megatron.zero.precision megatron.zero.verdict megatron.zero.holders megatron.zero.placeholder
+        megatron.zero.parked megatron.zero.tiling
+        megatron.zero.gradients megatron.zero.edits megatron.zero.bucket megatron.zero.norm megatron.zero.roster
+        megatron.zero.hooks
         megatron.zero.units megatron.zero.residency megatron.zero.reductions megatron.zero.passes megatron.zero.state
         megatron.zero.step megatron.zero.engine
     """),
@@ -124,8 +125,8 @@ ROOMS = ("data", "mpu", "megatron.errors", "megatron.version", "megatron.neighbo
 TYPES_OF_DISTRIBUTED = {"ProcessGroup", "Work", "Store"}
 QUERIES_OF_DISTRIBUTED = {"is_available", "is_initialized", "get_rank", "get_world_size", "get_backend", "group"}
 NAMES_OF_DISTRIBUTED = {
-    "mpu.groups": QUERIES_OF_DISTRIBUTED | {
-        "new_group", "split_group", "get_process_group_ranks", "distributed_c10d"},
+    "mpu.collectives": QUERIES_OF_DISTRIBUTED,
+    "mpu.groups": QUERIES_OF_DISTRIBUTED | {"new_group", "get_process_group_ranks", "distributed_c10d"},
     "mpu.classic": QUERIES_OF_DISTRIBUTED,
     "megatron.launch.distributed": QUERIES_OF_DISTRIBUTED | {
         "init_process_group", "destroy_process_group", "FileStore", "HashStore", "TCPStore", "PrefixStore"},

@@ -27,6 +27,9 @@ class PrecisionConfig:
     hysteresis: int = setting(2, "fp16: overflows before the scale halves", json="fp16.")
     min_scale: float = setting(1.0, "fp16: smallest loss scale; an overflow at this scale ends the run",
                                json="fp16.min_loss_scale")
+    max_skipped_in_a_row: int | None = setting(
+        None, "bf16, fp32: steps in a row that may be skipped for a gradient that is not finite before the run ends "
+        "(default: none of the first 10 steps, then 3)")
     auto_cast: bool = setting(
         False, "fp16, in zero.initialize: cast floating point inputs of the engine's forward", json="fp16.")
     matmul_precision: Literal["highest", "high", "medium"] | None = setting(
@@ -42,6 +45,7 @@ class PrecisionConfig:
         problems = Problems()
         problems.require_range(self, "loss_scale initial_loss_scale min_scale", 0, 2.0**64, open_low=True)
         problems.require_range(self, "loss_scale_window hysteresis", 1)
+        problems.require_range(self, "max_skipped_in_a_row", 0)
         problems.stop()
         require(
             not (self.fp16 and self.bf16), "--fp16 and --bf16 exclude each other: give one (--no-bf16 takes one back)"

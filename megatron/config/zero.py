@@ -45,7 +45,8 @@ class ZeroConfig:
     stage3_max_reuse_distance: int = setting(
         0, "keep a block gathered after its forward if its backward comes before so many other parameters are used",
         json=Key(_HERE, help="DeepSpeed's default, 1e9, keeps smaller models whole"))
-    stage3_prefetch_bucket_size: int = setting(50_000_000, "parameters gathered ahead of their use", json=_HERE)
+    stage3_prefetch_bucket_size: int = setting(
+        50_000_000, "gather the next block ahead of its use; 0: do not", json=_HERE)
     stage3_param_persistence_threshold: int = setting(
         100_000, "never partition a parameter of fewer elements", json=_HERE)
     stage3_gather_16bit_weights_on_model_save: bool = setting(

@@ -1,21 +1,21 @@
-"""AdamW, and Adam without bias correction, over flat fp32 spans: torch's fused kernels, in tiles.
+"""AdamW, and Adam without bias correction, over flat fp32 spans: torch's fused kernel, all spans in one call.
 
 The kernel multiplies the gradient on its way in (unscaling, averaging and clipping are one factor), so the gradient is
-read once. 16-bit gradients are widened a tile at a time: the fp32 copy of the whole gradient never exists.
+read once; told to skip, it changes nothing. 16-bit gradients are widened a tile at a time: the fp32 copy of the whole
+gradient never exists.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.optim.adam import adam
-from torch.optim.adamw import adamw
+from torch import Tensor
 
-from megatron.optim.rule import Span
+from megatron.optim.rule import Span, StepScalars
 
 LARGEST_TILE = 2**24
 """Elements widened at a time: 64 MB of fp32, large enough to keep a device busy."""
@@ -26,7 +26,7 @@ class AdamW:
     """Adam with decoupled weight decay, unless `decoupled` is False."""
 
     tile: int = LARGEST_TILE
-    """Elements updated at a time."""
+    """Elements widened at a time."""
     bias_correction: bool = True
     """Divide the moments by 1 - beta^t, since they start from 0."""
     decoupled: bool = True
@@ -35,20 +35,52 @@ class AdamW:
     name = "AdamW"
     states = ("exp_avg", "exp_avg_sq")
     elementwise = True
+    waits = False
 
     def step(self, span: Span, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
-        # The kernel divides by grad_scale and writes the quotient back into the gradient.
-        divisor = None if factor == 1.0 else torch.full((), 1.0 / factor, device=span.master.device)
+        self.step_many([span], hyper, StepScalars.of(factor, steps_taken, span.master.device))
+
+    def step_many(self, spans: Sequence[Span], hyper: Mapping[str, Any], at: StepScalars) -> None:
         beta1, beta2 = hyper["betas"]
-        kernel = adamw if self.decoupled else adam
-        taken = float(steps_taken) if self.bias_correction else math.inf  # beta^t is 0 after so many
-        for start in range(0, span.master.numel(), self.tile):
-            tile = slice(start, start + self.tile)
-            count = torch.full((), taken, device=span.master.device)
-            kernel([span.master[tile]], [span.grad[tile].to(torch.float32)], [span.states["exp_avg"][tile]],
-                   [span.states["exp_avg_sq"][tile]], [], [count], fused=True, grad_scale=divisor, amsgrad=False,
-                   maximize=False, beta1=beta1, beta2=beta2, eps=hyper["eps"], lr=hyper["lr"],
-                   weight_decay=hyper["weight_decay"])
+        kernel = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
+        # beta^inf is 0
+        count = at.count if self.bias_correction else torch.full_like(at.count, math.inf)
+        for masters, grads, averages, squares in self._batches(spans):
+            kernel(masters, grads, averages, squares, [], [count] * len(masters), lr=hyper["lr"], beta1=beta1,
+                   beta2=beta2, weight_decay=hyper["weight_decay"], eps=hyper["eps"], amsgrad=False, maximize=False,
+                   grad_scale=at.divisor, found_inf=at.skip)
+
+    def _batches(self, spans: Sequence[Span]) -> Iterator[tuple[list[Tensor], ...]]:
+        """Masters, fp32 gradients and both moments, for one call of the kernel after the other."""
+        wide = [span for span in spans if span.grad.dtype == torch.float32]
+        if wide:
+            yield ([span.master for span in wide], [span.grad for span in wide],
+                   [span.states["exp_avg"] for span in wide], [span.states["exp_avg_sq"] for span in wide])
+        for tiles in self._tiles([span for span in spans if span.grad.dtype != torch.float32]):
+            narrow = [span.grad[part] for span, part in tiles]
+            staged = torch.empty(sum(map(len, narrow)), dtype=torch.float32, device=narrow[0].device)
+            grads = list(staged.split([len(grad) for grad in narrow]))
+            torch._foreach_copy_(grads, narrow)
+            yield ([span.master[part] for span, part in tiles], grads,
+                   [span.states["exp_avg"][part] for span, part in tiles],
+                   [span.states["exp_avg_sq"][part] for span, part in tiles])
+
+    def _tiles(self, spans: Sequence[Span]) -> Iterator[list[tuple[Span, slice]]]:
+        """The spans, cut and packed so that together at most a tile's elements are worked on at a time."""
+        tiles: list[tuple[Span, slice]] = []
+        room = self.tile
+        for span in spans:
+            start = 0
+            while start < len(span.grad):
+                stop = min(len(span.grad), start + room)
+                tiles.append((span, slice(start, stop)))
+                room -= stop - start
+                start = stop
+                if not room:
+                    yield tiles
+                    tiles, room = [], self.tile
+        if tiles:
+            yield tiles
 
     def scalars(self) -> dict[str, Any]:
         return {}

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from megatron.optim.adam import LARGEST_TILE
-from megatron.optim.rule import Span
+from megatron.optim.rule import OneByOne, Span
 from mpu.grads import sum_of_squares
 
 
 @dataclass(frozen=True)
-class Lamb:
+class Lamb(OneByOne):
     tile: int = LARGEST_TILE
     """Elements updated at a time: a temporary has as many."""
 

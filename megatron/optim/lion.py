@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from megatron.optim.adam import LARGEST_TILE
-from megatron.optim.rule import Span
+from megatron.optim.rule import OneByOne, Span
 
 
 @dataclass(frozen=True)
-class Lion:
+class Lion(OneByOne):
     tile: int = LARGEST_TILE
     """Elements updated at a time: a temporary has as many."""
 

@@ -5,6 +5,9 @@ entries of a torch param group but its parameters: lr, weight_decay, betas, ...)
 gradient may be 16 bit; it is spent afterwards, so a rule may write into it. `factor` is what the gradient must be
 multiplied by: unscaling, averaging and clipping are one number.
 
+Whether a step is to be taken at all, and the factor, follow from a norm that the device has just computed. A rule that
+takes them from there as tensors (`StepScalars`) need not wait for it; `OneByOne` is for those that want numbers.
+
 An elementwise rule needs nothing else. One that looks at whole parameters (Lamb) finds their borders in `parts`, and
 `total` adds up per-parameter sums over the ranks; it is called for every group of every bucket on every rank, be the
 span empty there or not.
@@ -16,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -48,6 +52,24 @@ class Span:
     """[slots] sums over this rank's parts -> sums over whole parameters. Collective."""
 
 
+@dataclass(frozen=True)
+class StepScalars:
+    """The numbers of one step, as 0-dimensional fp32 tensors on the device of the spans."""
+
+    count: Tensor
+    """Steps behind the states once this one is taken."""
+    divisor: Tensor | None = None
+    """1 / factor; None where the gradients are right as they are."""
+    skip: Tensor | None = None
+    """1 where nothing is to change, 0 otherwise; None where the step is known to be taken."""
+
+    @staticmethod
+    def of(factor: float, steps_taken: int, device: torch.device) -> StepScalars:
+        """For a step that is known to be taken."""
+        divisor = None if factor == 1.0 else torch.full((), 1.0 / factor, device=device)
+        return StepScalars(torch.full((), float(steps_taken + 1), device=device), divisor)
+
+
 class Rule(Protocol):
     """`states` names the tensors kept beside each weight."""
 
@@ -62,10 +84,26 @@ class Rule(Protocol):
     def elementwise(self) -> bool:
         """Spans may be cut anywhere, and empty ones left out."""
 
+    @property
+    def waits(self) -> bool:
+        """It wants the numbers of a step on the host: `step_many` raises."""
+
     def step(self, span: Span, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
         """Update the span after `steps_taken` steps before this one."""
+
+    def step_many(self, spans: Sequence[Span], hyper: Mapping[str, Any], at: StepScalars) -> None:
+        """Update spans of one hyper-parameter group, with as few operations as can be."""
 
     def scalars(self) -> dict[str, Any]:
         """State other than tensors, as JSON values; what `restore` is given."""
 
     def restore(self, scalars: Mapping[str, Any]) -> None: ...
+
+
+class OneByOne:
+    """Part of a rule that steps one span after the other, by numbers on the host."""
+
+    waits = True
+
+    def step_many(self, spans: Sequence[Span], hyper: Mapping[str, Any], at: StepScalars) -> None:
+        raise AssertionError(f"{type(self).__name__} steps one span at a time, by numbers on the host")

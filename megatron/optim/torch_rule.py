@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from megatron.errors import CheckpointError, ConfigError
 from megatron.optim.adam import LARGEST_TILE, AdamW
-from megatron.optim.rule import Rule, Span
+from megatron.optim.rule import OneByOne, Rule, Span
 
 State = dict[str, Any]
 """What torch.optim keeps for one parameter, or the numbers among it."""
@@ -47,7 +47,7 @@ def from_torch(optimizer: Optimizer, tile: int = LARGEST_TILE) -> Rule:
 
 
 @final
-class TorchRule:
+class TorchRule(OneByOne):
     elementwise = True
 
     def __init__(self, optimizer: Optimizer, states: Iterable[str], tile: int) -> None:

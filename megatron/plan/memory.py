@@ -251,11 +251,11 @@ def _kept(run: Run) -> int:
 
 
 def _whole_blocks(run: Run, block: int) -> int:
-    """Blocks that are whole in the backward of one: those of its chunk up to it, which were recomputed, and one ahead;
-    or those that were kept."""
+    """Blocks that are whole in the backward of one: those of its chunk up to it, which were recomputed, and at its end
+    one ahead; or those that were kept."""
     chunk = run.chunk or 1
     first = block // chunk * chunk
-    ahead = first > 0 and run.block.numel <= run.config.zero.stage3_prefetch_bucket_size
+    ahead = block == first > 0 and run.config.zero.stage3_prefetch_bucket_size > 0
     return max(block - first + 1 + ahead, block - (run.layers - _kept(run)) + 1)
 
 

@@ -28,7 +28,6 @@ from megatron.train.rate import RateWatch, idle_steps
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.schedule import FollowSchedule
 from megatron.zero.step import StepReport
-from mpu.collectives import all_reduce
 
 
 @dataclass
@@ -42,9 +41,21 @@ class TrainState:
 class Asked(NamedTuple):
     """What all ranks agree to be asked for after a step: each is true where it is on any rank."""
 
-    stop: bool
-    by_keyboard: bool
-    late: bool
+    stop: bool = False
+    by_keyboard: bool = False
+    late: bool = False
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A step that was taken; what it did is in the report, once that is known."""
+
+    report: StepReport
+    iteration: int
+    consumed_samples: int
+    samples_digest: str
+    micro_batches: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -76,13 +87,13 @@ class Trainer:
         """The loop; why it was left early, if it was. The last save may be under way still."""
         rate = self._rate_watch(state)
         watch, rates, saved_at, reason = Stopwatch(), self._rates(), state.iteration, ""
+        untold: list[Taken] = []
         stream = self._stream(samples, state)
         self.engine.train()
         try:
             for batches in stream:
-                metrics, asked = self._step(state, batches, watch, rates)
-                self.log.step(metrics)
-                rate.after(metrics.iteration, metrics.learning_rate)
+                untold.append(self._step(state, batches, watch))
+                asked = self._tell(untold, rates, rate, all_of_them=self._must_know(state.iteration))
                 if state.iteration < self.config.train.train_iters:  # at the end `finish` evaluates
                     if valid is not None and due(state.iteration, self.config.train.eval_interval):
                         self.evaluate("validation", state.iteration, valid)
@@ -91,6 +102,8 @@ class Trainer:
                         raise Interrupted(
                             f"asked to stop at step {state.iteration}, and nothing was saved: give --save"
                         )
+                if reason:
+                    self._tell(untold, rates, rate, all_of_them=True)
                 if self.save and (reason or due(state.iteration, self.config.save.save_interval)):
                     self.save(state)
                     saved_at = state.iteration
@@ -143,42 +156,61 @@ class Trainer:
         loss = evaluate(self.engine, samples, self.rule, self.config.train.eval_iters, self.device)
         self.log.evaluation(name, iteration, loss)
 
-    def _step(
-        self, state: TrainState, batches: list[Batch], watch: Stopwatch, rates: Rates
-    ) -> tuple[StepMetrics, Asked]:
-        """One optimizer step, and why to leave after it."""
-        lr = self.engine.get_lr()[0]
+    def _step(self, state: TrainState, batches: list[Batch], watch: Stopwatch) -> Taken:
+        """One optimizer step: all its micro-batches."""
         digest = samples_digest(state.consumed_samples, self.rule.global_batch)
-        report, total = self._train_step(batches)
-        # Tensor parallel ranks hold equal losses, so the mean over the world is the mean over data parallel.
-        own = Asked(bool(self.stop) or self.log.is_lost, self.stop.signal == SIGINT, self._is_late())
-        loss, *asked = all_reduce(torch.cat([total.view(1), total.new_tensor(own)]), self.engine.groups.world).tolist()
+        report = self._train_step(batches)
         state.iteration += 1
         state.consumed_samples += self.rule.global_batch
-        mean = loss / (len(batches) * self.engine.groups.world.size)
-        seconds = watch.lap()
-        tokens, tflops, mfu = rates.of(seconds)
-        metrics = StepMetrics(
-            iteration=state.iteration, lm_loss=mean, grad_norm=report.grad_norm, learning_rate=lr,
-            loss_scale=report.loss_scale, skipped=not report.applied, consumed_samples=state.consumed_samples,
-            samples_digest=digest, step_ms=seconds * 1e3, tokens_per_s=tokens, tflops=tflops, mfu=mfu,
-            max_memory_bytes=max_memory_bytes(self.device))
-        return metrics, Asked(*(count > 0 for count in asked))
+        return Taken(report, state.iteration, state.consumed_samples, digest, len(batches), watch.lap())
 
-    def _is_late(self) -> bool:
-        return 0 < self.config.train.exit_duration_in_mins <= self.stop.minutes
-
-    def _train_step(self, batches: list[Batch]) -> tuple[StepReport, torch.Tensor]:
-        """All micro-batches of one step; what the optimizer did, and the sum of this rank's losses."""
+    def _train_step(self, batches: list[Batch]) -> StepReport:
+        """With the last micro-batch the sum of this rank's losses travels, and what it is asked for."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         report = None
-        for batch in batches:
+        for number, batch in enumerate(batches, 1):
             loss = forward_loss(self.engine, batch.to(self.device))
             self.engine.backward(loss)
             total += loss.detach()
-            report = self.engine.step()
+            report = self.engine.step(riders=[total, *self._asked()] if number == len(batches) else ())
         assert report is not None, "the last micro-batch of a step is the accumulation boundary"
-        return report, total
+        return report
+
+    def _asked(self) -> Asked:
+        """Of this rank."""
+        late = 0 < self.config.train.exit_duration_in_mins <= self.stop.minutes
+        return Asked(bool(self.stop) or self.log.is_lost, self.stop.signal == SIGINT, late)
+
+    def _must_know(self, iteration: int) -> bool:
+        """What comes after this step depends on what it did: it is the last one, or something is saved or measured."""
+        train, save = self.config.train, self.config.save
+        return iteration == train.train_iters or any(
+            due(iteration, interval) for interval in (train.eval_interval, save.save_interval, train.exit_interval))
+
+    def _tell(self, untold: list[Taken], rates: Rates, rate: RateWatch, *, all_of_them: bool) -> Asked:
+        """Log what is known by now. An accelerator tells of a step after the next one was given to it: waiting for the
+        newest would leave it idle. So a request to stop, too, may come one step late there."""
+        waits = self.engine.core.is_deferred and not all_of_them
+        asked = Asked()
+        while len(untold) > waits:
+            taken = untold.pop(0)
+            loss, *requests = taken.report.riders
+            asked = Asked(*(count > 0 for count in requests))
+            metrics = self._metrics(taken, loss, rates)
+            self.log.step(metrics)
+            rate.after(metrics.iteration, metrics.learning_rate)
+        return asked
+
+    def _metrics(self, taken: Taken, loss: float, rates: Rates) -> StepMetrics:
+        # Tensor parallel ranks hold equal losses, so the mean over the world is the mean over data parallel.
+        mean = loss / (taken.micro_batches * self.engine.groups.world.size)
+        tokens, tflops, mfu = rates.of(taken.seconds)
+        return StepMetrics(
+            iteration=taken.iteration, lm_loss=mean, grad_norm=taken.report.grad_norm,
+            learning_rate=taken.report.lr, loss_scale=taken.report.loss_scale, skipped=not taken.report.applied,
+            consumed_samples=taken.consumed_samples, samples_digest=taken.samples_digest,
+            step_ms=taken.seconds * 1e3, tokens_per_s=tokens, tflops=tflops, mfu=mfu,
+            max_memory_bytes=max_memory_bytes(self.device))
 
     def _rates(self) -> Rates:
         peak = self.config.log.peak_tflops

@@ -7,10 +7,10 @@ In the order to read them: layout.py (what lives where), policy.py (what is spli
 bucket.py (the buffers of one unit) with gradients.py (its gradients), hooks.py (module and gradient events), units.py
 (how a model is cut), residency.py (what is whole when), reductions.py (in which order gradients are summed), passes.py
 (a forward and a backward), roster.py and edits.py (whether the model and its weights are still the engine's), norm.py
-(gradient norm and clipping), step.py (the optimizer step), state.py (what lasts from step to step), engine.py (all of
-it together). placeholder.py, holders.py and parked.py are about parameters outside of a step. tiling.py (large layers
-in tiles), estimate.py (DeepSpeed's memory estimates) and accelerator.py (DeepSpeed's module of that name) are used
-beside it. api/ is what a training script sees.
+(the gradient norm), verdict.py (what the ranks agree on in a step), step.py (the optimizer step), state.py (what lasts
+from step to step), engine.py (all of it together). placeholder.py, holders.py and parked.py are about parameters
+outside of a step. tiling.py (large layers in tiles), estimate.py (DeepSpeed's memory estimates) and accelerator.py
+(DeepSpeed's module of that name) are used beside it. api/ is what a training script sees.
 
 Names are imported on first use: floor 0 of this package must not import torch.
 """

@@ -191,10 +191,8 @@ class FlatBucket:
         elif self.comes_and_goes or self.keeps_masters:
             self._edits.check(None if self.comes_and_goes else self.shard, self.master, thoroughly=thoroughly)
 
-    def publish(self) -> None:
-        """After the optimizer: bring the new master into the working copy, on every rank that holds one."""
-        if self.master is not self.shard:
-            self.shard.copy_(self.master)
+    def send(self) -> None:
+        """After the optimizer, and once the working copy of the shard is new: bring it to every rank that holds one."""
         if self.comes_and_goes:
             assert not self.is_here, f"{self.name} is whole, with values of before the step"
         elif self.shard_group.size > 1:
@@ -292,3 +290,12 @@ class FlatBucket:
         self.gather()
         for parameter in self.parameters:
             let_go(parameter)
+
+
+def publish(buckets: Sequence[FlatBucket]) -> None:
+    """After the optimizer: bring the new masters into the working copies, on every rank that holds one. Collective."""
+    narrow = [bucket for bucket in buckets if bucket.keeps_masters]
+    if narrow:
+        torch._foreach_copy_([bucket.shard for bucket in narrow], [bucket.master for bucket in narrow])
+    for bucket in buckets:
+        bucket.send()

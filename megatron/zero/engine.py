@@ -9,7 +9,7 @@ they are put together, and micro-batches are counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +26,7 @@ from megatron.zero.passes import Passes
 from megatron.zero.policy import policy, wire
 from megatron.zero.precision import dtypes, scale_rule
 from megatron.zero.reductions import ReductionOrder
-from megatron.zero.residency import Residency
+from megatron.zero.residency import Residency, Resident
 from megatron.zero.roster import Roster
 from megatron.zero.state import State
 from megatron.zero.step import Step, StepReport
@@ -59,10 +59,10 @@ class ZeroEngine:
         self.buckets, self.frozen = self.state.buckets, self.state.frozen
         self._roster = Roster(module, [*self.buckets, *self.frozen])
         self._step = Step(self.state, groups, rule, param_groups, scaling, clip_grad=clip_grad,
-                          divisor=groups.dp.size / travel.predivide)
-        self.residency = Residency(self._units, max_live=zero.stage3_max_live_parameters,
-                                   reuse_distance=zero.stage3_max_reuse_distance,
-                                   prefetch_limit=zero.stage3_prefetch_bucket_size if zero.overlap_comm else 0)
+                          divisor=groups.dp.size / travel.predivide, max_skipped=precision.max_skipped_in_a_row)
+        self.residency = Resident() if not self._policy.split_params else Residency(
+            self._units, max_live=zero.stage3_max_live_parameters, reuse_distance=zero.stage3_max_reuse_distance,
+            prefetches=zero.overlap_comm and zero.stage3_prefetch_bucket_size > 0)
         one_by_one = self._policy.split_optim or kinds.sends_copies(device)
         reductions = ReductionOrder(self._units, in_flight=1 if one_by_one else None)
         self.passes = Passes(self._units, self.residency, reductions, allows_unused=zero.ignore_unused_parameters)
@@ -87,8 +87,9 @@ class ZeroEngine:
             raise
         return loss / divisor
 
-    def step(self, lr: float | None = None) -> StepReport | None:
-        """At the accumulation boundary: clip, update, publish; None in between. `lr` sets that of all groups."""
+    def step(self, lr: float | None = None, riders: Sequence[Tensor | float] = ()) -> StepReport | None:
+        """At the accumulation boundary: clip, update, publish; None in between. `lr` sets that of all groups. `riders`
+        are numbers to be summed over all ranks on the way."""
         self._check_whole()
         if self._in_no_sync:
             raise ConfigError("engine.step() inside no_sync(): gradients are not summed over the ranks there; call it "
@@ -105,14 +106,23 @@ class ZeroEngine:
             group["lr"] = lr
         self.residency.done_with_all()  # a forward may have run since the backward
         try:
-            self.last_report = self._step(self.residency.take_trace(), self._roster.objection())
+            self.last_report = self._step(self.residency.take_trace(), self._roster.objection(), riders)
         except BaseException as error:
             self.passes.note_interruption(error)
             raise
         self.state.counters.micro_steps += 1
         self._micro_batches = 0
-        self.passes.weights += self.last_report.applied
+        self.passes.weights += not self.last_report.is_known or self.last_report.applied
         return self.last_report
+
+    def conclude(self) -> None:
+        """Wait for the last step, and count it as what it was; raises what was wrong with it (step.py)."""
+        self._step.conclude()
+
+    @property
+    def is_deferred(self) -> bool:
+        """The host learns of a step after it was taken."""
+        return self._step.is_deferred
 
     def _check_whole(self) -> None:
         """Refuse to go on from what ended half way."""
@@ -157,6 +167,7 @@ class ZeroEngine:
 
     def detach(self) -> None:
         """Leave the module to itself: no hooks, and whole parameters."""
+        self.conclude()
         for handle in self._handles:
             handle.remove()
         disconnect_sinks(self._units)
@@ -184,6 +195,7 @@ class ZeroEngine:
 
     @property
     def skipped_steps(self) -> int:
+        self.conclude()
         return self.state.counters.skipped_steps
 
     @property
@@ -192,10 +204,12 @@ class ZeroEngine:
 
     @property
     def optimizer_steps(self) -> int:
+        self.conclude()
         return self.state.counters.optimizer_steps
 
     @property
     def applied_steps(self) -> int:
+        self.conclude()
         return self.state.counters.applied_steps
 
     # ---- what a checkpoint holds --------------------------------------------------------------------------------
@@ -207,6 +221,7 @@ class ZeroEngine:
     def check_before_save(self) -> None:
         """Refuse a state that is half a step's, or that somebody wrote to. What one rank sees the others may not: all
         must agree on this before they save."""
+        self.conclude()
         self.state.check_whole()
         self._roster.check_edits(thoroughly=True)
 
@@ -219,6 +234,7 @@ class ZeroEngine:
         """Fill everything this rank holds: `read(kind, slot, offset, out)` for every run, then publish the weights,
         which is collective: `agreed` runs an action, and raises on every rank where it failed on one.
         What has been accumulated is of the weights before, and is discarded: the next micro-batch begins a step."""
+        self.conclude()
         self.residency.done_with_all()
         self._roster.begin_load()
         self.zero_grad()
@@ -234,6 +250,7 @@ class ZeroEngine:
 
     def counters(self) -> dict[str, Any]:
         """Everything of the engine that a resumed run must know besides tensors."""
+        self.conclude()
         return self.state.numbers()
 
     def forget_optimizer_steps(self) -> None:

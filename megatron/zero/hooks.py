@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -33,7 +33,7 @@ class Unit:
     def is_root(self) -> bool:
         return self.index == 0
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements that come and go."""
         return sum(bucket.layout.numel for bucket in self.buckets if bucket.comes_and_goes)
@@ -43,7 +43,7 @@ class Unit:
         """Those elements are here, or on their way."""
         return any(bucket.is_here for bucket in self.buckets if bucket.comes_and_goes)
 
-    @property
+    @cached_property
     def has_frozen(self) -> bool:
         return any(not bucket.trainable for bucket in self.buckets)
 

@@ -1,56 +1,60 @@
-"""The global gradient norm and what follows from it: clip factor and overflow.
+"""The global gradient norm of flat shards, and where in them a number is not finite.
 
 Every element of the model is counted once: shards are disjoint over data parallel, tensor-parallel slices over tensor
-parallel, and what tensor parallelism replicates is counted by its first rank alone.
+parallel, and what tensor parallelism replicates is counted by its first rank alone. Slots begin at rows (layout.py), so
+the norms of rows are all that is needed of a gradient: they tell the norm, and which parameter is to blame.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from megatron.zero.layout import Segment
-from mpu.collectives import all_reduce
-from mpu.grads import sum_of_squares
-from mpu.groups import Group
+from megatron.zero.bucket import FlatBucket
+from megatron.zero.layout import FlatLayout
+from mpu.grads import NORM_ROW, row_norms
+from mpu.groups import Groups
 
 
-def square_sum(parts: Iterable[tuple[Segment, Tensor]], tp: Group) -> Tensor:
-    """fp64 sum of squares of this rank's share: (segment, its run of the gradient shard) pairs."""
-    total = torch.zeros((), dtype=torch.float64)
-    for segment, grad in parts:
-        counts = segment.slot.partition is not None or tp.rank == 0
+class GradNorm:
+    """Of the reduced gradients that this rank owns."""
+
+    def __init__(self, buckets: Sequence[FlatBucket], groups: Groups) -> None:
+        self._buckets = buckets
+        device = buckets[0].shard.device
+        lengths = [bucket.layout.shard_numel // NORM_ROW for bucket in buckets]
+        self._rows = torch.zeros(sum(lengths), device=device)
+        """The norm of each row of each shard, of the last step that was asked about."""
+        self._rows_of = self._rows.split(lengths)
+        self._counts = None if groups.tp.rank == 0 else torch.cat(
+            [_counts(bucket.layout, bucket.shard_group.rank) for bucket in buckets]).to(device)
+
+    def square(self) -> Tensor:
+        """The square of the norm of what this rank counts, a 0-dimensional fp64 tensor; not finite where any of its
+        gradients is not."""
+        for bucket, rows in zip(self._buckets, self._rows_of, strict=True):
+            row_norms(bucket.grads.shard, rows)
         # What another rank counts is still looked at: 0 times a number that is not finite is not a number.
-        total = total.to(grad.device) + sum_of_squares(grad) * (1.0 if counts else 0.0)
-    return total
+        counted = self._rows if self._counts is None else self._rows * self._counts
+        norm: Tensor = torch.linalg.vector_norm(counted, dtype=torch.float64)
+        return norm.square()
+
+    def first_bad(self) -> str | None:
+        """The first parameter with a gradient here that was not finite when `square` was last called."""
+        for bucket, rows in zip(self._buckets, self._rows_of, strict=True):
+            for segment in bucket.layout.segments(bucket.shard_group.rank):
+                stop = segment.shard_offset + segment.count
+                if not rows[segment.shard_offset // NORM_ROW : -(-stop // NORM_ROW)].isfinite().all():
+                    return segment.slot.name
+        return None
 
 
-class Exchange(NamedTuple):
-    """What all ranks know after one exchange."""
-
-    norm: float
-    """Over every rank's share; inf or nan when any element anywhere is."""
-    alike: bool
-    """All gave the same trace."""
-    objections: bool
-    """Some rank objects to the step."""
-
-
-def global_norm(local: Tensor, shard: Group, replicas: Group, tp: Group, trace: int = 0, objects: bool = False,
-                ) -> Exchange:
-    numbers = torch.tensor([0.0, trace, trace * trace, objects], dtype=torch.float64, device=local.device)
-    numbers[0] = local
-    numbers = all_reduce(all_reduce(numbers, shard), tp)
-    if not replicas.is_solo:  # they have the same norm, and opinions of their own
-        numbers[3] = all_reduce(numbers[3:], replicas)[0]
-    squares, traces, squared_traces, objections = numbers.tolist()
-    return Exchange(math.sqrt(squares), squared_traces * shard.size * tp.size == traces * traces, objections > 0)
-
-
-def clip_factor(norm: float, limit: float) -> float:
-    """What to multiply gradients by so that their norm is at most `limit` (0: no limit)."""
-    return limit / (norm + 1e-6) if limit and norm > limit else 1.0
+def _counts(layout: FlatLayout, rank: int) -> Tensor:
+    """1 for each row of a shard that is a slice of a split parameter, 0 for those that tp rank 0 counts."""
+    counts = torch.zeros(layout.shard_numel // NORM_ROW)
+    for segment in layout.segments(rank):
+        if segment.slot.partition is not None:
+            counts[segment.shard_offset // NORM_ROW : -(-(segment.shard_offset + segment.count) // NORM_ROW)] = 1.0
+    return counts

@@ -16,13 +16,13 @@ from megatron.errors import ConfigError
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.hooks import Unit
 from megatron.zero.reductions import ReductionOrder
-from megatron.zero.residency import Residency
+from megatron.zero.residency import Phase, Resident
 
 
 class Passes:
     """Receives the events of hooks.py, and runs a backward pass from its loss to the last reduction."""
 
-    def __init__(self, units: Sequence[Unit], residency: Residency, reductions: ReductionOrder, *,
+    def __init__(self, units: Sequence[Unit], residency: Resident, reductions: ReductionOrder, *,
                  allows_unused: bool) -> None:
         self._residency, self._reductions, self._allows_unused = residency, reductions, allows_unused
         self._buckets = [bucket for unit in units for bucket in unit.buckets if bucket.trainable]
@@ -87,8 +87,7 @@ class Passes:
     def before_forward(self, unit: Unit) -> None:
         if unit.is_root and not self.in_backward:
             self._residency.start()
-        self._residency.enter(unit)
-        self._residency.prefetch(unit.index + (-1 if self.in_backward else 1))
+        self._residency.enter(unit, Phase.REPLAY if self.in_backward else Phase.FORWARD)
 
     def after_forward(self, unit: Unit) -> None:
         learns = torch.is_grad_enabled()
@@ -101,8 +100,7 @@ class Passes:
         if weights != self.weights:
             raise ConfigError("backward of a forward that ran before the weights changed (a step, or a loaded "
                               "checkpoint): its gradients would mix old and new; run the forward again after it")
-        self._residency.begin_backward(unit)
-        self._residency.prefetch(unit.index - 1)
+        self._residency.enter(unit, Phase.BACKWARD)
 
     def inputs_done(self, unit: Unit) -> None:
         self._inputs_done.add(unit)

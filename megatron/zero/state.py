@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron.errors import ConfigError
 from megatron.optim.loss_scale import LossScaleState
 from megatron.optim.rule import Rule
-from megatron.zero.bucket import FlatBucket
+from megatron.zero.bucket import FlatBucket, publish
 from megatron.zero.hooks import Unit
 from megatron.zero.layout import FlatLayout, Slot
 from mpu.collectives import all_gather_json
@@ -88,8 +88,7 @@ class State:
 
     def publish(self) -> None:
         """Bring what was filled to every rank that holds a working copy. Collective."""
-        for bucket in (*self.buckets, *self.frozen):
-            bucket.publish()
+        publish([*self.buckets, *self.frozen])
         self.changing = None
 
     def _holdings(self, frozen: bool = True) -> Iterator[tuple[FlatBucket, dict[str, Tensor]]]:

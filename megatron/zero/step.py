@@ -3,13 +3,16 @@
 Gradients arrive as sums over data parallel that carry the loss scale; both are divided out by one factor, together
 with clipping, so that they are read once. (What was divided before the sum is not divided again.) Nothing here knows
 of modules, passes or micro-batches.
+
+A *deferred* step is taken on the device by its own verdict (verdict.py), and the host learns of it later: `conclude`,
+which the next step calls, or whoever asks the report. What it finds wrong (a gradient that is not finite, ranks that
+disagree) has changed no weight, and is raised there. Steps are deferred where waiting would cost something, on an
+accelerator, and where nothing on the host depends on them: a loss scale that moves does.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -17,94 +20,206 @@ from torch import Tensor
 
 from megatron.errors import ConfigError, NumericsError
 from megatron.optim.loss_scale import LossScaleRule
-from megatron.optim.rule import ParamGroup, Part, Rule, Span
-from megatron.zero.bucket import FlatBucket
-from megatron.zero.norm import clip_factor, global_norm, square_sum
+from megatron.optim.rule import ParamGroup, Part, Rule, Span, StepScalars
+from megatron.zero.bucket import FlatBucket, publish
+from megatron.zero.norm import GradNorm
 from megatron.zero.state import State
+from megatron.zero.verdict import Found, Verdict, exchange
 from mpu.collectives import all_gather_json, all_reduce
+from mpu.device import on_accelerator
 from mpu.groups import Groups
 
 OVERFLOWS_IN_A_ROW = 20
 """How many steps in a row may be skipped at a loss scale that cannot shrink; after that the run ends, since it would
 never train again."""
 
+STRICT_STEPS, SKIPS_IN_A_ROW = 10, 3
+"""Without a loss scale a gradient that is not finite is a fault. In the first steps of a run the settings are to blame,
+and it ends. Later it may be one chip in a thousand, or one batch: so many steps in a row are skipped."""
 
-@dataclass(frozen=True)
+
 class StepReport:
-    """What one optimizer step did."""
+    """What one optimizer step did. Asking waits for the device where the step is not concluded yet."""
 
-    applied: bool
-    grad_norm: float
-    """Before clipping; not finite when the step was skipped."""
-    loss_scale: float
-    """The scale this step's gradients carried."""
+    def __init__(self, step: Step, verdict: Verdict, objection: str | None, *, number: int, loss_scale: float,
+                 lr: float) -> None:
+        self.number, self.loss_scale, self.lr = number, loss_scale, lr
+        """Which optimizer step it was; the scale its gradients carried; the rate of the first param group."""
+        self.complaint: str | None = None
+        """Why the step was skipped, where that is unusual. Known once the step is concluded."""
+        self.verdict, self.objection = verdict, objection
+        self.found: Found | None = None
+        self._step = step
+
+    def _known(self) -> Found:
+        if self.found is None:
+            self._step.conclude()
+        assert self.found is not None, "a step is concluded before the next one begins"
+        return self.found
+
+    @property
+    def is_known(self) -> bool:
+        return self.found is not None
+
+    @property
+    def applied(self) -> bool:
+        return self._known().applied
+
+    @property
+    def grad_norm(self) -> float:
+        """Before clipping; not finite when the step was skipped."""
+        return self._known().norm
+
+    @property
+    def riders(self) -> tuple[float, ...]:
+        """Sums over the world of the numbers that travelled along."""
+        return self._known().riders
 
 
 class Step:
     """Takes optimizer steps: call it when the gradients of all buckets have been reduced."""
 
     def __init__(self, state: State, groups: Groups, rule: Rule, param_groups: Sequence[ParamGroup],
-                 scale_rule: LossScaleRule, *, clip_grad: float, divisor: float) -> None:
+                 scale_rule: LossScaleRule, *, clip_grad: float, divisor: float, max_skipped: int | None) -> None:
         self._state, self._groups, self._rule, self._param_groups = state, groups, rule, param_groups
         self._scale_rule, self._clip_grad = scale_rule, clip_grad
         self._divisor = divisor  # what turns the sums over ranks into means
-        self._overflows_in_a_row = 0
+        self._skips_in_a_row, self._max_skipped = 0, max_skipped
+        self._norm = GradNorm(state.buckets, groups)
+        together = on_accelerator(state.buckets[0].shard)
+        self._sets = [state.buckets] if together else [[bucket] for bucket in state.buckets]
+        """Buckets that are updated at a time: all where launches count, one where it stays in the cache."""
+        self.is_deferred = together and not rule.waits and not scale_rule.dynamic
+        self._open: StepReport | None = None  # the last step, while the host has not heard of it
+        self._taken = torch.zeros((), device=state.buckets[0].shard.device)
+        self._taken_is = 0  # as the host last knew it
 
-    def __call__(self, trace: int, objection: str | None = None) -> StepReport:
+    def __call__(self, trace: int, objection: str | None = None,
+                 riders: Sequence[Tensor | float] = ()) -> StepReport:
         """Update the weights, or skip the step where a gradient is not finite; the gradients are spent. `trace` is a
-        digest of what this rank ran, which all ranks must agree on; an `objection` of one rank is an error of all."""
+        digest of what this rank ran, which all ranks must agree on; an `objection` of one rank is an error of all.
+        `riders` travel along."""
+        self.conclude()
         counters = self._state.counters
-        scale = counters.scaler.scale
-        per_unit = 1.0 / (scale * self._divisor)
-        norm = self._norm(trace, objection) * per_unit
-        applied = math.isfinite(norm)
-        if applied:
-            self._update(per_unit * clip_factor(norm, self._clip_grad))
-        else:
-            self._skip(norm)
+        verdict = self._judge(trace, objection, riders)
+        report = StepReport(self, verdict, objection, number=counters.global_steps + 1,
+                            loss_scale=counters.scaler.scale, lr=self._param_groups[0]["lr"])
+        if self.is_deferred:
+            self._update(self._scalars(verdict))
+        elif (found := self._hear(report)).applied:
+            self._update(StepScalars.of(found.factor, counters.optimizer_steps, self._taken.device), found.factor)
         for bucket in self._state.buckets:
             bucket.grads.discard()
-        counters.scaler = self._scale_rule.after(counters.scaler, overflow=not applied)
         counters.global_steps += 1
-        return StepReport(applied, norm, scale)
+        self._open = report
+        if not self.is_deferred:
+            self.conclude()
+        return report
 
-    def _norm(self, trace: int, objection: str | None) -> float:
-        """Of the sum of all gradients of this step, times the loss scale."""
-        buckets = self._state.buckets
-        total = torch.zeros((), dtype=torch.float64, device=buckets[0].shard.device)
-        for bucket in buckets:
-            total = total + square_sum(bucket.grads.parts(), self._groups.tp)
-        found = global_norm(total, buckets[0].shard_group, buckets[0].replicas, self._groups.tp, trace,
-                            objection is not None)
-        if found.objections:
-            raise ConfigError(next(text for text in all_gather_json(objection, self._groups.world) if text is not None))
-        if not found.alike:
-            raise ConfigError(
-                "the ranks ran different blocks of the model, or in another order, and have received each other's "
-                "parameters: at ZeRO stage 3 what is random in the forward (layer drop) must be drawn alike on every "
-                "data parallel rank; draw it alike, or use stage 2")
-        return found.norm
+    def _judge(self, trace: int, objection: str | None, riders: Sequence[Tensor | float]) -> Verdict:
+        per_unit = 1.0 / (self._state.counters.scaler.scale * self._divisor)
+        sums = exchange(self._norm.square(), self._groups.world, trace=trace, objects=objection is not None,
+                        counts=self._state.buckets[0].replicas.rank == 0, riders=riders)
+        return Verdict(sums, self._groups.world.size, per_unit=per_unit, limit=self._clip_grad)
+
+    def _scalars(self, verdict: Verdict) -> StepScalars:
+        """The count of steps is kept on the device: the host does not know yet whether this one is taken."""
+        if self._taken_is != self._state.counters.optimizer_steps:  # another state was loaded
+            self._taken.fill_(self._state.counters.optimizer_steps)
+        self._taken += verdict.applies
+        return StepScalars(self._taken, verdict.divisor(), verdict.applies.logical_not().float())
+
+    # ---- what became of it --------------------------------------------------------------------------------------
+
+    def conclude(self) -> None:
+        """Wait for the last step and count it, taken or skipped; raises what was wrong with it. Collective where there
+        is something wrong."""
+        report, self._open = self._open, None
+        if report is None:
+            return
+        found = self._hear(report)
+        counters = self._state.counters
+        if found.applied:
+            counters.optimizer_steps += 1
+            self._taken_is = counters.optimizer_steps
+            self._skips_in_a_row = 0
+        else:
+            self._skip(report, found.norm)
+        counters.scaler = self._scale_rule.after(counters.scaler, overflow=not found.applied)
+
+    def _hear(self, report: StepReport) -> Found:
+        """The verdict on the host; an error where the ranks disagree."""
+        if report.found is None:
+            report.found = report.verdict.read()
+            if report.found.objections:
+                texts = all_gather_json(report.objection, self._groups.world)
+                raise ConfigError(next(text for text in texts if text is not None))
+            if not report.found.alike:
+                raise ConfigError(
+                    "the ranks ran different blocks of the model, or in another order, and have received each other's "
+                    "parameters: at ZeRO stage 3 what is random in the forward (layer drop) must be drawn alike on "
+                    "every data parallel rank; draw it alike, or use stage 2")
+        return report.found
+
+    def _skip(self, report: StepReport, norm: float) -> None:
+        """Everything is as it was; end the run where skipping cannot help."""
+        counters, scaled = self._state.counters, self._scale_rule.scales
+        counters.skipped_steps += 1
+        if scaled and not self._scale_rule.exhausted(counters.scaler):
+            return
+        self._skips_in_a_row += 1
+        too_many = self._skips_in_a_row > self._skips_allowed(report.number)
+        if scaled and too_many:
+            raise NumericsError(
+                f"{self._skips_in_a_row} overflows in a row at loss scale {counters.scaler.scale:g}, which cannot "
+                f"shrink, last at step {report.number}: {self._first_bad_parameter()}; resume from the last "
+                "checkpoint with --bf16 or a lower --lr")
+        if not scaled:
+            what = f"gradient norm is {norm} at step {report.number}: {self._first_bad_parameter()}"
+            if too_many:
+                raise NumericsError(f"{what}; weights are unchanged; resume from the last checkpoint with a lower --lr "
+                                    "or other data")
+            report.complaint = f"{what}; the step was skipped, weights are unchanged"
+
+    def _skips_allowed(self, step: int) -> int:
+        if self._scale_rule.scales:
+            return OVERFLOWS_IN_A_ROW
+        if self._max_skipped is not None:
+            return self._max_skipped
+        return SKIPS_IN_A_ROW if step > STRICT_STEPS else 0
+
+    def _first_bad_parameter(self) -> str:
+        """Agreed by all ranks, so that every one of them ends with the same message."""
+        for rank, name in enumerate(all_gather_json(self._norm.first_bad(), self._groups.world)):
+            if name is not None:
+                return f"first in {name} on rank {rank}"
+        return "the sum of finite gradients overflowed"
 
     # ---- update -------------------------------------------------------------------------------------------------
 
-    def _update(self, factor: float) -> None:
-        counters = self._state.counters
+    def _update(self, at: StepScalars, factor: float | None = None) -> None:
+        """`factor` is 1 / at.divisor, where the host knows it: a rule that waits needs it."""
         self._state.changing = "step"
-        for bucket, states in zip(self._state.buckets, self._state.of_rule, strict=True):
-            for group, span in self._spans(bucket, states):
+        states = dict(zip(map(id, self._state.buckets), self._state.of_rule, strict=True))
+        for buckets in self._sets:
+            for number, group in enumerate(self._param_groups):
+                spans = [span for bucket in buckets for span in self._spans(bucket, states[id(bucket)], number)]
                 hyper = {name: value for name, value in group.items() if name != "params"}
-                self._rule.step(span, hyper, factor=factor, steps_taken=counters.optimizer_steps)
-            bucket.publish()
-        counters.optimizer_steps += 1
+                if not self._rule.waits:
+                    self._rule.step_many(spans, hyper, at)
+                    continue
+                assert factor is not None, "the step of a rule that waits is not deferred"
+                for span in spans:
+                    self._rule.step(span, hyper, factor=factor,
+                                    steps_taken=self._state.counters.optimizer_steps)
+            publish(buckets)
         self._state.changing = None
-        self._overflows_in_a_row = 0
 
-    def _spans(self, bucket: FlatBucket, states: Mapping[str, Tensor]) -> Iterator[tuple[ParamGroup, Span]]:
-        """The work of a rule on this rank's shard of a bucket, one piece for each hyper-parameter group."""
-        for number, group in enumerate(self._param_groups):
-            start, stop = bucket.layout.group_span(bucket.shard_group.rank, number)
-            if start < stop or not self._rule.elementwise:
-                yield group, self._span(bucket, states, number, slice(start, stop))
+    def _spans(self, bucket: FlatBucket, states: Mapping[str, Tensor], group: int) -> Iterator[Span]:
+        """The work of a rule on this rank's shard of a bucket for one hyper-parameter group: a span, or none."""
+        start, stop = bucket.layout.group_span(bucket.shard_group.rank, group)
+        if start < stop or not self._rule.elementwise:
+            yield self._span(bucket, states, group, slice(start, stop))
 
     def _span(self, bucket: FlatBucket, states: Mapping[str, Tensor], group: int, span: slice) -> Span:
         parts = [] if self._rule.elementwise else [
@@ -120,29 +235,3 @@ class Step:
         here = all_reduce(sums, bucket.shard_group)
         split = torch.tensor([slot.partition is not None for slot in bucket.layout.slots], device=sums.device)
         return torch.where(split, all_reduce(here, self._groups.tp), here)
-
-    # ---- overflow -----------------------------------------------------------------------------------------------
-
-    def _skip(self, norm: float) -> None:
-        """Leave everything as it was; end the run where skipping cannot help."""
-        counters = self._state.counters
-        counters.skipped_steps += 1
-        self._overflows_in_a_row += self._scale_rule.exhausted(counters.scaler)
-        if not self._scale_rule.scales:
-            raise NumericsError(
-                f"gradient norm is {norm} at step {counters.global_steps + 1}: {self._first_bad_parameter()}; weights "
-                "are unchanged; resume from the last checkpoint with a lower --lr or other data")
-        if self._overflows_in_a_row > OVERFLOWS_IN_A_ROW:
-            raise NumericsError(
-                f"{self._overflows_in_a_row} overflows in a row at loss scale {counters.scaler.scale:g}, which "
-                f"cannot shrink, last at step {counters.global_steps + 1}: {self._first_bad_parameter()}; resume from "
-                "the last checkpoint with --bf16 or a lower --lr")
-
-    def _first_bad_parameter(self) -> str:
-        """Agreed by all ranks, so that every one of them ends with the same message."""
-        found = next((segment.slot.name for bucket in self._state.buckets for segment, grad in bucket.grads.parts()
-                      if not grad.isfinite().all()), None)
-        for rank, name in enumerate(all_gather_json(found, self._groups.world)):
-            if name is not None:
-                return f"first in {name} on rank {rank}"
-        return "the sum of finite gradients overflowed"

@@ -13,7 +13,7 @@ import difflib
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -47,7 +47,7 @@ from megatron.zero.api.saved import (
     whole_weights,
     write_weights,
 )
-from megatron.zero.api.schedule import Scheduler
+from megatron.zero.api.schedule import FollowSchedule, Scheduler
 from megatron.zero.api.status import EngineStatus
 from megatron.zero.api.weights import PREFIX, load_weights, weights_of
 from megatron.zero.engine import ZeroEngine
@@ -73,6 +73,8 @@ class Engine(EngineStatus):
         """New weights are complete when `step` returns. A loop that looks at them only through this engine may switch
         it off: they then travel during the forward that follows."""
         self._run_id: str = all_gather_json(secrets.token_hex(8), core.groups.world)[0]
+        self._on_trust: StepReport | None = None
+        self._untold: StepReport | None = None
         self.last_save: SaveReport | None = None
         """What the last complete save cost."""
         self._background, self._host_copy = Background(core.groups.world), HostCopy(self.device)
@@ -97,22 +99,49 @@ class Engine(EngineStatus):
         self.monitor.add_loss(part)
         return part
 
-    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> StepReport | None:
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None, *, riders: Sequence[Tensor | float] = ()
+             ) -> StepReport | None:
         """Once per micro-batch, after `backward`. At the accumulation boundary: clip, update, forget the gradients, and
-        move the learning rate on, unless the step was skipped for an overflow. `lr_kwargs` go to the scheduler."""
+        move the learning rate on, unless the step was skipped for an overflow. `lr_kwargs` go to the scheduler;
+        `riders` are summed over all ranks on the way (`StepReport.riders`)."""
         with self.monitor.phase("step"):
-            report = self.core.step()
+            self.conclude()
+            report = self.core.step(riders=riders)
             if self.reads_weights_between_steps:
                 self.core.settle()
         self._batching.after_step(report is not None)
         if report is None:
             return None
         self.optimizer.note_step()
-        if report.applied and self.lr_scheduler is not None:
-            self.lr_scheduler.step(**(lr_kwargs or {}))
+        self._move_rate_on(report, lr_kwargs or {})
+        self._untold = report
+        if report.is_known:
+            self._tell()
         self.monitor.step_done(self)
         self._background.poll()
         return report
+
+    def _move_rate_on(self, report: StepReport, lr_kwargs: Mapping[str, Any]) -> None:
+        if isinstance(self.lr_scheduler, FollowSchedule) and not report.is_known:
+            self._on_trust = report  # the rate can go back, should the step turn out to have been skipped
+            self.lr_scheduler.step()
+        elif self.lr_scheduler is not None and report.applied:
+            self.lr_scheduler.step(**lr_kwargs)
+
+    def conclude(self) -> None:
+        """Wait for the last step, and learn what became of it; raises what was wrong with it. The next step does so by
+        itself: on an accelerator the host is told of a step when it gives the next one."""
+        report, self._on_trust = self._on_trust, None
+        self.core.conclude()
+        self._tell()
+        if report is not None and not report.applied and isinstance(self.lr_scheduler, FollowSchedule):
+            self.lr_scheduler.take_back()
+
+    def _tell(self) -> None:
+        """Say why the last step was skipped, where that is unusual."""
+        report, self._untold = self._untold, None
+        if report is not None and report.complaint is not None and self.groups.world.rank == 0:
+            print(f"warning: {report.complaint}", file=sys.stderr)
 
     def train(self, mode: bool = True) -> Engine:
         self.core.module.train(mode)
@@ -195,6 +224,7 @@ class Engine(EngineStatus):
     def destroy(self) -> None:
         """Leave the model to itself: without hooks, with whole parameters in the working precision. Collective."""
         self.finish_save()
+        self.conclude()
         self.monitor.close()
         self.core.detach()
 
@@ -254,6 +284,7 @@ class Engine(EngineStatus):
 
         `in_background` returns after a copy; the checkpoint is complete when a later `step`, or `finish_save`, has
         called `then`. An error of the writing is raised there, on every rank."""
+        self.conclude()
         root, name = Path(save_dir), step_tag(self.global_steps) if tag is None else str(tag)
         on_rank_0(lambda: probe(root), self.groups.world)
         self.finish_save()
@@ -308,6 +339,7 @@ class Engine(EngineStatus):
 
     def restore(self, found: Checkpoint, options: LoadOptions = LoadOptions()) -> dict[str, Any]:
         """`load_checkpoint` for one that is open already; the client_state."""
+        self.conclude()
         load_engine(self.core, found, self.lr_scheduler, options)
         self._batching.begin_step()
         self.monitor.forget_loss()

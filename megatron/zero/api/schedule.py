@@ -48,6 +48,10 @@ class FollowSchedule:
     def step(self) -> None:
         self._go_to(self.steps + 1)
 
+    def take_back(self) -> None:
+        """The last step was not taken."""
+        self._go_to(self.steps - 1)
+
     def get_last_lr(self) -> list[float]:
         """The rate of each param group in the next step."""
         return [float(group["lr"]) for group in self._optimizer.param_groups]

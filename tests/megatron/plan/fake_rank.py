@@ -19,11 +19,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron.zero.api.engine
-import megatron.zero.step
+import megatron.zero.parked
 from megatron.config.tree import Config
 from megatron.train.build import engine as build_engine
 from megatron.train.build import model as build_model
-from megatron.zero.norm import Exchange
+from megatron.zero.verdict import Found, Verdict
 from mpu import groups
 from tests.megatron.live_bytes import LiveBytes
 
@@ -47,7 +47,8 @@ def rank_0_of(world: int) -> Iterator[LiveBytes]:
     """No memory is taken inside, and rank 0 of `world` ranks finds the others in order."""
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(megatron.zero.step, "global_norm", lambda *numbers: Exchange(1.0, True, False))
+        patch.setattr(Verdict, "read", lambda verdict: Found(1.0, 0.5, True, False))
+        patch.setattr(megatron.zero.parked, "wire_device", lambda group: CPU)
         patch.setattr(megatron.zero.api.engine, "all_gather_json", lambda value, group: [value] * group.size)
         if world > 1:
             dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())

@@ -200,6 +200,7 @@ def end(rank: int, world: int, stage: int, tp: int, precision: str, cases: list[
         before, message = state(engine), "no error"
         try:
             take_step(engine, grid, 1, case)
+            engine.conclude()
         except NumericsError as error:
             message = str(error)
         seen.append(Ended(message, same(before, state(engine))))

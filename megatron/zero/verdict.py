@@ -1,0 +1,103 @@
+"""Verdict: what all ranks know of a step after one exchange; on the device at once, on the host when somebody asks.
+
+Each rank contributes the square of its gradients' norm, a digest of what it ran, whether it objects to the step, and
+*riders*: numbers of the caller that travel along (a loss, a request to stop). All of them are sums over the world. The
+optimizer's step follows on the device, without waiting for the host: where the verdict is no, it changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpu.collectives import all_reduce_into
+from mpu.groups import Group
+
+_OWN = 4
+"""Numbers of the exchange before the riders: squares, digests, squares of digests, objections."""
+
+
+class Found(NamedTuple):
+    """The verdict on the host."""
+
+    norm: float
+    """Of the mean gradient over all ranks; inf or nan where any element anywhere is."""
+    factor: float
+    """What the sums of gradients are multiplied by: unscaling, averaging and clipping."""
+    alike: bool
+    """All ranks gave the same digest."""
+    objections: bool
+    """Some rank objects to the step."""
+    riders: tuple[float, ...] = ()
+
+    @property
+    def applied(self) -> bool:
+        return math.isfinite(self.norm) and self.alike and not self.objections
+
+
+class Verdict:
+    """The tensors are 0-dimensional, on the device of the gradients."""
+
+    def __init__(self, sums: Tensor, ranks: int, *, per_unit: float, limit: float) -> None:
+        """From what `exchange` returned. `per_unit` makes the mean gradient of the sum; the norm is clipped to `limit`
+        (0: not at all)."""
+        self._ranks, self._per_unit, self._limit = ranks, per_unit, limit
+        squares, traces, squared_traces, objections = sums[:_OWN].unbind()
+        norm = squares.sqrt() * per_unit
+        self.applies = norm.isfinite() & (squared_traces * ranks == traces * traces) & (objections == 0)
+        self._line = HostCopy(torch.cat([norm.view(1), sums]))
+        self._norm = norm
+
+    def divisor(self) -> Tensor:
+        """1 / factor, in fp32."""
+        if not self._limit:
+            return torch.full((), 1.0 / self._per_unit, dtype=torch.float32, device=self._norm.device)
+        clipped = torch.where(self._norm > self._limit, self._limit / (self._norm + 1e-6), 1.0)
+        return (clipped * self._per_unit).reciprocal().float()
+
+    def read(self) -> Found:
+        """Waits for the device."""
+        norm, _, traces, squared_traces, objections, *riders = self._line.values()
+        return Found(norm, self._per_unit * clip_factor(norm, self._limit),
+                     squared_traces * self._ranks == traces * traces, objections > 0, tuple(riders))
+
+
+def exchange(square: Tensor, world: Group, *, counts: bool = True, trace: int = 0, objects: bool = False,
+             riders: Sequence[Tensor | float] = ()) -> Tensor:
+    """The sums over the world. `counts` is False on ranks whose gradients another one counts."""
+    numbers = torch.zeros(_OWN + len(riders), dtype=torch.float64, device=square.device)
+    mine = (square if counts else 0, trace, trace * trace, objects, *riders)
+    for place, value in zip(numbers, mine, strict=True):
+        if isinstance(value, Tensor):
+            place.copy_(value)
+        elif value:
+            place.fill_(value)
+    all_reduce_into(numbers, world).wait()
+    return numbers
+
+
+def clip_factor(norm: float, limit: float) -> float:
+    """What to multiply gradients by so that their norm is at most `limit` (0: no limit)."""
+    return limit / (norm + 1e-6) if limit and norm > limit else 1.0
+
+
+class HostCopy:
+    """A few numbers on their way from the device to the host."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._host, self._arrived = numbers, None
+        if numbers.is_cuda:
+            self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._host.copy_(numbers, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def values(self) -> list[float]:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        values: list[float] = self._host.tolist()
+        return values

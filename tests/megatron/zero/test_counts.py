@@ -1,0 +1,143 @@
+"""What a step asks of an accelerator, counted: launches and waits of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatron.errors import ConfigError, NumericsError
+from megatron.zero.engine import ZeroEngine
+from mpu.groups import Groups
+from tests.megatron.counting import Calls, Launches, on_the_accelerator_side
+from tests.megatron.zero.run import configure_gpt2, gpt2_engine
+
+TOKENS = torch.arange(16).view(2, 8)
+
+
+@pytest.fixture(autouse=True)
+def accelerator_side() -> Iterator[None]:
+    with on_the_accelerator_side():
+        yield
+
+
+def made(layers: int = 2, precision: str = "fp32", stage: int = 0) -> ZeroEngine:
+    chosen = {} if precision == "fp32" else {precision: True}
+    return gpt2_engine(configure_gpt2(num_layers=layers, zero_stage=stage, **chosen), Groups())
+
+
+def backward(engine: ZeroEngine) -> None:
+    engine.backward(engine(TOKENS, TOKENS.clone(), grad_scale=engine.backward_scale))
+
+
+def counted_step(engine: ZeroEngine, steps: int) -> Launches:
+    """The last of so many steps."""
+    for step in range(steps):
+        backward(engine)
+        with Launches() as counted:
+            engine.step(1e-3)
+    return counted
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_step_is_a_launch_for_each_bucket_and_a_few_for_all_of_them(precision: str, stage: int) -> None:
+    """At 24 layers there are 25 or 26 buckets, and 290 parameters."""
+    engine = made(24, precision, stage)
+    counted = counted_step(engine, 3)
+    assert counted.kernels["linalg_vector_norm"] == len(engine.buckets) + 1
+    assert sum(counted.kernels.values()) <= len(engine.buckets) + 40 < 100
+    assert counted.kernels["_fused_adamw_"] == 2, "one call for each hyper-parameter group"
+    assert counted.waits <= 1
+
+
+def test_more_layers_add_one_launch_each() -> None:
+    few, many = (sum(counted_step(made(layers), 3).kernels.values()) for layers in (2, 12))
+    assert many - few == 10
+
+
+def calls_of_a_micro_batch(layers: int, stage: int) -> int:
+    engine = made(layers, stage=stage)
+    for _ in range(3):
+        with Calls("megatron/zero") as counted:
+            backward(engine)
+        engine.step(1e-3)
+    return counted.count
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_host_does_as_much_for_each_layer_however_many_there_are(stage: int) -> None:
+    few, more, many = (calls_of_a_micro_batch(layers, stage) for layers in (4, 8, 16))
+    assert (many - more) == 2 * (more - few), "calls of the engine are linear in the number of layers"
+
+
+def test_a_wait_is_counted_however_it_is_made() -> None:
+    x = torch.ones(3)
+    for read in (lambda: x.sum().item(), lambda: x.tolist(), lambda: bool(x[0] > 0), lambda: torch.equal(x, x.clone()),
+                 lambda: x.cpu(), lambda: x.nonzero(), lambda: float(x[0])):
+        with Launches() as counted:
+            read()
+        assert counted.waits == 1
+
+
+# ---- a step that the host learns of later ------------------------------------------------------------------------
+
+
+def test_a_report_is_read_when_somebody_asks() -> None:
+    engine = made()
+    backward(engine)
+    with Launches() as counted:
+        report = engine.step(1e-3)
+        assert report is not None and not report.is_known and not counted.waits
+        assert report.applied and report.grad_norm > 0 and counted.waits == 1
+
+
+def test_a_gradient_that_is_not_finite_changes_no_weight_and_is_raised_by_the_next_step() -> None:
+    engine = made()
+    backward(engine)
+    engine.step(1e-3)
+    before = [bucket.master.clone() for bucket in engine.buckets]
+    states = [state.clone() for of_bucket in engine.state.of_rule for state in of_bucket.values()]
+    backward(engine)
+    engine.buckets[1].grads.shard[5] = torch.nan
+    engine.step(1e-3)
+    assert all(torch.equal(bucket.master, old) for bucket, old in zip(engine.buckets, before, strict=True))
+    assert all(torch.equal(state, old) for state, old in zip(
+        (state for of_bucket in engine.state.of_rule for state in of_bucket.values()), states, strict=True))
+    backward(engine)
+    with pytest.raises(NumericsError, match=r"gradient norm is nan at step 2: first in .* on rank 0"):
+        engine.step(1e-3)
+    assert (engine.skipped_steps, engine.optimizer_steps, engine.global_steps) == (1, 1, 2)
+
+
+def test_skipped_steps_do_not_count_for_the_bias_correction() -> None:
+    """The count of steps is on the device: it must be that of a run without the bad step."""
+    plain, marred = made(), made()
+    for engine in (plain, marred):
+        backward(engine)
+        engine.step(1e-3)
+    backward(marred)
+    marred.buckets[0].grads.shard[0] = torch.inf
+    marred.step(1e-3)
+    with pytest.raises(NumericsError):
+        marred.conclude()
+    for engine in (plain, marred):
+        backward(engine)
+        engine.step(1e-3)
+    for ours, theirs in zip(plain.buckets, marred.buckets, strict=True):
+        assert torch.equal(ours.master, theirs.master)
+
+
+def test_an_objection_changes_no_weight() -> None:
+    engine = made(precision="bf16")
+    backward(engine)
+    engine.step(1e-3)
+    before = [bucket.master.clone() for bucket in engine.buckets]
+    backward(engine)
+    next(engine.module.parameters()).requires_grad_(False)
+    engine.step(1e-3)
+    with pytest.raises(ConfigError, match="was frozen"):
+        engine.conclude()
+    assert all(torch.equal(bucket.master, old) for bucket, old in zip(engine.buckets, before, strict=True))
+    assert engine.optimizer_steps == 1
