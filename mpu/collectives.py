@@ -6,27 +6,25 @@ argument alone; the only ones allowed inside autograd, where reducing in place g
 the buffers until `wait()`. Several may be in flight: start and wait in the same order on every rank.
 
 On a group of one every operation is the identity (a copy between two buffers) and needs no process group. Elsewhere
-one of the wires does it (mpu/wire): the backend's own operations for an accelerator, gloo.py's for the CPU.
+one of the wires does it (mpu/wire): the backend's own operations for an accelerator, gloo.py's for the CPU. Words
+rather than tensors (`all_gather_json`, `agree`, `barrier`) go from host to host, by control.py.
 """
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mpu.device import on_accelerator
 from mpu.groups import Group
 from mpu.split import ParallelError, divide
+from mpu.wire.control import agree, all_gather_json, barrier, broadcast_json
 from mpu.wire.gloo import GlooWire
 from mpu.wire.interface import Op, Pending, Wire
 from mpu.wire.native import NativeWire
 
-__all__ = ["Op", "Pending", "agree", "all_gather", "all_gather_into", "all_gather_json", "all_reduce", "broadcast_json",
-           "all_reduce_into", "barrier", "broadcast_into", "reduce_scatter", "reduce_scatter_into"]
+__all__ = ["Op", "Pending", "agree", "all_gather", "all_gather_into", "all_gather_json", "all_reduce",
+           "all_reduce_into", "barrier", "broadcast_into", "broadcast_json", "reduce_scatter", "reduce_scatter_into"]
 
 _NATIVE, _GLOO = NativeWire(), GlooWire()
 
@@ -111,46 +109,3 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = -1) -> Tensor:
     mine = torch.empty_like(parts[0])
     reduce_scatter_into(mine.view(-1), parts.view(-1), group).wait()
     return mine
-
-
-def barrier(group: Group) -> None:
-    """Return when every rank has come here."""
-    agree(0.0, group)
-
-
-def agree(number: float, group: Group, op: Op = "max") -> float:
-    """The reduction of one number per rank, on the host of every rank (exact for integers below 2**53)."""
-    if group.is_solo:
-        return float(number)
-    return float(all_reduce(torch.tensor([number], dtype=torch.float64, device=wire_device(group)), group, op).item())
-
-
-def all_gather_json(value: Any, group: Group) -> list[Any]:
-    """Every rank's value, by way of JSON: tuples come back as lists, and nothing on the wire can run code."""
-    text = json.dumps(value).encode()
-    if group.is_solo:
-        return [json.loads(text)]
-    wire = wire_device(group)
-    sizes = all_gather(torch.tensor([len(text)], device=wire), group).tolist()
-    padded = torch.frombuffer(bytearray(text.ljust(max(sizes))), dtype=torch.uint8).to(wire)
-    rows = all_gather(padded.unsqueeze(0), group, dim=0).cpu()  # [size, longest]
-    return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes)]
-
-
-def broadcast_json(value: Any, group: Group, src: int = 0) -> Any:
-    """The value of the group's rank `src` on every rank, by way of JSON; those of the others are not asked for."""
-    text = json.dumps(value).encode() if group.rank == src else b""
-    if group.is_solo:
-        return json.loads(text)
-    wire = wire_device(group)
-    size = torch.tensor([len(text)], device=wire)
-    broadcast_into(size, src, group).wait()
-    row = torch.frombuffer(bytearray(text or int(size)), dtype=torch.uint8).to(wire)
-    broadcast_into(row, src, group).wait()
-    return json.loads(row.cpu().numpy().tobytes())
-
-
-def wire_device(group: Group) -> torch.device:
-    """The device that the backend of a group (of several ranks) sends from: the CPU wherever gloo is part of it."""
-    on_cpu = "gloo" in dist.get_backend(group.handle)
-    return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mpu.classic import resolve
-from mpu.collectives import all_gather_json, broadcast_into, wire_device
+from mpu.collectives import all_gather_json, broadcast_into
 from mpu.groups import Group
 from mpu.split import ParallelError
 
@@ -34,7 +34,7 @@ def broadcast_data(
     if group.is_solo:
         assert data is not None
         return {key: data[key] for key in keys}
-    device = wire_device(group)
+    device = torch.device("cpu" if group.sends_from_host else f"cuda:{torch.cuda.current_device()}")
     if group.rank == 0:
         assert data is not None
         flat = torch.cat([data[key].to(device).reshape(-1) for key in keys])

@@ -11,16 +11,22 @@ Eight ranks with tp size 2 (g0 .. g7, two nodes of four):
 so rank 5 has tp = Group(rank=1, size=2, ranks=(4, 5)) and dp = Group(rank=2, size=4, ranks=(1, 3, 5, 7)).
 
 A group of one needs no process group and no torch.distributed: every collective on it is the identity.
-This file creates groups; it sends nothing.
+This file creates groups; it sends nothing. Each rank makes its own groups only: one call for each axis of the grid.
+
+Each group has a *control* group of the same ranks, which goes from host to host over gloo: the group itself where that
+is what its backend does, and one beside it where the backend (NCCL) serves devices only. It lasts as long as the
+default process group, and is found again by its description, so that a group that comes by twice has one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import cast
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import GroupName
 
 from mpu.split import ParallelError, rank_grid
 
@@ -29,7 +35,7 @@ from mpu.split import ParallelError, rank_grid
 class Group:
     """A set of ranks and this process's place in it. `ranks` are world ranks, in group order.
 
-    torch.distributed owns its process groups, and this holds the name of one: so destroying a process group ends its
+    torch.distributed owns its process groups, and this holds the names of two: so destroying a process group ends its
     threads even while somebody holds a Group. A thread left over could abort the interpreter that ends around it.
     """
 
@@ -37,11 +43,22 @@ class Group:
     size: int
     ranks: tuple[int, ...]
     name: GroupName | None = field(default=None, repr=False, compare=False)
+    control: GroupName | None = field(default=None, repr=False, compare=False)
 
     @property
     def handle(self) -> dist.ProcessGroup | None:
         """torch's process group; None for a group of one."""
-        return None if self.name is None else _resolve_process_group(self.name)
+        return None if self.name is None else distributed_c10d._resolve_process_group(self.name)
+
+    @property
+    def control_handle(self) -> dist.ProcessGroup | None:
+        """The process group of what is on the host."""
+        return None if self.control is None else distributed_c10d._resolve_process_group(self.control)
+
+    @property
+    def sends_from_host(self) -> bool:
+        """Tensors on the CPU travel by the group's own backend."""
+        return self.name == self.control
 
     @property
     def is_solo(self) -> bool:
@@ -63,8 +80,7 @@ class Groups:
 def build(tp_size: int = 1, timeout: timedelta | None = None) -> Groups:
     """Create the groups of a tp_size x (world / tp_size) grid; without torch.distributed the world is one rank.
 
-    Collective: every rank of the world calls it, and every rank creates all groups in the same order, its own or
-    not, as torch.distributed demands. `timeout` is that of the world (a new group would not inherit it).
+    Collective. `timeout` is that of the world (a new group would not inherit it).
     """
     if not (dist.is_available() and dist.is_initialized()):
         if tp_size != 1:
@@ -75,17 +91,15 @@ def build(tp_size: int = 1, timeout: timedelta | None = None) -> Groups:
         return Groups()
     rank, size = dist.get_rank(), dist.get_world_size()
     tp_groups, dp_groups = rank_grid(size, tp_size)
-    world = Group(rank, size, tuple(range(size)), _name(dist.group.WORLD) if size > 1 else None)
+    world = _group(rank, tuple(range(size)), dist.group.WORLD, timeout)
     return Groups(world, _join(tp_groups, world, timeout), _join(dp_groups, world, timeout))
 
 
 def of_handle(handle: dist.ProcessGroup | None) -> Group:
-    """The group behind a process group made elsewhere; None is a group of one."""
+    """The group behind a process group made elsewhere; None is a group of one. Collective over its ranks."""
     if handle is None or not dist.is_initialized():
         return SOLO
-    ranks = tuple(dist.get_process_group_ranks(handle))
-    rank = ranks.index(dist.get_rank())
-    return Group(rank, len(ranks), ranks, _name(handle) if len(ranks) > 1 else None)
+    return _group(dist.get_rank(), tuple(dist.get_process_group_ranks(handle)), handle, None)
 
 
 def of_handles(tp: dist.ProcessGroup | None, dp: dist.ProcessGroup | None) -> Groups:
@@ -94,16 +108,44 @@ def of_handles(tp: dist.ProcessGroup | None, dp: dist.ProcessGroup | None) -> Gr
 
 
 def _join(groups: list[tuple[int, ...]], world: Group, timeout: timedelta | None) -> Group:
-    """Create every one of `groups`; return the one that holds this rank."""
-    mine = world
-    for ranks in groups:
-        if len(ranks) == world.size:
-            return world
-        handle = dist.new_group(list(ranks), timeout=timeout) if len(ranks) > 1 else None
-        if world.rank in ranks:
-            mine = Group(ranks.index(world.rank), len(ranks), ranks, _name(handle))
-    return mine
+    """The one of `groups`, which share out the world between them, that holds this rank."""
+    mine = next(ranks for ranks in groups if world.rank in ranks)
+    if len(mine) == world.size:
+        return world
+    return _group(world.rank, mine, _made(groups, mine, timeout) if len(mine) > 1 else None, timeout)
 
 
-def _name(handle: dist.ProcessGroup | None) -> GroupName | None:
-    return None if handle is None else handle.group_name
+def _made(groups: list[tuple[int, ...]], mine: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup | None:
+    """torch's process group of `mine`. A world that is connected already is split once for all `groups`; otherwise the
+    ranks of a group meet among themselves."""
+    if _is_connected(dist.group.WORLD):
+        return dist.split_group(split_ranks=[list(ranks) for ranks in groups], timeout=timeout)
+    return cast(dist.ProcessGroup, dist.new_group(list(mine), timeout=timeout, use_local_synchronization=True))
+
+
+def _is_connected(world: dist.ProcessGroup | None) -> bool:
+    """Each rank has named its device, so that NCCL connected at once, and can split."""
+    return world is not None and world.bound_device_id is not None
+
+
+def _group(rank: int, ranks: tuple[int, ...], handle: dist.ProcessGroup | None, timeout: timedelta | None) -> Group:
+    """The group of a process group that this rank is in."""
+    if handle is None or len(ranks) == 1:
+        return Group(ranks.index(rank), len(ranks), ranks)
+    name = handle.group_name
+    control = name if _serves_host(handle) else _control_of(handle, ranks, timeout).group_name
+    return Group(ranks.index(rank), len(ranks), ranks, name, control)
+
+
+def _serves_host(handle: dist.ProcessGroup) -> bool:
+    backend = dist.get_backend(handle)
+    return "nccl" not in backend or "gloo" in backend
+
+
+def _control_of(handle: dist.ProcessGroup, ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup:
+    purpose = f"control of {handle.group_name}"
+    for known in distributed_c10d._world.pg_map:
+        if known.group_desc == purpose:
+            return known
+    made = dist.new_group(list(ranks), timeout, "gloo", use_local_synchronization=True, group_desc=purpose)
+    return cast(dist.ProcessGroup, made)

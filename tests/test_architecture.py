@@ -39,7 +39,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.plan.cheapest
     """),
     ("1: communication and storage", """
-        mpu.device mpu.groups mpu.wire mpu.wire.interface mpu.wire.native mpu.wire.gloo
+        mpu.device mpu.groups mpu.wire mpu.wire.interface mpu.wire.native mpu.wire.gloo mpu.wire.control
         mpu.classic mpu.collectives mpu.partition mpu.sinks mpu.regions mpu.layers
         mpu.vocab_share mpu.loss_cpu mpu.loss_kernel mpu.loss_accelerator mpu.cross_entropy
         mpu.random mpu.grads mpu.data mpu.mappings mpu
@@ -125,8 +125,8 @@ ROOMS = ("data", "mpu", "megatron.errors", "megatron.version", "megatron.neighbo
 TYPES_OF_DISTRIBUTED = {"ProcessGroup", "Work", "Store"}
 QUERIES_OF_DISTRIBUTED = {"is_available", "is_initialized", "get_rank", "get_world_size", "get_backend", "group"}
 NAMES_OF_DISTRIBUTED = {
-    "mpu.collectives": QUERIES_OF_DISTRIBUTED,
-    "mpu.groups": QUERIES_OF_DISTRIBUTED | {"new_group", "get_process_group_ranks", "distributed_c10d"},
+    "mpu.groups": QUERIES_OF_DISTRIBUTED | {
+        "new_group", "split_group", "get_process_group_ranks", "distributed_c10d"},
     "mpu.classic": QUERIES_OF_DISTRIBUTED,
     "megatron.launch.distributed": QUERIES_OF_DISTRIBUTED | {
         "init_process_group", "destroy_process_group", "FileStore", "HashStore", "TCPStore", "PrefixStore"},

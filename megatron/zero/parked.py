@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megatron.errors import ConfigError
 from megatron.zero.holders import hold, holder_of
 from megatron.zero.placeholder import Placeholder, fill, vacate
-from mpu.collectives import all_gather_into, broadcast_into, wire_device
+from mpu.collectives import all_gather_into, broadcast_into
 from mpu.groups import Group
 
 
@@ -25,7 +25,7 @@ class Parked:
     def __init__(self, parameter: nn.Parameter, dp: Group, dtype: torch.dtype | None,
                  home: torch.device | None) -> None:
         self._parameter, self._dp, self._shape = parameter, dp, parameter.shape
-        self._device = parameter.device if dp.is_solo else wire_device(dp)
+        self._device = parameter.device
         self._home = home or parameter.device
         self._part = torch.empty(-(-parameter.numel() // dp.size), dtype=dtype or parameter.dtype, device=self._home)
         self._put_away(editor=0)

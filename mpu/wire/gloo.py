@@ -4,6 +4,8 @@ gloo's own all-gather and reduce-scatter are slower (at 2 ranks) than the same e
 a sum taken here. That sum is in rank order, 16-bit numbers in fp32 and rounded once; with 2 ranks its fp32 result is
 bit for bit that of an all-reduce, as a + b is b + a. An all-reduce adds in the order and precision of gloo.
 
+Where the group's tensors travel by another backend, those on the CPU take its control group.
+
 What peers send needs a place until it is summed: `at_a_time` bounds it, and `wait` sends the rest.
 """
 
@@ -45,11 +47,11 @@ class GlooWire:
 
     def all_reduce(self, flat: Tensor, group: Group, op: Op, sum_in: torch.dtype | None,
                    at_a_time: int | None) -> Pending:
-        return Pending([dist.all_reduce(piece, OPS[op], group=group.handle, async_op=True)
+        return Pending([dist.all_reduce(piece, OPS[op], group=group.control_handle, async_op=True)
                         for piece in _pieces(flat, at_a_time)])
 
     def broadcast(self, x: Tensor, src: int, group: Group) -> Pending:
-        return Pending([dist.broadcast(x, group.ranks[src], group=group.handle, async_op=True)])
+        return Pending([dist.broadcast(x, group.ranks[src], group=group.control_handle, async_op=True)])
 
 
 def _pieces(flat: Tensor, at_a_time: int | None) -> Sequence[Tensor]:
@@ -58,12 +60,13 @@ def _pieces(flat: Tensor, at_a_time: int | None) -> Sequence[Tensor]:
 
 def _exchange(mine: Tensor, own: Tensor, group: Group) -> Pending:
     """mine [n] <- the sum over the ranks of row `group.rank` of their `own` [size, n]."""
+    handle = group.control_handle
     peers = [rank for rank in range(group.size) if rank != group.rank]
     is_free = mine.dtype == own.dtype and mine.data_ptr() != own[group.rank].data_ptr()
     places = [mine] if is_free else []  # the place of the sum can take what one of the others has for this rank
     received = places + [torch.empty_like(own[0]) for _ in peers[len(places):]]
-    exchange = [dist.P2POp(dist.irecv, part, group.ranks[peer], group.handle) for peer, part in zip(peers, received)]
-    exchange += [dist.P2POp(dist.isend, own[peer], group.ranks[peer], group.handle) for peer in peers]
+    exchange = [dist.P2POp(dist.irecv, part, group.ranks[peer], handle) for peer, part in zip(peers, received)]
+    exchange += [dist.P2POp(dist.isend, own[peer], group.ranks[peer], handle) for peer in peers]
     parts = [*received[:group.rank], own[group.rank], *received[group.rank:]]  # in rank order
     return Pending(dist.batch_isend_irecv(exchange), lambda: _sum_in_rank_order(parts, mine))
 

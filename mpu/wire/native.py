@@ -8,8 +8,7 @@ reduce-scatter, travel in fp32, and each rank rounds its part of the sum once; `
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -23,13 +22,13 @@ OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.
 
 class NativeWire:
     def all_gather(self, full: Tensor, shard: Tensor, group: Group, at_a_time: int | None) -> Pending:
-        return Pending([_all_gather()(full, shard, group=group.handle, async_op=True)])
+        return Pending([all_gather_of(full, shard, group.handle)])
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, group: Group, sum_in: torch.dtype | None,
                        at_a_time: int | None) -> Pending:
         wide = full.to(sum_in or widened(full.dtype))
         mine = shard if shard.dtype == wide.dtype else torch.empty_like(shard, dtype=wide.dtype)
-        work = _reduce_scatter()(mine, wide, group=group.handle, async_op=True)
+        work = reduce_scatter_of(mine, wide, group.handle)
         return Pending([work], None if mine is shard else lambda: _fill(shard, mine))
 
     def all_reduce(self, flat: Tensor, group: Group, op: Op, sum_in: torch.dtype | None,
@@ -47,13 +46,16 @@ def widened(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
-def _all_gather() -> Callable[..., Any]:
-    """torch 2.13 renames this, and warns at the old name."""
-    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# torch 2.13 renames the next two, and warns at the old names. They are looked up at each call.
+
+def all_gather_of(full: Tensor, shard: Tensor, handle: dist.ProcessGroup | None) -> dist.Work:
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return cast(dist.Work, gather(full, shard, group=handle, async_op=True))
 
 
-def _reduce_scatter() -> Callable[..., Any]:
-    return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+def reduce_scatter_of(shard: Tensor, full: Tensor, handle: dist.ProcessGroup | None) -> dist.Work:
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return cast(dist.Work, scatter(shard, full, group=handle, async_op=True))
 
 
 def _fill(target: Tensor, source: Tensor) -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from typing import Any
+from unittest.mock import Mock, patch
+
 import pytest
+import torch
 import torch.distributed as dist
 
 import mpu
-from mpu.groups import SOLO, Groups, build, of_handle
+from mpu.collectives import agree, all_gather_into, all_gather_json, barrier
+from mpu.groups import SOLO, Group, Groups, build, of_handle
 from mpu.split import ParallelError
 from tests.distributed import run_ranks
 
@@ -51,6 +57,88 @@ def _found_again(rank: int, world: int) -> bool:
 
 def test_a_group_is_found_again_from_torchs_handle() -> None:
     assert all(run_ranks(_found_again, 4))
+
+
+def _made(rank: int, world: int) -> list[list[int]]:
+    with patch.object(dist, "new_group", Mock(wraps=dist.new_group)) as new_group:
+        build(2)
+    return [call.args[0] for call in new_group.call_args_list]
+
+
+def test_a_rank_makes_its_own_groups_only() -> None:
+    assert run_ranks(_made, 4) == [[[0, 1], [0, 2]], [[0, 1], [1, 3]], [[2, 3], [0, 2]], [[2, 3], [1, 3]]]
+
+
+def _split(rank: int, world: int) -> list[Any]:
+    """A world that is connected, as NCCL's is, with groups of gloo in the place of its splits."""
+    def split(split_ranks: list[list[int]], timeout: timedelta) -> dist.ProcessGroup | None:
+        made.append((split_ranks, timeout))
+        mine = next(ranks for ranks in split_ranks if rank in ranks)
+        return new_group(mine, timeout=timeout, backend="gloo", use_local_synchronization=True)
+
+    made: list[Any] = []
+    new_group, minute = dist.new_group, timedelta(minutes=1)
+    with patch.object(dist, "split_group", split), patch("mpu.groups._is_connected", lambda world: True):
+        groups = build(2, minute)
+    assert all(timeout == minute for _, timeout in made)
+    return [[ranks for ranks, _ in made], groups.tp.ranks, groups.dp.ranks, all_gather_json(rank, groups.dp)]
+
+
+def test_a_connected_world_is_split_once_for_each_axis() -> None:
+    calls = [[[0, 1], [2, 3]], [[0, 2], [1, 3]]]
+    assert run_ranks(_split, 4)[3] == [calls, (2, 3), (1, 3), [1, 3]]
+
+
+def _devices_only() -> Any:
+    """Inside, the world is one whose backend sends from devices only, as NCCL's is."""
+    return patch("mpu.groups._serves_host", lambda handle: False)
+
+
+def _controls(rank: int, world: int) -> list[bool]:
+    with _devices_only():
+        groups = build(2)
+        again = [of_handle(group.handle) for group in (groups.world, groups.tp, groups.dp)]
+    mine = [groups.world, groups.tp, groups.dp]
+    return [len({name for group in mine for name in (group.name, group.control)}) == 6,
+            [group.control for group in mine] == [group.control for group in again],
+            not any(group.sends_from_host for group in mine),
+            all(dist.get_process_group_ranks(group.control_handle) == list(group.ranks) for group in mine)]
+
+
+def test_each_group_of_a_backend_for_devices_has_one_control_group() -> None:
+    assert run_ranks(_controls, 4) == [[True] * 4] * 4
+
+
+def _is_its_own_control(rank: int, world: int) -> bool:
+    groups = build(2)
+    return all(group.name == group.control and group.sends_from_host for group in (groups.world, groups.tp))
+
+
+def test_a_group_over_gloo_is_its_own_control_group() -> None:
+    assert all(run_ranks(_is_its_own_control, 4))
+
+
+def _words(group: Group) -> list[Any]:
+    barrier(group)
+    return [all_gather_json({"rank": group.rank}, group), agree(group.rank, group)]
+
+
+def _beside(rank: int, world: int) -> list[Any]:
+    """Words are exchanged, and a tensor of the host, while an operation on the group waits for the other rank."""
+    with _devices_only():
+        group = build().world
+    x, full = torch.ones(1), torch.empty(2)
+    waiting = dist.all_reduce(x, group=group.handle, async_op=True) if rank == 0 else None
+    found = _words(group)
+    all_gather_into(full, torch.tensor([float(rank)]), group).wait()
+    waiting = waiting or dist.all_reduce(x, group=group.handle, async_op=True)
+    assert waiting is not None
+    waiting.wait()
+    return [*found, full.tolist(), x.item()]
+
+
+def test_control_never_waits_for_the_backend_of_tensors() -> None:
+    assert run_ranks(_beside, 2) == [[[{"rank": 0}, {"rank": 1}], 1.0, [0.0, 1.0], 2.0]] * 2
 
 
 def _classic(rank: int, world: int) -> list[int]:
