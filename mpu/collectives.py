@@ -1,7 +1,8 @@
 """The operations among the ranks of a group. How they travel is decided here, once, by where the tensors are.
 
 Two families. *Out of place* (`all_reduce`, `all_gather`, `reduce_scatter`): return a new tensor and leave the
-argument alone; the only ones allowed inside autograd, where reducing in place gives silently wrong gradients.
+argument alone; the only ones allowed inside autograd, where reducing in place gives silently wrong gradients, and the
+only ones that a compiler can trace.
 *Into* (`..._into`): work asynchronously on flat buffers the caller owns and return a `Pending`; nothing may touch
 the buffers until `wait()`. Several may be in flight: start and wait in the same order on every rank.
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from mpu.device import on_accelerator
 from mpu.groups import Group
 from mpu.split import ParallelError, divide
+from mpu.wire import functional
 from mpu.wire.control import agree, all_gather_json, barrier, broadcast_json
 from mpu.wire.gloo import GlooWire
 from mpu.wire.interface import Op, Pending, Wire
@@ -84,19 +86,14 @@ def _check_sizes(full: Tensor, shard: Tensor, group: Group) -> None:
 
 def all_reduce(x: Tensor, group: Group, op: Op = "sum") -> Tensor:
     """The reduction of every rank's x (x itself on a group of one)."""
-    if group.is_solo:
-        return x
-    y = x.clone(memory_format=torch.contiguous_format)
-    all_reduce_into(y, group, op).wait()
-    return y
+    return x if group.is_solo else functional.all_reduce(x, group, op)
 
 
 def all_gather(x: Tensor, group: Group, dim: int = -1) -> Tensor:
     """Every rank's x, joined along `dim` in rank order; the shapes are equal."""
     if group.is_solo:
         return x
-    parts = x.new_empty((group.size, *x.shape))
-    all_gather_into(parts.view(-1), x.contiguous().view(-1), group).wait()
+    parts = functional.all_gather(x.unsqueeze(0), group)
     return torch.cat(parts.unbind(0), dim)  # [size, ..., n, ...] -> [..., size * n, ...]
 
 
@@ -106,6 +103,4 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = -1) -> Tensor:
         return x
     each = divide(x.shape[dim], group.size, "length")
     parts = torch.stack(x.split(each, dim))  # [..., size * n, ...] -> [size, ..., n, ...]
-    mine = torch.empty_like(parts[0])
-    reduce_scatter_into(mine.view(-1), parts.view(-1), group).wait()
-    return mine
+    return functional.reduce_scatter(parts, group).squeeze(0)

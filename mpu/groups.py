@@ -25,6 +25,7 @@ from datetime import timedelta
 from typing import cast
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import GroupName
 
@@ -54,6 +55,12 @@ class Group:
     def control_handle(self) -> dist.ProcessGroup | None:
         """The process group of what is on the host."""
         return None if self.control is None else distributed_c10d._resolve_process_group(self.control)
+
+    def name_for(self, x: Tensor) -> GroupName:
+        """The process group that x travels in."""
+        name = self.control if x.device.type == "cpu" else self.name
+        assert name is not None, "a group of one sends nothing"
+        return name
 
     @property
     def sends_from_host(self) -> bool:

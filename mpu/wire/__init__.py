@@ -3,6 +3,7 @@
     interface.py    what a wire can do, and what it returns: an operation under way
     native.py       a backend's own operations: for accelerators
     gloo.py         for the CPU: broadcasts, and sends with a sum taken here in rank order
+    functional.py   torch's functional collectives: a new tensor from an old one, inside autograd and compiled code
     control.py      words rather than tensors: JSON, flags, errors, barriers
 
 Nothing but these files names an operation of torch.distributed. Groups of one never come here.

@@ -1,0 +1,37 @@
+"""Collectives as functions: a new tensor from an old one, as autograd and torch.compile want them.
+
+They are torch's functional collectives, named by their process group, so a compiler sees one operation with a known
+result where an asynchronous call with a handle would break its graph, and may move its end behind other work. The
+backend does them, whatever the device: on the CPU too an all-reduce is gloo's, bit for bit that of gloo.py.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.distributed._functional_collectives  # what the operations return without running them
+from torch import Tensor
+
+from mpu.groups import Group
+from mpu.wire.interface import Op
+from mpu.wire.native import widened
+
+
+def all_reduce(x: Tensor, group: Group, op: Op) -> Tensor:
+    return _arrived(torch.ops._c10d_functional.all_reduce(x, op, group.name_for(x)))
+
+
+def all_gather(x: Tensor, group: Group) -> Tensor:
+    """[n, ...] of each rank -> [size * n, ...] in rank order."""
+    return _arrived(torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), group.size, group.name_for(x)))
+
+
+def reduce_scatter(x: Tensor, group: Group) -> Tensor:
+    """[size * n, ...] -> this rank's [n, ...] of the sum, which is taken in fp32 where x is narrower."""
+    wide, name = x.to(widened(x.dtype)).contiguous(), group.name_for(x)
+    return _arrived(torch.ops._c10d_functional.reduce_scatter_tensor(wide, "sum", group.size, name)).to(x.dtype)
+
+
+def _arrived(x: Tensor) -> Tensor:
+    return cast(Tensor, torch.ops._c10d_functional.wait_tensor(x))
