@@ -100,14 +100,23 @@ add_recipe() {
         gpu:*)  FLAGS+=(--bf16 --batch-size 16 --train-iters 1500 --lr 6e-4 --min-lr 6e-5 --warmup 0.1
                         --eval-interval 250 --eval-iters 10 --save-interval 500) ;;
     esac
-    [[ "$PRESET" != 345M ]] || FLAGS+=(--checkpoint-activations)
+    if [[ $DEVICE == gpu ]] && ! fits "$@"; then FLAGS+=(--checkpoint-activations); fi
+}
+
+fits() {  # ARGUMENTS...: whether the planner puts the run on this node's first GPU without recomputation
+    local gb
+    gb="${CARD_GB:-$(python -c 'import torch; print(torch.cuda.get_device_properties(0).total_memory / 1e9)')}"
+    python -m megatron.plan "${FLAGS[@]}" "$@" --ranks $((GPUS_PER_NODE * NNODES)) --card-gb "$gb" --json 2>/dev/null |
+        python -c 'import json, sys
+rows = json.load(sys.stdin)["rows"]
+sys.exit(not all(card["fits"] for row in rows if row["chosen"] for card in row["cards"].values()))'
 }
 
 # pretrain NAME [arguments...]: train into RUNS/NAME/PRESET, or go on from what is there. Does not return.
 pretrain() {
     local folder="$RUNS/$1/$PRESET"
     shift
-    add_recipe
+    add_recipe "$@"
     add_corpus "$@"
     mkdir -p -- "$folder" || fail "cannot make $folder; set RUNS to a folder that can be written"
     FLAGS+=(--save "$folder" --load "$folder" --keep-last 2 --metrics-file "$folder/metrics.jsonl"

@@ -41,6 +41,10 @@ TASKS = {
     "14M": Task(6, 384, 6, 8192, 8, 256),
     "124M": Task(12, 768, 12, 50257, 2, 256),
     "345M": Task(24, 1024, 16, 50257, 8, 1024),
+    "350M": Task(24, 1024, 16, 50257, 8, 1024),
+    "774M": Task(36, 1280, 20, 50257, 8, 1024),
+    "1.5B": Task(48, 1600, 25, 50257, 8, 1024),
+    "tiny": Task(2, 32, 2, 257, 2, 16),
 }
 
 
@@ -124,28 +128,31 @@ def hf(task: Task) -> Step:
     return _plain_step(task, model, loss_of)
 
 
+def values_of(task: Task, stage: int = 0) -> dict[str, object]:
+    """A task as fields of our configuration."""
+    return {
+        "num_layers": task.layers,
+        "hidden_size": task.hidden,
+        "num_attention_heads": task.heads,
+        "max_position_embeddings": task.seq,
+        "vocab_size": task.vocab,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "batch_size": task.batch,
+        "zero_stage": stage,
+        "lr": 1e-4,
+        "lr_decay_style": "constant",
+        "compile": task.compile,
+        **({} if task.precision == "fp32" else {task.precision: True}),
+    }
+
+
 def ours(task: Task, stage: int = 0) -> Step:
     from megatron.config.flags import build_config
     from megatron.train import build
     from mpu import groups
 
-    config = build_config(
-        {
-            "num_layers": task.layers,
-            "hidden_size": task.hidden,
-            "num_attention_heads": task.heads,
-            "max_position_embeddings": task.seq,
-            "vocab_size": task.vocab,
-            "attention_dropout": 0.0,
-            "hidden_dropout": 0.0,
-            "batch_size": task.batch,
-            "zero_stage": stage,
-            "lr": 1e-4,
-            "lr_decay_style": "constant",
-            "compile": task.compile,
-            **({} if task.precision == "fp32" else {task.precision: True}),
-        }
-    )
+    config = build_config(values_of(task, stage))
     grid = groups.build(1)
     engine = build.engine(config, build.model(config, grid), grid, torch.device(task.device))
 

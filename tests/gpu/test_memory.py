@@ -24,27 +24,33 @@ CASES = [dict(zip(("bf16", "checkpoint_activations", "attention_dropout"), case)
          for case in product((False, True), (False, True), (0.0, 0.1))]
 
 
-@pytest.fixture(autouse=True)
-def needs_cuda() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs an NVIDIA GPU")
+SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "max_position_embeddings": 16,
+                         "vocab_size": 100}
+"""For a CPU, where nothing is measured."""
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("values", CASES, ids=str)
-def test_the_predicted_peak_is_what_the_allocator_saw(values: dict[str, Any], stage: int) -> None:
-    config = build_config({**SHAPE, **values, "zero_stage": stage})
-    device, grid = torch.device("cuda", 0), groups.build(1)
-    torch.cuda.empty_cache()
+def test_the_predicted_peak_is_what_the_allocator_saw(values: dict[str, Any], stage: int,
+                                                      device: torch.device) -> None:
+    on_gpu, grid = device.type == "cuda", groups.build(1)
+    shape = SHAPE if on_gpu else SHAPE | SMALL
+    config = build_config({**shape, **values, "zero_stage": stage, "compile": False})
     seed_everything(config.train, grid, device)
     torch.randn(64, 64, device=device) @ torch.randn(64, 64, device=device)  # the work space of cuBLAS is not a tensor
-    before = torch.cuda.memory_allocated(device)
+    if on_gpu:
+        torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(device) if on_gpu else 0
     engine = build_engine(config, build_model(config, grid), grid, device)
-    torch.cuda.reset_peak_memory_stats(device)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
     rows = torch.randint(0, config.model.tokens, (config.train.batch_size, config.seq_length + 1), device=device)
     for _ in range(2):
         engine.backward(engine(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), grad_scale=engine.backward_scale))
         engine.step()
     predicted = max(moment.total for moment in step_moments(Run(config)))
+    assert predicted > 0
+    if not on_gpu:
+        return  # a CPU has no allocator that counts; tests/megatron/zero/test_memory.py measures there
     # 5 %: blocks are rounded up by the allocator, and some kernels take work space.
     assert predicted == pytest.approx(torch.cuda.max_memory_allocated(device) - before, rel=0.05)

@@ -5,20 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.megatron.helpers import records, train
 
 pytestmark = pytest.mark.gpu
 
 SMALL = ["--preset", "tiny", "--mock-data", "--train-iters", "12", "--batch-size", "4", "--eval-interval", "0",
-         "--log-interval", "0", "--seed", "7"]
-
-
-@pytest.fixture(autouse=True)
-def needs_cuda() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs an NVIDIA GPU")
+         "--log-interval", "0", "--seed", "7", "--no-compile"]
 
 
 @pytest.mark.parametrize("precision", [[], ["--bf16"], ["--fp16"]], ids=["fp32", "bf16", "fp16"])
