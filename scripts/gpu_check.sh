@@ -48,7 +48,7 @@ report speed 124M plain
 report kernels 350M ours
 report speed 350M ours
 report speed 350M plain
-check "pytest -m gpu" python -m pytest -q "${TESTS[@]}" tests/gpu
+check "pytest -m gpu" "$PYTHON" -m pytest -q "${TESTS[@]}" tests/gpu
 for model in 774M 1.5B; do
     report speed $model ours
     report speed $model plain

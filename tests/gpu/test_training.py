@@ -30,7 +30,10 @@ def test_every_stage_trains_alike_on_one_gpu(stage: str, tmp_path: Path) -> None
     dropout = ["--attention-dropout", "0", "--hidden-dropout", "0"]
     for name, chosen in (("0", "0"), ("stage", stage)):
         train([*SMALL, *dropout, "--zero-stage", chosen, "--metrics-file", str(tmp_path / name)])
-    assert records(tmp_path / "stage") == records(tmp_path / "0")
+    other, first = records(tmp_path / "stage"), records(tmp_path / "0")
+    # Rows are added in fp64 and the order of buckets: the last digit may differ, and the factor, in fp32, does not.
+    norms = [[row.pop("grad_norm") for row in rows] for rows in (other, first)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-14) and other == first
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns about torch

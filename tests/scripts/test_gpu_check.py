@@ -1,0 +1,46 @@
+"""What the scripts do on a GPU, as far as a CPU can tell: every check runs; the planner decides about recomputation."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def bash(command: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} | settings
+    return subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_every_gpu_check_runs_on_a_cpu(tmp_path: Path) -> None:
+    results = tmp_path / "results.jsonl"
+    done = bash("bash scripts/gpu_check.sh --device cpu --tiny", RESULTS=str(results), SECONDS_IN_ALL="3000")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    table = done.stdout[done.stdout.rindex("check "):].splitlines()[1:]
+    assert len(table) == 11 and all(" passed " in row for row in table)
+    rows = [json.loads(line) for line in results.read_text().splitlines()]
+    assert [(row["check"], row["model"]) for row in rows if row["contender"] == "ours"] == [
+        ("syncs", "124M"), ("speed", "124M"), ("kernels", "350M"), ("speed", "350M"), ("speed", "774M"),
+        ("speed", "1.5B")]
+
+
+def test_a_check_for_which_no_time_is_left_is_said_to_be_left_out() -> None:
+    done = bash("bash scripts/gpu_check.sh --device cpu --tiny", SECONDS_IN_ALL="0", RESULTS=os.devnull + ".none")
+    assert done.returncode == 1 and done.stdout.count("not run no time was left") == 11
+
+
+@pytest.mark.parametrize("preset, batch, card, fits", [
+    ("345M", 16, "80", True), ("345M", 16, "16", False), ("124M", 16, "24", True)])
+def test_recomputation_is_on_where_the_planner_finds_no_room_without_it(
+    preset: str, batch: int, card: str, fits: bool
+) -> None:
+    done = bash(f". scripts/lib.sh; FLAGS=(--preset {preset} --bf16 --batch-size {batch}); GPUS_PER_NODE=1\n"
+                "if fits --lr 1e-3; then echo fits; else echo recompute; fi", CARD_GB=card)
+    assert done.stdout.split()[-1:] == ["fits" if fits else "recompute"], done.stderr
