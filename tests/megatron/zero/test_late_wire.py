@@ -1,0 +1,226 @@
+"""The engine under a wire that does nothing until it is waited for: the same training, and every wait counts.
+
+Waits that no number can show, because a later one covers them, are listed with the tests that hold them.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from itertools import product
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import megatron.zero
+from megatron import zero
+from megatron.config.tree import build_config
+from mpu import groups
+from tests.distributed import RankError, run_ranks
+from tests.late_wire import late_wire
+from tests.megatron.zero.run import configure_gpt2, gpt2_engine, gpt2_loss, weights
+from tests.wires import accelerator_side
+
+WIDTH = 24
+
+
+class Net(nn.Module):
+    """Blocks, a head, and a buffer, all drawn differently on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 1)
+        self.register_buffer("shift", torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.shift
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x).square().mean()
+
+
+def life(rank: int, stage: int, bf16: bool, folder: str) -> list[Tensor]:
+    """An engine is built, trains with accumulation, evaluates, is edited, fails in a backward, saves and loads."""
+    torch.manual_seed(rank)
+    config = build_config({"zero_stage": stage, "lr": 1e-2, "lr_decay_style": "constant", "clip_grad": 0.5,
+                           "bf16": bf16, "batch_size": 4, "global_batch_size": 16,
+                           "stage3_param_persistence_threshold": 30})
+    with zero.Init(enabled=stage == 3):
+        net = Net()
+    with zero.GatheredParameters(net.head.weight, modifier_rank=1):
+        net.head.weight.data.mul_(2.0)
+    engine = zero.initialize(model=net, config=config, mpu=groups.build(1))[0]
+    draw = torch.Generator().manual_seed(rank)
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    found = [engine.module.get_buffer("shift").float()]
+
+    def micro_step() -> None:
+        engine.backward(engine(torch.randn(4, WIDTH, generator=draw).to(dtype)))
+        engine.step()
+
+    for step in range(4):
+        micro_step()
+        with torch.no_grad():
+            found.append(engine(torch.ones(4, WIDTH, dtype=dtype)).float())
+        micro_step()
+        if step == 1:
+            with zero.GatheredParameters(engine.module.head.weight, modifier_rank=1):
+                engine.module.head.weight.data.add_(rank)
+            engine.save_checkpoint(folder, tag=f"{stage}{bf16}")
+        if step == 2:
+            x = torch.ones(4, WIDTH, dtype=dtype, requires_grad=True)
+            loss = engine(x)
+            x.register_hook(_fail)
+            with pytest.raises(ValueError, match="on purpose"):
+                engine.backward(loss)
+            engine.load_checkpoint(folder, tag=f"{stage}{bf16}")
+    return found + [value.float() for value in weights(engine).values()]
+
+
+def _fail(gradient: Tensor) -> None:
+    raise ValueError("on purpose")
+
+
+def lives(rank: int, world: int, native: bool, folder: str, seeds: list[int]) -> list[str]:
+    """Cases in which a late wire changes anything."""
+    wrong = []
+    with accelerator_side(native):
+        for stage, bf16 in product(range(4), (False, True)):
+            wanted = life(rank, stage, bf16, f"{folder}/plain")
+            assert not any(value.isnan().any() for value in wanted)
+            for seed in seeds:
+                with late_wire(seed) as network:
+                    found = life(rank, stage, bf16, f"{folder}/late{seed}")
+                assert len(network.log) > 10
+                if not all(map(torch.equal, found, wanted)):
+                    wrong.append(f"stage {stage}, bf16 {bf16}, seed {seed}")
+    return wrong
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["cpu", "accelerator"])
+def test_a_late_wire_changes_nothing(native: bool, tmp_path: Path) -> None:
+    assert run_ranks(lives, 2, native, str(tmp_path), [0, 1, 2], timeout=300) == [[], []]
+
+
+def gpt2(rank: int, stage: int, bf16: bool) -> list[Tensor]:
+    """Recomputation, the loss head and tied weights."""
+    grid = groups.build(1)
+    engine = gpt2_engine(configure_gpt2(zero_stage=stage, bf16=bf16, checkpoint_activations=True, batch_size=2,
+                                        checkpoint_num_layers=1, global_batch_size=8), grid)
+    draw = torch.Generator().manual_seed(rank)
+    for _ in range(4):
+        engine.backward(gpt2_loss(engine, torch.randint(0, 61, (2, 17), generator=draw)))
+        engine.step(1e-2)
+    return [value.float() for value in weights(engine).values()]
+
+
+def recomputed(rank: int, world: int, native: bool) -> list[str]:
+    wrong = []
+    with accelerator_side(native):
+        for stage, bf16 in product(range(4), (False, True)):
+            wanted = gpt2(rank, stage, bf16)
+            with late_wire(stage):
+                found = gpt2(rank, stage, bf16)
+            if not all(map(torch.equal, found, wanted)):
+                wrong.append(f"stage {stage}, bf16 {bf16}")
+    return wrong
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["cpu", "accelerator"])
+def test_nor_with_recomputation(native: bool) -> None:
+    assert run_ranks(recomputed, 2, native, timeout=300) == [[], []]
+
+
+# -- every wait counts ---------------------------------------------------------------------------------------------
+
+FOLDER = Path(megatron.zero.__file__).parent
+
+COVERED = {"FlatGradients.reduce": "finish_reduce waits too; test_keys.py holds that overlap_comm off waits at once"}
+"""Waits that may be removed without another result."""
+
+
+class Finder(ast.NodeVisitor):
+    """Statements `something.wait()`, with the function that each is in."""
+
+    def __init__(self) -> None:
+        self.path: list[str] = []
+        self.found: list[tuple[str, int]] = []
+
+    def visit_scope(self, node: Any) -> None:
+        self.path.append(node.name)
+        self.generic_visit(node)
+        self.path.pop()
+
+    visit_FunctionDef = visit_ClassDef = visit_scope
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        if is_wait(node):
+            self.found.append((".".join(self.path), node.lineno))
+
+
+def is_wait(node: ast.AST) -> bool:
+    return (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+            and isinstance(node.value.func, ast.Attribute) and node.value.func.attr == "wait")
+
+
+def waits() -> Iterator[tuple[str, str, int]]:
+    """(module, function, number of the wait in its module) of the mechanism; api/ waits for threads, not ranks."""
+    for path in sorted(FOLDER.glob("*.py")):
+        finder = Finder()
+        finder.visit(ast.parse(path.read_text()))
+        yield from ((f"megatron.zero.{path.stem}", where, number) for number, (where, _) in enumerate(finder.found))
+
+
+@contextmanager
+def without_wait(module: str, where: str, number: int) -> Iterator[None]:
+    """Inside, the function does what it does without that wait: `x.wait()` has become `x`."""
+    tree = ast.parse((FOLDER / f"{module.rpartition('.')[2]}.py").read_text())
+    lines = [node for node in ast.walk(tree) if is_wait(node)]
+    node: Any = sorted(lines, key=lambda found: getattr(found, "lineno"))[number]
+    node.value = node.value.func.value
+    function: Any = import_module(module)
+    for name in where.split("."):
+        function = getattr(function, name)
+    before = function.__code__
+    function.__code__ = next(code for code in codes(compile(tree, module, "exec")) if code.co_qualname == where)
+    try:
+        yield
+    finally:
+        function.__code__ = before
+
+
+def codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from codes(inner)
+
+
+def mutated(rank: int, world: int, folder: str, module: str, where: str, number: int) -> str:
+    """What becomes of the lives without one wait: "" if nothing."""
+    try:
+        for stage in (1, 3):
+            wanted = life(rank, stage, True, f"{folder}/plain")
+            with without_wait(module, where, number), late_wire():
+                found = life(rank, stage, True, f"{folder}/late")
+            if not all(map(torch.equal, found, wanted)):
+                return "other numbers"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("module, where, number", [*waits()], ids=lambda value: str(value).rpartition(".zero.")[2])
+def test_no_wait_of_the_engine_can_be_left_out(module: str, where: str, number: int, tmp_path: Path) -> None:
+    try:
+        found = run_ranks(mutated, 2, str(tmp_path), module, where, number, timeout=60)
+    except RankError as error:  # a rank that hangs or dies is red, too
+        found = [str(error)]
+    assert any(found) == (where not in COVERED), f"{module}: {where} without its wait: {found}"
