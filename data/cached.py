@@ -2,16 +2,20 @@
 
 The corpus is kept in the folder of `--data-cache-path`, or beside the source in `SOURCE.cache/`. Its name ends in a
 digest of all that decides its content: the files in order, their kinds, sizes and checksums, the tokenizer, and how
-text is read. Of several processes, on one machine or on a shared disk, one builds it and the others wait.
+text is read. Of several processes, on one machine or on a shared disk, one takes the checksums, one builds the corpus,
+and the others wait. Checksums are written down with the times of the files, and taken again where a time has changed.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 from data.cli import counted
 from data.importers import import_tokens
@@ -19,10 +23,11 @@ from data.indexed import IndexedCorpus
 from data.inputs import CACHE_SUFFIX, Found, find, kind_of
 from data.preprocess import Reading, build_corpus
 from data.sample_index import digest
-from data.storage import DataError, crc32_file, exclusive, make_folder
+from data.storage import DataError, crc32_file, exclusive, make_folder, write_json_atomic
 from data.tokenizer import Tokenizer
 
 TOKENS_SUFFIX = ".bin"
+SUMS = ".sums.json"
 LARGE = 1 << 26
 """Bytes of source from which the building is announced: it takes more than a moment."""
 
@@ -31,10 +36,10 @@ def cached_corpus(source: str, tokenizer: Tokenizer, reading: Reading, cache_pat
     """The prefix of the corpus of a file or folder, and one line that says what was made of it."""
     found = find([source])
     doing, done = ("copying", "copied") if _holds_tokens(found.files) else ("tokenizing", "tokenized")
-    contents, size = _contents(found.files)
-    key = digest(map(str.encode, (*contents, tokenizer.fingerprint, *reading.words)))
     beside = os.path.abspath(source)
     folder = make_folder(cache_path or beside + CACHE_SUFFIX)
+    contents, size = _contents(found.files, Sums(folder))
+    key = digest(map(str.encode, (*contents, tokenizer.fingerprint, *reading.words)))
     prefix = folder / f"{Path(beside).name.split('.')[0] or 'text'}-{key}"
     start = time.monotonic()
     with exclusive(folder / f".{prefix.name}.lock"):
@@ -43,24 +48,64 @@ def cached_corpus(source: str, tokenizer: Tokenizer, reading: Reading, cache_pat
             if size >= LARGE:
                 print(f"{source}: {doing} {size / 1e9:.2f} GB into {prefix} (once)", file=sys.stderr, flush=True)
             _build(found.files, prefix, tokenizer, reading)
-            if _contents(found.files)[0] != contents:
+            if _contents(found.files, Sums(None))[0] != contents:
                 prefix.with_name(prefix.name + ".idx").unlink()
                 raise DataError(f"{source}: changed while it was read; start again when it is complete")
     how = f"{done} in {time.monotonic() - start:.1f} s" if is_new else "found in the cache"
     return str(prefix), _report(source, found, IndexedCorpus(prefix), how)
 
 
-def _contents(files: Sequence[str]) -> tuple[list[str], int]:
+def _contents(files: Sequence[str], sums: Sums) -> tuple[list[str], int]:
     """What decides the text of each file, and the bytes of all."""
     contents, total = [], 0
-    for path in files:
-        try:
-            size = os.path.getsize(path)
-            contents.append(f"{kind_of(path)}-{size}-{crc32_file(path)}")
-        except OSError as error:
-            raise DataError(f"{path}: cannot read: {error.strerror}") from error
-        total += size
+    with sums:
+        for path in files:
+            try:
+                size = os.path.getsize(path)
+                contents.append(f"{kind_of(path)}-{size}-{sums.of(path)}")
+            except OSError as error:
+                raise DataError(f"{path}: cannot read: {error.strerror}") from error
+            total += size
     return contents, total
+
+
+SETTLED_NS = 2_000_000_000
+"""A file that changed this short a time before its checksum was taken may change again within one tick of its clock."""
+
+
+class Sums:
+    """Checksums of files, each taken once as long as the file is the same one with the same times: the processes that
+    share a folder find them there. Without a folder they are taken afresh."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._known: dict[str, Any] = {}
+        self._is_new = False
+        self._lock = ExitStack()
+
+    def __enter__(self) -> None:
+        if self._folder is not None:
+            self._lock.enter_context(exclusive(self._folder / ".sums.lock"))
+            with suppress(OSError, ValueError):
+                found = json.loads((self._folder / SUMS).read_bytes())
+                self._known = found if isinstance(found, dict) else {}
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            if self._is_new and self._folder is not None:
+                write_json_atomic(self._folder / SUMS, self._known)
+
+    def of(self, path: str) -> str:
+        facts = os.stat(path)
+        mark = [facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns]
+        name, known = os.path.abspath(path), self._known.get(os.path.abspath(path))
+        if isinstance(known, dict) and known.get("mark") == mark and isinstance(known.get("crc32"), str):
+            return str(known["crc32"])
+        taken = time.time_ns()
+        crc = crc32_file(path)
+        if max(facts.st_mtime_ns, facts.st_ctime_ns) + SETTLED_NS < taken:
+            self._known[name], self._is_new = {"mark": mark, "crc32": crc}, True
+        return crc
 
 
 def _holds_tokens(files: Sequence[str]) -> bool:

@@ -12,13 +12,14 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data.sampling import epoch_permutation, index_dtype
-from data.storage import make_folder, staged_file
+from data.storage import exclusive, make_folder, staged_file
 
 BLOCK = 1 << 20
 STORE_FROM = 1 << 16
@@ -26,6 +27,9 @@ STORE_FROM = 1 << 16
 
 KEPT_EPOCHS = 2
 """An epoch and its neighbour: ranks and prefetching readers cross the border a little apart."""
+
+PATIENCE = 4096
+"""Samples of one epoch after which its neighbour has been left behind, and goes."""
 
 
 def samples_in(tokens: int, seq_length: int) -> int:
@@ -74,10 +78,11 @@ def build_epoch(sizes: NDArray[np.integer], documents: NDArray[np.integer], seq_
 
 
 class EpochStore:
-    """Epochs by number: the last two in memory, and all of them as files when there is a folder for it.
+    """Epochs by number: one in memory, two while the border is crossed, and all of them as files when there is a folder
+    for it.
 
-    Files are named after everything they depend on and appear by rename, so any number of processes may
-    build one at the same time, and a name that exists is right.
+    Files are named after everything they depend on and appear by rename, so a name that exists is right. Of the
+    processes that share the folder one builds an epoch, and the others wait for it and map its files.
     """
 
     def __init__(self, sizes: NDArray[np.integer], documents: NDArray[np.integer], seq_length: int, seed: int,
@@ -85,30 +90,43 @@ class EpochStore:
         self._sizes, self._documents, self._seq_length, self._seed = sizes, documents, seq_length, seed
         self._folder = make_folder(folder) if folder is not None and samples >= STORE_FROM else None
         self._kept: OrderedDict[int, EpochIndex] = OrderedDict()
+        self._last, self._in_a_row = -1, 0
 
     def __getitem__(self, epoch: int) -> EpochIndex:
         index = self._kept.get(epoch)
         if index is None:
+            while len(self._kept) >= KEPT_EPOCHS:  # before the new one comes
+                self._kept.popitem(last=False)
             index = self._build(epoch) if self._folder is None else self._stored(epoch, self._folder)
             self._kept[epoch] = index
         self._kept.move_to_end(epoch)
-        while len(self._kept) > KEPT_EPOCHS:
+        self._in_a_row = self._in_a_row + 1 if epoch == self._last else 1
+        self._last = epoch
+        while len(self._kept) > 1 and self._in_a_row >= PATIENCE:
             self._kept.popitem(last=False)
         return index
+
+    @cached_property
+    def _name(self) -> str:
+        """Of what all epochs are made from."""
+        return digest([self._sizes.tobytes(), self._documents.tobytes(), repr((self._seq_length, self._seed)).encode()])
 
     def _build(self, epoch: int) -> EpochIndex:
         return build_epoch(self._sizes, self._documents, self._seq_length, self._seed, epoch)
 
     def _stored(self, epoch: int, folder: Path) -> EpochIndex:
-        key = digest([self._sizes.tobytes(), self._documents.tobytes(),
-                      repr((self._seq_length, self._seed, epoch)).encode()])
-        paths = folder / f"{key}-documents.npy", folder / f"{key}-starts.npy"
+        paths = [folder / f"{self._name}-{epoch}-{what}.npy" for what in ("documents", "starts")]
         if not all(path.exists() for path in paths):
-            index = self._build(epoch)
-            for path, values in zip(paths, (index.documents, index.starts)):
-                with staged_file(path) as file:
-                    np.save(file, values, allow_pickle=False)
+            with exclusive(folder / f".{self._name}.lock"):
+                if not all(path.exists() for path in paths):
+                    self._store(epoch, paths)
         return EpochIndex(*(np.load(path, mmap_mode="r", allow_pickle=False) for path in paths))
+
+    def _store(self, epoch: int, paths: Iterable[Path]) -> None:
+        index = self._build(epoch)
+        for path, values in zip(paths, (index.documents, index.starts)):
+            with staged_file(path) as file:
+                np.save(file, values, allow_pickle=False)
 
 
 def digest(parts: Iterable[bytes]) -> str:

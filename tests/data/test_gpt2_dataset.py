@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import threading
+import time
 from fractions import Fraction
 from pathlib import Path
 
@@ -84,9 +86,30 @@ def test_stored_epochs_equal_computed_ones(tmp_path: Path, monkeypatch: pytest.M
     for attempt in range(2):
         stored = GPT2Dataset(corpus, range(11), 4, 1, "stored", str(folder))
         assert all(stored[i].tolist() == computed[i].tolist() for i in range(3 * stored.samples_per_epoch))
-        assert len(os.listdir(folder)) == 6, attempt
+        assert len(list(folder.glob("*.npy"))) == 6, attempt
     GPT2Dataset(corpus, range(10), 4, 1, "other", str(folder))[0]
-    assert len(os.listdir(folder)) == 8
+    assert len(list(folder.glob("*.npy"))) == 8
+
+
+def test_of_several_ranks_one_builds_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus, folder = corpus_of(tmp_path / "c", SIZES), tmp_path / "cache"
+    monkeypatch.setattr(sample_index, "STORE_FROM", 1)
+    real, built = sample_index.build_epoch, []
+
+    def slowly(*given: object) -> sample_index.EpochIndex:
+        built.append(given[-1])
+        time.sleep(0.05)  # the others are here before it is done
+        return real(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(sample_index, "build_epoch", slowly)
+    found: list[list[int]] = []
+    ranks = [threading.Thread(target=lambda: found.append(
+        GPT2Dataset(corpus, range(11), 4, 1, "rank", str(folder))[0].tolist())) for _ in range(8)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert len(found) == 8 and all(sample == found[0] for sample in found) and built == [0]
 
 
 def test_few_epochs_stay_in_memory(tmp_path: Path) -> None:
@@ -94,6 +117,18 @@ def test_few_epochs_stay_in_memory(tmp_path: Path) -> None:
     for i in range(20 * dataset.samples_per_epoch):
         dataset[i]
     assert len(dataset._epochs._kept) == sample_index.KEPT_EPOCHS
+
+
+def test_an_epoch_that_was_left_behind_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = GPT2Dataset(corpus_of(tmp_path / "c", SIZES), range(11), 4, 1, "a")
+    n = dataset.samples_per_epoch
+    monkeypatch.setattr(sample_index, "PATIENCE", n // 2)
+    for i in (n - 1, n, n - 2, n + 1):  # readers cross the border a little apart
+        dataset[i]
+    assert sorted(dataset._epochs._kept) == [0, 1]
+    for i in range(n, 2 * n):
+        dataset[i]
+    assert sorted(dataset._epochs._kept) == [1]
 
 
 def test_too_little_text_is_refused_with_both_numbers(tmp_path: Path) -> None:
