@@ -79,4 +79,5 @@ def _descriptor(folder: Path) -> Iterator[int | None]:
     finally:
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)  # for a forked child too, which has a copy of the descriptor
-        os.close(descriptor)
+        with suppress(OSError):  # nothing was written through it
+            os.close(descriptor)
