@@ -116,7 +116,7 @@ _PRECISION: dict[str, Row] = {
     "fp16.fp16_master_weights_and_grads": Only((False,), _16BIT_STATE),
     "fp16.fused_mode": NoEffect(BOOLEAN, True, _PURE_SPEED),
     "bf16.immediate_grad_update": NoEffect(BOOLEAN, True, _PURE_SPEED),
-    "bf16.check_grad_overflow": NoEffect(BOOLEAN, False, "in bf16 a gradient that is not finite is always an error"),
+    "bf16.check_grad_overflow": NoEffect(BOOLEAN, False, "in bf16 a gradient that is not finite is always noticed"),
     "bf16.bf16_master_weights_and_grads": Only((False,), _16BIT_STATE),
     "bf16.bf16_optimizer_states": Only((False,), _16BIT_STATE),
     "bfloat16.enabled": Old(("bf16.enabled",), BOOLEAN),
