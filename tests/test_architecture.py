@@ -65,8 +65,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.optim.build
         megatron.zero.precision megatron.zero.verdict megatron.zero.holders megatron.zero.placeholder
         megatron.zero.parked megatron.zero.tiling
-        megatron.zero.gradients megatron.zero.edits megatron.zero.bucket megatron.zero.norm megatron.zero.roster
-        megatron.zero.hooks
+        megatron.zero.turns megatron.zero.sinks megatron.zero.gradients megatron.zero.edits megatron.zero.bucket
+        megatron.zero.norm megatron.zero.roster megatron.zero.hooks megatron.zero.utils
         megatron.zero.units megatron.zero.residency megatron.zero.reductions megatron.zero.passes megatron.zero.state
         megatron.zero.step megatron.zero.engine
     """),

@@ -4,13 +4,14 @@
     engine, optimizer, loader, scheduler = zero.initialize(model=model, config="ds_config.json")
 
 In the order to read them: layout.py (what lives where), policy.py (what is split), precision.py (in which dtypes),
-bucket.py (the buffers of one unit) with gradients.py (its gradients), hooks.py (module and gradient events), units.py
-(how a model is cut), residency.py (what is whole when), reductions.py (in which order gradients are summed), passes.py
-(a forward and a backward), roster.py and edits.py (whether the model and its weights are still the engine's), norm.py
-(the gradient norm), verdict.py (what the ranks agree on in a step), step.py (the optimizer step), state.py (what lasts
-from step to step), engine.py (all of it together). placeholder.py, holders.py and parked.py are about parameters
-outside of a step. tiling.py (large layers in tiles), estimate.py (DeepSpeed's memory estimates) and accelerator.py
-(DeepSpeed's module of that name) are used beside it. api/ is what a training script sees.
+bucket.py (the buffers of one unit) with gradients.py (its gradients, in buffers of turns.py; sinks.py lets operations
+write them), hooks.py (module and gradient events), units.py (how a model is cut), residency.py (what is whole when),
+reductions.py (in which order gradients are summed), passes.py (a forward and a backward), roster.py and edits.py
+(whether the model and its weights are still the engine's), norm.py (the gradient norm), verdict.py (what the ranks
+agree on in a step), step.py (the optimizer step), state.py (what lasts from step to step), engine.py (all of it
+together). placeholder.py, holders.py and parked.py are about parameters outside of a step. tiling.py (large layers in
+tiles), estimate.py (DeepSpeed's memory estimates) and accelerator.py (DeepSpeed's module of that name) are used beside
+it. api/ is what a training script sees.
 
 Names are imported on first use: floor 0 of this package must not import torch.
 """
@@ -64,6 +65,7 @@ _ALIASES = {
     "DeepSpeedEngine": ("megatron.zero.api.engine", "Engine"),
     "DeepSpeedOptimizer": ("megatron.zero.api.optimizer", "ZeroOptimizer"),
     "accelerator": ("megatron.zero.accelerator", None),
+    "utils": ("megatron.zero.utils", None),
     "checkpointing": ("megatron.recompute.deepspeed", None),
     "comm": ("torch.distributed", None),
     "zero": (__name__, None),
@@ -81,7 +83,6 @@ _REFUSED = {
     "ops": "give \"optimizer\": {\"type\": \"AdamW\"} in the configuration, or a torch optimizer to initialize",
     "moe": "there are no experts",
     "pipe": "there is no pipeline parallelism; stage 3 splits models by parameters",
-    "utils": "its helpers are DeepSpeed's own; zero.GatheredParameters shows whole parameters",
     "runtime": "its modules are DeepSpeed's own; megatron.optim.schedulers has WarmupLR and its kin",
     "DeepSpeedConfig": "config= of initialize takes the path or the dict itself",
     "DeepSpeedHybridEngine": "this engine trains; megatron.zero has no inference engine",

@@ -17,7 +17,7 @@ again for backward fills the same storage.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 
 import torch
@@ -32,6 +32,7 @@ from megatron.zero.parked import whole_value
 from megatron.zero.placeholder import fill, vacate
 from megatron.zero.policy import Policy, Wire
 from megatron.zero.precision import Dtypes
+from megatron.zero.turns import Turns
 from mpu.collectives import Pending, all_gather_into, broadcast_into
 from mpu.groups import SOLO, Group
 
@@ -54,7 +55,7 @@ class FlatBucket:
     is_settled = True
 
     def __init__(self, name: str, slots: Sequence[Slot], parameters: Sequence[nn.Parameter], *, policy: Policy,
-                 dp: Group, device: torch.device, dtypes: Dtypes, wire: Wire) -> None:
+                 dp: Group, device: torch.device, dtypes: Dtypes, wire: Wire, turns: Turns) -> None:
         self.name, self._dtypes, self._wire, self._dp = name, dtypes, wire, dp
         self.trainable = parameters[0].requires_grad
         self._policy = policy
@@ -65,7 +66,11 @@ class FlatBucket:
         self.place = Place.WHOLE
         self._arrival: Pending | None = None
         self.grads = FlatGradients(name, self.layout, self.parameters, policy=policy, owners=self.shard_group,
-                                   replicas=self.replicas, device=device, dtypes=dtypes, wire=wire)
+                                   replicas=self.replicas, device=device, dtypes=dtypes, wire=wire, turns=turns)
+        self.states: Mapping[str, Tensor] = {}
+        """What the optimizer keeps beside the master."""
+        self.gradient_unit: Callable[[], float] = lambda: 1.0
+        """What a sum of gradients is multiplied by to be their mean."""
         self._lent: Tensor | None = None  # what the user was given
         self._came_to_be_lent = False
         self._take_over(device)
@@ -206,8 +211,11 @@ class FlatBucket:
         return self._views[self._index(parameter)].shape
 
     def describe(self, parameter: Tensor) -> str:
-        slot = self.layout.slots[self._index(parameter)]
+        slot = self.slot_of(parameter)
         return f"parameter {slot.name!r} of shape {slot.shape}"
+
+    def slot_of(self, parameter: Tensor) -> Slot:
+        return self.layout.slots[self._index(parameter)]
 
     def _index(self, parameter: Tensor) -> int:
         return next(index for index, held in enumerate(self.parameters) if held is parameter)

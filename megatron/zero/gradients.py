@@ -3,15 +3,17 @@
     whole    gradients of all parameters of the bucket, in slots of one flat buffer; made with the first one
     shard    this rank's part of their sum over data parallel: what its optimizer needs
 
-They arrive one by one (`accept`), or the operation that computes them writes them in place (`sink`). Once all have
-arrived they are sent (`reduce`); `finish_reduce` waits for the sum. Where gradients are split, the shard accumulates
-over micro-batches and the memory of the whole is freed each time; elsewhere the whole accumulates, and is sent at the
-accumulation boundary.
+They arrive one by one (`accept`), or the operation that computes them writes them in place (`sink`). On a CPU each is
+poured into the buffer as it comes, while it is in the cache; on an accelerator all of them at once, by one operation.
+Once all have arrived they are sent (`reduce`); `finish_reduce` waits for the sum. Where gradients are split, the shard
+accumulates over micro-batches and the whole is a buffer that another bucket uses next (turns.py); elsewhere the whole
+accumulates, and is sent at the accumulation boundary. Until then `parameter.grad` is a view of it, where autograd can
+add to that: in equal precision.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from weakref import ReferenceType, ref
 
@@ -22,28 +24,35 @@ from megatron.errors import ConfigError
 from megatron.zero.layout import FlatLayout, Segment
 from megatron.zero.policy import Policy, Wire
 from megatron.zero.precision import Dtypes
+from megatron.zero.sinks import SlotClaim, SlotSink
+from megatron.zero.turns import Buffer, Turns
 from mpu.collectives import Pending, all_reduce_into, reduce_scatter_into
+from mpu.device import on_accelerator
 from mpu.groups import Group
-from mpu.sinks import Claim, GradSink
+from mpu.sinks import GradSink
 
 
 class FlatGradients:
     def __init__(self, name: str, layout: FlatLayout, parameters: Sequence[nn.Parameter], *, policy: Policy,
-                 owners: Group, replicas: Group, device: torch.device, dtypes: Dtypes, wire: Wire) -> None:
+                 owners: Group, replicas: Group, device: torch.device, dtypes: Dtypes, wire: Wire,
+                 turns: Turns) -> None:
         self.name, self.layout, self.parameters = name, layout, parameters
         self._accumulates_shard = policy.split_grads
         self._owners, self._replicas = owners, replicas
         self._device, self._dtypes, self._wire = device, dtypes, wire
+        self._turns = turns
+        self._pours_each = wire.contiguous and not on_accelerator(device)
+        self._lends_views = not policy.split_grads and dtypes.grads == dtypes.work
+        self._has_lent = False
         self._arrived: set[int] = set()  # parameters whose gradient of this backward is here
-        self._waiting: set[int] = set()  # those of them that autograd still has
         self._reached: set[int] = set()  # parameters that got a gradient since the last `discard`
         self.filled: set[int] = set()  # slots that hold something to add to
         self._has_left = False  # reduced in this backward
         self._keeps_shard = policy.split_grads  # what is reduced next is added to the shard
-        self._claims: dict[int, ReferenceType[_SlotClaim]] = {}  # slots that a forward has written to
+        self._claims: dict[int, ReferenceType[SlotClaim]] = {}  # slots that a forward has written to
         self._departure: Pending | None = None  # the reduction under way
         self._sum: Tensor | None = None  # where it puts this rank's part
-        self._whole: Tensor | None = None
+        self._whole: Buffer | None = None
         self._shard: Tensor | None = None
 
     # ---- arriving -----------------------------------------------------------------------------------------------
@@ -57,9 +66,10 @@ class FlatGradients:
         """Take the gradient of one parameter; True when it was the last one of this backward."""
         self._reach(index)
         self._arrived.add(index)
-        self._waiting.add(index)
-        if self._wire.contiguous or self.complete:
-            self._pour_all()
+        if self._pours_each:
+            self._pour([index])
+        elif self.complete:
+            self._pour(self._arrived)
         return self.complete
 
     def _reach(self, index: int) -> None:
@@ -71,33 +81,51 @@ class FlatGradients:
                 "torch.utils.checkpoint use_reentrant=False, or use megatron.recompute.checkpoint")
         self._reached.add(index)
 
-    def _pour(self, index: int) -> None:
-        """Move a gradient that autograd left into the flat buffer."""
-        grad = self.parameters[index].grad
-        if grad is not None:  # otherwise a sink has it already
+    def _pour(self, indices: Iterable[int]) -> None:
+        """Move gradients that autograd left into the flat buffer."""
+        fresh: tuple[list[Tensor], list[Tensor]] = ([], [])
+        more: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for index in indices:
+            parameter = self.parameters[index]
+            grad = parameter.grad
+            if grad is None:  # a sink has it already
+                continue
             self._free(index)
-            view = self.view(index)
-            if index in self.filled:
-                view.add_(grad)
-            else:
-                view.copy_(grad)
+            view = self._buffer().views[index]
+            if grad is not view:  # autograd has added to it where it is
+                views, grads = more if index in self.filled else fresh
+                views.append(view)
+                grads.append(grad)
                 self.filled.add(index)
-            self.parameters[index].grad = None
+                parameter.grad = view if self._lends_views else None
+                self._has_lent |= self._lends_views
+        if fresh[0]:
+            torch._foreach_copy_(*fresh)
+        if more[0]:
+            torch._foreach_add_(*more)
 
-    def _pour_all(self) -> None:
-        while self._waiting:
-            self._pour(self._waiting.pop())
+    def _pour_rest(self) -> None:
+        """Of a backward that did not reach all parameters."""
+        if not self._pours_each and not self.complete:
+            self._pour(self._arrived)
+
+    def _take_back(self) -> None:
+        """What is in the buffer is no longer the gradients of this rank, and what autograd still has is not needed."""
+        if self._has_lent or self._arrived and not (self._pours_each or self.complete):
+            for parameter in self.parameters:
+                parameter.grad = None
+            self._has_lent = False
 
     def sink(self, index: int) -> GradSink:
         """Lets the operation that makes the gradient of one parameter write it in place (mpu/sinks.py)."""
-        return _SlotSink(self, index)
+        return SlotSink(self, index)
 
-    def claim(self, index: int) -> _SlotClaim | None:
+    def claim(self, index: int) -> SlotClaim | None:
         """The slot for a forward to write to, where there is no gradient yet."""
         self._free(index)
         if index in self.filled or self._is_summed_in_place:
             return None
-        claim = _SlotClaim(self, index)
+        claim = SlotClaim(self, index, self.view(index))
         self._claims[index] = ref(claim)
         return claim
 
@@ -132,15 +160,19 @@ class FlatGradients:
         return flat[start : start + self.layout.shard_numel]
 
     def view(self, index: int) -> Tensor:
-        slot = self.layout.slots[index]
-        return self._buffer()[slot.offset : slot.end].view(slot.shape)
+        return self._buffer().views[index]
 
-    def _buffer(self) -> Tensor:
+    def _buffer(self) -> Buffer:
         if self._whole is None:
-            self._whole = torch.empty(self.layout.numel, dtype=self._dtypes.grads, device=self._device)
-            for start, stop in self.layout.gaps():  # the slots are overwritten when they are filled
-                self._whole[start:stop].zero_()
+            new = self._turns.take if self._accumulates_shard else Buffer.of
+            self._whole = new(self.layout, self._dtypes.grads, self._device)
         return self._whole
+
+    def _drop_buffer(self) -> None:
+        """The whole is not needed any more."""
+        if self._whole is not None and self._accumulates_shard:
+            self._turns.give(self.layout, self._whole)
+        self._whole = None
 
     @property
     def is_empty(self) -> bool:
@@ -156,10 +188,11 @@ class FlatGradients:
     def reduce(self) -> None:
         """Send the gradients to their owners; parameters nobody used count as zero."""
         assert self._departure is None, f"the gradients of {self.name} are on their way already"
-        self._pour_all()
+        self._pour_rest()
+        self._take_back()
         self._has_left = True
         self._free_all()
-        grads = self._buffer()
+        grads = self._buffer().flat
         for index, slot in enumerate(self.layout.slots):
             if index not in self.filled:
                 grads[slot.offset : slot.end].zero_()
@@ -197,12 +230,19 @@ class FlatGradients:
 
     def _keep_shard(self, part: Tensor) -> None:
         """Add up the shard and give the whole gradient's memory back."""
-        if self._shard is None:
-            self._shard = part
-        else:
+        if self._shard is not None:
             self._shard.add_(part)
-        self._whole = None
+            self._drop_buffer()
+        elif self._is_in_buffer(part):  # which is the shard's from now on
+            self._shard, self._whole = part, None
+        else:
+            self._shard = part
+            self._drop_buffer()
         self.filled.clear()
+
+    def _is_in_buffer(self, part: Tensor) -> bool:
+        return self._whole is not None and \
+            part.untyped_storage().data_ptr() == self._whole.flat.untyped_storage().data_ptr()
 
     @property
     def shard(self) -> Tensor:
@@ -237,60 +277,26 @@ class FlatGradients:
         kept apart, and the next sum is added to it."""
         if self._is_summed_in_place:
             self._shard, self._keeps_shard = self.shard.clone(), True
-            self._whole = None
+            self._drop_buffer()
             self.filled.clear()
 
     def end_backward(self) -> None:
         """Forget who has arrived; what was accumulated stays."""
-        self._pour_all()
+        self._pour_rest()
         self.finish_reduce()
         self._arrived.clear()
         self._has_left = False
 
     def discard(self) -> None:
         """The next backward starts from nothing."""
-        for index in self._waiting:
-            self.parameters[index].grad = None
+        self._take_back()
         self._free_all()
-        for marks in (self._waiting, self._arrived, self._reached, self.filled):
+        for marks in (self._arrived, self._reached, self.filled):
             marks.clear()
-        self._whole = self._shard = None
+        self._drop_buffer()
+        self._shard = None
         self._has_left, self._keeps_shard = False, self._accumulates_shard
 
 
 def _fill(target: Tensor, source: Tensor) -> None:
     target.copy_(source)
-
-
-class _SlotSink:
-    """The place of one parameter's gradient in its bucket."""
-
-    def __init__(self, grads: FlatGradients, index: int) -> None:
-        self._grads, self._index = grads, index
-
-    def claim(self) -> Claim | None:
-        return self._grads.claim(self._index)
-
-    def total(self) -> Tensor:
-        return self._grads.total(self._index)
-
-
-class _SlotClaim:
-    """A slot that a forward has written to. If anything else needs the slot before the backward of that forward, what
-    was written moves to a tensor of its own."""
-
-    def __init__(self, grads: FlatGradients, index: int) -> None:
-        self._grads, self._index = grads, index
-        self.place = grads.view(index)
-        self._has_moved = False
-
-    def move_away(self) -> None:
-        self.place, self._has_moved = self.place.clone(), True
-
-    def keep(self, factor: Tensor | None = None) -> None:
-        if factor is not None:
-            self.place.mul_(factor)
-        if self._has_moved:
-            self._grads.total(self._index).add_(self.place)
-        else:
-            self._grads.keep_claim(self._index)

@@ -88,6 +88,8 @@ def _idle(stage: int, precision: str, on_cuda: bool) -> Iterator[tuple[str, str]
         yield "allgather_partitions", "here: each device has one way to collect weights"
     for name in ("reduce_bucket_size", *(["allgather_bucket_size"] if is_split else [])) if on_cuda else ():
         yield name, "on GPUs, where a block travels in one piece"
+    if on_cuda:
+        yield "contiguous_gradients", "on GPUs, where one operation moves the gradients of a block"
     if precision == "fp32":
         yield "load_from_fp32_weights", "in fp32, where masters and weights are one"
     yield "round_robin_gradients", "without offloading to the host"

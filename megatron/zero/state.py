@@ -54,6 +54,8 @@ class State:
         self.frozen = [bucket for bucket in in_forward_order if not bucket.trainable]
         self.of_rule = [{name: torch.zeros_like(bucket.master) for name in rule.states} for bucket in self.buckets]
         """For each trainable bucket: name -> a tensor like its master."""
+        for bucket, states in zip(self.buckets, self.of_rule, strict=True):
+            bucket.states = states
         self.counters = Counters(scaler)
         self.changing: str | None = None
         """What writes to the tensors now. Found later, it ended half way (Ctrl-C, a damaged file)."""

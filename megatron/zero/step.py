@@ -12,7 +12,7 @@ accelerator, and where nothing on the host depends on them: a loss scale that mo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -93,6 +93,8 @@ class Step:
         self._open: StepReport | None = None  # the last step, while the host has not heard of it
         self._taken = torch.zeros((), device=state.buckets[0].shard.device)
         self._taken_is = 0  # as the host last knew it
+        for bucket in state.buckets:
+            bucket.gradient_unit = self._unit
 
     def __call__(self, trace: int, objection: str | None = None,
                  riders: Sequence[Tensor | float] = ()) -> StepReport:
@@ -116,11 +118,14 @@ class Step:
             self.conclude()
         return report
 
+    def _unit(self) -> float:
+        """What a sum of gradients is multiplied by to be their mean."""
+        return 1.0 / (self._state.counters.scaler.scale * self._divisor)
+
     def _judge(self, trace: int, objection: str | None, riders: Sequence[Tensor | float]) -> Verdict:
-        per_unit = 1.0 / (self._state.counters.scaler.scale * self._divisor)
         sums = exchange(self._norm.square(), self._groups.world, trace=trace, objects=objection is not None,
                         counts=self._state.buckets[0].replicas.rank == 0, riders=riders)
-        return Verdict(sums, self._groups.world.size, per_unit=per_unit, limit=self._clip_grad)
+        return Verdict(sums, self._groups.world.size, per_unit=self._unit(), limit=self._clip_grad)
 
     def _scalars(self, verdict: Verdict) -> StepScalars:
         """The count of steps is kept on the device: the host does not know yet whether this one is taken."""
@@ -200,10 +205,9 @@ class Step:
     def _update(self, at: StepScalars, factor: float | None = None) -> None:
         """`factor` is 1 / at.divisor, where the host knows it: a rule that waits needs it."""
         self._state.changing = "step"
-        states = dict(zip(map(id, self._state.buckets), self._state.of_rule, strict=True))
         for buckets in self._sets:
             for number, group in enumerate(self._param_groups):
-                spans = [span for bucket in buckets for span in self._spans(bucket, states[id(bucket)], number)]
+                spans = [span for bucket in buckets for span in self._spans(bucket, number)]
                 hyper = {name: value for name, value in group.items() if name != "params"}
                 if not self._rule.waits:
                     self._rule.step_many(spans, hyper, at)
@@ -215,19 +219,19 @@ class Step:
             publish(buckets)
         self._state.changing = None
 
-    def _spans(self, bucket: FlatBucket, states: Mapping[str, Tensor], group: int) -> Iterator[Span]:
+    def _spans(self, bucket: FlatBucket, group: int) -> Iterator[Span]:
         """The work of a rule on this rank's shard of a bucket for one hyper-parameter group: a span, or none."""
         start, stop = bucket.layout.group_span(bucket.shard_group.rank, group)
         if start < stop or not self._rule.elementwise:
-            yield self._span(bucket, states, group, slice(start, stop))
+            yield self._span(bucket, group, slice(start, stop))
 
-    def _span(self, bucket: FlatBucket, states: Mapping[str, Tensor], group: int, span: slice) -> Span:
+    def _span(self, bucket: FlatBucket, group: int, span: slice) -> Span:
         parts = [] if self._rule.elementwise else [
             Part(index, start - span.start, stop - span.start)
             for index, start, stop in bucket.layout.slot_spans(bucket.shard_group.rank)
             if span.start <= start < span.stop]
         return Span(group, bucket.master[span], bucket.grads.shard[span],
-                    {name: state[span] for name, state in states.items()}, parts, len(bucket.layout.slots),
+                    {name: state[span] for name, state in bucket.states.items()}, parts, len(bucket.layout.slots),
                     partial(self._slot_totals, bucket))
 
     def _slot_totals(self, bucket: FlatBucket, sums: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ persistence threshold stay whole: they share one bucket of the root.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from megatron.zero.layout import Slot
 from megatron.zero.policy import Policy, Wire
 from megatron.zero.precision import Dtypes
 from megatron.zero.tiling import Tiled
+from megatron.zero.turns import Turns
 from mpu.groups import Group
 from mpu.layers import VocabParallelEmbedding
 from mpu.partition import partition_of
@@ -42,12 +43,13 @@ class Cut:
     persistence_threshold: int
     group_of: Callable[[nn.Parameter], int]
     """The number of a parameter's hyper-parameter group."""
+    turns: Turns = field(default_factory=Turns)
 
     def bucket(self, name: str, members: list[tuple[str, nn.Parameter]], policy: Policy) -> FlatBucket:
         slots = [Slot(path, tuple(shape_of(p)), self.group_of(p) if p.requires_grad else 0, partition_of(p))
                  for path, p in members]
         return FlatBucket(name, slots, [p for _, p in members], policy=policy, dp=self.dp, device=self.device,
-                          dtypes=self.dtypes, wire=self.wire)
+                          dtypes=self.dtypes, wire=self.wire, turns=self.turns)
 
     def persists(self, parameter: nn.Parameter) -> bool:
         return self.policy.split_params and shape_of(parameter).numel() < self.persistence_threshold

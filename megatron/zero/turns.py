@@ -1,0 +1,54 @@
+"""Turns: flat buffers that come and go, used by one bucket after the other.
+
+A *buffer* is flat memory and its views, one for each slot of a layout. Buckets of equal layout share a few: memory that
+is taken once has fixed addresses, leaves no holes in the heap, and its views are cut once. How many there are is how
+many were needed at the same time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.zero.layout import FlatLayout
+
+
+@dataclass(frozen=True, eq=False)
+class Buffer:
+    flat: Tensor
+    views: list[Tensor]
+    """One for each slot, of its shape."""
+
+    @staticmethod
+    def of(layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> Buffer:
+        """New; what is between the slots is zero, and stays so."""
+        flat = torch.empty(layout.numel, dtype=dtype, device=device)
+        for start, stop in layout.gaps():
+            flat[start:stop].zero_()
+        return Buffer(flat, [flat[slot.offset : slot.end].view(slot.shape) for slot in layout.slots])
+
+
+class Turns:
+    """The buffers of one engine that nobody uses now."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[object, ...], list[Buffer]] = {}
+
+    def take(self, layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> Buffer:
+        free = self._free.get(_key(layout, dtype))
+        return free.pop() if free else Buffer.of(layout, dtype, device)
+
+    def give(self, layout: FlatLayout, buffer: Buffer) -> None:
+        """Nobody reads or writes the buffer any more, in what has been asked of the device so far."""
+        self._free.setdefault(_key(layout, buffer.flat.dtype), []).append(buffer)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the buffers that wait for their turn."""
+        return sum(buffer.flat.nbytes for free in self._free.values() for buffer in free)
+
+
+def _key(layout: FlatLayout, dtype: torch.dtype) -> tuple[object, ...]:
+    return dtype, layout.numel, tuple((slot.offset, slot.shape) for slot in layout.slots)

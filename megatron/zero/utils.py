@@ -1,0 +1,149 @@
+"""What an engine holds of one parameter, whole or this rank's part: weights in fp32, gradient, optimizer states.
+
+    from megatron.zero.utils import safe_get_full_grad      # as from deepspeed.utils
+
+    engine.backward(loss)
+    gradient = safe_get_full_grad(model.fc.weight)          # every rank calls it; the mean over ranks and micro-batches
+    engine.step()
+
+*full* functions are collective over data parallel, and take or return the whole parameter (of this rank's tensor
+parallel slice); their values must be the same on every rank. *local* ones look at the run that this rank holds, which
+is flat, and may be empty. Getters return fp32 copies, or None where there is nothing: a parameter without an engine, a
+frozen one, a gradient that is not complete. Gradients are there from the backward that ends a step until `step()`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megatron.errors import ConfigError
+from megatron.zero.bucket import FlatBucket, publish
+from megatron.zero.holders import holder_of, shape_of
+from mpu.collectives import all_reduce
+
+_WEIGHT, _GRADIENT = "weight", "gradient"
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
+    """The weights as the optimizer has them."""
+    return _full(param, _WEIGHT)
+
+
+def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
+    """The gradient before clipping: the mean over ranks and micro-batches, without the loss scale."""
+    return _full(param, _GRADIENT)
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    """A state of the optimizer, "exp_avg" for one."""
+    return _full(param, optim_state_key)
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """New weights, for the optimizer and the model."""
+    _set(param, _WEIGHT, value, whole=True)
+
+
+def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Another mean gradient for the step that follows."""
+    _set(param, _GRADIENT, value, whole=True)
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    _set(param, optim_state_key, value, whole=True)
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
+    return _local(param, _WEIGHT)
+
+
+def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
+    return _local(param, _GRADIENT)
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    return _local(param, optim_state_key)
+
+
+def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """New weights for this rank's run; every rank calls it, as the model gets them too."""
+    _set(param, _WEIGHT, value, whole=False)
+
+
+def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
+    _set(param, _GRADIENT, value, whole=False)
+
+
+def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    _set(param, optim_state_key, value, whole=False)
+
+
+# ---- where it is -------------------------------------------------------------------------------------------------
+
+
+def _bucket(param: nn.Parameter) -> FlatBucket | None:
+    holder = holder_of(param)
+    return holder if isinstance(holder, FlatBucket) and holder.trainable else None
+
+
+def _shard(bucket: FlatBucket, kind: str) -> tuple[Tensor, float] | None:
+    """This rank's part of all parameters of a bucket, and what it has to be multiplied by."""
+    if kind == _WEIGHT:
+        return bucket.master, 1.0
+    if kind == _GRADIENT:
+        return (bucket.grads.shard, bucket.gradient_unit()) if bucket.grads.is_summed else None
+    if kind not in bucket.states:
+        raise ConfigError(f"the optimizer keeps no {kind!r}; it keeps {', '.join(bucket.states) or 'nothing'}")
+    return bucket.states[kind], 1.0
+
+
+def _run(bucket: FlatBucket, param: nn.Parameter, shard: Tensor) -> tuple[Tensor, int]:
+    """This rank's run of a parameter, a view of its shard, and where in the flat parameter it begins."""
+    slot = bucket.slot_of(param)
+    for segment in bucket.layout.segments(bucket.shard_group.rank):
+        if segment.slot is slot:
+            return shard[segment.shard_offset : segment.shard_offset + segment.count], segment.slot_offset
+    return shard[:0], 0
+
+
+def _local(param: nn.Parameter, kind: str) -> Tensor | None:
+    bucket = _bucket(param)
+    found = None if bucket is None else _shard(bucket, kind)
+    if bucket is None or found is None:
+        return None
+    run, _ = _run(bucket, param, found[0])
+    return run.to(torch.float32) * found[1]
+
+
+def _full(param: nn.Parameter, kind: str) -> Tensor | None:
+    mine = _local(param, kind)
+    bucket = _bucket(param)
+    if mine is None or bucket is None:
+        return None
+    _, start = _run(bucket, param, bucket.master)
+    whole = torch.zeros(bucket.slot_of(param).numel, dtype=torch.float32, device=mine.device)
+    whole[start : start + len(mine)] = mine
+    return all_reduce(whole, bucket.shard_group).view(shape_of(param))  # the others' parts are zero
+
+
+@torch.no_grad()
+def _set(param: nn.Parameter, kind: str, value: Tensor, *, whole: bool) -> None:
+    bucket = _bucket(param)
+    found = None if bucket is None else _shard(bucket, kind)
+    if bucket is None or found is None:
+        why = "no engine trains this parameter" if bucket is None else \
+            "there is no complete gradient: call it between the backward that ends a step and step()"
+        raise ConfigError(f"cannot set a {kind}: {why}")
+    bucket.check_not_lent(f"setting a {kind}")
+    run, start = _run(bucket, param, found[0])
+    expected = tuple(shape_of(param)) if whole else (len(run),)
+    if tuple(value.shape) != expected:
+        raise ConfigError(f"the {kind} of {bucket.describe(param)} needs a value of shape {list(expected)}, "
+                          f"not {list(value.shape)}")
+    part = value.flatten()[start : start + len(run)] if whole else value
+    run.copy_(part.to(run.device, torch.float32) / found[1])
+    if kind == _WEIGHT:
+        bucket.leave()
+        publish([bucket])
+        bucket.await_parameters()
