@@ -82,7 +82,7 @@ def look(rank: int, world: int, cells: list[tuple[int, str]]) -> None:
             assert found is not None and found.dtype == torch.float32
             assert (found - wants).abs().max() <= TOLERANCE[precision] * wants.abs().max(), (stage, precision, name)
             local = safe_get_local_grad(names[name])
-                assert local is not None and (stage > 0 or len(local) == wants.numel())
+            assert local is not None and (stage > 0 or len(local) == wants.numel())
         before = {name: safe_get_full_fp32_param(names[name]) for name in wanted}
         first = safe_get_full_grad(names["first.weight"])
         engine.step()
