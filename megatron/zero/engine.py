@@ -106,7 +106,8 @@ class ZeroEngine:
             group["lr"] = lr
         self.residency.done_with_all()  # a forward may have run since the backward
         try:
-            self.last_report = self._step(self.residency.take_trace(), self._roster.objection(), riders)
+            objection = self.passes.objection() or self._roster.objection()
+            self.last_report = self._step(self.passes.take_trace(), objection, riders)
         except BaseException as error:
             self.passes.note_interruption(error)
             raise

@@ -16,7 +16,7 @@ from megatron.errors import ConfigError
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.hooks import Unit
 from megatron.zero.reductions import ReductionOrder
-from megatron.zero.residency import Phase, Resident
+from megatron.zero.residency import TRACES, Phase, Resident
 
 
 class Passes:
@@ -31,6 +31,8 @@ class Passes:
         self._is_alone = all(bucket.shard_group.is_solo and bucket.replicas.is_solo for bucket in self._buckets)
         self._is_broken = False
         self._reduces = False
+        self._complaint: str | None = None
+        self._abandoned = 0
         self._inputs_done: set[Unit] = set()
 
     def backward(self, loss: Tensor, *, retain_graph: bool, reduces: bool, ends_step: bool) -> None:
@@ -42,7 +44,7 @@ class Passes:
         try:
             loss.backward(retain_graph=retain_graph)
             if ends_step:
-                self._check_unused()
+                self._complaint = self._complain_of_unused()
             if reduces:
                 self._reductions.flush()
             for bucket in self._buckets:
@@ -59,6 +61,7 @@ class Passes:
 
     def _abandon(self) -> None:
         """A backward failed half way: what has been accumulated is incomplete, and is discarded."""
+        self._abandoned += 1
         for bucket in self._buckets:
             bucket.grads.settle_reduce()
         self._reductions.reset()
@@ -76,11 +79,26 @@ class Passes:
             raise ConfigError("an earlier backward or step was interrupted half way, and the ranks no longer exchange "
                               "the same gradients: end this run, and resume it from the last checkpoint")
 
-    def _check_unused(self) -> None:
+    def _complain_of_unused(self) -> str | None:
+        """Other ranks may have used what this one has not: alone it raises, among others it objects to the step."""
         unused = [] if self._allows_unused else [name for bucket in self._buckets for name in bucket.grads.unused()]
-        if unused:
-            raise ConfigError(f"{len(unused)} parameters got no gradient, {unused[0]} first: the loss does not depend "
-                              "on them; change the model, or set ignore_unused_parameters")
+        if not unused:
+            return None
+        complaint = (f"{len(unused)} parameters got no gradient, {unused[0]} first: the loss does not depend on them; "
+                     "change the model, or set ignore_unused_parameters")
+        if self._is_alone:
+            raise ConfigError(complaint)
+        return complaint
+
+    def objection(self) -> str | None:
+        """What this rank has against the step that its last backward ended."""
+        complaint, self._complaint = self._complaint, None
+        return complaint
+
+    def take_trace(self) -> int:
+        """A digest of what this rank did since the last call: what was gathered in which order, and how often a
+        backward failed. A rank whose backward failed goes on while its peers wait for it, with other gradients."""
+        return (self._residency.take_trace() * 31 + self._abandoned) % TRACES
 
     # ---- events (hooks.py) --------------------------------------------------------------------------------------
 

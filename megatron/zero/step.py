@@ -158,12 +158,14 @@ class Step:
             report.found = report.verdict.read()
             if report.found.objections:
                 texts = all_gather_json(report.objection, self._groups.world)
-                raise ConfigError(next(text for text in texts if text is not None))
+                rank, text = next((rank, text) for rank, text in enumerate(texts) if text is not None)
+                raise ConfigError(text if None not in texts else f"{text} (so on rank {rank}, not on all)")
             if not report.found.alike:
                 raise ConfigError(
                     "the ranks ran different blocks of the model, or in another order, and have received each other's "
                     "parameters: at ZeRO stage 3 what is random in the forward (layer drop) must be drawn alike on "
-                    "every data parallel rank; draw it alike, or use stage 2")
+                    "every data parallel rank; draw it alike, or use stage 2. Or a backward failed on some ranks only, "
+                    "and they went on without it: end the run then, and resume it from the last checkpoint")
         return report.found
 
     def _skip(self, report: StepReport, norm: float) -> None:

@@ -332,6 +332,65 @@ def test_unused_parameters_are_counted_once_and_used_ones_never(stage: int, worl
         run_ranks(strict_steps, world, stage, True)
 
 
+class UsedOnRank0(Model):
+    """Has the parameters on every rank, and uses them on rank 0 alone."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(unused=True)
+        self.rank = rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = super().forward(x)
+        extra = sum(p.sum() for p in self.blocks[1].extra.parameters())
+        return loss + 0.01 * extra if self.rank == 0 else loss
+
+
+def strict_step_of_one(rank: int, world: int, stage: int) -> str:
+    engine = engine_of(stage, UsedOnRank0(rank), accumulation=1, ignore_unused_parameters=False)
+    engine.backward(engine(rows(rank, 0)))
+    try:
+        engine.step()
+    except ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_parameter_unused_on_one_rank_is_the_same_error_on_all(stage: int) -> None:
+    said = run_ranks(strict_step_of_one, 2, stage, timeout=60)
+    assert said[0] == said[1]
+    assert "2 parameters got no gradient, blocks.1.extra.weight first" in said[0] and "on rank 1, not on all" in said[0]
+
+
+def backward_fails_once(rank: int, world: int, stage: int, everywhere: bool) -> str:
+    """Rank 1 catches what its backward raised and goes on with the next batch, as if nothing had happened."""
+    engine = engine_of(stage, Model(), accumulation=1)
+    try:
+        for number in range(3):
+            loss = engine(rows(rank, number))
+            if number == 1 and (rank == 1 or everywhere):
+                with pytest.raises(RuntimeError, match="no room"):
+                    loss.register_hook(_no_room)
+                    engine.backward(loss)
+                continue
+            engine.backward(loss)
+            engine.step()
+    except ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+def _no_room(gradient: Tensor) -> None:
+    raise RuntimeError("no room")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_backward_that_failed_on_one_rank_ends_all_of_them(stage: int) -> None:
+    said = run_ranks(backward_fails_once, 2, stage, False, timeout=60)
+    assert all("a backward failed on some ranks only" in text for text in said)
+    assert run_ranks(backward_fails_once, 2, stage, True, timeout=60) == ["no error"] * 2
+
+
 class Alternating(Model):
     """Each micro-batch of a step uses other parameters."""
 
