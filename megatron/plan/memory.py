@@ -196,7 +196,7 @@ def _end_of_backward(run: Run, first: bool) -> Moment:
 def _grads_at(run: Run, block: int, first: bool, last: bool) -> tuple[int, int]:
     """(kept, on the way) bytes of gradients in the backward of block number `block`."""
     done = run.layers - block  # this block included
-    small = run.resident.numel if done else 0  # the loss has written to the token table only
+    small = run.resident.numel if done or _takes_turns(run) else 0  # the loss has written to the token table only
     whole_roots = (run.root.numel + small) * run.grads
     if not run.policy.split_grads:
         blocks = done if first else run.layers
@@ -204,8 +204,13 @@ def _grads_at(run: Run, block: int, first: bool, last: bool) -> tuple[int, int]:
         return whole_roots + blocks * run.block.numel * run.grads, leaving
     shards = max(0, done - 2) if first else run.layers
     roots = 0 if first else _part(run, run.root) + _part(run, run.resident)
-    whole = whole_roots + min(2, done) * run.block.numel * run.grads
+    whole = whole_roots + min(2, run.layers if _takes_turns(run) else done) * run.block.numel * run.grads
     return shards * _part(run, run.block) + roots, whole + (_exchange(run, run.block, first) if done > 1 else 0)
+
+
+def _takes_turns(run: Run) -> bool:
+    """Whole gradients come and go in buffers that stay: from the second step on they are there all the time."""
+    return run.policy.split_grads and run.shards > 1
 
 
 def _part(run: Run, layout: FlatLayout) -> int:
@@ -263,7 +268,8 @@ def _update(run: Run) -> Moment:
     """Norm, Adam and the new weights, a tile at a time; away from home, only the new weights come by."""
     span = max(layout.shard_numel for layout in (run.root, run.resident, run.block))
     tile = min(run.tile, span)
+    waiting = _grads_at(run, run.layers, False, True)[1] if _takes_turns(run) else 0
     if run.homes.optimizer != "none":
-        return _moment(run, "update", lasting(run).gradients, 0, tile * run.work)
+        return _moment(run, "update", lasting(run).gradients, 0, waiting + tile * run.work)
     widened = 0 if run.sums == FP32 else tile * FP32
-    return _moment(run, "update", lasting(run).gradients, 0, widened)
+    return _moment(run, "update", lasting(run).gradients, 0, waiting + widened)

@@ -48,6 +48,8 @@ class FlatGradients:
         self._reached: set[int] = set()  # parameters that got a gradient since the last `discard`
         self.filled: set[int] = set()  # slots that hold something to add to
         self._has_left = False  # reduced in this backward
+        self.is_final = False
+        """The backward that ends a step has run, and the shard holds all gradients of the step."""
         self._keeps_shard = policy.split_grads  # what is reduced next is added to the shard
         self._claims: dict[int, ReferenceType[SlotClaim]] = {}  # slots that a forward has written to
         self._departure: Pending | None = None  # the reduction under way
@@ -280,12 +282,13 @@ class FlatGradients:
             self._drop_buffer()
             self.filled.clear()
 
-    def end_backward(self) -> None:
+    def end_backward(self, ends_step: bool) -> None:
         """Forget who has arrived; what was accumulated stays."""
         self._pour_rest()
         self.finish_reduce()
         self._arrived.clear()
         self._has_left = False
+        self.is_final = ends_step and self.is_summed
 
     def discard(self) -> None:
         """The next backward starts from nothing."""
@@ -296,6 +299,7 @@ class FlatGradients:
         self._drop_buffer()
         self._shard = None
         self._has_left, self._keeps_shard = False, self._accumulates_shard
+        self.is_final = False
 
 
 def _fill(target: Tensor, source: Tensor) -> None:

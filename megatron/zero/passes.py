@@ -48,7 +48,7 @@ class Passes:
             if reduces:
                 self._reductions.flush()
             for bucket in self._buckets:
-                bucket.grads.end_backward()
+                bucket.grads.end_backward(ends_step)
         except BaseException as error:
             self.note_interruption(error)
             if not self._is_broken:

@@ -92,7 +92,7 @@ def _shard(bucket: FlatBucket, kind: str) -> tuple[Tensor, float] | None:
     if kind == _WEIGHT:
         return bucket.master, 1.0
     if kind == _GRADIENT:
-        return (bucket.grads.shard, bucket.gradient_unit()) if bucket.grads.is_summed else None
+        return (bucket.grads.shard, bucket.gradient_unit()) if bucket.grads.is_final else None
     if kind not in bucket.states:
         raise ConfigError(f"the optimizer keeps no {kind!r}; it keeps {', '.join(bucket.states) or 'nothing'}")
     return bucket.states[kind], 1.0
