@@ -4,6 +4,7 @@
     device.py                    where the accelerator's way and the CPU's part
     groups.py, collectives.py    who computes with whom; the operations among them
     wire/                        how these travel: by a backend's own operations, or over gloo
+    draws.py                     initial values of which any part can be drawn alone
     regions.py, layers.py        between replicated and split activations; split linear layers and embeddings
     sinks.py                     where a layer may write a weight gradient
     cross_entropy.py             the loss of a split vocabulary: its functions and their place in autograd

@@ -8,8 +8,9 @@
 A column layer that keeps its output split, followed by a row layer, needs one all-reduce forward and one
 backward for the pair. Weights are stored transposed, as in torch.nn.Linear: [out, in].
 
-The *logical* weight is the one an unsplit model would have. It is drawn whole, in fp32 on the CPU, in one call of
-`init_method`, and then sliced: the same seed gives the same model for every tp size. `tp=None` means the group
+The *logical* weight is the one an unsplit model would have. An `init_method` that is a function draws it whole, in fp32
+on the CPU, in one call, and it is then sliced; a `Draw` draws this rank's slice alone (draws.py), now or when somebody
+takes the parameter over. The same seed gives the same model for every tp size. `tp=None` means the group
 of classic.py. No layer here reduces in place, knows of data parallelism, or owns a loss.
 """
 
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 
 from mpu.classic import resolve
 from mpu.device import on_accelerator
+from mpu.draws import Constant, Draw, Normal, blocks_of, mark_source, unfilled
 from mpu.groups import Group
 from mpu.partition import local_slice, mark_partition, partition_of
 from mpu.regions import copy_to_region, gather_from_region, reduce_from_region, scatter_to_region
@@ -32,8 +34,8 @@ from mpu.split import ParallelError, Partition, divide, split_range
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding", "ParallelEmbedding", "partition_of"]
 
-InitMethod = Callable[[Tensor], Any]
-"""Fills a tensor in place, e.g. torch.nn.init.xavier_normal_."""
+InitMethod = Callable[[Tensor], Any] | Draw
+"""Fills a tensor in place, e.g. torch.nn.init.xavier_normal_; or says which numbers it consists of."""
 
 
 class _ParallelModule(nn.Module):
@@ -54,7 +56,8 @@ class _ParallelModule(nn.Module):
         side = f"{type(self).__name__} {('output', 'input')[partition.dim]}"
         each = divide(divide(padded[partition.dim], partition.stride, side), self.tp.size, side)
         shape[partition.dim] = each * partition.stride
-        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        deferred = isinstance(init_method, Draw) and init_method.deferred
+        self.weight = nn.Parameter(unfilled(shape, deferred, dtype, device))
         mark_partition(self.weight, partition)
 
     def make_bias(self, size: int, partition: Partition | None) -> nn.Parameter:
@@ -64,11 +67,14 @@ class _ParallelModule(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> Tensor | None:
-        """Draw the logical weight and keep this rank's slice; returns the whole (None on the meta device)."""
-        if self.weight.is_meta:
-            return None
+        """Draw the logical weight and keep this rank's slice; returns the whole, where there is one."""
         partition = partition_of(self.weight)
         assert partition is not None
+        if isinstance(self.init_method, Draw):
+            self._draw(self.init_method, partition)
+            return None
+        if self.weight.is_meta:
+            return None
         full = torch.empty(self.logical_shape, dtype=torch.float32, device="cpu")
         self.init_method(full)
         padding = self.padded_shape[0] - self.logical_shape[0]
@@ -77,6 +83,12 @@ class _ParallelModule(nn.Module):
         if isinstance(bias := getattr(self, "bias", None), nn.Parameter):
             bias.zero_()
         return full
+
+    def _draw(self, how: Draw, partition: Partition) -> None:
+        blocks = blocks_of(tuple(self.weight.shape), partition, self.tp.rank, self.tp.size)
+        mark_source(self.weight, Normal(how.key, how.std, blocks), how.deferred)
+        if isinstance(bias := getattr(self, "bias", None), nn.Parameter):
+            mark_source(bias, Constant(0.0), how.deferred)
 
 
 class ColumnParallelLinear(_ParallelModule):

@@ -40,7 +40,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
     """),
     ("1: communication and storage", """
         mpu.device mpu.groups mpu.wire mpu.wire.interface mpu.wire.native mpu.wire.gloo mpu.wire.functional
-        mpu.wire.control mpu.classic mpu.collectives mpu.partition mpu.sinks mpu.regions mpu.layers mpu.vocab_share
+        mpu.wire.control mpu.classic mpu.collectives mpu.partition mpu.draws mpu.sinks mpu.regions mpu.layers mpu.vocab_share
         mpu.loss_cpu mpu.loss_kernel mpu.loss_accelerator mpu.cross_entropy mpu.random mpu.grads mpu.data
         mpu.mappings mpu
         data.facts data.indexed data.sample_index data.gpt2_dataset
@@ -64,7 +64,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.optim.rule megatron.optim.adam megatron.optim.lion megatron.optim.lamb megatron.optim.torch_rule
         megatron.optim.build
         megatron.zero.precision megatron.zero.verdict megatron.zero.holders megatron.zero.placeholder
-        megatron.zero.parked megatron.zero.tiling
+        megatron.zero.drawn megatron.zero.parked megatron.zero.tiling
         megatron.zero.turns megatron.zero.sinks megatron.zero.gradients megatron.zero.edits megatron.zero.bucket
         megatron.zero.norm megatron.zero.roster megatron.zero.hooks megatron.zero.utils
         megatron.zero.units megatron.zero.residency megatron.zero.reductions megatron.zero.passes megatron.zero.state

@@ -27,8 +27,9 @@ class Attention(nn.Module):
         self.head_width = h // config.num_attention_heads
         self.dropout = config.attention_dropout
         self.split = tp.size > 1
-        self.qkv = ColumnParallelLinear(h, 3 * h, gather_output=False, init_method=init.weight, stride=3, tp=tp)
-        self.proj = RowParallelLinear(h, h, input_is_parallel=True, init_method=init.residual, tp=tp)
+        self.qkv = ColumnParallelLinear(h, 3 * h, gather_output=False, init_method=init.weight("qkv.weight"), stride=3,
+                                        tp=tp)
+        self.proj = RowParallelLinear(h, h, input_is_parallel=True, init_method=init.residual("proj.weight"), tp=tp)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         b, s, _ = x.shape

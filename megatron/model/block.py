@@ -16,10 +16,10 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, init: GPT2Init, tp: Group) -> None:
         super().__init__()
         self.dropout = config.hidden_dropout
-        self.ln_1 = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
-        self.attn = Attention(config, init, tp)
-        self.ln_2 = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
-        self.mlp = MLP(config, init, tp)
+        self.ln_1 = init.norm(config.hidden_size, config.layernorm_epsilon)
+        self.attn = Attention(config, init.at("attn"), tp)
+        self.ln_2 = init.norm(config.hidden_size, config.layernorm_epsilon)
+        self.mlp = MLP(config, init.at("mlp"), tp)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:  # [b, s, h] -> [b, s, h]
         x = x + self._drop(self.attn(self.ln_1(x), mask))

@@ -26,17 +26,18 @@ from mpu.split import pad_vocab
 
 
 class GPT2(nn.Module):
-    def __init__(self, config: ModelConfig, tp: Group = SOLO, seed: int = 1234) -> None:
+    def __init__(self, config: ModelConfig, tp: Group = SOLO, seed: int = 1234, deferred: bool = False) -> None:
+        """`deferred`: parameters are left for an engine to fill."""
         super().__init__()
         self.config, self.tp = config, tp
-        init = GPT2Init(config.init_method_std, config.num_layers, seed)
+        init = GPT2Init(config.init_method_std, config.num_layers, seed, deferred)
         padded = pad_vocab(config.tokens, config.make_vocab_size_divisible_by, tp.size)
-        self.wte = VocabParallelEmbedding(config.tokens, config.hidden_size, init.weight, padded_size=padded, tp=tp)
-        self.wpe = nn.Embedding(
-            config.max_position_embeddings, config.hidden_size, _weight=_drawn_positions(config, init)
-        )
-        self.blocks = nn.ModuleList(Block(config, init, tp) for _ in range(config.num_layers))
-        self.ln_f = nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
+        self.wte = VocabParallelEmbedding(config.tokens, config.hidden_size, init.weight("wte.weight"),
+                                          padded_size=padded, tp=tp)
+        self.wpe = init.table("wpe.weight", config.max_position_embeddings, config.hidden_size)
+        self.blocks = nn.ModuleList(Block(config, init.at(f"blocks.{number}"), tp)
+                                    for number in range(config.num_layers))
+        self.ln_f = init.norm(config.hidden_size, config.layernorm_epsilon)
         self.run_blocks: Callable[..., Tensor] = run_in_order
         """How the blocks are run; activation checkpointing replaces it."""
 
@@ -81,7 +82,3 @@ def run_in_order(blocks: Sequence[nn.Module], x: Tensor, *args: Any) -> Tensor:
     for block in blocks:
         x = block(x, *args)
     return x
-
-
-def _drawn_positions(config: ModelConfig, init: GPT2Init) -> Tensor:
-    return init.weight(torch.empty(config.max_position_embeddings, config.hidden_size))

@@ -1,29 +1,43 @@
-"""Initial weights: one generator, drawn in the order of construction, full matrices that the layers slice.
+"""Initial weights: which numbers a parameter consists of follows from the seed, its name and its place (mpu/draws.py).
 
-So the weights depend on the seed and the shape alone: a tensor parallel run starts from the same numbers as one
-process.
+So a tensor parallel run starts from the same numbers as one process, and no rank draws more than it keeps. `deferred`
+leaves the parameters unfilled: the engine draws its shards from their sources (zero/drawn.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
-import torch
+from torch import nn
 
-InitMethod = Callable[[torch.Tensor], object]
+from mpu.draws import Constant, Draw, Normal, blocks_of, key_of, mark_source, unfilled
 
 
 class GPT2Init:
-    """N(0, std) for everything, and std / sqrt(2 x layers) for what is added to the residual stream."""
+    """N(0, std) for everything, and std / sqrt(2 x layers) for what is added to the residual stream. Names are relative
+    to the module that `at` leads to."""
 
-    def __init__(self, std: float, num_layers: int, seed: int) -> None:
-        self._std = std
-        self._residual_std = std / math.sqrt(2.0 * num_layers)
-        self._generator = torch.Generator().manual_seed(seed)
+    def __init__(self, std: float, num_layers: int, seed: int, deferred: bool = False, prefix: str = "") -> None:
+        self._std, self._layers, self._seed, self._deferred, self._prefix = std, num_layers, seed, deferred, prefix
 
-    def weight(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.normal_(0.0, self._std, generator=self._generator)
+    def at(self, module: str) -> GPT2Init:
+        return GPT2Init(self._std, self._layers, self._seed, self._deferred, f"{self._prefix}{module}.")
 
-    def residual(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.normal_(0.0, self._residual_std, generator=self._generator)
+    def weight(self, name: str) -> Draw:
+        return Draw(key_of(self._seed, self._prefix + name), self._std, self._deferred)
+
+    def residual(self, name: str) -> Draw:
+        return Draw(key_of(self._seed, self._prefix + name), self._std / math.sqrt(2.0 * self._layers), self._deferred)
+
+    def norm(self, size: int, eps: float) -> nn.LayerNorm:
+        """One that changes no scale and adds nothing."""
+        made = nn.LayerNorm(size, eps=eps)
+        mark_source(made.weight, Constant(1.0), self._deferred)
+        mark_source(made.bias, Constant(0.0), self._deferred)
+        return made
+
+    def table(self, name: str, rows: int, width: int) -> nn.Embedding:
+        """An embedding that is whole on every rank."""
+        made, how = nn.Embedding(rows, width, _weight=unfilled((rows, width), self._deferred)), self.weight(name)
+        mark_source(made.weight, Normal(how.key, how.std, blocks_of((rows, width), None, 0, 1)), how.deferred)
+        return made

@@ -15,8 +15,8 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, init: GPT2Init, tp: Group) -> None:
         super().__init__()
         h, ffn = config.hidden_size, config.ffn_size
-        self.fc = ColumnParallelLinear(h, ffn, gather_output=False, init_method=init.weight, tp=tp)
-        self.proj = RowParallelLinear(ffn, h, input_is_parallel=True, init_method=init.residual, tp=tp)
+        self.fc = ColumnParallelLinear(h, ffn, gather_output=False, init_method=init.weight("fc.weight"), tp=tp)
+        self.proj = RowParallelLinear(ffn, h, input_is_parallel=True, init_method=init.residual("proj.weight"), tp=tp)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.proj(F.gelu(self.fc(x), approximate="tanh"))  # type: ignore[no-any-return]

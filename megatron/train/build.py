@@ -22,9 +22,9 @@ from megatron.train.batches import BatchRule
 from megatron.train.compiling import compile_model, set_products
 from megatron.train.inputs import DEFAULT_TOKENIZER, tokenizer_path
 from megatron.zero.api.engine import Engine
-from megatron.zero.api.init import Init
 from megatron.zero.api.initialize import initialize
 from megatron.zero.api.schedule import schedule_of
+from megatron.zero.drawn import draw_later
 from megatron.zero.holders import shape_of
 from megatron.zero.tiling import tile_linears
 from mpu.collectives import all_gather_json
@@ -102,11 +102,12 @@ def recomputation(config: Config, groups: Groups) -> Recomputation:
 
 
 def model(config: Config, groups: Groups, again: Recomputation | None = None) -> GPT2:
-    """GPT-2 in fp32 on the host, at stage 3 in parts; recomputation (`again`, or one of its own) and tiling are put
-    on its blocks."""
-    split = config.zero.zero_stage == 3 and not config.model.memory_centric_tiled_linear  # tiles need whole layers
-    with Init(enabled=split, mpu=groups):
-        gpt2 = GPT2(config.model, groups.tp, config.train.seed)
+    """GPT-2 whose parameters the engine will draw; recomputation (`again`, or one of its own) and tiling are put on
+    its blocks."""
+    deferred = not config.model.memory_centric_tiled_linear  # tiles are cut from layers that are there
+    gpt2 = GPT2(config.model, groups.tp, config.train.seed, deferred)
+    if deferred:
+        draw_later(gpt2.parameters(), groups.dp)
     if config.recompute.checkpoint_activations:
         again = again or recomputation(config, groups)
         gpt2.run_blocks = recompute.in_chunks(config.recompute.checkpoint_num_layers, again.checkpoint)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.errors import ConfigError
+from megatron.zero.drawn import draw_shard, sources_of
 from megatron.zero.edits import Edits
 from megatron.zero.gradients import FlatGradients
 from megatron.zero.holders import hold, let_go
@@ -103,20 +104,28 @@ class FlatBucket:
         wide = None
         if self.comes_and_goes or keeps_master:
             wide = torch.zeros(self.layout.shard_numel, dtype=torch.float32, device=device)
+        sources = sources_of(self.parameters)
+        if sources is not None:
+            draw_shard(self._span(self._whole) if wide is None else wide, self.layout, self.shard_group.rank, sources)
         own = {segment.slot.name: segment for segment in self.layout.segments(self.shard_group.rank)}
         for slot, view, parameter in zip(self.layout.slots, self._views, self.parameters, strict=True):
-            value = whole_value(parameter, self._dp, device)
-            if wide is not None and (part := own.get(slot.name)) is not None:
+            value = None if sources is not None else whole_value(parameter, self._dp, device)
+            if value is not None and wide is not None and (part := own.get(slot.name)) is not None:
                 flat = value.flatten()[part.slot_offset : part.slot_offset + part.count]
                 wide[part.shard_offset : part.shard_offset + part.count] = flat
             if self.is_here:
-                view.copy_(value)
+                if value is not None:
+                    view.copy_(value)
                 fill(parameter, view)
             else:
                 vacate(parameter, self._whole.new_empty(0))
             hold(parameter, self)
         self.shard = self._span(self._whole) if wide is None or self.is_here else wide.to(work)
         self.master = wide if wide is not None and keeps_master else self.shard
+        if sources is not None and self.is_here:  # the other shards are drawn by the other ranks
+            if wide is not None:
+                self.shard.copy_(wide)
+            all_gather_into(self._whole, self.shard, self.shard_group).wait()
 
     def _span(self, flat: Tensor) -> Tensor:
         start = self.shard_group.rank * self.layout.shard_numel

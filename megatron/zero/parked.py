@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.errors import ConfigError
+from megatron.zero.drawn import Drawn
 from megatron.zero.holders import hold, holder_of
 from megatron.zero.placeholder import Placeholder, fill, vacate
 from mpu.collectives import all_gather_into, broadcast_into
@@ -94,6 +95,8 @@ def whole_value(parameter: nn.Parameter, dp: Group, device: torch.device) -> Ten
         value = parameter.detach().to(device).contiguous()
         broadcast_into(value, 0, dp).wait()
         return value
+    if isinstance(holder, Drawn):
+        return holder.whole(device)
     if isinstance(holder, Parked):
         return holder.whole().to(device)
     raise ConfigError(f"a parameter of shape {tuple(holder.shape_of(parameter))} belongs to another engine already: "

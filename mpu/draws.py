@@ -1,0 +1,238 @@
+"""Random numbers by counter: any run of any tensor can be drawn alone, on the device it lives on.
+
+The number at place e of a tensor is a function of a key (made of a seed and the tensor's name) and of e, and of nothing
+drawn before. So a rank draws the elements it keeps and no others, and they are the same numbers for every tensor
+parallel size, every ZeRO stage and every device.
+
+    64 bits    of the counter: the finalizer of splitmix64 (Steele, Lea and Flood, 2014) over key + counter * odd
+    normal     Box and Muller: one counter gives r cos(t) and r sin(t). Counters 4k .. 4k + 3 give
+               the elements 8k .. 8k + 3 by their cosines, and 8k + 4 .. 8k + 7 by their sines
+
+Integers are exact everywhere, and so are additions, products and roots. log, cos and sin are the math library's: two
+devices, or two processors with other vector units, may differ there in the last bit of a number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mpu.device import on_accelerator
+from mpu.split import Partition
+
+GROUP = 8
+"""Elements of four counters."""
+_ODD, _MIX = -7046029254386353131, ((30, -4658895280553007687), (27, -7723592293110705685))
+_BLOCK = 1 << 16
+"""Elements drawn at a time on CPU: what is in between stays in the cache."""
+_ACCELERATOR_BLOCK = 1 << 25
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Which elements of a whole tensor a rank's flattened part consists of: in every block of `size` elements of the
+    whole the `local` ones from `first` on. Those that would be at `size` and beyond are padding, and zero."""
+
+    local: int
+    size: int
+    first: int
+
+
+def blocks_of(shape: tuple[int, ...], partition: Partition | None, rank: int, tp_size: int) -> Blocks:
+    """For a rank's part of `shape`, cut in that way. (checkpoint/cut.py has the same two lengths.)"""
+    if partition is None:
+        numel = math.prod(shape)
+        return Blocks(numel, numel, 0)
+    dim = partition.dim % len(shape)
+    inner = math.prod(shape[dim + 1:])
+    local = shape[dim] // partition.stride * inner
+    return Blocks(local, local * tp_size if partition.size is None else partition.size * inner, rank * local)
+
+
+Source = Callable[[Tensor, int], None]
+"""source(out, start): fill the 1-D `out`, on any device, with elements from `start` on of a rank's flattened part."""
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same number everywhere."""
+
+    value: float
+
+    def __call__(self, out: Tensor, start: int) -> None:
+        out.fill_(self.value)
+
+
+@dataclass(frozen=True)
+class Normal:
+    """N(0, std), the numbers of `key`: a source for the part that `blocks` describes."""
+
+    key: int
+    std: float
+    blocks: Blocks
+
+    def __call__(self, out: Tensor, start: int) -> None:
+        blocks, done = self.blocks, 0
+        while done < out.numel():
+            left = out.numel() - done
+            block, within = divmod(start + done, blocks.local)
+            count = min(left, blocks.local - within)
+            rows = left // count if within == 0 and count == blocks.local else 1
+            run = out[done : done + rows * count].view(rows, count)
+            place = blocks.first + within  # in its block
+            real = max(0, min(count, blocks.size - place))
+            run[:, real:] = 0
+            if real:
+                normal_rows(run[:, :real], self.key, block * blocks.size + place, blocks.size, self.std)
+            done += rows * count
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How a layer's weight is to be drawn; given to it as its `init_method`. `deferred`: not now, but by whoever takes
+    the parameter over, from the source that it is marked with."""
+
+    key: int
+    std: float
+    deferred: bool = False
+
+
+def key_of(seed: int, name: str) -> int:
+    """64 bits for the tensor `name` of a run."""
+    return int.from_bytes(sha256(f"{seed}/{name}".encode()).digest()[:8], "little", signed=True)
+
+
+def normal_rows(out: Tensor, key: int, start: int, stride: int, std: float = 1.0) -> None:
+    """out[i, j] <- std times the normal number of `key` at place start + i * stride + j."""
+    rows, width = out.shape
+    limit = _ACCELERATOR_BLOCK if on_accelerator(out) else _BLOCK
+    columns = min(width, limit)
+    at_a_time = max(1, min(rows, limit // columns))
+    by_groups = rows == 1 or stride % GROUP == 0  # else every row begins elsewhere in its group
+    groups = -(-columns // GROUP) + 1
+    room = _Room(at_a_time * groups * GROUP, out.device) if by_groups else None
+    for low in range(0, width, columns):
+        for first in range(0, rows, at_a_time):
+            part = out[first : first + at_a_time, low : low + columns]
+            begin = start + first * stride + low
+            part.copy_(one_by_one(part, key, begin, stride, std) if room is None else
+                       room.draw(part, key, begin, stride, std))
+
+
+class _Room:
+    """Place for what is in between, so that drawing a block allocates nothing: fresh memory costs a processor more than
+    the arithmetic."""
+
+    def __init__(self, elements: int, device: torch.device) -> None:
+        counters = elements // 2
+        self._lanes = torch.arange(counters, device=device)
+        self._bits, self._shifted = torch.empty_like(self._lanes), torch.empty_like(self._lanes)
+        self._half = torch.empty(counters, dtype=torch.int32, device=device)
+        self._angle, self._radius, self._part = (torch.empty(counters, device=device) for _ in range(3))
+        # Four fp32 numbers are one element of 16 bytes: they are copied in one go.
+        self._out = torch.empty(counters // 4, 2, dtype=torch.complex128, device=device)
+
+    def draw(self, like: Tensor, key: int, start: int, stride: int, std: float) -> Tensor:
+        """The numbers at start + i * stride + j, [rows, width], drawn in whole groups; good until the next call."""
+        half, (rows, width) = GROUP // 2, like.shape
+        first, skip = divmod(start, GROUP)
+        groups = -(-(skip + width) // GROUP)
+        counters = rows * groups * half
+        bits, angle, radius, part = (x[:counters] for x in (self._bits, self._angle, self._radius, self._part))
+        offsets = torch.arange(rows, device=like.device).unsqueeze(1) * (stride // GROUP * half)
+        torch.add(self._lanes[: groups * half], offsets, out=bits.view(rows, -1))
+        _polar(bits, key + first * half * _ODD, self._shifted[:counters], self._half[:counters], angle, radius)
+        radius.mul_(std)
+        out = self._out[: rows * groups]
+        for column, function in enumerate((torch.cos, torch.sin)):
+            function(angle, out=part).mul_(radius)
+            out[:, column] = part.view(torch.complex128)
+        return out.view(torch.float32).view(rows, groups * GROUP)[:, skip : skip + width]
+
+
+def one_by_one(like: Tensor, key: int, start: int, stride: int, std: float) -> Tensor:
+    """The same numbers, each by its own place: the definition, at twice the cost."""
+    half, (rows, width) = GROUP // 2, like.shape
+    places = torch.arange(rows, device=like.device).unsqueeze(1) * stride + torch.arange(width, device=like.device)
+    places = (places + start).view(-1)
+    bits = torch.div(places, GROUP, rounding_mode="floor") * half + places % half
+    angle, radius = (torch.empty(len(places), device=like.device) for _ in range(2))
+    _polar(bits, key, torch.empty_like(bits), torch.empty_like(bits, dtype=torch.int32), angle, radius)
+    radius.mul_(std)
+    return torch.where(places % GROUP >= half, angle.sin().mul_(radius), angle.cos().mul_(radius)).view(rows, width)
+
+
+def _polar(bits: Tensor, key: int, shifted: Tensor, half: Tensor, angle: Tensor, radius: Tensor) -> None:
+    """Fill `angle` and `radius`, fp32, from the counters in `bits`; the others are room of the same length."""
+    is_numpys = not on_accelerator(bits) and type(bits) is Tensor  # numpy knows nothing of fake tensors
+    mix, shift = (_mix_numpy, _shift_numpy) if is_numpys else (_mix_torch, _shift)
+    mix(bits, key, shifted)
+    angle.copy_(half.copy_(bits)).mul_(2 * math.pi / 2**32)  # the lower 32 bits
+    radius.copy_(half.copy_(shift(bits, 32, shifted)))
+    radius.mul_(2.0**-32).add_(0.5).clamp_(min=2.0**-33)  # in (0, 1]
+    radius.log_().mul_(-2.0).sqrt_()
+
+
+def _mix_numpy(z: Tensor, key: int, shifted: Tensor) -> None:
+    """On a processor: numpy shifts unsigned numbers, several at a time."""
+    numbers, room = (x.numpy().view(np.uint64) for x in (z, shifted))
+    numbers *= np.uint64(_ODD % 2**64)
+    numbers += np.uint64(key % 2**64)
+    for shift, factor in _MIX:
+        numbers ^= np.right_shift(numbers, np.uint64(shift), out=room)
+        numbers *= np.uint64(factor % 2**64)
+    numbers ^= np.right_shift(numbers, np.uint64(31), out=room)
+
+
+def _shift_numpy(z: Tensor, by: int, out: Tensor) -> Tensor:
+    np.right_shift(z.numpy().view(np.uint64), np.uint64(by), out=out.numpy().view(np.uint64))
+    return out
+
+
+def _mix_torch(z: Tensor, key: int, shifted: Tensor) -> None:
+    """The same integers from torch's signed ones."""
+    z.mul_(_ODD).add_(_signed(key))
+    for shift, factor in _MIX:
+        z.bitwise_xor_(_shift(z, shift, shifted)).mul_(factor)
+    z.bitwise_xor_(_shift(z, 31, shifted))
+
+
+def _shift(z: Tensor, by: int, out: Tensor) -> Tensor:
+    """z >> by, with zeros from the left."""
+    return torch.bitwise_right_shift(z, by, out=out).bitwise_and_((1 << (64 - by)) - 1)
+
+
+def _signed(number: int) -> int:
+    """The number modulo 2**64, as int64 has it."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
+_ATTRIBUTE = "mpu_source"
+
+
+def unfilled(shape: Sequence[int], deferred: bool, dtype: torch.dtype | None = None,
+             device: torch.device | str | None = None) -> Tensor:
+    """Of that shape, for values to come: room for them, or (`deferred`) without any."""
+    return torch.empty(1, dtype=dtype, device=device).expand(*shape) if deferred else \
+        torch.empty(*shape, dtype=dtype, device=device)
+
+
+def mark_source(parameter: Tensor, source: Source, deferred: bool = False) -> None:
+    """Record where the initial values of `parameter` come from; put them there, unless that is deferred."""
+    setattr(cast(Any, parameter), _ATTRIBUTE, source)
+    if not deferred and not parameter.is_meta:
+        flat = torch.empty(parameter.numel(), device=parameter.device)
+        source(flat, 0)
+        parameter.detach().copy_(flat.view(parameter.shape))
+
+
+def source_of(parameter: Tensor) -> Source | None:
+    """What draws the parameter's initial values; None where they are just there."""
+    return cast("Source | None", getattr(parameter, _ATTRIBUTE, None))

@@ -1,0 +1,145 @@
+"""Any run of any part of a tensor is the same numbers as in the whole, and the numbers are normal."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from mpu import draws
+from mpu.draws import Blocks, Constant, Draw, Normal, blocks_of, key_of, normal_rows, one_by_one
+from mpu.groups import Group
+from mpu.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, VocabParallelEmbedding, partition_of
+from mpu.partition import join_slices
+from mpu.split import Partition
+
+KEY = key_of(1234, "blocks.0.attn.qkv.weight")
+
+
+def whole(numel: int, std: float = 1.0) -> Tensor:
+    out = torch.empty(numel)
+    Normal(KEY, std, Blocks(numel, numel, 0))(out, 0)
+    return out
+
+
+def by_definition(numel: int) -> Tensor:
+    """Python's own integers and floats."""
+    numbers = []
+    for place in range(numel):
+        group, lane = divmod(place, 8)
+        z = (KEY + (4 * group + lane % 4) * 0x9E3779B97F4A7C15) % 2**64
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            z = (z ^ z >> shift) * factor % 2**64
+        z ^= z >> 31
+        low, high = ((half + 2**31) % 2**32 - 2**31 for half in (z % 2**32, z >> 32))
+        radius, angle = math.sqrt(-2 * math.log(high / 2**32 + 0.5)), low / 2**32 * 2 * math.pi
+        numbers.append(radius * (math.sin if lane >= 4 else math.cos)(angle))
+    return torch.tensor(numbers)
+
+
+def test_the_numbers_are_those_of_the_definition() -> None:
+    # fp32 arithmetic: the logarithm near 1 and the angle carry a relative error of some 2**-24 each.
+    torch.testing.assert_close(whole(2000), by_definition(2000), rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("block", [64, 1 << 17])
+def test_any_run_is_that_of_the_whole(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, rng = whole(5000), random.Random(1)
+    monkeypatch.setattr(draws, "_BLOCK", block)
+    for _ in range(100):
+        start = rng.randrange(5000)
+        out = torch.empty(rng.randrange(5001 - start))
+        Normal(KEY, 1.0, Blocks(5000, 5000, 0))(out, start)
+        assert torch.equal(out, expected[start : start + len(out)])
+
+
+@pytest.mark.parametrize("stride", [64, 24, 25, 31])
+def test_rows_are_runs_of_the_whole(stride: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = whole(stride * 20 + 20)
+    for block in (1 << 17, 32):
+        monkeypatch.setattr(draws, "_BLOCK", block)
+        for start, width in ((0, stride), (3, 8), (7, stride - 5), (16, 1)):
+            out = torch.empty(20, width)
+            normal_rows(out, KEY, start, stride)
+            rows = [expected[start + i * stride : start + i * stride + width] for i in range(20)]
+            assert torch.equal(out, torch.stack(rows))
+            assert torch.equal(one_by_one(out, KEY, start, stride, 1.0), out)
+
+
+def test_the_accelerators_integers_are_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's signed numbers and numpy's unsigned ones."""
+    expected = whole(10_000)
+    monkeypatch.setattr(draws, "on_accelerator", lambda tensor: True)
+    monkeypatch.setattr(draws, "_mix_numpy", None)
+    assert torch.equal(whole(10_000), expected)
+
+
+def test_they_are_normal_and_tensors_are_independent() -> None:
+    n = 1 << 20
+    x = whole(n).double()
+    for power, moment, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
+        assert abs(float((x**power).mean()) - moment) < 5 * math.sqrt(variance / n)
+    probabilities = torch.linspace(0.01, 0.99, 99, dtype=torch.float64)
+    found = torch.searchsorted(x.sort().values, torch.special.ndtri(probabilities)) / n
+    assert float((found - probabilities).abs().max()) < 2.0 / math.sqrt(n)  # Kolmogorov and Smirnov
+    assert 4.5 < float(x.abs().max()) < 6.7
+    other = torch.empty(n)
+    Normal(key_of(1234, "blocks.1.attn.qkv.weight"), 1.0, Blocks(n, n, 0))(other, 0)
+    for shift in (0, 1, 4, 8):  # neighbours, partners of one counter, neighbouring groups
+        for y in (other.double(), x.roll(shift) if shift else other.double()):
+            assert abs(float((x * y).mean())) < 5 / math.sqrt(n)
+            assert abs(float((x**2 * y**2).mean()) - 1) < 5 * math.sqrt(8 / n)
+
+
+@pytest.mark.parametrize(("shape", "partition"), [
+    ((48, 10), Partition(0)), ((48, 10), Partition(0, stride=3)), ((10, 48), Partition(1)), ((6, 24), Partition(-1)),
+    ((6, 24), Partition(1)), ((16, 6), Partition(0, size=13)), ((7, 5), None)], ids=str)
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_parts_of_ranks_are_slices_of_one_tensor(shape: tuple[int, ...], partition: Partition | None, tp: int) -> None:
+    parts = []
+    for rank in range(tp):
+        local = list(shape)
+        if partition is not None:
+            local[partition.dim] //= tp
+        source = Normal(KEY, 2.0, blocks_of(tuple(local), partition, rank, tp))
+        flat = torch.empty(math.prod(local))
+        source(flat, 0)
+        for start, count in ((0, 3), (5, 17), (len(flat) - 4, 4)):
+            run = torch.empty(count)
+            source(run, start)
+            assert torch.equal(run, flat[start : start + count])
+        parts.append(flat.view(local))
+    joined = parts[0] if partition is None else join_slices(parts, partition)
+    rows = shape[0] if partition is None or partition.size is None else partition.size
+    assert torch.equal(joined[:rows], whole(rows * shape[1], 2.0).view(rows, shape[1]))
+    assert not joined[rows:].any()
+
+
+@pytest.mark.parametrize("make", [
+    lambda **given: ColumnParallelLinear(16, 24, stride=3, **given), lambda **given: RowParallelLinear(24, 16, **given),
+    lambda **given: VocabParallelEmbedding(13, 8, padded_size=16, **given),
+    lambda **given: ParallelEmbedding(10, 16, **given)], ids=["column", "row", "vocabulary", "embedding"])
+def test_a_layer_draws_its_slice(make: Callable[..., torch.nn.Module]) -> None:
+    layers = [make(init_method=Draw(KEY, 0.5), tp=Group(rank, 2, (0, 1))) for rank in range(2)]
+    alone = make(init_method=Draw(KEY, 0.5), tp=Group(0, 1, (0,)))
+    partition = partition_of(alone.weight)
+    assert partition is not None
+    assert torch.equal(join_slices([layer.weight.detach() for layer in layers], partition), alone.weight)
+    later = make(init_method=Draw(KEY, 0.5, deferred=True), tp=Group(1, 2, (0, 1)))
+    assert later.weight.shape == layers[1].weight.shape and later.weight.untyped_storage().nbytes() == 4
+    source, flat = draws.source_of(later.weight), torch.empty(later.weight.numel())
+    assert source is not None
+    source(flat, 0)
+    assert torch.equal(flat.view(later.weight.shape), layers[1].weight)
+
+
+def test_keys_tell_seeds_and_names_apart() -> None:
+    keys = {key_of(seed, name) for seed in (1, 11) for name in ("1/a", "/a", "a")}
+    assert len(keys) == 6
+    out = torch.empty(3)
+    Constant(2.5)(out, 7)
+    assert out.tolist() == [2.5] * 3
