@@ -96,7 +96,7 @@ def test_they_are_normal_and_tensors_are_independent() -> None:
 
 
 @pytest.mark.parametrize(("shape", "partition"), [
-    ((48, 10), Partition(0)), ((48, 10), Partition(0, stride=3)), ((10, 48), Partition(1)), ((6, 24), Partition(-1)),
+    ((48, 10), Partition(0)), ((48, 10), Partition(0, stride=3)), ((10, 48), Partition(1)), ((6, 24), Partition(1)),
     ((6, 24), Partition(1)), ((16, 6), Partition(0, size=13)), ((7, 5), None)], ids=str)
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_parts_of_ranks_are_slices_of_one_tensor(shape: tuple[int, ...], partition: Partition | None, tp: int) -> None:

@@ -152,7 +152,7 @@ def test_the_slots_are_the_parameters_of_the_model(tp: int) -> None:
 def saved_bytes(config: Config) -> int:
     """Every storage autograd saves in a forward, once, parameters aside."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.precision.name]
-    model = build_model(config, groups.build(1)).to(dtype)
+    model = GPT2(config.model, seed=config.train.seed).to(dtype)
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved: dict[int, torch.Tensor] = {}
 

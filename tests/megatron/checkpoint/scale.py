@@ -1,0 +1,266 @@
+"""One rank of thousands in one process: what it costs it to start, to save, to open and to resume.
+
+Two ranks are really played, as threads: rank 0 and the middle one. The others answer as that one does. What they
+would have written is written afterwards, so that the tag is whole; it is not counted. Counted are calls that a file
+system sees, bytes of control messages, numbers drawn, elements kept; times and memory are reported and asserted
+nowhere.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import threading
+import time
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron.checkpoint import agree, writer
+from megatron.checkpoint.cut import Spread
+from megatron.checkpoint.manifest import MANIFEST, TensorEntry, read_manifest
+from megatron.checkpoint.piece import Deferred, Piece, sharding_of
+from megatron.checkpoint.reader import Checkpoint, open_checkpoint
+from megatron.config.tree import ModelConfig
+from megatron.model import GPT2
+from megatron.zero.drawn import draw_shard
+from megatron.zero.layout import FlatLayout, Slot
+from mpu import draws, groups
+from mpu.draws import source_of
+from mpu.groups import Group
+from mpu.partition import partition_of
+
+KINDS = ("weight", "exp_avg", "exp_avg_sq")
+TP = 8
+MODEL = ModelConfig(num_layers=6, hidden_size=512, num_attention_heads=8, max_position_embeddings=64, vocab_size=1000)
+CALLS = ("stat", "lstat", "mkdir", "rename", "replace", "unlink", "listdir", "scandir", "fsync", "link")
+
+
+@dataclass
+class Cost:
+    """Of one rank in one phase."""
+
+    calls: Counter[str] = field(default_factory=Counter)
+    """Of the file system, by name."""
+    told: int = 0
+    """Bytes of control messages that it received."""
+    drawn: int = 0
+    kept: int = 0
+    """Elements."""
+    seconds: float = 0.0
+    peak: int = 0
+    """Bytes of Python objects, of both played ranks."""
+
+    @property
+    def files(self) -> int:
+        return sum(self.calls.values())
+
+
+class Played:
+    """Ranks 0 and N / 2 of N, as threads; collectives among them, and the costs of each."""
+
+    def __init__(self, size: int, total: int | None = None) -> None:
+        """`total`: what every sum over all ranks is; left out, all but rank 0 give what the played one gives."""
+        self.size, self.total = size, total
+        self.groups = [Group(rank, size, ()) for rank in (0, size // 2)]
+        self.costs = {group.rank: Cost() for group in self.groups}
+        self._of_thread = threading.local()
+        self._barrier = threading.Barrier(2, timeout=300)
+        self._slots: dict[int, Any] = {}
+
+    @property
+    def cost(self) -> Cost | None:
+        rank = getattr(self._of_thread, "rank", None)
+        return None if rank is None else self.costs[rank]
+
+    def _exchange(self, value: Any, group: Group) -> list[Any]:
+        self._slots[group.rank] = value
+        self._barrier.wait()
+        values = [self._slots[0], self._slots[self.size // 2]]
+        self._barrier.wait()
+        return values
+
+    def reduce_number(self, number: float, group: Group, op: str = "max") -> float:
+        first, last = self._exchange(number, group)
+        self.costs[group.rank].told += 8
+        if op == "sum":
+            return float(first + last * (self.size - 1) if self.total is None else self.total)
+        return float({"min": min, "max": max}[op](first, last))
+
+    def broadcast_json(self, value: Any, group: Group, src: int = 0) -> Any:
+        text = self._exchange(json.dumps(value), group)[0 if src == 0 else 1]
+        self.costs[group.rank].told += len(text)
+        return json.loads(text)
+
+    def run(self, action: Callable[[Group], Any]) -> list[Any]:
+        """The action on both ranks; what it gave."""
+        results: dict[int, Any] = {}
+
+        def work(group: Group) -> None:
+            self._of_thread.rank = group.rank
+            begin = time.perf_counter()
+            try:
+                results[group.rank] = action(group)
+            except BaseException as error:
+                results[group.rank] = error
+                self._barrier.abort()
+            self.costs[group.rank].seconds = time.perf_counter() - begin
+
+        with self._counted():
+            threads = [threading.Thread(target=work, args=(group,)) for group in self.groups]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            for cost in self.costs.values():
+                cost.peak = tracemalloc.get_traced_memory()[1]
+        for result in results.values():
+            if isinstance(result, BaseException):
+                raise result
+        return [results[group.rank] for group in self.groups]
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for name, function in (("reduce_number", self.reduce_number), ("broadcast_json", self.broadcast_json)):
+                stack.enter_context(mock.patch.object(agree, name, function))
+            for owner, name in [*((os, name) for name in CALLS), (builtins, "open")]:
+                stack.enter_context(mock.patch.object(owner, name, self._counting(name, getattr(owner, name))))
+            stack.enter_context(mock.patch("io.open", builtins.open))
+            tracemalloc.start()
+            stack.callback(tracemalloc.stop)
+            yield
+
+    def _counting(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*given: Any, **named: Any) -> Any:
+            if (cost := self.cost) is not None:
+                cost.calls[name] += 1
+            return real(*given, **named)
+        return counted
+
+
+class Model:
+    """The parameters of a GPT-2 of one tensor-parallel rank of TP, cut over `dp` ranks block by block; a rank keeps
+    its shards alone."""
+
+    def __init__(self, dp: int, tp_rank: int = 0) -> None:
+        self.dp, self.tp_rank = dp, tp_rank
+        gpt2 = GPT2(MODEL, Group(tp_rank, TP, tuple(range(TP))), deferred=True)
+        units: dict[str, list[tuple[str, torch.nn.Parameter]]] = {}
+        for name, parameter in gpt2.named_parameters():
+            units.setdefault(".".join(name.split(".")[:2]) if name.startswith("blocks") else "root", []).append(
+                (name, parameter))
+        self.buckets = [(FlatLayout([Slot(name, tuple(p.shape), partition=partition_of(p)) for name, p in unit], dp),
+                         [source_of(p) for _, p in unit]) for unit in units.values()]
+
+    def tensors(self) -> Iterator[TensorEntry]:
+        for layout, _ in self.buckets:
+            for kind in KINDS:
+                for slot in layout.slots:
+                    yield TensorEntry(kind, slot.name, "F32", sharding_of(slot.shape, slot.partition, TP),
+                                      Spread(slot.offset, layout.shard_numel))
+
+    def pieces(self, dp_rank: int, load: Callable[[int], torch.Tensor] = torch.zeros) -> Iterator[Piece]:
+        for layout, _ in self.buckets:
+            for part in layout.segments(dp_rank):
+                for kind in KINDS:
+                    yield Piece(part.slot.name, kind, part.slot.shape, part.slot.partition, self.tp_rank, TP,
+                                part.slot_offset, Deferred(part.count, torch.float32, lambda n=part.count: load(n)))
+
+    def kept(self) -> int:
+        return sum(layout.shard_numel for layout, _ in self.buckets)
+
+    def draw(self, dp_rank: int) -> list[torch.Tensor]:
+        """The shards of one rank."""
+        shards = []
+        for layout, sources in self.buckets:
+            shards.append(torch.zeros(layout.shard_numel))
+            draw_shard(shards[-1], layout, dp_rank, [source for source in sources if source is not None])
+        return shards
+
+
+def start(size: int) -> Cost:
+    """The initial weights of a rank in the middle."""
+    model, cost = Model(size // TP, TP // 2), Cost()
+    rows = draws.normal_rows
+
+    def counted(out: torch.Tensor, *places: Any) -> None:
+        cost.drawn += out.numel()
+        rows(out, *places)
+
+    begin = time.perf_counter()
+    with mock.patch.object(draws, "normal_rows", counted):
+        model.draw(size // TP // 2)
+    cost.seconds, cost.kept = time.perf_counter() - begin, model.kept()
+    return cost
+
+
+def make_groups(size: int) -> tuple[float, int]:
+    """Seconds and calls of torch.distributed to make the groups of the last rank, on the fake backend."""
+    dist.init_process_group("fake", rank=size - 1, world_size=size, store=FakeStore())
+    made: list[object] = []
+    real = dist.new_group
+    try:
+        begin = time.perf_counter()
+        with mock.patch.object(dist, "new_group", lambda *given, **named: made.append(0) or real(*given, **named)):
+            groups.build(TP)
+        return time.perf_counter() - begin, len(made)
+    finally:
+        dist.destroy_process_group()
+
+
+def save(root: Path, size: int, step: int, keep: writer.Keep = writer.Keep()) -> dict[int, Cost]:
+    """Save as ranks 0 and N / 2, and let the others' files appear; the costs of the two."""
+    played, models = Played(size), {tp: Model(size // TP, tp) for tp in (0, size // 2 % TP)}
+
+    def work(world: Group) -> None:
+        model = models[world.rank % TP]
+        writer.save(root, f"global_step{step}", pieces=model.pieces(world.rank // TP), tensors=model.tensors(),
+                    rank_state={"seed": world.rank}, shared_state={}, config={}, layout={"tp": TP, "dp": size // TP},
+                    world=world, run_id="scale", iteration=step, keep=keep, say=lambda line: None)
+
+    played.run(work)
+    _write_the_others(root / f"global_step{step}", size)
+    return played.costs
+
+
+def _write_the_others(folder: Path, size: int) -> None:
+    save_id, models = read_manifest(folder).save_id, [Model(size // TP, tp) for tp in range(TP)]
+    with mock.patch.object(os, "fsync", lambda descriptor: None):
+        for rank in sorted({*range(1, size)} - {size // 2}):
+            pieces = [piece for piece in models[rank % TP].pieces(rank // TP)
+                      if piece.partition is not None or piece.tp_rank == 0]
+            writer._write_rank(folder, writer._share(save_id, rank, pieces, {"seed": rank}, {}, None))
+
+
+def open_and_read(root: Path, size: int) -> tuple[dict[int, Cost], dict[int, Cost], int]:
+    """Open the tag as ranks 0 and N / 2, then read what each keeps; the costs of both, and the manifest's bytes."""
+    (tag,) = root.glob("global_step*")
+    opening, reading = Played(size, len(os.listdir(tag)) - 1), Played(size)
+    found: dict[int, Checkpoint] = {}
+
+    def work(world: Group) -> None:
+        found[world.rank] = open_checkpoint(root, world=world)
+
+    def read(world: Group) -> None:
+        model, checkpoint = Model(size // TP, world.rank % TP), found[world.rank]
+        for piece in model.pieces(world.rank // TP):
+            out = torch.full((piece.count,), torch.nan)
+            checkpoint.read(piece.kind, piece.name, shape=piece.shape, partition=piece.partition,
+                            tp_rank=piece.tp_rank, tp_size=TP, offset=piece.offset, out=out)
+            assert not out.any(), piece.name
+        assert checkpoint.rank_state(world.rank) == {"seed": world.rank}
+
+    opening.run(work)
+    reading.run(read)
+    return opening.costs, reading.costs, (found[0].folder / MANIFEST).stat().st_size

@@ -1,0 +1,60 @@
+"""What a rank does to start, save, open and resume does not grow with the number of ranks. Counts, not times."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint.commit import Keep
+from megatron.checkpoint.tags import verify
+from tests.megatron.checkpoint import scale
+
+SMALL = 16
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> list[dict[int, scale.Cost]]:
+    return phases(tmp_path_factory.mktemp("small"), SMALL)
+
+
+def phases(root: Path, size: int) -> list[dict[int, scale.Cost]]:
+    saved = scale.save(root, size, 1)
+    opened, resumed, _ = scale.open_and_read(root, size)
+    return [saved, opened, resumed]
+
+
+@pytest.mark.parametrize("size", [64, pytest.param(512, marks=pytest.mark.slow),
+                                  pytest.param(4096, marks=pytest.mark.slow)])
+def test_no_phase_grows_with_the_world(size: int, tmp_path: Path, reference: list[dict[int, scale.Cost]]) -> None:
+    for what, few, many in zip(("save", "open", "resume"), reference, phases(tmp_path, size), strict=True):
+        for before, now in ((few[0], many[0]), (few[SMALL // 2], many[size // 2])):
+            place = "rank 0" if before is few[0] else "another"
+            assert now.calls == before.calls, (what, place, now.calls - before.calls, before.calls - now.calls)
+            assert now.told <= before.told + 64, (what, place)  # a path, a number more
+    assert len(os.listdir(tmp_path / "global_step1")) > size  # which rank 0 alone has listed
+
+
+def test_the_manifest_does_not_grow_and_the_tag_is_whole(tmp_path: Path) -> None:
+    lengths = []
+    for size in (16, 64):
+        scale.save(tmp_path / str(size), size, 1)
+        verify(tmp_path / str(size), "global_step1")
+        lengths.append((tmp_path / str(size) / "global_step1" / "manifest.json").stat().st_size)
+    assert abs(lengths[1] - lengths[0]) <= 0.01 * lengths[0]  # digits of the shards' lengths
+
+
+def test_pruning_parses_no_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2):
+        scale.save(tmp_path, SMALL, step)
+    monkeypatch.setattr("megatron.checkpoint.tags.read_manifest", None)
+    scale.save(tmp_path, SMALL, 3, Keep(last=2))
+    assert sorted(name for name in os.listdir(tmp_path) if name.startswith("global")) == ["global_step2",
+                                                                                         "global_step3"]
+
+
+@pytest.mark.parametrize("size", [16, 4096])
+def test_a_rank_draws_what_it_keeps(size: int) -> None:
+    cost = scale.start(size)
+    assert cost.drawn <= cost.kept
