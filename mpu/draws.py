@@ -30,9 +30,9 @@ from mpu.split import Partition
 GROUP = 8
 """Elements of four counters."""
 _ODD, _MIX = -7046029254386353131, ((30, -4658895280553007687), (27, -7723592293110705685))
-_BLOCK = 1 << 16
+CPU_BLOCK = 1 << 16
 """Elements drawn at a time on CPU: what is in between stays in the cache."""
-_ACCELERATOR_BLOCK = 1 << 25
+ACCELERATOR_BLOCK = 1 << 25
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def key_of(seed: int, name: str) -> int:
 def normal_rows(out: Tensor, key: int, start: int, stride: int, std: float = 1.0) -> None:
     """out[i, j] <- std times the normal number of `key` at place start + i * stride + j."""
     rows, width = out.shape
-    limit = _ACCELERATOR_BLOCK if on_accelerator(out) else _BLOCK
+    limit = ACCELERATOR_BLOCK if on_accelerator(out) else CPU_BLOCK
     columns = min(width, limit)
     at_a_time = max(1, min(rows, limit // columns))
     by_groups = rows == 1 or stride % GROUP == 0  # else every row begins elsewhere in its group

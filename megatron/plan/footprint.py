@@ -192,8 +192,8 @@ class Run:
 
     @property
     def elsewhere(self) -> Elsewhere:
-        """What is offloaded, and inputs that wait on the host for their recomputation; before all that, the fp32 model
-        while it is drawn. NVMe is read and written through buffers on the host."""
+        """What is offloaded, and inputs that wait on the host for their recomputation. NVMe is read and written through
+        buffers on the host."""
         host, nvme, offload = self.activations.waiting_on_host, 0, self.config.offload
         if self.homes.optimizer != "none":
             host += self.shard_numel * self.sums  # gradients
@@ -209,21 +209,7 @@ class Run:
             nvme += split * self.work
             buffers = offload.offload_param_buffer_count * offload.offload_param_buffer_size
             host += (buffers + min(split, offload.offload_param_max_in_cpu)) * self.work
-        return Elsewhere(max(self.drawing, host) if self.device == "cuda" else 0, nvme)  # on a CPU, host is device
-
-    @cached_property
-    def drawn_model(self) -> int:
-        return FP32 * (numel_of(self.root_parameters) + self.layers * numel_of(self.block_parameters))
-
-    @property
-    def drawing(self) -> int:
-        """The fp32 weights while they are drawn, every matrix whole before it is sliced: the token table first, with a
-        padded copy; a matrix of the last block last. At stage 3 a layer that is finished leaves this rank's part."""
-        model, padded = self.config.model, self.columns * self.tp
-        table = self.columns + model.tokens + (padded if padded > model.tokens else 0)
-        matrix = FP32 * model.hidden_size * model.ffn_size
-        model_so_far = self.drawn_model // self.dp + matrix if self.policy.split_params else self.drawn_model
-        return max(FP32 * model.hidden_size * table, model_so_far + matrix)
+        return Elsewhere(host if self.device == "cuda" else 0, nvme)  # on a CPU, host is device
 
     # ---- traffic ------------------------------------------------------------------------------------------------
 
@@ -266,7 +252,3 @@ def root_slots(model: ModelConfig, columns: int) -> list[Slot]:
 def _resides(slot: Slot, zero: ZeroConfig) -> bool:
     """The parameter is whole on every rank at stage 3, too: the engine keeps small ones in a bucket of their own."""
     return policy(zero.zero_stage).split_params and slot.numel < zero.stage3_param_persistence_threshold
-
-
-def numel_of(slots: Iterable[Slot]) -> int:
-    return sum(slot.numel for slot in slots)

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass, replace
 
 from megatron.plan.activations import FP32
-from megatron.plan.footprint import Run, numel_of
+from megatron.plan.footprint import Run
 from megatron.zero.layout import FlatLayout, Slot
 
 # Sizes of the loops described here; a test compares them with the modules that have these loops.
@@ -30,6 +30,8 @@ CPU_BLOCK_ROWS = 64  # rows of them in fp32 at a time
 CUDA_TILE_ROWS = 128  # chunks are multiples of these
 CPU_SLAB_COLUMNS = 8192  # columns of a 16-bit weight gradient at a time
 CPU_SUM_BLOCK = 2**17  # elements of an exchange summed at a time
+DRAWN_ON_CPU, DRAWN_ON_CUDA = 2**16, 2**25  # initial weights drawn at a time
+DRAWING = 22  # bytes of an initial weight while it is drawn
 
 
 @dataclass(frozen=True)
@@ -95,19 +97,12 @@ def _moment(run: Run, name: str, gradients: int, activations: int, buffers: int)
 
 
 def _building(run: Run) -> Moment:
-    """The model in fp32 on the host, at stage 3 in parts; bucket by bucket moves to the device, a parameter at a time;
-    then moments. The first bucket and the last are the extremes of the moving."""
+    """Bucket by bucket each rank draws what it keeps; then moments. The first bucket and the last are the extremes."""
     masters = FP32 if run.work < FP32 and run.homes.optimizer == "none" else 0
-    on_host = run.device != "cpu"
-    drawn, last = (0, 0) if on_host else (run.drawn_model, FP32 * numel_of(run.block_parameters))
-    if run.policy.split_params:
-        drawn, last = drawn // run.dp, last // run.dp
-    at_root = drawn + _moving(run, run.root, run.root_parameters, on_host)
     stays = run.weights + run.shard_numel * masters - _staying(run, run.block)
-    at_last = stays + last + _moving(run, run.block, run.block_parameters, on_host)
     built = replace(lasting(run), name="building", gradients=0)
-    drawing = 0 if on_host else run.drawing
-    return replace(built, buffers=max(0, *(held - built.total for held in (at_root, at_last, drawing))))
+    held = max(_drawn(run, run.root, run.root_parameters), stays + _drawn(run, run.block, run.block_parameters))
+    return replace(built, buffers=max(0, held - built.total))
 
 
 def _staying(run: Run, layout: FlatLayout) -> int:
@@ -118,12 +113,13 @@ def _staying(run: Run, layout: FlatLayout) -> int:
     return (weights * run.work if here else 0) + masters
 
 
-def _moving(run: Run, layout: FlatLayout, parameters: Iterable[Slot], on_host: bool) -> int:
-    """A bucket that is being filled: at first all of it, then what lasts, with one whole parameter where that comes
-    from elsewhere."""
-    comes_from_elsewhere = on_host or run.policy.split_params
-    largest = max(slot.numel for slot in parameters) * FP32 if comes_from_elsewhere else 0
-    return max(layout.numel * run.work, _staying(run, layout) + largest)
+def _drawn(run: Run, layout: FlatLayout, parameters: Iterable[Slot]) -> int:
+    """A bucket that is being filled: at first the whole of it, which goes where parameters are split, then what lasts,
+    with an fp32 shard where that is not what lasts, and what drawing needs."""
+    at_a_time = DRAWN_ON_CPU if run.device == "cpu" else DRAWN_ON_CUDA
+    room = DRAWING * min(at_a_time, layout.shard_numel, max(slot.numel for slot in parameters))
+    passing = layout.shard_numel * FP32 if run.homes.optimizer != "none" and run.work < FP32 else 0
+    return max(layout.numel * run.work, _staying(run, layout) + passing + room)
 
 
 def _loss(run: Run, first: bool) -> Moment:

@@ -50,8 +50,8 @@ def test_pruning_parses_no_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         scale.save(tmp_path, SMALL, step)
     monkeypatch.setattr("megatron.checkpoint.tags.read_manifest", None)
     scale.save(tmp_path, SMALL, 3, Keep(last=2))
-    assert sorted(name for name in os.listdir(tmp_path) if name.startswith("global")) == ["global_step2",
-                                                                                         "global_step3"]
+    kept = sorted(name for name in os.listdir(tmp_path) if name.startswith("global"))
+    assert kept == ["global_step2", "global_step3"]
 
 
 @pytest.mark.parametrize("size", [16, 4096])

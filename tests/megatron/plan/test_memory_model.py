@@ -11,6 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import megatron.plan.footprint
 import megatron.plan.memory
+import mpu.draws
 import mpu.loss_accelerator
 import mpu.loss_cpu
 from megatron.config.flags import parse_args
@@ -186,6 +187,7 @@ def test_the_sizes_of_loops_are_those_of_the_code() -> None:
     for tokens, columns, element in product((1, 100, 8192, 10_625, 65_536), (64, 25_152, 50_304), (2, 4)):
         assert memory.rows_on_cuda(tokens, columns, element) == accelerator.rows_of_chunk(tokens, columns, element)
     assert megatron.plan.memory.CPU_SUM_BLOCK == mpu.wire.gloo.SUM_BLOCK
+    assert (memory.DRAWN_ON_CPU, memory.DRAWN_ON_CUDA) == (mpu.draws.CPU_BLOCK, mpu.draws.ACCELERATOR_BLOCK)
     assert megatron.plan.footprint.LARGEST_TILE == adam.LARGEST_TILE
     assert megatron.plan.footprint.MOMENTS_PER_WEIGHT == len(adam.AdamW().states)
 

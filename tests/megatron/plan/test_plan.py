@@ -170,8 +170,9 @@ def test_time_follows_from_the_work_of_a_step_and_the_ranks(
 
 
 def test_a_node_holds_its_ranks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    on_host = ["--checkpoint-activations", "--cpu-checkpointing"]
     for argv, ranks in (([], 8), (["--ranks-per-node", "4"], 4), (["--ranks", "2"], 2)):
-        (row, *_) = json.loads(printed(capsys, monkeypatch, *FLAGS, *argv, "--json"))["rows"]
+        (row, *_) = json.loads(printed(capsys, monkeypatch, *FLAGS, *on_host, *argv, "--json"))["rows"]
         assert row["node_host"] == ranks * row["host"] > 0
     (row, *_) = json.loads(printed(capsys, monkeypatch, *FLAGS, "--device", "cpu", "--json"))["rows"]
     assert row["node_host"] == 8 * row["device"], "on a CPU the host is the device"
