@@ -7,7 +7,6 @@ sent. Not here: what comes and goes within a step (memory.py), activations (acti
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal

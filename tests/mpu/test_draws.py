@@ -49,7 +49,7 @@ def test_the_numbers_are_those_of_the_definition() -> None:
 @pytest.mark.parametrize("block", [64, 1 << 17])
 def test_any_run_is_that_of_the_whole(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, rng = whole(5000), random.Random(1)
-    monkeypatch.setattr(draws, "_BLOCK", block)
+    monkeypatch.setattr(draws, "CPU_BLOCK", block)
     for _ in range(100):
         start = rng.randrange(5000)
         out = torch.empty(rng.randrange(5001 - start))
@@ -61,7 +61,7 @@ def test_any_run_is_that_of_the_whole(block: int, monkeypatch: pytest.MonkeyPatc
 def test_rows_are_runs_of_the_whole(stride: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = whole(stride * 20 + 20)
     for block in (1 << 17, 32):
-        monkeypatch.setattr(draws, "_BLOCK", block)
+        monkeypatch.setattr(draws, "CPU_BLOCK", block)
         for start, width in ((0, stride), (3, 8), (7, stride - 5), (16, 1)):
             out = torch.empty(20, width)
             normal_rows(out, KEY, start, stride)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from megatron.train.build import model as build_model
+from megatron.model import GPT2
 from megatron.train.compiling import compile_model
 from mpu import groups
 from mpu.random import model_parallel_cuda_manual_seed
@@ -36,7 +36,7 @@ def block_alone(rank: int, world: int, compiled: bool) -> Found:
     grid = groups.build(world)
     model_parallel_cuda_manual_seed(1, grid)
     config = configure_gpt2(model_parallel_size=world, compile=compiled, compile_scope="blocks")
-    model = build_model(config, grid)
+    model = GPT2(config.model, grid.tp, config.train.seed)  # with its weights: there is no engine to draw them
     with patch("torch.compile", TRACED):
         compile_model(model, config, 1, torch.device("cpu"))
     block = model.blocks[0]
