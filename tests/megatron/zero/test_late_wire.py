@@ -21,6 +21,8 @@ from torch import Tensor, nn
 import megatron.zero
 from megatron import zero
 from megatron.config.tree import build_config
+from megatron.train.build import engine as build_engine
+from megatron.train.build import model as build_model
 from mpu import groups
 from tests.distributed import RankError, run_ranks
 from tests.late_wire import late_wire
@@ -121,20 +123,34 @@ def gpt2(rank: int, stage: int, bf16: bool) -> list[Tensor]:
     return [value.float() for value in weights(engine).values()]
 
 
+def drawn(rank: int, stage: int, bf16: bool) -> list[Tensor]:
+    """Initial weights that the engine draws, edited before it has; and a step."""
+    grid = groups.build(1)
+    config = configure_gpt2(zero_stage=stage, bf16=bf16, batch_size=2, global_batch_size=4)
+    model = build_model(config, grid)
+    with zero.GatheredParameters(model.wpe.weight, modifier_rank=1):
+        model.wpe.weight.data.mul_(2.0 + rank)
+    engine = build_engine(config, model, grid, torch.device("cpu")).core
+    draw = torch.Generator().manual_seed(rank)
+    engine.backward(gpt2_loss(engine, torch.randint(0, 61, (2, 17), generator=draw)))
+    engine.step(1e-2)
+    return [value.float() for value in weights(engine).values()]
+
+
 def recomputed(rank: int, world: int, native: bool) -> list[str]:
     wrong = []
     with accelerator_side(native):
         for stage, bf16 in product(range(4), (False, True)):
-            wanted = gpt2(rank, stage, bf16)
+            wanted = gpt2(rank, stage, bf16) + drawn(rank, stage, bf16)
             with late_wire(stage):
-                found = gpt2(rank, stage, bf16)
+                found = gpt2(rank, stage, bf16) + drawn(rank, stage, bf16)
             if not all(map(torch.equal, found, wanted)):
                 wrong.append(f"stage {stage}, bf16 {bf16}")
     return wrong
 
 
 @pytest.mark.parametrize("native", [False, True], ids=["cpu", "accelerator"])
-def test_nor_with_recomputation(native: bool) -> None:
+def test_nor_with_recomputation_and_weights_that_are_drawn(native: bool) -> None:
     assert run_ranks(recomputed, 2, native, timeout=300) == [[], []]
 
 
@@ -207,9 +223,9 @@ def mutated(rank: int, world: int, folder: str, module: str, where: str, number:
     """What becomes of the lives without one wait: "" if nothing."""
     try:
         for stage in (1, 3):
-            wanted = life(rank, stage, True, f"{folder}/plain")
+            wanted = life(rank, stage, True, f"{folder}/plain") + drawn(rank, stage, True)
             with without_wait(module, where, number), late_wire():
-                found = life(rank, stage, True, f"{folder}/late")
+                found = life(rank, stage, True, f"{folder}/late") + drawn(rank, stage, True)
             if not all(map(torch.equal, found, wanted)):
                 return "other numbers"
     except Exception as error:
