@@ -8,9 +8,9 @@
     regions.py, layers.py        between replicated and split activations; split linear layers and embeddings
     sinks.py                     where a layer may write a weight gradient
     cross_entropy.py             the loss of a split vocabulary: its functions and their place in autograd
-    vocab_share.py               what its two walks have in common
-    loss_cpu.py                  the walk on a CPU
-    loss_accelerator.py          the walk on an accelerator; loss_kernel.py, its softmax in Triton
+    vocab_share.py, loss_walk.py a rank's columns; the walk over chunks of logits
+    loss_cpu.py                  its softmax and sums on a CPU
+    loss_accelerator.py          the same on an accelerator; loss_kernel.py, the softmax in Triton
     random.py                    random streams
     grads.py, data.py            norm and clipping of split gradients; one batch for all ranks of a group
     classic.py, mappings.py      the classic names over one global layout

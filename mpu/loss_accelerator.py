@@ -12,13 +12,14 @@ traffic. They are also what the kernel is tested against.
 from __future__ import annotations
 
 import warnings
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from mpu.collectives import all_gather, all_reduce
+from mpu.collectives import all_gather
+from mpu.loss_walk import in_chunks
 from mpu.vocab_share import Head, Made, Share, Wanted
 
 _CHUNK_BYTES = 1 << 30
@@ -51,32 +52,11 @@ def gradient_of(logits: Tensor, target: Tensor, share: Share, summaries: Tensor,
     return grad
 
 
-@torch.no_grad()
 def walk(head: Head, wanted: Wanted, chunk_rows: int | None = None) -> Made:
-    hidden, weight, target, share = head.hidden.detach(), head.weight.detach(), head.target, head.share
-    width = weight.shape[0]
-    rows = max(1, min(chunk_rows or rows_of_chunk(len(hidden), width, hidden.element_size()), len(hidden)))
-    buffer = hidden.new_empty(rows, width)
-    losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-    d_hidden = torch.empty_like(hidden) if wanted.hidden else None
+    hidden, weight = head.hidden, head.weight.detach()
+    rows = max(1, min(chunk_rows or rows_of_chunk(len(hidden), len(weight), hidden.element_size()), len(hidden)))
     total = _weight_total(weight, rows >= len(hidden), wanted.place) if wanted.weight else None
-    for start in range(0, len(hidden), rows):
-        chunk = slice(start, start + rows)
-        x = hidden[chunk]
-        logits = torch.mm(x, weight.t(), out=buffer[: len(x)])  # [rows, H] x [H, width]
-        scale = None if wanted.row_scale is None else wanted.row_scale[chunk]
-        losses[chunk] = _chunk(logits, target[chunk], share, scale)
-        # from here on `logits` holds the gradient of the logits
-        if d_hidden is not None:
-            torch.mm(logits, weight, out=d_hidden[chunk])
-        if total is not None:
-            add_product(total, logits, x, first=start == 0)
-    made = Made(losses, None if d_hidden is None else all_reduce(d_hidden, share.tp))
-    if total is not None:
-        made.weight = total.to(weight.dtype) if wanted.place is None else wanted.place
-        if wanted.place is not None and total is not wanted.place:
-            wanted.place.copy_(total)
-    return made
+    return in_chunks(head, wanted, rows, total, partial(_chunk, head.share), add_product)
 
 
 def _weight_total(weight: Tensor, one_chunk: bool, place: Tensor | None) -> Tensor:
@@ -87,7 +67,7 @@ def _weight_total(weight: Tensor, one_chunk: bool, place: Tensor | None) -> Tens
     return torch.empty_like(weight, dtype=dtype)
 
 
-def _chunk(logits: Tensor, target: Tensor, share: Share, row_scale: Tensor | None) -> Tensor:
+def _chunk(share: Share, logits: Tensor, target: Tensor, row_scale: Tensor | None) -> Tensor:
     """Losses of a chunk; with row_scale, `logits` is overwritten with the gradient of its scaled losses."""
     kernel = _kernel_for(logits)
     if share.tp.is_solo and kernel is None:

@@ -7,10 +7,13 @@ cache. Whoever has other memory than a cache goes another way: loss_accelerator.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from mpu.collectives import all_reduce
+from mpu.loss_walk import in_chunks
 from mpu.vocab_share import Head, Made, Share, Wanted
 
 _BLOCK_ROWS = 64
@@ -42,38 +45,25 @@ def gradient_of(logits: Tensor, target: Tensor, share: Share, lse: Tensor, row_s
     return grad
 
 
-@torch.no_grad()
 def walk(head: Head, wanted: Wanted, chunk_rows: int | None = None) -> Made:
-    hidden, weight, target, share = head.hidden.detach(), head.weight.detach(), head.target, head.share
+    hidden, weight = head.hidden, head.weight.detach()
     width = weight.shape[0]  # padding included: a product of odd width is slower than one of padded width
     rows = chunk_rows or max(_BLOCK_ROWS, _CHUNK_BYTES // max(1, width * hidden.element_size()))
     rows = max(1, min(rows, len(hidden)))
-    block_rows = min(_BLOCK_ROWS, rows)
-    buffer = hidden.new_empty(rows, width)
-    scratch = torch.empty(block_rows, width, dtype=torch.float32, device=hidden.device)
-    losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-    d_hidden = torch.empty_like(hidden) if wanted.hidden else None
+    scratch = torch.empty(min(_BLOCK_ROWS, rows), width, dtype=torch.float32, device=hidden.device)
     total = _weight_total(weight, rows >= len(hidden), wanted.place) if wanted.weight else None
-    for start in range(0, len(hidden), rows):
-        chunk = slice(start, start + rows)
-        x = hidden[chunk]
-        logits = torch.mm(x, weight.t(), out=buffer[: len(x)])  # [rows, H] x [H, width]
-        logits[:, share.columns:] = -torch.inf  # probability, and gradient, 0
-        for first in range(0, len(x), block_rows):
-            block = slice(first, first + block_rows)
-            scale = None if wanted.row_scale is None else wanted.row_scale[chunk][block]
-            losses[chunk][block] = _block(logits[block], target[chunk][block], scale, share, scratch)
-        # from here on `logits` holds the gradient of the logits
-        if d_hidden is not None:
-            torch.mm(logits, weight, out=d_hidden[chunk])
-        if total is not None:
-            _add_product(total, logits, x, first=start == 0)
-    made = Made(losses, None if d_hidden is None else all_reduce(d_hidden, share.tp))
-    if total is not None:
-        made.weight = total.to(weight.dtype) if wanted.place is None else wanted.place
-        if wanted.place is not None and total is not wanted.place:
-            wanted.place.copy_(total)
-    return made
+    return in_chunks(head, wanted, rows, total, partial(_chunk, head.share, scratch), _add_product)
+
+
+def _chunk(share: Share, scratch: Tensor, logits: Tensor, target: Tensor, row_scale: Tensor | None) -> Tensor:
+    """Losses of a chunk, block by block in `scratch`; with row_scale, `logits` becomes their gradient."""
+    losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    logits[:, share.columns:] = -torch.inf  # probability, and gradient, 0
+    for start in range(0, len(logits), len(scratch)):
+        block = slice(start, start + len(scratch))
+        scale = None if row_scale is None else row_scale[block]
+        losses[block] = _block(logits[block], target[block], scale, share, scratch)
+    return losses
 
 
 def _weight_total(weight: Tensor, one_chunk: bool, place: Tensor | None) -> Tensor:

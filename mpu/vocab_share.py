@@ -1,6 +1,6 @@
 """What the two walks of the loss have in common: this rank's columns of the logits, and what is asked of a walk.
 
-A *walk* is one pass over the rows of hidden @ weight.T, chunk by chunk (loss_cpu.py, loss_accelerator.py). It returns
+A *walk* is one pass over the rows of hidden @ weight.T, chunk by chunk (loss_walk.py). It returns
 the loss of each row and, if asked to, leaves the gradients of a weighted sum of them. This file computes nothing.
 """
 

@@ -41,8 +41,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
     ("1: communication and storage", """
         mpu.device mpu.groups mpu.wire mpu.wire.interface mpu.wire.native mpu.wire.gloo mpu.wire.functional
         mpu.wire.control mpu.classic mpu.collectives mpu.partition mpu.draws mpu.sinks mpu.regions mpu.layers
-        mpu.vocab_share mpu.loss_cpu mpu.loss_kernel mpu.loss_accelerator mpu.cross_entropy mpu.random mpu.grads
-        mpu.data mpu.mappings mpu
+        mpu.vocab_share mpu.loss_walk mpu.loss_cpu mpu.loss_kernel mpu.loss_accelerator mpu.cross_entropy
+        mpu.random mpu.grads mpu.data mpu.mappings mpu
         data.facts data.indexed data.sample_index data.gpt2_dataset
         data.tokenizer_base data.bpe_engines data.gpt2_bpe data.sentencepiece_model data.tokenizer
         data.cli data.compressed data.chunks data.inputs data.jsonl data.plain_text data.parallel data.preprocess

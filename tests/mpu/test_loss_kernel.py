@@ -118,7 +118,7 @@ def _softmax_of_a_chunk(logits: torch.Tensor, module: Any) -> Traffic:
             logits[:, COLUMNS:] = -torch.inf
             loss_cpu._block(logits, target, torch.ones(len(logits)), share, scratch)
         else:
-            loss_accelerator._chunk(logits, target, share, torch.ones(len(logits)))
+            loss_accelerator._chunk(share, logits, target, torch.ones(len(logits)))
     return traffic
 
 
