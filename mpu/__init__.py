@@ -11,6 +11,7 @@
     vocab_share.py, loss_walk.py a rank's columns; the walk over chunks of logits
     loss_cpu.py                  its softmax and sums on a CPU
     loss_accelerator.py          the same on an accelerator; loss_kernel.py, the softmax in Triton
+    kernels.py                   whether Triton's kernels work here
     random.py                    random streams
     grads.py, data.py            norm and clipping of split gradients; one batch for all ranks of a group
     classic.py, mappings.py      the classic names over one global layout

@@ -11,7 +11,6 @@ traffic. They are also what the kernel is tested against.
 
 from __future__ import annotations
 
-import warnings
 from functools import cache, partial
 from types import ModuleType
 
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mpu.collectives import all_gather
+from mpu.kernels import working
 from mpu.loss_walk import in_chunks
 from mpu.vocab_share import Head, Made, Share, Wanted
 
@@ -88,25 +88,11 @@ def _kernel_for(logits: Tensor) -> ModuleType | None:
 
 @cache
 def _kernel_on(device: torch.device) -> ModuleType | None:
-    """loss_kernel.py if it works here: Triton needs a C compiler as well, and a GPU it knows."""
-    try:
+    def load() -> ModuleType:
         from mpu import loss_kernel
-    except ImportError as error:
-        if device.type != "cpu":
-            _warn(error)
-        return None
-    if not loss_kernel.runs_on(device):
-        return None
-    try:
-        loss_kernel.try_out(device)
-    except Exception as error:  # whatever it is: torch's operators do as well
-        _warn(error)
-        return None
-    return loss_kernel
+        return loss_kernel
 
-
-def _warn(error: Exception) -> None:
-    warnings.warn(f"no fused kernel for the loss, which moves seven times the bytes without it: {error}", stacklevel=2)
+    return working(load, device, "no fused kernel for the loss, which moves seven times the bytes without it")
 
 
 def _losses(summaries: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.plan.cheapest
     """),
     ("1: communication and storage", """
-        mpu.device mpu.groups mpu.wire mpu.wire.interface mpu.wire.native mpu.wire.gloo mpu.wire.functional
+        mpu.device mpu.kernels mpu.groups mpu.wire mpu.wire.interface mpu.wire.native mpu.wire.gloo mpu.wire.functional
         mpu.wire.control mpu.classic mpu.collectives mpu.partition mpu.draws mpu.sinks mpu.regions mpu.layers
         mpu.vocab_share mpu.loss_walk mpu.loss_cpu mpu.loss_kernel mpu.loss_accelerator mpu.cross_entropy
         mpu.random mpu.grads mpu.data mpu.mappings mpu
@@ -61,8 +61,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.recompute.keep megatron.recompute.replay megatron.recompute.deepspeed megatron.recompute
     """),
     ("3: the engine", """
-        megatron.optim.rule megatron.optim.adam megatron.optim.lion megatron.optim.lamb megatron.optim.torch_rule
-        megatron.optim.build
+        megatron.optim.rule megatron.optim.adam_kernel megatron.optim.adam megatron.optim.lion megatron.optim.lamb
+        megatron.optim.torch_rule megatron.optim.build
         megatron.zero.precision megatron.zero.verdict megatron.zero.holders megatron.zero.placeholder
         megatron.zero.drawn megatron.zero.parked megatron.zero.tiling
         megatron.zero.turns megatron.zero.sinks megatron.zero.gradients megatron.zero.edits megatron.zero.bucket

@@ -1,21 +1,26 @@
-"""AdamW, and Adam without bias correction, over flat fp32 spans: torch's fused kernel, all spans in one call.
+"""AdamW, and Adam without bias correction, over flat fp32 spans: all spans in one call of a fused kernel.
 
-The kernel multiplies the gradient on its way in (unscaling, averaging and clipping are one factor), so the gradient is
-read once; told to skip, it changes nothing. 16-bit gradients are widened a tile at a time: the fp32 copy of the whole
-gradient never exists.
+The kernel divides the gradient on its way in (unscaling, averaging and clipping are one factor), so the gradient is
+read once; told to skip, it changes nothing. On an accelerator it is our own (adam_kernel.py), which reads 16-bit
+gradients and writes 16-bit weights. On a CPU, and without Triton, it is torch's: 16-bit gradients are widened a tile at
+a time, so that the fp32 copy of the whole gradient never exists.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.optim.rule import Span, StepScalars
+from mpu.device import on_accelerator
+from mpu.kernels import working
 
 LARGEST_TILE = 2**24
 """Elements widened at a time: 64 MB of fp32, large enough to keep a device busy."""
@@ -31,6 +36,8 @@ class AdamW:
     """Divide the moments by 1 - beta^t, since they start from 0."""
     decoupled: bool = True
     """False: weight decay is added to the gradient."""
+    _places: dict[int, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Hyper-parameter group -> where the kernel finds its spans."""
 
     name = "AdamW"
     states = ("exp_avg", "exp_avg_sq")
@@ -40,7 +47,16 @@ class AdamW:
     def step(self, span: Span, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
         self.step_many([span], hyper, StepScalars.of(factor, steps_taken, span.master.device))
 
-    def step_many(self, spans: Sequence[Span], hyper: Mapping[str, Any], at: StepScalars) -> None:
+    def step_many(self, spans: Sequence[Span], hyper: Mapping[str, Any], at: StepScalars) -> bool:
+        kernel = _kernel_for(spans)
+        if kernel is None:
+            self._by_torch(spans, hyper, at)
+            return False
+        places = self._places.setdefault(spans[0].group, kernel.Places())
+        kernel.update(spans, places, hyper, at, bias_correction=self.bias_correction, decoupled=self.decoupled)
+        return True
+
+    def _by_torch(self, spans: Sequence[Span], hyper: Mapping[str, Any], at: StepScalars) -> None:
         beta1, beta2 = hyper["betas"]
         kernel = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
         # beta^inf is 0
@@ -87,3 +103,17 @@ class AdamW:
 
     def restore(self, scalars: Mapping[str, Any]) -> None:
         pass
+
+
+def _kernel_for(spans: Sequence[Span]) -> ModuleType | None:
+    kernel = _kernel_on(spans[0].master.device) if on_accelerator(spans[0].master) else None
+    return kernel if kernel is not None and kernel.serves(spans) else None
+
+
+@cache
+def _kernel_on(device: torch.device) -> ModuleType | None:
+    def load() -> ModuleType:
+        from megatron.optim import adam_kernel
+        return adam_kernel
+
+    return working(load, device, "no fused kernel for the update, which moves half as many bytes again without it")

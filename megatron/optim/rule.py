@@ -50,6 +50,8 @@ class Span:
     """Parameters of the bucket: the length of what `total` takes."""
     total: Callable[[Tensor], Tensor]
     """[slots] sums over this rank's parts -> sums over whole parameters. Collective."""
+    narrow: Tensor | None = None
+    """Where the new weights are wanted in 16 bits, if that is on the same device. Only `step_many` may write there."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +93,9 @@ class Rule(Protocol):
     def step(self, span: Span, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
         """Update the span after `steps_taken` steps before this one."""
 
-    def step_many(self, spans: Sequence[Span], hyper: Mapping[str, Any], at: StepScalars) -> None:
-        """Update spans of one hyper-parameter group, with as few operations as can be."""
+    def step_many(self, spans: Sequence[Span], hyper: Mapping[str, Any], at: StepScalars) -> bool:
+        """Update spans of one hyper-parameter group, at least one, with as few operations as can be. True: the new
+        weights are in `narrow` too. False: whoever wants them there copies them."""
 
     def scalars(self) -> dict[str, Any]:
         """State other than tensors, as JSON values; what `restore` is given."""
@@ -105,5 +108,5 @@ class OneByOne:
 
     waits = True
 
-    def step_many(self, spans: Sequence[Span], hyper: Mapping[str, Any], at: StepScalars) -> None:
+    def step_many(self, spans: Sequence[Span], hyper: Mapping[str, Any], at: StepScalars) -> bool:
         raise AssertionError(f"{type(self).__name__} steps one span at a time, by numbers on the host")

@@ -267,5 +267,6 @@ def _update(run: Run) -> Moment:
     waiting = _grads_at(run, run.layers, False, True)[1] if _takes_turns(run) else 0
     if run.homes.optimizer != "none":
         return _moment(run, "update", lasting(run).gradients, 0, waiting + tile * run.work)
-    widened = 0 if run.sums == FP32 else tile * FP32
+    read_as_they_are = run.device == "cuda" and run.config.optim.optimizer in ("adam", "adamw")
+    widened = 0 if run.sums == FP32 or read_as_they_are else tile * FP32
     return _moment(run, "update", lasting(run).gradients, 0, waiting + widened)

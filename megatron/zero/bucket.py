@@ -309,9 +309,10 @@ class FlatBucket:
             let_go(parameter)
 
 
-def publish(buckets: Sequence[FlatBucket]) -> None:
-    """After the optimizer: bring the new masters into the working copies, on every rank that holds one. Collective."""
-    narrow = [bucket for bucket in buckets if bucket.keeps_masters]
+def publish(buckets: Sequence[FlatBucket], *, written: bool = False) -> None:
+    """After the optimizer: bring the new masters into the working copies, on every rank that holds one. `written`:
+    those of this rank's shards are there. Collective."""
+    narrow = [bucket for bucket in buckets if bucket.keeps_masters and not written]
     if narrow:
         torch._foreach_copy_([bucket.shard for bucket in narrow], [bucket.master for bucket in narrow])
     for bucket in buckets:

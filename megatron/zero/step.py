@@ -208,17 +208,18 @@ class Step:
         """`factor` is 1 / at.divisor, where the host knows it: a rule that waits needs it."""
         self._state.changing = "step"
         for buckets in self._sets:
+            written = not self._rule.waits
             for number, group in enumerate(self._param_groups):
                 spans = [span for bucket in buckets for span in self._spans(bucket, number)]
                 hyper = {name: value for name, value in group.items() if name != "params"}
                 if not self._rule.waits:
-                    self._rule.step_many(spans, hyper, at)
+                    written &= not spans or self._rule.step_many(spans, hyper, at)
                     continue
                 assert factor is not None, "the step of a rule that waits is not deferred"
                 for span in spans:
                     self._rule.step(span, hyper, factor=factor,
                                     steps_taken=self._state.counters.optimizer_steps)
-            publish(buckets)
+            publish(buckets, written=written)
         self._state.changing = None
 
     def _spans(self, bucket: FlatBucket, group: int) -> Iterator[Span]:
@@ -234,7 +235,7 @@ class Step:
             if span.start <= start < span.stop]
         return Span(group, bucket.master[span], bucket.grads.shard[span],
                     {name: state[span] for name, state in bucket.states.items()}, parts, len(bucket.layout.slots),
-                    partial(self._slot_totals, bucket))
+                    partial(self._slot_totals, bucket), bucket.shard[span] if bucket.keeps_masters else None)
 
     def _slot_totals(self, bucket: FlatBucket, sums: Tensor) -> Tensor:
         """Sums over this rank's part of each parameter -> over the whole parameter."""

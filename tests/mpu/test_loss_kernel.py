@@ -3,12 +3,8 @@ bytes it moves. All but the last needs Triton, which comes with torch for CUDA; 
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -21,8 +17,8 @@ from mpu import loss_accelerator, loss_cpu
 from mpu.groups import SOLO, build
 from mpu.vocab_share import Head, Share, Wanted
 from tests.distributed import run_ranks
+from tests.kernels import compiled, interpreted
 
-ROOT = Path(__file__).resolve().parents[2]
 ROWS, COLUMNS, WIDTH = 64, 4000, 4096
 
 
@@ -31,41 +27,28 @@ def triton() -> Any:
     return pytest.importorskip("triton", reason="Triton is not installed: it comes with torch for CUDA")
 
 
-def _interpreted(*arguments: str) -> str:
-    """pytest in a process where Triton interprets: that is decided when a kernel is imported."""
-    result = subprocess.run([sys.executable, "-m", "pytest", "-q", *arguments], cwd=ROOT, capture_output=True,
-                            text=True, env=os.environ | {"TRITON_INTERPRET": "1"})
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
-    return result.stdout
-
-
 def test_the_kernel_computes_what_it_should_in_the_interpreter(triton: Any) -> None:
-    assert re.search(r"\b4\d passed", _interpreted("tests/mpu/loss_kernel_cases.py"))
+    assert re.search(r"\b4\d passed", interpreted("tests/mpu/loss_kernel_cases.py"))
 
 
 @pytest.mark.slow
 def test_the_losses_of_every_layout_pass_with_the_interpreted_kernel(triton: Any) -> None:
-    _interpreted("--accelerator-side", "tests/mpu/test_cross_entropy.py")
+    interpreted("--accelerator-side", "tests/mpu/test_cross_entropy.py")
 
 
 # -- compiled ------------------------------------------------------------------------------------------------------
 
 
-def _compiled(triton: Any, name: str, dtype: str) -> Any:
-    """A kernel for an H100 or H200, with what Triton assumes of GPT-2's shapes: addresses and strides by 16."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+def _compiled(name: str, dtype: str) -> Any:
+    """A kernel with what Triton assumes of GPT-2's shapes: addresses and strides by 16."""
     from mpu import loss_kernel
     kernel = getattr(loss_kernel, name)
-    kinds = {"logits": f"*{dtype}", "place": f"*{dtype}", "targets": "*i64", "stride": "i32", "first": "i32",
-             "columns": "i32", "WIDTH": "constexpr", "BLOCK": "constexpr"}
-    names = kernel.arg_names
-    by_16 = {(number,): [["tt.divisibility", 16]] for number, key in enumerate(names)
-             if key not in ("WIDTH", "BLOCK", "columns", "first")}
-    constants = {(names.index("WIDTH"),): 50_304, (names.index("BLOCK"),): loss_kernel._BLOCK}
-    source = ASTSource(kernel, {key: kinds.get(key, "*fp32") for key in names}, constants, by_16)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": loss_kernel._WARPS})
+    constants = {"WIDTH": 50_304, "BLOCK": loss_kernel._BLOCK}
+    kinds = {key: "*fp32" for key in kernel.arg_names} | {
+        "logits": f"*{dtype}", "place": f"*{dtype}", "targets": "*i64", "stride": "i32", "first": "i32",
+        "columns": "i32"}
+    by_16 = set(kernel.arg_names) - {*constants, "columns", "first"}
+    return compiled(kernel, kinds, constants, by_16, loss_kernel._WARPS)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
@@ -74,7 +57,7 @@ def _compiled(triton: Any, name: str, dtype: str) -> Any:
 def test_the_kernel_compiles_for_hopper_and_moves_16_bytes_at_once(
     triton: Any, name: str, dtype: str, loads: int, stores: int
 ) -> None:
-    made = _compiled(triton, name, dtype)
+    made = _compiled(name, dtype)
     assert len(made.asm["cubin"]) > 1000
     rows = [line for line in made.asm["ttir"].splitlines() if "tensor<8192x!tt.ptr" in line]
     assert (sum("tt.load" in line for line in rows), sum("tt.store" in line for line in rows)) == (loads, stores)

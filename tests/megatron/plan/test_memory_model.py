@@ -192,6 +192,16 @@ def test_the_sizes_of_loops_are_those_of_the_code() -> None:
     assert megatron.plan.footprint.MOMENTS_PER_WEIGHT == len(adam.AdamW().states)
 
 
+def test_16_bit_gradients_are_widened_for_an_update_but_for_adams_on_a_gpu() -> None:
+    """There one kernel reads them as they are (megatron/optim/adam_kernel.py)."""
+    def buffers(device: Any, **values: Any) -> int:
+        run = Run(build_config({**SHAPE, "bf16": True, **values}), device=device)
+        return next(moment.buffers for moment in moments(run) if moment.name == "update")
+
+    assert buffers("cuda") == buffers("cuda", optimizer="adamw") == buffers("cuda", batch_size=2) < buffers("cpu")
+    assert buffers("cuda", optimizer="lion") == buffers("cpu", optimizer="lion") == buffers("cpu")
+
+
 @pytest.mark.parametrize("chunk", [None, 1, 2, 3, 5, 9])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_extreme_blocks_include_the_largest_of_all(stage: int, chunk: int | None,

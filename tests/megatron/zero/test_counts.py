@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 
 from megatron.errors import ConfigError, NumericsError
+from megatron.optim import adam
+from megatron.optim.rule import Span
 from megatron.zero.engine import ZeroEngine
 from mpu.groups import Groups
 from tests.megatron.counting import Calls, Launches, on_the_accelerator_side
@@ -22,9 +24,9 @@ def accelerator_side() -> Iterator[None]:
         yield
 
 
-def made(layers: int = 2, precision: str = "fp32", stage: int = 0) -> ZeroEngine:
+def made(layers: int = 2, precision: str = "fp32", stage: int = 0, optimizer: str = "adam") -> ZeroEngine:
     chosen = {} if precision == "fp32" else {precision: True}
-    return gpt2_engine(configure_gpt2(num_layers=layers, zero_stage=stage, **chosen), Groups())
+    return gpt2_engine(configure_gpt2(num_layers=layers, zero_stage=stage, optimizer=optimizer, **chosen), Groups())
 
 
 def backward(engine: ZeroEngine) -> None:
@@ -79,6 +81,50 @@ def test_a_wait_is_counted_however_it_is_made() -> None:
         with Launches() as counted:
             read()
         assert counted.waits == 1
+
+
+# ---- the update that writes the 16-bit weights too ----------------------------------------------------------------
+
+
+class Kernel:
+    """Plays adam_kernel.py, which needs Triton; tests/megatron/optim/test_adam_kernel.py has what it computes."""
+
+    Places = object
+    groups: list[int] = []
+
+    @staticmethod
+    def serves(spans: Sequence[Span]) -> bool:
+        return spans[0].group in Kernel.groups
+
+    @staticmethod
+    def update(spans: Sequence[Span], places: object, hyper: object, at: object, **rule: bool) -> None:
+        for span in spans:
+            assert span.narrow is not None and span.narrow.dtype == torch.bfloat16
+            span.master.add_(1)
+            span.narrow.copy_(span.master)
+
+
+@pytest.mark.parametrize("groups, copies", [([0, 1], 0), ([0], 2), ([1], 2), ([], 3)])
+def test_weights_are_copied_where_the_rule_has_not_written_them(groups: list[int], copies: int,
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 16-bit gradients torch's kernel needs a copy of them for each group, and one of the weights for all."""
+    monkeypatch.setattr(Kernel, "groups", groups)
+    monkeypatch.setattr(adam, "_kernel_on", lambda device: Kernel)
+    engine = made(24, "bf16")
+    before = [bucket.master.clone() for bucket in engine.buckets]
+    kernels = counted_step(engine, 1).kernels
+    assert (kernels["_fused_adamw_"], kernels["_foreach_copy_"]) == (2 - len(groups), copies)
+    for bucket, old in zip(engine.buckets, before, strict=True):
+        assert torch.equal(bucket.shard, bucket.master.bfloat16()) and not torch.equal(bucket.master, old)
+
+
+@pytest.mark.parametrize("optimizer", ["lamb", "lion", "sgd"])
+def test_the_weights_of_rules_that_wait_are_copied(optimizer: str) -> None:
+    engine = made(precision="bf16", optimizer=optimizer)
+    before = engine.buckets[0].shard.clone()
+    assert counted_step(engine, 1).kernels["_foreach_copy_"] == 1
+    assert not torch.equal(engine.buckets[0].shard, before)
+    assert all(torch.equal(bucket.shard, bucket.master.bfloat16()) for bucket in engine.buckets)
 
 
 # ---- a step that the host learns of later ------------------------------------------------------------------------

@@ -1,0 +1,162 @@
+"""AdamW over flat spans as a Triton kernel: all spans of a call in one launch, the 16-bit weights in the same pass.
+
+    reads    the gradient, the fp32 master and both moments
+    writes   master and moments, and the narrow copy of the master where there is one
+
+That is 28 bytes a weight in 16 bits. Everything else about a step stays as torch's fused kernel has it: the formula,
+`divisor` for the gradient, `skip` on the device; all in fp32, but for the bias corrections, one a program, in fp64.
+
+A program updates one *block* of one span. Two tables on the device say which: for each block the number of its span,
+and for each span a *row* of addresses and lengths (`Places`). Spans begin at multiples of 16 bytes, so a thread moves
+four weights at once: 16 bytes in fp32, 8 in 16 bits.
+
+Importing this file needs Triton, which comes with torch for CUDA; adam.py asks whether it is there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
+
+from megatron.optim.rule import Span, StepScalars
+
+KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+_BLOCK = 2048
+_WARPS = 8
+_ALIGNED = 16
+"""Of what addresses and lengths of spans must be multiples."""
+
+_LENGTH, _FIRST, _ROW = 5, 6, 7
+"""Places in a row: after five addresses the span's length and the number of its first block; the length of a row."""
+
+
+@triton.jit
+def _place(row, number: tl.constexpr, kind: tl.constexpr):
+    address = tl.load(row + number).to(tl.pointer_type(kind), bitcast=True)
+    return tl.multiple_of(address, 4 * kind.primitive_bitwidth // 8)
+
+
+@triton.jit
+def _correction(count, log_beta):
+    """1 - beta^count; fp32 would lose what the first steps are made of."""
+    return (1.0 - tl.exp(tl.load(count).to(tl.float64) * log_beta)).to(tl.float32)
+
+
+@triton.jit
+def update_block(rows, row_of, count, divisor, skip, lr, decay, eps, beta1, rest1, log1, beta2, rest2, log2,
+                 GRAD: tl.constexpr, NARROW: tl.constexpr, DECOUPLED: tl.constexpr, LENGTH: tl.constexpr,
+                 FIRST: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr):
+    block = tl.program_id(0)
+    row = rows + tl.load(row_of + block) * ROW
+    at = tl.multiple_of((block - tl.load(row + FIRST)) * BLOCK, BLOCK) + tl.arange(0, BLOCK)
+    length = tl.multiple_of(tl.load(row + LENGTH), 16)
+    if skip is not None:
+        length = tl.where(tl.load(skip) == 0, length, 0)
+    here = at < tl.multiple_of(length, 16)
+
+    masters = _place(row, 0, tl.float32) + at
+    averages = _place(row, 2, tl.float32) + at
+    squares = _place(row, 3, tl.float32) + at
+    weight = tl.load(masters, mask=here, other=0.0)
+    grad = tl.load(_place(row, 1, GRAD) + at, mask=here, other=0.0).to(tl.float32)
+    average = tl.load(averages, mask=here, other=0.0)
+    square = tl.load(squares, mask=here, other=0.0)
+
+    if divisor is not None:
+        grad = tl.div_rn(grad, tl.load(divisor))
+    if DECOUPLED:
+        weight -= lr * decay * weight
+    else:
+        grad += decay * weight
+    average = beta1 * average + rest1 * grad
+    square = beta2 * square + rest2 * grad * grad
+    rate = tl.div_rn(lr, _correction(count, log1))
+    root = tl.sqrt_rn(_correction(count, log2))
+    weight -= tl.div_rn(rate * average, tl.div_rn(tl.sqrt_rn(square), root) + eps)
+
+    tl.store(masters, weight, mask=here)
+    tl.store(averages, average, mask=here)
+    tl.store(squares, square, mask=here)
+    if NARROW is not None:
+        tl.store(_place(row, 4, NARROW) + at, weight.to(NARROW), mask=here)
+
+
+# -- called with tensors -------------------------------------------------------------------------------------------
+
+
+def runs_on(device: torch.device) -> bool:
+    """Kernels run on a GPU, and anywhere in Triton's interpreter (TRITON_INTERPRET=1 when this file is imported)."""
+    return device.type == "cuda" or isinstance(update_block, InterpretedFunction)
+
+
+def try_out(device: torch.device) -> None:
+    """Run the smallest case, so that what does not work here says so."""
+    master, grad, *states = torch.zeros(4, 16, device=device)
+    span = Span(0, master, grad, dict(zip(("exp_avg", "exp_avg_sq"), states)), (), 1, lambda sums: sums)
+    hyper = {"lr": 0.0, "betas": (0.9, 0.99), "eps": 1.0, "weight_decay": 0.0}
+    update([span], Places(), hyper, StepScalars.of(0.5, 0, device), bias_correction=True, decoupled=True)
+
+
+def serves(spans: Sequence[Span]) -> bool:
+    """Whether this kernel updates such spans, all in one launch."""
+    return len({(span.grad.dtype, span.narrow is None or span.narrow.dtype) for span in spans}) == 1 and all(
+        number % _ALIGNED == 0 for span in spans for number in (*_addresses(span), len(span.master)))
+
+
+class Places:
+    """Where the spans of a hyper-parameter group are, on the device. Masters and moments stay, and gradients mostly do:
+    the tables are kept, and made anew, without a wait of the host, only where something has moved."""
+
+    def __init__(self) -> None:
+        self._blocks: list[int] = []
+        self._found: list[list[int]] = []
+        self._rows = self._row_of = torch.empty(0)
+
+    def of(self, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
+        """(a row for each span, the number of its row for each block)"""
+        device = spans[0].master.device
+        blocks = [-(-len(span.master) // _BLOCK) for span in spans]
+        found = [[*_addresses(span), len(span.master)] for span in spans]
+        if blocks != self._blocks:
+            self._row_of = _to(device, torch.repeat_interleave(torch.tensor(blocks)).int())
+        if (blocks, found) != (self._blocks, self._found):
+            firsts = accumulate(blocks[:-1], initial=0)
+            self._rows = _to(device, torch.tensor([[*row, first] for row, first in zip(found, firsts, strict=True)]))
+        self._blocks, self._found = blocks, found
+        return self._rows, self._row_of
+
+
+def _addresses(span: Span) -> list[int]:
+    tensors = (span.master, span.grad, span.states["exp_avg"], span.states["exp_avg_sq"], span.narrow)
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+def _to(device: torch.device, numbers: Tensor) -> Tensor:
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
+
+
+def update(spans: Sequence[Span], places: Places, hyper: Mapping[str, Any], at: StepScalars, *, bias_correction: bool,
+           decoupled: bool) -> None:
+    """One step of all these spans, by one launch."""
+    rows, row_of = places.of(spans)
+    betas = [number for beta in hyper["betas"] for number in _of_beta(beta, bias_correction)]
+    narrow = spans[0].narrow
+    update_block[(len(row_of),)](
+        rows, row_of, at.count, at.divisor, at.skip, float(hyper["lr"]), float(hyper["weight_decay"]),
+        float(hyper["eps"]), *betas, GRAD=KINDS[spans[0].grad.dtype],
+        NARROW=None if narrow is None else KINDS[narrow.dtype], DECOUPLED=decoupled, LENGTH=_LENGTH, FIRST=_FIRST,
+        ROW=_ROW, BLOCK=_BLOCK, num_warps=_WARPS)
+
+
+def _of_beta(beta: float, bias_correction: bool) -> tuple[float, float, float]:
+    """(beta, 1 - beta, ln beta): taken here in double precision. beta^t is 0 where nothing is to be corrected."""
+    return beta, 1 - beta, math.log(beta) if beta and bias_correction else -math.inf
