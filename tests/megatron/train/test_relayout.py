@@ -6,16 +6,24 @@ Every ordered pair of layouts is compared with the run that goes on in the layou
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from megatron.errors import CheckpointError
 from megatron.train.resume import Checkpoints
+from megatron.zero.api import saved
 from tests.distributed import run_ranks
-from tests.megatron.helpers import NO_DROPOUT, TINY, lines, steps, total_digest, train, write_corpus
+from tests.megatron.counting import on_the_accelerator_side
+from tests.megatron.helpers import NO_DROPOUT, ROOT, TINY, lines, steps, total_digest, train, write_corpus
 
 BEFORE, AFTER, BATCH = 5, 20, 8
 
@@ -124,6 +132,45 @@ def test_another_precision_is_said_explicitly_and_keeps_masters_and_moments(writ
     found = steps(tmp_path / "m")
     assert [step["iteration"] for step in found] == [4, 5, 6]
     assert found[0]["loss_scale"] == (1024 if asked == "fp16" else 1)
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """By the accelerator's ways, and with random streams of CUDA's kind: 16 bytes, of seed and offset."""
+    captured = saved.capture_rng
+
+    def with_cuda() -> dict[str, object]:
+        state, stream = captured(), torch.arange(16, dtype=torch.uint8)
+        return {**state, "cuda": stream, "tracker": {name: stream for name in state["tracker"]}}
+
+    with on_the_accelerator_side(), patch.object(saved, "capture_rng", with_cuda):
+        yield
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("written_on_gpu", [True, False], ids=["from a GPU", "to a GPU"])
+def test_a_16_bit_tag_goes_on_on_the_other_kind_of_device_and_one_line_says_what_starts_anew(
+        written_on_gpu: bool, precision: str, tmp_path: Path) -> None:
+    common = [*TINY, *NO_DROPOUT, *PRECISIONS[precision], "--mock-data", "--train-iters", 6]
+    again = [*common, "--load", tmp_path / "s", "--metrics-file", tmp_path / "m"]
+    train([*common, "--metrics-file", tmp_path / "whole"])
+    with as_on_a_gpu() if written_on_gpu else nullcontext():
+        train([*common, "--save", tmp_path / "s", "--exit-interval", 3])
+    if written_on_gpu:  # by the command line: no line but these, and exit code 0
+        done = subprocess.run([sys.executable, "pretrain_gpt2.py", *map(str, again)], cwd=ROOT, capture_output=True,
+                              text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        assert (done.returncode, done.stderr) == (0, "")
+        said, words = done.stdout, "saved on a GPU, now on the CPU"
+    else:
+        with as_on_a_gpu():
+            said, words = train(again), "saved on the CPU, now on a GPU"
+    assert [line for line in said.splitlines() if "random" in line and "tokens" not in line] == [
+        f" random streams start anew: {words}, which draws other numbers"]
+    assert " resharded: " not in said
+    found, expected = steps(tmp_path / "m"), steps(tmp_path / "whole")[3:]
+    assert [step["loss_scale"] for step in found] == [step["loss_scale"] for step in expected]
+    # 16-bit weights of three steps, rounded elsewhere.
+    assert [step["lm_loss"] for step in found] == pytest.approx([step["lm_loss"] for step in expected], abs=2e-3)
 
 
 def test_the_same_precision_goes_on_with_its_loss_scale_whatever_is_allowed(tmp_path: Path) -> None:
