@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,22 +60,23 @@ def test_inputs_that_wait_elsewhere_come_back_the_same(switches: str, tmp_path: 
     assert records(tmp_path / "elsewhere") == records(tmp_path / "plain")
 
 
-@pytest.mark.parametrize("precision", ["--bf16", "--fp16"])
-@pytest.mark.parametrize("hidden", [True, False], ids=["to the CPU", "from the CPU"])
+def train_on_the_cpu(argv: list[str]) -> str:
+    done = subprocess.run([sys.executable, "pretrain_gpt2.py", *argv], cwd=ROOT, capture_output=True, text=True,
+                          timeout=300, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("written, asked, precision", [(train, train_on_the_cpu, "--bf16"),
+                                                       (train_on_the_cpu, train, "--fp16")],
+                         ids=["to the CPU", "from the CPU"])
 def test_a_tag_goes_on_on_the_other_kind_of_device_and_one_line_says_what_starts_anew(
-        hidden: bool, precision: str, tmp_path: Path, device: torch.device) -> None:
-    dropout = ["--attention-dropout", "0", "--hidden-dropout", "0"]
-
-    def run(on_cpu: bool, *flags: str) -> str:
-        hide = {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
-        done = subprocess.run([sys.executable, "pretrain_gpt2.py", *SMALL, *dropout, precision, *flags], cwd=ROOT,
-                              capture_output=True, text=True, timeout=300, env=os.environ | hide)
-        assert done.returncode == 0, done.stderr[-2000:]
-        return done.stdout
-
-    run(not hidden, "--save", str(tmp_path / "s"), "--exit-interval", "6")
-    said = run(hidden, "--load", str(tmp_path / "s"), "--metrics-file", str(tmp_path / "moved"))
-    run(not hidden, "--load", str(tmp_path / "s"), "--metrics-file", str(tmp_path / "stayed"))
+        written: Any, asked: Any, precision: str, tmp_path: Path, device: torch.device) -> None:
+    argv = [*SMALL, "--attention-dropout", "0", "--hidden-dropout", "0", "--sample-tokens", "0", precision]
+    again = [*argv, "--load", str(tmp_path / "s"), "--metrics-file"]
+    written([*argv, "--save", str(tmp_path / "s"), "--exit-interval", "6"])
+    said = asked([*again, str(tmp_path / "moved")])
+    written([*again, str(tmp_path / "stayed")])
     assert said.count(" random streams start anew: saved on ") == (device.type == "cuda")
     moved, stayed = ([row["lm_loss"] for row in steps(tmp_path / name)] for name in ("moved", "stayed"))
     assert len(moved) == 6 and moved == pytest.approx(stayed, abs=0.02)  # products of 16-bit numbers in other kernels
