@@ -64,7 +64,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.optim.rule megatron.optim.adam_kernel megatron.optim.adam megatron.optim.lion megatron.optim.lamb
         megatron.optim.torch_rule megatron.optim.build
         megatron.zero.precision megatron.zero.verdict megatron.zero.holders megatron.zero.placeholder
-        megatron.zero.drawn megatron.zero.parked megatron.zero.tiling
+        megatron.zero.waiting megatron.zero.drawn megatron.zero.parked megatron.zero.tiling
         megatron.zero.turns megatron.zero.sinks megatron.zero.gradients megatron.zero.edits megatron.zero.bucket
         megatron.zero.norm megatron.zero.roster megatron.zero.hooks megatron.zero.utils
         megatron.zero.units megatron.zero.residency megatron.zero.reductions megatron.zero.passes megatron.zero.state

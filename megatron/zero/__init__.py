@@ -9,9 +9,9 @@ write them), hooks.py (module and gradient events), units.py (how a model is cut
 reductions.py (in which order gradients are summed), passes.py (a forward and a backward), roster.py and edits.py
 (whether the model and its weights are still the engine's), norm.py (the gradient norm), verdict.py (what the ranks
 agree on in a step), step.py (the optimizer step), state.py (what lasts from step to step), engine.py (all of it
-together). placeholder.py, holders.py, drawn.py and parked.py are about parameters outside of a step. tiling.py (large
-layers in tiles), estimate.py (DeepSpeed's memory estimates), accelerator.py and utils.py (DeepSpeed's modules of these
-names) are used beside it. api/ is what a training script sees.
+together). placeholder.py, holders.py, waiting.py, drawn.py and parked.py are about parameters outside of a step.
+tiling.py (large layers in tiles), estimate.py (DeepSpeed's memory estimates), accelerator.py and utils.py (DeepSpeed's
+modules of these names) are used beside it. api/ is what a training script sees.
 
 Names are imported on first use: floor 0 of this package must not import torch.
 """

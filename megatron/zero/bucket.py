@@ -29,11 +29,11 @@ from megatron.zero.edits import Edits
 from megatron.zero.gradients import FlatGradients
 from megatron.zero.holders import hold, let_go
 from megatron.zero.layout import FlatLayout, Slot
-from megatron.zero.parked import whole_value
 from megatron.zero.placeholder import fill, vacate
 from megatron.zero.policy import Policy, Wire
 from megatron.zero.precision import Dtypes
 from megatron.zero.turns import Turns
+from megatron.zero.waiting import whole_value
 from mpu.collectives import Pending, all_gather_into, broadcast_into
 from mpu.groups import SOLO, Group
 
@@ -69,7 +69,7 @@ class FlatBucket:
         self.grads = FlatGradients(name, self.layout, self.parameters, policy=policy, owners=self.shard_group,
                                    replicas=self.replicas, device=device, dtypes=dtypes, wire=wire, turns=turns)
         self.states: Mapping[str, Tensor] = {}
-        """What the optimizer keeps beside the master."""
+        """What the optimizer keeps beside the master: name -> a tensor like it."""
         self.gradient_unit: Callable[[], float] = lambda: 1.0
         """What a sum of gradients is multiplied by to be their mean."""
         self._lent: Tensor | None = None  # what the user was given

@@ -1,34 +1,31 @@
 """A parameter whose initial values are not there yet: whoever takes it over draws the elements it keeps.
 
 The layers have marked it with a source (mpu/draws.py), which gives any run of its values. Nothing is drawn twice, no
-rank draws what it does not keep, and nothing is sent. Until then the parameter is a placeholder (placeholder.py).
+rank draws what it does not keep, and nothing is sent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import final
 
 import torch
 from torch import Tensor, nn
 
-from megatron.errors import ConfigError
 from megatron.zero.holders import hold, holder_of
 from megatron.zero.layout import FlatLayout
-from megatron.zero.placeholder import Placeholder, fill, vacate
+from megatron.zero.placeholder import vacate
+from megatron.zero.waiting import Waiting
 from mpu.collectives import broadcast_into
 from mpu.draws import Source, source_of
 from mpu.groups import Group
 
 
-class Drawn:
-    """The holder of one parameter (see holders.py)."""
-
-    is_settled = False
-    comes_and_goes = True
-
+@final
+class Drawn(Waiting):
     def __init__(self, parameter: nn.Parameter, source: Source, dp: Group) -> None:
-        self._parameter, self.source, self._dp = parameter, source, dp
-        self._shape, self._dtype = parameter.shape, parameter.dtype
+        super().__init__(parameter, parameter.dtype, dp)
+        self.source = source
         self._edited: Tensor | None = None
         vacate(parameter, parameter.detach().new_empty(0))
         hold(parameter, self)
@@ -38,12 +35,6 @@ class Drawn:
         """The values are no longer those of the source."""
         return self._edited is not None
 
-    def shape_of(self, parameter: nn.Parameter) -> torch.Size:
-        return self._shape
-
-    def describe(self, parameter: Tensor) -> str:
-        return f"a parameter of shape {tuple(self._shape)}"
-
     def whole(self, device: torch.device | None = None) -> Tensor:
         """All elements, drawn here."""
         if self._edited is not None:
@@ -52,25 +43,8 @@ class Drawn:
         self.source(flat, 0)
         return flat.view(self._shape).to(self._dtype)
 
-    @property
-    def dp(self) -> Group:
-        return self._dp
-
-    def check_before_loan(self) -> None:
-        """Always possible."""
-
-    def lend(self) -> None:
-        if isinstance(self._parameter, Placeholder):
-            fill(self._parameter, self.whole())
-
-    def check_before_return(self, editor: int | None) -> None:
-        value = self._parameter.detach()
-        if (value.shape, value.dtype) != (self._shape, self._dtype):
-            raise ConfigError(f"a parameter of {self._dtype} and shape {tuple(self._shape)} became {value.dtype} of "
-                              f"shape {tuple(value.shape)} inside GatheredParameters; give it values of its kind")
-        if editor is None and not torch.equal(value, self.whole(value.device)):
-            raise ConfigError(f"a parameter of shape {tuple(self._shape)} was edited inside GatheredParameters without "
-                              "modifier_rank: the edits would be lost; say which rank's edits count")
+    def _is_unedited(self, value: Tensor) -> bool:
+        return torch.equal(value, self.whole(value.device))
 
     def take_back(self, editor: int | None) -> None:
         value = self._parameter.detach()
@@ -78,10 +52,6 @@ class Drawn:
             self._edited = value.contiguous()
             broadcast_into(self._edited, editor, self._dp).wait()
         vacate(self._parameter, value.new_empty(0))
-
-    def cancel_loan(self) -> None:
-        if not isinstance(self._parameter, Placeholder):
-            vacate(self._parameter, self._parameter.detach().new_empty(0))
 
 
 def draw_later(parameters: Iterable[nn.Parameter], dp: Group) -> None:
