@@ -13,7 +13,7 @@ add to that: in equal precision.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from weakref import ReferenceType, ref
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.errors import ConfigError
-from megatron.zero.layout import FlatLayout, Segment
+from megatron.zero.layout import FlatLayout
 from megatron.zero.policy import Policy, Wire
 from megatron.zero.precision import Dtypes
 from megatron.zero.sinks import SlotClaim, SlotSink
@@ -250,11 +250,6 @@ class FlatGradients:
     def shard(self) -> Tensor:
         assert self._shard is not None, f"{self.name} has no reduced gradient"
         return self._shard
-
-    def parts(self) -> Iterator[tuple[Segment, Tensor]]:
-        """(segment, its run of the reduced gradient) for everything this rank owns."""
-        for segment in self.layout.segments(self._owners.rank):
-            yield segment, self.shard[segment.shard_offset : segment.shard_offset + segment.count]
 
     def settle_reduce(self) -> None:
         """Let a reduction under way end without using its result."""

@@ -52,10 +52,8 @@ class State:
         in_forward_order = [bucket for unit in units for bucket in unit.buckets]
         self.buckets = [bucket for bucket in in_forward_order if bucket.trainable]
         self.frozen = [bucket for bucket in in_forward_order if not bucket.trainable]
-        self.of_rule = [{name: torch.zeros_like(bucket.master) for name in rule.states} for bucket in self.buckets]
-        """For each trainable bucket: name -> a tensor like its master."""
-        for bucket, states in zip(self.buckets, self.of_rule, strict=True):
-            bucket.states = states
+        for bucket in self.buckets:
+            bucket.states = {name: torch.zeros_like(bucket.master) for name in rule.states}
         self.counters = Counters(scaler)
         self.changing: str | None = None
         """What writes to the tensors now. Found later, it ended half way (Ctrl-C, a damaged file)."""
@@ -95,8 +93,8 @@ class State:
 
     def _holdings(self, frozen: bool = True) -> Iterator[tuple[FlatBucket, dict[str, Tensor]]]:
         """Every bucket with what lasts of it: kind -> shard."""
-        for bucket, states in zip(self.buckets, self.of_rule, strict=True):
-            yield bucket, {"weight": bucket.master, **states}
+        for bucket in self.buckets:
+            yield bucket, {"weight": bucket.master, **bucket.states}
         for bucket in self.frozen if frozen else ():
             yield bucket, {"weight": bucket.shard}
 
@@ -122,8 +120,8 @@ class State:
 
     def forget_optimizer_steps(self) -> None:
         """The optimizer starts anew: its states are zeros, and its bias corrections start from their first step."""
-        for states in self.of_rule:
-            for state in states.values():
+        for bucket in self.buckets:
+            for state in bucket.states.values():
                 state.zero_()
         self.counters.optimizer_steps = 0
         self._rule.restore({})

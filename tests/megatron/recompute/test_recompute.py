@@ -31,6 +31,7 @@ from mpu.groups import build as build_groups
 from mpu.random import capture_rng, get_rng_tracker, model_parallel_cuda_manual_seed
 from tests.distributed import run_ranks
 from tests.megatron.helpers import TINY, engine_of, lines, tiny_model, train
+from tests.megatron.zero.run import gradient_runs
 
 LAYERS = 5
 """Chunks of 2 and 3 leave a short last one."""
@@ -65,7 +66,7 @@ def gradients(rank: int, world: int, tp: int, chunk: int | None, precision: str,
         engine.backward(engine(rows[:, :-1], rows[:, 1:], grad_scale=engine.backward_scale))
         if not engine.at_boundary:
             engine.step(0.0)
-    found = {segment.slot.name: grad.clone() for bucket in engine.buckets for segment, grad in bucket.grads.parts()}
+    found = {segment.slot.name: grad.clone() for segment, grad in gradient_runs(engine)}
     return found, capture_rng(), len(calls)
 
 

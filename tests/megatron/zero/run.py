@@ -23,6 +23,7 @@ from megatron.zero.api.engine import Engine
 from megatron.zero.api.init import GatheredParameters
 from megatron.zero.api.initialize import initialize
 from megatron.zero.engine import ZeroEngine
+from megatron.zero.layout import Segment
 from mpu.collectives import all_gather_into
 from mpu.groups import Group, Groups
 from mpu.partition import join_slices, partition_of
@@ -95,9 +96,16 @@ def weights(engine: ZeroEngine | Engine) -> dict[str, Tensor]:
 def state(engine: ZeroEngine) -> list[Tensor]:
     """Everything that lasts from step to step on this rank, replicas and padding included: masters, the working
     precision and moments."""
-    tensors = [tensor for bucket, moments in zip(engine.buckets, engine.state.of_rule, strict=True)
-               for tensor in (bucket.master, bucket.shard, *moments.values())]
+    tensors = [tensor for bucket in engine.buckets
+               for tensor in (bucket.master, bucket.shard, *bucket.states.values())]
     return [tensor.clone() for tensor in tensors]
+
+
+def gradient_runs(engine: ZeroEngine) -> Iterator[tuple[Segment, Tensor]]:
+    """(segment, its run of the reduced gradient) for everything this rank owns."""
+    for bucket in engine.buckets:
+        for segment in bucket.layout.segments(bucket.shard_group.rank):
+            yield segment, bucket.grads.shard[segment.shard_offset : segment.shard_offset + segment.count]
 
 
 Run = tuple[str, tuple[int, ...], int, Tensor]

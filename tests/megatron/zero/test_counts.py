@@ -144,13 +144,13 @@ def test_a_gradient_that_is_not_finite_changes_no_weight_and_is_raised_by_the_ne
     backward(engine)
     engine.step(1e-3)
     before = [bucket.master.clone() for bucket in engine.buckets]
-    states = [state.clone() for of_bucket in engine.state.of_rule for state in of_bucket.values()]
+    states = [state.clone() for bucket in engine.buckets for state in bucket.states.values()]
     backward(engine)
     engine.buckets[1].grads.shard[5] = torch.nan
     engine.step(1e-3)
     assert all(torch.equal(bucket.master, old) for bucket, old in zip(engine.buckets, before, strict=True))
     assert all(torch.equal(state, old) for state, old in zip(
-        (state for of_bucket in engine.state.of_rule for state in of_bucket.values()), states, strict=True))
+        (state for bucket in engine.buckets for state in bucket.states.values()), states, strict=True))
     backward(engine)
     with pytest.raises(NumericsError, match=r"gradient norm is nan at step 2: first in .* on rank 0"):
         engine.step(1e-3)

@@ -20,10 +20,10 @@ PAPER = {0: lambda n: 16.0, 1: lambda n: 4 + 12 / n, 2: lambda n: 2 + 14 / n, 3:
 def live_bytes(engine: ZeroEngine) -> int:
     """Every storage of the engine's state, once; without the buffers of blocks that wait for their turn."""
     storages = {}
-    for bucket, states in zip(engine.buckets, engine.state.of_rule, strict=True):
+    for bucket in engine.buckets:
         whole = bucket.grads._whole
         held = [bucket._whole, bucket.shard, bucket.master, None if whole is None else whole.flat,
-                bucket.grads._shard, *states.values()]
+                bucket.grads._shard, *bucket.states.values()]
         for tensor in held:
             if tensor is not None and tensor.untyped_storage().nbytes():
                 storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()

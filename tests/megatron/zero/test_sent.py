@@ -16,6 +16,7 @@ from megatron.errors import ConfigError
 from megatron.zero.api.engine import Engine
 from megatron.zero.gradients import FlatGradients
 from tests.distributed import run_ranks
+from tests.megatron.zero.run import gradient_runs
 from tests.wires import accelerator_side, counted
 
 N, STAGES = 200, (0, 1, 2, 3)
@@ -49,7 +50,7 @@ def inputs(rank: int, number: int, work: str) -> Tensor:
 
 def summed(engine: Engine) -> dict[int, Tensor]:
     """Start in the parameter -> run of the gradient, summed over the ranks and micro-batches, that this rank has."""
-    return {segment.slot_offset: run.clone() for bucket in engine.core.buckets for segment, run in bucket.grads.parts()}
+    return {segment.slot_offset: run.clone() for segment, run in gradient_runs(engine.core)}
 
 
 def oracle(stage: int, work: str, sent: str | None, accumulation: int, world: int, native: bool) -> Tensor:
