@@ -183,8 +183,7 @@ def _end_of_backward(run: Run, first: bool) -> Moment:
     if run.device == "cuda":
         embedding = max(embedding, acts.stream + run.columns * model.hidden_size * run.work)
     kept, whole = _grads_at(run, 0, first, True)
-    leaving = _exchange(run, run.root, first) + _exchange(run, run.resident, first)
-    leaving += _summing(run, run.root) + _exchange(run, run.block, first)  # the small ones' sum is taken after it
+    leaving = _exchange(run, run.root, first) + _exchange(run, run.resident, first) + _summing(run, run.root)
     buffers = whole + max(embedding, leaving) + _gathered(run, 0)
     return _moment(run, "reduction", kept, acts.before_blocks, buffers)
 
