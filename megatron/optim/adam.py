@@ -48,13 +48,12 @@ class AdamW:
         self.step_many([span], hyper, StepScalars.of(factor, steps_taken, span.master.device))
 
     def step_many(self, spans: Sequence[Span], hyper: Mapping[str, Any], at: StepScalars) -> bool:
-        kernel = _kernel_for(spans)
-        if kernel is None:
-            self._by_torch(spans, hyper, at)
-            return False
-        places = self._places.setdefault(spans[0].group, kernel.Places())
-        kernel.update(spans, places, hyper, at, bias_correction=self.bias_correction, decoupled=self.decoupled)
-        return True
+        kernel = _kernel_on(spans[0].master.device) if on_accelerator(spans[0].master) else None
+        if kernel is not None and kernel.update(spans, self._places.setdefault(spans[0].group, kernel.Places()), hyper,
+                                                at, bias_correction=self.bias_correction, decoupled=self.decoupled):
+            return True
+        self._by_torch(spans, hyper, at)
+        return False
 
     def _by_torch(self, spans: Sequence[Span], hyper: Mapping[str, Any], at: StepScalars) -> None:
         beta1, beta2 = hyper["betas"]
@@ -103,11 +102,6 @@ class AdamW:
 
     def restore(self, scalars: Mapping[str, Any]) -> None:
         pass
-
-
-def _kernel_for(spans: Sequence[Span]) -> ModuleType | None:
-    kernel = _kernel_on(spans[0].master.device) if on_accelerator(spans[0].master) else None
-    return kernel if kernel is not None and kernel.serves(spans) else None
 
 
 @cache

@@ -106,33 +106,32 @@ def try_out(device: torch.device) -> None:
     update([span], Places(), hyper, StepScalars.of(0.5, 0, device), bias_correction=True, decoupled=True)
 
 
-def serves(spans: Sequence[Span]) -> bool:
-    """Whether this kernel updates such spans, all in one launch."""
-    return len({(span.grad.dtype, span.narrow is None or span.narrow.dtype) for span in spans}) == 1 and all(
-        number % _ALIGNED == 0 for span in spans for number in (*_addresses(span), len(span.master)))
-
-
 class Places:
     """Where the spans of a hyper-parameter group are, on the device. Masters and moments stay, and gradients mostly do:
     the tables are kept, and made anew, without a wait of the host, only where something has moved."""
 
     def __init__(self) -> None:
-        self._blocks: list[int] = []
         self._found: list[list[int]] = []
-        self._rows = self._row_of = torch.empty(0)
+        self._blocks: list[int] = []
+        self.rows = self.row_of = torch.empty(0)
+        """A row for each span; for each block the number of its row."""
 
-    def of(self, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
-        """(a row for each span, the number of its row for each block)"""
-        device = spans[0].master.device
-        blocks = [-(-len(span.master) // _BLOCK) for span in spans]
+    def find(self, spans: Sequence[Span]) -> bool:
+        """Whether these spans can be read; then the tables are theirs."""
         found = [[*_addresses(span), len(span.master)] for span in spans]
+        if found != self._found:
+            if any(number % _ALIGNED for row in found for number in row):
+                return False
+            self._lay_out(found, spans[0].master.device)
+        return True
+
+    def _lay_out(self, found: list[list[int]], device: torch.device) -> None:
+        blocks = [-(-length // _BLOCK) for *_, length in found]
         if blocks != self._blocks:
-            self._row_of = _to(device, torch.repeat_interleave(torch.tensor(blocks)).int())
-        if (blocks, found) != (self._blocks, self._found):
-            firsts = accumulate(blocks[:-1], initial=0)
-            self._rows = _to(device, torch.tensor([[*row, first] for row, first in zip(found, firsts, strict=True)]))
-        self._blocks, self._found = blocks, found
-        return self._rows, self._row_of
+            self.row_of = _to(device, torch.repeat_interleave(torch.tensor(blocks)).int())
+        firsts = accumulate(blocks[:-1], initial=0)
+        self.rows = _to(device, torch.tensor([[*row, first] for row, first in zip(found, firsts, strict=True)]))
+        self._found, self._blocks = found, blocks
 
 
 def _addresses(span: Span) -> list[int]:
@@ -145,16 +144,20 @@ def _to(device: torch.device, numbers: Tensor) -> Tensor:
 
 
 def update(spans: Sequence[Span], places: Places, hyper: Mapping[str, Any], at: StepScalars, *, bias_correction: bool,
-           decoupled: bool) -> None:
-    """One step of all these spans, by one launch."""
-    rows, row_of = places.of(spans)
+           decoupled: bool) -> bool:
+    """One step of all these spans, by one launch. False: it cannot read them, or all of them alike; nothing is done."""
+    if len({(span.grad.dtype, span.narrow is None or span.narrow.dtype) for span in spans}) > 1:
+        return False
+    if not places.find(spans):
+        return False
     betas = [number for beta in hyper["betas"] for number in _of_beta(beta, bias_correction)]
     narrow = spans[0].narrow
-    update_block[(len(row_of),)](
-        rows, row_of, at.count, at.divisor, at.skip, float(hyper["lr"]), float(hyper["weight_decay"]),
+    update_block[(len(places.row_of),)](
+        places.rows, places.row_of, at.count, at.divisor, at.skip, float(hyper["lr"]), float(hyper["weight_decay"]),
         float(hyper["eps"]), *betas, GRAD=KINDS[spans[0].grad.dtype],
         NARROW=None if narrow is None else KINDS[narrow.dtype], DECOUPLED=decoupled, LENGTH=_LENGTH, FIRST=_FIRST,
         ROW=_ROW, BLOCK=_BLOCK, num_warps=_WARPS)
+    return True
 
 
 def _of_beta(beta: float, bias_correction: bool) -> tuple[float, float, float]:

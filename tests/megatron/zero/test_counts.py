@@ -93,15 +93,14 @@ class Kernel:
     groups: list[int] = []
 
     @staticmethod
-    def serves(spans: Sequence[Span]) -> bool:
-        return spans[0].group in Kernel.groups
-
-    @staticmethod
-    def update(spans: Sequence[Span], places: object, hyper: object, at: object, **rule: bool) -> None:
+    def update(spans: Sequence[Span], places: object, hyper: object, at: object, **rule: bool) -> bool:
+        if spans[0].group not in Kernel.groups:
+            return False
         for span in spans:
             assert span.narrow is not None and span.narrow.dtype == torch.bfloat16
             span.master.add_(1)
             span.narrow.copy_(span.master)
+        return True
 
 
 @pytest.mark.parametrize("groups, copies", [([0, 1], 0), ([0], 2), ([1], 2), ([], 3)])
