@@ -40,7 +40,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
     """),
     ("1: communication and storage", """
         mpu.device mpu.kernels mpu.groups mpu.wire mpu.wire.interface mpu.wire.native mpu.wire.gloo mpu.wire.functional
-        mpu.wire.control mpu.classic mpu.collectives mpu.partition mpu.draws mpu.sinks mpu.regions mpu.layers
+        mpu.wire.control mpu.wire.board mpu.wire.abort
+        mpu.classic mpu.collectives mpu.partition mpu.draws mpu.sinks mpu.regions mpu.layers
         mpu.vocab_share mpu.loss_walk mpu.loss_cpu mpu.loss_kernel mpu.loss_accelerator mpu.cross_entropy
         mpu.random mpu.grads mpu.data mpu.mappings mpu
         data.facts data.indexed data.sample_index data.gpt2_dataset
@@ -65,7 +66,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.optim.torch_rule megatron.optim.build
         megatron.zero.precision megatron.zero.verdict megatron.zero.holders megatron.zero.placeholder
         megatron.zero.waiting megatron.zero.drawn megatron.zero.parked megatron.zero.tiling
-        megatron.zero.turns megatron.zero.sinks megatron.zero.gradients megatron.zero.edits megatron.zero.bucket
+        megatron.zero.exchanges megatron.zero.turns megatron.zero.sinks megatron.zero.gradients megatron.zero.edits
+        megatron.zero.bucket
         megatron.zero.norm megatron.zero.roster megatron.zero.hooks megatron.zero.utils
         megatron.zero.units megatron.zero.residency megatron.zero.reductions megatron.zero.passes megatron.zero.state
         megatron.zero.step megatron.zero.engine
@@ -88,7 +90,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.checkpoint.interchange.tokenizers
         megatron.checkpoint.interchange.huggingface megatron.checkpoint.interchange.nanogpt
         megatron.checkpoint.interchange.megatron_lm megatron.checkpoint.interchange.convert
-        megatron.zero.estimate megatron.zero.accelerator megatron.zero.api
+        megatron.zero.estimate megatron.zero.accelerator megatron.zero.watch megatron.zero.api
         megatron.zero.api.init megatron.zero.api.loading
         megatron.zero.api.monitor megatron.zero.api.batching megatron.zero.api.hyper megatron.zero.api.saved
         megatron.zero.api.weights megatron.zero.api.optimizer megatron.zero.api.casting megatron.zero.api.schedule

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from megatron.errors import ConfigError
 from megatron.zero.drawn import draw_shard, sources_of
 from megatron.zero.edits import Edits
+from megatron.zero.exchanges import NOTHING, ExchangeLog
 from megatron.zero.gradients import FlatGradients
 from megatron.zero.holders import hold, let_go
 from megatron.zero.layout import FlatLayout, Slot
@@ -56,8 +57,9 @@ class FlatBucket:
     is_settled = True
 
     def __init__(self, name: str, slots: Sequence[Slot], parameters: Sequence[nn.Parameter], *, policy: Policy,
-                 dp: Group, device: torch.device, dtypes: Dtypes, wire: Wire, turns: Turns) -> None:
-        self.name, self._dtypes, self._wire, self._dp = name, dtypes, wire, dp
+                 dp: Group, device: torch.device, dtypes: Dtypes, wire: Wire, turns: Turns,
+                 log: ExchangeLog) -> None:
+        self.name, self._dtypes, self._wire, self._dp, self._log = name, dtypes, wire, dp, log
         self.trainable = parameters[0].requires_grad
         self._policy = policy
         self.shard_group, self.replicas = (dp, SOLO) if policy.split_optim else (SOLO, dp)
@@ -67,7 +69,8 @@ class FlatBucket:
         self.place = Place.WHOLE
         self._arrival: Pending | None = None
         self.grads = FlatGradients(name, self.layout, self.parameters, policy=policy, owners=self.shard_group,
-                                   replicas=self.replicas, device=device, dtypes=dtypes, wire=wire, turns=turns)
+                                   replicas=self.replicas, device=device, dtypes=dtypes, wire=wire, turns=turns,
+                                   log=log)
         self.states: Mapping[str, Tensor] = {}
         """What the optimizer keeps beside the master: name -> a tensor like it."""
         self.gradient_unit: Callable[[], float] = lambda: 1.0
@@ -152,6 +155,7 @@ class FlatBucket:
 
     def _start_gather(self) -> None:
         self._move(Place.ARRIVING)
+        self._number = self._log.note(self.name)
         self._arrival = all_gather_into(self._whole, self.shard, self.shard_group, self._wire.parameters_at_a_time)
         if not self._wire.overlap:
             self.await_parameters()
@@ -159,7 +163,9 @@ class FlatBucket:
     def await_parameters(self) -> None:
         """Nothing is on its way to the parameters when this returns."""
         if self._arrival is not None:
+            self._log.entry_awaited = self._number
             self._arrival.wait()
+            self._log.entry_awaited = NOTHING
             self._arrival = None
             self._move(Place.WHOLE)
 
@@ -240,7 +246,7 @@ class FlatBucket:
                 self.check_edits(thoroughly=False)
 
     def lend(self) -> None:
-        self._came_to_be_lent = not self.is_here
+        self._came_to_be_lent, self._log.purpose = not self.is_here, "GatheredParameters"
         self.gather()
         self._lent = self._whole.clone()
         if self.keeps_masters and not self.comes_and_goes:  # what was written by hand before is an edit of this loan
@@ -265,6 +271,7 @@ class FlatBucket:
     def take_back(self, editor: int | None) -> None:
         assert self._lent is not None, f"bucket {self.name} was not lent"
         if editor is not None:
+            self._log.note(f"edits of {self.name}")
             broadcast_into(self._whole, editor, self._dp).wait()
             own = self._span(self._whole)
             edited = own != self._span(self._lent)

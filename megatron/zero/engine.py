@@ -20,6 +20,7 @@ from megatron.config.tree import PrecisionConfig, ZeroConfig
 from megatron.errors import ConfigError
 from megatron.optim.loss_scale import LossScaleState
 from megatron.optim.rule import ParamGroup, Rule
+from megatron.zero.exchanges import LOAD, SAVE, ExchangeLog
 from megatron.zero.hooks import attach
 from megatron.zero.layout import Slot
 from megatron.zero.passes import Passes
@@ -32,6 +33,7 @@ from megatron.zero.state import State
 from megatron.zero.step import Step, StepReport
 from megatron.zero.units import Cut, build_units, connect_sinks, disconnect_sinks
 from mpu.collectives import broadcast_into
+from mpu.device import on_accelerator
 from mpu.groups import Groups
 
 
@@ -46,26 +48,28 @@ class ZeroEngine:
         self._boundary: bool | None = None
         self._in_no_sync = False
         self.last_report: StepReport | None = None
+        self.log = ExchangeLog(sums_in_order=not self._policy.split_params or on_accelerator(device))
         copy_buffers_from_first(module, groups)
         travel = wire(zero, groups.dp.size)
         group_of = {parameter: number for number, group in enumerate(param_groups) for parameter in group["params"]}
         kinds = dtypes(self._policy, precision, accumulation)
         self._units = build_units(module, Cut(
             self._policy, travel, kinds, groups.dp, device,
-            zero.stage3_param_persistence_threshold, group_of.__getitem__))
+            zero.stage3_param_persistence_threshold, group_of.__getitem__, self.log))
         connect_sinks(self._units)
         scaling = scale_rule(precision)
         self.state = State(self._units, rule, scaling.start(), groups.world, loads_masters=zero.load_from_fp32_weights)
         self.buckets, self.frozen = self.state.buckets, self.state.frozen
         self._roster = Roster(module, [*self.buckets, *self.frozen])
-        self._step = Step(self.state, groups, rule, param_groups, scaling, clip_grad=clip_grad,
+        self._step = Step(self.state, groups, rule, param_groups, scaling, self.log, clip_grad=clip_grad,
                           divisor=groups.dp.size / travel.predivide, max_skipped=precision.max_skipped_in_a_row)
         self.residency = Resident() if not self._policy.split_params else Residency(
             self._units, max_live=zero.stage3_max_live_parameters, reuse_distance=zero.stage3_max_reuse_distance,
-            prefetches=zero.overlap_comm and zero.stage3_prefetch_bucket_size > 0)
+            prefetches=zero.overlap_comm and zero.stage3_prefetch_bucket_size > 0, log=self.log)
         one_by_one = self._policy.split_optim or kinds.sends_copies(device)
-        reductions = ReductionOrder(self._units, in_flight=1 if one_by_one else None)
-        self.passes = Passes(self._units, self.residency, reductions, allows_unused=zero.ignore_unused_parameters)
+        reductions = ReductionOrder(self._units, 1 if one_by_one else None, self.log)
+        self.passes = Passes(self._units, self.residency, reductions, self.log,
+                             allows_unused=zero.ignore_unused_parameters)
         self._handles = attach(self._units, self.passes)
 
     # ---- the loop -----------------------------------------------------------------------------------------------
@@ -110,6 +114,7 @@ class ZeroEngine:
             self.last_report = self._step(self.passes.take_trace(), objection, riders)
         except BaseException as error:
             self.passes.note_interruption(error)
+            self.log.explain(error)
             raise
         self.state.counters.micro_steps += 1
         self._micro_batches = 0
@@ -222,12 +227,14 @@ class ZeroEngine:
     def check_before_save(self) -> None:
         """Refuse a state that is half a step's, or that somebody wrote to. What one rank sees the others may not: all
         must agree on this before they save."""
+        self.log.meet(SAVE)
         self.conclude()
         self.state.check_whole()
         self._roster.check_edits(thoroughly=True)
 
     def check_before_load(self) -> None:
         """Refuse where new weights would not reach the model; to be agreed on as well."""
+        self.log.meet(LOAD)
         self._roster.check_before_load()
 
     def load_runs(self, kinds: tuple[str, ...], read: Callable[[str, Slot, int, Tensor], None],

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.errors import ConfigError
+from megatron.zero.exchanges import NO_SUM, ExchangeLog
 from megatron.zero.layout import FlatLayout
 from megatron.zero.policy import Policy, Wire
 from megatron.zero.precision import Dtypes
@@ -35,12 +36,12 @@ from mpu.sinks import GradSink
 class FlatGradients:
     def __init__(self, name: str, layout: FlatLayout, parameters: Sequence[nn.Parameter], *, policy: Policy,
                  owners: Group, replicas: Group, device: torch.device, dtypes: Dtypes, wire: Wire,
-                 turns: Turns) -> None:
+                 turns: Turns, log: ExchangeLog) -> None:
         self.name, self.layout, self.parameters = name, layout, parameters
         self._accumulates_shard = policy.split_grads
         self._owners, self._replicas = owners, replicas
         self._device, self._dtypes, self._wire = device, dtypes, wire
-        self._turns = turns
+        self._turns, self._log = turns, log
         self._pours_each = wire.contiguous and not on_accelerator(device)
         self._lends_views = not policy.split_grads and dtypes.grads == dtypes.work
         self._has_lent = False
@@ -200,13 +201,19 @@ class FlatGradients:
                 grads[slot.offset : slot.end].zero_()
         if self._wire.predivide != 1:
             grads.mul_(1 / self._wire.predivide)
+        self._number = self._log.begin_sum(self.name)
         mine = self._own(grads)
         outlives = self._keeps_shard and self._shard is None and self._owners.size > 1  # the whole gradient
         if outlives or self._dtypes.grad_shard != self._dtypes.grads:
             mine = torch.empty_like(mine, dtype=self._dtypes.grad_shard)
         self._sum, self._departure = mine, self._send(grads.to(self._dtypes.sent or grads.dtype), mine)
         if not self._wire.overlap:
-            self._departure.wait()
+            self._await(self._departure)
+
+    def _await(self, departure: Pending) -> None:
+        self._log.sum_awaited = self._number, self.name
+        departure.wait()
+        self._log.sum_awaited = NO_SUM
 
     def _send(self, grads: Tensor, mine: Tensor) -> Pending:
         """mine <- this rank's part of the sum of every rank's `grads`."""
@@ -223,7 +230,7 @@ class FlatGradients:
         """The sum over data parallel is in `shard` when this returns."""
         if self._departure is None or self._sum is None:
             return
-        self._departure.wait()
+        self._await(self._departure)
         part, self._departure, self._sum = self._sum, None, None  # frees what the others sent before more is allocated
         if self._keeps_shard:
             self._keep_shard(part)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron.errors import ConfigError
 from megatron.zero.bucket import FlatBucket
+from megatron.zero.exchanges import INTERRUPTED, ExchangeLog
 from megatron.zero.hooks import Unit
 from megatron.zero.reductions import ReductionOrder
 from megatron.zero.residency import TRACES, Phase, Resident
@@ -22,9 +23,10 @@ from megatron.zero.residency import TRACES, Phase, Resident
 class Passes:
     """Receives the events of hooks.py, and runs a backward pass from its loss to the last reduction."""
 
-    def __init__(self, units: Sequence[Unit], residency: Resident, reductions: ReductionOrder, *,
+    def __init__(self, units: Sequence[Unit], residency: Resident, reductions: ReductionOrder, log: ExchangeLog, *,
                  allows_unused: bool) -> None:
         self._residency, self._reductions, self._allows_unused = residency, reductions, allows_unused
+        self._log = log
         self._buckets = [bucket for unit in units for bucket in unit.buckets if bucket.trainable]
         self.in_backward = False
         self.weights = 0
@@ -51,6 +53,7 @@ class Passes:
                 bucket.grads.end_backward(ends_step)
         except BaseException as error:
             self.note_interruption(error)
+            self._log.explain(error)
             if not self._is_broken:
                 self._abandon()
             raise
@@ -72,7 +75,9 @@ class Passes:
     def note_interruption(self, error: BaseException) -> None:
         """A backward or a step was left by `error`. Where that is Ctrl-C the peers may be anywhere, and nothing waits
         for them."""
-        self._is_broken |= not isinstance(error, Exception) and not self._is_alone
+        if not isinstance(error, Exception) and not self._is_alone:
+            self._is_broken = True
+            self._log.note(INTERRUPTED)
 
     def check_whole(self) -> None:
         if self._is_broken:
@@ -105,7 +110,11 @@ class Passes:
     def before_forward(self, unit: Unit) -> None:
         if unit.is_root and not self.in_backward:
             self._residency.start()
-        self._residency.enter(unit, Phase.REPLAY if self.in_backward else Phase.FORWARD)
+        try:
+            self._residency.enter(unit, Phase.REPLAY if self.in_backward else Phase.FORWARD)
+        except RuntimeError as error:
+            self._log.explain(error)
+            raise
 
     def after_forward(self, unit: Unit) -> None:
         learns = torch.is_grad_enabled()

@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.zero.bucket import FlatBucket
+from megatron.zero.exchanges import BACKWARD_ENDS, ExchangeLog
 from megatron.zero.hooks import Unit
 
 
 class ReductionOrder:
-    def __init__(self, units: Sequence[Unit], in_flight: int | None) -> None:
+    def __init__(self, units: Sequence[Unit], in_flight: int | None, log: ExchangeLog) -> None:
         backwards = [*reversed(units[1:]), units[0]]
         self._order = [bucket for unit in backwards for bucket in unit.buckets if bucket.trainable]
-        self._in_flight = in_flight
+        self._in_flight, self._log = in_flight, log
         self._next = 0
         self._ready: set[int] = set()
 
@@ -31,6 +32,7 @@ class ReductionOrder:
         """Launch the rest: buckets with parameters that this backward did not reach."""
         while self._next < len(self._order):
             self._launch()
+        self._log.meet(BACKWARD_ENDS)
         self.reset()
 
     def reset(self) -> None:

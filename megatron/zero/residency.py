@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from enum import Enum
 
 from megatron.errors import ConfigError
+from megatron.zero.exchanges import ExchangeLog
 from megatron.zero.hooks import Unit
 
 
@@ -67,8 +68,9 @@ class Resident:
 class Residency(Resident):
     """Of units that come and go."""
 
-    def __init__(self, units: Sequence[Unit], *, max_live: int, reuse_distance: int, prefetches: bool) -> None:
-        self._max_live, self._prefetches = max_live, prefetches
+    def __init__(self, units: Sequence[Unit], *, max_live: int, reuse_distance: int, prefetches: bool,
+                 log: ExchangeLog) -> None:
+        self._max_live, self._prefetches, self._log = max_live, prefetches, log
         self._in_use: set[Unit] = set()
         self._in_backward: set[Unit] = set()
         self._whole: set[Unit] = set()
@@ -91,6 +93,7 @@ class Residency(Resident):
         self._last = None
 
     def enter(self, unit: Unit, phase: Phase) -> None:
+        self._log.purpose = phase.value
         if unit not in self._whole:
             self._make_room_for(unit)
         self._in_use.add(unit)

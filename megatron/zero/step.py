@@ -22,6 +22,7 @@ from megatron.errors import ConfigError, NumericsError
 from megatron.optim.loss_scale import LossScaleRule
 from megatron.optim.rule import ParamGroup, Part, Rule, Span, StepScalars
 from megatron.zero.bucket import FlatBucket, publish
+from megatron.zero.exchanges import STEP, ExchangeLog, Record, describe, places_of
 from megatron.zero.norm import GradNorm
 from megatron.zero.state import State
 from megatron.zero.verdict import Found, Verdict, exchange
@@ -80,9 +81,10 @@ class Step:
     """Takes optimizer steps: call it when the gradients of all buckets have been reduced."""
 
     def __init__(self, state: State, groups: Groups, rule: Rule, param_groups: Sequence[ParamGroup],
-                 scale_rule: LossScaleRule, *, clip_grad: float, divisor: float, max_skipped: int | None) -> None:
+                 scale_rule: LossScaleRule, log: ExchangeLog, *, clip_grad: float, divisor: float,
+                 max_skipped: int | None) -> None:
         self._state, self._groups, self._rule, self._param_groups = state, groups, rule, param_groups
-        self._scale_rule, self._clip_grad = scale_rule, clip_grad
+        self._scale_rule, self._log, self._clip_grad = scale_rule, log, clip_grad
         self._divisor = divisor  # what turns the sums over ranks into means
         self._skips_in_a_row, self._max_skipped = 0, max_skipped
         self._norm = GradNorm(state.buckets, groups)
@@ -123,6 +125,8 @@ class Step:
         return 1.0 / (self._state.counters.scaler.scale * self._divisor)
 
     def _judge(self, trace: int, objection: str | None, riders: Sequence[Tensor | float]) -> Verdict:
+        self._log.meet(STEP)
+        self._log.purpose = "after a step"
         sums = exchange(self._norm.square(), self._groups.world, trace=trace, objects=objection is not None,
                         counts=self._state.buckets[0].replicas.rank == 0, riders=riders)
         return Verdict(sums, self._groups.world.size, per_unit=self._unit(), limit=self._clip_grad)
@@ -161,12 +165,19 @@ class Step:
                 rank, text = next((rank, text) for rank, text in enumerate(texts) if text is not None)
                 raise ConfigError(text if None not in texts else f"{text} (so on rank {rank}, not on all)")
             if not report.found.alike:
+                where = self._difference()
                 raise ConfigError(
                     "the ranks ran different blocks of the model, or in another order, and have received each other's "
-                    "parameters: at ZeRO stage 3 what is random in the forward (layer drop) must be drawn alike on "
-                    "every data parallel rank; draw it alike, or use stage 2. Or a backward failed on some ranks only, "
-                    "and they went on without it: end the run then, and resume it from the last checkpoint")
+                    f"parameters{where and f' ({where})'}: at ZeRO stage 3 what is random in the forward (layer drop) "
+                    "must be drawn alike on every data parallel rank; draw it alike, or use stage 2. Or a backward "
+                    "failed on some ranks only, and they went on without it: end the run then, and resume it from the "
+                    "last checkpoint")
         return report.found
+
+    def _difference(self) -> str:
+        world = self._groups.world
+        packed = all_gather_json(self._log.record(world.rank).pack(), world)
+        return describe(places_of([Record.unpack(one) for one in packed]))
 
     def _skip(self, report: StepReport, norm: float) -> None:
         """Everything is as it was; end the run where skipping cannot help."""

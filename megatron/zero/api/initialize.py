@@ -42,6 +42,7 @@ from megatron.zero.engine import ZeroEngine
 from megatron.zero.layout import ALIGNMENT
 from megatron.zero.policy import notes as zero_notes
 from megatron.zero.precision import DTYPES
+from megatron.zero.watch import watch_over
 from mpu.groups import Groups
 
 
@@ -82,6 +83,7 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
     core = ZeroEngine(model, groups, zero=config.zero, precision=config.precision, rule=rule,
                       param_groups=param_groups, device=device, clip_grad=config.optim.clip_grad,
                       accumulation=config.accumulation(groups.dp.size))
+    watch_over(core)
     wrapped = ZeroOptimizer(core, defaults, client)
     scheduler = _scheduler(settings, lr_scheduler, wrapped)
     engine = Engine(core, config, wrapped, scheduler, settings.watch, mpu)

@@ -1,0 +1,181 @@
+"""ExchangeLog: what this rank last exchanged with its data parallel peers; and where the logs of several ranks differ.
+
+An *entry* says what was exchanged (a block's parameters, a step, a save) and what for (forward, backward). Ranks of one
+group exchange the same things in the same order. So their logs agree, entry by entry, as far as both have come: one
+that is shorter is that of a slow rank, which is no fault. Where an entry differs, the ranks have received each other's
+numbers, or will wait for each other for ever. What an exchange is for is not compared: what travels is the same.
+
+Noting an entry takes a fraction of a microsecond, and sends nothing. watch.py compares the logs of a run that stands
+still, step.py those of ranks whose digests differ.
+
+*Sums* are the reductions of gradients. An accelerator does them in order with everything else, and below stage 3
+nothing comes between them: there they are entries too. At stage 3 on a CPU they are messages of their own, which a rank
+on which some parameter got no gradient rightly sends later; so they are counted beside the entries. A log then has a
+second way to contradict another: each of two ranks waits for what the other, while it waits, cannot begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+KEPT = 1024
+"""Entries that are kept: ranks are never that far apart. An accelerator's host runs ahead by two steps at most, and no
+further than as many kernels as the driver keeps in its queue."""
+
+NOTHING, NO_SUM = -1, (-1, "")
+"""Not waiting."""
+
+BACKWARD_ENDS, STEP, SAVE, LOAD = "the end of a backward", "a step", "a save", "a load"
+ENDED, FAILED, INTERRUPTED = "the end of its program", "an error of its own", "an interruption (Ctrl-C)"
+OVER = frozenset({ENDED, FAILED, INTERRUPTED})
+"""After one of these nothing follows."""
+MEETINGS = OVER | {STEP, SAVE, LOAD}
+"""A rank does not go on from one of these until all have come."""
+
+
+class ExchangeLog:
+    def __init__(self, *, sums_in_order: bool) -> None:
+        self.count = self.sums = 0
+        self.purpose = ""
+        """What the next exchanges are for."""
+        self.entry_awaited = NOTHING
+        self.sum_awaited = NO_SUM
+        """What the host waits for now: the number of an entry, or that of a sum and whose gradients they are."""
+        self.explain: Callable[[BaseException], None] = _know_nothing
+        """Raises a better error in place of one that an exchange ended with, where there is one."""
+        self._sums_in_order = sums_in_order
+        self._entries = [("", "")] * KEPT
+
+    def note(self, what: str) -> int:
+        """It begins now; returns its number."""
+        number = self.count
+        self._entries[number % KEPT] = what, self.purpose
+        self.count += 1
+        return number
+
+    def meet(self, where: str) -> None:
+        """Every rank comes to this place, whatever it exchanges there."""
+        self.purpose = ""
+        self.note(where)
+
+    def begin_sum(self, name: str) -> int:
+        """The gradients of `name` leave now; returns the number of the sum."""
+        if self._sums_in_order:
+            self.note(f"the gradients of {name}")
+        self.sums += 1
+        return self.sums - 1
+
+    @property
+    def is_over(self) -> bool:
+        return self.count > 0 and self._entries[(self.count - 1) % KEPT][0] in OVER
+
+    def record(self, rank: int) -> Record:
+        """A snapshot; the rank may go on meanwhile, in another thread."""
+        while True:
+            count = self.count
+            first = max(0, count - KEPT)
+            entries = [self._entries[number % KEPT] for number in range(first, count)]
+            taken = Record(rank, first, entries, self.sums, self.entry_awaited, self.sum_awaited)
+            if count == self.count:
+                return taken
+
+
+@dataclass(frozen=True)
+class Record:
+    """The log of one rank, as others see it."""
+
+    rank: int
+    first: int
+    """The number of the first entry that is known."""
+    entries: Sequence[tuple[str, str]]
+    sums: int = 0
+    entry_awaited: int = NOTHING
+    sum_awaited: tuple[int, str] = NO_SUM
+
+    @property
+    def count(self) -> int:
+        return self.first + len(self.entries)
+
+    def at(self, number: int) -> tuple[str, str] | None:
+        return self.entries[number - self.first] if self.first <= number < self.count else None
+
+    @property
+    def needs(self) -> int:
+        """The number of an entry that this rank cannot go on without."""
+        if self.entries and self.entries[-1][0] in MEETINGS:
+            return self.count - 1
+        return self.entry_awaited
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """Where the rank stands."""
+        if self.sum_awaited != NO_SUM:
+            return f"the gradients of {self.sum_awaited[1]}", ""
+        return self.at(self.needs) or self.at(self.count - 1) or ("the beginning", "")
+
+    def pack(self) -> list[Any]:
+        """As a JSON value, each text once."""
+        texts = list(dict.fromkeys(self.entries))
+        place = {text: number for number, text in enumerate(texts)}
+        return [self.rank, self.first, texts, [place[entry] for entry in self.entries], self.sums, self.entry_awaited,
+                self.sum_awaited]
+
+    @staticmethod
+    def unpack(packed: list[Any]) -> Record:
+        rank, first, texts, places, sums, entry, (number, name) = packed
+        entries = [(what, purpose) for what, purpose in map(texts.__getitem__, places)]
+        return Record(rank, first, entries, sums, entry, (number, name))
+
+
+def contradict(mine: Record, other: Record) -> bool:
+    """The two ranks cannot both go on. True for good, even where what is known of the other is old: it cannot have
+    passed what this rank has not begun."""
+    if first_difference([mine, other]) is not None:
+        return True
+    waits_for_sum = mine.sum_awaited[0] >= other.sums
+    return waits_for_sum and other.needs >= mine.count
+
+
+def first_difference(records: Sequence[Record]) -> int | None:
+    """The number of the first entry in which two logs differ, as far as they are known."""
+    for number in range(min(record.first for record in records), max(record.count for record in records)):
+        if len({entry[0] for record in records if (entry := record.at(number)) is not None}) > 1:
+            return number
+    return None
+
+
+def places_of(records: Sequence[Record]) -> dict[int, tuple[str, str]]:
+    """Rank -> where it was when the logs began to differ; or, where each waits for another, where it stands."""
+    number = first_difference(records)
+    if number is not None:
+        return {record.rank: record.at(number) or ("an earlier place", "") for record in records}
+    if any(contradict(one, other) for one in records for other in records):
+        return {record.rank: record.place for record in records}
+    return {}
+
+
+def describe(places: Mapping[int, tuple[str, str]]) -> str:
+    """"rank 0 is at blocks.3 (forward), ranks 1-7 are at a step"."""
+    by_text: dict[str, list[int]] = {}
+    for rank, (what, purpose) in sorted(places.items()):
+        by_text.setdefault(f"{what} ({purpose})" if purpose else what, []).append(rank)
+    return ", ".join(f"{ranges(ranks)} {'is' if len(ranks) == 1 else 'are'} at {text}"
+                     for text, ranks in by_text.items())
+
+
+def ranges(ranks: Iterable[int]) -> str:
+    """"rank 3", or "ranks 0-2, 5"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], rank]
+        else:
+            runs.append([rank])
+    word = "rank" if len(runs) == 1 and len(runs[0]) == 1 else "ranks"
+    return f"{word} {', '.join('-'.join(map(str, run)) for run in runs)}"
+
+
+def _know_nothing(error: BaseException) -> None:
+    """Nobody watches this engine."""

@@ -1,0 +1,197 @@
+"""Watch: ends a run whose ranks wait for each other for ever, within seconds and in words.
+
+At stage 3 a rank that runs another block than its peers receives theirs, or hangs; at every stage one that calls
+`step()` while the others are in a backward, or that leaves its loop early, leaves them waiting until the process group
+times out. A thread of each rank looks once a second whether its rank has begun another exchange (exchanges.py). While
+it has, nothing is sent. After `PATIENCE` looks without one it asks the board (mpu/wire/board.py), and then less and
+less often:
+
+    furthest/G   the longest log of data parallel group G. A rank whose log is longer puts its own there; one whose
+                 log contradicts it has found a fault. So each is compared with one, however many ranks there are.
+    asked        a fault was found in group G; every rank of G that stands still leaves its log under rank/R
+    said         the error, put together by the one rank that claimed `speaker`; every rank ends with it
+
+Time proves nothing here: a rank that saves, compiles or debugs for an hour is waited for, since its log is only
+shorter. What ends a run is a contradiction between two logs, which cannot come right again.
+
+How a rank ends. The main thread may sit in a wait of gloo's, which nothing can interrupt (neither shutdown nor abort of
+the process group wakes it), or in a driver that waits for a kernel of NCCL's, which can only be ended together with the
+numbers that others work with. So the watch writes the error and ends the process with the error's exit code, as NCCL's
+own watchdog does; no `finally` and no atexit runs. Where torch raises first because a peer has left, the error is
+raised in the main thread in place of torch's (`explain`). A rank that is not waiting (it has ended, or was interrupted)
+is never ended from here.
+
+Not here: a rank that was killed (torch and the launcher notice), ranks of one tensor parallel group that differ, and
+two engines that are used in another order on another rank: each engine has a watch of its own.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from threading import Event, RLock, Thread
+
+from megatron.errors import ConfigError, PeerError, TrainerError
+from megatron.launch import exits
+from megatron.zero.engine import ZeroEngine
+from megatron.zero.exchanges import (ENDED, FAILED, INTERRUPTED, ExchangeLog, Record, contradict, describe, places_of,
+                                     ranges)
+from mpu.collectives import broadcast_json
+from mpu.groups import Groups
+from mpu.wire.abort import hold_off_abort
+from mpu.wire.board import Board
+
+LOOK_SECONDS = 1.0
+PATIENCE = 3
+"""Looks without a new exchange before a rank asks the board."""
+RAREST = 8
+"""Looks between two questions, at most."""
+POLL_SECONDS = 0.2
+SPEAKER_POLLS, LISTENER_POLLS, EXPLAIN_POLLS = 25, 40, 6
+"""How often the speaker asks for the logs of the others; a listener for the error; and one whose peer is gone."""
+
+_FAMILY = {cls.__name__: cls for cls in (ConfigError, PeerError)}
+_REMEDY = ("every data parallel rank must run the same blocks in the same order (at ZeRO stage 3), and as many "
+           "forwards, backwards and steps: give every rank as many batches, and draw alike what is random in the "
+           "forward (layer drop)")
+_RESUME = "look for the first failure among the ranks, then start the same command to resume"
+
+
+def watch_over(engine: ZeroEngine) -> None:
+    """Watch an engine until it is gone. Collective."""
+    groups = engine.groups
+    if groups.dp.is_solo:
+        return
+    name = broadcast_json(secrets.token_hex(8), groups.world)
+    if groups.dp.sends_from_host:
+        hold_off_abort()
+    watch = Watch(engine.log, groups, Board(f"watch/{name}"))
+    engine.log.explain = watch.explain
+    weakref.finalize(engine, watch.close)
+    watch.start()
+
+
+class Watch:
+    def __init__(self, log: ExchangeLog, groups: Groups, board: Board) -> None:
+        self._log, self._board = log, board
+        self._rank, self._ranks = groups.world.rank, groups.dp.ranks
+        self._group = self._ranks[0]  # names it
+        self._closed = Event()
+        self._floor = RLock()  # whose holder tells the error
+        self._thread = Thread(target=self._run, name="zero-watch", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """The engine is gone, or the program ends: nobody must wait for this rank any more."""
+        failed = sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None
+        self._log.note(FAILED if failed else ENDED)
+        self._closed.set()
+        self._thread.join(timeout=2)
+
+    def explain(self, error: BaseException) -> None:
+        """Raise what is wrong with the run, where torch's error only says that a peer has left."""
+        if not exits.is_peer_loss(error):
+            return
+        for _ in range(EXPLAIN_POLLS):
+            try:
+                found = self.look()
+            except RuntimeError:  # the store is gone with the peer
+                return
+            if found is not None:
+                self._floor.acquire()
+                raise found from error
+            self._closed.wait(POLL_SECONDS)
+
+    def _run(self) -> None:
+        count, still, due = -1, 0, PATIENCE
+        with suppress(RuntimeError):  # the store is gone: the rank that kept it has ended
+            while not self._closed.wait(LOOK_SECONDS) and not self._log.is_over:
+                still += 1
+                if count != self._log.count:
+                    count, still, due = self._log.count, 0, PATIENCE
+                elif still >= due:
+                    due = still + min(RAREST, still // PATIENCE)
+                    self._leave_with(self.look())
+            self.look()  # tells the others that nothing follows
+
+    def _leave_with(self, error: TrainerError | None) -> None:
+        if error is not None and not self._log.is_over and self._floor.acquire(blocking=False):
+            exits.write_error(str(error))
+            exits.leave_now(error.code)
+
+    # ---- what the board says ------------------------------------------------------------------------------------
+
+    def look(self) -> TrainerError | None:
+        """Compare logs by way of the board; an error where the run cannot go on."""
+        mine = self._log.record(self._rank)
+        if self._log.is_over:
+            self._board.write(f"rank/{self._rank}", mine.pack())
+        if self._board.read("asked") is None:
+            if not self._differs(mine):
+                return None
+            self._board.replace("asked", None, self._group)
+        if self._log.is_over:
+            return None
+        if self._board.read("asked") != self._group:
+            return self._said()
+        self._board.write(f"rank/{self._rank}", mine.pack())
+        if self._board.replace("speaker", None, self._rank):
+            self._speak()
+        for _ in range(LISTENER_POLLS):
+            if (said := self._said()) is not None:
+                return said
+            self._closed.wait(POLL_SECONDS)
+        return _verdict(self._records(), self._ranks)  # the speaker has gone
+
+    def _differs(self, mine: Record) -> bool:
+        """This log contradicts the longest one; otherwise the longer of the two is there now."""
+        key = f"furthest/{self._group}"
+        while True:
+            packed = self._board.read(key)
+            if packed is not None:
+                furthest = Record.unpack(packed)
+                if contradict(mine, furthest):
+                    return True
+                if furthest.count > mine.count or furthest.count == mine.count and furthest.rank != mine.rank:
+                    return False
+            if self._board.replace(key, packed, mine.pack()):
+                return False
+
+    def _speak(self) -> None:
+        """Put the error together, from the logs of all who stand still as well."""
+        for _ in range(SPEAKER_POLLS):
+            records = self._records()
+            if len(records) == len(self._ranks):
+                break
+            self._closed.wait(POLL_SECONDS)
+        error = _verdict(records, self._ranks)
+        if error is not None:
+            self._board.write("said", [type(error).__name__, str(error)])
+
+    def _records(self) -> list[Record]:
+        packed = {rank: self._board.read(f"rank/{rank}") for rank in self._ranks}
+        records = {rank: Record.unpack(known) for rank, known in packed.items() if known is not None}
+        furthest = Record.unpack(self._board.read(f"furthest/{self._group}"))
+        return list({furthest.rank: furthest, **records}.values())
+
+    def _said(self) -> TrainerError | None:
+        said = self._board.read("said")
+        return None if said is None else _FAMILY[said[0]](said[1])
+
+
+def _verdict(records: Sequence[Record], ranks: Sequence[int]) -> TrainerError | None:
+    places = places_of(records)
+    if not places:
+        return None
+    where = describe(places)
+    unknown = sorted(set(ranks) - places.keys())
+    if unknown:
+        where += f" (nothing is known of {ranges(unknown)})"
+    if any(what in (FAILED, INTERRUPTED) for what, _ in places.values()):
+        return PeerError(f"{where}, so that the ranks would wait for each other for ever: {_RESUME}")
+    return ConfigError(f"the ranks do not do the same, and would wait for each other for ever: {where}; {_REMEDY}")

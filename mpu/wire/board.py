@@ -1,0 +1,38 @@
+"""Board: notes that ranks leave for each other without meeting, in the store through which torch's ranks have met.
+
+Nothing here waits for another rank, so it can be asked while an exchange hangs. The connection is one of its own: that
+of torch may be in use. A note is a JSON value. Where the rank (or the launcher) that keeps the store is gone, every
+method raises a RuntimeError.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+TIMEOUT = timedelta(seconds=10)
+
+
+class Board:
+    """`name` is one that no other board of the run has."""
+
+    def __init__(self, name: str) -> None:
+        own = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+        self._store = dist.PrefixStore(name, own)
+        self._store.set_timeout(TIMEOUT)
+
+    def read(self, key: str) -> Any:
+        """The note, or None where there is none."""
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def write(self, key: str, note: Any) -> None:
+        self._store.set(key, json.dumps(note))
+
+    def replace(self, key: str, old: Any, new: Any) -> bool:
+        """Write where the note is still `old` (None: where there is none); False where somebody was faster."""
+        text = json.dumps(new)
+        return bool(self._store.compare_set(key, "" if old is None else json.dumps(old), text) == text.encode())

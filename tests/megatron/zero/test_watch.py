@@ -1,0 +1,310 @@
+"""Ranks that do different things end with one error that names each of them; slow ranks are never ended.
+
+Each rank runs its loop in a thread, as a loop that hangs cannot be left: what the watch writes before it would end the
+process is what the rank returns.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Event, Thread
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron import zero
+from megatron.launch import exits
+from megatron.zero import watch
+from megatron.zero.api.engine import Engine
+from tests.distributed import run_ranks
+from tests.wires import accelerator_side
+
+ROOT = Path(__file__).parents[3]
+WIDTH = 8
+LOOK = 0.1
+"""In place of a second."""
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.narrow(self.wide(x).tanh())
+
+
+class Model(nn.Module):
+    """Runs the blocks that it is told to."""
+
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block(size) for size in sizes)
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor, plan: tuple[int, ...], pause: float = 0.0) -> Tensor:
+        for place, index in enumerate(plan):
+            x = self.blocks[index](x)
+            if place == 1:
+                time.sleep(pause)
+        return self.head(x).square().mean()
+
+
+SAME, LARGER, SMALLER = (16, 16, 16, 16), (16, 700, 5000, 9000), (9000, 5000, 700, 16)
+SIZES = pytest.mark.parametrize("sizes", [SAME, LARGER, SMALLER], ids=["same", "larger", "smaller"])
+SIDES = pytest.mark.parametrize("side", [False, True], ids=["cpu", "accelerator side"])
+ALL = (0, 1, 2, 3)
+
+
+def engine_of(sizes: tuple[int, ...], stage: int = 3, **section: Any) -> Engine:
+    return zero.initialize(model=Model(sizes), config={
+        "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **section}})[0]
+
+
+def rows() -> Tensor:
+    return torch.randn(2, WIDTH)
+
+
+def train(engine: Engine, plan: tuple[int, ...] = ALL, **how: Any) -> None:
+    engine.backward(engine(rows(), plan, **how))
+    engine.step()
+
+
+Loop = Callable[[Engine, int], None]
+
+
+def watched(rank: int, world: int, loop: Loop, sizes: tuple[int, ...], stage: int = 3, side: bool = False,
+            **section: Any) -> str:
+    """What the loop ended with: the error of the watch or its own, or nothing."""
+    ends: SimpleQueue[str] = SimpleQueue()
+
+    def leave(code: int) -> None:
+        ends.put(f"{code} {told[-1]}")
+        Event().wait()
+
+    def run() -> None:
+        try:
+            loop(engine, rank)
+            ends.put("")
+        except BaseException as error:
+            failure = exits.explain(error)
+            ends.put(f"{failure.code} {failure.text}")
+
+    told: list[str] = []
+    with patch.multiple(watch, LOOK_SECONDS=LOOK, POLL_SECONDS=0.05), accelerator_side(side), \
+            patch.multiple(exits, write_error=told.append, leave_now=leave):
+        engine = engine_of(sizes, stage, **section)
+        Thread(target=run, daemon=True).start()
+        return ends.get()
+
+
+def ends_of(loop: Loop, world: int, *how: Any, **section: Any) -> list[str]:
+    began = time.monotonic()
+    ends = run_ranks(_watched, world, loop, how, section, timeout=20)
+    assert time.monotonic() - began < 20
+    return ends
+
+
+def _watched(rank: int, world: int, loop: Loop, how: tuple[Any, ...], section: dict[str, Any]) -> str:
+    return watched(rank, world, loop, *how, **section)
+
+
+def one_error(ends: list[str]) -> str:
+    assert len(set(ends)) == 1, ends
+    assert ends[0].startswith("2 "), ends
+    return ends[0]
+
+
+# ---- ranks that do different things --------------------------------------------------------------------------------
+
+
+def with_plan(plan: tuple[int, ...], engine: Engine, rank: int) -> None:
+    """The last rank runs other blocks in the second step."""
+    last = torch.distributed.get_world_size() - 1
+    train(engine)
+    train(engine, plan if rank == last else ALL)
+    train(engine)
+
+
+PLANS = {"another block": ((0, 1, 3), "blocks.2 (forward)", "blocks.3 (forward)"),
+         "another order": ((0, 2, 1, 3), "blocks.1 (forward)", "blocks.2 (forward)"),
+         "a block less": ((0, 1, 2), "blocks.3 (forward)", ""),
+         "a block again": ((0, 1, 2, 3, 0), "", "blocks.0 (forward)")}
+
+
+@SIDES
+@SIZES
+@pytest.mark.parametrize("what", PLANS)
+def test_blocks_that_one_rank_runs(what: str, sizes: tuple[int, ...], side: bool) -> None:
+    plan, others, own = PLANS[what]
+    alone = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
+    error = one_error(ends_of(partial(with_plan, plan), 2, sizes, 3, side, **alone))
+    assert f"rank 0 is at {others}" in error and f"rank 1 is at {own}" in error
+
+
+@SIDES
+@pytest.mark.parametrize("world, sizes", [(2, SAME), (2, LARGER), (2, SMALLER), (3, LARGER), (4, LARGER)])
+def test_blocks_that_are_gathered_ahead(world: int, sizes: tuple[int, ...], side: bool) -> None:
+    for what in ("another block", "another order"):
+        error = one_error(ends_of(partial(with_plan, PLANS[what][0]), world, sizes, 3, side))
+        others = {2: "rank 0 is", 3: "ranks 0-1 are", 4: "ranks 0-2 are"}
+        assert f"{others[world]} at " in error and f", rank {world - 1} is at " in error
+
+
+def one_forward_more(engine: Engine, rank: int) -> None:
+    train(engine)
+    if rank == 1:
+        engine(rows(), ALL)
+    train(engine)
+
+
+def saves_early(engine: Engine, rank: int, folder: str) -> None:
+    train(engine)
+    if rank == 1:
+        engine.save_checkpoint(folder)
+    else:
+        train(engine)
+
+
+def evaluates_early(engine: Engine, rank: int) -> None:
+    train(engine)
+    if rank == 1:
+        with torch.no_grad():
+            for _ in range(5):
+                engine(rows(), ALL)
+    train(engine)
+
+
+@SIDES
+@pytest.mark.parametrize("sizes", [SAME, LARGER])
+@pytest.mark.parametrize("loop", [one_forward_more, evaluates_early, saves_early])
+def test_a_pass_that_one_rank_runs(loop: Callable[..., None], sizes: tuple[int, ...], side: bool,
+                                   tmp_path: Path) -> None:
+    call = partial(loop, folder=str(tmp_path)) if loop is saves_early else loop
+    error = one_error(ends_of(call, 2, sizes, 3, side, stage3_max_reuse_distance=0))
+    assert "rank 0 is at " in error and "rank 1 is at " in error
+    assert loop is not saves_early or "rank 1 is at a save" in error
+
+
+def steps_early(engine: Engine, rank: int) -> None:
+    train(engine)
+    engine.backward(engine(rows(), ALL))
+    if rank == 0:
+        engine.backward(engine(rows(), ALL))
+    engine.step()
+    train(engine)
+
+
+@SIDES
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_beside_a_backward(stage: int, side: bool) -> None:
+    error = one_error(ends_of(steps_early, 3, SAME, stage, side, stage3_max_reuse_distance=0))
+    assert "ranks 1-2 are at a step" in error and "rank 0 is at blocks.0" if stage == 3 else "rank 0 is at the grad"
+
+
+# ---- ranks that give up --------------------------------------------------------------------------------------------
+
+
+def is_interrupted(engine: Engine, rank: int) -> None:
+    train(engine)
+    loss = engine(rows(), ALL)
+    if rank == 1:
+        loss.register_hook(_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.backward(loss)
+        time.sleep(8 * LOOK)  # a user who thinks about it
+        return
+    engine.backward(loss)
+
+
+def _interrupt(gradient: Tensor) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_nobody_waits_for_a_rank_that_was_interrupted(stage: int) -> None:
+    first, second, third = ends_of(is_interrupted, 3, SAME, stage)
+    assert second == "" and first == third
+    assert first.startswith("5 ") and "rank 1 is at an interruption (Ctrl-C)" in first
+
+
+# ---- ranks that are slow -------------------------------------------------------------------------------------------
+
+
+def sleeps_in_a_forward(engine: Engine, rank: int) -> None:
+    for number in range(3):
+        train(engine, pause=20 * LOOK if rank == number % 2 else 0.0)
+
+
+def sleeps_in_a_backward(engine: Engine, rank: int) -> None:
+    for number in range(2):
+        loss = engine(rows(), ALL)
+        if rank == number:
+            loss.register_hook(_sleep)
+        engine.backward(loss)
+        engine.step()
+
+
+def _sleep(gradient: Tensor) -> None:
+    time.sleep(20 * LOOK)
+
+
+def sleeps_between(engine: Engine, rank: int) -> None:
+    for number in range(2):
+        train(engine)
+        time.sleep(20 * LOOK if rank == number else 0.0)
+
+
+@SIDES
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("loop", [sleeps_in_a_forward, sleeps_in_a_backward, sleeps_between])
+def test_a_slow_rank_is_waited_for(loop: Loop, stage: int, side: bool) -> None:
+    assert ends_of(loop, 2, LARGER, stage, side) == ["", ""]
+
+
+# ---- as a user sees it ---------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import sys
+from megatron.launch.exits import run
+from tests.megatron.zero import test_watch
+
+def main():
+    import os
+    engine = test_watch.engine_of(test_watch.{sizes})
+    rank = int(os.environ["RANK"])
+    test_watch.train(engine)
+    {loop}
+
+sys.exit(run(main))
+"""
+LEAVES = "for _ in range(2 if rank == 1 else 4): test_watch.train(engine)"
+DIFFERS = "test_watch.train(engine, (0, 1, 2) if rank == 0 else (0, 1, 3)); test_watch.train(engine)"
+
+
+@pytest.mark.parametrize("launcher", ["megatron.launch", "torch.distributed.run"])
+@pytest.mark.parametrize("loop, sizes", [(DIFFERS, "LARGER"), (DIFFERS, "SAME"), (LEAVES, "LARGER")])
+def test_a_job_ends_by_itself(loop: str, sizes: str, launcher: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(PROGRAM.format(loop=loop, sizes=sizes))
+    began = time.monotonic()
+    job = subprocess.run([sys.executable, "-m", launcher, "--nproc-per-node", "2", str(script)], cwd=ROOT, text=True,
+                         capture_output=True, timeout=100, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    print(time.monotonic() - began, job.returncode, job.stdout, job.stderr)
+    assert job.returncode == (2 if launcher == "megatron.launch" else 1)
+    lines = [line for line in job.stderr.splitlines() if line.startswith("error:")]
+    assert len(set(lines)) == 1 and (len(lines) == 1 or launcher != "megatron.launch")
+    assert "rank 0 is at " in lines[0] and "rank 1 is at " in lines[0]
+    assert time.monotonic() - began < 40
