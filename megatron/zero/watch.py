@@ -54,21 +54,26 @@ SPEAKER_POLLS, LISTENER_POLLS, EXPLAIN_POLLS = 25, 40, 6
 """How often the speaker asks for the logs of the others; a listener for the error; and one whose peer is gone."""
 
 _FAMILY = {cls.__name__: cls for cls in (ConfigError, PeerError)}
-_REMEDY = ("every data parallel rank must run the same blocks in the same order (at ZeRO stage 3), and as many "
-           "forwards, backwards and steps: give every rank as many batches, and draw alike what is random in the "
-           "forward (layer drop)")
+_REMEDY = ("every data parallel rank must run the same blocks in the same order, with the same parameters (at ZeRO "
+           "stage 3), and as many forwards, backwards and steps: give every rank as many batches, and draw alike what "
+           "is random in the forward (layer drop)")
 _RESUME = "look for the first failure among the ranks, then start the same command to resume"
 
 
 def watch_over(engine: ZeroEngine) -> None:
-    """Watch an engine until it is gone. Collective."""
+    """Watch an engine until it is gone. Collective. (A store of the script's own that allows no second connection: no
+    watch.)"""
     groups = engine.groups
     if groups.dp.is_solo:
         return
     name = broadcast_json(secrets.token_hex(8), groups.world)
+    try:
+        board = Board(f"watch/{name}")
+    except RuntimeError:
+        return
     if groups.dp.sends_from_host:
         hold_off_abort()
-    watch = Watch(engine.log, groups, Board(f"watch/{name}"))
+    watch = Watch(engine.log, groups, board)
     engine.log.explain = watch.explain
     weakref.finalize(engine, watch.close)
     watch.start()

@@ -53,4 +53,4 @@ def broadcast_json(value: Any, group: Group, src: int = 0) -> Any:
     dist.broadcast(size, group.ranks[src], group=group.control_handle)
     row = torch.frombuffer(bytearray(text or int(size)), dtype=torch.uint8)
     dist.broadcast(row, group.ranks[src], group=group.control_handle)
-    return json.loads(row.numpy().tobytes())
+    return json.loads(text or row.numpy().tobytes())

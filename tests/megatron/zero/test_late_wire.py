@@ -158,9 +158,6 @@ def test_nor_with_recomputation_and_weights_that_are_drawn(native: bool) -> None
 
 FOLDER = Path(megatron.zero.__file__).parent
 
-COVERED = {"FlatGradients.reduce": "finish_reduce waits too; test_keys.py holds that overlap_comm off waits at once"}
-"""Waits that may be removed without another result."""
-
 
 class Finder(ast.NodeVisitor):
     """Statements `something.wait()`, with the function that each is in."""
@@ -187,8 +184,9 @@ def is_wait(node: ast.AST) -> bool:
 
 
 def waits() -> Iterator[tuple[str, str, int]]:
-    """(module, function, number of the wait in its module) of the mechanism; api/ waits for threads, not ranks."""
-    for path in sorted(FOLDER.glob("*.py")):
+    """(module, function, number of the wait in its module) of the mechanism; api/ and the watch wait for
+    threads, not ranks."""
+    for path in sorted({*FOLDER.glob("*.py")} - {FOLDER / "watch.py"}):
         finder = Finder()
         finder.visit(ast.parse(path.read_text()))
         yield from ((f"megatron.zero.{path.stem}", where, number) for number, (where, _) in enumerate(finder.found))
@@ -239,4 +237,4 @@ def test_no_wait_of_the_engine_can_be_left_out(module: str, where: str, number: 
         found = run_ranks(mutated, 2, str(tmp_path), module, where, number, timeout=60)
     except RankError as error:  # a rank that hangs or dies is red, too
         found = [str(error)]
-    assert any(found) == (where not in COVERED), f"{module}: {where} without its wait: {found}"
+    assert any(found), f"{module}: {where} without its wait"

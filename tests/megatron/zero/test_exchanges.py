@@ -1,0 +1,99 @@
+"""Logs of ranks: when two of them contradict each other, and how that is said."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from megatron.zero.exchanges import (
+    ENDED,
+    KEPT,
+    SAVE,
+    STEP,
+    ExchangeLog,
+    Record,
+    contradict,
+    describe,
+    first_difference,
+    places_of,
+    ranges,
+)
+
+
+def log_of(*entries: str, sums: int = 0, in_order: bool = False) -> ExchangeLog:
+    log = ExchangeLog(sums_in_order=in_order)
+    for entry in entries:
+        log.purpose = "forward"
+        log.note(entry)
+    for number in range(sums):
+        log.begin_sum(f"block {number}")
+    return log
+
+
+def test_a_log_that_is_only_shorter_contradicts_nothing() -> None:
+    everything = [str(number) for number in range(20)]
+    for length in range(20):
+        short, long = log_of(*everything[:length]).record(0), log_of(*everything).record(1)
+        assert not contradict(short, long) and not contradict(long, short)
+
+
+def test_what_an_exchange_is_for_is_not_compared() -> None:
+    mine, other = log_of("a"), log_of("a")
+    for log, purpose in ((mine, "forward"), (other, "backward")):
+        log.purpose = purpose
+        log.note("b")
+    assert not contradict(mine.record(0), other.record(1))
+
+
+@pytest.mark.parametrize("before", [0, 1, KEPT - 1, KEPT, 3 * KEPT + 5])
+def test_the_first_difference_is_found_however_long_the_logs_are(before: int) -> None:
+    common = [str(number % 7) for number in range(before)]
+    records = [log_of(*common, "x", "y").record(0), log_of(*common, "x", "z", "y").record(1)]
+    assert first_difference(records) == before + 1
+    assert contradict(records[0], records[1]) and contradict(records[1], records[0])
+    assert describe(places_of(records)) == "rank 0 is at y (forward), rank 1 is at z (forward)"
+
+
+def test_of_logs_that_are_too_far_apart_nothing_is_said() -> None:
+    near, far = log_of("x").record(0), log_of(*"ab" * KEPT).record(1)
+    assert not contradict(near, far) and not contradict(far, near)
+
+
+@pytest.mark.parametrize("waits", ["entry", STEP, SAVE, ENDED])
+def test_two_ranks_that_wait_for_each_other(waits: str) -> None:
+    mine, other = log_of("a", sums=2), log_of("a", "b", sums=1)
+    mine.sum_awaited = 1, "block 1"
+    if waits == "entry":
+        assert not contradict(mine.record(0), other.record(1))  # it may be slow on its way to the sum
+        other.entry_awaited = 1
+    else:
+        other.meet(waits)
+    records = [mine.record(0), other.record(1)]
+    assert contradict(*records)
+    place = "b (forward)" if waits == "entry" else waits
+    assert describe(places_of(records)) == f"rank 0 is at the gradients of block 1, rank 1 is at {place}"
+    mine.note("b")
+    mine.note("another")
+    assert waits != "entry" or not contradict(mine.record(0), other.record(1))  # it has begun what the other waits for
+    other.begin_sum("block 1")
+    assert waits != "entry" or not contradict(mine.record(0), other.record(1))
+
+
+def test_sums_that_are_done_in_order_are_entries() -> None:
+    mine, other = log_of("a", sums=1, in_order=True), log_of("a", "b", sums=1, in_order=True)
+    assert contradict(mine.record(0), other.record(1))
+
+
+def test_a_record_survives_its_way() -> None:
+    log = log_of(*random.Random(0).choices("abc", k=2 * KEPT), sums=3)
+    log.sum_awaited = 2, "block 2"
+    record = log.record(7)
+    assert Record.unpack(json.loads(json.dumps(record.pack()))) == record
+    assert len(json.dumps(record.pack())) < 8 * KEPT
+
+
+def test_ranks_are_named_in_ranges() -> None:
+    assert [ranges(ranks) for ranks in ([3], [0, 1], [0, 1, 2, 5], range(1000))] == [
+        "rank 3", "ranks 0-1", "ranks 0-2, 5", "ranks 0-999"]
