@@ -32,7 +32,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from threading import Event, RLock, Thread
+from threading import Event, RLock, Thread, current_thread
 
 from megatron.errors import ConfigError, PeerError, TrainerError
 from megatron.launch import exits
@@ -96,7 +96,8 @@ class Watch:
         failed = sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None
         self._log.note(FAILED if failed else ENDED)
         self._closed.set()
-        self._thread.join(timeout=2)
+        if current_thread() is not self._thread:  # the garbage collector runs anywhere
+            self._thread.join(timeout=2)
 
     def explain(self, error: BaseException) -> None:
         """Raise what is wrong with the run, where torch's error only says that a peer has left."""

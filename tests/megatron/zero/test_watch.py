@@ -63,7 +63,6 @@ class Model(nn.Module):
 
 
 SAME, LARGER, SMALLER = (16, 16, 16, 16), (16, 700, 5000, 9000), (9000, 5000, 700, 16)
-SIZES = pytest.mark.parametrize("sizes", [SAME, LARGER, SMALLER], ids=["same", "larger", "smaller"])
 SIDES = pytest.mark.parametrize("side", [False, True], ids=["cpu", "accelerator side"])
 ALL = (0, 1, 2, 3)
 
@@ -146,7 +145,7 @@ PLANS = {"another block": ((0, 1, 3), "blocks.2 (forward)", "blocks.3 (forward)"
 
 
 @SIDES
-@SIZES
+@pytest.mark.parametrize("sizes", [SAME, SMALLER], ids=["same", "smaller"])
 @pytest.mark.parametrize("what", PLANS)
 def test_blocks_that_one_rank_runs(what: str, sizes: tuple[int, ...], side: bool) -> None:
     plan, others, own = PLANS[what]
@@ -289,7 +288,8 @@ def test_gradients_that_leave_later_on_one_rank_are_no_fault() -> None:
 @SIDES
 def test_but_where_a_rank_waits_for_them_it_is_said(side: bool) -> None:
     error = one_error(ends_of(partial(spares_a_parameter, 3), 2, LARGER, 3, side))
-    assert "rank 0 is at the gradients of blocks.3, rank 1 is at " in error and "with the same parameters" in error
+    assert "rank 0 is at the gradients of blocks.3" in error and ", rank 1 is at " in error
+    assert "with the same parameters" in error
 
 
 @SIDES
@@ -333,10 +333,11 @@ LEAVES = "for _ in range(2 if rank == 1 else 4): test_watch.train(engine)"
 DIFFERS = "test_watch.train(engine, (0, 1, 2) if rank == 0 else (0, 1, 3)); test_watch.train(engine)"
 
 
-@pytest.mark.parametrize("launcher", ["megatron.launch", "torch.distributed.run"])
-@pytest.mark.parametrize("program, loop, sizes", [
-    (PROGRAM, DIFFERS, "LARGER"), (PROGRAM, DIFFERS, "SAME"), (PROGRAM, LEAVES, "LARGER"), (PLAIN, LEAVES, "SAME")],
-    ids=["another block", "another block of equal size", "leaves early", "a script that just ends"])
+@pytest.mark.parametrize("program, loop, sizes, launcher", [
+    (PROGRAM, DIFFERS, "LARGER", "megatron.launch"), (PROGRAM, DIFFERS, "SAME", "megatron.launch"),
+    (PROGRAM, LEAVES, "LARGER", "megatron.launch"), (PLAIN, LEAVES, "SAME", "megatron.launch"),
+    (PROGRAM, DIFFERS, "LARGER", "torch.distributed.run")],
+    ids=["another block", "another block of equal size", "leaves early", "a script that just ends", "torchrun"])
 def test_a_job_ends_by_itself(program: str, loop: str, sizes: str, launcher: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(program.format(loop=loop, sizes=sizes))
