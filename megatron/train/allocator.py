@@ -5,9 +5,13 @@ every step pays for fresh zeroed pages: a third of the time of a bf16 step of pl
 (docs/benchmarks.md, docs/decisions/003-allocator.md). When glibc keeps what it has, the process stays at its peak.
 
 Memory that is kept has to be found again. torch asks for aligned blocks, for which glibc takes some 100 bytes more;
-what is left over goes to lists of small blocks, where it does not join the hole that the large block leaves, and the
-next block of the same size finds no room there. So CPU runs go without those lists: fastbins are switched off here,
-tcache before the process starts, by scripts/lib.sh.
+what is left over (48 bytes as a rule) lies between two large blocks, and keeps the holes that these leave apart, and
+too small for the next block of the same size, unless it joins them when they are freed.
+    It does not join them while it is in a list of small blocks for fast use. So CPU runs go without those lists:
+fastbins are switched off here, tcache before the process starts, by scripts/lib.sh.
+    Nor does it once something small has taken it: a node of autograd, say, which lives until the loss is let go. Among
+free blocks of one small size glibc takes that which has been free longest. So a stock of them is made at the start, and
+by the time that leftovers have their turn they have gone back to their neighbours.
 """
 
 from __future__ import annotations
@@ -16,6 +20,11 @@ import ctypes
 import sys
 
 M_MXFAST, M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = 1, -1, -2, -4
+
+STOCK = 100_000
+"""Small blocks, 8 MB with what keeps them apart: more than a training step takes."""
+LEFTOVER, FENCE = 40, 16
+"""Bytes that a program can ask of a block of 48, and of one of 32."""
 
 
 def keep_freed_memory() -> bool:
@@ -26,5 +35,19 @@ def keep_freed_memory() -> bool:
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version"):
         return False
-    return all(libc.mallopt(option, value) for option, value in (
+    taken = all(libc.mallopt(option, value) for option, value in (
         (M_MXFAST, 0), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 64 << 20)))
+    if taken:
+        _make_stock(libc)
+    return taken
+
+
+def _make_stock(libc: ctypes.CDLL) -> None:
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    blocks = []
+    for _ in range(STOCK):
+        blocks.append(libc.malloc(LEFTOVER))
+        libc.malloc(FENCE)  # stays: free neighbours would become one block
+    for block in blocks:
+        libc.free(block)

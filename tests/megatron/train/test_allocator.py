@@ -23,17 +23,46 @@ for round in range(12):
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
+LIKE_A_STEP = """
+import ctypes, resource, sys, torch
+from megatron.train import allocator
 
-def fresh_pages(setting: str, tunables: str) -> int:
-    """Pages that blocks of 32 MB (8,192 pages), freed and taken again 11 times, cost after the first one."""
-    result = subprocess.run([sys.executable, "-c", FRESH_PAGES, setting], capture_output=True, text=True, check=True,
-                            env={**os.environ, "GLIBC_TUNABLES": tunables})
+if sys.argv[1] == "no stock":
+    allocator.STOCK = 0
+assert allocator.keep_freed_memory()
+libc = ctypes.CDLL(None)
+activations = []
+for layer in range(64):
+    activations.append(torch.ones(3 << 20, dtype=torch.uint8))
+    nodes = [libc.malloc(size) for size in (24, 40, 200, 400) * 8]
+activations.clear()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+gradients = [torch.ones(14 << 20, dtype=torch.uint8) for _ in range(12)]
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def fresh_pages(program: str, setting: str, tunables: str) -> int:
+    """What blocks cost that are taken when others of the same size, or of the same size together, have been freed."""
+    result = subprocess.run([sys.executable, "-c", program, setting], capture_output=True, text=True, check=True,
+                            env={**os.environ, "GLIBC_TUNABLES": tunables}, cwd=ROOT)
     return int(result.stdout)
+
+
+def shipped_tunables() -> str:
+    shipped = re.search(r"glibc\.malloc\.\w+=\d+", (ROOT / "scripts" / "lib.sh").read_text())
+    assert shipped
+    return shipped.group()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc can be told")
 def test_a_block_that_was_freed_is_taken_again_without_fresh_pages():
-    shipped = re.search(r"glibc\.malloc\.\w+=\d+", (ROOT / "scripts" / "lib.sh").read_text())
-    assert shipped
-    assert fresh_pages("as it comes", "") > 11 * 16, "11 blocks, at the least one fresh page for each 2 MB"
-    assert fresh_pages("kept", shipped.group()) < 100
+    assert fresh_pages(FRESH_PAGES, "as it comes", "") > 11 * 16, "11 blocks, at the least a fresh page for each 2 MB"
+    assert fresh_pages(FRESH_PAGES, "kept", shipped_tunables()) < 100
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc can be told")
+def test_gradients_find_room_where_activations_were_between_nodes_that_stay():
+    """12 blocks of 14 MB (3,584 pages each), after 64 of 3 MB."""
+    assert fresh_pages(LIKE_A_STEP, "no stock", shipped_tunables()) > 12 * 1000
+    assert fresh_pages(LIKE_A_STEP, "stock", shipped_tunables()) < 3584
