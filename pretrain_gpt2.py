@@ -36,12 +36,11 @@ def main() -> int:
     from megatron.zero.policy import notes as zero_notes
     from mpu import groups as mpu_groups
 
-    env = distributed.init(config.parallel.distributed_backend, config.parallel.distributed_timeout_seconds)
-    timeout = timedelta(seconds=config.parallel.distributed_timeout_seconds)
+    env = distributed.init(config.parallel.distributed_backend, config.parallel.startup_limit)
     device = distributed.device_for(env, config.parallel.distributed_backend)
     if device.type == "cpu":
         keep_freed_memory()
-    groups = mpu_groups.build(config.parallel.model_parallel_size, timeout)
+    groups = mpu_groups.build(config.parallel.model_parallel_size, timedelta(seconds=config.parallel.startup_limit))
     tokenizer = build.tokenizer(config)
     config = build.with_vocabulary(config, tokenizer)
     with explained(config, env.rank, world_size, "cuda" if device.type == "cuda" else "cpu"), ExitStack() as closing:

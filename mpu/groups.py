@@ -102,6 +102,13 @@ def build(tp_size: int = 1, timeout: timedelta | None = None) -> Groups:
     return Groups(world, _join(tp_groups, world, timeout), _join(dp_groups, world, timeout))
 
 
+def limit_waits(groups: Groups, limit: timedelta) -> None:
+    """From now on no operation of these groups waits for a peer for longer."""
+    for group in {groups.world, groups.tp, groups.dp}:
+        for handle in {group.handle, group.control_handle} - {None}:
+            distributed_c10d._set_pg_timeout(limit, handle)
+
+
 def of_handle(handle: dist.ProcessGroup | None) -> Group:
     """The group behind a process group made elsewhere; None is a group of one. Collective over its ranks."""
     if handle is None or not dist.is_initialized():

@@ -17,13 +17,22 @@ class ParallelConfig:
     distributed_backend: Literal["nccl", "gloo"] | None = setting(
         None, "communication backend (default: nccl with GPUs, gloo without)", "backend")
     distributed_timeout_seconds: float = setting(600.0, "longest wait for a peer in one collective")
+    startup_timeout_seconds: float | None = setting(
+        None, "the same until all ranks have taken a step: meeting, indexing the corpus, loading, compiling (default: "
+        "three times as long)")
     local_rank: int | None = setting(None, "accepted for old launchers: LOCAL_RANK in the environment is used")
 
     def __post_init__(self) -> None:
         problems = Problems()
         problems.require_range(self, "model_parallel_size", 1)
-        problems.require_range(self, "distributed_timeout_seconds", 0, open_low=True)
+        problems.require_range(self, "distributed_timeout_seconds startup_timeout_seconds", 0, open_low=True)
         problems.stop()
+
+    @property
+    def startup_limit(self) -> float:
+        """Seconds."""
+        given = self.startup_timeout_seconds
+        return 3 * self.distributed_timeout_seconds if given is None else given
 
 
 def data_parallel_size(world_size: int, tp: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from signal import SIGINT
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ from megatron.train.rate import RateWatch, idle_steps
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.schedule import FollowSchedule
 from megatron.zero.step import StepReport
+from mpu.groups import limit_waits
 
 
 @dataclass
@@ -88,12 +90,15 @@ class Trainer:
         rate = self._rate_watch(state)
         watch, rates, saved_at, reason = Stopwatch(), self._rates(), state.iteration, ""
         untold: list[Taken] = []
+        began, limit = state.iteration, self.config.parallel.distributed_timeout_seconds
         stream = self._stream(samples, state)
         self.engine.train()
         try:
             for batches in stream:
                 untold.append(self._step(state, batches, watch))
                 asked = self._tell(untold, rates, rate, all_of_them=self._must_know(state.iteration))
+                if state.iteration - len(untold) == began + 1:  # a step is known, so all ranks have taken it
+                    limit_waits(self.engine.groups, timedelta(seconds=limit))
                 if state.iteration < self.config.train.train_iters:  # at the end `finish` evaluates
                     if valid is not None and due(state.iteration, self.config.train.eval_interval):
                         self.evaluate("validation", state.iteration, valid)

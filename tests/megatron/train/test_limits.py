@@ -1,0 +1,63 @@
+"""How long a rank waits for its peers: long while a run starts, and as long as a step may take afterwards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config.flags import parse_args
+from megatron.errors import ConfigError
+from megatron.train import build
+from megatron.train.loop import Trainer
+from tests.distributed import run_ranks
+from tests.megatron.helpers import TINY, steps, train
+
+LIMIT, LATE = 1.0, 3.0
+
+
+def late(action: Callable[..., Any], rank: int, is_late: Callable[..., bool]) -> Callable[..., Any]:
+    """Rank 1 comes late to it."""
+    def wrapped(*arguments: Any) -> Any:
+        if rank == 1 and is_late(*arguments):
+            time.sleep(LATE)
+        return action(*arguments)
+    return wrapped
+
+
+def seconds_until_rank_0_gives_up(rank: int, world: int, metrics: Path, late_at: int | None) -> float | None:
+    """Rank 1 is late at the start, and to the step after `late_at`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "model", late(build.model, rank, lambda *arguments: True))
+        patch.setattr(Trainer, "_step", late(Trainer._step, rank, lambda _, state, *rest: state.iteration == late_at))
+        began = time.monotonic()
+        try:
+            train([*TINY, "--mock-data", "--train-iters", 4, "--log-interval", 1, "--metrics-file", metrics,
+                   "--distributed-timeout-seconds", LIMIT, "--startup-timeout-seconds", 60])
+        except RuntimeError:
+            return time.monotonic() - began
+    return None
+
+
+@pytest.mark.parametrize("late_at", [None, 0])
+def test_a_rank_that_is_late_at_the_start_or_to_the_first_step_is_waited_for(late_at: int | None,
+                                                                             tmp_path: Path) -> None:
+    assert run_ranks(seconds_until_rank_0_gives_up, 2, tmp_path / "metrics", late_at) == [None, None]
+    assert len(steps(tmp_path / "metrics")) == 4
+
+
+def test_a_rank_that_is_late_to_a_later_step_is_not(tmp_path: Path) -> None:
+    first, _ = run_ranks(seconds_until_rank_0_gives_up, 2, tmp_path / "metrics", 2)
+    assert first is not None and LATE + LIMIT < first < 2 * LATE
+    assert len(steps(tmp_path / "metrics")) == 2
+
+
+def test_a_run_may_take_three_times_as_long_to_start_unless_told_otherwise() -> None:
+    assert parse_args([*TINY, "--mock-data"]).parallel.startup_limit == 1800
+    told = parse_args([*TINY, "--mock-data", "--startup-timeout-seconds", "7", "--distributed-timeout-seconds", "9"])
+    assert told.parallel.startup_limit == 7
+    with pytest.raises(ConfigError, match="--startup-timeout-seconds"):
+        parse_args([*TINY, "--mock-data", "--startup-timeout-seconds", "0"])
