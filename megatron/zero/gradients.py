@@ -69,11 +69,12 @@ class FlatGradients:
         """Take the gradient of one parameter; True when it was the last one of this backward."""
         self._reach(index)
         self._arrived.add(index)
+        complete = self.complete
         if self._pours_each:
             self._pour([index])
-        elif self.complete:
+        elif complete:
             self._pour(self._arrived)
-        return self.complete
+        return complete
 
     def _reach(self, index: int) -> None:
         """Note a gradient of the parameter; an error where it would miss the sum."""

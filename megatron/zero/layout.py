@@ -58,6 +58,8 @@ class FlatLayout:
         used = self.slots[-1].end if self.slots else 0
         self.shard_numel = _align(-(-used // shards))
         self.numel = self.shard_numel * shards
+        self.form = self.numel, tuple((slot.offset, slot.shape) for slot in self.slots)
+        """Equal for layouts that can use each other's buffers."""
 
     def segments(self, rank: int) -> Iterator[Segment]:
         """The parts of every slot that fall into shard `rank`, in order."""

@@ -93,20 +93,18 @@ class Placeholder(nn.Parameter):
         return format(repr(self), format_spec)
 
 
-def vacate(parameter: nn.Parameter, nothing: Tensor) -> None:
+def vacate(parameter: Any, nothing: Tensor) -> None:
     """Leave a placeholder. `nothing` has no elements, and the dtype and device to be seen."""
     fill(parameter, nothing)
-    _set_class(parameter, _placeholder_class(type(parameter)))
+    own: type[nn.Parameter] = type(parameter)
+    parameter.__class__ = _placeholder_class(own)
 
 
-def fill(parameter: nn.Parameter, data: Tensor) -> None:
+def fill(parameter: Any, data: Tensor) -> None:
     """The elements are `data`."""
-    _set_class(parameter, _own_class(type(parameter)))
+    now: type[nn.Parameter] = type(parameter)
+    parameter.__class__ = _own_class(now)
     parameter.data = data
-
-
-def _set_class(tensor: Any, wanted: type[nn.Parameter]) -> None:
-    tensor.__class__ = wanted
 
 
 @cache
@@ -129,13 +127,13 @@ def _like_whole(placeholder: Placeholder) -> Tensor:
 def _converted(placeholder: Placeholder, func: Callable[..., Any], args: tuple[Any, ...],
                kwargs: Mapping[str, Any]) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
-        result = func(*args, **{name: value for name, value in kwargs.items() if name != "memory_format"})
+        result: Any = func(*args, **{name: value for name, value in kwargs.items() if name != "memory_format"})
         if not isinstance(result, Tensor):  # `type()` without arguments gives a name
             return result
         holder = holder_of(placeholder)
         if holder is not None and holder.is_settled:
             _check_conversion(placeholder, func, result)
-    _set_class(result, type(placeholder))
+    result.__class__ = type(placeholder)
     return result
 
 

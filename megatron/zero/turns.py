@@ -37,18 +37,14 @@ class Turns:
         self._free: dict[tuple[object, ...], list[Buffer]] = {}
 
     def take(self, layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> Buffer:
-        free = self._free.get(_key(layout, dtype))
+        free = self._free.get((dtype, layout.form))
         return free.pop() if free else Buffer.of(layout, dtype, device)
 
     def give(self, layout: FlatLayout, buffer: Buffer) -> None:
         """Nobody reads or writes the buffer any more, in what has been asked of the device so far."""
-        self._free.setdefault(_key(layout, buffer.flat.dtype), []).append(buffer)
+        self._free.setdefault((buffer.flat.dtype, layout.form), []).append(buffer)
 
     @property
     def nbytes(self) -> int:
         """Of the buffers that wait for their turn."""
         return sum(buffer.flat.nbytes for free in self._free.values() for buffer in free)
-
-
-def _key(layout: FlatLayout, dtype: torch.dtype) -> tuple[object, ...]:
-    return dtype, layout.numel, tuple((slot.offset, slot.shape) for slot in layout.slots)
