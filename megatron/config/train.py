@@ -33,7 +33,7 @@ class TrainConfig:
         "auto", "what --compile makes one graph of: each block, or the whole model (auto: the model, where nothing has "
                 "to happen between blocks)")
     cuda_graphs: bool = setting(False, "--compile on a GPU: replay launches as CUDA graphs (torch's reduce-overhead); "
-                                       "faster for small models, takes more memory; stages 0 to 2")
+                                       "faster for small models, takes more memory; stages 0 to 2, no recomputation")
     deterministic: bool = setting(False, "refuse kernels whose results vary from run to run")
 
     def __post_init__(self) -> None:

@@ -83,6 +83,9 @@ class Config:
                 f"not {self.zero.zero_stage}: other stages keep whole parameters on the device")
         require(not self.train.cuda_graphs or self.zero.zero_stage < 3,
                 "--cuda-graphs needs --zero-stage 0, 1 or 2: at stage 3 parameters have no fixed address")
+        require(not (self.train.cuda_graphs and self.recompute.checkpoint_activations),
+                "--cuda-graphs and --checkpoint-activations exclude each other: the replay of a recomputed forward "
+                "takes the memory of the backward under way; leave one out")
         again = self.recompute
         buffered = again.checkpoint_activations and again.contiguous_memory_optimization
         require(not buffered or (again.number_checkpoints or self.chunks) >= self.chunks,

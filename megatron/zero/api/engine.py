@@ -53,7 +53,7 @@ from megatron.zero.api.weights import PREFIX, load_weights, weights_of
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.exchanges import LOAD, SAVE
 from megatron.zero.step import StepReport
-from mpu.collectives import all_gather_json
+from mpu.collectives import broadcast_json
 
 
 class Engine(EngineStatus):
@@ -73,7 +73,7 @@ class Engine(EngineStatus):
         self.reads_weights_between_steps = True
         """New weights are complete when `step` returns. A loop that looks at them only through this engine may switch
         it off: they then travel during the forward that follows."""
-        self._run_id: str = all_gather_json(secrets.token_hex(8), core.groups.world)[0]
+        self._run_id: str = broadcast_json(secrets.token_hex(8), core.groups.world)
         self._on_trust: StepReport | None = None
         self._untold: StepReport | None = None
         self.last_save: SaveReport | None = None

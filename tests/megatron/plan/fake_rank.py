@@ -56,7 +56,7 @@ def rank_0_of(world: int) -> Iterator[LiveBytes]:
         patch.setattr(torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata)
         patch.setattr(torch.Tensor, "data_ptr", _place)
         patch.setattr(mpu.draws, "normal_rows", lambda out, *places: None)
-        patch.setattr(megatron.zero.api.engine, "all_gather_json", lambda value, group: [value] * group.size)
+        patch.setattr(megatron.zero.api.engine, "broadcast_json", lambda value, group: value)
         if world > 1:
             dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
             stack.callback(dist.destroy_process_group)

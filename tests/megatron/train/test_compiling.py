@@ -65,6 +65,8 @@ def test_a_gpu_without_a_compiler_trains_uncompiled_and_says_so(monkeypatch: pyt
 def test_cuda_graphs_need_fixed_addresses() -> None:
     with pytest.raises(ConfigError, match="no fixed address"):
         config(cuda_graphs=True, zero_stage=3)
+    with pytest.raises(ConfigError, match="recomputed"):
+        config(cuda_graphs=True, checkpoint_activations=True)
     with pytest.raises(ConfigError, match="exclude each other"):
         config(cuda_graphs=True, compile=False)
 
