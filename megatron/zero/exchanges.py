@@ -132,10 +132,13 @@ class Record:
 def contradict(mine: Record, other: Record) -> bool:
     """The two ranks cannot both go on. True for good, even where what is known of the other is old: it cannot have
     passed what this rank has not begun."""
-    if first_difference([mine, other]) is not None:
-        return True
-    waits_for_sum = mine.sum_awaited[0] >= other.sums
-    return waits_for_sum and other.needs >= mine.count
+    return first_difference([mine, other]) is not None or _waits_in_vain(mine, [other])
+
+
+def _waits_in_vain(mine: Record, others: Sequence[Record]) -> bool:
+    """One of the others will not begin the sum that this rank waits for, before this rank goes on."""
+    awaited, count = mine.sum_awaited[0], mine.count
+    return mine.sum_awaited != NO_SUM and any(awaited >= other.sums and other.needs >= count for other in others)
 
 
 def first_difference(records: Sequence[Record]) -> int | None:
@@ -151,7 +154,8 @@ def places_of(records: Sequence[Record]) -> dict[int, tuple[str, str]]:
     number = first_difference(records)
     if number is not None:
         return {record.rank: record.at(number) or ("an earlier place", "") for record in records}
-    if any(contradict(one, other) for one in records for other in records):
+    needy = [record for record in records if record.needs != NOTHING]
+    if any(_waits_in_vain(record, needy) for record in records):
         return {record.rank: record.place for record in records}
     return {}
 

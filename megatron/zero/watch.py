@@ -8,8 +8,11 @@ less often:
 
     furthest/G   the longest log of data parallel group G. A rank whose log is longer puts its own there; one whose
                  log contradicts it has found a fault. So each is compared with one, however many ranks there are.
-    asked        a fault was found in group G; every rank of G that stands still leaves its log under rank/R
-    said         the error, put together by the one rank that claimed `speaker`; every rank ends with it
+    asked        a fault was found in group G, between these two logs; every rank of G that stands still leaves its own
+                 under rank/R
+    speaker      the one rank that collects them, and a number that grows while it lives; where that stands still, the
+                 next rank claims the place
+    said         the error that it puts together; every rank ends with it
 
 Time proves nothing here: a rank that saves, compiles or debugs for an hour is waited for, since its log is only
 shorter. What ends a run is a contradiction between two logs, which cannot come right again.
@@ -30,9 +33,10 @@ from __future__ import annotations
 import secrets
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from threading import Event, RLock, Thread, current_thread
+from typing import Any
 
 from megatron.errors import ConfigError, PeerError, TrainerError
 from megatron.launch import exits
@@ -51,7 +55,8 @@ RAREST = 8
 """Looks between two questions, at most."""
 POLL_SECONDS = 0.2
 SPEAKER_POLLS, LISTENER_POLLS, EXPLAIN_POLLS = 25, 40, 6
-"""How often the speaker asks for the logs of the others; a listener for the error; and one whose peer is gone."""
+"""How often the speaker asks for the logs of the others; how often others find no sign of life of it before one takes
+its place; and how often one asks whose peer is gone."""
 
 _FAMILY = {cls.__name__: cls for cls in (ConfigError, PeerError)}
 _REMEDY = ("every data parallel rank must run the same blocks in the same order, with the same parameters (at ZeRO "
@@ -137,63 +142,74 @@ class Watch:
         mine = self._log.record(self._rank)
         if self._log.is_over:
             self._board.write(f"rank/{self._rank}", mine.pack())
-        if self._board.read("asked") is None:
-            if not self._differs(mine):
+        asked = self._board.read("asked")
+        if asked is None:
+            asked = self._fault(mine)
+            if asked is None:
                 return None
-            self._board.replace("asked", None, self._group)
+            if not self._board.replace("asked", None, asked):
+                asked = self._board.read("asked")
         if self._log.is_over:
             return None
-        if self._board.read("asked") != self._group:
+        if asked[0] != self._group:
             return self._said()
         self._board.write(f"rank/{self._rank}", mine.pack())
-        if self._board.replace("speaker", None, self._rank):
-            self._speak()
-        for _ in range(LISTENER_POLLS):
-            if (said := self._said()) is not None:
-                return said
-            self._closed.wait(POLL_SECONDS)
-        return _verdict(self._records(), self._ranks)  # the speaker has gone
+        return self._hear_or_speak([Record.unpack(log) for log in asked[1]])
 
-    def _differs(self, mine: Record) -> bool:
-        """This log contradicts the longest one; otherwise the longer of the two is there now."""
+    def _fault(self, mine: Record) -> list[Any] | None:
+        """What to ask, where this log contradicts the longest one; otherwise the longer of the two is there now."""
         key = f"furthest/{self._group}"
         while True:
             packed = self._board.read(key)
             if packed is not None:
                 furthest = Record.unpack(packed)
                 if contradict(mine, furthest):
-                    return True
+                    return [self._group, [mine.pack(), packed]]
                 if furthest.count > mine.count or furthest.count == mine.count and furthest.rank != mine.rank:
-                    return False
+                    return None
             if self._board.replace(key, packed, mine.pack()):
-                return False
+                return None
 
-    def _speak(self) -> None:
+    def _hear_or_speak(self, fault: list[Record]) -> TrainerError | None:
+        """The error, as soon as somebody has put it together; None where the watch ends before."""
+        seen, polls = None, 0
+        while True:
+            said = self._said()
+            if said is not None:
+                return said
+            speaker = self._board.read("speaker")
+            polls = polls + 1 if speaker == seen else 0
+            seen = speaker
+            is_free = speaker is None or polls == LISTENER_POLLS
+            if is_free and self._board.replace("speaker", speaker, [self._rank, 0]):
+                self._speak(fault)
+            elif self._closed.wait(POLL_SECONDS):
+                return None
+
+    def _speak(self, fault: list[Record]) -> None:
         """Put the error together, from the logs of all who stand still as well."""
-        for _ in range(SPEAKER_POLLS):
-            records = self._records()
-            if len(records) == len(self._ranks):
+        logs: dict[int, Record] = {}
+        missing = list(self._ranks)
+        for rank in missing:
+            self._board.replace(f"rank/{rank}", None, None)  # so that all can be read at once
+        for poll in range(SPEAKER_POLLS):
+            self._board.write("speaker", [self._rank, poll])
+            notes = zip(missing, self._board.read_all([f"rank/{rank}" for rank in missing]), strict=True)
+            logs |= {rank: Record.unpack(packed) for rank, packed in notes if packed is not None}
+            missing = [rank for rank in missing if rank not in logs]
+            if not missing or self._closed.wait(POLL_SECONDS):
                 break
-            self._closed.wait(POLL_SECONDS)
-        error = _verdict(records, self._ranks)
-        if error is not None:
-            self._board.write("said", [type(error).__name__, str(error)])
-
-    def _records(self) -> list[Record]:
-        packed = {rank: self._board.read(f"rank/{rank}") for rank in self._ranks}
-        records = {rank: Record.unpack(known) for rank, known in packed.items() if known is not None}
-        furthest = Record.unpack(self._board.read(f"furthest/{self._group}"))
-        return list({furthest.rank: furthest, **records}.values())
+        error = _verdict(fault, logs, self._ranks)
+        self._board.write("said", [type(error).__name__, str(error)])
 
     def _said(self) -> TrainerError | None:
         said = self._board.read("said")
         return None if said is None else _FAMILY[said[0]](said[1])
 
 
-def _verdict(records: Sequence[Record], ranks: Sequence[int]) -> TrainerError | None:
-    places = places_of(records)
-    if not places:
-        return None
+def _verdict(fault: Sequence[Record], logs: Mapping[int, Record], ranks: Sequence[int]) -> TrainerError:
+    known = {**{record.rank: record for record in fault}, **logs}
+    places = places_of(list(known.values())) or places_of(fault)  # a log may have gone on, and forgotten the place
     where = describe(places)
     unknown = sorted(set(ranks) - places.keys())
     if unknown:

@@ -8,6 +8,7 @@ method raises a RuntimeError.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -28,6 +29,10 @@ class Board:
     def read(self, key: str) -> Any:
         """The note, or None where there is none."""
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def read_all(self, keys: Sequence[str]) -> list[Any]:
+        """All of these notes, in one message; every one must have been written (`None` will do)."""
+        return [json.loads(note) for note in self._store.multi_get(list(keys))]
 
     def write(self, key: str, note: Any) -> None:
         self._store.set(key, json.dumps(note))

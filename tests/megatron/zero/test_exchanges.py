@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+from unittest.mock import patch
 
 import pytest
 
+from megatron.zero import exchanges
 from megatron.zero.exchanges import (
     ENDED,
     KEPT,
@@ -97,3 +99,16 @@ def test_a_record_survives_its_way() -> None:
 def test_ranks_are_named_in_ranges() -> None:
     assert [ranges(ranks) for ranks in ([3], [0, 1], [0, 1, 2, 5], range(1000))] == [
         "rank 3", "ranks 0-1", "ranks 0-2, 5", "ranks 0-999"]
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_of_many_ranks_each_log_is_gone_through_once(differs: bool) -> None:
+    records = [log_of("a", "b", sums=1).record(rank) for rank in range(200)]
+    waiting = log_of("a", sums=1)
+    waiting.sum_awaited = 0 if not differs else 1, "block 1"
+    standing = log_of("a", "b", sums=1)
+    standing.entry_awaited = 1
+    records += [waiting.record(200), standing.record(201)]
+    with patch.object(exchanges, "first_difference", wraps=first_difference) as compared:
+        assert bool(places_of(records)) == differs
+    assert compared.call_count == 1

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
@@ -64,6 +65,7 @@ class Model(nn.Module):
 
 SAME, LARGER, SMALLER = (16, 16, 16, 16), (16, 700, 5000, 9000), (9000, 5000, 700, 16)
 SIDES = pytest.mark.parametrize("side", [False, True], ids=["cpu", "accelerator side"])
+SLOW = pytest.mark.slow
 ALL = (0, 1, 2, 3)
 
 
@@ -145,7 +147,7 @@ PLANS = {"another block": ((0, 1, 3), "blocks.2 (forward)", "blocks.3 (forward)"
 
 
 @SIDES
-@pytest.mark.parametrize("sizes", [SAME, SMALLER], ids=["same", "smaller"])
+@pytest.mark.parametrize("sizes", [pytest.param(SAME, id="same"), pytest.param(SMALLER, id="smaller", marks=SLOW)])
 @pytest.mark.parametrize("what", PLANS)
 def test_blocks_that_one_rank_runs(what: str, sizes: tuple[int, ...], side: bool) -> None:
     plan, others, own = PLANS[what]
@@ -155,7 +157,9 @@ def test_blocks_that_one_rank_runs(what: str, sizes: tuple[int, ...], side: bool
 
 
 @SIDES
-@pytest.mark.parametrize("world, sizes", [(2, SAME), (2, LARGER), (2, SMALLER), (3, LARGER), (4, LARGER)])
+@pytest.mark.parametrize("world, sizes", [
+    (2, LARGER), (3, LARGER), pytest.param(2, SAME, marks=SLOW), pytest.param(2, SMALLER, marks=SLOW),
+    pytest.param(4, LARGER, marks=SLOW)])
 def test_blocks_that_are_gathered_ahead(world: int, sizes: tuple[int, ...], side: bool) -> None:
     for what in ("another block", "another order"):
         error = one_error(ends_of(partial(with_plan, PLANS[what][0]), world, sizes, 3, side))
@@ -188,7 +192,7 @@ def evaluates_early(engine: Engine, rank: int) -> None:
 
 
 @SIDES
-@pytest.mark.parametrize("sizes", [SAME, LARGER])
+@pytest.mark.parametrize("sizes", [pytest.param(SAME, marks=SLOW), LARGER])
 @pytest.mark.parametrize("loop", [one_forward_more, evaluates_early, saves_early])
 def test_a_pass_that_one_rank_runs(loop: Callable[..., None], sizes: tuple[int, ...], side: bool,
                                    tmp_path: Path) -> None:
@@ -208,7 +212,7 @@ def steps_early(engine: Engine, rank: int) -> None:
 
 
 @SIDES
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=SLOW), pytest.param(2, marks=SLOW), 3])
 def test_a_step_beside_a_backward(stage: int, side: bool) -> None:
     error = one_error(ends_of(steps_early, 3, SAME, stage, side, stage3_max_reuse_distance=0))
     assert "ranks 1-2 are at a step" in error and "rank 0 is at " in error
@@ -292,9 +296,12 @@ def test_but_where_a_rank_waits_for_them_it_is_said(side: bool) -> None:
     assert "with the same parameters" in error
 
 
-@SIDES
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("loop", [sleeps_in_a_forward, sleeps_in_a_backward, sleeps_between])
+SLEEPS = [sleeps_in_a_forward, sleeps_in_a_backward, sleeps_between]
+QUICK = [(sleeps_in_a_forward, 3, False), (sleeps_in_a_backward, 1, True), (sleeps_between, 3, True)]
+
+
+@pytest.mark.parametrize("loop, stage, side", QUICK + [
+    pytest.param(*case, marks=SLOW) for case in product(SLEEPS, [1, 3], [False, True]) if case not in QUICK])
 def test_a_slow_rank_is_waited_for(loop: Loop, stage: int, side: bool) -> None:
     assert ends_of(loop, 2, LARGER, stage, side) == ["", ""]
 
@@ -334,9 +341,11 @@ DIFFERS = "test_watch.train(engine, (0, 1, 2) if rank == 0 else (0, 1, 3)); test
 
 
 @pytest.mark.parametrize("program, loop, sizes, launcher", [
-    (PROGRAM, DIFFERS, "LARGER", "megatron.launch"), (PROGRAM, DIFFERS, "SAME", "megatron.launch"),
-    (PROGRAM, LEAVES, "LARGER", "megatron.launch"), (PLAIN, LEAVES, "SAME", "megatron.launch"),
-    (PROGRAM, DIFFERS, "LARGER", "torch.distributed.run")],
+    (PROGRAM, DIFFERS, "LARGER", "megatron.launch"),
+    pytest.param(PROGRAM, DIFFERS, "SAME", "megatron.launch", marks=SLOW),
+    (PROGRAM, LEAVES, "LARGER", "megatron.launch"),
+    pytest.param(PLAIN, LEAVES, "SAME", "megatron.launch", marks=SLOW),
+    pytest.param(PROGRAM, DIFFERS, "LARGER", "torch.distributed.run", marks=SLOW)],
     ids=["another block", "another block of equal size", "leaves early", "a script that just ends", "torchrun"])
 def test_a_job_ends_by_itself(program: str, loop: str, sizes: str, launcher: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"

@@ -1,0 +1,101 @@
+"""What the watches of many ranks leave each other on the board, without ranks: who reads what, who takes over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+from megatron.errors import TrainerError
+from megatron.zero import watch
+from megatron.zero.exchanges import KEPT, ExchangeLog
+from megatron.zero.watch import Watch
+from mpu.groups import Group, Groups
+from mpu.wire import board
+from mpu.wire.board import Board
+
+QUICK = {"LOOK_SECONDS": 0.01, "POLL_SECONDS": 0.01}
+
+
+class CountingBoard(Board):
+    """Knows which notes were asked for."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.asked_for: list[str] = []
+
+    def read(self, key: str) -> Any:
+        self.asked_for.append(key)
+        return super().read(key)
+
+    def read_all(self, keys: Sequence[str]) -> list[Any]:
+        self.asked_for += keys
+        return super().read_all(keys)
+
+
+@pytest.fixture(autouse=True)
+def one_store() -> Iterator[None]:
+    with patch.object(board.distributed_c10d, "_get_default_store", lambda store=dist.HashStore(): store), \
+            patch.multiple(watch, **QUICK):
+        yield
+
+
+def log_of(*entries: str) -> ExchangeLog:
+    log = ExchangeLog(sums_in_order=True)
+    for entry in entries:
+        log.note(entry)
+    return log
+
+
+def watch_of(rank: int, world: int, log: ExchangeLog) -> Watch:
+    group = Group(rank, world, tuple(range(world)))
+    return Watch(log, Groups(group, dp=group), CountingBoard("watch"))
+
+
+def board_of(watch: Watch) -> CountingBoard:
+    assert isinstance(watch._board, CountingBoard)
+    return watch._board
+
+
+def _look_until_told(each: Watch) -> TrainerError:
+    while (error := each.look()) is None:
+        pass
+    return error
+
+
+def test_one_rank_collects_the_logs_and_no_other_reads_them() -> None:
+    world = 24
+    watches = [watch_of(rank, world, log_of("a", "c" if rank == 5 else "b")) for rank in range(world)]
+    with ThreadPoolExecutor(world) as pool, patch.object(watch, "SPEAKER_POLLS", 1000):
+        errors = set(map(str, pool.map(_look_until_told, watches)))
+    assert len(errors) == 1
+    assert "for ever: ranks 0-4, 6-23 are at b, rank 5 is at c; " in errors.pop()
+    readers = [each for each in watches if any(key.startswith("rank/") for key in board_of(each).asked_for)]
+    assert len(readers) == 1
+
+
+def test_a_rank_takes_the_place_of_a_speaker_that_has_gone() -> None:
+    first, second = watch_of(0, 2, log_of("a")), watch_of(1, 2, log_of("b"))
+    board_of(first).write("speaker", [7, 3])
+    assert first.look() is None
+    with patch.multiple(watch, LISTENER_POLLS=5, SPEAKER_POLLS=3):
+        error = second.look()
+    assert isinstance(error, TrainerError) and "rank 0 is at a, rank 1 is at b" in str(error)
+
+
+def test_a_fault_is_named_even_where_a_log_has_gone_on_since() -> None:
+    far = log_of("b")
+    first, second = watch_of(0, 2, far), watch_of(1, 2, log_of("a"))
+    assert first.look() is None
+    board_of(second).write("speaker", [7, 3])
+    with patch.multiple(watch, LISTENER_POLLS=5, SPEAKER_POLLS=3):
+        with patch.object(watch.Watch, "_speak", lambda self, fault: self._closed.set()):
+            assert second.look() is None  # it has found the fault, and is gone
+        for _ in range(2 * KEPT):
+            far.note("c")
+        error = first.look()
+    assert "rank 0 is at b, rank 1 is at a" in str(error)
