@@ -24,6 +24,8 @@ def rows(folder: Path, size: int) -> list[str]:
     found = [f"| {size:,} | groups | {calls} new_group | | | {seconds:.2f} | |"]
     cost = scale.start(size)
     found.append(f"| {size:,} | weights | | | {cost.drawn:,} drawn of {cost.kept:,} kept | {cost.seconds:.2f} | |")
+    calls, seconds = scale.schedule(size)
+    found.append(f"| {size:,} | schedule | {calls} calls a micro-batch | | | {seconds:.2f} | |")
     saved = scale.save(folder, size, 1)
     opened, resumed, manifest = scale.open_and_read(folder, size)
     files = len(os.listdir(folder / "global_step1"))

@@ -34,11 +34,14 @@ from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.config.tree import ModelConfig
 from megatron.model import GPT2
 from megatron.zero.drawn import draw_shard
+from megatron.zero.engine import ZeroEngine
 from megatron.zero.layout import FlatLayout, Slot
 from mpu import draws, groups
 from mpu.draws import source_of
 from mpu.groups import Group
 from mpu.partition import partition_of
+from tests.megatron.counting import Calls, on_the_accelerator_side
+from tests.megatron.zero.run import configure_gpt2, gpt2_engine
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 TP = 8
@@ -217,6 +220,28 @@ def make_groups(size: int) -> tuple[float, int]:
         return time.perf_counter() - begin, len(made)
     finally:
         dist.destroy_process_group()
+
+
+def schedule(size: int) -> tuple[int, float]:
+    """(calls of the engine's functions, seconds) of a micro-batch at stage 3, for rank 0 of a data parallel group."""
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    try:
+        with on_the_accelerator_side():
+            engine = gpt2_engine(configure_gpt2(zero_stage=3), groups.build())
+            engine.set_gradient_accumulation_boundary(False)  # a step would find that the others did nothing
+            for _ in range(3):
+                counted, seconds = _micro_batch(engine)
+        return counted, seconds
+    finally:
+        dist.destroy_process_group()
+
+
+def _micro_batch(engine: ZeroEngine) -> tuple[int, float]:
+    tokens, begin = torch.zeros(1, 8, dtype=torch.int64), time.perf_counter()
+    with Calls("megatron/zero") as counted:
+        engine.backward(engine(tokens, tokens, grad_scale=engine.backward_scale))
+        engine.step()
+    return counted.count, time.perf_counter() - begin
 
 
 def save(root: Path, size: int, step: int, keep: writer.Keep = writer.Keep()) -> dict[int, Cost]:

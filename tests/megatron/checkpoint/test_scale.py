@@ -58,3 +58,7 @@ def test_pruning_parses_no_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_rank_draws_what_it_keeps(size: int) -> None:
     cost = scale.start(size)
     assert cost.drawn <= cost.kept
+
+
+def test_a_micro_batch_is_as_much_work_for_the_host_however_many_ranks_there_are() -> None:
+    assert scale.schedule(2)[0] == scale.schedule(4096)[0]
