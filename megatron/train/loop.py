@@ -199,6 +199,8 @@ class Trainer:
         asked = Asked()
         while len(untold) > waits:
             taken = untold.pop(0)
+            if not untold:  # the newest: no step has raised yet what was wrong with it
+                self.engine.conclude()
             loss, *requests = taken.report.riders
             asked = Asked(*(count > 0 for count in requests))
             metrics = self._metrics(taken, loss, rates)

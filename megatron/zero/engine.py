@@ -122,7 +122,8 @@ class ZeroEngine:
         return self.last_report
 
     def conclude(self) -> None:
-        """Wait for the last step, and count it as what it was; raises what was wrong with it (step.py)."""
+        """Wait for the last step, and count it as what it was; raises what was wrong with it (step.py). Every rank
+        calls it; the counters below may be asked for by one."""
         self._step.conclude()
 
     @property
@@ -201,7 +202,7 @@ class ZeroEngine:
 
     @property
     def skipped_steps(self) -> int:
-        self.conclude()
+        self._step.learn()
         return self.state.counters.skipped_steps
 
     @property
@@ -210,12 +211,12 @@ class ZeroEngine:
 
     @property
     def optimizer_steps(self) -> int:
-        self.conclude()
+        self._step.learn()
         return self.state.counters.optimizer_steps
 
     @property
     def applied_steps(self) -> int:
-        self.conclude()
+        self._step.learn()
         return self.state.counters.applied_steps
 
     # ---- what a checkpoint holds --------------------------------------------------------------------------------

@@ -4,10 +4,11 @@ Gradients arrive as sums over data parallel that carry the loss scale; both are 
 with clipping, so that they are read once. (What was divided before the sum is not divided again.) Nothing here knows
 of modules, passes or micro-batches.
 
-A *deferred* step is taken on the device by its own verdict (verdict.py), and the host learns of it later: `conclude`,
-which the next step calls, or whoever asks the report. What it finds wrong (a gradient that is not finite, ranks that
-disagree) has changed no weight, and is raised there. Steps are deferred where waiting would cost something, on an
-accelerator, and where nothing on the host depends on them: a loss scale that moves does.
+A *deferred* step is taken on the device by its own verdict (verdict.py), and the host learns of it later, in two ways.
+Whoever asks its report or `learn`s of it reads the verdict: one rank alone may. `conclude`, to which all ranks come
+(the next step, a save, a load), also says what was wrong with it: which gradient of which rank was not finite, in what
+the ranks disagree. It has changed no weight, and is raised there. Steps are deferred where waiting would cost
+something, on an accelerator, and where nothing on the host depends on them: a loss scale that moves does.
 """
 
 from __future__ import annotations
@@ -40,41 +41,40 @@ and it ends. Later it may be one chip in a thousand, or one batch: so many steps
 
 
 class StepReport:
-    """What one optimizer step did. Asking waits for the device where the step is not concluded yet."""
+    """What one optimizer step did. Asking waits for the device where the verdict is not known yet, never for a rank."""
 
-    def __init__(self, step: Step, verdict: Verdict, objection: str | None, *, number: int, loss_scale: float,
-                 lr: float) -> None:
+    def __init__(self, verdict: Verdict, objection: str | None, *, number: int, loss_scale: float, lr: float,
+                 ) -> None:
         self.number, self.loss_scale, self.lr = number, loss_scale, lr
         """Which optimizer step it was; the scale its gradients carried; the rate of the first param group."""
         self.complaint: str | None = None
         """Why the step was skipped, where that is unusual. Known once the step is concluded."""
         self.verdict, self.objection = verdict, objection
-        self.found: Found | None = None
-        self._step = step
+        self._found: Found | None = None
 
-    def _known(self) -> Found:
-        if self.found is None:
-            self._step.conclude()
-        assert self.found is not None, "a step is concluded before the next one begins"
-        return self.found
+    @property
+    def found(self) -> Found:
+        if self._found is None:
+            self._found = self.verdict.read()
+        return self._found
 
     @property
     def is_known(self) -> bool:
-        return self.found is not None
+        return self._found is not None
 
     @property
     def applied(self) -> bool:
-        return self._known().applied
+        return self.found.applied
 
     @property
     def grad_norm(self) -> float:
         """Before clipping; not finite when the step was skipped."""
-        return self._known().norm
+        return self.found.norm
 
     @property
     def riders(self) -> tuple[float, ...]:
         """Sums over the world of the numbers that travelled along."""
-        return self._known().riders
+        return self.found.riders
 
 
 class Step:
@@ -92,7 +92,8 @@ class Step:
         self._sets = [state.buckets] if together else [[bucket] for bucket in state.buckets]
         """Buckets that are updated at a time: all where launches count, one where it stays in the cache."""
         self.is_deferred = together and not rule.waits and not scale_rule.dynamic
-        self._open: StepReport | None = None  # the last step, while the host has not heard of it
+        self._open: StepReport | None = None  # the last step, while the host has not learned of it
+        self._unexplained: StepReport | None = None  # the last step, where what went wrong is still to be said
         self._taken = torch.zeros((), device=state.buckets[0].shard.device)
         self._taken_is = 0  # as the host last knew it
         for bucket in state.buckets:
@@ -106,11 +107,11 @@ class Step:
         self.conclude()
         counters = self._state.counters
         verdict = self._judge(trace, objection, riders)
-        report = StepReport(self, verdict, objection, number=counters.global_steps + 1,
+        report = StepReport(verdict, objection, number=counters.global_steps + 1,
                             loss_scale=counters.scaler.scale, lr=self._param_groups[0]["lr"])
         if self.is_deferred:
             self._update(self._scalars(verdict))
-        elif (found := self._hear(report)).applied:
+        elif (found := self._undisputed(report)).applied:
             self._update(StepScalars.of(found.factor, counters.optimizer_steps, self._taken.device), found.factor)
         for bucket in self._state.buckets:
             bucket.grads.discard()
@@ -140,56 +141,63 @@ class Step:
 
     # ---- what became of it --------------------------------------------------------------------------------------
 
-    def conclude(self) -> None:
-        """Wait for the last step and count it, taken or skipped; raises what was wrong with it. Collective where there
-        is something wrong."""
+    def learn(self) -> None:
+        """Wait for the last step and count it, taken or skipped. Local: nothing is exchanged or raised."""
         report, self._open = self._open, None
         if report is None:
             return
-        found = self._hear(report)
-        counters = self._state.counters
+        counters, found = self._state.counters, report.found
+        if found.disputed:
+            self._unexplained = report
+            return
         if found.applied:
             counters.optimizer_steps += 1
             self._taken_is = counters.optimizer_steps
             self._skips_in_a_row = 0
         else:
-            self._skip(report, found.norm)
+            counters.skipped_steps += 1
+            if not self._scale_rule.scales or self._scale_rule.exhausted(counters.scaler):
+                self._skips_in_a_row += 1
+                self._unexplained = report
         counters.scaler = self._scale_rule.after(counters.scaler, overflow=not found.applied)
 
-    def _hear(self, report: StepReport) -> Found:
-        """The verdict on the host; an error where the ranks disagree."""
-        if report.found is None:
-            report.found = report.verdict.read()
-            if report.found.objections:
-                texts = all_gather_json(report.objection, self._groups.world)
-                rank, text = next((rank, text) for rank, text in enumerate(texts) if text is not None)
-                raise ConfigError(text if None not in texts else f"{text} (so on rank {rank}, not on all)")
-            if not report.found.alike:
-                where = self._difference()
-                raise ConfigError(
-                    "the ranks ran different blocks of the model, or in another order, and have received each other's "
-                    f"parameters{where and f' ({where})'}: at ZeRO stage 3 what is random in the forward (layer drop) "
-                    "must be drawn alike on every data parallel rank; draw it alike, or use stage 2. Or a backward "
-                    "failed on some ranks only, and they went on without it: end the run then, and resume it from the "
-                    "last checkpoint")
-        return report.found
+    def conclude(self) -> None:
+        """Learn of the last step, and raise what was wrong with it. Collective where something was: all ranks call
+        it at the same place."""
+        self.learn()
+        report, self._unexplained = self._unexplained, None
+        if report is not None:
+            self._explain_skip(report, self._undisputed(report).norm)
+
+    def _undisputed(self, report: StepReport) -> Found:
+        """The verdict on the host; an error where the ranks disagree. Collective then."""
+        found = report.found
+        if found.objections:
+            texts = all_gather_json(report.objection, self._groups.world)
+            rank, text = next((rank, text) for rank, text in enumerate(texts) if text is not None)
+            raise ConfigError(text if None not in texts else f"{text} (so on rank {rank}, not on all)")
+        if not found.alike:
+            where = self._difference()
+            raise ConfigError(
+                "the ranks ran different blocks of the model, or in another order, and have received each other's "
+                f"parameters{where and f' ({where})'}: at ZeRO stage 3 what is random in the forward (layer drop) "
+                "must be drawn alike on every data parallel rank; draw it alike, or use stage 2. Or a backward "
+                "failed on some ranks only, and they went on without it: end the run then, and resume it from the "
+                "last checkpoint")
+        return found
 
     def _difference(self) -> str:
         world = self._groups.world
         packed = all_gather_json(self._log.record(world.rank).pack(), world)
         return describe(places_of([Record.unpack(one) for one in packed]))
 
-    def _skip(self, report: StepReport, norm: float) -> None:
+    def _explain_skip(self, report: StepReport, norm: float) -> None:
         """Everything is as it was; end the run where skipping cannot help."""
-        counters, scaled = self._state.counters, self._scale_rule.scales
-        counters.skipped_steps += 1
-        if scaled and not self._scale_rule.exhausted(counters.scaler):
-            return
-        self._skips_in_a_row += 1
+        scaled = self._scale_rule.scales
         too_many = self._skips_in_a_row > self._skips_allowed(report.number)
         if scaled and too_many:
             raise NumericsError(
-                f"{self._skips_in_a_row} overflows in a row at loss scale {counters.scaler.scale:g}, which cannot "
+                f"{self._skips_in_a_row} overflows in a row at loss scale {report.loss_scale:g}, which cannot "
                 f"shrink, last at step {report.number}: {self._first_bad_parameter()}; resume from the last "
                 "checkpoint with --bf16 or a lower --lr")
         if not scaled:

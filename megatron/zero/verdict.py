@@ -35,8 +35,13 @@ class Found(NamedTuple):
     riders: tuple[float, ...] = ()
 
     @property
+    def disputed(self) -> bool:
+        """The ranks disagree."""
+        return self.objections or not self.alike
+
+    @property
     def applied(self) -> bool:
-        return math.isfinite(self.norm) and self.alike and not self.objections
+        return math.isfinite(self.norm) and not self.disputed
 
 
 class Verdict:

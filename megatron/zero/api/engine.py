@@ -116,7 +116,7 @@ class Engine(EngineStatus):
         self.optimizer.note_step()
         self._move_rate_on(report, lr_kwargs or {})
         self._untold = report
-        if report.is_known:
+        if not self.core.is_deferred:
             self._tell()
         self.monitor.step_done(self)
         self._background.poll()
@@ -130,8 +130,8 @@ class Engine(EngineStatus):
             self.lr_scheduler.step(**lr_kwargs)
 
     def conclude(self) -> None:
-        """Wait for the last step, and learn what became of it; raises what was wrong with it. The next step does so by
-        itself: on an accelerator the host is told of a step when it gives the next one."""
+        """Wait for the last step, and learn what became of it; raises what was wrong with it, so every rank calls it.
+        The next step does so by itself: on an accelerator the host is told of a step when it gives the next one."""
         report, self._on_trust = self._on_trust, None
         self.core.conclude()
         self._tell()

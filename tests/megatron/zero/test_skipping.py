@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from megatron import zero
-from megatron.errors import NumericsError
+from megatron.errors import ConfigError, NumericsError
 from megatron.zero.api.engine import Engine
 from megatron.zero.step import SKIPS_IN_A_ROW, STRICT_STEPS
+from mpu import groups
 from mpu.groups import Groups
+from tests.distributed import run_ranks
 from tests.megatron.counting import on_the_accelerator_side
 from tests.megatron.zero.run import configure, engine_around
 
@@ -107,3 +109,67 @@ def test_the_rate_of_a_schedule_waits_for_a_skipped_step(side: str) -> None:
         rates.append((engine.get_lr(), weights(engine)))
     assert rates[0][0] == rates[1][0]
     assert all(map(torch.equal, rates[0][1], rates[1][1]))
+
+
+QUESTIONS: dict[str, Callable[[Engine], object]] = {
+    "the report": lambda engine: engine.core.last_report and engine.core.last_report.riders,
+    "the norm": Engine.get_global_grad_norm,
+    "whether it was applied": Engine.was_step_applied,
+    "skipped steps": lambda engine: engine.skipped_steps,
+    "applied steps": lambda engine: engine.applied_steps,
+    "steps of the optimizer": lambda engine: engine.core.optimizer_steps,
+    "an overflow": lambda engine: engine.optimizer.overflow,
+    "a printed line": lambda engine: list(engine.monitor._lines(engine, None)),
+}
+
+
+def asked_by_one(rank: int, world: int) -> list[tuple[str, str, object]]:
+    """What a run ends with whose first rank alone asks after every step, by question."""
+    seen = []
+    for question, ask in QUESTIONS.items():
+        with on_the_accelerator_side():
+            torch.manual_seed(0)
+            engine = engine_around(nn.Linear(4, 4), configure(bf16=True), groups.build(1))
+            engine.lr_scheduler = None  # the one of `engine_around` asks on every rank
+            message = "no error"
+            try:
+                for number in range(STRICT_STEPS + 3 * SKIPS_IN_A_ROW):
+                    step(engine, torch.inf if rank == 1 and number >= STRICT_STEPS else 1.0)
+                    if rank == 0:
+                        ask(engine)
+            except NumericsError as error:
+                message = str(error)
+            seen.append((question, message, engine.skipped_steps))
+    return seen
+
+
+def test_one_rank_alone_may_ask_what_became_of_a_step(capfd: pytest.CaptureFixture[str]) -> None:
+    """What went wrong all ranks say together, where all of them come."""
+    first, second = run_ranks(asked_by_one, 2, timeout=40)
+    last = STRICT_STEPS + SKIPS_IN_A_ROW + 1
+    for question, message, skipped in first:
+        assert f"at step {last}: first in" in message and skipped == SKIPS_IN_A_ROW + 1, question
+    assert first == second
+    warned = f"gradient norm is nan at step {STRICT_STEPS + 1}: first in "
+    assert capfd.readouterr().err.count(warned) == len(QUESTIONS)
+
+
+def objected_to(rank: int, world: int) -> tuple[str, int]:
+    with on_the_accelerator_side():
+        torch.manual_seed(0)
+        engine = engine_around(nn.Linear(4, 4), configure(bf16=True), groups.build(1))
+        engine.lr_scheduler = None
+        step(engine)
+        if rank == 1:
+            next(engine.module.parameters()).requires_grad_(False)
+        step(engine)
+        if rank == 0:
+            assert not engine.was_step_applied() and engine.core.optimizer_steps == 1
+        with pytest.raises(ConfigError, match="was frozen") as error:
+            engine.conclude()
+        return str(error.value), engine.core.optimizer_steps
+
+
+def test_an_objection_is_raised_where_all_ranks_come() -> None:
+    first, second = run_ranks(objected_to, 2, timeout=20)
+    assert first == second and first[1] == 1
