@@ -202,6 +202,13 @@ def _store(env: Environment, timeout: timedelta) -> torch.distributed.Store | No
     return dist.TCPStore(address, port, env.world_size, True, timeout, master_listen_fd=listener.detach())
 
 
+def keeps_store(environ: Mapping[str, str] = os.environ) -> bool:
+    """What the ranks know of each other ends with this process: it is no file of our launcher's, nor kept by torchrun.
+    """
+    outlives = "MEGATRON_STORE_FILE" in environ or environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return read_environment(environ).rank == 0 and not outlives
+
+
 def _shutdown_at_exit() -> None:
     """For scripts that just end: a thread of gloo's that lets go of a tensor aborts an interpreter that winds down
     around it. Not after an error, when a peer that is gone could be waited for."""

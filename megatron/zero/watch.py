@@ -13,6 +13,7 @@ less often:
     speaker      the one rank that collects them, and a number that grows while it lives; where that stands still, the
                  next rank claims the place
     said         the error that it puts together; every rank ends with it
+    heard        how many ranks know it, or have ended: the rank that keeps the store leaves last
 
 Time proves nothing here: a rank that saves, compiles or debugs for an hour is waited for, since its log is only
 shorter. What ends a run is a contradiction between two logs, which cannot come right again.
@@ -32,6 +33,7 @@ from __future__ import annotations
 
 import secrets
 import sys
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -39,7 +41,7 @@ from threading import Event, RLock, Thread, current_thread
 from typing import Any
 
 from megatron.errors import ConfigError, PeerError, TrainerError
-from megatron.launch import exits
+from megatron.launch import distributed, exits
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.exchanges import (ENDED, FAILED, INTERRUPTED, ExchangeLog, Record, contradict, describe, places_of,
                                      ranges)
@@ -54,6 +56,8 @@ PATIENCE = 3
 RAREST = 8
 """Looks between two questions, at most."""
 POLL_SECONDS = 0.2
+FAILURES = 5
+"""Looks in a row that fail before a rank gives its watch up."""
 SPEAKER_POLLS, LISTENER_POLLS, EXPLAIN_POLLS = 25, 40, 6
 """How often the speaker asks for the logs of the others; how often others find no sign of life of it before one takes
 its place; and how often one asks whose peer is gone."""
@@ -62,6 +66,8 @@ _FAMILY = {cls.__name__: cls for cls in (ConfigError, PeerError)}
 _REMEDY = ("every data parallel rank must run the same blocks in the same order, with the same parameters (at ZeRO "
            "stage 3), and as many forwards, backwards and steps: give every rank as many batches, and draw alike what "
            "is random in the forward (layer drop)")
+_LOST = ("the ranks wait for each other for ever, and the one that kept what they know of each other has left before "
+         "this one was told")
 _RESUME = "look for the first failure among the ranks, then start the same command to resume"
 
 
@@ -89,6 +95,8 @@ class Watch:
         self._log, self._board = log, board
         self._rank, self._ranks = groups.world.rank, groups.dp.ranks
         self._group = self._ranks[0]  # names it
+        self._ranks_in_all = groups.world.size
+        self._fault_is_known = False
         self._closed = Event()
         self._floor = RLock()  # whose holder tells the error
         self._thread = Thread(target=self._run, name="zero-watch", daemon=True)
@@ -115,25 +123,47 @@ class Watch:
                 return
             if found is not None:
                 self._floor.acquire()
+                self._leave_last()
                 raise found from error
             self._closed.wait(POLL_SECONDS)
 
     def _run(self) -> None:
-        count, still, due = -1, 0, PATIENCE
-        with suppress(RuntimeError):  # the store is gone: the rank that kept it has ended
-            while not self._closed.wait(LOOK_SECONDS) and not self._log.is_over:
-                still += 1
-                if count != self._log.count:
-                    count, still, due = self._log.count, 0, PATIENCE
-                elif still >= due:
-                    due = still + min(RAREST, still // PATIENCE)
+        count, still, due, failures = -1, 0, PATIENCE, 0
+        while not self._closed.wait(LOOK_SECONDS) and not self._log.is_over:
+            still += 1
+            if count != self._log.count:
+                count, still, due = self._log.count, 0, PATIENCE
+            elif still >= due:
+                due = still + min(RAREST, still // PATIENCE)
+                try:
                     self._leave_with(self.look())
+                    failures = 0
+                except RuntimeError:  # the store is gone, or only the connection
+                    failures += 1
+                    if self._fault_is_known:
+                        self._leave_with(PeerError(f"{_LOST}: {_RESUME}"))
+                    if failures == FAILURES:
+                        return
+                    with suppress(RuntimeError):
+                        self._board.reconnect()
+        with suppress(RuntimeError):
             self.look()  # tells the others that nothing follows
+            self._board.count("heard")
 
     def _leave_with(self, error: TrainerError | None) -> None:
         if error is not None and not self._log.is_over and self._floor.acquire(blocking=False):
+            self._leave_last()
             exits.write_error(str(error))
             exits.leave_now(error.code)
+
+    def _leave_last(self) -> None:
+        """This rank knows the error. Where it keeps the store, it waits until every rank that stands still has looked.
+        """
+        with suppress(RuntimeError):
+            heard, waited = self._board.count("heard"), 0.0
+            while distributed.keeps_store() and heard < self._ranks_in_all and waited < (RAREST + 2) * LOOK_SECONDS:
+                time.sleep(POLL_SECONDS)
+                heard, waited = self._board.count("heard", 0), waited + POLL_SECONDS
 
     # ---- what the board says ------------------------------------------------------------------------------------
 
@@ -151,6 +181,7 @@ class Watch:
                 asked = self._board.read("asked")
         if self._log.is_over:
             return None
+        self._fault_is_known = True
         if asked[0] != self._group:
             return self._said()
         self._board.write(f"rank/{self._rank}", mine.pack())

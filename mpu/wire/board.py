@@ -22,9 +22,17 @@ class Board:
     """`name` is one that no other board of the run has."""
 
     def __init__(self, name: str) -> None:
-        own = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-        self._store = dist.PrefixStore(name, own)
+        self._name = name
+        self._connect(distributed_c10d._get_default_store())
+
+    def _connect(self, known: dist.Store) -> None:
+        self._own = known.clone()  # type: ignore[attr-defined]
+        self._store = dist.PrefixStore(self._name, self._own)
         self._store.set_timeout(TIMEOUT)
+
+    def reconnect(self) -> None:
+        """After an error: a connection that has failed once never works again."""
+        self._connect(self._own)
 
     def read(self, key: str) -> Any:
         """The note, or None where there is none."""
@@ -41,3 +49,7 @@ class Board:
         """Write where the note is still `old` (None: where there is none); False where somebody was faster."""
         text = json.dumps(new)
         return bool(self._store.compare_set(key, "" if old is None else json.dumps(old), text) == text.encode())
+
+    def count(self, key: str, more: int = 1) -> int:
+        """Add to a number that begins at 0, and is no note; returns what it is now."""
+        return self._store.add(key, more)

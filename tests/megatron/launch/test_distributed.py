@@ -157,3 +157,10 @@ def test_a_script_that_just_ends_leaves_no_thread_of_a_process_group_behind(tmp_
     names = done.stdout.split()
     assert done.returncode == 0 and len(names) >= 2, done.stderr
     assert not [name for name in names if "gloo" in name]
+
+
+@pytest.mark.parametrize("environ, keeps", [
+    ({"RANK": "0"}, True), ({"RANK": "1"}, False), ({"RANK": "0", "MEGATRON_STORE_FILE": "x"}, False),
+    ({"RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}, False)])
+def test_the_store_ends_with_rank_0_where_no_launcher_keeps_it(environ, keeps):
+    assert distributed.keeps_store({"WORLD_SIZE": "2", **environ}) == keeps

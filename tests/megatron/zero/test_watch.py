@@ -7,15 +7,17 @@ process is what the rank returns.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from datetime import timedelta
 from functools import partial
 from itertools import product
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Event, Thread
 from typing import Any
 from unittest.mock import patch
@@ -28,6 +30,9 @@ from megatron import zero
 from megatron.launch import exits
 from megatron.zero import watch
 from megatron.zero.api.engine import Engine
+from megatron.zero.exchanges import ExchangeLog
+from mpu import groups
+from mpu.wire.board import Board
 from tests.distributed import run_ranks
 from tests.wires import accelerator_side
 
@@ -304,6 +309,51 @@ QUICK = [(sleeps_in_a_forward, 3, False), (sleeps_in_a_backward, 1, True), (slee
     pytest.param(*case, marks=SLOW) for case in product(SLEEPS, [1, 3], [False, True]) if case not in QUICK])
 def test_a_slow_rank_is_waited_for(loop: Loop, stage: int, side: bool) -> None:
     assert ends_of(loop, 2, LARGER, stage, side) == ["", ""]
+
+
+# ---- the store -----------------------------------------------------------------------------------------------------
+
+
+def stands_still(rank: int, world: int, folder: str) -> str:
+    """Rank 0 keeps the store, which ends with it; it runs another block than the others."""
+    port = Path(folder, "port")
+    if rank == 0 and (keeper := os.fork()) == 0:
+        store = _tcp_store(0, True)
+        port.with_suffix(".new").write_text(str(store.port))
+        port.with_suffix(".new").rename(port)
+        Event().wait()
+    while not port.exists():
+        time.sleep(0.01)
+    torch.distributed.init_process_group("gloo", store=_tcp_store(int(port.read_text()), False), rank=rank,
+                                         world_size=world)
+    log = ExchangeLog(sums_in_order=True)
+    log.note("blocks.1" if rank == 0 else "blocks.2")
+    ends: SimpleQueue[str] = SimpleQueue()
+    told: list[str] = []
+
+    def leave(code: int) -> None:
+        if rank == 0:
+            os.kill(keeper, signal.SIGKILL)
+        ends.put(f"{code} {told[-1]}")
+        Event().wait()
+
+    with patch.multiple(watch, LOOK_SECONDS=LOOK, POLL_SECONDS=0.05), \
+            patch.multiple(exits, write_error=told.append, leave_now=leave):
+        time.sleep(3 * LOOK * rank)  # they do not begin to wait at one moment
+        watch.Watch(log, groups.build(), Board("watch")).start()
+        try:
+            return ends.get(timeout=10)
+        except Empty:
+            return "still stands"
+
+
+def _tcp_store(port: int, keeps: bool) -> torch.distributed.TCPStore:
+    return torch.distributed.TCPStore("127.0.0.1", port, None, keeps, timedelta(seconds=20), wait_for_workers=False)
+
+
+def test_the_rank_that_keeps_the_store_leaves_last(tmp_path: Path) -> None:
+    error = one_error(run_ranks(stands_still, 4, str(tmp_path), timeout=40, init=False))
+    assert "rank 0 is at blocks.1, " in error
 
 
 # ---- as a user sees it ---------------------------------------------------------------------------------------------

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -11,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.errors import TrainerError
+from megatron.launch import exits
 from megatron.zero import watch
 from megatron.zero.exchanges import KEPT, ExchangeLog
 from megatron.zero.watch import Watch
@@ -99,3 +101,43 @@ def test_a_fault_is_named_even_where_a_log_has_gone_on_since() -> None:
             far.note("c")
         error = first.look()
     assert "rank 0 is at b, rank 1 is at a" in str(error)
+
+
+def _told_by_itself(each: Watch) -> str:
+    """What the thread of the watch ends its rank with."""
+    told: list[str] = []
+
+    def leave(code: int) -> None:
+        told.append(str(code))
+        each._closed.set()
+
+    with patch.multiple(exits, write_error=told.append, leave_now=leave):
+        each.start()
+        each._thread.join(10)
+    assert not each._thread.is_alive()
+    return " ".join(reversed(told))
+
+
+def test_a_rank_that_loses_the_store_when_a_fault_is_known_leaves() -> None:
+    first, second = watch_of(0, 2, log_of("a")), watch_of(1, 2, log_of("b"))
+    assert first.look() is None
+    board_of(second).write("speaker", [7, 3])
+    with patch.object(board_of(second), "write", side_effect=RuntimeError("the store is gone")):
+        assert _told_by_itself(second).startswith("5 the ranks wait for each other for ever, and the one that kept")
+
+
+@pytest.mark.parametrize("failures, ends", [(watch.FAILURES - 1, "2 "), (watch.FAILURES, "")])
+def test_a_connection_that_fails_now_and_then_is_made_anew(failures: int, ends: str) -> None:
+    first, second = watch_of(0, 2, log_of("a")), watch_of(1, 2, log_of("b"))
+    assert first.look() is None
+    fails = partial(_fail_until, [RuntimeError("Broken pipe")] * failures, board_of(second).read)
+    with patch.object(board_of(second), "read", fails), patch.object(watch, "SPEAKER_POLLS", 3), \
+            patch.object(board_of(second), "reconnect") as reconnect:
+        assert _told_by_itself(second)[:2] == ends
+    assert reconnect.call_count == watch.FAILURES - 1
+
+
+def _fail_until(errors: list[RuntimeError], read: Callable[[str], Any], key: str) -> Any:
+    if errors:
+        raise errors.pop()
+    return read(key)
