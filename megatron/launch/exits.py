@@ -19,6 +19,7 @@ import select
 import signal
 import sys
 import traceback
+import weakref
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, NoReturn
 
@@ -42,6 +43,10 @@ PEER_CLASSES = frozenset({"DistError", "DistBackendError", "DistNetworkError", "
 PEER_TEXTS = ("gloo/", "Connection closed by peer", "Connection reset by peer", "NCCL", "wait timeout after",
               "Socket Timeout")
 STORAGE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EPIPE})
+
+
+_FAREWELLS: list[weakref.WeakMethod[Callable[[], None]]] = []
+"""Of the process, as the exit code is."""
 
 
 class MemoryShortage(MemoryError):
@@ -75,11 +80,25 @@ def run(main: Callable[[], int | None], debug: bool | None = None, *, is_job: bo
                 traceback.print_exception(error)
             write_error(failure.text)
             code = failure.code
+            if not failure.is_peer_loss:  # the peers of a victim hear it from the culprit
+                _say_farewell()
     if among_ranks():
         leave_now(code)
     if not flush():
         discard_output()
     return code
+
+
+def before_failing(farewell: Callable[[], None]) -> None:
+    """Call this method, while its object lives, when this process is about to leave with an error of its own."""
+    _FAREWELLS.append(weakref.WeakMethod(farewell))
+
+
+def _say_farewell() -> None:
+    while _FAREWELLS:
+        farewell = _FAREWELLS.pop()()
+        if farewell is not None:
+            farewell()
 
 
 def _code(main: Callable[[], int | None]) -> int:

@@ -87,6 +87,7 @@ def watch_over(engine: ZeroEngine) -> None:
     watch = Watch(engine.log, groups, board)
     engine.log.explain = watch.explain
     weakref.finalize(engine, watch.close)
+    exits.before_failing(watch.farewell)
     watch.start()
 
 
@@ -107,10 +108,16 @@ class Watch:
     def close(self) -> None:
         """The engine is gone, or the program ends: nobody must wait for this rank any more."""
         failed = sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None
-        self._log.note(FAILED if failed else ENDED)
+        if not self._log.is_over:
+            self._log.note(FAILED if failed else ENDED)
         self._closed.set()
         if current_thread() is not self._thread:  # the garbage collector runs anywhere
             self._thread.join(timeout=2)
+
+    def farewell(self) -> None:
+        """This rank fails, and leaves without destructors: the board names it to those who wait for it."""
+        self.close()
+        self._leave_last(0)
 
     def explain(self, error: BaseException) -> None:
         """Raise what is wrong with the run, where torch's error only says that a peer has left."""
@@ -156,11 +163,11 @@ class Watch:
             exits.write_error(str(error))
             exits.leave_now(error.code)
 
-    def _leave_last(self) -> None:
-        """This rank knows the error. Where it keeps the store, it waits until every rank that stands still has looked.
-        """
+    def _leave_last(self, more: int = 1) -> None:
+        """This rank knows the error (0: it has said before that it ends). Where it keeps the store, it waits until
+        every rank that stands still has looked."""
         with suppress(RuntimeError):
-            heard, waited = self._board.count("heard"), 0.0
+            heard, waited = self._board.count("heard", more), 0.0
             while distributed.keeps_store() and heard < self._ranks_in_all and waited < (RAREST + 2) * LOOK_SECONDS:
                 time.sleep(POLL_SECONDS)
                 heard, waited = self._board.count("heard", 0), waited + POLL_SECONDS

@@ -141,3 +141,21 @@ def _fail_until(errors: list[RuntimeError], read: Callable[[str], Any], key: str
     if errors:
         raise errors.pop()
     return read(key)
+
+
+@pytest.mark.parametrize("error, told", [
+    (ValueError("x"), "rank 0 is at an error of its own, rank 1 is at b"),
+    (RuntimeError("Connection closed by peer"), "")])
+def test_a_rank_that_fails_by_itself_says_so_before_it_leaves(error: Exception, told: str) -> None:
+    first, second = watch_of(0, 2, log_of("a")), watch_of(1, 2, log_of("a", "b"))
+    first.start()
+    exits.before_failing(first.farewell)
+
+    def fail() -> None:
+        raise error
+
+    with patch.multiple(exits, among_ranks=lambda: True, leave_now=lambda code: None), \
+            patch.object(watch, "SPEAKER_POLLS", 3):
+        exits.run(fail, debug=False)
+        assert told in str(second.look()) and (told != "" or second.look() is None)
+    first.close()
