@@ -74,10 +74,11 @@ class ExchangeLog:
     def record(self, rank: int) -> Record:
         """A snapshot; the rank may go on meanwhile, in another thread."""
         while True:
+            waits = self.entry_awaited, self.sum_awaited  # first: what it may begin meanwhile can only end a wait
             count = self.count
             first = max(0, count - KEPT)
             entries = [self._entries[number % KEPT] for number in range(first, count)]
-            taken = Record(rank, first, entries, self.sums, self.entry_awaited, self.sum_awaited)
+            taken = Record(rank, first, entries, self.sums, *waits)
             if count == self.count:
                 return taken
 

@@ -112,3 +112,28 @@ def test_of_many_ranks_each_log_is_gone_through_once(differs: bool) -> None:
     with patch.object(exchanges, "first_difference", wraps=first_difference) as compared:
         assert bool(places_of(records)) == differs
     assert compared.call_count == 1
+
+
+class LogThatGoesOn(ExchangeLog):
+    """Between two looks at it the rank begins its sum, and then waits for an entry."""
+
+    def __getattribute__(self, name: str) -> object:
+        found = super().__getattribute__(name)
+        if name in ("sums", "entry_awaited", "sum_awaited") and "steps" in vars(self) and self.steps:
+            self.steps.pop(0)()
+        return found
+
+
+@pytest.mark.parametrize("looks", range(4))
+def test_a_rank_that_goes_on_while_it_is_looked_at_contradicts_nobody(looks: int) -> None:
+    mine, other = log_of("a", sums=1), LogThatGoesOn(sums_in_order=False)
+    mine.sum_awaited = 0, "block 0"
+    other.note("a")
+    other.note("b")
+
+    def goes_on() -> None:
+        other.begin_sum("block 0")
+        other.entry_awaited = 1
+
+    other.steps = [*[lambda: None] * looks, goes_on]
+    assert not contradict(mine.record(0), other.record(1))
