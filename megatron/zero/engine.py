@@ -69,7 +69,8 @@ class ZeroEngine:
         one_by_one = self._policy.split_optim or kinds.sends_copies(device)
         reductions = ReductionOrder(self._units, 1 if one_by_one else None, self.log)
         self.passes = Passes(self._units, self.residency, reductions, self.log,
-                             allows_unused=zero.ignore_unused_parameters)
+                             allows_unused=zero.ignore_unused_parameters,
+                             closes_units=self._policy.split_params and on_accelerator(device))
         self._handles = attach(self._units, self.passes)
 
     # ---- the loop -----------------------------------------------------------------------------------------------

@@ -3,10 +3,15 @@
 hooks.py reports the events; here they become calls: residency.py gathers parameters and releases them, reductions.py
 sends the gradients of a bucket to their owners as soon as all of them have been made. Nothing here knows of loss
 scales, micro-batches or the optimizer.
+
+Where sums travel in order with parameters (on an accelerator at stage 3), that order may not depend on which parameters
+a rank has used. So a unit is closed when the backward of another one begins: all it will get has arrived by then, and
+it is sent where a rank that used all of it sends it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -24,9 +29,9 @@ class Passes:
     """Receives the events of hooks.py, and runs a backward pass from its loss to the last reduction."""
 
     def __init__(self, units: Sequence[Unit], residency: Resident, reductions: ReductionOrder, log: ExchangeLog, *,
-                 allows_unused: bool) -> None:
+                 allows_unused: bool, closes_units: bool) -> None:
         self._residency, self._reductions, self._allows_unused = residency, reductions, allows_unused
-        self._log = log
+        self._log, self._closes_units = log, closes_units
         self._buckets = [bucket for unit in units for bucket in unit.buckets if bucket.trainable]
         self.in_backward = False
         self.weights = 0
@@ -36,6 +41,9 @@ class Passes:
         self._complaint: str | None = None
         self._abandoned = 0
         self._inputs_done: set[Unit] = set()
+        self._calls, self._calls_of = Counter[Unit](), 0
+        """Forwards that a backward may still be of, by unit; and the weights they used."""
+        self._begun: set[Unit] = set()  # in this backward, and not all gradients have arrived
 
     def backward(self, loss: Tensor, *, retain_graph: bool, reduces: bool, ends_step: bool) -> None:
         """Make the gradients of `loss`. With `reduces` they are summed over data parallel when this returns; with
@@ -60,6 +68,9 @@ class Passes:
         finally:
             self.in_backward = False
             self._inputs_done.clear()
+            self._begun.clear()
+        if not retain_graph and max(self._calls.values(), default=0) <= 1:
+            self._calls.clear()  # otherwise it is not known which forwards are left
         self._residency.done_with_all()
 
     def _abandon(self) -> None:
@@ -110,6 +121,8 @@ class Passes:
     def before_forward(self, unit: Unit) -> None:
         if unit.is_root and not self.in_backward:
             self._residency.start()
+        if not self.in_backward:
+            self._count(unit)
         try:
             self._residency.enter(unit, Phase.REPLAY if self.in_backward else Phase.FORWARD)
         except RuntimeError as error:
@@ -127,7 +140,28 @@ class Passes:
         if weights != self.weights:
             raise ConfigError("backward of a forward that ran before the weights changed (a step, or a loaded "
                               "checkpoint): its gradients would mix old and new; run the forward again after it")
+        if self._closes_units and self.in_backward:
+            self._close_others(unit)
         self._residency.enter(unit, Phase.BACKWARD)
+
+    def _count(self, unit: Unit) -> None:
+        if self._calls_of != self.weights:
+            self._calls.clear()
+            self._calls_of = self.weights
+        self._calls[unit] += 1
+
+    def _close_others(self, unit: Unit) -> None:
+        """The backward of `unit` begins. Autograd goes back in the order of the forward, so that of a unit which ran
+        once, later, is over, unless it has `unit` inside: what has no gradient now gets none."""
+        for other in sorted(self._begun - {unit}, key=lambda one: -one.index):
+            if self._calls[other] == 1 and not unit.name.startswith(f"{other.name}."):
+                self._begun.remove(other)
+                self._residency.done(other)
+                for bucket in other.buckets if self._reduces else ():
+                    if bucket.trainable:
+                        self._reductions.ready(bucket)
+        if not unit.is_root:
+            self._begun.add(unit)
 
     def inputs_done(self, unit: Unit) -> None:
         self._inputs_done.add(unit)
@@ -146,5 +180,7 @@ class Passes:
         """Release the parameters of a unit as soon as nothing in this backward can need them: all their gradients have
         been computed, and where some parameters have none, those of the inputs."""
         made = all(bucket.grads.complete for bucket in unit.buckets if bucket.trainable)
+        if made:
+            self._begun.discard(unit)
         if made and not unit.is_root and (not unit.has_frozen or unit in self._inputs_done):
             self._residency.done(unit)

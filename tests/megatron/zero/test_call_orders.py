@@ -16,6 +16,7 @@ from megatron.errors import ConfigError
 from megatron.zero.api import saved
 from megatron.zero.api.engine import Engine
 from tests.distributed import RankError, run_ranks
+from tests.wires import accelerator_side
 
 WIDTH, STAGES = 8, (0, 1, 2, 3)
 
@@ -409,3 +410,63 @@ def test_a_parameter_that_one_micro_batch_uses_is_used(stage: int) -> None:
         engine.backward(engine(rows(0, number)))
         engine.step()
     assert engine.global_steps == 2
+
+
+# ---- a parameter that one rank does not use, where sums travel in order with parameters ------------------------------
+
+
+class Choosing(nn.Module):
+    """Two linears, the second used or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        x = torch.tanh(self.first(x))
+        return x + self.second(x) if both else x
+
+
+class Choices(nn.Module):
+    def __init__(self, uses: tuple[int, ...], recomputes: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Choosing() for _ in range(4))
+        self.uses, self.recomputes = uses, recomputes
+
+    def forward(self, x: Tensor, without: int) -> Tensor:
+        for number in self.uses:
+            block, both = self.blocks[number], number != without
+            x = checkpoint(block, x, both, use_reentrant=False) if self.recomputes else block(x, both)
+        return x.square().mean()
+
+
+CHOICES = [((0, 1, 2, 3), False), ((0, 1, 2, 3), True)]
+
+
+def choose(rank: int, world: int, accelerator: bool) -> list[tuple[Tensor, list[tuple[str, str]]]]:
+    """Weights and exchanges of steps in which rank 1 leaves out a part of block 2, each way of using the blocks."""
+    seen = []
+    with accelerator_side(accelerator):
+        for uses, recomputes in CHOICES:
+            engine = engine_of(3, Choices(uses, recomputes))
+            for number in range(3):
+                without = 2 if rank == 1 and number else -1
+                engine.backward(engine(rows(rank, number), without))
+                engine.step()
+            # Of two forwards the sum; nothing may be sent before the second.
+            engine.backward(engine(rows(rank, 3), -1) + engine(rows(rank, 4), -1))
+            engine.step()
+            engine.settle()
+            entries = list(engine.core.log.record(rank).entries)
+            seen.append((whole(engine), entries))
+    return seen
+
+
+def test_a_parameter_unused_on_one_rank_leaves_the_order_of_exchanges_alone() -> None:
+    """On an accelerator, where all of them share one queue."""
+    plain = run_ranks(choose, 2, False)[0]
+    first, second = run_ranks(choose, 2, True)
+    for case, (weights, _), (ours, noted), (_, theirs) in zip(CHOICES, plain, first, second, strict=True):
+        assert noted == theirs, case
+        assert torch.allclose(ours, weights, atol=1e-6), case
