@@ -15,6 +15,7 @@ import errno
 import importlib
 import os
 import re
+import resource
 import socket
 import sys
 from collections.abc import Mapping
@@ -148,6 +149,7 @@ def init_process_group(env: Environment, backend: str | None = None,
     # one, they name none.
     importlib.import_module("torch.distributed.nn.functional")
     atexit.register(_shutdown_at_exit)
+    _make_room_for_connections()
     chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
     timeout = timedelta(seconds=timeout_seconds)
     if env.world_size == 1:
@@ -166,6 +168,14 @@ def init_process_group(env: Environment, backend: str | None = None,
     except (OSError, RuntimeError) as error:
         _explain_port(error)
         raise
+
+
+def _make_room_for_connections() -> None:
+    """gloo connects each rank to all others, in each group: with 1,000 ranks more than a process may open by default.
+    Only pairs that send to each other connect when it does so on demand."""
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _explain_port(error: OSError | RuntimeError) -> None:

@@ -164,3 +164,18 @@ def test_a_script_that_just_ends_leaves_no_thread_of_a_process_group_behind(tmp_
     ({"RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}, False)])
 def test_the_store_ends_with_rank_0_where_no_launcher_keeps_it(environ, keeps):
     assert distributed.keeps_store({"WORLD_SIZE": "2", **environ}) == keeps
+
+
+MEETS = """
+import os, resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 256))
+from megatron.launch import distributed
+distributed.init_process_group(distributed.Environment(), "gloo", also_alone=True)
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], os.environ["TORCH_GLOO_LAZY_INIT"])
+"""
+
+
+def test_a_rank_connects_on_demand_and_may_open_all_it_is_allowed():
+    environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    program = subprocess.run([sys.executable, "-c", MEETS], cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert program.stdout.split() == ["256", "1"], program.stderr
