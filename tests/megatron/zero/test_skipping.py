@@ -145,7 +145,7 @@ def asked_by_one(rank: int, world: int) -> list[tuple[str, str, object]]:
 
 def test_one_rank_alone_may_ask_what_became_of_a_step(capfd: pytest.CaptureFixture[str]) -> None:
     """What went wrong all ranks say together, where all of them come."""
-    first, second = run_ranks(asked_by_one, 2, timeout=40)
+    first, second = run_ranks(asked_by_one, 2, timeout=120)
     last = STRICT_STEPS + SKIPS_IN_A_ROW + 1
     for question, message, skipped in first:
         assert f"at step {last}: first in" in message and skipped == SKIPS_IN_A_ROW + 1, question
