@@ -121,7 +121,7 @@ class Passes:
     def before_forward(self, unit: Unit) -> None:
         if unit.is_root and not self.in_backward:
             self._residency.start()
-        if not self.in_backward:
+        if self._closes_units and not self.in_backward and torch.is_grad_enabled():
             self._count(unit)
         try:
             self._residency.enter(unit, Phase.REPLAY if self.in_backward else Phase.FORWARD)

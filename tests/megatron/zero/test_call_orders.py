@@ -451,6 +451,8 @@ def choose(rank: int, world: int, accelerator: bool) -> list[tuple[Tensor, list[
         for uses, recomputes in CHOICES:
             engine = engine_of(3, Choices(uses, recomputes))
             for number in range(3):
+                with torch.no_grad():
+                    engine(rows(rank, number), -1)  # an evaluation in between is no forward of the backward
                 without = 2 if rank == 1 and number else -1
                 engine.backward(engine(rows(rank, number), without))
                 engine.step()
