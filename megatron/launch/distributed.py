@@ -19,6 +19,7 @@ import resource
 import socket
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -175,7 +176,8 @@ def _make_room_for_connections() -> None:
     Only pairs that send to each other connect when it does so on demand."""
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    with suppress(ValueError, OSError):  # macOS names a limit that it does not grant
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _explain_port(error: OSError | RuntimeError) -> None:
