@@ -1,13 +1,13 @@
 """Save while training goes on: copy the state, then write it from a thread. The protocol is writer.py's, unchanged.
 
     start    copy this rank's share to the host and give the first job of the save to a thread     all ranks
-    poll     after every step while a save is under way: have all ranks done their job? Then agree,
-             and give the next job to a thread; after the last one the save is complete             all ranks
+    poll     after every step while a save is under way: have all ranks done their job (the sum of
+             their `progress`)? Then give the next to a thread; after the last it is complete       all ranks
     wait     the same without asking first: the thread is waited for                               all ranks
 
-A job sends nothing to other ranks, so there is no communication outside the training thread, and the commit rule is
-that of every save: a kill at any moment leaves the older tags, or the new one. When a job fails on one rank, the next
-poll raises its error on all. There is one save at a time: start a second one after `wait`.
+A job sends nothing to other ranks, and `progress` travels with the sums of a step: nothing waits for the save. The
+commit rule is that of every save: a kill at any moment leaves the older tags, or the new one. When a job fails on one
+rank, the next poll raises its error on all. There is one save at a time: start a second one after `wait`.
 
 Memory: one copy of what this rank writes, taken at the first save and used again by the next ones. On CUDA it is pinned
 (torch rounds pinned blocks up to a power of two), so that the copy runs at the speed of the bus.
@@ -16,7 +16,7 @@ Memory: one copy of what this rank writes, taken at the first save and used agai
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -26,14 +26,10 @@ import torch
 
 from megatron.checkpoint.tensorfile import Item
 from megatron.checkpoint.writer import Job, SaveReport, Saving, answer
-from mpu.collectives import agree
 from mpu.groups import Group
 
 ALIGNMENT = 64
 """Of each tensor in the copy: views need their own width, copies like a cache line."""
-
-FAILED, RUNNING, DONE = 0, 1, 2
-"""State of a rank's job; the smallest one over the ranks says what to do."""
 
 
 class HostCopy:
@@ -79,18 +75,24 @@ class Background:
         self._job = _in_thread(next(steps))
         self._save = steps, then
 
-    def poll(self) -> None:
-        """Continue if all ranks can, or if one has failed; otherwise return at once."""
-        if self.busy and agree(self._state(), self._world, "min") != RUNNING:
+    @property
+    def progress(self) -> tuple[float, ...]:
+        """Has this rank's job failed, and is it done? Empty while there is none."""
+        if not self.busy:
+            return ()
+        done = self._job.done()
+        return float(done and self._job.exception() is not None), float(done)
+
+    def poll(self, progress: Sequence[float]) -> None:
+        """Continue if all ranks can, or if one has failed; otherwise return at once. `progress` is the sum of theirs,
+        when it was asked for; a save that has ended since then, or gone on, takes no harm."""
+        if self.busy and progress and (progress[0] or progress[1] == self._world.size):
             self._advance()
 
     def wait(self) -> None:
         """Return when no save is under way."""
         while self.busy:
             self._advance()
-
-    def _state(self) -> int:
-        return RUNNING if not self._job.done() else DONE if self._job.exception() is None else FAILED
 
     def _advance(self) -> None:
         """Wait for this rank's job, agree, and start the next one or end the save."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -19,14 +18,16 @@ import torch
 from torch import Tensor
 
 from megatron.optim.rule import Span, StepScalars
+from mpu.collectives import agree
 from mpu.device import on_accelerator
+from mpu.groups import Group
 from mpu.kernels import working
 
 LARGEST_TILE = 2**24
 """Elements widened at a time: 64 MB of fp32, large enough to keep a device busy."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class AdamW:
     """Adam with decoupled weight decay, unless `decoupled` is False."""
 
@@ -38,17 +39,25 @@ class AdamW:
     """False: weight decay is added to the gradient."""
     _places: dict[int, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Hyper-parameter group -> where the kernel finds its spans."""
+    _kernel: ModuleType | None = field(default=None, init=False, repr=False, compare=False)
+    """Ours, where it works on all ranks."""
 
     name = "AdamW"
     states = ("exp_avg", "exp_avg_sq")
     elementwise = True
     waits = False
 
+    def settle_on(self, device: torch.device, world: Group) -> None:
+        """The two kernels round differently."""
+        kernel = _kernel_on(device) if on_accelerator(device) else None
+        everywhere = agree(kernel is not None, world, "min")
+        self._kernel = kernel if everywhere else None
+
     def step(self, span: Span, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
         self.step_many([span], hyper, StepScalars.of(factor, steps_taken, span.master.device))
 
     def step_many(self, spans: Sequence[Span], hyper: Mapping[str, Any], at: StepScalars) -> bool:
-        kernel = _kernel_on(spans[0].master.device) if on_accelerator(spans[0].master) else None
+        kernel = self._kernel
         if kernel is not None and kernel.update(spans, self._places.setdefault(spans[0].group, kernel.Places()), hyper,
                                                 at, bias_correction=self.bias_correction, decoupled=self.decoupled):
             return True
@@ -104,7 +113,6 @@ class AdamW:
         pass
 
 
-@cache
 def _kernel_on(device: torch.device) -> ModuleType | None:
     def load() -> ModuleType:
         from megatron.optim import adam_kernel

@@ -22,6 +22,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from mpu.groups import Group
+
 
 ParamGroup = dict[str, Any]
 """As torch's optimizers have them: "params", and the hyper-parameters these share ("lr" is one of them)."""
@@ -90,6 +92,10 @@ class Rule(Protocol):
     def waits(self) -> bool:
         """It wants the numbers of a step on the host: `step_many` raises."""
 
+    def settle_on(self, device: torch.device, world: Group) -> None:
+        """Choose how spans on `device` are updated, where that is a choice: alike on all ranks, or copies of one weight
+        would drift apart. Collective."""
+
     def step(self, span: Span, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
         """Update the span after `steps_taken` steps before this one."""
 
@@ -107,6 +113,9 @@ class OneByOne:
     """Part of a rule that steps one span after the other, by numbers on the host."""
 
     waits = True
+
+    def settle_on(self, device: torch.device, world: Group) -> None:
+        """There is one way."""
 
     def step_many(self, spans: Sequence[Span], hyper: Mapping[str, Any], at: StepScalars) -> bool:
         raise AssertionError(f"{type(self).__name__} steps one span at a time, by numbers on the host")

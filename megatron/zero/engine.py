@@ -57,6 +57,7 @@ class ZeroEngine:
             self._policy, travel, kinds, groups.dp, device,
             zero.stage3_param_persistence_threshold, group_of.__getitem__, self.log))
         connect_sinks(self._units)
+        rule.settle_on(device, groups.world)
         scaling = scale_rule(precision)
         self.state = State(self._units, rule, scaling.start(), groups.world, loads_masters=zero.load_from_fp32_weights)
         self.buckets, self.frozen = self.state.buckets, self.state.frozen
@@ -92,9 +93,10 @@ class ZeroEngine:
             raise
         return loss / divisor
 
-    def step(self, lr: float | None = None, riders: Sequence[Tensor | float] = ()) -> StepReport | None:
+    def step(self, lr: float | None = None, riders: Sequence[Tensor | float] = (), aside: Sequence[float] = (),
+             ) -> StepReport | None:
         """At the accumulation boundary: clip, update, publish; None in between. `lr` sets that of all groups. `riders`
-        are numbers to be summed over all ranks on the way."""
+        are numbers to be summed over all ranks on the way; those given `aside` come back beside them."""
         self._check_whole()
         if self._in_no_sync:
             raise ConfigError("engine.step() inside no_sync(): gradients are not summed over the ranks there; call it "
@@ -112,7 +114,7 @@ class ZeroEngine:
         self.residency.done_with_all()  # a forward may have run since the backward
         try:
             objection = self.passes.objection() or self._roster.objection()
-            self.last_report = self._step(self.passes.take_trace(), objection, riders)
+            self.last_report = self._step(self.passes.take_trace(), objection, riders, aside)
         except BaseException as error:
             self.passes.note_interruption(error)
             self.log.explain(error)

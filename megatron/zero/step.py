@@ -44,12 +44,12 @@ class StepReport:
     """What one optimizer step did. Asking waits for the device where the verdict is not known yet, never for a rank."""
 
     def __init__(self, verdict: Verdict, objection: str | None, *, number: int, loss_scale: float, lr: float,
-                 ) -> None:
+                 riders: int) -> None:
         self.number, self.loss_scale, self.lr = number, loss_scale, lr
         """Which optimizer step it was; the scale its gradients carried; the rate of the first param group."""
         self.complaint: str | None = None
         """Why the step was skipped, where that is unusual. Known once the step is concluded."""
-        self.verdict, self.objection = verdict, objection
+        self.verdict, self.objection, self._riders = verdict, objection, riders
         self._found: Found | None = None
 
     @property
@@ -74,7 +74,12 @@ class StepReport:
     @property
     def riders(self) -> tuple[float, ...]:
         """Sums over the world of the numbers that travelled along."""
-        return self.found.riders
+        return self.found.riders[:self._riders]
+
+    @property
+    def aside(self) -> tuple[float, ...]:
+        """The same of the numbers that the engine gave, beside its caller's."""
+        return self.found.riders[self._riders:]
 
 
 class Step:
@@ -100,15 +105,15 @@ class Step:
             bucket.gradient_unit = self._unit
 
     def __call__(self, trace: int, objection: str | None = None,
-                 riders: Sequence[Tensor | float] = ()) -> StepReport:
+                 riders: Sequence[Tensor | float] = (), aside: Sequence[float] = ()) -> StepReport:
         """Update the weights, or skip the step where a gradient is not finite; the gradients are spent. `trace` is a
         digest of what this rank ran, which all ranks must agree on; an `objection` of one rank is an error of all.
-        `riders` travel along."""
+        `riders` travel along, and so do those given `aside`."""
         self.conclude()
         counters = self._state.counters
-        verdict = self._judge(trace, objection, riders)
+        verdict = self._judge(trace, objection, (*riders, *aside))
         report = StepReport(verdict, objection, number=counters.global_steps + 1,
-                            loss_scale=counters.scaler.scale, lr=self._param_groups[0]["lr"])
+                            loss_scale=counters.scaler.scale, lr=self._param_groups[0]["lr"], riders=len(riders))
         if self.is_deferred:
             self._update(self._scalars(verdict))
         elif (found := self._undisputed(report)).applied:

@@ -47,7 +47,7 @@ from megatron.zero.api.saved import (
     whole_weights,
     write_weights,
 )
-from megatron.zero.api.schedule import FollowSchedule, Scheduler
+from megatron.zero.api.schedule import Moved, Scheduler, can_go_back
 from megatron.zero.api.status import EngineStatus
 from megatron.zero.api.weights import PREFIX, load_weights, weights_of
 from megatron.zero.engine import ZeroEngine
@@ -74,7 +74,7 @@ class Engine(EngineStatus):
         """New weights are complete when `step` returns. A loop that looks at them only through this engine may switch
         it off: they then travel during the forward that follows."""
         self._run_id: str = broadcast_json(secrets.token_hex(8), core.groups.world)
-        self._on_trust: StepReport | None = None
+        self._on_trust: Moved | None = None
         self._untold: StepReport | None = None
         self.last_save: SaveReport | None = None
         """What the last complete save cost."""
@@ -107,7 +107,7 @@ class Engine(EngineStatus):
         `riders` are summed over all ranks on the way (`StepReport.riders`)."""
         with self.monitor.phase("step"):
             self.conclude()
-            report = self.core.step(riders=riders)
+            report = self.core.step(riders=riders, aside=self._background.progress)
             if self.reads_weights_between_steps:
                 self.core.settle()
         self._batching.after_step(report is not None)
@@ -119,30 +119,35 @@ class Engine(EngineStatus):
         if not self.core.is_deferred:
             self._tell()
         self.monitor.step_done(self)
-        self._background.poll()
         return report
 
     def _move_rate_on(self, report: StepReport, lr_kwargs: Mapping[str, Any]) -> None:
-        if isinstance(self.lr_scheduler, FollowSchedule) and not report.is_known:
-            self._on_trust = report  # the rate can go back, should the step turn out to have been skipped
-            self.lr_scheduler.step()
-        elif self.lr_scheduler is not None and report.applied:
-            self.lr_scheduler.step(**lr_kwargs)
+        """At once where the rate can go back, should the step turn out to have been skipped."""
+        scheduler = self.lr_scheduler
+        if scheduler is None:
+            return
+        if self.core.is_deferred and can_go_back(scheduler):
+            self._on_trust = Moved(scheduler, self.optimizer.param_groups, lr_kwargs)
+        elif report.applied:
+            scheduler.step(**lr_kwargs)
 
     def conclude(self) -> None:
         """Wait for the last step, and learn what became of it; raises what was wrong with it, so every rank calls it.
         The next step does so by itself: on an accelerator the host is told of a step when it gives the next one."""
-        report, self._on_trust = self._on_trust, None
         self.core.conclude()
         self._tell()
-        if report is not None and not report.applied and isinstance(self.lr_scheduler, FollowSchedule):
-            self.lr_scheduler.take_back()
 
     def _tell(self) -> None:
-        """Say why the last step was skipped, where that is unusual."""
+        """The last step is known: say why it was skipped, where that is unusual, and do what waited for it."""
         report, self._untold = self._untold, None
-        if report is not None and report.complaint is not None and self.groups.world.rank == 0:
+        moved, self._on_trust = self._on_trust, None
+        if report is None:
+            return
+        if report.complaint is not None and self.groups.world.rank == 0:
             print(f"warning: {report.complaint}", file=sys.stderr)
+        if moved is not None and not report.applied:
+            moved.take_back()
+        self._background.poll(report.aside)
 
     def train(self, mode: bool = True) -> Engine:
         self.core.module.train(mode)

@@ -5,6 +5,8 @@ Not here: the curves (optim/schedule.py), and DeepSpeed's scheduler classes (opt
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -12,6 +14,7 @@ import torch
 
 from megatron.config.tree import Config
 from megatron.optim.schedule import Schedule, build_schedule
+from megatron.optim.schedulers import Scheduler as Curve
 from megatron.zero.api.saved import Stateful
 
 
@@ -48,10 +51,6 @@ class FollowSchedule:
     def step(self) -> None:
         self._go_to(self.steps + 1)
 
-    def take_back(self) -> None:
-        """The last step was not taken."""
-        self._go_to(self.steps - 1)
-
     def get_last_lr(self) -> list[float]:
         """The rate of each param group in the next step."""
         return [float(group["lr"]) for group in self._optimizer.param_groups]
@@ -63,6 +62,33 @@ class FollowSchedule:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._go_to(state_dict["steps"])
+
+
+def can_go_back(scheduler: Scheduler) -> bool:
+    """Its state is known to be small, and to be all that `step` changes beside the param groups."""
+    return isinstance(scheduler, FollowSchedule | Curve | torch.optim.lr_scheduler.LRScheduler)
+
+
+class Moved:
+    """A step of a scheduler that can be taken back."""
+
+    def __init__(self, scheduler: Scheduler, groups: Sequence[dict[str, Any]], arguments: Mapping[str, Any]) -> None:
+        self._scheduler, self._groups = scheduler, groups
+        self._state, self._before = deepcopy(scheduler.state_dict()), _numbers_of(groups)
+        scheduler.step(**arguments)
+        self._after = _numbers_of(groups)
+
+    def take_back(self) -> None:
+        """What somebody else has set since then stays."""
+        now = _numbers_of(self._groups)
+        self._scheduler.load_state_dict(self._state)  # ours set the rates of that state, torch's set none
+        for group, old, new, present in zip(self._groups, self._before, self._after, now, strict=True):
+            group.update({name: old[name] if value == new[name] else value for name, value in present.items()})
+
+
+def _numbers_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What schedulers set in param groups: the rate, and betas or a momentum."""
+    return [{name: value for name, value in group.items() if isinstance(value, float | tuple)} for group in groups]
 
 
 def schedule_of(config: Config) -> Schedule:

@@ -19,6 +19,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 from megatron.checkpoint import background, sink, tensorfile, writer
 from megatron.checkpoint.background import Background, HostCopy
@@ -29,10 +30,12 @@ from megatron.checkpoint.tensorfile import Item
 from megatron.checkpoint.writer import SaveReport, Saving, complete, saving
 from megatron.errors import NumericsError, PeerError, StorageError, TrainerError
 from megatron.train.loop import Trainer
-from mpu.groups import SOLO
+from mpu.groups import SOLO, Groups
 from tests.distributed import run_ranks
 from tests.megatron.checkpoint.made import save_solo
 from tests.megatron.helpers import ROOT, TINY, lines, steps, total_digest, train, train_all, write_corpus
+from tests.megatron.zero.run import configure, engine_around
+from tests.wires import accelerator_side
 
 CPU = torch.device("cpu")
 
@@ -75,7 +78,7 @@ def test_what_is_saved_is_the_state_at_the_start_whatever_happens_to_it_meanwhil
         saver.start(save_of(tmp_path, 1, data, HostCopy(CPU), rank_state={"s": stream}, shared_state=shared),
                     told.append)
         data.zero_(), stream.zero_(), shared["position"].append(3)
-        saver.poll()
+        saver.poll(saver.progress)
         assert saver.busy and not told and tag_names(tmp_path) == []
         go.set()
         saver.wait()
@@ -159,9 +162,33 @@ def test_a_save_takes_two_blocks_and_one_in_the_background_a_copy_that_is_used_a
 # ---- one after the other -----------------------------------------------------------------------------------------
 
 
-def test_between_saves_a_step_asks_nobody() -> None:
-    with mock.patch.object(background, "agree", side_effect=AssertionError):
-        Background(SOLO).poll()
+def test_between_saves_there_is_no_progress() -> None:
+    saver = Background(SOLO)
+    assert saver.progress == ()
+    saver.poll(())
+    saver.poll((1.0, 1.0))  # of a save that has ended since
+
+
+@pytest.mark.parametrize("side", ["cpu", "accelerator"])
+def test_a_step_asks_nobody_about_the_save_under_way(side: str, tmp_path: Path) -> None:
+    """How far the ranks are travels with the sums of a step, and is known when the step is."""
+    with accelerator_side(side == "accelerator"), held_back() as go:
+        engine = engine_around(nn.Linear(4, 4), configure(bf16=True), Groups())
+
+        def step() -> None:
+            engine.backward(engine(torch.ones(2, 4, dtype=torch.bfloat16)).float().square().mean())
+            engine.step()
+
+        engine.save_checkpoint(tmp_path, "t", in_background=True)
+        with mock.patch.object(writer, "answer", side_effect=AssertionError), \
+                mock.patch.object(background, "answer", side_effect=AssertionError):
+            step(), step()
+        assert engine.is_saving
+        go.set()
+        for _ in range(20):
+            wait([engine._background._job])
+            step()
+        assert not engine.is_saving and open_checkpoint(tmp_path, "t").tag == "t"
 
 
 def flags(root: Path, name: str, *more: object) -> list[object]:
@@ -237,8 +264,8 @@ def test_preemption_completes_the_save_under_way_and_then_its_own(world: int, tm
 
 
 def failing(rank: int, world: int, argv: list[object], culprit: int) -> str:
-    """A run in which rank `culprit` cannot write its part of global_step4; polls come after the thread is done."""
-    write, poll = writer._write_rank, Background.poll
+    """A run in which rank `culprit` cannot write its part of global_step4; the thread is done when it is asked."""
+    write, progress = writer._write_rank, Background.__dict__["progress"]
 
     def full(staging: Path, share: Any) -> Any:
         if rank == culprit and "global_step4" in staging.name:
@@ -246,11 +273,11 @@ def failing(rank: int, world: int, argv: list[object], culprit: int) -> str:
                 return write(staging, share)
         return write(staging, share)
 
-    def patient(saver: Background) -> None:
+    def patient(saver: Background) -> tuple[float, ...]:
         wait([saver._job] if saver.busy else [])
-        poll(saver)
+        return progress.fget(saver)
 
-    with mock.patch.object(writer, "_write_rank", full), mock.patch.object(Background, "poll", patient):
+    with mock.patch.object(writer, "_write_rank", full), mock.patch.object(Background, "progress", property(patient)):
         try:
             return train(argv)
         except TrainerError as error:

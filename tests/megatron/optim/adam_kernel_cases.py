@@ -20,7 +20,7 @@ from megatron.train.build import engine as build_engine
 from megatron.train.build import model as build_model
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.layout import ALIGNMENT
-from mpu.groups import Groups
+from mpu.groups import SOLO, Groups
 from tests.megatron.counting import Launches, on_the_accelerator_side
 from tests.megatron.zero.run import configure_gpt2, state
 
@@ -192,6 +192,7 @@ def test_the_rule_takes_the_kernel_and_says_what_it_wrote(kinds: Any) -> None:
         for kernel in (adam_kernel, None):
             flat, rule = made(kinds), AdamW()
             with mock.patch.object(adam, "_kernel_on", lambda device, kernel=kernel: kernel):
+                rule.settle_on(DEVICE, SOLO)
                 for step in range(1, 4):
                     fresh = flat | {"grad": flat["grad"].clone()}  # torch's kernel leaves it divided
                     written = rule.step_many([*spans_of(fresh)], HYPER, scalars(step))
@@ -230,13 +231,14 @@ def step_of(engine: ZeroEngine, spoilt: bool = False) -> Launches:
 @pytest.mark.parametrize("precision", FOR_ENGINES)
 def test_an_engine_steps_by_the_kernel_alone(precision: str, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with on_the_accelerator_side():
-        ours, torchs = engine_of(precision, stage), engine_of(precision, stage)
+        ours = engine_of(precision, stage)
+        with monkeypatch.context() as without:
+            without.setattr(adam, "_kernel_on", lambda device: None)
+            torchs = engine_of(precision, stage)
         for _ in range(3):
             counted = step_of(ours)
             assert not counted.kernels["_fused_adamw_"] and not counted.kernels["_foreach_copy_"]
-            with monkeypatch.context() as without:
-                without.setattr(adam, "_kernel_on", lambda device: None)
-                assert step_of(torchs).kernels["_fused_adamw_"] == 2
+            assert step_of(torchs).kernels["_fused_adamw_"] == 2
         assert counted.waits <= 1  # in the third step: before, weights are compared with masters
     for one, other in zip(ours.buckets, torchs.buckets, strict=True):
         # A weight that is rounded to 16 bits the other way changes small gradients by a good part, and Adam divides by

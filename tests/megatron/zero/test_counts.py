@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron.errors import ConfigError, NumericsError
 from megatron.optim import adam
 from megatron.optim.rule import Span
 from megatron.zero.engine import ZeroEngine
+from mpu import groups
 from mpu.groups import Groups
+from tests.distributed import run_ranks
 from tests.megatron.counting import Calls, Launches, on_the_accelerator_side
 from tests.megatron.zero.run import configure_gpt2, gpt2_engine
 
@@ -115,6 +119,21 @@ def test_weights_are_copied_where_the_rule_has_not_written_them(groups: list[int
     assert (kernels["_fused_adamw_"], kernels["_foreach_copy_"]) == (2 - len(groups), copies)
     for bucket, old in zip(engine.buckets, before, strict=True):
         assert torch.equal(bucket.shard, bucket.master.bfloat16()) and not torch.equal(bucket.master, old)
+
+
+def updated_where(rank: int, world: int) -> tuple[int, list[Tensor]]:
+    """Calls of torch's kernel, and the weights: ours works on the first rank alone."""
+    with on_the_accelerator_side(), patch.object(Kernel, "groups", [0, 1]), \
+            patch.object(adam, "_kernel_on", lambda device: Kernel if rank == 0 else None):
+        engine = gpt2_engine(configure_gpt2(num_layers=1, bf16=True), groups.build(1))
+        calls = counted_step(engine, 1).kernels["_fused_adamw_"]
+    return calls, [bucket.master for bucket in engine.buckets]
+
+
+def test_all_ranks_take_one_kernel_or_copies_of_one_weight_would_drift_apart() -> None:
+    (calls, first), (others, second) = run_ranks(updated_where, 2)
+    assert calls == others == 2
+    assert all(map(torch.equal, first, second))
 
 
 @pytest.mark.parametrize("optimizer", ["lamb", "lion", "sgd"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
 from io import StringIO
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from megatron import zero
 from megatron.errors import ConfigError, NumericsError
+from megatron.optim.schedulers import WarmupLR
 from megatron.zero.api.engine import Engine
 from megatron.zero.step import SKIPS_IN_A_ROW, STRICT_STEPS
 from mpu import groups
@@ -123,6 +125,75 @@ QUESTIONS: dict[str, Callable[[Engine], object]] = {
     "an overflow": lambda engine: engine.optimizer.overflow,
     "a printed line": lambda engine: list(engine.monitor._lines(engine, None)),
 }
+
+
+def curve(optimizer: Any) -> Any:
+    return WarmupLR(optimizer, warmup_max_lr=1e-2, warmup_num_steps=50, warmup_type="linear")
+
+
+def chained(optimizer: Any) -> Any:
+    """Its rate comes from the one in the groups."""
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
+
+
+def cycle(optimizer: Any) -> Any:
+    """It moves betas as well."""
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, 50)
+
+
+def in_sequence(optimizer: Any) -> Any:
+    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=STRICT_STEPS + 1)
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, chained(optimizer)], [STRICT_STEPS + 1])
+
+
+def by_hand(optimizer: Any) -> Any:
+    """One that is not known to go back."""
+    class Halving:
+        def step(self) -> None:
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.5
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"optimizer": optimizer}
+    return Halving()
+
+
+@pytest.mark.parametrize("made_by", [curve, chained, cycle, in_sequence, by_hand])
+def test_a_scheduler_of_the_user_counts_steps_that_were_taken(made_by: Any, side: str) -> None:
+    """And nothing waits for a step to be known, where the scheduler can go back."""
+    ends = []
+    for bad in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        engine, *_ = zero.initialize(
+            model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), lr_scheduler=made_by,
+            config={"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}})
+        for number in range(STRICT_STEPS + 4):
+            if bad and number in (STRICT_STEPS, STRICT_STEPS + 2):
+                step(engine, torch.inf)
+            step(engine)
+            report = engine.core.last_report
+            assert report is not None and report.is_known == (side == "cpu" or made_by is by_hand)
+        engine.conclude()
+        group = engine.optimizer.param_groups[0]
+        ends.append(({name: group[name] for name in ("lr", "betas")}, weights(engine),
+                     engine.lr_scheduler.state_dict() if made_by is not by_hand else None))
+    assert ends[0][0] == ends[1][0]
+    assert all(map(torch.equal, ends[0][1], ends[1][1]))
+    assert str(ends[0][2]) == str(ends[1][2])
+
+
+def test_a_rate_that_somebody_has_set_since_stays(side: str) -> None:
+    model = nn.Linear(4, 4)
+    engine, *_ = zero.initialize(
+        model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), lr_scheduler=curve,
+        config={"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}})
+    for _ in range(STRICT_STEPS):
+        step(engine)
+    step(engine, torch.inf)
+    engine.optimizer.param_groups[0]["lr"] = 0.125
+    engine.conclude()
+    assert engine.optimizer.param_groups[0]["lr"] == 0.125
 
 
 def asked_by_one(rank: int, world: int) -> list[tuple[str, str, object, str]]:
