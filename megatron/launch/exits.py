@@ -2,6 +2,9 @@
 
 `run(main)` is the outermost call of every entry point. Errors of the `errors.py` family carry their code; what torch
 raises when a peer is lost, a full disk, a lack of memory and Ctrl-C are recognised; anything else is a bug of ours.
+A script of somebody else's has no such call: `answer_uncaught` does the same for those errors that are ours, and leaves
+all others to Python.
+
 Among several ranks every one leaves at once, without destructors: after a failure, one that waits for a dead peer would
 keep the job alive; after success, gloo's threads now and then abort a process whose interpreter winds down.
 
@@ -21,6 +24,9 @@ import sys
 import traceback
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import takewhile
+from types import TracebackType
 from typing import NamedTuple, NoReturn
 
 from megatron.errors import (EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER, EXIT_STORAGE, ConfigError, PeerError,
@@ -36,6 +42,11 @@ EXIT_READER_LEFT = 128 + signal.SIGPIPE
 
 TEXT_FLAGS = frozenset({"-h", "--help", "--help-all", "--version"})
 """With one of these a job does not begin: it prints a text."""
+
+DEBUG_VARIABLE = "MEGATRON_DEBUG"
+"""Set to 1, it does what --debug does: scripts of one's own have no such flag."""
+
+LIBRARIES = frozenset({"megatron", "mpu", "torch"})
 
 MEMORY_CLASSES = frozenset({"MemoryError", "OutOfMemoryError"})
 MEMORY_TEXTS = ("can't allocate memory", "not enough memory", "CUDA out of memory")
@@ -62,7 +73,7 @@ class Failure(NamedTuple):
 
 
 def run(main: Callable[[], int | None], debug: bool | None = None, *, is_job: bool = False) -> int:
-    """Call `main` and return the exit code of the process; `debug` (default: --debug was given) adds tracebacks.
+    """Call `main` and return the exit code of the process; `debug` (default: `is_debugged`) adds tracebacks.
 
     A reader of standard output that has seen enough ends a command quietly; a job (`is_job`) says why it stops, unless
     it was asked for its help."""
@@ -75,18 +86,54 @@ def run(main: Callable[[], int | None], debug: bool | None = None, *, is_job: bo
         code = EXIT_READER_LEFT
         if is_job or among_ranks() or not (isinstance(error, BrokenPipeError) and has_no_reader()):
             failure = explain(error, is_job=is_job)
-            # Of a lost peer only the peer's own traceback helps.
-            if ("--debug" in sys.argv if debug is None else debug) and not failure.is_peer_loss:
-                traceback.print_exception(error)
-            write_error(failure.text)
-            code = failure.code
-            if not failure.is_peer_loss:  # the peers of a victim hear it from the culprit
-                _say_farewell()
+            code = _report(error, failure, is_debugged() if debug is None else debug)
     if among_ranks():
         leave_now(code)
     if not flush():
         discard_output()
     return code
+
+
+def _report(error: BaseException, failure: Failure, debug: bool) -> int:
+    if debug and not failure.is_peer_loss:  # of a lost peer only the peer's own traceback helps
+        traceback.print_exception(error, file=sys.__stderr__)  # torch's hook would catch it in sys.stderr
+    write_error(failure.text)
+    if not failure.is_peer_loss:  # the peers of a victim hear it from the culprit
+        _say_farewell()
+    return failure.code
+
+
+def is_debugged() -> bool:
+    """Whether errors that are explained show their traceback as well."""
+    return "--debug" in sys.argv or os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
+
+
+def answer_uncaught() -> None:
+    """From now on an error of ours that a script does not catch ends it as `run` would. May be called again."""
+    if not (isinstance(sys.excepthook, partial) and sys.excepthook.func is _uncaught):
+        sys.excepthook = partial(_uncaught, sys.excepthook)
+
+
+def _uncaught(others: Callable[..., object], kind: type[BaseException], error: BaseException,
+              trace: TracebackType | None) -> None:
+    """Python's excepthook; `others` is the one before. An interpreter that somebody types into must not end."""
+    is_ours = exit_code(error) is not None or isinstance(error, MemoryShortage) or is_peer_loss(error)
+    if not is_ours or hasattr(sys, "ps1") or sys.flags.interactive:
+        others(kind, error, trace)
+        return
+    failure = explain(error)
+    code = _report(error, failure._replace(text=failure.text + _where(trace)), is_debugged())
+    if among_ranks():
+        leave_now(code)
+    raise SystemExit(code)  # out of an excepthook it sets the exit code; what the script left for atexit is done
+
+
+def _where(trace: TracebackType | None) -> str:
+    """The line of the script that led into our code or torch's."""
+    frames = [(frame.f_globals.get("__name__", ""), frame.f_code.co_filename, line)
+              for frame, line in traceback.walk_tb(trace)]
+    own = list(takewhile(lambda frame: frame[0].partition(".")[0] not in LIBRARIES, frames))
+    return f" ({os.path.basename(own[-1][1])}, line {own[-1][2]})" if own else ""
 
 
 def before_failing(farewell: Callable[[], None]) -> None:
@@ -137,7 +184,7 @@ def explain(error: BaseException, environ: Mapping[str, str] = os.environ, *, is
             return Failure(EXIT_STORAGE, f"cannot write {where}: {error.strerror}; its reader has ended")
         where = error.filename or "standard output or a file"
         return Failure(EXIT_STORAGE, f"cannot write {where}: {error.strerror}; free space or choose another folder")
-    hint = "" if "--debug" in sys.argv else " (run with --debug for the traceback)"
+    hint = "" if is_debugged() else " (run with --debug for the traceback)"
     return Failure(own_failure, f"internal error in {rank}: {type(error).__name__}: {message}{hint}")
 
 

@@ -19,7 +19,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from megatron.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER
@@ -65,11 +65,13 @@ class Ending:
             return EXIT_INTERRUPTED
         return self.code if self.code in PASSED_THROUGH else EXIT_PEER
 
-    def describe(self) -> str:
-        """The job's error line for a rank that could not write its own."""
+    def describe(self, others: Sequence[int] = ()) -> str:
+        """The job's error line for a rank that could not write its own. Of `others` that failed like it, any may have
+        been the first: a program of somebody else's may end slowly."""
         who = f"error: rank {self.rank} (pid {self.pid})"
         if self.signal is None:
-            return f"{who} ended with exit code {self.code}; its own output above says why"
+            so_did = f" (so did {'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others))})"
+            return f"{who} ended with exit code {self.code}{so_did if others else ''}; its own output above says why"
         name = f"signal {self.signal} ({signal.Signals(self.signal).name})"
         if self.stopped:
             return f"{who} was stopped by {name} and did not go on, so the job was ended; {RESUME}"
@@ -239,9 +241,14 @@ class Supervisor:
             write_stderr(b"".join(line for rank in self._ranks for line in rank.relay.held))
             return EXIT_OK
         culprit = next((ending for ending in failures if not ending.is_victim), failures[0])
-        held = next(rank.relay.held for rank in self._ranks if rank.rank == culprit.rank)
-        write_stderr(held[0] if held else culprit.describe().encode() + b"\n")
+        held = self._held_of(culprit)
+        others = [ending.rank for ending in failures
+                  if ending is not culprit and not ending.is_victim and not self._held_of(ending)]
+        write_stderr(held[0] if held else culprit.describe(others).encode() + b"\n")
         return culprit.job_exit_code
+
+    def _held_of(self, ending: Ending) -> list[bytes]:
+        return next(rank.relay.held for rank in self._ranks if rank.rank == ending.rank)
 
     @contextlib.contextmanager
     def _signals_as_bytes(self) -> Iterator[None]:

@@ -22,7 +22,7 @@ from torch import nn
 
 from megatron.checkpoint.agree import agree
 from megatron.errors import ConfigError
-from megatron.launch.exits import explain
+from megatron.launch.exits import answer_uncaught, explain
 from megatron.zero.holders import Holder, holder_of
 from megatron.zero.parked import Parked
 from mpu import groups as mpu_groups
@@ -107,6 +107,7 @@ class Init:
                  mem_efficient_linear: bool = True, remote_device: str | None = None, pin_memory: bool = False,
                  config_dict_or_path: str | os.PathLike[str] | Mapping[str, Any] | None = None, config: Any = None,
                  enabled: bool = True, dtype: torch.dtype | None = None, mpu: Any = None) -> None:
+        answer_uncaught()
         if remote_device not in (None, "none", "cpu"):
             raise ConfigError(f"zero.Init: remote_device is {remote_device!r}; expected None or 'cpu'")
         self._enabled, self._dtype = enabled, dtype

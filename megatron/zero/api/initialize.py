@@ -26,7 +26,7 @@ from megatron.config.ds_reader import Found
 from megatron.config.optimizers import DEEPSPEED_TYPES, OPTIMIZERS
 from megatron.config.tree import Config
 from megatron.errors import ConfigError
-from megatron.launch import distributed
+from megatron.launch import distributed, exits
 from megatron.optim.adam import LARGEST_TILE
 from megatron.optim.build import build_rule
 from megatron.optim.rule import ParamGroup, Rule
@@ -64,6 +64,7 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
     parameters get the values of data parallel rank 0, move to `device` (default: this rank's) one by one, and to the
     working precision.
     """
+    exits.answer_uncaught()
     if model is None:
         raise ConfigError("zero.initialize needs a model")
     argument, source = _config_source(args, config, config_params)

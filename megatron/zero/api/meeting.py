@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 from megatron.errors import ConfigError
-from megatron.launch import distributed
+from megatron.launch import distributed, exits
 from megatron.launch.distributed import DEFAULT_TIMEOUT_SECONDS, Environment
 
 DEFAULT_PORT = 29500
@@ -31,6 +31,7 @@ def init_distributed(dist_backend: str | None = None, auto_mpi_discovery: bool =
     the meeting has nothing to print, and no settings of its own. With `dist_init_required=False` the script has met
     already.
     """
+    exits.answer_uncaught()
     if dist_init_required is False:
         return
     env = _place(rank, world_size, auto_mpi_discovery)

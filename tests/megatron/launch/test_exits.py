@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from data.storage import DataError, UsageError
+from megatron import zero
 from megatron.errors import CheckpointError, ConfigError, NumericsError, PeerError, StorageError
 from megatron.launch import exits
 from megatron.launch.distributed import Environment, init_process_group, read_environment
@@ -93,6 +96,63 @@ def test_a_failing_rank_leaves_without_destructors_and_says_all_it_has_to_say():
                "sys.exit(exits.run(lambda: 6))")
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (6, "flushed")
+
+
+UNCAUGHT = """
+import atexit, sys
+from megatron.errors import ConfigError, NumericsError, PeerError
+from megatron.launch import exits
+atexit.register(lambda: print("left properly"))
+exits.answer_uncaught()
+def half():
+    try:
+        {0}
+    except ZeroDivisionError as error:
+        raise NumericsError("first\\nsecond") from error
+half()
+"""
+
+
+def uncaught(statement: str, *arguments: str, flags: tuple[str, ...] = (), **environ: str,
+             ) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *flags, "-c", UNCAUGHT.format(statement), *arguments], cwd=ROOT,
+                          env={**os.environ, **environ}, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_script_that_does_not_catch_an_error_of_ours_ends_with_its_code_and_line(ranks):
+    place = {"RANK": "1", "WORLD_SIZE": "2"} if ranks == 2 else {}
+    result = uncaught("1 / 0", **place)
+    assert (result.returncode, result.stderr) == (6, "error: first second (<string>, line 11)\n")
+    assert result.stdout == ("left properly\n" if ranks == 1 else "")
+    lost = uncaught("raise RuntimeError('[gloo/x.cc:1] Connection closed by peer. This is typically GLHF')", **place)
+    assert lost.returncode == 5 and lost.stderr.startswith("error: rank ") and "GLHF" not in lost.stderr
+
+
+@pytest.mark.parametrize("asked", ["a flag", "a variable"])
+def test_the_traceback_of_an_uncaught_error_is_shown_when_asked_for(asked):
+    result = uncaught("1 / 0", *(["--debug"] if asked == "a flag" else []),
+                      MEGATRON_DEBUG="1" if asked == "a variable" else "0")
+    assert result.returncode == 6 and "ZeroDivisionError" in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("error: first second")
+
+
+def test_an_error_of_the_script_and_one_that_somebody_typed_are_left_to_python():
+    result = uncaught("raise ValueError('mine')", RANK="0", WORLD_SIZE="2")
+    assert result.returncode == 1 and result.stderr.startswith("Traceback") and "error: " not in result.stderr
+    assert "Traceback" in uncaught("1 / 0", flags=("-i",)).stderr
+
+
+def test_every_entry_to_the_engine_answers_for_its_errors(monkeypatch):
+    for entry in (zero.initialize, zero.init_distributed, zero.Init):
+        monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+        monkeypatch.setenv("RANK", "1")  # without a world: an error
+        with suppress(ConfigError):
+            entry()
+        assert sys.excepthook is not sys.__excepthook__
+        hook = sys.excepthook
+        exits.answer_uncaught()
+        assert sys.excepthook is hook
 
 
 @pytest.mark.parametrize("environ, expected", [

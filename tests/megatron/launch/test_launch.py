@@ -149,6 +149,27 @@ def test_stderr_passes_through_and_a_failure_without_a_line_gets_one(start):
     assert lines[-1].startswith("error: rank ") and "exit code 3" in lines[-1]
 
 
+def test_an_error_of_ours_on_every_rank_of_a_script_is_one_line_and_its_code(start):
+    body = "from megatron.errors import NumericsError\nfrom megatron.launch import exits\nexits.answer_uncaught()\n"
+    code, _, lines = start(body + "raise NumericsError('nothing is finite')").end()
+    assert (code, lines) == (6, ["error: nothing is finite (program.py, line 11)"])
+
+
+def test_of_ranks_that_fail_alike_without_a_line_the_others_are_named_too(start):
+    code, _, lines = start("time.sleep(0.5 * (rank == 2))\nsys.exit(0 if rank == 1 else 1)", ranks=3).end()
+    assert code == 5 and lines[0].startswith("error: rank 0 (pid ") and "(so did rank 2)" in lines[0]
+
+
+def test_a_rank_that_fails_slowly_is_named_and_not_its_victim(start):
+    """An error of the script's own takes Python a while; its peer, whose error is ours, has ended before."""
+    body = ("import time\nfrom megatron.errors import PeerError\nfrom megatron.launch import exits\n"
+            "exits.answer_uncaught()\nif rank == 0:\n    raise PeerError('rank 1 has left')\n"
+            "time.sleep(1)\nraise ValueError('mine')")
+    code, _, lines = start(body).end()
+    assert code == 5 and lines[-1].startswith("error: rank 1 (pid ") and "ValueError: mine" in lines
+    assert not [line for line in lines if "rank 1 has left" in line]
+
+
 def test_a_line_of_a_job_that_succeeds_is_not_swallowed(start):
     assert start("rank or print('error: only words', file=sys.stderr)").end() == (0, "", ["error: only words"])
 
