@@ -66,8 +66,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.optim.torch_rule megatron.optim.build
         megatron.zero.precision megatron.zero.verdict megatron.zero.holders megatron.zero.placeholder
         megatron.zero.waiting megatron.zero.drawn megatron.zero.parked megatron.zero.tiling
-        megatron.zero.exchanges megatron.zero.turns megatron.zero.sinks megatron.zero.gradients megatron.zero.edits
-        megatron.zero.bucket
+        megatron.zero.exchanges megatron.zero.turns megatron.zero.versions megatron.zero.sinks megatron.zero.gradients
+        megatron.zero.edits megatron.zero.bucket
         megatron.zero.norm megatron.zero.roster megatron.zero.hooks megatron.zero.utils
         megatron.zero.units megatron.zero.residency megatron.zero.reductions megatron.zero.passes megatron.zero.state
         megatron.zero.step megatron.zero.engine

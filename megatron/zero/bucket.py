@@ -76,6 +76,7 @@ class FlatBucket:
         self.gradient_unit: Callable[[], float] = lambda: 1.0
         """What a sum of gradients is multiplied by to be their mean."""
         self._lent: Tensor | None = None  # what the user was given
+        self._has_left = False  # since the parameters were whole
         self._came_to_be_lent = False
         self._take_over(device)
         self._edits = Edits(self.layout, self.parameters, self.shard_group.rank)
@@ -168,6 +169,9 @@ class FlatBucket:
             self._log.entry_awaited = NOTHING
             self._arrival = None
             self._move(Place.WHOLE)
+            if self._has_left:
+                self._edits.shift(-1)
+                self._has_left = False
 
     def gather(self) -> None:
         """Parameters are whole when this returns."""
@@ -178,6 +182,8 @@ class FlatBucket:
         """Where parameters are split: keep the shard only; but what is lent stays."""
         if self.comes_and_goes and self.is_here and self._lent is None:
             self.await_parameters()
+            self._edits.shift(+1)
+            self._has_left = True
             nothing = self._whole.new_empty(0)
             for parameter in self.parameters:
                 vacate(parameter, nothing)

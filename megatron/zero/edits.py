@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megatron.errors import ConfigError
 from megatron.zero.layout import FlatLayout
+from megatron.zero.versions import count_versions
 
 AT_A_TIME = 1 << 24
 """Elements that are compared at a time."""
@@ -31,6 +32,11 @@ class Edits:
         """What has been written so far has been dealt with."""
         with torch._C.DisableTorchFunctionSubclass():  # placeholders have counts too
             self._counts = self._count()
+
+    def shift(self, by: int) -> None:
+        """Let the parameters leave (+1) or come back (-1), which is no write (versions.py)."""
+        count_versions(self._parameters, by)
+        self._counts = [count + by for count in self._counts]
 
     def _count(self) -> list[int]:
         return [parameter._version for parameter in self._parameters]

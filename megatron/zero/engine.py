@@ -71,7 +71,7 @@ class ZeroEngine:
         reductions = ReductionOrder(self._units, 1 if one_by_one else None, self.log)
         self.passes = Passes(self._units, self.residency, reductions, self.log,
                              allows_unused=zero.ignore_unused_parameters,
-                             closes_units=self._policy.split_params and on_accelerator(device))
+                             splits_parameters=self._policy.split_params)
         self._handles = attach(self._units, self.passes)
 
     # ---- the loop -----------------------------------------------------------------------------------------------

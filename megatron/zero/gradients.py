@@ -33,6 +33,11 @@ from mpu.groups import Group
 from mpu.sinks import GradSink
 
 
+UNSEEN = ("at ZeRO stage 3 what a block computes must leave it in its output (tensors, or tuples, lists, dicts or "
+          "dataclasses of them), not as an attribute that is read later or inside another object, and its parameters "
+          "are used in its forward alone; return it, or use stage 2")
+
+
 class FlatGradients:
     def __init__(self, name: str, layout: FlatLayout, parameters: Sequence[nn.Parameter], *, policy: Policy,
                  owners: Group, replicas: Group, device: torch.device, dtypes: Dtypes, wire: Wire,
@@ -78,11 +83,15 @@ class FlatGradients:
 
     def _reach(self, index: int) -> None:
         """Note a gradient of the parameter; an error where it would miss the sum."""
-        if self._has_left:
+        if self._has_left and index in self._arrived:
             raise ConfigError(
                 f"{self.layout.slots[index].name} got a second gradient in one backward, after the first had been "
                 "summed over the ranks: a block that is used twice cannot be recomputed with use_reentrant=True; give "
                 "torch.utils.checkpoint use_reentrant=False, or use megatron.recompute.checkpoint")
+        if self._has_left:
+            raise ConfigError(
+                f"{self.layout.slots[index].name} got its gradient after the backward of its block, whose gradients "
+                f"had been summed over the ranks: {UNSEEN}")
         self._reached.add(index)
 
     def _pour(self, indices: Iterable[int]) -> None:

@@ -58,8 +58,8 @@ class Events(Protocol):
 
     def after_forward(self, unit: Unit) -> None: ...
 
-    def before_backward(self, unit: Unit, weights: int) -> None:
-        """`weights` is what the count was in the forward."""
+    def before_backward(self, unit: Unit, weights: int, call: object) -> None:
+        """Of one `call` of the unit, once for each of its outputs; `weights` is what the count was in that forward."""
 
     def inputs_done(self, unit: Unit) -> None:
         """The gradients of all inputs of the unit have been computed; only for units with frozen parameters."""
@@ -101,10 +101,10 @@ def _before(events: Events, unit: Unit, module: nn.Module, args: Any, kwargs: An
 
 
 def _after(events: Events, unit: Unit, module: nn.Module, inputs: object, output: object) -> None:
-    seen = list(_tensors(output))
+    seen, call = list(_tensors(output)), object()
     for tensor in seen:
         if tensor.requires_grad:
-            tensor.register_hook(partial(_backward, events, unit, events.weights))
+            tensor.register_hook(partial(_backward, events, unit, events.weights, call))
     if not seen and output is not None and unit.numel:
         raise ConfigError(f"{unit.name} returned a {type(output).__name__}, in which no tensor can be found: its "
                           "backward could not be announced; return tensors, or tuples, lists, dicts or dataclasses of "
@@ -112,8 +112,8 @@ def _after(events: Events, unit: Unit, module: nn.Module, inputs: object, output
     events.after_forward(unit)
 
 
-def _backward(events: Events, unit: Unit, weights: int, gradient: Tensor) -> None:
-    events.before_backward(unit, weights)
+def _backward(events: Events, unit: Unit, weights: int, call: object, gradient: Tensor) -> None:
+    events.before_backward(unit, weights, call)
 
 
 def _ready(events: Events, unit: Unit, bucket: FlatBucket, index: int, parameter: Tensor) -> None:

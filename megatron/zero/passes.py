@@ -4,9 +4,10 @@ hooks.py reports the events; here they become calls: residency.py gathers parame
 sends the gradients of a bucket to their owners as soon as all of them have been made. Nothing here knows of loss
 scales, micro-batches or the optimizer.
 
-Where sums travel in order with parameters (on an accelerator at stage 3), that order may not depend on which parameters
-a rank has used. So a unit is closed when the backward of another one begins: all it will get has arrived by then, and
-it is sent where a rank that used all of it sends it.
+At stage 3 the order of what travels may not depend on which parameters a rank has used: on an accelerator sums are in
+one queue with parameters, everywhere what is gathered next depends on what has been released. So a unit is closed when
+the backward of another one begins: all it will get has arrived by then, and it is sent and released where a rank that
+used all of it does so.
 """
 
 from __future__ import annotations
@@ -19,19 +20,21 @@ from torch import Tensor
 
 from megatron.errors import ConfigError
 from megatron.zero.bucket import FlatBucket
+from megatron.zero.gradients import UNSEEN
 from megatron.zero.exchanges import INTERRUPTED, ExchangeLog
 from megatron.zero.hooks import Unit
 from megatron.zero.reductions import ReductionOrder
 from megatron.zero.residency import TRACES, Phase, Resident
+from megatron.zero.versions import is_of_old_version
 
 
 class Passes:
     """Receives the events of hooks.py, and runs a backward pass from its loss to the last reduction."""
 
     def __init__(self, units: Sequence[Unit], residency: Resident, reductions: ReductionOrder, log: ExchangeLog, *,
-                 allows_unused: bool, closes_units: bool) -> None:
+                 allows_unused: bool, splits_parameters: bool) -> None:
         self._residency, self._reductions, self._allows_unused = residency, reductions, allows_unused
-        self._log, self._closes_units = log, closes_units
+        self._log, self._splits_parameters = log, splits_parameters
         self._buckets = [bucket for unit in units for bucket in unit.buckets if bucket.trainable]
         self.in_backward = False
         self.weights = 0
@@ -43,7 +46,13 @@ class Passes:
         self._inputs_done: set[Unit] = set()
         self._calls, self._calls_of = Counter[Unit](), 0
         """Forwards that a backward may still be of, by unit; and the weights they used."""
-        self._begun: set[Unit] = set()  # in this backward, and not all gradients have arrived
+        self._seen: set[object] = set()
+        """Calls whose backward has begun."""
+        self._begun: dict[Unit, set[object]] = {}
+        """The same, of units not all of whose gradients have arrived."""
+        self._running: list[Unit] = []
+        self._around: dict[Unit, set[Unit]] = {}
+        """Units whose forward has called this one's."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool, reduces: bool, ends_step: bool) -> None:
         """Make the gradients of `loss`. With `reduces` they are summed over data parallel when this returns; with
@@ -64,11 +73,15 @@ class Passes:
             self._log.explain(error)
             if not self._is_broken:
                 self._abandon()
+            if is_of_old_version(error) and self._splits_parameters:
+                raise ConfigError(f"the backward came to parameters that were away, or to a tensor that was changed in "
+                                  f"place after the forward: {UNSEEN}. torch says: {error}") from error
             raise
         finally:
             self.in_backward = False
             self._inputs_done.clear()
             self._begun.clear()
+            self._seen.clear()
         if not retain_graph and max(self._calls.values(), default=0) <= 1:
             self._calls.clear()  # otherwise it is not known which forwards are left
         self._residency.done_with_all()
@@ -121,8 +134,9 @@ class Passes:
     def before_forward(self, unit: Unit) -> None:
         if unit.is_root and not self.in_backward:
             self._residency.start()
-        if self._closes_units and not self.in_backward and torch.is_grad_enabled():
-            self._count(unit)
+            self._running.clear()  # of a forward that failed
+        if self._splits_parameters:
+            self._note_call(unit)
         try:
             self._residency.enter(unit, Phase.REPLAY if self.in_backward else Phase.FORWARD)
         except RuntimeError as error:
@@ -130,38 +144,53 @@ class Passes:
             raise
 
     def after_forward(self, unit: Unit) -> None:
+        while self._running and self._running.pop() is not unit:
+            pass
         learns = torch.is_grad_enabled()
         if self.in_backward:
             self._residency.pause(unit)
         elif not (unit.is_root and learns):  # the backward of everything else uses the root again
             self._residency.leave(unit, backward_follows=learns)
 
-    def before_backward(self, unit: Unit, weights: int) -> None:
+    def before_backward(self, unit: Unit, weights: int, call: object) -> None:
         if weights != self.weights:
             raise ConfigError("backward of a forward that ran before the weights changed (a step, or a loaded "
                               "checkpoint): its gradients would mix old and new; run the forward again after it")
-        if self._closes_units and self.in_backward:
-            self._close_others(unit)
+        if call in self._seen:  # by another output; and one that the unit was given, and returns, belongs to others
+            return
+        if self.in_backward:
+            self._seen.add(call)
+        self._running.clear()  # a recomputation ends before its forward does
+        if self._splits_parameters and self.in_backward:
+            self._close_others(unit, replays=False)
+            if not unit.is_root:
+                self._begun.setdefault(unit, set()).add(call)
         self._residency.enter(unit, Phase.BACKWARD)
 
-    def _count(self, unit: Unit) -> None:
-        if self._calls_of != self.weights:
-            self._calls.clear()
-            self._calls_of = self.weights
-        self._calls[unit] += 1
+    def _note_call(self, unit: Unit) -> None:
+        self._around.setdefault(unit, set()).update(self._running)
+        self._running.append(unit)
+        if self.in_backward:
+            self._close_others(unit, replays=True)
+        elif torch.is_grad_enabled():
+            if self._calls_of != self.weights:
+                self._calls.clear()
+                self._calls_of = self.weights
+            self._calls[unit] += 1
 
-    def _close_others(self, unit: Unit) -> None:
-        """The backward of `unit` begins. Autograd goes back in the order of the forward, so that of a unit which ran
-        once, later, is over, unless it has `unit` inside: what has no gradient now gets none."""
-        for other in sorted(self._begun - {unit}, key=lambda one: -one.index):
-            if self._calls[other] == 1 and not unit.name.startswith(f"{other.name}."):
-                self._begun.remove(other)
+    def _close_others(self, unit: Unit, *, replays: bool) -> None:
+        """The backward of `unit` begins. Autograd goes back in the order of the forward, so that of a unit whose calls
+        have all begun theirs is over, unless it has `unit` inside: what has no gradient now gets none. A unit that
+        torch checkpoints with use_reentrant=True has no counted call, and is over when another one is recomputed."""
+        for other in sorted(self._begun.keys() - {unit}, key=lambda one: -one.index):
+            calls = self._calls[other]
+            is_over = not calls if replays else len(self._begun[other]) >= calls
+            if is_over and other not in self._around[unit]:
+                del self._begun[other]
                 self._residency.done(other)
                 for bucket in other.buckets if self._reduces else ():
                     if bucket.trainable:
                         self._reductions.ready(bucket)
-        if not unit.is_root:
-            self._begun.add(unit)
 
     def inputs_done(self, unit: Unit) -> None:
         self._inputs_done.add(unit)
@@ -181,6 +210,6 @@ class Passes:
         been computed, and where some parameters have none, those of the inputs."""
         made = all(bucket.grads.complete for bucket in unit.buckets if bucket.trainable)
         if made:
-            self._begun.discard(unit)
+            self._begun.pop(unit, None)
         if made and not unit.is_root and (not unit.has_frozen or unit in self._inputs_done):
             self._residency.done(unit)

@@ -4,9 +4,10 @@
     idle       whole, but not in use: gathered ahead of its use, or kept from a forward for its backward
     away       split; entering it means gathering it
 
-While one unit is used, the one that followed it the last time is on its way. At most `max_live` elements are whole at a
-time: idle units are released for one that is needed, first the one whose use is furthest away. In forward as in
-backward that is the one with the smallest index: backward runs from the end.
+While one unit is used, the one that followed it the last time is on its way, unless this backward is through with it:
+a rank may learn that later than another (passes.py), and all of them must gather the same. At most `max_live` elements
+are whole at a time: idle units are released for one that is needed, first the one whose use is furthest away. In
+forward as in backward that is the one with the smallest index: backward runs from the end.
 
 `Residency` does this in constant time an event. Where nothing comes and goes there is nothing to do: `Resident`.
 """
@@ -73,6 +74,8 @@ class Residency(Resident):
         self._max_live, self._prefetches, self._log = max_live, prefetches, log
         self._in_use: set[Unit] = set()
         self._in_backward: set[Unit] = set()
+        self._over: set[Unit] = set()
+        """Units that this backward has used up."""
         self._whole: set[Unit] = set()
         self.live = 0
         """Elements that are whole now."""
@@ -109,7 +112,7 @@ class Residency(Resident):
 
     def _prefetch(self, unit: Unit | None) -> None:
         """Begin to gather the unit that is next, if there is room for it."""
-        if self._prefetches and unit is not None and unit not in self._whole and \
+        if self._prefetches and unit is not None and unit not in self._whole | self._over and \
                 self.live + unit.numel <= self._max_live:
             self._bring(unit)
             for bucket in unit.buckets:
@@ -126,10 +129,12 @@ class Residency(Resident):
             self._rest(unit)
 
     def done(self, unit: Unit) -> None:
+        self._over.add(unit)
         self._rest(unit)
         self._away(unit)
 
     def done_with_all(self) -> None:
+        self._over.clear()
         self._in_use.clear()
         self._in_backward.clear()
         for unit in [*self._whole]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -88,3 +90,69 @@ class Teacher(Net):
         with torch.no_grad():
             aim = self.blocks[2](self.blocks[0](x))
         return super().middle(x) + aim
+
+
+class Experts(Net):
+    """The elements of a second list are called by those of the first, between their own layers."""
+
+    class Element(Block):
+        expert: tuple[nn.Module, ...] = ()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            for expert in self.expert:
+                x = torch.tanh(expert(x))
+            return super().forward(x)
+
+    def change(self) -> None:
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        for block, expert in zip(self.blocks, self.experts):
+            block.expert = (expert,)  # type: ignore[assignment]
+
+
+class Wrapped(Net):
+    """The elements of a second list have those of the first inside."""
+
+    class Around(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner, self.scale = inner, nn.Parameter(torch.randn(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x * self.scale) * self.scale  # type: ignore[no-any-return]
+
+    def change(self) -> None:
+        self.wrapped = nn.ModuleList(map(Wrapped.Around, self.blocks))
+
+    def middle(self, x: Tensor) -> Tensor:
+        for block in self.wrapped:
+            x = block(x)
+        return x
+
+
+class ReadLater(Net):
+    """What a block keeps as an attribute reaches the loss."""
+
+    class Element(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            self.kept = self.wide(x).square().mean()
+            return y
+
+    def middle(self, x: Tensor) -> Tensor:
+        return super().middle(x) + sum(block.kept for block in self.blocks)  # type: ignore[misc]
+
+
+class InAnObject(Net):
+    """A block returns an object beside its tensor, with other tensors inside."""
+
+    class Element(Block):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x), torch.distributions.Normal(self.wide(x), 1.0)
+
+    def middle(self, x: Tensor) -> Tensor:
+        likelihood = x.new_zeros(())
+        for block in self.blocks:
+            x, found = block(x)
+            likelihood = likelihood + found.log_prob(torch.ones_like(found.mean)).mean()
+        return x + likelihood

@@ -418,46 +418,52 @@ def test_a_parameter_that_one_micro_batch_uses_is_used(stage: int) -> None:
 class Choosing(nn.Module):
     """Two linears, the second used or not."""
 
-    def __init__(self) -> None:
+    def __init__(self, tiled: bool) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.inner = zero.TiledLinear(WIDTH, WIDTH, in_splits=2, out_splits=2) if tiled else nn.Identity()
 
     def forward(self, x: Tensor, both: bool) -> Tensor:
-        x = torch.tanh(self.first(x))
+        x = self.inner(torch.tanh(self.first(x)))
         return x + self.second(x) if both else x
 
 
 class Choices(nn.Module):
-    def __init__(self, uses: tuple[int, ...], recomputes: bool) -> None:
+    def __init__(self, uses: tuple[int, ...], way: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Choosing() for _ in range(4))
-        self.uses, self.recomputes = uses, recomputes
+        self.blocks = nn.ModuleList(Choosing(way == "tiled") for _ in range(4))
+        self.uses, self.way = uses, way
 
     def forward(self, x: Tensor, without: int) -> Tensor:
         for number in self.uses:
             block, both = self.blocks[number], number != without
-            x = checkpoint(block, x, both, use_reentrant=False) if self.recomputes else block(x, both)
+            x = checkpoint(block, x.requires_grad_() if x.is_leaf else x, both, use_reentrant=self.way == "reentrant") \
+                if self.way in ("recomputed", "reentrant") else block(x, both)
         return x.square().mean()
 
 
-CHOICES = [((0, 1, 2, 3), False), ((0, 1, 2, 3), True)]
+USES = [(0, 1, 2, 3), (3, 1, 0, 2), (1, 0, 1, 2, 3), (2, 0, 3, 1, 2, 1), (0, 1, 2, 3, 3, 2)]
+"""What rank 1 leaves a part of is the last but one."""
+CHOICES = [*((uses, "plain") for uses in USES), *((USES[0], way) for way in ("recomputed", "reentrant", "tiled")),
+           (USES[-1], "recomputed"), (USES[-1], "tiled")]
 
 
 def choose(rank: int, world: int, accelerator: bool) -> list[tuple[Tensor, list[tuple[str, str]]]]:
-    """Weights and exchanges of steps in which rank 1 leaves out a part of block 2, each way of using the blocks."""
+    """Weights and exchanges of steps in which rank 1 leaves out a part of one block, each way of using the blocks."""
     seen = []
     with accelerator_side(accelerator):
-        for uses, recomputes in CHOICES:
-            engine = engine_of(3, Choices(uses, recomputes))
+        for uses, way in CHOICES:
+            engine = engine_of(3, Choices(uses, way))
             for number in range(3):
                 with torch.no_grad():
                     engine(rows(rank, number), -1)  # an evaluation in between is no forward of the backward
-                without = 2 if rank == 1 and number else -1
+                without = uses[-2] if rank == 1 and number else -1
                 engine.backward(engine(rows(rank, number), without))
                 engine.step()
             # Of two forwards the sum; nothing may be sent before the second.
-            engine.backward(engine(rows(rank, 3), -1) + engine(rows(rank, 4), -1))
+            more = 0 if way == "reentrant" else engine(rows(rank, 4), -1)
+            engine.backward(engine(rows(rank, 3), -1) + more)
             engine.step()
             engine.settle()
             entries = list(engine.core.log.record(rank).entries)
@@ -466,9 +472,13 @@ def choose(rank: int, world: int, accelerator: bool) -> list[tuple[Tensor, list[
 
 
 def test_a_parameter_unused_on_one_rank_leaves_the_order_of_exchanges_alone() -> None:
-    """On an accelerator, where all of them share one queue."""
-    plain = run_ranks(choose, 2, False)[0]
+    """On an accelerator all of them share one queue, and elsewhere gathers do."""
+    plain, other = run_ranks(choose, 2, False)
+    assert [noted for _, noted in plain] == [noted for _, noted in other]
     first, second = run_ranks(choose, 2, True)
+    for (uses, way), (_, noted) in zip(CHOICES, plain, strict=True):
+        # What a backward has used up is not gathered again, however the order of blocks was guessed.
+        assert way != "plain" or noted.count((f"blocks.{uses[-2]}", "backward")) <= 4, uses
     for case, (weights, _), (ours, noted), (_, theirs) in zip(CHOICES, plain, first, second, strict=True):
         assert noted == theirs, case
         assert torch.allclose(ours, weights, atol=1e-6), case

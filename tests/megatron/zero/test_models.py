@@ -22,8 +22,9 @@ from tests.megatron.zero.models import (AllInBlocks, Backwards, Buffers, Dicts, 
                                         LayerDrop, ListInBlock, Net, NoList, OddSizes, Permuted, RankDrop, Records,
                                         ThreeElements, Tuples, WIDTH, Words)
 from tests.megatron.zero.run import DTYPES, PlainLoop, configure, engine_around, late_network, step, weights
-from tests.megatron.zero.sharing import (BlockReadsBlock, BlockTwice, NestedLists, OtherMethod, RootReadsBlock,
-                                         Teacher, TiedBlocks, TiedInOneBlock, TiedToRoot)
+from tests.megatron.zero.sharing import (BlockReadsBlock, BlockTwice, Experts, InAnObject, NestedLists, OtherMethod,
+                                         ReadLater, RootReadsBlock, Teacher, TiedBlocks, TiedInOneBlock, TiedToRoot,
+                                         Wrapped)
 
 STEPS, LR = 4, 1e-2
 
@@ -166,12 +167,12 @@ WORKS: dict[Case, tuple[int, ...]] = {
     **{Case(model): ALL for model in (
         Net, OddSizes, ThreeElements, NoList, AllInBlocks, Dicts, Tuples, TiedInOneBlock, BlockReadsBlock, BlockTwice,
         Backwards, LayerDrop, Frozen, FrozenRoot, Buffers, ListInBlock, InPlace, Teacher, Permuted, Words, Records,
-        TiedToRoot, TiedBlocks, NestedLists)},
+        TiedToRoot, TiedBlocks, NestedLists, Experts, Wrapped)},
     **{Case(Net, script): ALL for script in (evaluating, looking, summing, queueing, failing_forward,
                                              failing_backward)},
     **{Case(Words, script): ALL for script in (evaluating, looking, summing, queueing)},
     **{Case(model, precision="bf16"): ALL for model in (Net, OddSizes, Frozen, Buffers)},
-    Case(RootReadsBlock): (0, 1, 2), Case(RankDrop): (0, 1, 2), Case(OtherMethod): (0, 1, 2),
+    **{Case(model): (0, 1, 2) for model in (RootReadsBlock, RankDrop, OtherMethod, ReadLater, InAnObject)},
 }
 """Case -> stages at which it is as the plain loop."""
 
@@ -190,6 +191,7 @@ def test_more_ranks_than_elements_are_the_plain_loop(stage: int) -> None:
 @pytest.mark.parametrize("model, error", [
     (RankDrop, "the ranks ran different blocks"),  # they have received each other's
     (RootReadsBlock, "cannot be used here"), (OtherMethod, "cannot be used here"),  # a placeholder
+    (ReadLater, "parameters that were away"), (InAnObject, "parameters that were away"),  # their memory is gone
 ])
 def test_what_stage_3_cannot_run_fails_and_never_trains_wrongly(model: type[nn.Module], error: str) -> None:
     with pytest.raises(RankError, match=error):
