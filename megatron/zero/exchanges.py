@@ -8,6 +8,10 @@ numbers, or will wait for each other for ever. What an exchange is for is not co
 Noting an entry takes a fraction of a microsecond, and sends nothing. watch.py compares the logs of a run that stands
 still, step.py those of ranks whose digests differ.
 
+A *use* is a block that the rank waited for because it was about to run it. Blocks are gathered ahead, in the order of
+the pass before: where a rank then runs another block, its exchanges still agree for a while, and uses tell where it
+parted from the others. They are never a fault by themselves.
+
 *Sums* are the reductions of gradients. An accelerator does them in order with everything else, and below stage 3
 nothing comes between them: there they are entries too. At stage 3 on a CPU they are messages of their own, which a rank
 on which some parameter got no gradient rightly sends later; so they are counted beside the entries. A log then has a
@@ -16,8 +20,10 @@ second way to contradict another: each of two ranks waits for what the other, wh
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 KEPT = 1024
@@ -33,6 +39,9 @@ OVER = frozenset({ENDED, FAILED, INTERRUPTED})
 """After one of these nothing follows."""
 MEETINGS = OVER | {STEP, SAVE, LOAD}
 """A rank does not go on from one of these until all have come."""
+AFTER_A_STEP = "after a step"
+"""What the new weights are gathered for, by all ranks and at once. Which of them is run first says nothing."""
+EARLIER = "an earlier place", ""
 
 
 class ExchangeLog:
@@ -40,18 +49,22 @@ class ExchangeLog:
         self.count = self.sums = 0
         self.purpose = ""
         """What the next exchanges are for."""
-        self.entry_awaited = NOTHING
         self.sum_awaited = NO_SUM
-        """What the host waits for now: the number of an entry, or that of a sum and whose gradients they are."""
+        """The sum that the host waits for now: its number, and whose gradients they are."""
         self.explain: Callable[[BaseException], None] = _know_nothing
         """Raises a better error in place of one that an exchange ended with, where there is one."""
         self._sums_in_order = sums_in_order
+        self._awaited = NOTHING
         self._entries = [("", "")] * KEPT
+        self._uses: deque[Use] = deque(maxlen=KEPT)
 
     def note(self, what: str) -> int:
         """It begins now; returns its number."""
+        return self._note(what, "" if what in OVER else self.purpose)
+
+    def _note(self, what: str, purpose: str) -> int:
         number = self.count
-        self._entries[number % KEPT] = what, self.purpose
+        self._entries[number % KEPT] = what, purpose
         self.count += 1
         return number
 
@@ -63,9 +76,22 @@ class ExchangeLog:
     def begin_sum(self, name: str) -> int:
         """The gradients of `name` leave now; returns the number of the sum."""
         if self._sums_in_order:
-            self.note(f"the gradients of {name}")
+            self._note(f"the gradients of {name}", "")
         self.sums += 1
         return self.sums - 1
+
+    @property
+    def entry_awaited(self) -> int:
+        """The number of the entry that the host waits for now."""
+        return self._awaited
+
+    @entry_awaited.setter
+    def entry_awaited(self, number: int) -> None:
+        self._awaited = number
+        if number != NOTHING:
+            what, begun_for = self._entries[number % KEPT]
+            if begun_for != AFTER_A_STEP:
+                self._uses.append((what, self.purpose, self.count))
 
     @property
     def is_over(self) -> bool:
@@ -78,9 +104,13 @@ class ExchangeLog:
             count = self.count
             first = max(0, count - KEPT)
             entries = [self._entries[number % KEPT] for number in range(first, count)]
-            taken = Record(rank, first, entries, self.sums, *waits)
+            taken = Record(rank, first, entries, self.sums, *waits, tuple(self._uses))
             if count == self.count:
                 return taken
+
+
+Use = tuple[str, str, int]
+"""The block, what for, and how many entries there were by then."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +124,7 @@ class Record:
     sums: int = 0
     entry_awaited: int = NOTHING
     sum_awaited: tuple[int, str] = NO_SUM
+    uses: Sequence[Use] = ()
 
     @property
     def count(self) -> int:
@@ -116,18 +147,24 @@ class Record:
             return f"the gradients of {self.sum_awaited[1]}", ""
         return self.at(self.needs) or self.at(self.count - 1) or ("the beginning", "")
 
+    def uses_after(self, number: int) -> list[Use] | None:
+        """Those since that entry; None where some of them are forgotten."""
+        is_whole = len(self.uses) < KEPT or self.uses[0][2] <= number
+        return [use for use in self.uses if use[2] > number] if is_whole else None
+
     def pack(self) -> list[Any]:
         """As a JSON value, each text once."""
-        texts = list(dict.fromkeys(self.entries))
+        texts = list(dict.fromkeys([*self.entries, *(use[:2] for use in self.uses)]))
         place = {text: number for number, text in enumerate(texts)}
         return [self.rank, self.first, texts, [place[entry] for entry in self.entries], self.sums, self.entry_awaited,
-                self.sum_awaited]
+                self.sum_awaited, [(place[use[:2]], use[2]) for use in self.uses]]
 
     @staticmethod
     def unpack(packed: list[Any]) -> Record:
-        rank, first, texts, places, sums, entry, (number, name) = packed
+        rank, first, texts, places, sums, entry, (number, name), used = packed
         entries = [(what, purpose) for what, purpose in map(texts.__getitem__, places)]
-        return Record(rank, first, entries, sums, entry, (number, name))
+        uses = tuple((*texts[place], count) for place, count in used)
+        return Record(rank, first, entries, sums, entry, (number, name), uses)
 
 
 def contradict(mine: Record, other: Record) -> bool:
@@ -151,13 +188,31 @@ def first_difference(records: Sequence[Record]) -> int | None:
 
 
 def places_of(records: Sequence[Record]) -> dict[int, tuple[str, str]]:
-    """Rank -> where it was when the logs began to differ; or, where each waits for another, where it stands."""
+    """Rank -> where it was when the ranks began to differ; or, where each waits for another, where it stands."""
     number = first_difference(records)
     if number is not None:
-        return {record.rank: record.at(number) or ("an earlier place", "") for record in records}
+        return _uses_that_differ(records, number) or {record.rank: record.at(number) or EARLIER for record in records}
     needy = [record for record in records if record.needs != NOTHING]
     if any(_waits_in_vain(record, needy) for record in records):
         return {record.rank: record.place for record in records}
+    return {}
+
+
+def _uses_that_differ(records: Sequence[Record], number: int) -> dict[int, tuple[str, str]]:
+    """Rank -> the block it ran when the ranks parted, where that was before they began entry `number`, which differs.
+    Since the last place where they met: what they ran before that has done no harm."""
+    first = min(record.first for record in records)
+    met = max((place for place in range(first, number) for record in records
+               if (record.at(place) or EARLIER)[0] in MEETINGS | {BACKWARD_ENDS}), default=first - 1)
+    uses = [record.uses_after(met) for record in records]
+    if None in uses:
+        return {}
+    for together in zip_longest(*(known or [] for known in uses)):
+        known = [use for use in together if use is not None]
+        if len({what for what, _, _ in known}) > 1:
+            is_earlier = any(count <= number for _, _, count in known)
+            return {record.rank: use[:2] if use else EARLIER
+                    for record, use in zip(records, together, strict=True)} if is_earlier else {}
     return {}
 
 

@@ -12,6 +12,7 @@ from megatron.zero import exchanges
 from megatron.zero.exchanges import (
     ENDED,
     KEPT,
+    NOTHING,
     SAVE,
     STEP,
     ExchangeLog,
@@ -56,6 +57,56 @@ def test_the_first_difference_is_found_however_long_the_logs_are(before: int) ->
     assert first_difference(records) == before + 1
     assert contradict(records[0], records[1]) and contradict(records[1], records[0])
     assert describe(places_of(records)) == "rank 0 is at y (forward), rank 1 is at z (forward)"
+
+
+def log_ahead(events: str, log: ExchangeLog | None = None) -> ExchangeLog:
+    """`+a` gathers block a, `a` runs it, `>` turns to the backward, `|` is a step."""
+    log = log or ExchangeLog(sums_in_order=False)
+    log.purpose = "forward"
+    for event in events.split():
+        name = event.lstrip("+")
+        if event == ">":
+            log.purpose = "backward"
+        elif event == "|":
+            log.meet(STEP)
+            log.purpose = "forward"
+        elif event[0] == "+":
+            log.note(name)
+        else:
+            log.entry_awaited = max(n for n in range(log.count) if log._entries[n % KEPT][0] == name)
+            log.entry_awaited = NOTHING
+    return log
+
+
+def places(*events: str) -> str:
+    records = [log_ahead(one).record(rank) for rank, one in enumerate(events)]
+    return describe(places_of([Record.unpack(json.loads(json.dumps(record.pack()))) for record in records]))
+
+
+@pytest.mark.parametrize("steps", [0, 3, KEPT])
+def test_the_place_is_where_ranks_ran_another_block_though_it_was_gathered_ahead(steps: int) -> None:
+    before = "+a a | " * steps
+    without_c, without_d = before + "+a +b a b +c +d d > +d d", before + "+a +b a b +c c +d > +c c"
+    assert places(without_c, without_d) == "rank 0 is at d (forward), rank 1 is at c (forward)"
+
+
+def test_a_use_that_is_no_cause_is_no_place() -> None:
+    apart = "rank 0 is at x (backward), rank 1 is at y (backward)"
+    assert places("+a +b a | > +x x", "+a +b b | > +y y") == apart  # the ranks have met since
+    assert places("+a +b a > +x a", "+a +b a > +y b") == apart  # what followed the difference
+    many = "+a +b " + "a " * KEPT
+    assert places(f"{many} a > +x", f"{many} b > +y") == apart  # what came before is forgotten
+    assert places("+a +b a > +x", "+a +b > +y") == apart  # one rank is slow
+
+
+def test_a_sum_and_an_end_are_not_said_to_come_after_a_step() -> None:
+    log = log_of(in_order=True)
+    log.purpose = "after a step"
+    log.begin_sum("a")
+    log.note(ENDED)
+    log.entry_awaited = log.note("b")
+    assert log.record(0).entries == [("the gradients of a", ""), (ENDED, ""), ("b", "after a step")]
+    assert not log.record(0).uses  # of the weights that all gather at once
 
 
 def test_of_logs_that_are_too_far_apart_nothing_is_said() -> None:

@@ -167,9 +167,10 @@ def test_blocks_that_one_rank_runs(what: str, sizes: tuple[int, ...], side: bool
     pytest.param(4, LARGER, marks=SLOW)])
 def test_blocks_that_are_gathered_ahead(world: int, sizes: tuple[int, ...], side: bool) -> None:
     for what in ("another block", "another order"):
-        error = one_error(ends_of(partial(with_plan, PLANS[what][0]), world, sizes, 3, side))
+        plan, theirs, own = PLANS[what]
+        error = one_error(ends_of(partial(with_plan, plan), world, sizes, 3, side))
         others = {2: "rank 0 is", 3: "ranks 0-1 are", 4: "ranks 0-2 are"}
-        assert f"{others[world]} at " in error and f", rank {world - 1} is at " in error
+        assert f"{others[world]} at {theirs}, rank {world - 1} is at {own}" in error
 
 
 def one_forward_more(engine: Engine, rank: int) -> None:
