@@ -9,6 +9,7 @@ they are put together, and micro-batches are counted.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -50,6 +51,7 @@ class ZeroEngine:
         self.last_report: StepReport | None = None
         self.log = ExchangeLog(sums_in_order=not self._policy.split_params or on_accelerator(device))
         copy_buffers_from_first(module, groups)
+        forget_gradients(module)
         travel = wire(zero, groups.dp.size)
         group_of = {parameter: number for number, group in enumerate(param_groups) for parameter in group["params"]}
         kinds = dtypes(self._policy, precision, accumulation)
@@ -113,7 +115,7 @@ class ZeroEngine:
             group["lr"] = lr
         self.residency.done_with_all()  # a forward may have run since the backward
         try:
-            objection = self.passes.objection() or self._roster.objection()
+            objection = self.passes.objection() or self._roster.objection() or self._set_by_hand()
             self.last_report = self._step(self.passes.take_trace(), objection, riders, aside)
         except BaseException as error:
             self.passes.note_interruption(error)
@@ -123,6 +125,15 @@ class ZeroEngine:
         self._micro_batches = 0
         self.passes.weights += not self.last_report.is_known or self.last_report.applied
         return self.last_report
+
+    def _set_by_hand(self) -> str | None:
+        """A gradient that the user has set since the backward, and nobody would look at."""
+        try:
+            for bucket in self.buckets:
+                bucket.grads.heed()
+        except ConfigError as error:
+            return str(error)
+        return None
 
     def conclude(self) -> None:
         """Wait for the last step, and count it as what it was; raises what was wrong with it (step.py). Every rank
@@ -270,6 +281,15 @@ class ZeroEngine:
 
     def restore_counters(self, saved: dict[str, Any]) -> None:
         self.state.restore(saved)
+
+
+def forget_gradients(module: nn.Module) -> None:
+    """Those of a backward before the engine was there belong to no step of it."""
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None:
+            warnings.warn(f"{name}.grad, made before zero.initialize, is dropped, and so are others", stacklevel=2)
+            module.zero_grad()
+            return
 
 
 def copy_buffers_from_first(module: nn.Module, groups: Groups) -> None:

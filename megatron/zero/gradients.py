@@ -8,7 +8,7 @@ poured into the buffer as it comes, while it is in the cache; on an accelerator 
 Once all have arrived they are sent (`reduce`); `finish_reduce` waits for the sum. Where gradients are split, the shard
 accumulates over micro-batches and the whole is a buffer that another bucket uses next (turns.py); elsewhere the whole
 accumulates, and is sent at the accumulation boundary. Until then `parameter.grad` is a view of it, where autograd can
-add to that: in equal precision.
+add to that: in equal precision. What the user makes of it counts (`heed`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class FlatGradients:
         self._turns, self._log = turns, log
         self._pours_each = wire.contiguous and not on_accelerator(device)
         self._lends_views = not policy.split_grads and dtypes.grads == dtypes.work
-        self._has_lent = False
+        self._lent: set[int] = set()  # slots that `parameter.grad` is a view of
         self._arrived: set[int] = set()  # parameters whose gradient of this backward is here
         self._reached: set[int] = set()  # parameters that got a gradient since the last `discard`
         self.filled: set[int] = set()  # slots that hold something to add to
@@ -110,8 +110,8 @@ class FlatGradients:
                 views.append(view)
                 grads.append(grad)
                 self.filled.add(index)
-                parameter.grad = view if self._lends_views else None
-                self._has_lent |= self._lends_views
+                parameter.grad = None
+                self._lend(index)
         if fresh[0]:
             torch._foreach_copy_(*fresh)
         if more[0]:
@@ -122,12 +122,43 @@ class FlatGradients:
         if not self._pours_each and not self.complete:
             self._pour(self._arrived)
 
+    def _lend(self, index: int) -> None:
+        if self._lends_views:
+            self.parameters[index].grad = self.view(index)
+            self._lent.add(index)
+
+    def heed(self) -> None:
+        """Between backwards: what the user did to `parameter.grad` counts where it is a view, and is refused where it
+        is not, since nobody would look at it."""
+        with torch._C.DisableTorchFunctionSubclass():  # placeholders have gradients too
+            for index, parameter in enumerate(self.parameters):
+                grad = parameter.grad
+                if index in self._lent:
+                    if grad is not self.view(index):
+                        self._replace(index, grad)
+                elif grad is not None:
+                    raise ConfigError(
+                        f"{self.layout.slots[index].name}.grad was set by hand, where the engine does not look: call "
+                        "safe_set_full_grad(parameter, value) of megatron.zero.utils after the last backward of a "
+                        "step, or engine.zero_grad() to forget it")
+
+    def _replace(self, index: int, grad: Tensor | None) -> None:
+        if grad is None:
+            self.view(index).zero_()
+        else:
+            self.view(index).copy_(grad)
+        self._lend(index)
+
     def _take_back(self) -> None:
         """What is in the buffer is no longer the gradients of this rank, and what autograd still has is not needed."""
-        if self._has_lent or self._arrived and not (self._pours_each or self.complete):
+        if self._lent or self._arrived and not (self._pours_each or self.complete):
+            self._clear()
+
+    def _clear(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
             for parameter in self.parameters:
                 parameter.grad = None
-            self._has_lent = False
+        self._lent.clear()
 
     def sink(self, index: int) -> GradSink:
         """Lets the operation that makes the gradient of one parameter write it in place (mpu/sinks.py)."""
@@ -298,13 +329,15 @@ class FlatGradients:
         """Forget who has arrived; what was accumulated stays."""
         self._pour_rest()
         self.finish_reduce()
+        for index in () if self._is_summed_in_place else self.filled - self._lent:
+            self._lend(index)  # what an operation wrote in place
         self._arrived.clear()
         self._has_left = False
         self.is_final = ends_step and self.is_summed
 
     def discard(self) -> None:
         """The next backward starts from nothing."""
-        self._take_back()
+        self._clear()
         self._free_all()
         for marks in (self._arrived, self._reached, self.filled):
             marks.clear()

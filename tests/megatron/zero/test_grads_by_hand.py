@@ -1,0 +1,141 @@
+"""What the user makes of `parameter.grad` counts as in a plain loop, or is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron import zero
+from megatron.errors import ConfigError
+from megatron.zero.utils import safe_get_full_grad
+from tests.distributed import run_ranks
+from tests.wires import accelerator_side
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.blocks = nn.Linear(5, 7), nn.ModuleList([nn.Linear(7, 3), nn.Linear(3, 1)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(torch.tanh(x))
+        return x.square().mean()
+
+
+def batch(number: int) -> Tensor:
+    return torch.randn(2, 5, generator=torch.Generator().manual_seed(number))
+
+
+def made(stage: int, model: nn.Module | None = None, precision: str = "fp32") -> Any:
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+    if precision != "fp32":
+        config[precision] = {"enabled": True}
+    return zero.initialize(model=model or Model(), config=config)[0]
+
+
+@pytest.fixture(params=["cpu", "accelerator"])
+def side(request: pytest.FixtureRequest) -> Iterator[str]:
+    with accelerator_side(request.param == "accelerator"):
+        yield request.param
+
+
+def halve(p: Any) -> None:
+    p.grad = p.grad * 0.5
+
+
+def halve_in_place(p: Any) -> None:
+    p.grad *= 0.5
+
+
+def set_ones(p: Any) -> None:
+    p.grad = torch.ones_like(p)
+
+
+def forget(p: Any) -> None:
+    p.grad = None
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("edit", [halve, halve_in_place, set_ones, forget, nn.Module.zero_grad])
+def test_between_backwards_the_view_is_the_gradient(edit: Callable[[Any], None], stage: int, side: str) -> None:
+    engine, plain = made(stage), Model()
+    for number in range(2):
+        engine.backward(engine(batch(number)))
+        (plain(batch(number)) / 2).backward()
+        if number == 0:
+            engine.step()
+            for net in (engine.module, plain):
+                for thing in [net] if edit is nn.Module.zero_grad else net.parameters():
+                    edit(thing)
+    for ours, theirs in zip(engine.module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(safe_get_full_grad(ours), theirs.grad, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])  # at stage 3 torch refuses it: the parameter has no elements
+@pytest.mark.parametrize("when", ["before a backward", "before a step", "between micro-batches, where it is no view"])
+def test_a_gradient_that_nobody_would_look_at_is_refused(when: str, stage: int, side: str) -> None:
+    engine = made(stage, precision="bf16" if "no view" in when else "fp32")
+    parameter = engine.module.first.bias
+
+    def set_by_hand() -> None:
+        parameter.grad = torch.ones_like(parameter)
+
+    def backward(number: int) -> None:
+        engine.backward(engine(batch(number).to(engine.working_dtype)))
+
+    with pytest.raises(ConfigError, match="first.bias.grad was set by hand"):
+        if when == "before a backward":
+            set_by_hand()
+        backward(0)
+        engine.step()
+        if when.endswith("view"):
+            set_by_hand()
+        backward(1)
+        if when == "before a step":
+            set_by_hand()
+        engine.step()
+        engine.conclude()
+    engine.zero_grad()
+    assert parameter.grad is None
+
+
+def on_one_rank(rank: int, world: int) -> str:
+    engine = made(1)
+    for number in range(2):
+        engine.backward(engine(batch(number)))
+        if rank == 1 and number == 1:
+            engine.module.first.bias.grad = torch.ones(7)
+        try:
+            engine.step()
+        except ConfigError as error:
+            return str(error)
+    return "no error"
+
+
+def test_set_on_one_rank_it_is_refused_by_all() -> None:
+    for said in run_ranks(on_one_rank, 2):
+        assert said.startswith("first.bias.grad was set by hand") and said.endswith("(so on rank 1, not on all)")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_those_of_a_backward_before_the_engine_are_dropped_with_a_word(stage: int, side: str) -> None:
+    model = Model()
+    model(batch(7)).backward()
+    with pytest.warns(UserWarning, match="first.weight.grad, made before zero.initialize, is dropped"):
+        engines = made(stage, model), made(stage)
+    for engine in engines:
+        for number in range(2):
+            engine.backward(engine(batch(number)))
+            engine.step()
+    norms = [engine.get_global_grad_norm() for engine in engines]
+    assert norms[0] == norms[1]
