@@ -67,7 +67,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero.precision megatron.zero.verdict megatron.zero.holders megatron.zero.placeholder
         megatron.zero.waiting megatron.zero.drawn megatron.zero.parked megatron.zero.tiling
         megatron.zero.exchanges megatron.zero.turns megatron.zero.versions megatron.zero.sinks megatron.zero.gradients
-        megatron.zero.edits megatron.zero.bucket
+        megatron.zero.edits megatron.zero.bucket megatron.zero.together
         megatron.zero.norm megatron.zero.roster megatron.zero.hooks megatron.zero.utils
         megatron.zero.units megatron.zero.residency megatron.zero.reductions megatron.zero.passes megatron.zero.state
         megatron.zero.step megatron.zero.engine

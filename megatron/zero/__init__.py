@@ -12,7 +12,8 @@ norm), verdict.py (what the ranks agree on in a step), step.py (the optimizer st
 step), engine.py (all of it together). placeholder.py, holders.py, waiting.py, drawn.py and parked.py are about
 parameters outside of a step. tiling.py (large layers in tiles), estimate.py (DeepSpeed's memory estimates),
 accelerator.py and utils.py (DeepSpeed's modules of these names) are used beside it. exchanges.py (what a rank exchanged
-last) and watch.py end a run whose ranks wait for each other for ever. api/ is what a training script sees.
+last), together.py (calls that all ranks make) and watch.py end a run whose ranks wait for each other for ever. api/ is
+what a training script sees.
 
 Names are imported on first use: floor 0 of this package must not import torch.
 """

@@ -21,7 +21,7 @@ from megatron.config.tree import PrecisionConfig, ZeroConfig
 from megatron.errors import ConfigError
 from megatron.optim.loss_scale import LossScaleState
 from megatron.optim.rule import ParamGroup, Rule
-from megatron.zero.exchanges import LOAD, SAVE, ExchangeLog
+from megatron.zero.exchanges import ExchangeLog
 from megatron.zero.hooks import attach
 from megatron.zero.layout import Slot
 from megatron.zero.passes import Passes
@@ -32,6 +32,7 @@ from megatron.zero.residency import Residency, Resident
 from megatron.zero.roster import Roster
 from megatron.zero.state import State
 from megatron.zero.step import Step, StepReport
+from megatron.zero.together import meet, own
 from megatron.zero.units import Cut, build_units, connect_sinks, disconnect_sinks
 from mpu.collectives import broadcast_into
 from mpu.device import on_accelerator
@@ -63,6 +64,8 @@ class ZeroEngine:
         scaling = scale_rule(precision)
         self.state = State(self._units, rule, scaling.start(), groups.world, loads_masters=zero.load_from_fp32_weights)
         self.buckets, self.frozen = self.state.buckets, self.state.frozen
+        for bucket in (*self.buckets, *self.frozen):
+            own(bucket, self)
         self._roster = Roster(module, [*self.buckets, *self.frozen])
         self._step = Step(self.state, groups, rule, param_groups, scaling, self.log, clip_grad=clip_grad,
                           divisor=groups.dp.size / travel.predivide, max_skipped=precision.max_skipped_in_a_row)
@@ -239,17 +242,23 @@ class ZeroEngine:
         """(kind, slot, offset in the slot, run of the state) for everything this rank is to write."""
         return self.state.runs(kinds, frozen)
 
+    def meet(self, where: str) -> None:
+        """Every rank comes here, whatever it exchanges then; one that is elsewhere is an error (together.py)."""
+        meet(self.log, self.groups.world, where)
+
+    def count_new_weights(self) -> None:
+        """A backward of a forward that ran before now would mix old and new weights."""
+        self.passes.weights += 1
+
     def check_before_save(self) -> None:
         """Refuse a state that is half a step's, or that somebody wrote to. What one rank sees the others may not: all
         must agree on this before they save."""
-        self.log.meet(SAVE)
         self.conclude()
         self.state.check_whole()
         self._roster.check_edits(thoroughly=True)
 
     def check_before_load(self) -> None:
         """Refuse where new weights would not reach the model; to be agreed on as well."""
-        self.log.meet(LOAD)
         self._roster.check_before_load()
 
     def load_runs(self, kinds: tuple[str, ...], read: Callable[[str, Slot, int, Tensor], None],
@@ -264,7 +273,7 @@ class ZeroEngine:
         self._micro_batches = 0
         agreed(lambda: self.state.fill(kinds, read))
         self.state.publish()
-        self.passes.weights += 1
+        self.count_new_weights()
 
     @property
     def state_kinds(self) -> tuple[str, ...]:

@@ -6,10 +6,13 @@
     gradient = safe_get_full_grad(model.fc.weight)          # every rank calls it; the mean over ranks and micro-batches
     engine.step()
 
-*full* functions are collective over data parallel, and take or return the whole parameter (of this rank's tensor
-parallel slice); their values must be the same on every rank. *local* ones look at the run that this rank holds, which
-is flat, and may be empty. Getters return fp32 copies, or None where there is nothing: a parameter without an engine, a
-frozen one, a gradient that is not complete. Gradients are there from the backward that ends a step until `step()`.
+*full* functions are called by every data parallel rank, and take or return the whole parameter (of this rank's tensor
+parallel slice). *local* ones look at the run that this rank holds, which is flat, and may be empty. Getters return fp32
+copies, or None where there is nothing: a parameter without an engine, a frozen one, a gradient that is not complete.
+Gradients are there from the backward that ends a step until `step()`.
+
+A call that exchanges something, or must be made with the same value on several ranks, is compared first (together.py):
+one rank that calls it alone, and ranks that set different values, are errors.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from torch import Tensor, nn
 from megatron.errors import ConfigError
 from megatron.zero.bucket import FlatBucket, publish
 from megatron.zero.holders import holder_of, shape_of
+from megatron.zero.together import meet, owner_of
 from mpu.collectives import all_reduce
 
 _WEIGHT, _GRADIENT = "weight", "gradient"
@@ -27,17 +31,17 @@ _WEIGHT, _GRADIENT = "weight", "gradient"
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     """The weights as the optimizer has them."""
-    return _full(param, _WEIGHT)
+    return _full(param, _WEIGHT, "safe_get_full_fp32_param")
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     """The gradient before clipping: the mean over ranks and micro-batches, without the loss scale."""
-    return _full(param, _GRADIENT)
+    return _full(param, _GRADIENT, "safe_get_full_grad")
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """A state of the optimizer, "exp_avg" for one."""
-    return _full(param, optim_state_key)
+    return _full(param, optim_state_key, f"safe_get_full_optimizer_state({optim_state_key!r})")
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
@@ -67,7 +71,8 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """New weights for this rank's run; every rank calls it, as the model gets them too."""
+    """New weights for this rank's run; every rank calls it, as the model gets them too. (So do the others at stage 0,
+    where the run is everything, and the same on all ranks.)"""
     _set(param, _WEIGHT, value, whole=False)
 
 
@@ -116,11 +121,13 @@ def _local(param: nn.Parameter, kind: str) -> Tensor | None:
     return run.to(torch.float32) * found[1]
 
 
-def _full(param: nn.Parameter, kind: str) -> Tensor | None:
+def _full(param: nn.Parameter, kind: str, name: str) -> Tensor | None:
     mine = _local(param, kind)
     bucket = _bucket(param)
     if mine is None or bucket is None:
         return None
+    if not bucket.shard_group.is_solo:
+        _meet(bucket, f"{name} of {bucket.slot_of(param).name}")
     _, start = _run(bucket, param, bucket.master)
     whole = torch.zeros(bucket.slot_of(param).numel, dtype=torch.float32, device=mine.device)
     whole[start : start + len(mine)] = mine
@@ -142,8 +149,28 @@ def _set(param: nn.Parameter, kind: str, value: Tensor, *, whole: bool) -> None:
         raise ConfigError(f"the {kind} of {bucket.describe(param)} needs a value of shape {list(expected)}, "
                           f"not {list(value.shape)}")
     part = value.flatten()[start : start + len(run)] if whole else value
+    _agree_to_set(bucket, param, kind, value, whole=whole)
     run.copy_(part.to(run.device, torch.float32) / found[1])
     if kind == _WEIGHT:
         bucket.leave()
         publish([bucket])
         bucket.await_parameters()
+        if (engine := owner_of(bucket)) is not None:
+            engine.count_new_weights()
+
+
+def _agree_to_set(bucket: FlatBucket, param: nn.Parameter, kind: str, value: Tensor, *, whole: bool) -> None:
+    """Refuse values that differ on ranks which must hold the same, before anything is written."""
+    is_same_everywhere = whole or not bucket.replicas.is_solo
+    if not is_same_everywhere and kind != _WEIGHT:
+        return
+    name = bucket.slot_of(param).name
+    alike = _meet(bucket, f"setting the {kind} of {name}", value if is_same_everywhere else None)
+    if not alike:
+        raise ConfigError(f"the {kind} given for {name} is not the same on all data parallel ranks: give every rank "
+                          "the same value (broadcast it, or make it from the same seed); nothing was changed")
+
+
+def _meet(bucket: FlatBucket, where: str, value: Tensor | None = None) -> bool:
+    engine = owner_of(bucket)
+    return engine is None or meet(engine.log, bucket.dp, where, value)

@@ -290,7 +290,7 @@ class Engine(EngineStatus):
 
         `in_background` returns after a copy; the checkpoint is complete when a later `step`, or `finish_save`, has
         called `then`. An error of the writing is raised there, on every rank."""
-        self.core.log.meet(SAVE)
+        self.core.meet(SAVE)
         self.conclude()
         root, name = Path(save_dir), step_tag(self.global_steps) if tag is None else str(tag)
         on_rank_0(lambda: probe(root), self.groups.world)
@@ -330,7 +330,7 @@ class Engine(EngineStatus):
         if custom_load_fn is not None:
             raise ConfigError("custom_load_fn is not supported: the engine places pieces of parameters; edit weights "
                               "afterwards, inside zero.GatheredParameters")
-        self.core.log.meet(LOAD)
+        self.core.meet(LOAD)
         self.finish_save()
         root = Path(load_dir)
         if tag is None and on_rank_0(lambda: is_empty(root), self.groups.world):

@@ -25,6 +25,7 @@ from megatron.errors import ConfigError
 from megatron.launch.exits import answer_uncaught, explain
 from megatron.zero.holders import Holder, holder_of
 from megatron.zero.parked import Parked
+from megatron.zero.together import meet, owner_of
 from mpu import groups as mpu_groups
 from mpu.groups import Group, Groups
 
@@ -47,21 +48,26 @@ def GatheredParameters(  # noqa: N802 (the name that scripts know)
         yield
         return
     holders: dict[int, Holder] = {}  # in the order given, which is the same on every rank; each once
+    names: list[str] = []
     for parameter in given:
         if (holder := holder_of(parameter)) is not None:
             holders.setdefault(id(holder), holder)
+            names.append(holder.describe(parameter))
     without_gradients = modifier_rank is not None or any(holder.comes_and_goes for holder in holders.values())
-    with _loan([*holders.values()], modifier_rank), torch.no_grad() if without_gradients else nullcontext():
+    with _loan([*holders.values()], modifier_rank, names), torch.no_grad() if without_gradients else nullcontext():
         yield
 
 
 @contextmanager
-def _loan(holders: list[Holder], editor: int | None) -> Iterator[None]:
+def _loan(holders: list[Holder], editor: int | None, names: list[str]) -> Iterator[None]:
     """What one rank objects to, or fails in, ends the loan on all of them: none may wait for one that has left."""
     if not holders:
         yield
         return
-    dp = holders[0].dp
+    dp, engine = holders[0].dp, owner_of(holders[0])
+    if engine is not None:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        meet(engine.log, dp, f"GatheredParameters of {names[0]}{more}", details=f"{editor} {names}")
     agree(lambda: _check_before_loan(holders), dp)
     failure: Exception | None = None
     try:
@@ -72,6 +78,8 @@ def _loan(holders: list[Holder], editor: int | None) -> Iterator[None]:
         except Exception as error:
             failure = error
         if failure is None or not explain(failure).is_peer_loss:  # nobody answers then
+            if engine is not None:
+                engine.log.meet("the end of GatheredParameters")
             agree(lambda: _check_before_return(holders, editor, failure), dp)
     except BaseException:
         for holder in holders:

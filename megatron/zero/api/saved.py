@@ -31,6 +31,7 @@ from megatron.checkpoint.writer import Hold, Saving, saving
 from megatron.errors import CheckpointError, ConfigError
 from megatron.zero.api.hyper import SCHEDULED, check_groups, hyper_parameters, restore_groups
 from megatron.zero.engine import ZeroEngine
+from megatron.zero.exchanges import LOAD, SAVE
 from megatron.zero.layout import FlatLayout, Slot
 from mpu.collectives import all_gather
 from mpu.groups import Group, Groups
@@ -94,6 +95,7 @@ def saving_engine(engine: ZeroEngine, root: Path, tag: str, who: Identity, *, cl
                   frozen: bool = True, keep: Keep = Keep(), hold: Hold | None = None, latest: bool = True) -> Saving:
     """The save of the checkpoint `tag` under `root`, to be driven to its end. Collective over the world."""
     check_client_state(client_state)
+    engine.meet(SAVE)
     agree(engine.check_before_save, engine.groups.world)
     kinds = ("weight", *(engine.state_kinds if optimizer else ()))
     tp = engine.groups.tp
@@ -136,6 +138,7 @@ def _place(groups: Groups) -> int:
 def load_engine(engine: ZeroEngine, found: Checkpoint, scheduler: Stateful | None, options: LoadOptions) -> None:
     """Take everything but the random streams from an open checkpoint. `counters` also means the schedule, and the loss
     scale unless that is switched off. What does not fit is refused before anything is changed."""
+    engine.meet(LOAD)
     agree(engine.check_before_load, engine.groups.world)
     optimizer, shared = options.optimizer, found.shared_state
     if optimizer:
@@ -185,6 +188,7 @@ def _wanted_of_groups(shared: Mapping[str, Any], scheduler: Stateful | None, opt
 
 def load_foreign_weights(engine: ZeroEngine, found: Foreign) -> None:
     """Initial weights from another program's checkpoint, which must hold those of this model."""
+    engine.meet(LOAD)
     agree(engine.check_before_load, engine.groups.world)
     engine.load_runs(("weight",), partial(_read_run, engine, found), partial(agree, world=engine.groups.world))
 
@@ -265,6 +269,7 @@ def same_ranks(saved: Mapping[str, Any], present: Mapping[str, int]) -> bool:
 def whole_weights(engine: ZeroEngine, frozen: bool = True) -> dict[str, Tensor]:
     """The model's state dict in the working precision, tensor parallel slices joined, on the host of world rank 0
     (empty on the others). Collective; one bucket is whole at a time."""
+    engine.meet(SAVE)
     agree(engine.check_before_save, engine.groups.world)
     keeps = engine.groups.world.rank == 0
     found: dict[int, Tensor] = {}

@@ -14,6 +14,7 @@ from megatron.errors import ConfigError
 from megatron.zero.api.init import GatheredParameters
 from megatron.zero.api.saved import whole_weights
 from megatron.zero.engine import ZeroEngine, copy_buffers_from_first
+from megatron.zero.exchanges import LOAD
 
 PREFIX = "module."
 """What names begin with where the engine, not the model, is asked: as in DeepSpeed and DistributedDataParallel."""
@@ -47,6 +48,7 @@ def load_weights(core: ZeroEngine, state: Mapping[str, Any], strict: bool) -> No
         if gives:
             _check_fits(core, state, strict)
 
+    core.meet(LOAD)
     agree(check, core.groups.world)
     named: dict[str, Any] = core.module.state_dict(keep_vars=True)
     new = {id(tensor): state[name] for name, tensor in named.items() if gives and name in state}
