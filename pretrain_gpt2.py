@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import sys
+
+from megatron.launch.signals import StopRequest
+
+if __name__ == "__main__":  # before the rest, which takes a while: a request to stop during it is kept
+    stop = StopRequest().listen()
+
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 
 from megatron.config.flags import parse_args
 from megatron.launch.distributed import read_environment
 from megatron.launch.exits import run
-from megatron.launch.signals import StopRequest
 from megatron.neighbours import check_neighbours
 
 
-def main() -> int:
-    stop = StopRequest().listen()
+def main(stop: StopRequest | None = None) -> int:
+    stop = StopRequest().listen() if stop is None else stop
     world_size = read_environment().world_size
     config = parse_args(sys.argv[1:], world_size)
     config.check_world(world_size)  # wrong flags end here, before torch is imported
@@ -76,4 +82,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, is_job=True))
+    sys.exit(run(partial(main, stop), is_job=True))

@@ -13,6 +13,9 @@ import signal
 import threading
 import time
 from types import FrameType
+from typing import NoReturn
+
+from megatron.errors import EXIT_INTERRUPTED
 
 GRACEFUL = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 STOPPING = b"stopping after this step (Ctrl-C again ends at once, without saving)\n"
@@ -49,6 +52,17 @@ class StopRequest:
         if number == signal.SIGINT and is_seen_by_a_person():
             write_lines(STOPPING)
         self.signal = self.signal or signal.Signals(number)
+
+
+def end_when_asked() -> None:
+    """Until somebody else listens, a request to stop ends the program at once: nothing has begun."""
+    for number in GRACEFUL:
+        signal.signal(number, _end)
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    write_stderr(b"error: interrupted before a rank was started; start the same command again\n")
+    raise SystemExit(EXIT_INTERRUPTED)
 
 
 def is_seen_by_a_person(descriptor: int = 2) -> bool:

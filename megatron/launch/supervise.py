@@ -32,6 +32,9 @@ GRACE_SECONDS = 2.5
 """From the first failure until SIGTERM: time for the victims to notice, and for the culprit to be among the ended."""
 TERM_SECONDS = 1.0
 """From SIGTERM until SIGKILL. Together they keep the promise: nobody is left 5 seconds after a kill."""
+DEAF_SECONDS = 1.0
+"""From the start of the ranks until a request to stop is passed on: at first Python itself starts, which a signal would
+end, with a traceback."""
 HELD_LINES = 16
 PASSED_THROUGH = frozenset(range(2, 8))
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -61,7 +64,7 @@ class Ending:
 
     @property
     def job_exit_code(self) -> int:
-        if self.code == EXIT_INTERRUPTED and self.asked:
+        if self.asked and (self.code == EXIT_INTERRUPTED or self.signal in FORWARDED):
             return EXIT_INTERRUPTED
         return self.code if self.code in PASSED_THROUGH else EXIT_PEER
 
@@ -140,6 +143,9 @@ class Supervisor:
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     _interrupts: int = 0
     _asked: bool = False
+    _requests: list[int] = field(default_factory=list)
+    """Signals that have not been passed on yet."""
+    _began: float = field(default_factory=time.monotonic)
     _failed_at: float | None = None
     _terminated: bool = False
 
@@ -176,6 +182,7 @@ class Supervisor:
             else:
                 for number in key.data.recv(256):
                     self._on_signal(number)
+        self._pass_on_requests()
         for rank in list(self._running):
             self._look_at(rank)
         self._enforce_deadlines()
@@ -188,8 +195,14 @@ class Supervisor:
             self._interrupts += 1
             if self._interrupts == 1:
                 write_lines(STOPPING)
-        for rank in self._running:
-            rank.process.send_signal(number)
+        self._requests.append(number)
+
+    def _pass_on_requests(self) -> None:
+        if self._requests and time.monotonic() - self._began >= DEAF_SECONDS:
+            for rank in self._running:
+                for number in self._requests:
+                    rank.process.send_signal(number)
+            self._requests.clear()
 
     def _look_at(self, rank: Rank) -> None:
         """Notice that a rank has ended, or has been stopped for too long."""

@@ -238,12 +238,58 @@ def test_a_signal_reaches_every_rank_once_and_a_clean_stop_is_success(start, tmp
     assert [int((tmp_path / f"got{rank}").read_text()) for rank in range(2)] == [number, number]
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_request_to_stop_waits_for_ranks_that_have_just_been_started(start, tmp_path, number):
+    job = start("time.sleep(0.3)" + WAIT_FOR_A_STOP)
+    assert job.pid(0) and job.pid(1)
+    job.process.send_signal(number)
+    code, _, lines = job.end()
+    assert code == 0 and not [line for line in lines if "error" in line or "Traceback" in line]
+
+
+ASKED_AT_IMPORT = """
+import os, signal, sys
+os.kill(os.getpid(), signal.{name})
+sys.path.remove(os.path.dirname(__file__))
+del sys.modules["argparse"]
+import argparse
+"""
+"""In the place of a module that is imported early."""
+
+
+def asked_at_import(folder: Path, name: str, *argv: object) -> subprocess.CompletedProcess[str]:
+    (folder / "early").mkdir()
+    (folder / "early" / "argparse.py").write_text(ASKED_AT_IMPORT.format(name=name))
+    environment = {**os.environ, "PYTHONPATH": f"{folder / 'early'}:{ROOT}", "TMPDIR": str(folder)}
+    return subprocess.run([sys.executable, *map(str, argv)], env=environment, capture_output=True, text=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_request_to_stop_before_there_are_ranks_ends_the_launcher_with_a_line(name, tmp_path):
+    result = asked_at_import(tmp_path, name, "-m", "megatron.launch", "--nproc-per-node", 2, "pretrain_gpt2.py")
+    assert result.returncode == 130
+    assert result.stderr == "error: interrupted before a rank was started; start the same command again\n"
+
+
+def test_a_request_to_stop_while_the_trainer_is_imported_does_not_end_it(tmp_path):
+    result = asked_at_import(tmp_path, "SIGINT", "pretrain_gpt2.py", "--help")
+    assert (result.returncode, result.stderr) == (0, "") and "--train-iters" in result.stdout
+
+
+@pytest.mark.slow
+def test_a_request_to_stop_while_the_trainer_is_imported_is_kept(tmp_path):
+    result = asked_at_import(tmp_path, "SIGINT", "pretrain_gpt2.py", "--preset", "tiny", "--mock-data",
+                             "--train-iters", 1000, "--save", tmp_path / "save")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "interrupted at step 1, saved" in result.stdout
+
+
 def test_a_request_to_stop_that_comes_too_early_is_a_failure_with_a_reason(start):
     job = start(SLEEP)
     pids = [job.pid(rank) for rank in range(2)]
     job.process.terminate()
     code, _, lines = job.end()
-    assert code == 5 and len(lines) == 1 and "before it could save" in lines[0]
+    assert code == 130 and len(lines) == 1 and "before it could save" in lines[0]
     assert not any(alive(pid) for pid in pids)
 
 
