@@ -75,7 +75,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
     ("4: the application", """
         megatron.config.help megatron.config.foreign megatron.config.flags
         megatron.launch megatron.launch.streams megatron.launch.signals megatron.launch.supervise
-        megatron.launch.distributed megatron.launch.exits megatron.launch.command
+        megatron.launch.distributed megatron.launch.voice megatron.launch.exits megatron.launch.command
         megatron.checkpoint megatron.checkpoint.strict megatron.checkpoint.cut megatron.checkpoint.manifest
         megatron.checkpoint.stamp megatron.checkpoint.part
         megatron.checkpoint.recognise

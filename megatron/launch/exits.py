@@ -8,8 +8,8 @@ all others to Python.
 Among several ranks every one leaves at once, without destructors: after a failure, one that waits for a dead peer would
 keep the job alive; after success, gloo's threads now and then abort a process whose interpreter winds down.
 
-Not here: which rank of a job is to blame (`supervise.py`). No torch import: errors are recognised by class name and
-text, so that a wrong flag is reported before torch loads.
+Not here: which rank of a job is to blame (`supervise.py`), and which one speaks where all say the same (`voice.py`).
+No torch import: errors are recognised by class name and text, so that a wrong flag is reported before torch loads.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from megatron.errors import (EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER, 
                              exit_code)
 from megatron.launch.distributed import read_environment
 from megatron.launch.streams import open_closed_streams
+from megatron.launch.voice import is_ours_to_say, let_others_come
 
 EXIT_OWN_FAILURE_OF_RANK = 1
 """A bug or lack of memory under our launcher, which makes it 5; from a rank itself, 5 means a victim: a lost peer."""
@@ -203,8 +204,10 @@ def is_peer_loss(error: BaseException) -> bool:
 
 
 def write_error(text: str) -> None:
-    """Exactly one line: newlines of the message are folded."""
+    """Exactly one line: newlines of the message are folded. None, where another rank says the same."""
     folded = " ".join(part.strip() for part in text.splitlines() if part.strip())
+    if not is_ours_to_say(folded):
+        return
     line = f"error: {folded.removeprefix('error: ')}\n"
     try:
         flush()
@@ -224,6 +227,7 @@ def leave_now(code: int) -> NoReturn:
     """End this rank without destructors. `main` has closed by now what it opened."""
     logging.shutdown()
     flush()
+    let_others_come(code)
     os._exit(code)
 
 

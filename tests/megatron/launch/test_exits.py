@@ -121,7 +121,7 @@ def uncaught(statement: str, *arguments: str, flags: tuple[str, ...] = (), **env
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_script_that_does_not_catch_an_error_of_ours_ends_with_its_code_and_line(ranks):
-    place = {"RANK": "1", "WORLD_SIZE": "2"} if ranks == 2 else {}
+    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"} if ranks == 2 else {}
     result = uncaught("1 / 0", **place)
     assert (result.returncode, result.stderr) == (6, "error: first second (<string>, line 11)\n")
     assert result.stdout == ("left properly\n" if ranks == 1 else "")
