@@ -27,7 +27,7 @@ from mpu.wire.interface import Op, Pending, Wire
 
 
 def bits(x: Tensor) -> Tensor:
-    return x.detach().contiguous().view(torch.uint8)
+    return x.detach().contiguous().view(-1).view(torch.uint8)
 
 
 class Late(Pending):

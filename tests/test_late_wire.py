@@ -34,6 +34,17 @@ def orders(rank: int, world: int) -> list[list[str]]:
     return found
 
 
+def scalars(rank: int, world: int) -> float:
+    number = torch.tensor(float(rank))
+    with late_wire():
+        broadcast_into(number, 1, build().world).wait()
+    return float(number)
+
+
+def test_a_tensor_without_dimensions_travels_too() -> None:
+    assert run_ranks(scalars, 2) == [1.0, 1.0]
+
+
 def test_operations_end_in_random_orders_that_are_the_same_on_all_ranks() -> None:
     first, second = run_ranks(orders, 2)
     assert first == second and len({str(ended) for ended in first}) > 1

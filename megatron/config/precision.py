@@ -29,7 +29,7 @@ class PrecisionConfig:
                                json="fp16.min_loss_scale")
     max_skipped_in_a_row: int | None = setting(
         None, "bf16, fp32: steps in a row that may be skipped for a gradient that is not finite before the run ends "
-        "(default: none of the first 10 steps, then 3)")
+        "(default: none of the first 10 steps, then 3); without effect in fp16, where the loss scale decides")
     auto_cast: bool = setting(
         False, "fp16, in zero.initialize: cast floating point inputs of the engine's forward", json="fp16.")
     matmul_precision: Literal["highest", "high", "medium"] | None = setting(

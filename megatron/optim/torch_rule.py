@@ -146,8 +146,10 @@ def _initial_state(optimizer: Optimizer) -> tuple[dict[str, float], State]:
     for all, and numbers."""
     found: list[tuple[dict[str, float], State]] = []
     for parameter, state in optimizer.state.items():
+        if not parameter.numel():  # it shows nothing, and needs nothing
+            continue
         tensors = {name: value for name, value in state.items()
-                   if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape and value.numel()}
+                   if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape}
         fills = {name: value.flatten()[0].item() for name, value in tensors.items()}
         numbers = {name: value for name, value in state.items() if name not in tensors}
         even = all(bool((value == fills[name]).all()) for name, value in tensors.items())

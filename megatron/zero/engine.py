@@ -49,6 +49,7 @@ class ZeroEngine:
         self._micro_batches = 0  # of this optimizer step, before the one under way
         self._boundary: bool | None = None
         self._in_no_sync = False
+        self._failed_backward: str | None = None  # the last one, where nothing has been accumulated since then
         self.last_report: StepReport | None = None
         self.log = ExchangeLog(sums_in_order=not self._policy.split_params or on_accelerator(device))
         copy_buffers_from_first(module, groups)
@@ -93,9 +94,10 @@ class ZeroEngine:
         try:
             self.passes.backward(scaled, retain_graph=retain_graph, ends_step=self.at_boundary,
                                  reduces=self._policy.split_grads or self.at_boundary)
-        except BaseException:  # what had been accumulated is gone
-            self._micro_batches = 0
+        except BaseException as error:  # what had been accumulated is gone
+            self._micro_batches, self._failed_backward = 0, type(error).__name__
             raise
+        self._failed_backward = None
         return loss / divisor
 
     def step(self, lr: float | None = None, riders: Sequence[Tensor | float] = (), aside: Sequence[float] = (),
@@ -106,6 +108,10 @@ class ZeroEngine:
         if self._in_no_sync:
             raise ConfigError("engine.step() inside no_sync(): gradients are not summed over the ranks there; call it "
                               "after the block, and after a backward outside of it")
+        if self._failed_backward is not None:
+            raise ConfigError(f"step() after a backward that failed ({self._failed_backward}): what had been "
+                              "accumulated is gone, and the step begins anew: call backward(loss) for each of its "
+                              "micro-batches")
         boundary = self.at_boundary
         if boundary and not all(bucket.grads.is_summed for bucket in self.buckets):
             raise ConfigError("step() without gradients that are summed over the ranks: call backward(loss) before it, "
@@ -142,6 +148,11 @@ class ZeroEngine:
         """Wait for the last step, and count it as what it was; raises what was wrong with it (step.py). Every rank
         calls it; the counters below may be asked for by one."""
         self._step.conclude()
+
+    def learn(self) -> StepReport | None:
+        """The last step, counted as what it was, once the device knows. Local: one rank alone may ask."""
+        self._step.learn()
+        return self.last_report
 
     @property
     def is_deferred(self) -> bool:

@@ -208,9 +208,15 @@ class Step:
         if not scaled:
             what = f"gradient norm is {norm} at step {report.number}: {self._first_bad_parameter()}"
             if too_many:
-                raise NumericsError(f"{what}; weights are unchanged; resume from the last checkpoint with a lower --lr "
-                                    "or other data")
+                raise NumericsError(f"{what}; weights are unchanged; {self._why_not_skipped(report.number)}; resume "
+                                    "from the last checkpoint with a lower --lr or other data")
             report.complaint = f"{what}; the step was skipped, weights are unchanged"
+
+    def _why_not_skipped(self, step: int) -> str:
+        allowed = self._skips_allowed(step)
+        if self._max_skipped is None and not allowed:
+            return f"in the first {STRICT_STEPS} steps this ends the run, unless --max-skipped-in-a-row allows it"
+        return f"{self._skips_in_a_row} in a row, --max-skipped-in-a-row is {allowed}"
 
     def _skips_allowed(self, step: int) -> int:
         if self._scale_rule.scales:
@@ -221,9 +227,11 @@ class Step:
 
     def _first_bad_parameter(self) -> str:
         """Agreed by all ranks, so that every one of them ends with the same message."""
-        for rank, name in enumerate(all_gather_json(self._norm.first_bad(), self._groups.world)):
-            if name is not None:
-                return f"first in {name} on rank {rank}"
+        tp, is_sum = self._groups.tp, not self._groups.dp.is_solo
+        for name, rank in all_gather_json([self._norm.first_bad(), tp.rank], self._groups.world):
+            if name is not None:  # the rank that found it owns this part of the sum, and gave it no more than others
+                return f"first in {name}" + (f" on tensor parallel rank {rank}" if not tp.is_solo else "") + \
+                    (", in the sum over the ranks" if is_sum else "")
         return "the sum of finite gradients overflowed"
 
     # ---- update -------------------------------------------------------------------------------------------------

@@ -40,6 +40,8 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)
 ROOM = 0.88
 """Of a card's memory: the rest is the context's, the libraries' and the allocator's rounding."""
 
+NOT_COUNTED = "not counted on a CPU"
+
 CPU_MEMORY = 1e9
 """Bytes that the planner may fill where there is no card."""
 
@@ -109,11 +111,12 @@ def speed(args: argparse.Namespace, task: Task) -> dict[str, Any]:
     tokens = task.batch * task.seq / seconds
     tflops = tokens * flops_per_token(build_config(values_of(task)).model, task.seq) / 1e12
     limit = peak_tflops(torch.cuda.get_device_name()) if task.device == "cuda" else None
-    held = torch.cuda.max_memory_allocated() if task.device == "cuda" else 0
+    held = torch.cuda.max_memory_allocated() if task.device == "cuda" else None
     expected = planned(task)
     mfu = f"{tflops / limit:.1%}" if limit else "unknown"
     print(f"{args.contender}: batch {task.batch} x {task.seq}, {seconds * 1e3:.1f} ms a step, {tokens:,.0f} tokens/s, "
-          f"MFU {mfu}, peak {held / 1e9:.2f} GB" + f" (planned {expected / 1e9:.2f})" * (args.contender == "ours"))
+          f"MFU {mfu}, peak {NOT_COUNTED if held is None else f'{held / 1e9:.2f} GB'}"
+          + f" (planned {expected / 1e9:.2f} GB)" * (args.contender == "ours" and held is not None))
     return {"batch": task.batch, "ms": seconds * 1e3, "tokens_per_s": tokens, "mfu": tflops / limit if limit else None,
             "peak_bytes": held, "planned_bytes": expected}
 
@@ -146,6 +149,9 @@ def syncs(args: argparse.Namespace, task: Task) -> dict[str, Any]:
             step()
         if task.device == "cuda":
             torch.cuda.set_sync_debug_mode("default")
+    if task.device != "cuda":
+        print(f"{args.contender}: synchronisations {NOT_COUNTED}")
+        return {"synchronisations": None, "places": None}
     places = Counter(f"{w.filename}:{w.lineno}" for w in caught if "synchroniz" in str(w.message))
     for place, count in places.most_common():
         print(f"  {count:4d} x {place}")
@@ -169,6 +175,9 @@ def kernels(args: argparse.Namespace, task: Task) -> dict[str, Any]:
     print(rows.table(sort_by=f"self_{task.device}_time_total", row_limit=25, max_name_column_width=80))
     launches = sum(row.count for row in rows if row.key in ("cudaLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch",
                                                             "cuLaunchKernel", "cudaLaunchKernelExC"))
+    if task.device != "cuda":
+        print(f"{args.contender}: launches {NOT_COUNTED}")
+        return {"launches": None}
     print(f"{args.contender}: {launches} launches in one step")
     return {"launches": launches}
 

@@ -25,6 +25,8 @@ def test_every_gpu_check_runs_on_a_cpu(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     table = done.stdout[done.stdout.rindex("check "):].splitlines()[1:]
     assert len(table) == 11 and all(" passed " in row for row in table)
+    rest = " not counted on a CPU"
+    assert f"launches{rest}" in table[3] and f"synchronisations{rest}" in table[0] and f"peak{rest}" in table[1]
     rows = [json.loads(line) for line in results.read_text().splitlines()]
     assert [(row["check"], row["model"]) for row in rows if row["contender"] == "ours"] == [
         ("syncs", "124M"), ("speed", "124M"), ("kernels", "350M"), ("speed", "350M"), ("speed", "774M"),

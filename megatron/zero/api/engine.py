@@ -131,6 +131,23 @@ class Engine(EngineStatus):
         elif report.applied:
             scheduler.step(**lr_kwargs)
 
+    def get_lr(self) -> list[float]:
+        """Learning rate of each param group in the next step."""
+        self._settle_rate()
+        return super().get_lr()
+
+    def get_mom(self) -> list[Any]:
+        """Momentum, or betas, of each param group in the next step."""
+        self._settle_rate()
+        return super().get_mom()
+
+    def _settle_rate(self) -> None:
+        """Where the rate moved on trust: go back, if the step turns out to have been skipped. Local."""
+        if self._on_trust is not None and (report := self.core.learn()) is not None:
+            moved, self._on_trust = self._on_trust, None
+            if not report.applied:
+                moved.take_back()
+
     def conclude(self) -> None:
         """Wait for the last step, and learn what became of it; raises what was wrong with it, so every rank calls it.
         The next step does so by itself: on an accelerator the host is told of a step when it gives the next one."""
@@ -139,14 +156,12 @@ class Engine(EngineStatus):
 
     def _tell(self) -> None:
         """The last step is known: say why it was skipped, where that is unusual, and do what waited for it."""
+        self._settle_rate()
         report, self._untold = self._untold, None
-        moved, self._on_trust = self._on_trust, None
         if report is None:
             return
         if report.complaint is not None and self.groups.world.rank == 0:
             print(f"warning: {report.complaint}", file=sys.stderr)
-        if moved is not None and not report.applied:
-            moved.take_back()
         self._background.poll(report.aside)
 
     def train(self, mode: bool = True) -> Engine:

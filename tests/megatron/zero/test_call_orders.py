@@ -170,9 +170,22 @@ def step_without_backward(engine: Engine) -> None:
     engine.step()
 
 
+def step_after_a_failed_backward(engine: Engine) -> None:
+    loss = engine(rows(0, 0))
+    loss.register_hook(_fail)
+    with pytest.raises(ValueError):
+        engine.backward(loss)
+    engine.step()
+
+
+def _fail(gradient: Tensor) -> None:
+    raise ValueError
+
+
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("loop, said", [
+    (step_after_a_failed_backward, r"step\(\) after a backward that failed \(ValueError\)"),
     (step_in_no_sync, r"step\(\) inside no_sync\(\)"), (step_after_no_sync, r"step\(\) without gradients"),
     (step_with_a_rest, r"step\(\) without gradients"), (step_without_backward, r"step\(\) without gradients")])
 def test_a_step_that_would_lose_gradients_is_refused(stage: int, accumulation: int, said: str,

@@ -74,7 +74,8 @@ def test_so_many_in_a_row_end_the_run(side: str) -> None:
         step(engine)
     for _ in range(SKIPS_IN_A_ROW):
         step(engine, torch.inf)
-    with pytest.raises(NumericsError, match=f"at step {STRICT_STEPS + 3 * SKIPS_IN_A_ROW + 3}: first in"):
+    with pytest.raises(NumericsError, match=f"at step {STRICT_STEPS + 3 * SKIPS_IN_A_ROW + 3}: first in.*; "
+                       f"{SKIPS_IN_A_ROW + 1} in a row, --max-skipped-in-a-row is {SKIPS_IN_A_ROW};"):
         step(engine, torch.inf)
         engine.conclude()
 
@@ -89,7 +90,10 @@ def test_the_first_steps_are_strict_unless_told_otherwise(side: str, settings: d
         step(engine)
     for _ in range(skips):
         step(engine, torch.inf)
-    with pytest.raises(NumericsError):
+    allowed = settings.get("max_skipped_in_a_row")
+    why = f"in the first {STRICT_STEPS} steps this ends the run, unless --max-skipped" if allowed is None else \
+        f"{skips + 1} in a row, --max-skipped-in-a-row is {allowed};"
+    with pytest.raises(NumericsError, match=why):
         step(engine, torch.inf)
         engine.conclude()
     assert engine.core.global_steps == good + skips + 1
@@ -181,6 +185,23 @@ def test_a_scheduler_of_the_user_counts_steps_that_were_taken(made_by: Any, side
     assert ends[0][0] == ends[1][0]
     assert all(map(torch.equal, ends[0][1], ends[1][1]))
     assert str(ends[0][2]) == str(ends[1][2])
+
+
+@pytest.mark.parametrize("made_by", [curve, cycle])
+def test_the_rate_that_one_asks_for_is_that_of_the_next_step(made_by: Any, side: str) -> None:
+    """After a skipped step as well, though it is asked on one rank alone, before anything is concluded."""
+    model = nn.Linear(4, 4)
+    engine, *_ = zero.initialize(
+        model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), lr_scheduler=made_by,
+        config={"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}})
+    for _ in range(STRICT_STEPS):
+        step(engine)
+    before = engine.get_lr(), engine.get_mom()
+    step(engine, torch.inf)
+    assert (engine.get_lr(), engine.get_mom()) == before
+    step(engine)
+    assert engine.core.last_report is not None and engine.core.last_report.lr == before[0][0]
+    assert engine.get_lr() != before[0] and engine.applied_steps == STRICT_STEPS + 1
 
 
 def test_a_rate_that_somebody_has_set_since_stays(side: str) -> None:
