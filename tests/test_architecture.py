@@ -69,7 +69,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero.exchanges megatron.zero.turns megatron.zero.versions megatron.zero.sinks megatron.zero.gradients
         megatron.zero.edits megatron.zero.bucket megatron.zero.together
         megatron.zero.norm megatron.zero.roster megatron.zero.hooks megatron.zero.utils
-        megatron.zero.units megatron.zero.residency megatron.zero.reductions megatron.zero.passes megatron.zero.state
+        megatron.zero.units megatron.zero.residency megatron.zero.reductions megatron.zero.forwards
+        megatron.zero.passes megatron.zero.state
         megatron.zero.step megatron.zero.engine
     """),
     ("4: the application", """

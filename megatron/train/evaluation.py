@@ -37,6 +37,7 @@ def evaluate(
     for index in range(rounds):
         first = index * round_size + rule.dp_rank * rule.micro_batch
         total += forward_loss(engine, rule.build(samples, range(first, first + rule.micro_batch)).to(device))
+    engine.conclude()  # no rank has received another's blocks
     engine.train(True)
     return all_reduce(total, engine.groups.dp).item() / (rounds * rule.dp_size)
 

@@ -6,14 +6,14 @@
 In the order to read them: layout.py (what lives where), policy.py (what is split), precision.py (in which dtypes),
 bucket.py (the buffers of one unit) with gradients.py (its gradients, in buffers of turns.py; sinks.py lets operations
 write them) and versions.py (weights that are away), hooks.py (module and gradient events), units.py (how a model is
-cut), residency.py (what is whole when), reductions.py (in which order gradients are summed), passes.py (a forward and a
-backward), roster.py and edits.py (whether the model and its weights are still the engine's), norm.py (the gradient
-norm), verdict.py (what the ranks agree on in a step), step.py (the optimizer step), state.py (what lasts from step to
-step), engine.py (all of it together). placeholder.py, holders.py, waiting.py, drawn.py and parked.py are about
-parameters outside of a step. tiling.py (large layers in tiles), estimate.py (DeepSpeed's memory estimates),
-accelerator.py and utils.py (DeepSpeed's modules of these names) are used beside it. exchanges.py (what a rank exchanged
-last), together.py (calls that all ranks make) and watch.py end a run whose ranks wait for each other for ever. api/ is
-what a training script sees.
+cut), residency.py (what is whole when), reductions.py (in which order gradients are summed), passes.py (a forward and
+a backward) with forwards.py (one that no step follows), roster.py and edits.py (whether the model and its weights are
+still the engine's), norm.py (the gradient norm), verdict.py (what the ranks agree on in a step), step.py (the
+optimizer step), state.py (what lasts from step to step), engine.py (all of it together). placeholder.py, holders.py,
+waiting.py, drawn.py and parked.py are about parameters outside of a step. tiling.py (large layers in tiles),
+estimate.py (DeepSpeed's memory estimates), accelerator.py and utils.py (DeepSpeed's modules of these names) are used
+beside it. exchanges.py (what a rank exchanged last), together.py (calls that all ranks make) and watch.py end a run
+whose ranks wait for each other for ever. api/ is what a training script sees.
 
 Names are imported on first use: floor 0 of this package must not import torch.
 """

@@ -22,6 +22,7 @@ from megatron.errors import ConfigError
 from megatron.optim.loss_scale import LossScaleState
 from megatron.optim.rule import ParamGroup, Rule
 from megatron.zero.exchanges import ExchangeLog
+from megatron.zero.forwards import ForwardCheck
 from megatron.zero.hooks import attach
 from megatron.zero.layout import Slot
 from megatron.zero.passes import Passes
@@ -76,7 +77,7 @@ class ZeroEngine:
         one_by_one = self._policy.split_optim or kinds.sends_copies(device)
         reductions = ReductionOrder(self._units, 1 if one_by_one else None, self.log)
         self.passes = Passes(self._units, self.residency, reductions, self.log,
-                             allows_unused=zero.ignore_unused_parameters,
+                             ForwardCheck(groups.dp, device, self.log), allows_unused=zero.ignore_unused_parameters,
                              splits_parameters=self._policy.split_params)
         self._handles = attach(self._units, self.passes)
 
@@ -148,6 +149,7 @@ class ZeroEngine:
         """Wait for the last step, and count it as what it was; raises what was wrong with it (step.py). Every rank
         calls it; the counters below may be asked for by one."""
         self._step.conclude()
+        self.passes.check_forward.conclude()
 
     def learn(self) -> StepReport | None:
         """The last step, counted as what it was, once the device knows. Local: one rank alone may ask."""

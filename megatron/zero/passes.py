@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron.errors import ConfigError
 from megatron.zero.bucket import FlatBucket
+from megatron.zero.forwards import ForwardCheck
 from megatron.zero.gradients import UNSEEN
 from megatron.zero.exchanges import INTERRUPTED, ExchangeLog
 from megatron.zero.hooks import Unit
@@ -31,10 +32,10 @@ from megatron.zero.versions import is_of_old_version
 class Passes:
     """Receives the events of hooks.py, and runs a backward pass from its loss to the last reduction."""
 
-    def __init__(self, units: Sequence[Unit], residency: Resident, reductions: ReductionOrder, log: ExchangeLog, *,
-                 allows_unused: bool, splits_parameters: bool) -> None:
+    def __init__(self, units: Sequence[Unit], residency: Resident, reductions: ReductionOrder, log: ExchangeLog,
+                 check_forward: ForwardCheck, *, allows_unused: bool, splits_parameters: bool) -> None:
         self._residency, self._reductions, self._allows_unused = residency, reductions, allows_unused
-        self._log, self._splits_parameters = log, splits_parameters
+        self._log, self._splits_parameters, self.check_forward = log, splits_parameters, check_forward
         self._buckets = [bucket for unit in units for bucket in unit.buckets if bucket.trainable]
         self.in_backward = False
         self.weights = 0
@@ -50,6 +51,7 @@ class Passes:
         """Calls whose backward has begun."""
         self._begun: dict[Unit, set[object]] = {}
         """The same, of units not all of whose gradients have arrived."""
+        self._trace_before = 0  # of the forward under way
         self._running: list[Unit] = []
         self._around: dict[Unit, set[Unit]] = {}
         """Units whose forward has called this one's."""
@@ -136,6 +138,7 @@ class Passes:
     def before_forward(self, unit: Unit) -> None:
         if unit.is_root and not self.in_backward:
             self._residency.start()
+            self._trace_before = self._residency.trace
             self._running.clear()  # of a forward that failed
         if self._splits_parameters:
             self._note_call(unit)
@@ -151,8 +154,11 @@ class Passes:
         learns = torch.is_grad_enabled()
         if self.in_backward:
             self._residency.pause(unit)
-        elif not (unit.is_root and learns):  # the backward of everything else uses the root again
+            return
+        if not (unit.is_root and learns):  # the backward of everything else uses the root again
             self._residency.leave(unit, backward_follows=learns)
+        if unit.is_root and not learns and self._residency.trace != self._trace_before:
+            self.check_forward(self._residency.trace)
 
     def before_backward(self, unit: Unit, weights: int, call: object) -> None:
         if weights != self.weights:

@@ -23,7 +23,8 @@ from megatron.errors import ConfigError, NumericsError
 from megatron.optim.loss_scale import LossScaleRule
 from megatron.optim.rule import ParamGroup, Part, Rule, Span, StepScalars
 from megatron.zero.bucket import FlatBucket, publish
-from megatron.zero.exchanges import STEP, ExchangeLog, Record, describe, places_of
+from megatron.zero.exchanges import STEP, ExchangeLog
+from megatron.zero.forwards import different_blocks
 from megatron.zero.norm import GradNorm
 from megatron.zero.state import State
 from megatron.zero.verdict import Found, Verdict, exchange
@@ -182,19 +183,8 @@ class Step:
             rank, text = next((rank, text) for rank, text in enumerate(texts) if text is not None)
             raise ConfigError(text if None not in texts else f"{text} (so on rank {rank}, not on all)")
         if not found.alike:
-            where = self._difference()
-            raise ConfigError(
-                "the ranks ran different blocks of the model, or in another order, and have received each other's "
-                f"parameters{where and f' ({where})'}: at ZeRO stage 3 what is random in the forward (layer drop) "
-                "must be drawn alike on every data parallel rank; draw it alike, or use stage 2. Or a backward "
-                "failed on some ranks only, and they went on without it: end the run then, and resume it from the "
-                "last checkpoint")
+            raise different_blocks(self._log, self._groups.world)
         return found
-
-    def _difference(self) -> str:
-        world = self._groups.world
-        packed = all_gather_json(self._log.record(world.rank).pack(), world)
-        return describe(places_of([Record.unpack(one) for one in packed]))
 
     def _explain_skip(self, report: StepReport, norm: float) -> None:
         """Everything is as it was; end the run where skipping cannot help."""

@@ -425,6 +425,40 @@ def test_a_parameter_that_one_micro_batch_uses_is_used(stage: int) -> None:
     assert engine.global_steps == 2
 
 
+# ---- forwards that no step follows -----------------------------------------------------------------------------------
+
+
+class Dropping(Model):
+    def forward(self, x: Tensor, used: tuple[int, ...] = (0, 1, 2)) -> Tensor:
+        for number in used:
+            x = torch.tanh(self.blocks[number](x))
+        return x.square().mean()
+
+
+def only_evaluated(rank: int, world: int, accelerator: bool) -> tuple[list[Tensor], str]:
+    """What forwards returned in which the ranks use other blocks of one size, until an error."""
+    seen: list[Tensor] = []
+    with accelerator_side(accelerator), torch.no_grad():
+        engine = engine_of(3, Dropping())
+        try:
+            for _ in range(3):
+                engine(rows(0, 0))
+            for _ in range(3):
+                seen.append(engine(rows(0, 0), (0, 1) if rank == 0 else (0, 2)))
+            engine.conclude()
+        except ConfigError as error:
+            return seen, str(error)
+    return seen, "no error"
+
+
+@pytest.mark.parametrize("accelerator", [False, True])
+def test_ranks_that_evaluate_different_blocks_are_told(accelerator: bool) -> None:
+    for rank, (seen, said) in enumerate(run_ranks(only_evaluated, 2, accelerator)):
+        assert said.startswith("the ranks ran different blocks")
+        wanted = Dropping()(rows(0, 0), (0, 1 + rank))
+        assert sum(not torch.allclose(one, wanted) for one in seen) == accelerator  # the host learns with the next
+
+
 # ---- a parameter that one rank does not use, where sums travel in order with parameters ------------------------------
 
 

@@ -1,0 +1,55 @@
+"""Whether the ranks ran the same blocks in a forward that no step follows.
+
+A step's verdict says so of everything since the last one. A forward without gradients (an evaluation) may be all that
+a program does: at its end the ranks compare what they gathered. On an accelerator the host learns of it at the end of
+the next such forward, or where it waits anyway.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.errors import ConfigError
+from megatron.zero.exchanges import NOTHING, ExchangeLog, Record, describe, places_of
+from megatron.zero.verdict import HostCopy
+from mpu.collectives import all_gather_json, all_reduce_into
+from mpu.device import on_accelerator
+from mpu.groups import Group
+
+
+class ForwardCheck:
+    def __init__(self, dp: Group, device: torch.device, log: ExchangeLog) -> None:
+        self._dp, self._device, self._log = dp, device, log
+        self._open: HostCopy | None = None
+
+    def __call__(self, trace: int) -> None:
+        """A forward is over that has made the digest `trace`."""
+        self.conclude()
+        self._log.purpose = ""
+        self._log.entry_awaited = self._log.note("the end of a forward without gradients")
+        numbers = torch.tensor([trace, trace * trace], dtype=torch.float64).to(self._device)
+        all_reduce_into(numbers, self._dp).wait()
+        self._log.entry_awaited = NOTHING
+        self._open = HostCopy(numbers)
+        if not on_accelerator(self._device):
+            self.conclude()
+
+    def conclude(self) -> None:
+        """Raise where the ranks of the last check differed. All of them come here."""
+        numbers, self._open = self._open, None
+        if numbers is None:
+            return
+        traces, squares = numbers.values()
+        if squares * self._dp.size != traces * traces:
+            raise different_blocks(self._log, self._dp)
+
+
+def different_blocks(log: ExchangeLog, ranks: Group) -> ConfigError:
+    """What to say of ranks whose digests differ. Collective."""
+    packed = all_gather_json(log.record(ranks.rank).pack(), ranks)
+    where = describe(places_of([Record.unpack(one) for one in packed]))
+    return ConfigError(
+        "the ranks ran different blocks of the model, or in another order, and have received each other's "
+        f"parameters{where and f' ({where})'}: at ZeRO stage 3 what is random in the forward (layer drop) must be "
+        "drawn alike on every data parallel rank; draw it alike, or use stage 2. Or a backward failed on some ranks "
+        "only, and they went on without it: end the run then, and resume it from the last checkpoint")
