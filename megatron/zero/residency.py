@@ -112,7 +112,7 @@ class Residency(Resident):
 
     def _prefetch(self, unit: Unit | None) -> None:
         """Begin to gather the unit that is next, if there is room for it."""
-        if self._prefetches and unit is not None and unit not in self._whole | self._over and \
+        if self._prefetches and unit is not None and unit not in self._whole and unit not in self._over and \
                 self.live + unit.numel <= self._max_live:
             self._bring(unit)
             for bucket in unit.buckets:
