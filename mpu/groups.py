@@ -68,6 +68,11 @@ class Group:
         return self.name == self.control
 
     @property
+    def is_left(self) -> bool:
+        """Its process group was destroyed, and nothing travels any more."""
+        return not self.is_solo and not dist.is_initialized()
+
+    @property
     def is_solo(self) -> bool:
         return self.size == 1
 

@@ -9,12 +9,18 @@ A job sends nothing to other ranks, and `progress` travels with the sums of a st
 commit rule is that of every save: a kill at any moment leaves the older tags, or the new one. When a job fails on one
 rank, the next poll raises its error on all. There is one save at a time: start a second one after `wait`.
 
+A program that ends while a save is under way completes it first, where every rank comes to its end. A rank that ends by
+an error, or has left its process group, waits for nobody, and says what is not complete.
+
 Memory: one copy of what this rank writes, taken at the first save and used again by the next ones. On CUDA it is pinned
 (torch rounds pinned blocks up to a power of two), so that the copy runs at the speed of the bus.
 """
 
 from __future__ import annotations
 
+import atexit
+import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -26,6 +32,8 @@ import torch
 
 from megatron.checkpoint.tensorfile import Item
 from megatron.checkpoint.writer import Job, SaveReport, Saving, answer
+from megatron.errors import ConfigError
+from megatron.launch import exits
 from mpu.groups import Group
 
 ALIGNMENT = 64
@@ -59,8 +67,9 @@ class HostCopy:
 class Background:
     """At most one save under way. Every rank of `world` makes the same calls in the same order."""
 
-    def __init__(self, world: Group) -> None:
-        self._world = world
+    def __init__(self, world: Group, meet: Callable[[str], None] = lambda where: None) -> None:
+        """`meet` is called before ranks agree on something, with the name of the place."""
+        self._world, self._meet, self._process, self._name = world, meet, os.getpid(), ""
         self._save: tuple[Saving, Callable[[SaveReport], None]] | None = None
         self._job: Future[Any] = Future()
 
@@ -69,11 +78,12 @@ class Background:
         """A save is under way; equal on all ranks."""
         return self._save is not None
 
-    def start(self, steps: Saving, then: Callable[[SaveReport], None]) -> None:
+    def start(self, steps: Saving, then: Callable[[SaveReport], None], name: str = "a checkpoint") -> None:
         """Begin a save; `then` is called when it is complete."""
         assert not self.busy, "wait for the save under way first"
-        self._job = _in_thread(next(steps))
+        self._job, self._name = _in_thread(next(steps)), name
         self._save = steps, then
+        atexit.register(self._finish_at_exit)  # later than the process group's, and so called sooner
 
     @property
     def progress(self) -> tuple[float, ...]:
@@ -97,13 +107,39 @@ class Background:
     def _advance(self) -> None:
         """Wait for this rank's job, agree, and start the next one or end the save."""
         assert self._save is not None
+        self._meet("a save in the background")
         (steps, then), self._save = self._save, None  # an error below ends the save
+        atexit.unregister(self._finish_at_exit)
         try:
             self._job = _in_thread(answer(steps, self._job.result, self._world))
         except StopIteration as end:
             then(end.value)
         else:
             self._save = steps, then
+            atexit.register(self._finish_at_exit)
+
+    def _finish_at_exit(self) -> None:
+        if os.getpid() != self._process:  # a fork of it
+            return
+        if _ended_by(BaseException if not self._world.is_solo else KeyboardInterrupt):
+            print(f"warning: {self._name}, which was being written in the background, is not complete: an error came "
+                  "before; a load takes the one before it", file=sys.stderr)
+            return
+        try:
+            if self._world.is_left:
+                raise ConfigError("the process group was destroyed before; call engine.finish_save() sooner")
+            self._meet("the end of its program, with a save to complete")
+            self.wait()
+        except BaseException as error:  # nobody is left to raise it to
+            failure = exits.explain(error)
+            exits.write_error(f"{self._name}, which was being written in the background, is not complete: "
+                              f"{failure.text}")
+            exits.leave_now(failure.code)
+
+
+def _ended_by(kind: type[BaseException]) -> bool:
+    """The program ends by an error of this kind, which nobody caught."""
+    return isinstance(getattr(sys, "last_value", None), kind)
 
 
 def _in_thread(job: Job) -> Future[Any]:

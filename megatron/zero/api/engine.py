@@ -78,7 +78,7 @@ class Engine(EngineStatus):
         self._untold: StepReport | None = None
         self.last_save: SaveReport | None = None
         """What the last complete save cost."""
-        self._background, self._host_copy = Background(core.groups.world), HostCopy(self.device)
+        self._background, self._host_copy = Background(core.groups.world, core.meet), HostCopy(self.device)
         self.rng_note: str | None = None
         """What to say where random streams could not continue from those of the loaded checkpoint."""
 
@@ -303,8 +303,8 @@ class Engine(EngineStatus):
         `save_latest` a load uses it only by its tag.
         `client_state` (JSON values and tensors, rank 0's) comes back from `load_checkpoint`.
 
-        `in_background` returns after a copy; the checkpoint is complete when a later `step`, or `finish_save`, has
-        called `then`. An error of the writing is raised there, on every rank."""
+        `in_background` returns after a copy; the checkpoint is complete when a later `step`, `finish_save` or the end
+        of the program has called `then`. An error of the writing is raised there, on every rank."""
         self.core.meet(SAVE)
         self.conclude()
         root, name = Path(save_dir), step_tag(self.global_steps) if tag is None else str(tag)
@@ -318,7 +318,7 @@ class Engine(EngineStatus):
                   "epoch": epochs.next_epoch() if isinstance(epochs, EpochLoader) else None},
             optimizer=save_optimizer_states, rng=save_rng_states, frozen=not exclude_frozen_parameters, keep=keep,
             hold=self._host_copy.hold if in_background else None, latest=save_latest)
-        self._background.start(steps, partial(self._saved, then)) if in_background else \
+        self._background.start(steps, partial(self._saved, then), f"{name} of {root}") if in_background else \
             self._saved(then, complete(steps, self.groups.world))
         return True
 

@@ -404,3 +404,79 @@ def test_a_killed_process_resumes_as_if_it_had_not_been_killed(tmp_path: Path) -
     last = {step["iteration"]: step for step in steps(tmp_path / "s.jsonl")}
     assert list(last.values()) == steps(tmp_path / "whole.jsonl")
     assert total_digest(tmp_path / "s") == total_digest(tmp_path / "whole")
+
+
+# ---- the end of the program ----------------------------------------------------------------------------------------
+
+ENDS = """
+import os, sys, threading, time
+import torch
+from torch import nn
+from megatron import zero
+from megatron.checkpoint import writer
+
+write = writer._write_rank
+def slowly(*args):
+    time.sleep(1)
+    return write(*args)
+
+torch.manual_seed(0)
+engine = zero.initialize(model=nn.Linear(4, 4), config={
+    "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "zero_optimization": {"stage": 2}})[0]
+def step():
+    engine.backward(engine(torch.ones(2, 4)).square().mean())
+    engine.step()
+rank = int(os.environ.get("RANK", 0))
+step()
+engine.save_checkpoint(sys.argv[1])
+step()
+writer._write_rank = slowly
+engine.save_checkpoint(sys.argv[1], in_background=True)
+"""
+GOOD = {"ends": "", "sys.exit(0)": "sys.exit(0)", "del": "del engine, step"}
+LOST = " global_step2 of {folder}, which was being written in the background, is not complete"
+BAD = {"an error": ("raise ValueError if rank == 1 else SystemExit(0)", 5, f"warning:{LOST}"),
+       "the group is gone": ("torch.distributed.destroy_process_group()", 2, f"error:{LOST}"),
+       "one rank trains on": ("[step() for _ in range(100 * rank)]", 2, "rank 0 is at the end of its program, with a")}
+SLOW = pytest.mark.slow
+
+
+def ended(root: Path, ranks: int, last_line: str) -> subprocess.CompletedProcess[str]:
+    script = root / "script.py"
+    script.write_text(ENDS + last_line)
+    launcher = ["-m", "megatron.launch", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    return subprocess.run([sys.executable, *launcher, str(script), str(root / "s")], cwd=ROOT, text=True,
+                          capture_output=True, timeout=60,
+                          env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+
+
+@pytest.mark.parametrize(("ranks", "how"), [(2, "ends"), (1, "del"), *(
+    pytest.param(ranks, how, marks=SLOW) for ranks, how in ((1, "sys.exit(0)"), (2, "del"), (2, "sys.exit(0)")))])
+def test_a_program_that_ends_completes_its_save(ranks: int, how: str, tmp_path: Path) -> None:
+    done = ended(tmp_path, ranks, GOOD[how])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert tag_names(tmp_path / "s") == ["global_step1", "global_step2"]
+    verify(tmp_path / "s", "global_step2")
+
+
+@pytest.mark.parametrize("how", ["an error", *(pytest.param(how, marks=SLOW) for how in list(BAD)[1:])])
+def test_what_cannot_be_completed_is_said(how: str, tmp_path: Path) -> None:
+    last_line, code, said = BAD[how]
+    done = ended(tmp_path, 2, last_line)
+    assert done.returncode == code and said.format(folder=tmp_path / "s") in done.stderr, done.stderr
+    assert tag_names(tmp_path / "s") == ["global_step1"]
+    verify(tmp_path / "s", "global_step1")
+
+
+@pytest.mark.slow
+def test_after_an_error_of_the_only_rank_its_save_is_completed(tmp_path: Path) -> None:
+    done = ended(tmp_path, 1, "raise ValueError")
+    assert done.returncode != 0 and "ValueError" in done.stderr
+    assert tag_names(tmp_path / "s") == ["global_step1", "global_step2"]
+
+
+def test_a_disk_that_is_full_at_the_end_is_an_error(tmp_path: Path) -> None:
+    done = ended(tmp_path, 1, "def slowly(*args): raise OSError(28, 'No space left')\nwriter._write_rank = slowly\n"
+                 "engine.finish_save(); engine.save_checkpoint(sys.argv[1], 'more', in_background=True)")
+    assert done.returncode == 7 and "error: more of " in done.stderr and "No space left" in done.stderr
