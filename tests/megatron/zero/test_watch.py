@@ -295,14 +295,9 @@ def test_gradients_that_leave_later_on_one_rank_are_no_fault() -> None:
     assert ends_of(partial(spares_a_parameter, 1), 2, LARGER) == ["", ""]
 
 
-def test_on_an_accelerator_they_leave_in_their_turn() -> None:
-    assert ends_of(partial(spares_a_parameter, 3), 2, LARGER, 3, True) == ["", ""]
-
-
-def test_but_where_a_rank_waits_for_them_it_is_said() -> None:
-    error = one_error(ends_of(partial(spares_a_parameter, 3), 2, LARGER, 3, False))
-    assert "rank 0 is at the gradients of blocks.3" in error and ", rank 1 is at " in error
-    assert "with the same parameters" in error
+@SIDES
+def test_those_of_a_block_whose_backward_is_over_leave_in_their_turn(side: bool) -> None:
+    assert ends_of(partial(spares_a_parameter, 3), 2, LARGER, 3, side) == ["", ""]
 
 
 SLEEPS = [sleeps_in_a_forward, sleeps_in_a_backward, sleeps_between]
