@@ -63,9 +63,9 @@ SPEAKER_POLLS, LISTENER_POLLS, EXPLAIN_POLLS = 25, 40, 6
 its place; and how often one asks whose peer is gone."""
 
 _FAMILY = {cls.__name__: cls for cls in (ConfigError, PeerError)}
-_REMEDY = ("every data parallel rank must run the same blocks in the same order, with the same parameters (at ZeRO "
-           "stage 3), and as many forwards, backwards and steps: give every rank as many batches, and draw alike what "
-           "is random in the forward (layer drop)")
+_REMEDY = ("every data parallel rank must run the same blocks in the same order (at ZeRO stage 3), and as many "
+           "forwards, backwards and steps: give every rank as many batches, and draw alike what is random in the "
+           "forward (layer drop)")
 _LOST = ("the ranks wait for each other for ever, and the one that kept what they know of each other has left before "
          "this one was told")
 _RESUME = "look for the first failure among the ranks, then start the same command to resume"
