@@ -179,7 +179,8 @@ class Finder(ast.NodeVisitor):
 
 
 def is_wait(node: ast.AST) -> bool:
-    return (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+    """`x.wait()`; with a number of seconds it is a pause."""
+    return (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and not node.value.args
             and isinstance(node.value.func, ast.Attribute) and node.value.func.attr == "wait")
 
 
