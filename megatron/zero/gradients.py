@@ -329,8 +329,9 @@ class FlatGradients:
         """Forget who has arrived; what was accumulated stays."""
         self._pour_rest()
         self.finish_reduce()
-        for index in () if self._is_summed_in_place else self.filled - self._lent:
-            self._lend(index)  # what an operation wrote in place
+        if self._lends_views and not self._is_summed_in_place:
+            for index in self.filled - self._lent:
+                self._lend(index)  # what an operation wrote in place
         self._arrived.clear()
         self._has_left = False
         self.is_final = ends_step and self.is_summed
