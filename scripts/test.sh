@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# The tests. Without arguments: flake8, mypy and the whole suite, two files at a time; arguments go to pytest (`-k zero`,
-# `tests/mpu`, `-m gpu`).
+# The tests. Without arguments: flake8, mypy and the whole suite; arguments go to pytest (`-k zero`, `tests/mpu`, `-m gpu`).
 WITH_TESTS=1
 . "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
 cd -- "$ROOT"
@@ -8,10 +7,6 @@ cd -- "$ROOT"
 python -c 'import pytest' 2>/dev/null || fail "$PYTHON lacks pytest; install requirements-test.txt there, or unset PYTHON"
 
 status=0
-side_by_side=()
-if [[ $# -eq 0 ]] && python -c 'import xdist' 2>/dev/null; then
-    side_by_side=(-n 2 --dist loadfile)
-fi
 if [[ $# -eq 0 ]]; then
     for tool in flake8 mypy; do
         if ! python -c "import $tool" 2>/dev/null; then
@@ -24,5 +19,5 @@ if [[ $# -eq 0 ]]; then
         fi
     done
 fi
-python -m pytest "${side_by_side[@]}" "$@" || status=$?
+python -m pytest "$@" || status=$?
 exit "$status"
