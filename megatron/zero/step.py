@@ -23,7 +23,7 @@ from megatron.errors import ConfigError, NumericsError
 from megatron.optim.loss_scale import LossScaleRule
 from megatron.optim.rule import ParamGroup, Part, Rule, Span, StepScalars
 from megatron.zero.bucket import FlatBucket, publish
-from megatron.zero.exchanges import STEP, ExchangeLog
+from megatron.zero.exchanges import AFTER_A_STEP, STEP, ExchangeLog
 from megatron.zero.forwards import different_blocks
 from megatron.zero.norm import GradNorm
 from megatron.zero.state import State
@@ -133,7 +133,7 @@ class Step:
 
     def _judge(self, trace: int, objection: str | None, riders: Sequence[Tensor | float]) -> Verdict:
         self._log.meet(STEP)
-        self._log.purpose = "after a step"
+        self._log.purpose = AFTER_A_STEP
         sums = exchange(self._norm.square(), self._groups.world, trace=trace, objects=objection is not None,
                         counts=self._state.buckets[0].replicas.rank == 0, riders=riders)
         return Verdict(sums, self._groups.world.size, per_unit=self._unit(), limit=self._clip_grad)

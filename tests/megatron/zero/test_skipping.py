@@ -162,16 +162,21 @@ def by_hand(optimizer: Any) -> Any:
     return Halving()
 
 
+def scheduled(made_by: Any) -> Any:
+    """An engine with a scheduler of the user."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    return zero.initialize(
+        model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), lr_scheduler=made_by,
+        config={"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}})[0]
+
+
 @pytest.mark.parametrize("made_by", [curve, chained, cycle, in_sequence, by_hand])
 def test_a_scheduler_of_the_user_counts_steps_that_were_taken(made_by: Any, side: str) -> None:
     """And nothing waits for a step to be known, where the scheduler can go back."""
     ends = []
     for bad in (False, True):
-        torch.manual_seed(0)
-        model = nn.Linear(4, 4)
-        engine, *_ = zero.initialize(
-            model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), lr_scheduler=made_by,
-            config={"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}})
+        engine = scheduled(made_by)
         for number in range(STRICT_STEPS + 4):
             if bad and number in (STRICT_STEPS, STRICT_STEPS + 2):
                 step(engine, torch.inf)
@@ -190,10 +195,7 @@ def test_a_scheduler_of_the_user_counts_steps_that_were_taken(made_by: Any, side
 @pytest.mark.parametrize("made_by", [curve, cycle])
 def test_the_rate_that_one_asks_for_is_that_of_the_next_step(made_by: Any, side: str) -> None:
     """After a skipped step as well, though it is asked on one rank alone, before anything is concluded."""
-    model = nn.Linear(4, 4)
-    engine, *_ = zero.initialize(
-        model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), lr_scheduler=made_by,
-        config={"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}})
+    engine = scheduled(made_by)
     for _ in range(STRICT_STEPS):
         step(engine)
     before = engine.get_lr(), engine.get_mom()
@@ -205,10 +207,7 @@ def test_the_rate_that_one_asks_for_is_that_of_the_next_step(made_by: Any, side:
 
 
 def test_a_rate_that_somebody_has_set_since_stays(side: str) -> None:
-    model = nn.Linear(4, 4)
-    engine, *_ = zero.initialize(
-        model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), lr_scheduler=curve,
-        config={"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}})
+    engine = scheduled(curve)
     for _ in range(STRICT_STEPS):
         step(engine)
     step(engine, torch.inf)
