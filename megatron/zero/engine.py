@@ -92,6 +92,7 @@ class ZeroEngine:
         self._check_whole()
         divisor = self.accumulation if scale_wrt_gas else 1
         scaled = loss * (self.scaler.scale / divisor)
+        self._step.begin_with(scaled, first=not self.has_gradients)
         try:
             self.passes.backward(scaled, retain_graph=retain_graph, ends_step=self.at_boundary,
                                  reduces=self._policy.split_grads or self.at_boundary)

@@ -23,7 +23,7 @@ from megatron.errors import ConfigError, NumericsError
 from megatron.optim.loss_scale import LossScaleRule
 from megatron.optim.rule import ParamGroup, Part, Rule, Span, StepScalars
 from megatron.zero.bucket import FlatBucket, publish
-from megatron.zero.exchanges import AFTER_A_STEP, STEP, ExchangeLog
+from megatron.zero.exchanges import AFTER_A_STEP, STEP, ExchangeLog, ranges
 from megatron.zero.forwards import different_blocks
 from megatron.zero.norm import GradNorm
 from megatron.zero.state import State
@@ -51,6 +51,8 @@ class StepReport:
         self.complaint: str | None = None
         """Why the step was skipped, where that is unusual. Known once the step is concluded."""
         self.verdict, self.objection, self._riders = verdict, objection, riders
+        self.losses: Sequence[Tensor] = ()
+        """Of this rank's micro-batches. Looked at only where a gradient is not finite."""
         self._found: Found | None = None
 
     @property
@@ -98,12 +100,19 @@ class Step:
         self._sets = [state.buckets] if together else [[bucket] for bucket in state.buckets]
         """Buckets that are updated at a time: all where launches count, one where it stays in the cache."""
         self.is_deferred = together and not rule.waits and not scale_rule.dynamic
+        self._losses: list[Tensor] = []
         self._open: StepReport | None = None  # the last step, while the host has not learned of it
         self._unexplained: StepReport | None = None  # the last step, where what went wrong is still to be said
         self._taken = torch.zeros((), device=state.buckets[0].shard.device)
         self._taken_is = 0  # as the host last knew it
         for bucket in state.buckets:
             bucket.gradient_unit = self._unit
+
+    def begin_with(self, loss: Tensor, *, first: bool) -> None:
+        """A backward of `loss` is about to add to the gradients of the next step, or to begin them."""
+        if first:
+            self._losses = []
+        self._losses.append(loss.detach())
 
     def __call__(self, trace: int, objection: str | None = None,
                  riders: Sequence[Tensor | float] = (), aside: Sequence[float] = ()) -> StepReport:
@@ -115,6 +124,7 @@ class Step:
         verdict = self._judge(trace, objection, (*riders, *aside))
         report = StepReport(verdict, objection, number=counters.global_steps + 1,
                             loss_scale=counters.scaler.scale, lr=self._param_groups[0]["lr"], riders=len(riders))
+        report.losses, self._losses = self._losses, []
         if self.is_deferred:
             self._update(self._scalars(verdict))
         elif (found := self._undisputed(report)).applied:
@@ -193,10 +203,10 @@ class Step:
         if scaled and too_many:
             raise NumericsError(
                 f"{self._skips_in_a_row} overflows in a row at loss scale {report.loss_scale:g}, which cannot "
-                f"shrink, last at step {report.number}: {self._first_bad_parameter()}; resume from the last "
+                f"shrink, last at step {report.number}: {self._first_bad_parameter(report)}; resume from the last "
                 "checkpoint with --bf16 or a lower --lr")
         if not scaled:
-            what = f"gradient norm is {norm} at step {report.number}: {self._first_bad_parameter()}"
+            what = f"gradient norm is {norm} at step {report.number}: {self._first_bad_parameter(report)}"
             if too_many:
                 raise NumericsError(f"{what}; weights are unchanged; {self._why_not_skipped(report.number)}; resume "
                                     "from the last checkpoint with a lower --lr or other data")
@@ -215,14 +225,20 @@ class Step:
             return self._max_skipped
         return SKIPS_IN_A_ROW if step > STRICT_STEPS else 0
 
-    def _first_bad_parameter(self) -> str:
-        """Agreed by all ranks, so that every one of them ends with the same message."""
-        tp, is_sum = self._groups.tp, not self._groups.dp.is_solo
-        for name, rank in all_gather_json([self._norm.first_bad(), tp.rank], self._groups.world):
-            if name is not None:  # the rank that found it owns this part of the sum, and gave it no more than others
+    def _first_bad_parameter(self, report: StepReport) -> str:
+        """Agreed by all ranks, so that every one of them ends with the same message. The gradients are sums by now,
+        and do not tell whose was bad; the losses do, where a forward made it."""
+        tp = self._groups.tp
+        finite = all(bool(loss.isfinite().all()) for loss in report.losses)
+        known = all_gather_json([self._norm.first_bad(), tp.rank, finite], self._groups.world)
+        bad = [rank for rank, (_, _, finite) in enumerate(known) if not finite]
+        where = f" on {ranges(bad)}" if len(known) > 1 else ""
+        loss = f"the loss{where} is not finite" if bad else "every loss is finite"
+        for name, rank, _ in known:
+            if name is not None:
                 return f"first in {name}" + (f" on tensor parallel rank {rank}" if not tp.is_solo else "") + \
-                    (", in the sum over the ranks" if is_sum else "")
-        return "the sum of finite gradients overflowed"
+                    ("" if self._groups.dp.is_solo else ", in the sum over the ranks") + f" ({loss})"
+        return f"the sum of finite gradients overflowed ({loss})"
 
     # ---- update -------------------------------------------------------------------------------------------------
 

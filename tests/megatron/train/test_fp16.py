@@ -108,7 +108,8 @@ def test_a_static_scale_that_always_overflows_ends_the_run() -> None:
     engine = engine_of(PrecisionConfig(fp16=True, loss_scale=128.0))
     for _ in range(OVERFLOWS_IN_A_ROW):
         assert not step(engine, math.inf).applied
-    with pytest.raises(NumericsError, match=r"loss scale 128.*first in blocks\.1\.mlp\.proj\.weight;"):
+    with pytest.raises(NumericsError, match=r"loss scale 128.*first in blocks\.1\.mlp\.proj\.weight \(every "
+                       r"loss is finite\);"):
         step(engine, math.inf)
 
 
@@ -143,7 +144,7 @@ def test_a_non_finite_gradient_without_scaling_names_parameter_and_step(tp: int,
                                                                         bad: float) -> None:
     for message, code, untouched in run_ranks(numerics_error, world, tp, precision, bad):
         where = " on tensor parallel rank 1" if tp > 1 else ""
-        assert f"first in blocks.0.attn.proj.weight{where}; weights" in message
+        assert f"first in blocks.0.attn.proj.weight{where} (every loss is finite); weights" in message
         assert "at step 2" in message and code == 6 and untouched
 
 
@@ -153,7 +154,8 @@ def data_parallel_numerics(rank: int, world: int) -> str:
 
 def test_over_data_parallel_every_rank_tells_the_same_error() -> None:
     first, second = run_ranks(data_parallel_numerics, 2)
-    assert first == second and "first in blocks.0.attn.proj.weight, in the sum over the ranks; weights" in first
+    assert first == second
+    assert "first in blocks.0.attn.proj.weight, in the sum over the ranks (every loss is finite); weights" in first
 
 
 @pytest.mark.parametrize(("flags", "tolerance"), [

@@ -87,8 +87,8 @@ def poisoned(module: nn.Module, kind: str, value: float) -> Iterator[None]:
     def spoil_lookup(_module: nn.Module, _inputs: object, output: Tensor) -> None:
         output.register_hook(spoil)
 
-    def spoil_loss(_module: nn.Module, _inputs: object, loss: Tensor) -> None:
-        loss.register_hook(lambda gradient: gradient * value)
+    def spoil_loss(_module: nn.Module, _inputs: object, loss: Tensor) -> Tensor:
+        return loss * value
 
     if kind == "lookup":
         handle: Any = module.get_submodule("wte").register_forward_hook(spoil_lookup)
@@ -210,11 +210,13 @@ def end(rank: int, world: int, stage: int, tp: int, precision: str, cases: list[
 def check_end(stage: int, tp: int, precision: str, cases: list[Case]) -> None:
     for case, seen in zip(cases, zip(*run_ranks(end, 2 * tp, stage, tp, precision, cases, timeout=300)), strict=True):
         assert len({rank.message for rank in seen}) == 1, f"{case}: ranks report different errors"
-        named = re.search(r"at step 2: first in ([\w.]+)(?: on tensor parallel rank (\d))?, in the sum over the ranks; "
-                          "weights are unchanged", seen[0].message)
+        named = re.search(r"at step 2: first in ([\w.]+)(?: on tensor parallel rank (\d))?, in the sum over the ranks "
+                          r"\((?:every loss is finite|the loss on rank (\d) is not finite)\); weights are unchanged",
+                          seen[0].message)
         assert named, f"{case}: {seen[0].message}"
         if case.kind != "loss":  # which poisons everything, on all tensor parallel ranks
             assert named[1] == (PARAMETERS | {"lookup": "wte.weight"})[case.kind]
+        assert named[3] == (str(case.culprit) if case.kind == "loss" else None)
         # Reduction spreads the number over data parallel, to the owner; tensor parallel slices stay apart.
         if case.kind not in {*SHARED, "loss"}:
             assert int(named[2] or 0) == case.culprit % tp
