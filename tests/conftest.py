@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -33,9 +34,25 @@ def selects_gpu_tests(expression: str) -> bool:
     return re.search(r"(?<!not )\bgpu\b", expression) is not None
 
 
+@pytest.fixture(autouse=True, scope="module")
+def the_file_leaves_no_place() -> Iterator[None]:
+    """Fixtures of a whole file may call `zero.initialize` as well."""
+    with no_place_left():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def no_process_group_is_left() -> Iterator[None]:
     """`zero.initialize` makes one for a single rank as well, and says its place; the next test starts without."""
+    with no_place_left():
+        yield
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@contextmanager
+def no_place_left() -> Iterator[None]:
+    """What says the place of a rank is afterwards as it was."""
     before = {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
     yield
     for name, value in before.items():
@@ -43,5 +60,3 @@ def no_process_group_is_left() -> Iterator[None]:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 def count_versions(parameters: Sequence[Tensor], by: int) -> None:
     """Add `by` to the counters."""
-    torch._C._autograd._unsafe_set_version_counter(tuple(parameters), tuple(one._version + by for one in parameters))
+    torch._C._autograd._unsafe_set_version_counter(tuple(parameters), tuple([one._version + by for one in parameters]))
 
 
 def is_of_old_version(error: BaseException) -> bool:

@@ -39,7 +39,7 @@ def rows(folder: Path, size: int) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 512, 4096], help="multiples of 16")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="an existing one")
     chosen = parser.parse_args()
     print("| ranks | phase | file operations | bytes told | | seconds | MB |\n|---|---|---|---|---|---|---|")
     for size in chosen.ranks:
