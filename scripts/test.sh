@@ -19,8 +19,8 @@ if [[ $# -eq 0 ]]; then
         fi
     done
 fi
-# The whole suite takes three files at a time where it can: most of a multi-rank test is one rank waiting for another.
+# The whole suite takes two files at a time where it can: most of a multi-rank test is one rank waiting for another.
 together=()
-if [[ $# -eq 0 ]] && python -c 'import xdist' 2>/dev/null; then together=(-n 3 --dist loadfile); fi
+if [[ $# -eq 0 ]] && python -c 'import xdist' 2>/dev/null; then together=(-n 2 --dist loadfile); fi
 python -m pytest "${together[@]}" "$@" || status=$?
 exit "$status"

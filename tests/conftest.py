@@ -23,6 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # child processes inherit it
     if config.getoption("--accelerator-side"):  # the processes of the tests inherit it
         os.environ["MPU_ACCELERATOR_SIDE"] = "1"
     if not selects_gpu_tests(config.getoption("markexpr")):

@@ -152,5 +152,8 @@ def _in_thread(job: Job) -> Future[Any]:
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=work, name="save", daemon=True).start()
+    try:
+        threading.Thread(target=work, name="save", daemon=True).start()
+    except RuntimeError:  # the interpreter is ending, and starts no thread any more
+        work()
     return future

@@ -68,7 +68,10 @@ class Sink:
         if self._written is None:
             _set_direct(self.file, True)
         self._settle()
-        self._written = self._helper.submit(_write, self.file, self._filling.data)
+        try:
+            self._written = self._helper.submit(_write, self.file, self._filling.data)
+        except RuntimeError:  # the interpreter is ending, and starts no thread any more
+            _write(self.file, self._filling.data)
         self._filling, self._leaving, self._used = self._leaving, self._filling, 0
 
     def _settle(self) -> None:

@@ -145,12 +145,11 @@ def _initial_state(optimizer: Optimizer) -> tuple[dict[str, float], State]:
     """What the optimizer's constructor keeps for every parameter (Adagrad's does): a number for each weight, the same
     for all, and numbers."""
     found: list[tuple[dict[str, float], State]] = []
-    for parameter, state in optimizer.state.items():
-        if not parameter.numel():  # it shows nothing, and needs nothing
-            continue
+    shown = [(parameter, state) for parameter, state in optimizer.state.items() if parameter.numel()]
+    for parameter, state in shown or optimizer.state.items():  # where none has elements, any number will do
         tensors = {name: value for name, value in state.items()
                    if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape}
-        fills = {name: value.flatten()[0].item() for name, value in tensors.items()}
+        fills = {name: value.flatten()[0].item() if value.numel() else 0.0 for name, value in tensors.items()}
         numbers = {name: value for name, value in state.items() if name not in tensors}
         even = all(bool((value == fills[name]).all()) for name, value in tensors.items())
         if not even or found and (fills, numbers) != found[0]:

@@ -11,9 +11,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SAMPLE = [(1, 0), (2, 3)]
-EVERY = [pytest.param(ranks, stage, marks=[] if (ranks, stage) in SAMPLE else pytest.mark.slow)
-         for ranks in (1, 2) for stage in range(4)]
+
+
+def every(*quick: tuple[int, int]) -> pytest.MarkDecorator:
+    """All ranks and stages; those that are not named are slow."""
+    return pytest.mark.parametrize(("ranks", "stage"), [
+        pytest.param(ranks, stage, marks=[] if (ranks, stage) in quick else pytest.mark.slow)
+        for ranks in (1, 2) for stage in range(4)])
 
 
 def run(ranks: int, script: str, *flags: str) -> str:
@@ -38,7 +42,7 @@ def test_only_lines_of_import_say_which_engine_it_is(script: str, lines: list[st
                 and "megatron" in ast.unparse(node)]
 
 
-@pytest.mark.parametrize(("ranks", "stage"), EVERY)
+@every((1, 0), (2, 3))
 def test_the_picture_classifier_learns(ranks: int, stage: int) -> None:
     out = run(ranks, "cifar10_deepspeed.py", "--stage", str(stage))
     accuracy = re.search(r"accuracy (\d+) %", out)
@@ -52,7 +56,7 @@ def test_the_picture_classifier_learns_in_16_bits(dtype: str) -> None:
     assert accuracy is not None and int(accuracy[1]) > 50
 
 
-@pytest.mark.parametrize(("ranks", "stage"), EVERY)
+@every((2, 3))
 def test_the_masked_model_learns_and_goes_on_from_its_checkpoint(ranks: int, stage: int, tmp_path: Path) -> None:
     flags = ("--stage", str(stage), "--checkpoint_dir")
     whole = run(ranks, "bert_masked_lm.py", *flags, str(tmp_path / "whole"), "--num_iterations", "40")

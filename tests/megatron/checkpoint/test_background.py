@@ -413,19 +413,20 @@ import os, sys, threading, time
 import torch
 from torch import nn
 from megatron import zero
-from megatron.checkpoint import writer
+from megatron.checkpoint import sink, writer
 
+sink.BLOCK = 4096  # of several blocks each but the first waits for a thread
 write = writer._write_rank
 def slowly(*args):
     time.sleep(1)
     return write(*args)
 
 torch.manual_seed(0)
-engine = zero.initialize(model=nn.Linear(4, 4), config={
+engine = zero.initialize(model=nn.Linear(64, 64), config={
     "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
     "zero_optimization": {"stage": 2}})[0]
 def step():
-    engine.backward(engine(torch.ones(2, 4)).square().mean())
+    engine.backward(engine(torch.ones(2, 64)).square().mean())
     engine.step()
 rank = int(os.environ.get("RANK", 0))
 step()

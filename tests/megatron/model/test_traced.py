@@ -47,6 +47,10 @@ def block_alone(rank: int, world: int, compiled: bool) -> Found:
     return *seen(), [y.detach(), x.grad, *(p.grad for p in block.parameters() if p.grad is not None)]
 
 
+SAMPLE = [(1, 1), (0, 2), (3, 1), (3, 2)]
+"""(stage, tp) of the normal suite."""
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_block_is_one_graph(tp: int) -> None:
     traced, plain = (run_ranks(block_alone, tp, compiled, timeout=300) for compiled in (True, False))
@@ -70,8 +74,9 @@ def trained(rank: int, world: int, stage: int, tp: int, compiled: bool) -> Found
     return *seen(), [*weights(engine).values()]
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(("stage", "tp"), [
+    pytest.param(stage, tp, marks=[] if (stage, tp) in SAMPLE else pytest.mark.slow)
+    for stage in range(4) for tp in (1, 2)])
 def test_blocks_inside_the_engine_are_one_graph_each(stage: int, tp: int) -> None:
     traced, plain = (run_ranks(trained, 2 * tp, stage, tp, compiled, timeout=300) for compiled in (True, False))
     for (breaks, graphs, results), (_, none, wanted) in zip(traced, plain, strict=True):

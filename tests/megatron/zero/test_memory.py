@@ -128,7 +128,7 @@ def test_the_next_block_is_on_its_way_however_large_it_is() -> None:
         assert found["units"] == 3
 
 
-@pytest.mark.parametrize("recompute, least", [(False, 1), (True, 2)])
+@pytest.mark.parametrize("recompute, least", [pytest.param(False, 1, marks=pytest.mark.slow), (True, 2)])
 def test_never_more_than_the_limit_is_gathered(recompute: bool, least: int) -> None:
     """The least is the root and the block in use; where a chunk is recomputed for its last block, also that one."""
     sizes = run_ranks(most_live, 2, False, {})[0]
