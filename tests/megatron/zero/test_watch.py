@@ -118,10 +118,7 @@ def watched(rank: int, world: int, loop: Loop, sizes: tuple[int, ...], stage: in
 
 
 def ends_of(loop: Loop, world: int, *how: Any, **section: Any) -> list[str]:
-    began = time.monotonic()
-    ends = run_ranks(_watched, world, loop, how, section, timeout=20)
-    assert time.monotonic() - began < 20
-    return ends
+    return run_ranks(_watched, world, loop, how, section, timeout=20)
 
 
 def _watched(rank: int, world: int, loop: Loop, how: tuple[Any, ...], section: dict[str, Any]) -> str:
