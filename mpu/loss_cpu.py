@@ -113,12 +113,12 @@ def _log_sum_exp(logits: Tensor, log_p: Tensor) -> Tensor:
 
 def _add_product(total: Tensor, d_logits: Tensor, x: Tensor, first: bool) -> None:
     """total [columns, H] += d_logits.T @ x, or = for the first chunk."""
-    if total.dtype == x.dtype:
+    if x.dtype == torch.float32:
         total.addmm_(d_logits.t(), x, beta=0 if first else 1)
         return
     for start in range(0, total.shape[0], _SLAB_COLUMNS):
         slab = slice(start, start + _SLAB_COLUMNS)
-        product = torch.mm(d_logits[:, slab].t(), x)  # accumulated in fp32 inside, rounded once per chunk
+        product = torch.mm(d_logits[:, slab].t(), x)  # made in fp32, and rounded once per chunk
         if first:
             total[slab] = product
         else:

@@ -143,9 +143,9 @@ def _logits(run: Run, fresh: bool) -> int:
     in_place = fresh and (total == run.grads or not on_cpu and run.grads == FP32)
     if not in_place:
         held += columns * width * total
-    if total == run.work:
-        return held + (scratch if run.work < FP32 else 0)
     slab = min(CPU_SLAB_COLUMNS, columns) * width * run.work if on_cpu else 0
+    if total == run.work:
+        return held + (max(scratch, slab) if run.work < FP32 else 0)
     rounded = 0 if fresh else columns * width * run.work
     return held + max(scratch, slab, rounded)
 

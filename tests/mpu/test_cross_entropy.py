@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from mpu import loss_cpu
 from mpu.cross_entropy import linear_cross_entropy, vocab_parallel_cross_entropy
 from mpu.groups import SOLO, build
 from tests.distributed import run_ranks
@@ -145,6 +149,27 @@ def test_many_chunks_of_bf16_are_as_exact_as_one() -> None:
         assert w.grad is not None
         errors.append((w.grad.double() - w64.grad).norm().item())
     assert errors[1] < 1.5 * errors[0], errors
+
+
+class LargestProduct(TorchDispatchMode):
+    """Elements of the largest matrix product."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if "mm" in func._schema.name:
+            self.numel = max(self.numel, result.numel())
+        return result
+
+
+def test_the_weight_gradient_of_bf16_is_no_product_of_its_own_size() -> None:
+    """Processors without bf16 products make them in fp32 first: of the whole it would be twice the gradient."""
+    columns, width, tokens = 3 * loss_cpu._SLAB_COLUMNS, 32, 2
+    hidden, weight = (torch.randn(rows, width, dtype=torch.bfloat16, requires_grad=True) for rows in (tokens, columns))
+    with LargestProduct() as seen:
+        linear_cross_entropy(hidden, weight, torch.tensor([0, columns - 1]), SOLO, loss_weight=torch.ones(2)).backward()
+    assert seen.numel == loss_cpu._SLAB_COLUMNS * width
 
 
 def test_a_batch_without_weight_costs_nothing_and_teaches_nothing() -> None:
