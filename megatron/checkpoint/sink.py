@@ -70,7 +70,8 @@ class Sink:
         self._settle()
         try:
             self._written = self._helper.submit(_write, self.file, self._filling.data)
-        except RuntimeError:  # the interpreter is ending, and starts no thread any more
+        except RuntimeError:  # no thread can be had: the interpreter is ending, for one
+            self._helper.shutdown(cancel_futures=True)  # or a later thread would write this block once more
             _write(self.file, self._filling.data)
         self._filling, self._leaving, self._used = self._leaving, self._filling, 0
 

@@ -231,7 +231,7 @@ class Step:
         tp = self._groups.tp
         finite = all(bool(loss.isfinite().all()) for loss in report.losses)
         known = all_gather_json([self._norm.first_bad(), tp.rank, finite], self._groups.world)
-        bad = [rank for rank, (_, _, finite) in enumerate(known) if not finite]
+        bad = [rank for rank, (_, _, is_finite) in enumerate(known) if not is_finite]
         where = f" on {ranges(bad)}" if len(known) > 1 else ""
         loss = f"the loss{where} is not finite" if bad else "every loss is finite"
         for name, rank, _ in known:

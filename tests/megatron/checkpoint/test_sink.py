@@ -2,6 +2,7 @@ import errno
 import fcntl
 import os
 import random
+import threading
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -115,3 +116,20 @@ def test_an_error_of_any_write_is_raised(call: int, tmp_path: Path) -> None:
     with mock.patch.object(os, "write", write), pytest.raises(OSError, match="No space left"):
         written(tmp_path / "file", [])
     assert next(calls) <= call + 2, "it went on writing"
+
+
+def test_a_thread_that_cannot_be_had_once_costs_no_byte(tmp_path: Path) -> None:
+    """The block that was handed to it is written here, and not again by a later thread."""
+    with mock.patch.object(threading.Thread, "start", _fails_once(threading.Thread.start)):
+        check(tmp_path / "file", [])
+
+
+def _fails_once(starts: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
+    failures = iter([RuntimeError("can't start new thread")])
+
+    def start(thread: threading.Thread) -> None:
+        for error in failures:
+            raise error
+        starts(thread)
+
+    return start
