@@ -29,6 +29,8 @@ def in_chunks(head: Head, wanted: Wanted, rows: int, total: Tensor | None, losse
     buffer = hidden.new_empty(rows, weight.shape[0])
     losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
     d_hidden = torch.empty_like(hidden) if wanted.hidden else None
+    if total is not None and not len(hidden):  # there is no first chunk to begin it
+        total.zero_()
     for start in range(0, len(hidden), rows):
         chunk = slice(start, start + rows)
         x = hidden[chunk]

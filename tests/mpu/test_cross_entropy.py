@@ -14,6 +14,7 @@ from mpu import loss_cpu
 from mpu.cross_entropy import linear_cross_entropy, vocab_parallel_cross_entropy
 from mpu.groups import SOLO, build
 from tests.distributed import run_ranks
+from tests.wires import accelerator_side
 
 VOCAB, PADDED, ROWS, HIDDEN = 37, 64, 21, 16
 """With 4 ranks of 16 columns the third holds 5 real ones and the fourth none."""
@@ -178,6 +179,19 @@ def test_a_batch_without_weight_costs_nothing_and_teaches_nothing() -> None:
     loss = linear_cross_entropy(hidden, weight, target, SOLO, loss_weight=torch.zeros(ROWS))
     loss.backward()
     assert loss.item() == 0 and hidden.grad is not None and not hidden.grad.any()
+
+
+@pytest.mark.parametrize("accelerator", [False, True])
+@pytest.mark.parametrize("mean", [True, False])
+def test_no_rows_have_no_gradient(mean: bool, accelerator: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not whatever the memory held."""
+    monkeypatch.setattr(torch, "empty_like", lambda like, **how: torch.full_like(like, torch.nan, **how))
+    hidden, weight, target, loss_weight = _case(torch.float32)
+    weight.requires_grad_()
+    with accelerator_side(accelerator):
+        linear_cross_entropy(hidden[:0], weight, target[:0], SOLO, loss_weight=loss_weight[:0] if mean else None,
+                             ).sum().backward()
+    assert weight.grad is not None and torch.equal(weight.grad, torch.zeros_like(weight))
 
 
 def test_a_second_backward_says_what_to_do() -> None:
