@@ -59,12 +59,12 @@ class Passes:
     def backward(self, loss: Tensor, *, retain_graph: bool, reduces: bool, ends_step: bool) -> None:
         """Make the gradients of `loss`. With `reduces` they are summed over data parallel when this returns; with
         `ends_step` no other backward adds to them."""
-        for bucket in self._buckets:
-            bucket.grads.heed()
         self.in_backward, self._reduces = True, reduces
-        for bucket in self._buckets:
-            bucket.grads.begin_backward()
         try:
+            for bucket in self._buckets:
+                bucket.grads.heed()
+            for bucket in self._buckets:
+                bucket.grads.begin_backward()
             loss.backward(retain_graph=retain_graph)
             if ends_step:
                 self._complaint = self._complain_of_unused()

@@ -109,6 +109,28 @@ def test_a_gradient_that_nobody_would_look_at_is_refused(when: str, stage: int, 
     assert parameter.grad is None
 
 
+@pytest.mark.parametrize(("stage", "precision"), [(0, "bf16"), (2, "fp32")])
+def test_after_a_refusal_the_step_begins_anew(stage: int, precision: str, side: str) -> None:
+    """As the error of the step says: a micro-batch from before it does not count twice."""
+    norms = []
+    for refused in (False, True):
+        engine = made(stage, precision=precision)
+        if refused:
+            engine.backward(engine(batch(7).to(engine.working_dtype)))
+            engine.step()
+            parameter = engine.module.first.bias
+            parameter.grad = torch.ones_like(parameter)
+            with pytest.raises(ConfigError, match="was set by hand"):
+                engine.backward(engine(batch(8).to(engine.working_dtype)))
+            with pytest.raises(ConfigError, match="what had been accumulated is gone"):
+                engine.step()
+        for number in range(2):
+            engine.backward(engine(batch(number).to(engine.working_dtype)))
+            engine.step()
+        norms.append(engine.get_global_grad_norm())
+    assert norms[0] == norms[1]
+
+
 def on_one_rank(rank: int, world: int) -> str:
     engine = made(1)
     for number in range(2):
