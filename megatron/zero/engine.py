@@ -91,8 +91,8 @@ class ZeroEngine:
         quotient."""
         self._check_whole()
         divisor = self.accumulation if scale_wrt_gas else 1
-        scaled = loss * (self.scaler.scale / divisor)
-        self._step.begin_with(scaled, first=not self.has_gradients)
+        part, scaled = loss / divisor, loss * (self.scaler.scale / divisor)
+        self._step.begin_with(part, first=not self.has_gradients)
         try:
             self.passes.backward(scaled, retain_graph=retain_graph, ends_step=self.at_boundary,
                                  reduces=self._policy.split_grads or self.at_boundary)
@@ -100,7 +100,7 @@ class ZeroEngine:
             self._micro_batches, self._failed_backward = 0, type(error).__name__
             raise
         self._failed_backward = None
-        return loss / divisor
+        return part
 
     def step(self, lr: float | None = None, riders: Sequence[Tensor | float] = (), aside: Sequence[float] = (),
              ) -> StepReport | None:

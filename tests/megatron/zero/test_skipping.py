@@ -15,7 +15,7 @@ from megatron import zero
 from megatron.errors import ConfigError, NumericsError
 from megatron.optim.schedulers import WarmupLR
 from megatron.zero.api.engine import Engine
-from megatron.zero.step import SKIPS_IN_A_ROW, STRICT_STEPS
+from megatron.zero.step import OVERFLOWS_IN_A_ROW, SKIPS_IN_A_ROW, STRICT_STEPS
 from mpu import groups
 from mpu.groups import Groups
 from tests.distributed import run_ranks
@@ -77,6 +77,19 @@ def test_so_many_in_a_row_end_the_run(side: str) -> None:
     with pytest.raises(NumericsError, match=f"at step {STRICT_STEPS + 3 * SKIPS_IN_A_ROW + 3}: first in.*; "
                        f"{SKIPS_IN_A_ROW + 1} in a row, --max-skipped-in-a-row is {SKIPS_IN_A_ROW};"):
         step(engine, torch.inf)
+        engine.conclude()
+
+
+def test_a_finite_loss_that_the_loss_scale_makes_infinite_is_not_blamed(side: str) -> None:
+    """In half precision: its gradients are not made of it."""
+    torch.manual_seed(0)
+    engine = engine_around(nn.Linear(4, 4), configure(fp16=True, loss_scale=2.0**15), Groups())
+    with pytest.raises(NumericsError, match="every loss is finite"):
+        for _ in range(OVERFLOWS_IN_A_ROW + 2):
+            loss = 100 * engine(torch.ones(2, 4, dtype=torch.float16)).square().sum()  # its gradient is too large
+            assert loss.dtype == torch.float16 and loss.isfinite() and (loss * engine.loss_scale).isinf()
+            engine.backward(loss)
+            engine.step()
         engine.conclude()
 
 
