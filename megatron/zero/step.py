@@ -100,7 +100,7 @@ class Step:
         self._sets = [state.buckets] if together else [[bucket] for bucket in state.buckets]
         """Buckets that are updated at a time: all where launches count, one where it stays in the cache."""
         self.is_deferred = together and not rule.waits and not scale_rule.dynamic
-        self._losses: list[Tensor] = []
+        self._losses: list[Tensor] = []  # of the step under way, or the last one
         self._open: StepReport | None = None  # the last step, while the host has not learned of it
         self._unexplained: StepReport | None = None  # the last step, where what went wrong is still to be said
         self._taken = torch.zeros((), device=state.buckets[0].shard.device)
@@ -124,7 +124,7 @@ class Step:
         verdict = self._judge(trace, objection, (*riders, *aside))
         report = StepReport(verdict, objection, number=counters.global_steps + 1,
                             loss_scale=counters.scaler.scale, lr=self._param_groups[0]["lr"], riders=len(riders))
-        report.losses, self._losses = self._losses, []
+        report.losses = self._losses  # and a step that is refused may be called again
         if self.is_deferred:
             self._update(self._scalars(verdict))
         elif (found := self._undisputed(report)).applied:

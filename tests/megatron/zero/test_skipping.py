@@ -93,6 +93,18 @@ def test_a_finite_loss_that_the_loss_scale_makes_infinite_is_not_blamed(side: st
         engine.conclude()
 
 
+def test_a_step_that_is_called_again_after_an_objection_still_knows_its_losses() -> None:
+    engine = made()
+    engine.backward(engine(torch.full((2, 4), torch.inf, dtype=torch.bfloat16)).float().square().mean())
+    bias = engine.module.get_parameter("bias")
+    bias.grad = torch.ones_like(bias)
+    with pytest.raises(ConfigError, match="bias.grad was set by hand"):
+        engine.step()
+    bias.grad = None
+    with pytest.raises(NumericsError, match="the loss is not finite"):
+        engine.step()
+
+
 @pytest.mark.parametrize(("settings", "good", "skips"), [({}, STRICT_STEPS - 1, 0), ({}, 0, 0),
                                                          ({"max_skipped_in_a_row": 0}, STRICT_STEPS + 5, 0),
                                                          ({"max_skipped_in_a_row": 2}, 0, 2)])
