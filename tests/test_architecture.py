@@ -66,6 +66,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.optim.torch_rule megatron.optim.build
         megatron.zero.precision megatron.zero.verdict megatron.zero.holders megatron.zero.placeholder
         megatron.zero.waiting megatron.zero.drawn megatron.zero.parked megatron.zero.tiling
+        megatron.zero.homes megatron.zero.homes.swapfolder megatron.zero.homes.blockfile megatron.zero.homes.memory
+        megatron.zero.homes.lanes megatron.zero.homes.tilefile megatron.zero.homes.preflight
         megatron.zero.exchanges megatron.zero.turns megatron.zero.versions megatron.zero.sinks megatron.zero.gradients
         megatron.zero.edits megatron.zero.bucket megatron.zero.together
         megatron.zero.norm megatron.zero.roster megatron.zero.hooks megatron.zero.utils
@@ -137,7 +139,7 @@ NAMES_OF_DISTRIBUTED = {
 """What a module may use of torch.distributed, besides its types. mpu.wire alone names operations."""
 
 MAY_REGISTER_HOOKS = {"megatron.zero.hooks", "megatron.recompute"}
-MAY_READ_A_CLOCK = {"megatron.recompute.replay"}
+MAY_READ_A_CLOCK = {"megatron.recompute.replay", "megatron.zero.homes.preflight"}
 MAY_READ_THE_ENVIRONMENT = {"mpu.device"}  # one switch, for tests
 MAY_READ_THE_STAGE = {"megatron.zero.engine", "megatron.zero.policy"}
 """Within the mechanism: megatron/zero without api/."""

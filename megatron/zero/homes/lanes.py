@@ -1,0 +1,60 @@
+"""Threads that work off pieces of work in the order given: some at the disk, some beside it.
+
+A piece takes a *slot* for the time it needs the disk and does the rest, such as a checksum, without one. With more
+threads than slots the disk is busy while pieces are prepared and checked; pieces then end in no certain order.
+
+The threads are daemons: neither a disk that hangs nor work that is queued keeps a process alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from queue import SimpleQueue
+from threading import BoundedSemaphore, Lock, Thread
+from typing import final
+
+Piece = Callable[[], None]
+"""Raises nothing: there is nobody to catch it."""
+
+
+@final
+class Lane:
+    def __init__(self, name: str, slots: int, beside: int) -> None:
+        self.slots = BoundedSemaphore(slots)
+        self._name, self._wanted = name, slots + beside
+        self._queue: SimpleQueue[Piece | None] = SimpleQueue()
+        self._threads: list[Thread] = []
+        self._starting = Lock()
+
+    def put(self, piece: Piece) -> None:
+        self._start()
+        if self._threads:
+            self._queue.put(piece)
+        else:  # no thread can be had: the interpreter is ending, for one
+            piece()
+
+    def stop(self, patience: float) -> bool:
+        """Let the threads end when the queue is empty; False if one has not within `patience` seconds."""
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join(patience)
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _start(self) -> None:
+        with self._starting:
+            while len(self._threads) < self._wanted:
+                thread = Thread(target=_work_off, args=(self._queue,), name=self._name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:
+                    self._wanted = len(self._threads)
+                else:
+                    self._threads.append(thread)
+
+
+def _work_off(queue: SimpleQueue[Piece | None]) -> None:
+    """Refers to nothing but the queue while it waits: what made the pieces may be let go meanwhile."""
+    while (piece := queue.get()) is not None:
+        piece()
+        del piece

@@ -1,0 +1,386 @@
+"""A tile that is read holds what was last written, or the read raises."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.errors import StorageError
+from megatron.zero.homes.blockfile import PAGE
+from megatron.zero.homes.memory import aligned
+from megatron.zero.homes.swapfolder import SwapFolder
+from megatron.zero.homes.tilefile import AioSettings, TileFile
+
+FLAG = "--offload-optimizer-nvme-path"
+SIZES = (5 * PAGE, 1, PAGE, 3 * PAGE + 17, 0, 40 * PAGE - 3, PAGE - 1)
+SMALL = AioSettings(block_size=PAGE, queue_depth=2)
+"""Two pages a system call: even small tiles have several stretches."""
+
+SETTINGS = (SMALL, AioSettings(), AioSettings(block_size=PAGE, queue_depth=4, intra_op_parallelism=4),
+            AioSettings(block_size=1000, queue_depth=9, single_submit=True, overlap_events=False))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[SwapFolder]:
+    with SwapFolder(tmp_path, "run", 0, flag=FLAG) as found:
+        yield found
+
+
+def random_bytes(size: int, seed: int) -> Tensor:
+    buffer = aligned(size, pinned=False)
+    buffer.numpy()[:] = list(random.Random(seed).randbytes(size))
+    return buffer
+
+
+def content(file: TileFile, tile: int, size: int) -> bytes:
+    into = aligned(size, pinned=False)
+    file.read(tile, into).wait()
+    return bytes(into.numpy().data)
+
+
+def slowed(call: Callable[..., int], gate: threading.Event) -> Callable[..., int]:
+    """The system call, made once the gate is open."""
+    def wait(*args: Any) -> int:
+        assert gate.wait(20)
+        return call(*args)
+    return wait
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("rounded_up", [False, True])
+def test_tiles_of_any_size_come_back(folder, settings, rounded_up):
+    file = TileFile(folder, "state", SIZES, settings=settings)
+    sources = [random_bytes(-(-size // PAGE) * PAGE if rounded_up else size, tile) for tile, size in enumerate(SIZES)]
+    for write in [file.write(tile, source) for tile, source in enumerate(sources)]:
+        write.wait()
+    for tile, (size, source) in enumerate(zip(SIZES, sources)):
+        assert content(file, tile, size) == bytes(source.numpy()[:size])
+
+
+def test_memory_that_does_not_begin_a_page_will_do(folder):
+    file = TileFile(folder, "state", SIZES, settings=SMALL)
+    source, into = torch.arange(6 * PAGE).to(torch.uint8)[7:7 + 5 * PAGE], torch.zeros(6 * PAGE, dtype=torch.uint8)[9:]
+    file.write(0, source).wait()
+    file.read(0, into).wait()
+    assert torch.equal(into[:5 * PAGE], source)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("seed", range(3))
+def test_any_order_of_reads_and_writes_reads_what_was_written_last(folder, settings, seed):
+    draw = random.Random(seed)
+    file = TileFile(folder, "state", SIZES, settings=settings)
+    held = {tile: random_bytes(size, tile) for tile, size in enumerate(SIZES)}
+    for tile, source in held.items():
+        file.write(tile, source)
+    expected = []
+    for number in range(150):
+        tile = draw.randrange(len(SIZES))
+        if draw.random() < 0.5:
+            held[tile] = random_bytes(SIZES[tile], 1000 + number)
+            file.write(tile, held[tile])
+        else:
+            into = aligned(SIZES[tile], pinned=False)
+            expected.append((file.read(tile, into), into, held[tile]))
+    for pending, into, source in expected:
+        pending.wait()
+        assert torch.equal(into, source)
+    file.settle()
+
+
+def test_a_read_of_a_tile_on_its_way_to_the_disk_waits_for_it(folder, monkeypatch):
+    file = TileFile(folder, "state", SIZES, settings=SMALL)
+    old, new, into = random_bytes(SIZES[0], 1), random_bytes(SIZES[0], 2), aligned(SIZES[0], pinned=False)
+    file.write(0, old).wait()
+    gate = threading.Event()
+    monkeypatch.setattr(os, "pwritev", slowed(os.pwritev, gate))
+    write, read = file.write(0, new), file.read(0, into)
+    assert not read.done()
+    gate.set()
+    read.wait()
+    assert write.done()
+    assert torch.equal(into, new)
+
+
+def test_a_write_waits_for_the_reads_before_it(folder, monkeypatch):
+    file = TileFile(folder, "state", SIZES, settings=SMALL)
+    old, into = random_bytes(SIZES[0], 1), aligned(SIZES[0], pinned=False)
+    file.write(0, old).wait()
+    gate = threading.Event()
+    monkeypatch.setattr(os, "preadv", slowed(os.preadv, gate))
+    read, write = file.read(0, into), file.write(0, random_bytes(SIZES[0], 2))
+    assert not write.done()
+    gate.set()
+    write.wait()
+    assert read.done()
+    assert torch.equal(into, old)
+
+
+def test_a_tile_never_written_cannot_be_read(folder):
+    file = TileFile(folder, "state", SIZES)
+    with pytest.raises(StorageError, match="tile 3 was read before it was written"):
+        file.read(3, aligned(SIZES[3], pinned=False)).wait()
+
+
+def test_requests_and_bytes_are_counted(folder):
+    file = TileFile(folder, "state", SIZES, settings=SMALL)
+    for tile in (0, 1, 3):
+        file.write(tile, random_bytes(SIZES[tile], tile)).wait()
+    for tile in (3, 3):
+        content(file, tile, SIZES[tile])
+    assert vars(file.traffic) == {"reads": 2, "writes": 3, "read_bytes": 2 * SIZES[3],
+                                  "written_bytes": SIZES[0] + SIZES[1] + SIZES[3]}
+
+
+def test_a_system_call_carries_the_blocks_of_the_queue(folder, monkeypatch):
+    lengths: list[int] = []
+    pwritev = os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda *args: lengths.append(sum(map(len, args[1]))) or pwritev(*args))
+    for number, settings in enumerate((AioSettings(block_size=PAGE, queue_depth=4),
+                                       AioSettings(block_size=PAGE, queue_depth=4, single_submit=True))):
+        TileFile(folder, f"state{number}", [8 * PAGE], settings=settings).write(0, random_bytes(8 * PAGE, 0)).wait()
+    assert lengths == [4 * PAGE] * 2 + [PAGE] * 8
+
+
+@pytest.mark.parametrize(("parallelism", "overlap"), [(1, True), (3, True), (1, False), (3, False)])
+def test_no_more_system_calls_at_a_time_than_the_setting_says(folder, monkeypatch, parallelism, overlap):
+    under_way, most, lock, met = 0, 0, threading.Lock(), threading.Barrier(parallelism)
+    preadv = os.preadv
+
+    def counted(*args: Any) -> int:
+        nonlocal under_way, most
+        with lock:
+            under_way += 1
+            most = max(most, under_way)
+        met.wait(20)  # that many do come together
+        with lock:
+            under_way -= 1
+        return preadv(*args)
+
+    file = TileFile(folder, "state", [12 * PAGE], settings=AioSettings(
+        block_size=PAGE, queue_depth=1, intra_op_parallelism=parallelism, overlap_events=overlap))
+    file.write(0, random_bytes(12 * PAGE, 0)).wait()
+    monkeypatch.setattr(os, "preadv", counted)
+    content(file, 0, 12 * PAGE)
+    assert most == parallelism
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
+def test_a_write_that_fails_is_reported_by_the_next_read_and_at_the_end(folder, monkeypatch, number):
+    file = TileFile(folder, "state", SIZES, settings=SMALL)
+    file.write(0, random_bytes(SIZES[0], 0)).wait()
+
+    def fail(*args: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", fail)
+        write = file.write(0, random_bytes(SIZES[0], 1))
+        read = file.read(0, aligned(SIZES[0], pinned=False))
+        said = (rf"{file.path}: cannot write tile 0 of {SIZES[0]} bytes: {os.strerror(number)}; "
+                rf"\d+ bytes are free; free space.*{FLAG}")
+        for report in (read.wait, write.wait, file.settle):
+            with pytest.raises(StorageError, match=said):
+                report()
+    file.write(0, random_bytes(SIZES[0], 2)).wait()
+    assert content(file, 0, SIZES[0]) == bytes(random_bytes(SIZES[0], 2).numpy().data)
+    with pytest.raises(StorageError, match="cannot write tile 0"):
+        file.close()
+
+
+def test_a_read_that_fails_names_file_and_tile(folder, monkeypatch):
+    file = TileFile(folder, "state", SIZES)
+    file.write(3, random_bytes(SIZES[3], 0)).wait()
+
+    def fail(*args: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(StorageError, match=f"{file.path}: cannot read tile 3 of {SIZES[3]} bytes: .*checkpoint"):
+        content(file, 3, SIZES[3])
+
+
+def test_calls_that_carry_less_than_asked_are_repeated(folder, monkeypatch):
+    file = TileFile(folder, "state", SIZES)
+    preadv, pwritev = os.preadv, os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda fd, parts, at: pwritev(fd, [parts[0][:PAGE + 300]], at))
+    monkeypatch.setattr(os, "preadv", lambda fd, parts, at: preadv(fd, [parts[0][:700]], at))
+    source = random_bytes(SIZES[5], 5)
+    file.write(5, source).wait()
+    assert content(file, 5, SIZES[5]) == bytes(source.numpy().data)
+
+
+def test_a_file_cut_short_is_an_error(folder):
+    file = TileFile(folder, "state", SIZES)
+    file.write(5, random_bytes(SIZES[5], 5)).wait()
+    os.truncate(file.path, 20 * PAGE)
+    with pytest.raises(StorageError, match="cannot read tile 5 .*the file ends"):
+        content(file, 5, SIZES[5])
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_flipped_bit_is_an_error(folder, settings):
+    file = TileFile(folder, "state", SIZES, settings=settings)
+    for tile, size in enumerate(SIZES):
+        file.write(tile, random_bytes(size, tile)).wait()
+    with open(file.path, "r+b") as raw:
+        raw.seek(7 * PAGE + 9000)  # in tile 3
+        byte = raw.read(1)[0]
+        raw.seek(-1, os.SEEK_CUR)
+        raw.write(bytes([byte ^ 16]))
+    for tile, size in enumerate(SIZES):
+        if tile != 3:
+            content(file, tile, size)
+    with pytest.raises(StorageError, match=f"{file.path}: tile 3 is not what was written.*{FLAG}.*checkpoint"):
+        content(file, 3, SIZES[3])
+
+
+def test_the_contents_of_two_files_exchanged_are_an_error(folder):
+    files = [TileFile(folder, name, SIZES) for name in ("state", "weights")]
+    for seed, file in enumerate(files):
+        file.write(5, random_bytes(SIZES[5], seed)).wait()
+    contents = [file.path.read_bytes() for file in files]
+    for file, other in zip(files, reversed(contents)):
+        file.path.write_bytes(other)
+    for file in files:
+        with pytest.raises(StorageError, match=f"{file.path}: tile 5 is not what was written"):
+            content(file, 5, SIZES[5])
+
+
+def test_where_the_file_system_has_no_direct_way_tiles_come_back_as_well(folder, monkeypatch):
+    opened, calls = os.open, []
+    pwritev = os.pwritev
+
+    def refuse(path: Any, flags: int, *args: Any, **named: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return opened(path, flags, *args, **named)
+
+    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(os, "pwritev", lambda *args: calls.append(args[0]) or pwritev(*args))
+    file = TileFile(folder, "state", SIZES, settings=SMALL)
+    file.write(3, random_bytes(SIZES[3], 3)).wait()
+    assert content(file, 3, SIZES[3]) == bytes(random_bytes(SIZES[3], 3).numpy().data)
+    assert len(set(calls)) == 1
+
+
+def test_a_full_disk_is_known_when_the_file_is_made(folder, monkeypatch):
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(StorageError, match=f"state.tiles: cannot make a file of 12288 bytes.* are free.*{FLAG}"):
+        TileFile(folder, "state", [PAGE, 2 * PAGE])
+
+
+def test_room_that_cannot_be_promised_is_missed_at_the_write(folder, monkeypatch):
+    def unknown(*args: Any) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(os, "posix_fallocate", unknown)
+    file = TileFile(folder, "state", [PAGE, 2 * PAGE])
+    file.write(1, random_bytes(2 * PAGE, 1)).wait()
+    assert content(file, 1, 2 * PAGE) == bytes(random_bytes(2 * PAGE, 1).numpy().data)
+
+
+def test_a_file_has_the_room_and_is_nobody_elses(folder):
+    file = TileFile(folder, "state", SIZES)
+    status = os.stat(file.path)
+    assert status.st_size == sum(-(-size // PAGE) * PAGE for size in SIZES)
+    assert status.st_blocks * 512 >= status.st_size
+    assert status.st_mode & 0o777 == 0o600
+
+
+def test_what_waits_for_its_turn_when_the_file_is_closed_fails(folder, monkeypatch):
+    file = TileFile(folder, "state", SIZES, settings=SMALL)
+    gate = threading.Event()
+    monkeypatch.setattr(os, "pwritev", slowed(os.pwritev, gate))
+    first, *others = [file.write(tile, random_bytes(SIZES[tile], tile)) for tile in (0, 5, 3)]
+    threading.Timer(0.05, gate.set).start()
+    file.close()
+    for pending in others:
+        with pytest.raises(StorageError, match="was closed before tile"):
+            pending.wait()
+    file.close()
+
+
+def test_a_disk_that_hangs_does_not_hold_the_close_for_ever_nor_lose_its_descriptor(folder, monkeypatch):
+    monkeypatch.setattr("megatron.zero.homes.tilefile.PATIENCE", 0.05)
+    file = TileFile(folder, "state", SIZES)
+    gate = threading.Event()
+    monkeypatch.setattr(os, "pwritev", slowed(os.pwritev, gate))
+    pending = file.write(0, random_bytes(SIZES[0], 0))
+    descriptor = file._works.disk.descriptor
+    file.close()
+    assert os.fstat(descriptor).st_ino == os.stat(file.path).st_ino
+    gate.set()
+    pending._ended.wait(20)
+
+
+def test_without_threads_the_caller_does_the_work(folder, monkeypatch):
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    file = TileFile(folder, "state", SIZES, settings=SMALL)
+    file.write(5, random_bytes(SIZES[5], 5)).wait()
+    assert content(file, 5, SIZES[5]) == bytes(random_bytes(SIZES[5], 5).numpy().data)
+
+
+ENDS = {
+    "pass": 0,
+    "raise RuntimeError('on purpose')": 1,
+    "sys.exit(3)": 3,
+    "os.pwritev = lambda *args: threading.Event().wait(); file.write(1, buffer)": 0,
+    "child = os.fork()\n"
+    "if child == 0:\n"
+    "    try: file.read(0, buffer)\n"
+    "    except AssertionError: sys.exit(9)\n"
+    "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9\n"
+    "file.read(0, buffer).wait()\n"
+    "assert file.path.exists()": 0,
+}
+"""The last lines of a program, and its exit code. The disk of the fourth one hangs; the fifth forks, and its child may
+neither use what its parent has nor remove it."""
+
+PROGRAM = """
+import json, os, sys, threading
+from megatron.zero.homes import tilefile
+from megatron.zero.homes.memory import aligned
+from megatron.zero.homes.swapfolder import SwapFolder
+tilefile.PATIENCE = 0.3
+children = []
+for rank, end in enumerate(json.loads(sys.argv[2])):
+    children.append(os.fork())
+    if children[-1] == 0:
+        folder = SwapFolder(sys.argv[1], "run", rank, flag="--f")
+        file = tilefile.TileFile(folder, "state", [8 << 20] * 4)
+        buffer = aligned(8 << 20, pinned=False)
+        for tile in range(4):
+            file.write(tile, buffer)
+            file.read(tile, aligned(8 << 20, pinned=False))
+        exec(end)
+        break
+else:
+    print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children])
+"""
+
+
+def test_a_process_ends_with_work_under_way_and_leaves_nothing(tmp_path):
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", PROGRAM, str(tmp_path), json.dumps(list(ENDS))],
+                          timeout=100, capture_output=True, text=True)
+    assert json.loads(done.stdout) == list(ENDS.values()), done.stderr
+    assert done.stderr.count("Traceback") == 1 and "Fatal" not in done.stderr, done.stderr
+    assert list(tmp_path.iterdir()) == []
