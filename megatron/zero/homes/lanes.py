@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from queue import SimpleQueue
-from threading import BoundedSemaphore, Lock, Thread
+from threading import BoundedSemaphore, RLock, Thread
 from typing import final
 
 Piece = Callable[[], None]
@@ -24,33 +24,35 @@ class Lane:
         self._name, self._wanted = name, slots + beside
         self._queue: SimpleQueue[Piece | None] = SimpleQueue()
         self._threads: list[Thread] = []
-        self._starting = Lock()
+        self._lock = RLock()
 
     def put(self, piece: Piece) -> None:
-        self._start()
-        if self._threads:
-            self._queue.put(piece)
-        else:  # no thread can be had: the interpreter is ending, for one
-            piece()
+        with self._lock:
+            self._start()
+            if self._threads:
+                return self._queue.put(piece)
+        return piece()  # stopped, or no thread can be had: the interpreter is ending, for one
 
     def stop(self, patience: float) -> bool:
-        """Let the threads end when the queue is empty; False if one has not within `patience` seconds."""
-        for _ in self._threads:
-            self._queue.put(None)
-        for thread in self._threads:
+        """Let the threads end when the queue is empty; False if one has not within `patience` seconds. Pieces that
+        come later are worked off by whoever puts them."""
+        with self._lock:
+            threads, self._threads, self._wanted = self._threads, [], 0
+            for _ in threads:
+                self._queue.put(None)
+        for thread in threads:
             thread.join(patience)
-        return not any(thread.is_alive() for thread in self._threads)
+        return not any(thread.is_alive() for thread in threads)
 
     def _start(self) -> None:
-        with self._starting:
-            while len(self._threads) < self._wanted:
-                thread = Thread(target=_work_off, args=(self._queue,), name=self._name, daemon=True)
-                try:
-                    thread.start()
-                except RuntimeError:
-                    self._wanted = len(self._threads)
-                else:
-                    self._threads.append(thread)
+        while len(self._threads) < self._wanted:
+            thread = Thread(target=_work_off, args=(self._queue,), name=self._name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                self._wanted = len(self._threads)
+            else:
+                self._threads.append(thread)
 
 
 def _work_off(queue: SimpleQueue[Piece | None]) -> None:

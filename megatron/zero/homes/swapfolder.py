@@ -42,11 +42,10 @@ class _Hold:
     path: Path
     descriptor: int
     """Of the folder. The lock is its."""
-    owner: int = field(default_factory=os.getpid)
     stops: list[Callable[[], None]] = field(default_factory=list)
 
     def leave(self) -> None:
-        if self.descriptor < 0 or os.getpid() != self.owner:  # left, or a forked child's copy
+        if self.descriptor < 0:  # left, or a forked child's copy
             return
         _HOLDS.discard(self)
         for stop in self.stops:
@@ -116,9 +115,9 @@ def close_all() -> None:
 def usable(nvme_path: str | os.PathLike[str], flag: str) -> Path:
     """The folder, which must exist: making it would hide a drive that is not mounted."""
     path = Path(nvme_path)
-    if not path.exists():
+    if not os.path.exists(path):
         raise ConfigError(f"{flag} {path}: there is no such folder; create it on the drive, or name one that exists")
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise ConfigError(f"{flag} {path}: expected a folder, found a file")
     return path.resolve()
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -110,6 +111,7 @@ class _Tile:
 class _Works:
     """File and threads: apart from the `TileFile`, so that the folder can stop them and does not keep it alive."""
 
+    path: Path
     disk: BlockFile
     reading: Lane
     writing: Lane
@@ -119,6 +121,8 @@ class _Works:
         if self.stopped:
             return
         self.stopped = True  # what is queued ends at once
+        with suppress(OSError):
+            os.unlink(self.path)
         ended = [lane.stop(PATIENCE) for lane in (self.reading, self.writing)]
         if all(ended):  # or a call under way would meet another file under the same number
             self.disk.close()
@@ -131,7 +135,7 @@ class TileFile:
         """A new file with room for a tile of each of the `sizes` in bytes."""
         self.path = folder.path / (name + SUFFIX)
         self.traffic = Traffic()
-        self._flag, self._stretch = folder.flag, settings.stretch
+        self._folder, self._stretch = folder, settings.stretch  # the folder goes with its object
         places = [0, *accumulate(map(padded, sizes))]
         self._tiles = [_Tile(number, place, size) for number, (place, size) in enumerate(zip(places, sizes))]
         self._asking = Lock()  # never needed by the threads
@@ -139,7 +143,7 @@ class TileFile:
         self._failure: Exception | None = None  # of the first write that went wrong
         reading, writing = (Lane(f"{name} {kind}", settings.intra_op_parallelism, int(settings.overlap_events))
                             for kind in ("reads", "writes"))
-        self._works = _Works(self._open(folder, name, places[-1]), reading, writing)
+        self._works = _Works(self.path, self._open(folder, name, places[-1]), reading, writing)
         self._owner = os.getpid()
         folder.before_it_goes(self._works.stop)
 
@@ -160,7 +164,7 @@ class TileFile:
         self._check()
 
     def close(self) -> None:
-        """Calls under way end, and requests that wait for their turn fail. Raise if a write had failed."""
+        """Remove the file: calls under way end, requests that wait for their turn fail. Raise if a write had failed."""
         self._works.stop()
         self._check()
 
@@ -251,7 +255,7 @@ class TileFile:
                             f"{error.strerror}{room}; {self._remedy(remedy)}")
 
     def _remedy(self, first: str) -> str:
-        return f"{first}, or choose another folder with {self._flag}, and resume from the last checkpoint"
+        return f"{first}, or choose another folder with {self._folder.flag}, and resume from the last checkpoint"
 
 
 def free_bytes(folder: Path) -> str:

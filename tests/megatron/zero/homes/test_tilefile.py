@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import random
+import resource
 import subprocess
 import sys
 import threading
@@ -17,7 +19,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from data.storage import crc32
 from megatron.errors import StorageError
+from megatron.zero.homes import tilefile
 from megatron.zero.homes.blockfile import PAGE
 from megatron.zero.homes.memory import aligned
 from megatron.zero.homes.swapfolder import SwapFolder
@@ -164,7 +168,8 @@ def test_no_more_system_calls_at_a_time_than_the_setting_says(folder, monkeypatc
         with lock:
             under_way += 1
             most = max(most, under_way)
-        met.wait(20)  # that many do come together
+        met.wait(20)  # that many do come together,
+        threading.Event().wait(0.01)  # and one more would have the time
         with lock:
             under_way -= 1
         return preadv(*args)
@@ -175,6 +180,29 @@ def test_no_more_system_calls_at_a_time_than_the_setting_says(folder, monkeypatc
     monkeypatch.setattr(os, "preadv", counted)
     content(file, 0, 12 * PAGE)
     assert most == parallelism
+
+
+@pytest.mark.parametrize(("overlap", "patience"), [(True, 20), (False, 0.1)])
+def test_the_disk_works_on_the_next_stretch_while_one_is_summed_if_so_set(folder, monkeypatch, overlap, patience):
+    calls, begun, seen = itertools.count(), threading.Event(), []
+    preadv = os.preadv
+
+    def counted(*args: Any) -> int:
+        if next(calls) == 1:
+            begun.set()
+        return preadv(*args)
+
+    def wait(data: memoryview) -> int:
+        seen.append(begun.wait(patience))
+        return crc32(data)
+
+    file = TileFile(folder, "state", [2 * PAGE], settings=AioSettings(
+        block_size=PAGE, queue_depth=1, overlap_events=overlap))
+    file.write(0, random_bytes(2 * PAGE, 0)).wait()
+    monkeypatch.setattr(os, "preadv", counted)
+    monkeypatch.setattr(tilefile, "crc32", wait)
+    content(file, 0, 2 * PAGE)
+    assert seen == [overlap, True]
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
@@ -285,6 +313,16 @@ def test_a_full_disk_is_known_when_the_file_is_made(folder, monkeypatch):
         TileFile(folder, "state", [PAGE, 2 * PAGE])
 
 
+def test_the_limit_on_the_size_of_files_is_a_full_disk(folder):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(StorageError, match="cannot make a file of 2097152 bytes: File too large"):
+            TileFile(folder, "state", [1 << 20] * 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 def test_room_that_cannot_be_promised_is_missed_at_the_write(folder, monkeypatch):
     def unknown(*args: Any) -> None:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
@@ -316,6 +354,26 @@ def test_what_waits_for_its_turn_when_the_file_is_closed_fails(folder, monkeypat
     file.close()
 
 
+def test_a_closed_file_is_gone_and_takes_no_request(folder):
+    file = TileFile(folder, "state", SIZES)
+    file.write(0, random_bytes(SIZES[0], 0)).wait()
+    file.close()
+    assert list(folder.path.iterdir()) == []
+    for ask in (file.read, file.write):
+        with pytest.raises(StorageError, match=f"{file.path} was closed before tile 0 was"):
+            ask(0, aligned(SIZES[0], pinned=False)).wait()
+    TileFile(folder, "state", SIZES).close()  # its name is free
+
+
+def test_a_file_keeps_its_folder(tmp_path):
+    file = TileFile(SwapFolder(tmp_path, "run", 0, flag=FLAG), "state", SIZES)
+    file.write(0, random_bytes(SIZES[0], 0)).wait()
+    assert content(file, 0, SIZES[0])
+    del file
+    assert list(tmp_path.iterdir()) == []
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("state")]
+
+
 def test_a_disk_that_hangs_does_not_hold_the_close_for_ever_nor_lose_its_descriptor(folder, monkeypatch):
     monkeypatch.setattr("megatron.zero.homes.tilefile.PATIENCE", 0.05)
     file = TileFile(folder, "state", SIZES)
@@ -323,8 +381,9 @@ def test_a_disk_that_hangs_does_not_hold_the_close_for_ever_nor_lose_its_descrip
     monkeypatch.setattr(os, "pwritev", slowed(os.pwritev, gate))
     pending = file.write(0, random_bytes(SIZES[0], 0))
     descriptor = file._works.disk.descriptor
+    number = os.fstat(descriptor).st_ino
     file.close()
-    assert os.fstat(descriptor).st_ino == os.stat(file.path).st_ino
+    assert os.fstat(descriptor).st_ino == number
     gate.set()
     pending._ended.wait(20)
 
