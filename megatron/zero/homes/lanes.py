@@ -34,14 +34,15 @@ class Lane:
         return piece()  # stopped, or no thread can be had: the interpreter is ending, for one
 
     def stop(self, patience: float) -> bool:
-        """Let the threads end when the queue is empty; False if one has not within `patience` seconds. Pieces that
-        come later are worked off by whoever puts them."""
+        """Let the threads end when the queue is empty; False if they have not within `patience` seconds or so. Pieces
+        that come later are worked off by whoever puts them."""
         with self._lock:
             threads, self._threads, self._wanted = self._threads, [], 0
             for _ in threads:
                 self._queue.put(None)
         for thread in threads:
             thread.join(patience)
+            patience = patience if not thread.is_alive() else 0.0
         return not any(thread.is_alive() for thread in threads)
 
     def _start(self) -> None:

