@@ -205,7 +205,8 @@ class TileFile:
             for earlier in request._after:
                 earlier._ended.wait()
             if self._works.stopped:
-                raise StorageError(f"{self.path} was closed before it could {request._kind} tile {request._tile.number}")
+                raise StorageError(f"{self.path} was closed before it could {request._kind} tile "
+                                   f"{request._tile.number}")
             move = self._fetch if request._kind == "read" else self._store
             move(request, start, request._buffer[start:start + self._stretch])
         except OSError as problem:
