@@ -66,8 +66,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.optim.torch_rule megatron.optim.build
         megatron.zero.precision megatron.zero.verdict megatron.zero.holders megatron.zero.placeholder
         megatron.zero.waiting megatron.zero.drawn megatron.zero.parked megatron.zero.tiling
-        megatron.zero.homes megatron.zero.homes.swapfolder megatron.zero.homes.blockfile megatron.zero.homes.memory
-        megatron.zero.homes.lanes megatron.zero.homes.tilefile megatron.zero.homes.preflight
+        megatron.zero.homes megatron.zero.homes.lanes megatron.zero.homes.swapfolder megatron.zero.homes.blockfile
+        megatron.zero.homes.memory megatron.zero.homes.tilefile megatron.zero.homes.preflight
         megatron.zero.exchanges megatron.zero.turns megatron.zero.versions megatron.zero.sinks megatron.zero.gradients
         megatron.zero.edits megatron.zero.bucket megatron.zero.together
         megatron.zero.norm megatron.zero.roster megatron.zero.hooks megatron.zero.utils

@@ -20,6 +20,7 @@ Piece = Callable[[], None]
 @final
 class Lane:
     def __init__(self, name: str, slots: int, beside: int) -> None:
+        """So many pieces at the disk at a time, and so many more beside it."""
         self.slots = BoundedSemaphore(slots)
         self._name, self._wanted = name, slots + beside
         self._queue: SimpleQueue[Piece | None] = SimpleQueue()
@@ -61,3 +62,15 @@ def _work_off(queue: SimpleQueue[Piece | None]) -> None:
     while (piece := queue.get()) is not None:
         piece()
         del piece
+
+
+@final
+class Lanes:
+    """One of each kind, for all files of a folder: a read that is waited for does not stand behind writes."""
+
+    def __init__(self, slots: int, beside: int) -> None:
+        self.read, self.write = Lane("tiles: reads", slots, beside), Lane("tiles: writes", slots, beside)
+
+    def stop(self, patience: float) -> bool:
+        ended = self.read.stop(patience)
+        return self.write.stop(patience if ended else 0.0) and ended

@@ -25,10 +25,16 @@ from pathlib import Path
 from typing import Self, final
 
 from megatron.errors import ConfigError, StorageError
+from megatron.zero.homes.lanes import Lanes
 
 SUFFIX = ".tiles"
 
+PATIENCE = 2.0
+"""Seconds that closing waits for a system call under way."""
+
 Say = Callable[[str], None]
+Stop = Callable[[float], bool]
+"""Seconds to wait at most -> whether that was enough."""
 
 
 def say_stderr(line: str) -> None:
@@ -42,14 +48,18 @@ class _Hold:
     path: Path
     descriptor: int
     """Of the folder. The lock is its."""
-    stops: list[Callable[[], None]] = field(default_factory=list)
+    leaving: bool = False
+    stops: list[Stop] = field(default_factory=list)
+    lanes: dict[tuple[int, int], Lanes] = field(default_factory=dict)
 
     def leave(self) -> None:
         if self.descriptor < 0:  # left, or a forked child's copy
             return
         _HOLDS.discard(self)
-        for stop in self.stops:
-            stop()
+        self.leaving = True
+        patience = PATIENCE
+        for stop in (*self.stops, *(lanes.stop for lanes in self.lanes.values())):
+            patience = patience if stop(patience) else 0.0
         with suppress(OSError, StorageError):
             _empty(self.descriptor, self.path)
             os.rmdir(self.path)
@@ -95,7 +105,16 @@ class SwapFolder:
         return os.open(name + SUFFIX, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600,
                        dir_fd=self._hold.descriptor)
 
-    def before_it_goes(self, stop: Callable[[], None]) -> None:
+    def lanes(self, slots: int, beside: int) -> Lanes:
+        """The threads of all files that want so many."""
+        return self._hold.lanes.setdefault((slots, beside), Lanes(slots, beside))
+
+    @property
+    def leaving(self) -> bool:
+        """Its files are about to be removed."""
+        return self._hold.leaving
+
+    def before_it_goes(self, stop: Stop) -> None:
         """Ends what uses the files. `stop` must not refer to this object."""
         self._hold.stops.append(stop)
 

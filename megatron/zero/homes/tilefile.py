@@ -27,14 +27,11 @@ from torch import Tensor, uint8
 
 from data.storage import crc32
 from megatron.errors import StorageError
+from megatron.zero.homes import swapfolder
 from megatron.zero.homes.blockfile import BlockFile, padded
-from megatron.zero.homes.lanes import Lane
 from megatron.zero.homes.swapfolder import SUFFIX, SwapFolder
 
 Kind = Literal["read", "write"]
-
-PATIENCE = 2.0
-"""Seconds that closing waits for a system call under way."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,23 +106,24 @@ class _Tile:
 
 @dataclass
 class _Works:
-    """File and threads: apart from the `TileFile`, so that the folder can stop them and does not keep it alive."""
+    """What there is to stop: apart from the `TileFile`, so that the folder can do it and does not keep that alive."""
 
     path: Path
     disk: BlockFile
-    reading: Lane
-    writing: Lane
+    under_way: set[Pending] = field(default_factory=set)
     stopped: bool = False
 
-    def stop(self) -> None:
+    def stop(self, patience: float) -> bool:
         if self.stopped:
-            return
+            return True
         self.stopped = True  # what is queued ends at once
         with suppress(OSError):
             os.unlink(self.path)
-        ended = [lane.stop(PATIENCE) for lane in (self.reading, self.writing)]
-        if all(ended):  # or a call under way would meet another file under the same number
-            self.disk.close()
+        for request in list(self.under_way):
+            if not request._ended.wait(patience):
+                return False  # closed, the call under way could meet another file under the same number
+        self.disk.close()
+        return True
 
 
 @final
@@ -141,9 +139,8 @@ class TileFile:
         self._asking = Lock()  # never needed by the threads
         self._ending = Lock()
         self._failure: Exception | None = None  # of the first write that went wrong
-        reading, writing = (Lane(f"{name} {kind}", settings.intra_op_parallelism, int(settings.overlap_events))
-                            for kind in ("reads", "writes"))
-        self._works = _Works(self.path, self._open(folder, name, places[-1]), reading, writing)
+        self._lanes = folder.lanes(settings.intra_op_parallelism, int(settings.overlap_events))
+        self._works = _Works(self.path, self._open(folder, name, places[-1]))
         self._owner = os.getpid()
         folder.before_it_goes(self._works.stop)
 
@@ -157,15 +154,15 @@ class TileFile:
 
     def settle(self) -> None:
         """Wait for all that is under way; raise if a write has ever failed."""
-        with self._asking:
-            under_way = [request for tile in self._tiles for request in (tile.written, *tile.reads) if request]
+        with self._ending:
+            under_way = list(self._works.under_way)
         for request in under_way:
             request._ended.wait()
         self._check()
 
     def close(self) -> None:
         """Remove the file: calls under way end, requests that wait for their turn fail. Raise if a write had failed."""
-        self._works.stop()
+        self._works.stop(swapfolder.PATIENCE)
         self._check()
 
     def _check(self) -> None:
@@ -193,7 +190,9 @@ class TileFile:
             else:
                 request = Pending(kind, tile, data, len(starts), before + tile.reads)
                 tile.written, tile.reads = request, []
-            lane = self._works.reading if kind == "read" else self._works.writing
+            lane = self._lanes.read if kind == "read" else self._lanes.write
+            with self._ending:
+                self._works.under_way.add(request)
             for start in starts:
                 lane.put(partial(self._carry, request, start))
         return request
@@ -204,7 +203,7 @@ class TileFile:
         try:
             for earlier in request._after:
                 earlier._ended.wait()
-            if self._works.stopped:
+            if self._stopped():
                 raise StorageError(f"{self.path} was closed before it could {request._kind} tile "
                                    f"{request._tile.number}")
             move = self._fetch if request._kind == "read" else self._store
@@ -217,7 +216,7 @@ class TileFile:
 
     def _store(self, request: Pending, start: int, data: memoryview) -> None:
         request._sums[start // self._stretch] = crc32(data)
-        with self._works.writing.slots:
+        with self._lanes.write.slots:
             self._works.disk.write(data, request._tile.place + start)
 
     def _fetch(self, request: Pending, start: int, data: memoryview) -> None:
@@ -227,7 +226,7 @@ class TileFile:
         written = request._after[0]
         if written._error is not None:
             raise written._error
-        with self._works.reading.slots:
+        with self._lanes.read.slots:
             self._works.disk.read(data, tile.place + start)
         found, expected = crc32(data), written._sums[start // self._stretch]
         if found != expected:
@@ -241,12 +240,16 @@ class TileFile:
             request._left -= 1
             if request._left:
                 return
+            self._works.under_way.discard(request)
             request._after, request._buffer = (), memoryview(b"")
             if request._error is None:
                 self.traffic.count(request._kind, request._tile.size)
-            elif request._kind == "write" and not self._works.stopped:
+            elif request._kind == "write" and not self._stopped():
                 self._failure = self._failure or request._error
         request._ended.set()
+
+    def _stopped(self) -> bool:
+        return self._works.stopped or self._folder.leaving
 
     def _worded(self, request: Pending, error: OSError) -> StorageError:
         tile, remedy, room = request._tile, "check the drive", ""

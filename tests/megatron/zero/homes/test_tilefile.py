@@ -54,9 +54,12 @@ def content(file: TileFile, tile: int, size: int) -> bytes:
     return bytes(into.numpy().data)
 
 
-def slowed(call: Callable[..., int], gate: threading.Event) -> Callable[..., int]:
+def slowed(call: Callable[..., int], gate: threading.Event,
+           entered: threading.Event | None = None) -> Callable[..., int]:
     """The system call, made once the gate is open."""
     def wait(*args: Any) -> int:
+        if entered:
+            entered.set()
         assert gate.wait(20)
         return call(*args)
     return wait
@@ -102,6 +105,7 @@ def test_any_order_of_reads_and_writes_reads_what_was_written_last(folder, setti
         pending.wait()
         assert torch.equal(into, source)
     file.settle()
+    assert file._works.under_way == set()
 
 
 def test_a_read_of_a_tile_on_its_way_to_the_disk_waits_for_it(folder, monkeypatch):
@@ -130,6 +134,16 @@ def test_a_write_waits_for_the_reads_before_it(folder, monkeypatch):
     write.wait()
     assert read.done()
     assert torch.equal(into, old)
+
+
+def test_settled_is_what_has_ended(folder, monkeypatch):
+    file = TileFile(folder, "state", SIZES, settings=SMALL)
+    gate = threading.Event()
+    monkeypatch.setattr(os, "pwritev", slowed(os.pwritev, gate))
+    pending = file.write(0, random_bytes(SIZES[0], 0))
+    threading.Timer(0.05, gate.set).start()
+    file.settle()
+    assert pending.done()
 
 
 def test_a_tile_never_written_cannot_be_read(folder):
@@ -343,9 +357,10 @@ def test_a_file_has_the_room_and_is_nobody_elses(folder):
 
 def test_what_waits_for_its_turn_when_the_file_is_closed_fails(folder, monkeypatch):
     file = TileFile(folder, "state", SIZES, settings=SMALL)
-    gate = threading.Event()
-    monkeypatch.setattr(os, "pwritev", slowed(os.pwritev, gate))
+    gate, entered = threading.Event(), threading.Event()
+    monkeypatch.setattr(os, "pwritev", slowed(os.pwritev, gate, entered))
     first, *others = [file.write(tile, random_bytes(SIZES[tile], tile)) for tile in (0, 5, 3)]
+    assert entered.wait(20)
     threading.Timer(0.05, gate.set).start()
     file.close()
     for pending in others:
@@ -371,15 +386,25 @@ def test_a_file_keeps_its_folder(tmp_path):
     assert content(file, 0, SIZES[0])
     del file
     assert list(tmp_path.iterdir()) == []
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("state")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("tiles: ")]
+
+
+def test_the_files_of_a_folder_share_their_threads(folder):
+    for number in range(10):
+        file = TileFile(folder, f"state{number}", SIZES, settings=AioSettings(intra_op_parallelism=2))
+        file.write(0, random_bytes(SIZES[0], 0)).wait()
+        assert content(file, 0, SIZES[0])
+    names = [thread.name for thread in threading.enumerate() if thread.name.startswith("tiles: ")]
+    assert sorted(names) == ["tiles: reads"] * 3 + ["tiles: writes"] * 3
 
 
 def test_a_disk_that_hangs_does_not_hold_the_close_for_ever_nor_lose_its_descriptor(folder, monkeypatch):
-    monkeypatch.setattr("megatron.zero.homes.tilefile.PATIENCE", 0.05)
+    monkeypatch.setattr("megatron.zero.homes.swapfolder.PATIENCE", 0.05)
     file = TileFile(folder, "state", SIZES)
-    gate = threading.Event()
-    monkeypatch.setattr(os, "pwritev", slowed(os.pwritev, gate))
+    gate, entered = threading.Event(), threading.Event()
+    monkeypatch.setattr(os, "pwritev", slowed(os.pwritev, gate, entered))
     pending = file.write(0, random_bytes(SIZES[0], 0))
+    assert entered.wait(20)
     descriptor = file._works.disk.descriptor
     number = os.fstat(descriptor).st_ino
     file.close()
@@ -416,10 +441,10 @@ neither use what its parent has nor remove it."""
 
 PROGRAM = """
 import json, os, sys, threading
-from megatron.zero.homes import tilefile
+from megatron.zero.homes import swapfolder, tilefile
 from megatron.zero.homes.memory import aligned
 from megatron.zero.homes.swapfolder import SwapFolder
-tilefile.PATIENCE = 0.3
+swapfolder.PATIENCE = 0.3
 children = []
 for rank, end in enumerate(json.loads(sys.argv[2])):
     children.append(os.fork())
