@@ -374,10 +374,28 @@ def test_a_closed_file_is_gone_and_takes_no_request(folder):
     file.write(0, random_bytes(SIZES[0], 0)).wait()
     file.close()
     assert list(folder.path.iterdir()) == []
+    others = [os.open(os.devnull, os.O_RDONLY) for _ in range(4)]  # under the numbers that are free now
+    file.close()
+    for other in others:
+        os.close(other)  # none was closed with it
     for ask in (file.read, file.write):
         with pytest.raises(StorageError, match=f"{file.path} was closed before it could {ask.__name__} tile 0"):
             ask(0, aligned(SIZES[0], pinned=False)).wait()
     TileFile(folder, "state", SIZES).close()  # its name is free
+
+
+def test_a_file_is_closed_with_its_folder(folder):
+    file = TileFile(folder, "state", SIZES)
+    file.write(0, random_bytes(SIZES[0], 0)).wait()
+    folder.close()
+    for descriptor in (file._works.disk.descriptor, file._works.disk._direct):
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
+    pending = file.write(0, random_bytes(SIZES[0], 0))
+    assert pending._ended.wait(20)
+    with pytest.raises(StorageError, match="was closed before it could write tile 0"):
+        pending.wait()
+    file.close()
 
 
 def test_a_file_keeps_its_folder(tmp_path):
