@@ -33,7 +33,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.config.presets megatron.config.tree megatron.config.hf_shape megatron.config megatron.config.loose_json
         megatron.config.ds_keys megatron.config.ds_reader megatron.config.ds_together megatron.config.ds_batch
         megatron.config.ds_file
-        megatron.zero.layout megatron.zero.policy
+        megatron.zero.layout megatron.zero.policy megatron.zero.homes megatron.zero.homes.parts
         megatron.optim megatron.optim.schedule megatron.optim.schedulers megatron.optim.loss_scale
         megatron.plan megatron.plan.activations megatron.plan.footprint megatron.plan.memory megatron.plan.remedies
         megatron.plan.cheapest
@@ -66,8 +66,9 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.optim.torch_rule megatron.optim.build
         megatron.zero.precision megatron.zero.verdict megatron.zero.holders megatron.zero.placeholder
         megatron.zero.waiting megatron.zero.drawn megatron.zero.parked megatron.zero.tiling
-        megatron.zero.homes megatron.zero.homes.lanes megatron.zero.homes.swapfolder megatron.zero.homes.blockfile
-        megatron.zero.homes.memory megatron.zero.homes.tilefile megatron.zero.homes.preflight
+        megatron.zero.homes.shelf megatron.zero.homes.here megatron.zero.homes.lanes megatron.zero.homes.swapfolder
+        megatron.zero.homes.blockfile megatron.zero.homes.memory megatron.zero.homes.tilefile
+        megatron.zero.homes.preflight megatron.zero.homes.nvme
         megatron.zero.exchanges megatron.zero.turns megatron.zero.versions megatron.zero.sinks megatron.zero.gradients
         megatron.zero.edits megatron.zero.bucket megatron.zero.together
         megatron.zero.norm megatron.zero.roster megatron.zero.hooks megatron.zero.utils

@@ -11,13 +11,13 @@
                     loose_json.py (grammar), kinds.py (values)
 """
 
-from megatron.config.tree import (OFFLOAD_DEVICES, PRESETS, SECTIONS, Config, DataConfig, LogConfig, ModelConfig,
-                                  OffloadConfig, OptimConfig, ParallelConfig, PrecisionConfig, RecomputeConfig,
-                                  SaveConfig, ScheduleConfig, TrainConfig, ZeroConfig, build_config, data_parallel_size,
-                                  flag_name, require)
+from megatron.config.tree import (PRESETS, SECTIONS, Config, DataConfig, LogConfig, ModelConfig, OffloadConfig,
+                                  OptimConfig, ParallelConfig, PrecisionConfig, RecomputeConfig, SaveConfig,
+                                  ScheduleConfig, TrainConfig, ZeroConfig, build_config, data_parallel_size, flag_name,
+                                  require)
 
 __all__ = [
-    "OFFLOAD_DEVICES", "PRESETS", "SECTIONS", "Config", "DataConfig", "LogConfig", "ModelConfig", "OffloadConfig",
+    "PRESETS", "SECTIONS", "Config", "DataConfig", "LogConfig", "ModelConfig", "OffloadConfig",
     "OptimConfig", "ParallelConfig", "PrecisionConfig", "RecomputeConfig", "SaveConfig", "ScheduleConfig",
     "TrainConfig", "ZeroConfig", "build_config", "data_parallel_size", "flag_name", "require",
 ]

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import Field, fields
 from typing import Any, Literal
 
-from megatron.config.offload import OFFLOAD_DEVICES, OffloadConfig
 from megatron.config.presets import PRESETS
 from megatron.config.setting import declared, flag_name, plain_type
 from megatron.config.tree import SECTIONS
@@ -57,13 +56,11 @@ def one_screen() -> str:
 
 
 def everything() -> str:
-    """Every flag, by topic. Flags that are always refused are left out."""
+    """Every flag, by topic."""
     lines = [*_beginning(), "Dashes and underscores are the same in flag names. --[no-]NAME is a switch.", ""]
     for flag, text in {**COMMON, "--[no-]deepspeed": "accepted for old scripts: there is one engine"}.items():
         lines += _entry(flag, text)
     for name, section in SECTIONS.items():
-        if section is OffloadConfig and OFFLOAD_DEVICES == ("none",):
-            continue
         lines += ["", *textwrap.wrap(f"{name}: {(section.__doc__ or '').strip()}", WIDTH), ""]
         for item, hint in _items(section):
             lines += _entry(_spelling(item, hint, switches=True), _all_words(item, hint))

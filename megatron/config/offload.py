@@ -8,9 +8,14 @@ from typing import Literal
 from megatron.config.problems import Problems
 from megatron.config.setting import flag_name, require, setting
 
-OFFLOAD_DEVICES = ("none",)
-"""Where the engine can keep state when it is not in use. The planner takes the others as well; training refuses them
-(`check_available`), and the flags are left out of the help."""
+OFFLOAD_DEVICES = {"optimizer": ("none", "cpu", "nvme"), "param": ("none", "cpu", "nvme")}
+"""Where the engine can keep what when it is not in use. The planner takes all of them; training refuses the others
+(`check_available`)."""
+
+
+def can_offload(optimizer: str, param: str) -> bool:
+    return optimizer in OFFLOAD_DEVICES["optimizer"] and param in OFFLOAD_DEVICES["param"]
+
 
 _OPTIMIZER, _PARAM = "zero_optimization.offload_optimizer.", "zero_optimization.offload_param."
 
@@ -25,9 +30,9 @@ class OffloadConfig:
     offload_optimizer_buffer_count: int = setting(4, "host buffers in front of the NVMe drive",
                                                   json=_OPTIMIZER + "buffer_count")
     offload_optimizer_pin_memory: bool = setting(True, "page-locked host memory", json=_OPTIMIZER + "pin_memory")
-    offload_optimizer_pipeline_read: bool = setting(False, "read the next tile while this one is updated",
+    offload_optimizer_pipeline_read: bool = setting(True, "read the next tile while this one is updated",
                                                     json=_OPTIMIZER + "pipeline_read")
-    offload_optimizer_pipeline_write: bool = setting(False, "write the last tile while this one is updated",
+    offload_optimizer_pipeline_write: bool = setting(True, "write the last tile while this one is updated",
                                                      json=_OPTIMIZER + "pipeline_write")
     offload_param_device: Literal["none", "cpu", "nvme"] = setting(
         "none", "where parameters are kept; stage 3 only", json=_PARAM + "device")
@@ -62,7 +67,8 @@ class OffloadConfig:
 
     def check_available(self) -> None:
         """Refuse a device that the engine cannot offload to."""
-        for name in ("offload_optimizer_device", "offload_param_device"):
+        for kind, devices in OFFLOAD_DEVICES.items():
+            name = f"offload_{kind}_device"
             device = getattr(self, name)
-            require(device in OFFLOAD_DEVICES,
+            require(device in devices,
                     f"{flag_name(name)} {device}: offloading is not supported yet; leave it out")

@@ -17,7 +17,7 @@ from typing import Any
 from megatron.config.data import DataConfig
 from megatron.config.log import LogConfig
 from megatron.config.model import ModelConfig
-from megatron.config.offload import OFFLOAD_DEVICES, OffloadConfig
+from megatron.config.offload import OffloadConfig, can_offload
 from megatron.config.optim import OptimConfig
 from megatron.config.parallel import ParallelConfig, data_parallel_size
 from megatron.config.precision import PrecisionConfig
@@ -31,9 +31,9 @@ from megatron.config.train import TrainConfig
 from megatron.config.zero import ZeroConfig
 
 __all__ = [
-    "OFFLOAD_DEVICES", "PRESETS", "SECTIONS", "Config", "DataConfig", "LogConfig", "ModelConfig", "OffloadConfig",
+    "PRESETS", "SECTIONS", "Config", "DataConfig", "LogConfig", "ModelConfig", "OffloadConfig",
     "OptimConfig", "ParallelConfig", "PrecisionConfig", "RecomputeConfig", "SaveConfig", "ScheduleConfig",
-    "TrainConfig", "ZeroConfig", "build_config", "data_parallel_size", "flag_name", "require",
+    "TrainConfig", "ZeroConfig", "build_config", "can_offload", "data_parallel_size", "flag_name", "require",
 ]
 
 

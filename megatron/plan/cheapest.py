@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megatron.config.tree import OFFLOAD_DEVICES, RecomputeConfig
+from megatron.config.tree import RecomputeConfig, can_offload
 from megatron.plan.footprint import ON_DEVICE, Homes, Run
 from megatron.plan.memory import peak
 from megatron.plan.remedies import with_stage
@@ -38,7 +38,7 @@ class Choice:
     @property
     def is_available(self) -> bool:
         """The engine can do it today."""
-        return {self.run.homes.optimizer, self.run.homes.params} <= set(OFFLOAD_DEVICES)
+        return can_offload(self.run.homes.optimizer, self.run.homes.params)
 
     @property
     def flags(self) -> str:

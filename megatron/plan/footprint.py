@@ -13,6 +13,7 @@ from typing import Literal
 
 from megatron.config.tree import Config, ModelConfig, ZeroConfig, data_parallel_size
 from megatron.plan.activations import FP32, Activations, Device
+from megatron.zero.homes.parts import STEP_SETS, cut, part_of_step, part_of_weights, sets_of_weights
 from megatron.zero.layout import ALIGNMENT, FlatLayout, Slot
 from megatron.zero.policy import Policy, policy
 from mpu.split import pad_vocab
@@ -76,6 +77,13 @@ class Run:
     device: Device = "cuda"
     homes: Homes = ON_DEVICE
     """What counts, so that one configuration can be planned with every home; its own section says the sizes only."""
+
+    @cached_property
+    def away(self) -> Homes:
+        """Homes that are not the device: a CPU is its own host."""
+        if self.device == "cuda":
+            return self.homes
+        return Homes(*("none" if place == "cpu" else place for place in (self.homes.optimizer, self.homes.params)))
 
     # ---- the sizes that everything follows from -----------------------------------------------------------------
 
@@ -172,7 +180,7 @@ class Run:
     @cached_property
     def weights(self) -> int:
         """Bytes of the weights at work between steps."""
-        if self.homes.params != "none":
+        if self.away.params != "none":
             return self.resident.numel * self.work
         if self.policy.split_params:
             return (self.root.shard_numel + self.layers * self.block.shard_numel + self.resident.numel) * self.work
@@ -181,7 +189,7 @@ class Run:
     @cached_property
     def optimizer(self) -> int:
         """Bytes of this rank's masters and moments, wherever they live."""
-        has_masters = self.work < FP32 or self.homes.optimizer != "none"
+        has_masters = self.work < FP32 or self.away != ON_DEVICE
         return self.shard_numel * FP32 * (MOMENTS_PER_WEIGHT + has_masters)
 
     @property
@@ -191,24 +199,61 @@ class Run:
 
     @property
     def elsewhere(self) -> Elsewhere:
-        """What is offloaded, and inputs that wait on the host for their recomputation. NVMe is read and written through
-        buffers on the host."""
-        host, nvme, offload = self.activations.waiting_on_host, 0, self.config.offload
-        if self.homes.optimizer != "none":
-            host += self.shard_numel * self.sums  # gradients
-        if self.homes.optimizer == "cpu":
-            host += self.optimizer
-        elif self.homes.optimizer == "nvme":
+        """What is offloaded, and inputs that wait on the host for their recomputation."""
+        on_host, nvme = self.on_host + self.activations.waiting_on_host, 0
+        if self.away.optimizer == "nvme":
             nvme += self.optimizer
-            host += offload.offload_optimizer_buffer_count * min(self.tile, self.shard_numel) * FP32
-        split = self.root.shard_numel + self.layers * self.block.shard_numel
-        if self.homes.params == "cpu":
-            host += split * self.work
-        elif self.homes.params == "nvme":
-            nvme += split * self.work
-            buffers = offload.offload_param_buffer_count * offload.offload_param_buffer_size
-            host += (buffers + min(split, offload.offload_param_max_in_cpu)) * self.work
-        return Elsewhere(host if self.device == "cuda" else 0, nvme)  # on a CPU, host is device
+        if self.away.params == "nvme":
+            nvme += sum(layout.shard_numel for layout in self._on_drive) * self.work
+        return Elsewhere(on_host if self.device == "cuda" else 0, nvme)  # a CPU is its own host
+
+    @cached_property
+    def on_host(self) -> int:
+        """Bytes of what is offloaded, and of the buffers in front of a drive."""
+        host, offload = 0, self.config.offload
+        if self.gradients_leave:
+            host += self.shard_numel * self.sums
+        if self.away.optimizer == "cpu":
+            host += self.optimizer
+        elif self.away.optimizer == "nvme":
+            largest = max(_largest_part(layout, self._part_of_step)
+                          for layout in (self.root, self.resident, self.block))
+            host += STEP_SETS * (1 + MOMENTS_PER_WEIGHT) * largest * FP32
+        if self.away.params == "cpu":
+            host += self._split * self.work
+        elif self.away.params == "nvme":
+            size, on_drive = offload.offload_param_buffer_size, self._on_drive
+            part = part_of_weights(size, self._part_of_step if self.away.optimizer == "nvme" else None)
+            sets = min(sets_of_weights(size, offload.offload_param_buffer_count, part),
+                       sum(len(cut(layout.shard_numel, part)) for layout in on_drive))
+            largest = max((_largest_part(layout, part) for layout in on_drive), default=0)
+            host += (self._split - sum(layout.shard_numel for layout in on_drive) + sets * largest) * self.work
+        return host
+
+    @property
+    def _part_of_step(self) -> int:
+        return part_of_step(self.tile, self.config.offload.offload_optimizer_buffer_count, 1 + MOMENTS_PER_WEIGHT)
+
+    @property
+    def _split(self) -> int:
+        """Weights of this rank that come and go."""
+        return self.root.shard_numel + self.layers * self.block.shard_numel
+
+    @cached_property
+    def _on_drive(self) -> list[FlatLayout]:
+        """Buckets whose weights are on a drive: those that the host has no room for, in their order."""
+        room, found = self.config.offload.offload_param_max_in_cpu, []
+        for layout in [self.root, *[self.block] * self.layers]:
+            if layout.shard_numel <= room:
+                room -= layout.shard_numel
+            else:
+                found.append(layout)
+        return found
+
+    @property
+    def gradients_leave(self) -> bool:
+        """The device does not keep the sums of gradients."""
+        return self.device == "cuda" and self.away.optimizer != "none"
 
     # ---- traffic ------------------------------------------------------------------------------------------------
 
@@ -246,6 +291,10 @@ def root_slots(model: ModelConfig, columns: int) -> list[Slot]:
     h = model.hidden_size
     return [Slot("wte.weight", (columns, h)), Slot("wpe.weight", (model.max_position_embeddings, h)),
             Slot("ln_f.weight", (h,), group=1), Slot("ln_f.bias", (h,), group=1)]
+
+
+def _largest_part(layout: FlatLayout, part: int) -> int:
+    return cut(layout.shard_numel, part)[0].stop if layout.shard_numel else 0
 
 
 def _resides(slot: Slot, zero: ZeroConfig) -> bool:

@@ -83,33 +83,35 @@ def lasting(run: Run) -> Moment:
     """What is there from step to step, with the gradients of the whole model as far as they are kept: what the tables
     of the ZeRO papers count."""
     if run.policy.split_grads:
-        gradients = 0 if run.homes.optimizer != "none" else run.shard_numel * run.sums  # else they go to the host
+        gradients = 0 if run.gradients_leave else run.shard_numel * run.sums
     else:
         gradients = (run.root.numel + run.layers * run.block.numel) * run.grads
-    return Moment("lasting", run.weights, gradients, run.optimizer if run.homes.optimizer == "none" else 0)
+    return Moment("lasting", run.weights, gradients, run.optimizer if run.away.optimizer == "none" else 0)
 
 
 def _moment(run: Run, name: str, gradients: int, activations: int, buffers: int) -> Moment:
     """A moment of a step; shards of gradients that have their home on the host go there as they are made."""
     held = lasting(run)
+    host = run.on_host if run.device == "cpu" else 0
     return Moment(name, held.parameters, min(gradients, held.gradients), held.optimizer, activations,
-                  buffers + run.activations.waiting_buffer)
+                  buffers + host + run.activations.waiting_buffer)
 
 
 def _building(run: Run) -> Moment:
     """Bucket by bucket each rank draws what it keeps; then moments. The first bucket and the last are the extremes."""
-    masters = FP32 if run.work < FP32 and run.homes.optimizer == "none" else 0
+    masters = FP32 if run.work < FP32 and run.away.optimizer == "none" else 0
     stays = run.weights + run.shard_numel * masters - _staying(run, run.block)
     built = replace(lasting(run), name="building", gradients=0)
     held = max(_drawn(run, run.root, run.root_parameters), stays + _drawn(run, run.block, run.block_parameters))
-    return replace(built, buffers=max(0, held - built.total))
+    host = run.on_host if run.device == "cpu" else 0
+    return replace(built, buffers=host + max(0, held - built.total))
 
 
 def _staying(run: Run, layout: FlatLayout) -> int:
     """What lasts of a bucket before there are moments."""
     weights = layout.shard_numel if run.policy.split_params else layout.numel
-    here = run.homes.params == "none" or layout is run.resident
-    masters = layout.shard_numel * FP32 if run.work < FP32 and run.homes.optimizer == "none" else 0
+    here = run.away.params == "none" or layout is run.resident
+    masters = layout.shard_numel * FP32 if run.work < FP32 and run.away.optimizer == "none" else 0
     return (weights * run.work if here else 0) + masters
 
 
@@ -118,7 +120,7 @@ def _drawn(run: Run, layout: FlatLayout, parameters: Iterable[Slot]) -> int:
     with an fp32 shard where that is not what lasts, and what drawing needs."""
     at_a_time = DRAWN_ON_CPU if run.device == "cpu" else DRAWN_ON_CUDA
     room = DRAWING * min(at_a_time, layout.shard_numel, max(slot.numel for slot in parameters))
-    passing = layout.shard_numel * FP32 if run.homes.optimizer != "none" and run.work < FP32 else 0
+    passing = layout.shard_numel * FP32 if run.gradients_leave and run.work < FP32 else 0
     return max(layout.numel * run.work, _staying(run, layout) + passing + room)
 
 
@@ -264,7 +266,7 @@ def _update(run: Run) -> Moment:
     span = max(layout.shard_numel for layout in (run.root, run.resident, run.block))
     tile = min(run.tile, span)
     waiting = _grads_at(run, run.layers, False, True)[1] if _takes_turns(run) else 0
-    if run.homes.optimizer != "none":
+    if run.gradients_leave:
         return _moment(run, "update", lasting(run).gradients, 0, waiting + tile * run.work)
     read_as_they_are = run.device == "cuda" and run.config.optim.optimizer in ("adam", "adamw")
     widened = 0 if run.sums == FP32 or read_as_they_are else tile * FP32

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 
-from megatron.config.tree import OFFLOAD_DEVICES, Config, RecomputeConfig
+from megatron.config.tree import Config, RecomputeConfig, can_offload
 from megatron.errors import ConfigError
 from megatron.plan.footprint import ON_DEVICE, Homes, Run
 from megatron.plan.memory import Moment, peak
@@ -48,7 +48,7 @@ def _changes(run: Run) -> Iterator[tuple[str, Run]]:
     for stage in range(config.zero.zero_stage + 1, 4) if run.dp > 1 else ():
         yield f"--zero-stage {stage}", with_stage(run, stage)
     away = Homes(optimizer="cpu")
-    if "cpu" in OFFLOAD_DEVICES and run.homes == ON_DEVICE and config.zero.zero_stage >= away.least_stage:
+    if can_offload("cpu", "none") and run.homes == ON_DEVICE and config.zero.zero_stage >= away.least_stage:
         yield away.flags(), replace(run, homes=away)
     tp = 2 * run.tp
     if run.ranks % tp == 0:

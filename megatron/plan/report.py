@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron.config.tree import OFFLOAD_DEVICES
+from megatron.config.tree import can_offload
 from megatron.plan.cheapest import Choice, cheapest, choices, rows
 from megatron.plan.footprint import Run
 from megatron.plan.memory import lasting, peak
@@ -59,7 +59,7 @@ def _record(run: Run, asked: Run, machine: Machine) -> dict[str, Any]:
     on_node = fullest.total if run.device == "cpu" else away.host
     return {
         "stage": run.config.zero.zero_stage, "offload": str(run.homes), "chosen": run == asked,
-        "supported": {run.homes.optimizer, run.homes.params} <= set(OFFLOAD_DEVICES),
+        "supported": can_offload(run.homes.optimizer, run.homes.params),
         "lasting": {**_parts(asdict(lasts), "parameters", "gradients", "optimizer"), "total": lasts.total},
         "peak": {"moment": fullest.name, "total": fullest.total,
                  **_parts(asdict(fullest), "parameters", "gradients", "optimizer", "activations", "buffers")},

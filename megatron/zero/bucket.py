@@ -3,7 +3,9 @@
 Vocabulary
     whole     all parameters of the bucket in the working precision; every `parameter.data` is a view into it
     shard     this rank's part of `whole`: a view of it, or, where parameters are split, the only thing that lasts
-    master    the shard in fp32, which the optimizer updates; `shard` itself when the working precision is fp32
+    work      the shelf (homes/shelf.py) of the shard
+    kept      the shelf of what lasts beside it: the masters, which are the shard in fp32 and what the optimizer
+              updates, and its states. Where they would be the same numbers it is `work` itself
     grads     the gradients (gradients.py); frozen parameters have none, and no master
     shard group / replicas   the ranks a bucket is cut over / the ranks that hold the same shard
 
@@ -17,18 +19,20 @@ again for backward fills the same storage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 import torch
 from torch import Tensor, nn
 
 from megatron.errors import ConfigError
-from megatron.zero.drawn import draw_shard, sources_of
+from megatron.zero.drawn import draw_run, sources_of
 from megatron.zero.edits import Edits
 from megatron.zero.exchanges import NOTHING, ExchangeLog
 from megatron.zero.gradients import FlatGradients
 from megatron.zero.holders import hold, let_go
+from megatron.zero.homes.here import HereShelf
+from megatron.zero.homes.shelf import WEIGHT, Homes, Shelf
 from megatron.zero.layout import FlatLayout, Slot
 from megatron.zero.placeholder import fill, vacate
 from megatron.zero.policy import Policy, Wire
@@ -36,6 +40,7 @@ from megatron.zero.precision import Dtypes
 from megatron.zero.turns import Turns
 from megatron.zero.waiting import whole_value
 from mpu.collectives import Pending, all_gather_into, broadcast_into
+from mpu.draws import Source
 from mpu.groups import SOLO, Group
 
 
@@ -55,11 +60,13 @@ class FlatBucket:
     """The buffers of one unit; see the module docstring for the vocabulary."""
 
     is_settled = True
+    is_at_hand: bool
+    """This rank's part of the weights at work need not be fetched."""
 
     def __init__(self, name: str, slots: Sequence[Slot], parameters: Sequence[nn.Parameter], *, policy: Policy,
                  dp: Group, device: torch.device, dtypes: Dtypes, wire: Wire, turns: Turns,
-                 log: ExchangeLog) -> None:
-        self.name, self._dtypes, self._wire, self._dp, self._log = name, dtypes, wire, dp, log
+                 log: ExchangeLog, homes: Homes) -> None:
+        self.name, self.device, self._dtypes, self._wire, self._dp, self._log = name, device, dtypes, wire, dp, log
         self.trainable = parameters[0].requires_grad
         self._policy = policy
         self.shard_group, self.replicas = (dp, SOLO) if policy.split_optim else (SOLO, dp)
@@ -71,14 +78,12 @@ class FlatBucket:
         self.grads = FlatGradients(name, self.layout, self.parameters, policy=policy, owners=self.shard_group,
                                    replicas=self.replicas, device=device, dtypes=dtypes, wire=wire, turns=turns,
                                    log=log)
-        self.states: Mapping[str, Tensor] = {}
-        """What the optimizer keeps beside the master: name -> a tensor like it."""
         self.gradient_unit: Callable[[], float] = lambda: 1.0
         """What a sum of gradients is multiplied by to be their mean."""
         self._lent: Tensor | None = None  # what the user was given
         self._has_left = False  # since the parameters were whole
         self._came_to_be_lent = False
-        self._take_over(device)
+        self._take_over(homes)
         self._edits = Edits(self.layout, self.parameters, self.shard_group.rank)
 
     @property
@@ -88,48 +93,78 @@ class FlatBucket:
 
     @property
     def keeps_masters(self) -> bool:
-        return self.master is not self.shard
+        """Apart from the weights at work."""
+        return self.kept is not self.work
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's part of the weights at work, where it need not be fetched."""
+        shard = self.work.at_hand(WEIGHT)
+        assert shard is not None, f"the weights of {self.name} are elsewhere"
+        return shard
 
     @property
     def comes_and_goes(self) -> bool:
         """The parameters are whole only while they are used."""
         return self._policy.split_params
 
-    def _take_over(self, device: torch.device) -> None:
-        """Move the values of the first rank into the flat buffers, one parameter at a time: little exists twice,
-        and the whole fp32 model is never on the device."""
-        work = self._dtypes.work
-        self._whole = torch.zeros(self.layout.numel, dtype=work, device=device)
-        self._views = [self._whole[slot.offset : slot.end].view(slot.shape) for slot in self.layout.slots]
+    def _take_over(self, homes: Homes) -> None:
+        """Move the values of the first rank into the flat buffers: little exists twice, and the whole fp32 model is
+        never on the device."""
+        work, layout = self._dtypes.work, self.layout
+        self._whole = torch.zeros(layout.numel, dtype=work, device=self.device)
+        self._views = [self._whole[slot.offset : slot.end].view(slot.shape) for slot in layout.slots]
         if self.comes_and_goes:
             self._whole.untyped_storage().resize_(0)
             self.place = Place.AWAY
-        keeps_master = self.trainable and work != torch.float32
-        wide = None
-        if self.comes_and_goes or keeps_master:
-            wide = torch.zeros(self.layout.shard_numel, dtype=torch.float32, device=device)
+            self.work: Shelf = homes.params.shelf(self.name, layout.shard_numel)
+        else:
+            self.work = HereShelf(self._span(self._whole))
+        self.is_at_hand = self.work.at_hand(WEIGHT) is not None
+        apart = self.trainable and (work != torch.float32 or homes.optimizer.is_elsewhere or not self.is_at_hand)
+        self.kept: Shelf = homes.optimizer.shelf(self.name, layout.shard_numel) if apart else self.work
         sources = sources_of(self.parameters)
         if sources is not None:
-            draw_shard(self._span(self._whole) if wide is None else wide, self.layout, self.shard_group.rank, sources)
-        own = {segment.slot.name: segment for segment in self.layout.segments(self.shard_group.rank)}
-        for slot, view, parameter in zip(self.layout.slots, self._views, self.parameters, strict=True):
-            value = None if sources is not None else whole_value(parameter, self._dp, device)
-            if value is not None and wide is not None and (part := own.get(slot.name)) is not None:
-                flat = value.flatten()[part.slot_offset : part.slot_offset + part.count]
-                wide[part.shard_offset : part.shard_offset + part.count] = flat
+            self._draw(sources)
+        else:
+            self._copy_values()
+        for parameter, view in zip(self.parameters, self._views, strict=True):
             if self.is_here:
-                if value is not None:
-                    view.copy_(value)
                 fill(parameter, view)
             else:
                 vacate(parameter, self._whole.new_empty(0))
             hold(parameter, self)
-        self.shard = self._span(self._whole) if wide is None or self.is_here else wide.to(work)
-        self.master = wide if wide is not None and keeps_master else self.shard
-        if sources is not None and self.is_here:  # the other shards are drawn by the other ranks
-            if wide is not None:
-                self.shard.copy_(wide)
+
+    def _draw(self, sources: Sequence[Source]) -> None:
+        """Each rank draws what it keeps, and nothing is sent but to make the weights at work whole."""
+        for part in self.kept.parts:
+            with self.kept.open(part, [WEIGHT], writes=True) as kept:
+                masters = kept[WEIGHT]
+                wide = masters if masters.dtype == torch.float32 else torch.zeros_like(masters, dtype=torch.float32)
+                draw_run(wide, self.layout, self.shard_group.rank, part, sources)
+                if masters is not wide:
+                    masters.copy_(wide)
+                if self.keeps_masters:
+                    self.work.write(WEIGHT, part.start, wide)
+        if self.is_here:
             all_gather_into(self._whole, self.shard, self.shard_group).wait()
+
+    def _copy_values(self) -> None:
+        """One parameter at a time."""
+        masters = self.kept.at_hand(WEIGHT)
+        wide = torch.zeros(self.kept.numel, device=self.device) if masters is None else masters
+        own = {segment.slot.name: segment for segment in self.layout.segments(self.shard_group.rank)}
+        for slot, view, parameter in zip(self.layout.slots, self._views, self.parameters, strict=True):
+            value = whole_value(parameter, self._dp, self.device)
+            if (part := own.get(slot.name)) is not None:
+                flat = value.flatten()[part.slot_offset : part.slot_offset + part.count]
+                wide[part.shard_offset : part.shard_offset + part.count] = flat
+            if self.is_here:
+                view.copy_(value)
+        if masters is None:
+            self.kept.write(WEIGHT, 0, wide)
+        if self.keeps_masters:
+            self.work.write(WEIGHT, 0, wide)
 
     def _span(self, flat: Tensor) -> Tensor:
         start = self.shard_group.rank * self.layout.shard_numel
@@ -157,7 +192,12 @@ class FlatBucket:
     def _start_gather(self) -> None:
         self._move(Place.ARRIVING)
         self._number = self._log.note(self.name)
-        self._arrival = all_gather_into(self._whole, self.shard, self.shard_group, self._wire.parameters_at_a_time)
+        if self.is_at_hand:
+            own = self.shard
+        else:
+            own = self._span(self._whole)
+            self.work.read(WEIGHT, 0, own)
+        self._arrival = all_gather_into(self._whole, own, self.shard_group, self._wire.parameters_at_a_time)
         if not self._wire.overlap:
             self.await_parameters()
 
@@ -215,7 +255,14 @@ class FlatBucket:
             if self._is_edited():
                 self.check_not_lent("a save")
         elif self.comes_and_goes or self.keeps_masters:
-            self._edits.check(None if self.comes_and_goes else self.shard, self.master, thoroughly=thoroughly)
+            self._edits.check(None if self.comes_and_goes else self.shard, self.kept, thoroughly=thoroughly)
+
+    def renew(self) -> None:
+        """The weights at work <- the masters; on this rank, `send` is to follow."""
+        if self.keeps_masters:
+            for part in self.kept.parts:
+                with self.kept.open(part, [WEIGHT]) as kept:
+                    self.work.write(WEIGHT, part.start, kept[WEIGHT])
 
     def send(self) -> None:
         """After the optimizer, and once the working copy of the shard is new: bring it to every rank that holds one."""
@@ -256,7 +303,7 @@ class FlatBucket:
         self.gather()
         self._lent = self._whole.clone()
         if self.keeps_masters and not self.comes_and_goes:  # what was written by hand before is an edit of this loan
-            self._span(self._lent).copy_(self.master)
+            self.kept.read(WEIGHT, 0, self._span(self._lent))
 
     def check_before_return(self, editor: int | None) -> None:
         for slot, parameter, view in zip(self.layout.slots, self.parameters, self._views):
@@ -279,11 +326,16 @@ class FlatBucket:
         if editor is not None:
             self._log.note(f"edits of {self.name}")
             broadcast_into(self._whole, editor, self._dp).wait()
-            own = self._span(self._whole)
-            edited = own != self._span(self._lent)
-            self.shard.copy_(own)
-            self.master[edited] = own[edited].to(self.master.dtype)  # others keep the bits that `own` has not
+            self._keep_edits(self._span(self._whole), self._span(self._lent))
         self._end_loan()
+
+    def _keep_edits(self, new: Tensor, old: Tensor) -> None:
+        self.work.write(WEIGHT, 0, new)
+        for part in self.kept.parts if self.keeps_masters else ():
+            edited = new[part] != old[part]
+            if edited.any():
+                with self.kept.open(part, [WEIGHT], writes=True) as kept:  # others keep the bits that `new` has not
+                    kept[WEIGHT][edited] = new[part][edited].to(kept[WEIGHT].dtype)
 
     def _is_edited(self) -> bool:
         assert self._lent is not None
@@ -322,11 +374,8 @@ class FlatBucket:
             let_go(parameter)
 
 
-def publish(buckets: Sequence[FlatBucket], *, written: bool = False) -> None:
-    """After the optimizer: bring the new masters into the working copies, on every rank that holds one. `written`:
-    those of this rank's shards are there. Collective."""
-    narrow = [bucket for bucket in buckets if bucket.keeps_masters and not written]
-    if narrow:
-        torch._foreach_copy_([bucket.shard for bucket in narrow], [bucket.master for bucket in narrow])
+def publish(buckets: Sequence[FlatBucket]) -> None:
+    """Bring new masters into the weights at work, on every rank that holds them. Collective."""
     for bucket in buckets:
+        bucket.renew()
         bucket.send()

@@ -68,9 +68,9 @@ def sources_of(parameters: Sequence[nn.Parameter]) -> list[Source] | None:
     return found if len(found) == len(holders) else None
 
 
-def draw_shard(out: Tensor, layout: FlatLayout, rank: int, sources: Sequence[Source]) -> None:
-    """Fill a shard of a flat buffer, in fp32; padding is left alone."""
+def draw_run(out: Tensor, layout: FlatLayout, rank: int, part: slice, sources: Sequence[Source]) -> None:
+    """Fill a part of a shard of a flat buffer, in fp32; padding is left alone."""
     of = dict(zip((slot.name for slot in layout.slots), sources, strict=True))
-    for segment in layout.segments(rank):
-        run = out[segment.shard_offset : segment.shard_offset + segment.count]
+    for segment in layout.segments(rank, part):
+        run = out[segment.shard_offset - part.start : segment.shard_offset - part.start + segment.count]
         of[segment.slot.name](run, segment.slot_offset)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.errors import ConfigError
+from megatron.zero.homes.shelf import WEIGHT, Shelf
 from megatron.zero.layout import FlatLayout
 from megatron.zero.versions import count_versions
 
@@ -41,29 +42,32 @@ class Edits:
     def _count(self) -> list[int]:
         return [parameter._version for parameter in self._parameters]
 
-    def check(self, work: Tensor | None, master: Tensor, *, thoroughly: bool) -> None:
-        """Refuse writes since `note`. `work`, where the parameters are whole, is this rank's part of them, and `master`
+    def check(self, work: Tensor | None, masters: Shelf, *, thoroughly: bool) -> None:
+        """Refuse writes since `note`. `work`, where the parameters are whole, is this rank's part of them; `masters` is
         the same in fp32: where no rank has another part, a write that was undone does not count. `thoroughly` compares
         them in any case. (The caller has switched `__torch_function__` off.)"""
         counts = self._count()
         if counts == self._counts and (work is None or not thoroughly):  # nearly always
             return
         touched = [slot.name for slot, *pair in zip(self._layout.slots, counts, self._counts) if pair[0] != pair[1]]
-        if work is not None and (touched or thoroughly) and (edited := self._edited(work, master)) is not None:
+        if work is not None and (touched or thoroughly) and (edited := self._edited(work, masters)) is not None:
             self._refuse(edited)
         self._counts = counts
         if touched and (work is None or self._layout.shards > 1):
             self._refuse(touched[0])
 
-    def _edited(self, work: Tensor, master: Tensor) -> str | None:
+    def _edited(self, work: Tensor, masters: Shelf) -> str | None:
         """The first parameter of which the two differ."""
-        if not any(map(_differ, work.split(AT_A_TIME), master.split(AT_A_TIME))):
-            return None
-        for segment in self._layout.segments(self._rank):
-            part = slice(segment.shard_offset, segment.shard_offset + segment.count)
-            if _differ(work[part], master[part]):
-                return segment.slot.name
-        return None  # padding
+        for part in masters.parts:
+            with masters.open(part, [WEIGHT]) as kept:
+                master = kept[WEIGHT]
+                if not any(map(_differ, work[part].split(AT_A_TIME), master.split(AT_A_TIME))):
+                    continue
+                for segment in self._layout.segments(self._rank, part):
+                    run = slice(segment.shard_offset, segment.shard_offset + segment.count)
+                    if _differ(work[run], master[run.start - part.start : run.stop - part.start]):
+                        return segment.slot.name  # else it is padding
+        return None
 
     def _refuse(self, name: str) -> None:
         raise ConfigError(

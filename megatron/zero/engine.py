@@ -23,6 +23,8 @@ from megatron.optim.loss_scale import LossScaleState
 from megatron.optim.rule import ParamGroup, Rule
 from megatron.zero.exchanges import ExchangeLog
 from megatron.zero.forwards import ForwardCheck
+from megatron.zero.homes.here import Here
+from megatron.zero.homes.shelf import Homes, Run
 from megatron.zero.hooks import attach
 from megatron.zero.layout import Slot
 from megatron.zero.passes import Passes
@@ -42,8 +44,8 @@ from mpu.groups import Groups
 
 class ZeroEngine:
     def __init__(self, module: nn.Module, groups: Groups, *, zero: ZeroConfig, precision: PrecisionConfig, rule: Rule,
-                 param_groups: list[ParamGroup], device: torch.device, clip_grad: float = 0.0,
-                 accumulation: int = 1) -> None:
+                 param_groups: list[ParamGroup], device: torch.device, homes: Homes | None = None,
+                 clip_grad: float = 0.0, accumulation: int = 1) -> None:
         self.module, self.groups, self.param_groups, self.rule = module, groups, param_groups, rule
         self.accumulation = accumulation
         self._policy = policy(zero.zero_stage)
@@ -58,9 +60,10 @@ class ZeroEngine:
         travel = wire(zero, groups.dp.size)
         group_of = {parameter: number for number, group in enumerate(param_groups) for parameter in group["params"]}
         kinds = dtypes(self._policy, precision, accumulation)
+        self.homes = homes or Homes(Here(device), Here(device, kinds.work))
         self._units = build_units(module, Cut(
             self._policy, travel, kinds, groups.dp, device,
-            zero.stage3_param_persistence_threshold, group_of.__getitem__, self.log))
+            zero.stage3_param_persistence_threshold, group_of.__getitem__, self.log, self.homes))
         connect_sinks(self._units)
         rule.settle_on(device, groups.world)
         scaling = scale_rule(precision)
@@ -69,8 +72,9 @@ class ZeroEngine:
         for bucket in (*self.buckets, *self.frozen):
             own(bucket, self)
         self._roster = Roster(module, [*self.buckets, *self.frozen])
-        self._step = Step(self.state, groups, rule, param_groups, scaling, self.log, clip_grad=clip_grad,
-                          divisor=groups.dp.size / travel.predivide, max_skipped=precision.max_skipped_in_a_row)
+        self._step = Step(self.state, self.homes.optimizer, groups, rule, param_groups, scaling, self.log,
+                          clip_grad=clip_grad, divisor=groups.dp.size / travel.predivide,
+                          max_skipped=precision.max_skipped_in_a_row)
         self.residency = Resident() if not self._policy.split_params else Residency(
             self._units, max_live=zero.stage3_max_live_parameters, reuse_distance=zero.stage3_max_reuse_distance,
             prefetches=zero.overlap_comm and zero.stage3_prefetch_bucket_size > 0, log=self.log)
@@ -211,6 +215,7 @@ class ZeroEngine:
         disconnect_sinks(self._units)
         for bucket in (*self.buckets, *self.frozen):
             bucket.give_back()
+        self.homes.close()
 
     def unit_modules(self) -> list[nn.Module]:
         """The modules whose parameters come and go together, the whole model first."""
@@ -252,8 +257,8 @@ class ZeroEngine:
 
     # ---- what a checkpoint holds --------------------------------------------------------------------------------
 
-    def state_runs(self, kinds: tuple[str, ...], frozen: bool = True) -> Iterator[tuple[str, Slot, int, Tensor]]:
-        """(kind, slot, offset in the slot, run of the state) for everything this rank is to write."""
+    def state_runs(self, kinds: tuple[str, ...], frozen: bool = True) -> Iterator[tuple[Slot, int, Run]]:
+        """(slot, offset in the slot, run of the state) for everything this rank is to write."""
         return self.state.runs(kinds, frozen)
 
     def meet(self, where: str) -> None:

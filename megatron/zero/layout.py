@@ -61,11 +61,12 @@ class FlatLayout:
         self.form = self.numel, tuple((slot.offset, slot.shape) for slot in self.slots)
         """Equal for layouts that can use each other's buffers."""
 
-    def segments(self, rank: int) -> Iterator[Segment]:
-        """The parts of every slot that fall into shard `rank`, in order."""
-        start, stop = rank * self.shard_numel, (rank + 1) * self.shard_numel
+    def segments(self, rank: int, part: slice | None = None) -> Iterator[Segment]:
+        """The parts of every slot that fall into shard `rank`, or into this part of the shard, in order."""
+        start = rank * self.shard_numel
+        first, last = (0, self.shard_numel) if part is None else (part.start, part.stop)
         for slot in self.slots:
-            low, high = max(start, slot.offset), min(stop, slot.end)
+            low, high = max(start + first, slot.offset), min(start + last, slot.end)
             if low < high:
                 yield Segment(slot, low - slot.offset, low - start, high - low)
 

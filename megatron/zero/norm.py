@@ -23,7 +23,7 @@ class GradNorm:
 
     def __init__(self, buckets: Sequence[FlatBucket], groups: Groups) -> None:
         self._buckets = buckets
-        device = buckets[0].shard.device
+        device = buckets[0].device
         lengths = [bucket.layout.shard_numel // NORM_ROW for bucket in buckets]
         self._rows = torch.zeros(sum(lengths), device=device)
         """The norm of each row of each shard, of the last step that was asked about."""

@@ -108,7 +108,10 @@ class Residency(Resident):
         if self._last is not None:
             self._followers[self._last] = unit
         self._last = phase, unit
-        self._prefetch(self._followers.get(self._last))
+        follower = self._followers.get(self._last)
+        self._prefetch(follower)
+        if follower is not None:
+            self._expect(self._followers.get((phase, follower)))
 
     def _prefetch(self, unit: Unit | None) -> None:
         """Begin to gather the unit that is next, if there is room for it."""
@@ -117,6 +120,12 @@ class Residency(Resident):
             self._bring(unit)
             for bucket in unit.buckets:
                 bucket.prefetch()
+
+    def _expect(self, unit: Unit | None) -> None:
+        """Begin to fetch this rank's part of the unit after the next one, where that is elsewhere."""
+        if self._prefetches and unit is not None and unit not in self._whole and unit not in self._over:
+            for bucket in unit.buckets:
+                bucket.work.expect()
 
     def leave(self, unit: Unit, *, backward_follows: bool) -> None:
         if unit not in self._in_backward:

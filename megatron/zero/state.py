@@ -3,8 +3,8 @@
     tensors    the masters of all buckets, the states that the optimizer's rule keeps beside them, frozen weights
     counters   steps of each kind, the loss scale, and the numbers of the rule
 
-A *run* is a contiguous part of one parameter's state that this rank holds. The states are allocated here too:
-to keep them elsewhere than on the device, change that and nothing else in this file.
+A *run* is a contiguous part of one parameter's state that this rank holds. Where the tensors are is the shelves'
+affair (homes/shelf.py).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron.errors import ConfigError
 from megatron.optim.loss_scale import LossScaleState
 from megatron.optim.rule import Rule
 from megatron.zero.bucket import FlatBucket, publish
+from megatron.zero.homes.shelf import WEIGHT, Run
 from megatron.zero.hooks import Unit
 from megatron.zero.layout import FlatLayout, Slot
 from mpu.collectives import all_gather_json
@@ -53,7 +53,7 @@ class State:
         self.buckets = [bucket for bucket in in_forward_order if bucket.trainable]
         self.frozen = [bucket for bucket in in_forward_order if not bucket.trainable]
         for bucket in self.buckets:
-            bucket.states = {name: torch.zeros_like(bucket.master) for name in rule.states}
+            bucket.kept.add(rule.states)
         self.counters = Counters(scaler)
         self.changing: str | None = None
         """What writes to the tensors now. Found later, it ended half way (Ctrl-C, a damaged file)."""
@@ -66,37 +66,36 @@ class State:
 
     # ---- tensors ------------------------------------------------------------------------------------------------
 
-    def runs(self, kinds: tuple[str, ...], frozen: bool = True) -> Iterator[tuple[str, Slot, int, Tensor]]:
-        """(kind, slot, offset in the slot, run) for everything this rank is to write; together the ranks write every
-        element once. A shard that has replicas is cut among them."""
-        for bucket, states in self._holdings(frozen):
+    def runs(self, kinds: tuple[str, ...], frozen: bool = True) -> Iterator[tuple[Slot, int, Run]]:
+        """(slot, offset in the slot, run) for everything this rank is to write; together the ranks write every element
+        once. A shard that has replicas is cut among them."""
+        for bucket in self._holders(frozen):
             for kind in kinds:
-                if kind in states:
-                    yield from ((kind, *run) for run in _owned_runs(bucket, states[kind]))
+                if kind in bucket.kept.kinds:
+                    yield from _owned_runs(bucket, kind)
 
     def fill(self, kinds: tuple[str, ...], read: Callable[[str, Slot, int, Tensor], None]) -> None:
         """`read(kind, slot, offset, out)` for every run this rank holds; `publish` is to follow. No parameter may be
         in use."""
         self.changing = "load"
-        for bucket, states in self._holdings():
-            for kind in kinds:
-                for segment in bucket.layout.segments(bucket.shard_group.rank) if kind in states else ():
-                    run = states[kind][segment.shard_offset : segment.shard_offset + segment.count]
-                    read(kind, segment.slot, segment.slot_offset, run)
-            if not self._loads_masters:
-                bucket.master.copy_(bucket.master.to(bucket.shard.dtype))
+        for bucket in self._holders():
+            wanted = [kind for kind in kinds if kind in bucket.kept.kinds]
+            for part in bucket.kept.parts:
+                with bucket.kept.open(part, wanted, writes=True) as kept:
+                    for kind in wanted:
+                        for segment in bucket.layout.segments(bucket.shard_group.rank, part):
+                            start = segment.shard_offset - part.start
+                            read(kind, segment.slot, segment.slot_offset, kept[kind][start : start + segment.count])
+                    if not self._loads_masters:
+                        kept[WEIGHT].copy_(kept[WEIGHT].to(bucket.work.dtype))
 
     def publish(self) -> None:
         """Bring what was filled to every rank that holds a working copy. Collective."""
         publish([*self.buckets, *self.frozen])
         self.changing = None
 
-    def _holdings(self, frozen: bool = True) -> Iterator[tuple[FlatBucket, dict[str, Tensor]]]:
-        """Every bucket with what lasts of it: kind -> shard."""
-        for bucket in self.buckets:
-            yield bucket, {"weight": bucket.master, **bucket.states}
-        for bucket in self.frozen if frozen else ():
-            yield bucket, {"weight": bucket.shard}
+    def _holders(self, frozen: bool = True) -> list[FlatBucket]:
+        return [*self.buckets, *self.frozen] if frozen else self.buckets
 
     # ---- counters -----------------------------------------------------------------------------------------------
 
@@ -121,18 +120,20 @@ class State:
     def forget_optimizer_steps(self) -> None:
         """The optimizer starts anew: its states are zeros, and its bias corrections start from their first step."""
         for bucket in self.buckets:
-            for state in bucket.states.values():
-                state.zero_()
+            states = [kind for kind in bucket.kept.kinds if kind != WEIGHT]
+            for part in bucket.kept.parts if states else ():
+                with bucket.kept.open(part, states, writes=True) as kept:
+                    for kind in states:
+                        kept[kind].zero_()
         self.counters.optimizer_steps = 0
         self._rule.restore({})
 
 
-def _owned_runs(bucket: FlatBucket, flat: Tensor) -> Iterator[tuple[Slot, int, Tensor]]:
+def _owned_runs(bucket: FlatBucket, kind: str) -> Iterator[tuple[Slot, int, Run]]:
     if bucket.replicas.size > 1:
         layout, rank = FlatLayout(bucket.layout.slots, bucket.replicas.size), bucket.replicas.rank
         shift = rank * layout.shard_numel
     else:
         layout, rank, shift = bucket.layout, bucket.shard_group.rank, 0
     for segment in layout.segments(rank):
-        start = shift + segment.shard_offset
-        yield segment.slot, segment.slot_offset, flat[start : start + segment.count]
+        yield segment.slot, segment.slot_offset, Run(bucket.kept, kind, shift + segment.shard_offset, segment.count)

@@ -14,6 +14,7 @@ something, on an accelerator, and where nothing on the host depends on them: a l
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -22,9 +23,10 @@ from torch import Tensor
 from megatron.errors import ConfigError, NumericsError
 from megatron.optim.loss_scale import LossScaleRule
 from megatron.optim.rule import ParamGroup, Part, Rule, Span, StepScalars
-from megatron.zero.bucket import FlatBucket, publish
+from megatron.zero.bucket import FlatBucket
 from megatron.zero.exchanges import AFTER_A_STEP, STEP, ExchangeLog, ranges
 from megatron.zero.forwards import different_blocks
+from megatron.zero.homes.shelf import WEIGHT, Home, Kept
 from megatron.zero.norm import GradNorm
 from megatron.zero.state import State
 from megatron.zero.verdict import Found, Verdict, exchange
@@ -85,25 +87,36 @@ class StepReport:
         return self.found.riders[self._riders:]
 
 
+@dataclass(frozen=True)
+class Tile:
+    """What is updated at a time of one bucket: a part of its shard, with what is kept of it."""
+
+    bucket: FlatBucket
+    part: slice
+    kept: Kept
+
+
 class Step:
     """Takes optimizer steps: call it when the gradients of all buckets have been reduced."""
 
-    def __init__(self, state: State, groups: Groups, rule: Rule, param_groups: Sequence[ParamGroup],
+    def __init__(self, state: State, home: Home, groups: Groups, rule: Rule, param_groups: Sequence[ParamGroup],
                  scale_rule: LossScaleRule, log: ExchangeLog, *, clip_grad: float, divisor: float,
                  max_skipped: int | None) -> None:
-        self._state, self._groups, self._rule, self._param_groups = state, groups, rule, param_groups
+        self._state, self._home, self._groups, self._rule = state, home, groups, rule
+        self._param_groups = param_groups
         self._scale_rule, self._log, self._clip_grad = scale_rule, log, clip_grad
         self._divisor = divisor  # what turns the sums over ranks into means
         self._skips_in_a_row, self._max_skipped = 0, max_skipped
         self._norm = GradNorm(state.buckets, groups)
-        together = on_accelerator(state.buckets[0].shard)
-        self._sets = [state.buckets] if together else [[bucket] for bucket in state.buckets]
-        """Buckets that are updated at a time: all where launches count, one where it stays in the cache."""
+        together = on_accelerator(state.buckets[0].device) and not home.is_elsewhere
+        parts = [(bucket, part) for bucket in state.buckets for part in bucket.kept.parts]
+        self._tiles = [parts] if together else [[part] for part in parts]
+        """What is updated at a time: everything where launches count, one part where it stays in the cache."""
         self.is_deferred = together and not rule.waits and not scale_rule.dynamic
         self._losses: list[Tensor] = []  # of the step under way, or the last one
         self._open: StepReport | None = None  # the last step, while the host has not learned of it
         self._unexplained: StepReport | None = None  # the last step, where what went wrong is still to be said
-        self._taken = torch.zeros((), device=state.buckets[0].shard.device)
+        self._taken = torch.zeros((), device=state.buckets[0].device)
         self._taken_is = 0  # as the host last knew it
         for bucket in state.buckets:
             bucket.gradient_unit = self._unit
@@ -245,38 +258,63 @@ class Step:
     def _update(self, at: StepScalars, factor: float | None = None) -> None:
         """`factor` is 1 / at.divisor, where the host knows it: a rule that waits needs it."""
         self._state.changing = "step"
-        for buckets in self._sets:
-            written = not self._rule.waits
-            for number, group in enumerate(self._param_groups):
-                spans = [span for bucket in buckets for span in self._spans(bucket, number)]
-                hyper = {name: value for name, value in group.items() if name != "params"}
-                if not self._rule.waits:
-                    written &= not spans or self._rule.step_many(spans, hyper, at)
-                    continue
-                assert factor is not None, "the step of a rule that waits is not deferred"
-                for span in spans:
-                    self._rule.step(span, hyper, factor=factor,
-                                    steps_taken=self._state.counters.optimizer_steps)
-            publish(buckets, written=written)
+        walk = self._home.walk([(bucket.kept, part) for bucket, part in tiles] for tiles in self._tiles)
+        for tiles, kept in zip(self._tiles, walk, strict=True):
+            new = [Tile(bucket, part, numbers) for (bucket, part), numbers in zip(tiles, kept, strict=True)]
+            if not self._update_tiles(new, at, factor):
+                _renew([tile for tile in new if tile.bucket.keeps_masters])
+            for tile in new:
+                if tile.part.stop == tile.bucket.layout.shard_numel:
+                    tile.bucket.send()
         self._state.changing = None
 
-    def _spans(self, bucket: FlatBucket, group: int) -> Iterator[Span]:
-        """The work of a rule on this rank's shard of a bucket for one hyper-parameter group: a span, or none."""
-        start, stop = bucket.layout.group_span(bucket.shard_group.rank, group)
-        if start < stop or not self._rule.elementwise:
-            yield self._span(bucket, group, slice(start, stop))
+    def _update_tiles(self, tiles: Sequence[Tile], at: StepScalars, factor: float | None) -> bool:
+        """True: the new weights are in the working copies of the shards too."""
+        written = not self._rule.waits
+        for number, group in enumerate(self._param_groups):
+            spans = [span for tile in tiles for span in self._spans(tile, number)]
+            hyper = {name: value for name, value in group.items() if name != "params"}
+            if not self._rule.waits:
+                written &= not spans or self._rule.step_many(spans, hyper, at)
+                continue
+            assert factor is not None, "the step of a rule that waits is not deferred"
+            for span in spans:
+                self._rule.step(span, hyper, factor=factor, steps_taken=self._state.counters.optimizer_steps)
+        return written
 
-    def _span(self, bucket: FlatBucket, group: int, span: slice) -> Span:
+    def _spans(self, tile: Tile, group: int) -> Iterator[Span]:
+        """The work of a rule on a tile for one hyper-parameter group: a span, or none."""
+        start, stop = tile.bucket.layout.group_span(tile.bucket.shard_group.rank, group)
+        start, stop = max(start, tile.part.start), min(stop, tile.part.stop)
+        if start < stop:
+            yield self._span(tile, group, slice(start, stop))
+        elif not self._rule.elementwise:
+            yield self._span(tile, group, slice(0, 0))
+
+    def _span(self, tile: Tile, group: int, span: slice) -> Span:
+        bucket = tile.bucket
         parts = [] if self._rule.elementwise else [
             Part(index, start - span.start, stop - span.start)
             for index, start, stop in bucket.layout.slot_spans(bucket.shard_group.rank)
             if span.start <= start < span.stop]
-        return Span(group, bucket.master[span], bucket.grads.shard[span],
-                    {name: state[span] for name, state in bucket.states.items()}, parts, len(bucket.layout.slots),
-                    partial(self._slot_totals, bucket), bucket.shard[span] if bucket.keeps_masters else None)
+        here = slice(span.start - tile.part.start, span.stop - tile.part.start)
+        states = {kind: numbers[here] for kind, numbers in tile.kept.items() if kind != WEIGHT}
+        narrow = bucket.shard[span] if bucket.keeps_masters and bucket.is_at_hand else None
+        return Span(group, tile.kept[WEIGHT][here], bucket.grads.shard[span], states, parts, len(bucket.layout.slots),
+                    partial(self._slot_totals, bucket), narrow)
 
     def _slot_totals(self, bucket: FlatBucket, sums: Tensor) -> Tensor:
         """Sums over this rank's part of each parameter -> over the whole parameter."""
         here = all_reduce(sums, bucket.shard_group)
         split = torch.tensor([slot.partition is not None for slot in bucket.layout.slots], device=sums.device)
         return torch.where(split, all_reduce(here, self._groups.tp), here)
+
+
+def _renew(tiles: Sequence[Tile]) -> None:
+    """The weights at work <- the masters, in one operation where they are at hand."""
+    here = [tile for tile in tiles if tile.bucket.is_at_hand]
+    if here:
+        torch._foreach_copy_([tile.bucket.shard[tile.part] for tile in here], [tile.kept[WEIGHT] for tile in here])
+    for tile in tiles:
+        if not tile.bucket.is_at_hand:
+            tile.bucket.work.write(WEIGHT, tile.part.start, tile.kept[WEIGHT])

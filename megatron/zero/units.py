@@ -17,6 +17,7 @@ from torch import nn
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.exchanges import ExchangeLog
 from megatron.zero.holders import external_parameters, shape_of
+from megatron.zero.homes.shelf import Homes
 from megatron.zero.hooks import Unit
 from megatron.zero.layout import Slot
 from megatron.zero.policy import Policy, Wire
@@ -45,13 +46,15 @@ class Cut:
     group_of: Callable[[nn.Parameter], int]
     """The number of a parameter's hyper-parameter group."""
     log: ExchangeLog
+    homes: Homes
     turns: Turns = field(default_factory=Turns)
 
     def bucket(self, name: str, members: list[tuple[str, nn.Parameter]], policy: Policy) -> FlatBucket:
         slots = [Slot(path, tuple(shape_of(p)), self.group_of(p) if p.requires_grad else 0, partition_of(p))
                  for path, p in members]
         return FlatBucket(name, slots, [p for _, p in members], policy=policy, dp=self.dp, device=self.device,
-                          dtypes=self.dtypes, wire=self.wire, turns=self.turns, log=self.log)
+                          dtypes=self.dtypes, wire=self.wire, turns=self.turns, log=self.log,
+                          homes=self.homes)
 
     def persists(self, parameter: nn.Parameter) -> bool:
         return self.policy.split_params and shape_of(parameter).numel() < self.persistence_threshold

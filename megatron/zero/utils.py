@@ -17,21 +17,24 @@ one rank that calls it alone, and ranks that set different values, are errors.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
 from megatron.errors import ConfigError
 from megatron.zero.bucket import FlatBucket, publish
 from megatron.zero.holders import holder_of, shape_of
+from megatron.zero.homes.shelf import WEIGHT
 from megatron.zero.together import meet, owner_of
 from mpu.collectives import all_reduce
 
-_WEIGHT, _GRADIENT = "weight", "gradient"
+_GRADIENT = "gradient"
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     """The weights as the optimizer has them."""
-    return _full(param, _WEIGHT, "safe_get_full_fp32_param")
+    return _full(param, WEIGHT, "safe_get_full_fp32_param")
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
@@ -46,7 +49,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """New weights, for the optimizer and the model."""
-    _set(param, _WEIGHT, value, whole=True)
+    _set(param, WEIGHT, value, whole=True)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
@@ -59,7 +62,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
-    return _local(param, _WEIGHT)
+    return _local(param, WEIGHT)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
@@ -73,7 +76,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """New weights for this rank's run; every rank calls it, as the model gets them too. (So do the others at stage 0,
     where the run is everything, and the same on all ranks.)"""
-    _set(param, _WEIGHT, value, whole=False)
+    _set(param, WEIGHT, value, whole=False)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
@@ -92,66 +95,91 @@ def _bucket(param: nn.Parameter) -> FlatBucket | None:
     return holder if isinstance(holder, FlatBucket) and holder.trainable else None
 
 
-def _shard(bucket: FlatBucket, kind: str) -> tuple[Tensor, float] | None:
-    """This rank's part of all parameters of a bucket, and what it has to be multiplied by."""
-    if kind == _WEIGHT:
-        return bucket.master, 1.0
-    if kind == _GRADIENT:
-        return (bucket.grads.shard, bucket.gradient_unit()) if bucket.grads.is_final else None
-    if kind not in bucket.states:
-        raise ConfigError(f"the optimizer keeps no {kind!r}; it keeps {', '.join(bucket.states) or 'nothing'}")
-    return bucket.states[kind], 1.0
+@dataclass(frozen=True)
+class _Held:
+    """This rank's run of a parameter: `count` numbers from `start` of the shard, where those of the flat parameter from
+    `offset` on are."""
+
+    bucket: FlatBucket
+    kind: str
+    start: int
+    offset: int
+    count: int
+
+    @property
+    def unit(self) -> float:
+        """What the numbers have to be multiplied by."""
+        return self.bucket.gradient_unit() if self.kind == _GRADIENT else 1.0
+
+    def get(self) -> Tensor:
+        out = torch.empty(self.count, dtype=torch.float32, device=self.bucket.device)
+        if self.kind == _GRADIENT:
+            out.copy_(self._gradient)
+        else:
+            self.bucket.kept.read(self.kind, self.start, out)
+        return out.mul_(self.unit)
+
+    def set(self, value: Tensor) -> None:
+        value = value.to(self.bucket.device, torch.float32) / self.unit
+        if self.kind == _GRADIENT:
+            self._gradient.copy_(value)
+        else:
+            self.bucket.kept.write(self.kind, self.start, value)
+
+    @property
+    def _gradient(self) -> Tensor:
+        return self.bucket.grads.shard[self.start : self.start + self.count]
 
 
-def _run(bucket: FlatBucket, param: nn.Parameter, shard: Tensor) -> tuple[Tensor, int]:
-    """This rank's run of a parameter, a view of its shard, and where in the flat parameter it begins."""
+def _held(param: nn.Parameter, kind: str) -> _Held | None:
+    """None: there is no such thing, or not now."""
+    bucket = _bucket(param)
+    if bucket is None or kind == _GRADIENT and not bucket.grads.is_final:
+        return None
+    if kind != _GRADIENT and kind not in bucket.kept.kinds:
+        raise ConfigError(f"the optimizer keeps no {kind!r}; it keeps "
+                          f"{', '.join(kind for kind in bucket.kept.kinds if kind != WEIGHT) or 'nothing'}")
     slot = bucket.slot_of(param)
     for segment in bucket.layout.segments(bucket.shard_group.rank):
         if segment.slot is slot:
-            return shard[segment.shard_offset : segment.shard_offset + segment.count], segment.slot_offset
-    return shard[:0], 0
+            return _Held(bucket, kind, segment.shard_offset, segment.slot_offset, segment.count)
+    return _Held(bucket, kind, 0, 0, 0)
 
 
 def _local(param: nn.Parameter, kind: str) -> Tensor | None:
-    bucket = _bucket(param)
-    found = None if bucket is None else _shard(bucket, kind)
-    if bucket is None or found is None:
-        return None
-    run, _ = _run(bucket, param, found[0])
-    return run.to(torch.float32) * found[1]
+    held = _held(param, kind)
+    return None if held is None else held.get()
 
 
 def _full(param: nn.Parameter, kind: str, name: str) -> Tensor | None:
-    mine = _local(param, kind)
-    bucket = _bucket(param)
-    if mine is None or bucket is None:
+    held = _held(param, kind)
+    if held is None:
         return None
+    bucket, slot = held.bucket, held.bucket.slot_of(param)
     if not bucket.shard_group.is_solo:
-        _meet(bucket, f"{name} of {bucket.slot_of(param).name}")
-    _, start = _run(bucket, param, bucket.master)
-    whole = torch.zeros(bucket.slot_of(param).numel, dtype=torch.float32, device=mine.device)
-    whole[start : start + len(mine)] = mine
+        _meet(bucket, f"{name} of {slot.name}")
+    whole = torch.zeros(slot.numel, dtype=torch.float32, device=bucket.device)
+    whole[held.offset : held.offset + held.count] = held.get()
     return all_reduce(whole, bucket.shard_group).view(shape_of(param))  # the others' parts are zero
 
 
 @torch.no_grad()
 def _set(param: nn.Parameter, kind: str, value: Tensor, *, whole: bool) -> None:
-    bucket = _bucket(param)
-    found = None if bucket is None else _shard(bucket, kind)
-    if bucket is None or found is None:
-        why = "no engine trains this parameter" if bucket is None else \
+    held = _held(param, kind)
+    if held is None:
+        why = "no engine trains this parameter" if _bucket(param) is None else \
             "there is no complete gradient: call it between the backward that ends a step and step()"
         raise ConfigError(f"cannot set a {kind}: {why}")
+    bucket = held.bucket
     bucket.check_not_lent(f"setting a {kind}")
-    run, start = _run(bucket, param, found[0])
-    expected = tuple(shape_of(param)) if whole else (len(run),)
+    expected = tuple(shape_of(param)) if whole else (held.count,)
     if tuple(value.shape) != expected:
         raise ConfigError(f"the {kind} of {bucket.describe(param)} needs a value of shape {list(expected)}, "
                           f"not {list(value.shape)}")
-    part = value.flatten()[start : start + len(run)] if whole else value
+    part = value.flatten()[held.offset : held.offset + held.count] if whole else value
     _agree_to_set(bucket, param, kind, value, whole=whole)
-    run.copy_(part.to(run.device, torch.float32) / found[1])
-    if kind == _WEIGHT:
+    held.set(part)
+    if kind == WEIGHT:
         bucket.leave()
         publish([bucket])
         bucket.await_parameters()
@@ -162,7 +190,7 @@ def _set(param: nn.Parameter, kind: str, value: Tensor, *, whole: bool) -> None:
 def _agree_to_set(bucket: FlatBucket, param: nn.Parameter, kind: str, value: Tensor, *, whole: bool) -> None:
     """Refuse values that differ on ranks which must hold the same, before anything is written."""
     is_same_everywhere = whole or not bucket.replicas.is_solo
-    if not is_same_everywhere and kind != _WEIGHT:
+    if not is_same_everywhere and kind != WEIGHT:
         return
     name = bucket.slot_of(param).name
     alike = _meet(bucket, f"setting the {kind} of {name}", value if is_same_everywhere else None)

@@ -36,6 +36,7 @@ from megatron.zero.api.engine import Engine
 from megatron.zero.api.init import groups_of
 from megatron.zero.api.meeting import DEFAULT_PORT, init_distributed
 from megatron.zero.api.monitor import Watch, watch_of
+from megatron.zero.api.offload import homes_of
 from megatron.zero.api.optimizer import ZeroOptimizer
 from megatron.zero.api.schedule import FollowSchedule, Scheduler, schedule_of
 from megatron.zero.engine import ZeroEngine
@@ -82,8 +83,8 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
     rule, param_groups, defaults, client = _rule_and_groups(settings, model, model_parameters, optimizer)
     _check_groups(model, param_groups)
     core = ZeroEngine(model, groups, zero=config.zero, precision=config.precision, rule=rule,
-                      param_groups=param_groups, device=device, clip_grad=config.optim.clip_grad,
-                      accumulation=config.accumulation(groups.dp.size))
+                      param_groups=param_groups, device=device, homes=homes_of(config, rule, device, groups),
+                      clip_grad=config.optim.clip_grad, accumulation=config.accumulation(groups.dp.size))
     watch_over(core)
     wrapped = ZeroOptimizer(core, defaults, client)
     scheduler = _scheduler(settings, lr_scheduler, wrapped)

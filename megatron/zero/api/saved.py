@@ -24,7 +24,7 @@ from megatron.checkpoint.commit import Keep
 from megatron.checkpoint.cut import Spread
 from megatron.checkpoint.interchange.foreign import Foreign
 from megatron.checkpoint.manifest import TensorEntry
-from megatron.checkpoint.piece import Piece, sharding_of
+from megatron.checkpoint.piece import Deferred, Piece, sharding_of
 from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.tensorfile import DTYPE_NAMES
 from megatron.checkpoint.writer import Hold, Saving, saving
@@ -32,6 +32,7 @@ from megatron.errors import CheckpointError, ConfigError
 from megatron.zero.api.hyper import SCHEDULED, check_groups, hyper_parameters, restore_groups
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.exchanges import LOAD, SAVE
+from megatron.zero.homes.shelf import Run
 from megatron.zero.layout import FlatLayout, Slot
 from mpu.collectives import all_gather
 from mpu.groups import Group, Groups
@@ -99,8 +100,8 @@ def saving_engine(engine: ZeroEngine, root: Path, tag: str, who: Identity, *, cl
     agree(engine.check_before_save, engine.groups.world)
     kinds = ("weight", *(engine.state_kinds if optimizer else ()))
     tp = engine.groups.tp
-    pieces = [Piece(slot.name, kind, slot.shape, slot.partition, tp.rank, tp.size, offset, run)
-              for kind, slot, offset, run in engine.state_runs(kinds, frozen)]
+    pieces = [Piece(slot.name, run.kind, slot.shape, slot.partition, tp.rank, tp.size, offset, _data_of(run))
+              for slot, offset, run in engine.state_runs(kinds, frozen)]
     shared = {
         "run_id": who.run_id,
         "engine": engine.counters(),
@@ -117,15 +118,18 @@ def saving_engine(engine: ZeroEngine, root: Path, tag: str, who: Identity, *, cl
                   keep=keep, hold=hold, latest=latest)
 
 
+def _data_of(run: Run) -> Tensor | Deferred:
+    return Deferred(run.count, run.shelf.dtype, run.fetch) if run.at_hand is None else run.at_hand
+
+
 def _tensors(engine: ZeroEngine, kinds: tuple[str, ...], frozen: bool) -> Iterator[TensorEntry]:
     """What all ranks together save. Where a bucket is not split, its replicas share the writing as if it were."""
     groups = engine.groups
     for bucket in (*engine.buckets, *(engine.frozen if frozen else ())):
         layout = FlatLayout(bucket.layout.slots, groups.dp.size)
-        held = bucket.master if bucket.trainable else bucket.shard
         for kind in kinds if bucket.trainable else ("weight",):
             for slot in layout.slots:
-                yield TensorEntry(kind, slot.name, DTYPE_NAMES[held.dtype],
+                yield TensorEntry(kind, slot.name, DTYPE_NAMES[bucket.kept.dtype],
                                   sharding_of(slot.shape, slot.partition, groups.tp.size),
                                   Spread(slot.offset, layout.shard_numel))
 

@@ -33,7 +33,7 @@ class EngineStatus:
 
     @property
     def device(self) -> torch.device:
-        return self.core.buckets[0].shard.device
+        return self.core.buckets[0].device
 
     @property
     def global_steps(self) -> int:

@@ -1,7 +1,8 @@
-"""Where shards live when they are not on the device, below the engine: nothing here knows a bucket or a step.
+"""Where what lasts of the shards is kept: on the device, on the host, on an NVMe drive.
 
+shelf.py says what a home is to the engine; here.py is the device, nvme.py a drive, parts.py how large its parts are.
+Below nvme.py nothing knows a bucket or a step: memory.py (host buffers that a disk and a device can both reach into),
 swapfolder.py (one rank's own folder on a drive), blockfile.py (positioned reads and writes past the page cache),
-memory.py (host buffers that a disk and a device can both reach into), lanes.py (threads that read and write),
-tilefile.py (checksummed tiles at fixed places of one file), preflight.py (whether a drive will do, before the model is
-built).
+lanes.py (the threads that make them), tilefile.py (checksummed tiles at fixed places of one file), preflight.py
+(whether a drive will do, before the model is built).
 """

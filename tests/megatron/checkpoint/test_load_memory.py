@@ -63,8 +63,8 @@ def rise(rank: int, world: int, folder: Path, tp: int, stage: int) -> int:
         live.add(file)
 
     with live, patch.object(TensorFile, "__init__", and_tell):
-        for _, _, _, run in asking.core.state_runs(("weight", *asking.core.state_kinds)):
-            run.view(-1)  # so that the meter knows the state
+        for _, _, run in asking.core.state_runs(("weight", *asking.core.state_kinds)):
+            run.fetch()  # so that the meter knows the state
         for weight in asking.core.module.parameters():
             if not isinstance(weight, Placeholder):  # one without elements
                 weight.view(-1)

@@ -31,8 +31,8 @@ def engine_of(precision: PrecisionConfig, tp: int = 1, accumulation: int = 1) ->
 
 def state_of(engine: ZeroEngine) -> dict[str, torch.Tensor]:
     """Masters, moments and working weights."""
-    runs = {f"{kind} {slot.name} {offset}": run.clone() for kind, slot, offset,
-            run in engine.state_runs(("weight", *engine.state_kinds))}
+    runs = {f"{run.kind} {slot.name} {offset}": run.fetch().clone()
+            for slot, offset, run in engine.state_runs(("weight", *engine.state_kinds))}
     return runs | {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
 
 

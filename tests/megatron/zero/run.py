@@ -27,6 +27,7 @@ from megatron.zero.layout import Segment
 from mpu.collectives import all_gather_into
 from mpu.groups import Group, Groups
 from mpu.partition import join_slices, partition_of
+from tests.megatron.zero.kept import master, states, work
 
 CLIP, DECAY = 0.5, 0.1
 
@@ -96,9 +97,8 @@ def weights(engine: ZeroEngine | Engine) -> dict[str, Tensor]:
 def state(engine: ZeroEngine) -> list[Tensor]:
     """Everything that lasts from step to step on this rank, replicas and padding included: masters, the working
     precision and moments."""
-    tensors = [tensor for bucket in engine.buckets
-               for tensor in (bucket.master, bucket.shard, *bucket.states.values())]
-    return [tensor.clone() for tensor in tensors]
+    return [tensor for bucket in engine.buckets
+            for tensor in (master(bucket), work(bucket), *states(bucket))]
 
 
 def gradient_runs(engine: ZeroEngine) -> Iterator[tuple[Segment, Tensor]]:
@@ -113,7 +113,8 @@ Run = tuple[str, tuple[int, ...], int, Tensor]
 
 def master_runs(engine: ZeroEngine) -> list[Run]:
     """(parameter, local shape, offset, values) of the fp32 weights this rank would write to a checkpoint."""
-    return [(slot.name, slot.shape, offset, run.clone()) for _, slot, offset, run in engine.state_runs(("weight",))]
+    return [(slot.name, slot.shape, offset, run.fetch().clone())
+            for slot, offset, run in engine.state_runs(("weight",))]
 
 
 def assemble(runs: Sequence[Run]) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from mpu import groups
 from mpu.groups import Groups
 from tests.distributed import run_ranks
 from tests.megatron.counting import Calls, Launches, on_the_accelerator_side
+from tests.megatron.zero.kept import master, states
 from tests.megatron.zero.run import configure_gpt2, gpt2_engine
 
 TOKENS = torch.arange(16).view(2, 8)
@@ -114,11 +115,11 @@ def test_weights_are_copied_where_the_rule_has_not_written_them(groups: list[int
     monkeypatch.setattr(Kernel, "groups", groups)
     monkeypatch.setattr(adam, "_kernel_on", lambda device: Kernel)
     engine = made(24, "bf16")
-    before = [bucket.master.clone() for bucket in engine.buckets]
+    before = [master(bucket) for bucket in engine.buckets]
     kernels = counted_step(engine, 1).kernels
     assert (kernels["_fused_adamw_"], kernels["_foreach_copy_"]) == (2 - len(groups), copies)
     for bucket, old in zip(engine.buckets, before, strict=True):
-        assert torch.equal(bucket.shard, bucket.master.bfloat16()) and not torch.equal(bucket.master, old)
+        assert torch.equal(bucket.shard, master(bucket).bfloat16()) and not torch.equal(master(bucket), old)
 
 
 def updated_where(rank: int, world: int) -> tuple[int, list[Tensor]]:
@@ -127,7 +128,7 @@ def updated_where(rank: int, world: int) -> tuple[int, list[Tensor]]:
             patch.object(adam, "_kernel_on", lambda device: Kernel if rank == 0 else None):
         engine = gpt2_engine(configure_gpt2(num_layers=1, bf16=True), groups.build(1))
         calls = counted_step(engine, 1).kernels["_fused_adamw_"]
-    return calls, [bucket.master for bucket in engine.buckets]
+    return calls, [master(bucket) for bucket in engine.buckets]
 
 
 def test_all_ranks_take_one_kernel_or_copies_of_one_weight_would_drift_apart() -> None:
@@ -142,7 +143,7 @@ def test_the_weights_of_rules_that_wait_are_copied(optimizer: str) -> None:
     before = engine.buckets[0].shard.clone()
     assert counted_step(engine, 1).kernels["_foreach_copy_"] == 1
     assert not torch.equal(engine.buckets[0].shard, before)
-    assert all(torch.equal(bucket.shard, bucket.master.bfloat16()) for bucket in engine.buckets)
+    assert all(torch.equal(bucket.shard, master(bucket).bfloat16()) for bucket in engine.buckets)
 
 
 # ---- a step that the host learns of later ------------------------------------------------------------------------
@@ -161,14 +162,14 @@ def test_a_gradient_that_is_not_finite_changes_no_weight_and_is_raised_by_the_ne
     engine = made()
     backward(engine)
     engine.step(1e-3)
-    before = [bucket.master.clone() for bucket in engine.buckets]
-    states = [state.clone() for bucket in engine.buckets for state in bucket.states.values()]
+    before = [master(bucket) for bucket in engine.buckets]
+    old_states = [state for bucket in engine.buckets for state in states(bucket)]
     backward(engine)
     engine.buckets[1].grads.shard[5] = torch.nan
     engine.step(1e-3)
-    assert all(torch.equal(bucket.master, old) for bucket, old in zip(engine.buckets, before, strict=True))
+    assert all(torch.equal(master(bucket), old) for bucket, old in zip(engine.buckets, before, strict=True))
     assert all(torch.equal(state, old) for state, old in zip(
-        (state for bucket in engine.buckets for state in bucket.states.values()), states, strict=True))
+        (state for bucket in engine.buckets for state in states(bucket)), old_states, strict=True))
     backward(engine)
     with pytest.raises(NumericsError, match=r"nan at step 2: first in [\w.]+ \(every loss is finite\); weights"):
         engine.step(1e-3)
@@ -190,18 +191,18 @@ def test_skipped_steps_do_not_count_for_the_bias_correction() -> None:
         backward(engine)
         engine.step(1e-3)
     for ours, theirs in zip(plain.buckets, marred.buckets, strict=True):
-        assert torch.equal(ours.master, theirs.master)
+        assert torch.equal(master(ours), master(theirs))
 
 
 def test_an_objection_changes_no_weight() -> None:
     engine = made(precision="bf16")
     backward(engine)
     engine.step(1e-3)
-    before = [bucket.master.clone() for bucket in engine.buckets]
+    before = [master(bucket) for bucket in engine.buckets]
     backward(engine)
     next(engine.module.parameters()).requires_grad_(False)
     engine.step(1e-3)
     with pytest.raises(ConfigError, match="was frozen"):
         engine.conclude()
-    assert all(torch.equal(bucket.master, old) for bucket, old in zip(engine.buckets, before, strict=True))
+    assert all(torch.equal(master(bucket), old) for bucket, old in zip(engine.buckets, before, strict=True))
     assert engine.optimizer_steps == 1

@@ -12,6 +12,7 @@ from megatron import zero
 from megatron.errors import ConfigError
 from megatron.zero.placeholder import Placeholder
 from tests.distributed import RankError, run_ranks
+from tests.megatron.zero.kept import master
 
 WIDTH = 16
 
@@ -112,11 +113,11 @@ def edits(rank: int, world: int, stage: int) -> list[bool]:
     """Edits of rank 1 inside GatheredParameters: seen by all, kept by the next step, which changes little."""
     model = Model()
     engine = zero.initialize(model=model, config=config(stage, bf16={"enabled": True}))[0]
-    masters = [bucket.master.clone() for bucket in engine.core.buckets]
+    masters = [master(bucket) for bucket in engine.core.buckets]
     with zero.GatheredParameters([model.head.weight, model.head.weight], modifier_rank=1):
         model.head.weight.fill_(5.0 + rank)
     edited = whole(model.head)[0]
-    untouched = [torch.equal(bucket.master[~(bucket.master > 4)], before[~(bucket.master > 4)])
+    untouched = [torch.equal(master(bucket)[~(master(bucket) > 4)], before[~(master(bucket) > 4)])
                  for bucket, before in zip(engine.core.buckets, masters, strict=True)]
     engine.backward(engine(torch.randn(4, WIDTH, dtype=torch.bfloat16)))
     engine.step()

@@ -22,8 +22,8 @@ def live_bytes(engine: ZeroEngine) -> int:
     storages = {}
     for bucket in engine.buckets:
         whole = bucket.grads._whole
-        held = [bucket._whole, bucket.shard, bucket.master, None if whole is None else whole.flat,
-                bucket.grads._shard, *bucket.states.values()]
+        held = [bucket._whole, bucket.shard, None if whole is None else whole.flat, bucket.grads._shard,
+                *map(bucket.kept.at_hand, bucket.kept.kinds)]
         for tensor in held:
             if tensor is not None and tensor.untyped_storage().nbytes():
                 storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()

@@ -16,6 +16,7 @@ from megatron.errors import ConfigError
 from megatron.zero.api.engine import Engine
 from megatron.zero.gradients import FlatGradients
 from tests.distributed import run_ranks
+from tests.megatron.zero.kept import master
 from tests.megatron.zero.run import gradient_runs
 from tests.wires import accelerator_side, counted
 
@@ -96,7 +97,7 @@ def different(rank: int, world: int, native: bool, stage: int, work: str, sent: 
     as_accumulated = torch.float32 if native or stage < 2 and accumulation > 1 else DTYPES[work]
     if seen != {DTYPES[sent] if sent else as_accumulated}:
         yield f"{case}: sent as {seen}"
-    if any(bucket.master.dtype != torch.float32 for bucket in engine.core.buckets):
+    if any(master(bucket).dtype != torch.float32 for bucket in engine.core.buckets):
         yield f"{case}: masters"
 
 

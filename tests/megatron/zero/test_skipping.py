@@ -20,6 +20,7 @@ from mpu import groups
 from mpu.groups import Groups
 from tests.distributed import run_ranks
 from tests.megatron.counting import on_the_accelerator_side
+from tests.megatron.zero.kept import master
 from tests.megatron.zero.run import configure, engine_around
 
 
@@ -45,7 +46,7 @@ def step(engine: Engine, factor: float = 1.0) -> None:
 
 
 def weights(engine: Engine) -> list[Tensor]:
-    return [bucket.master.clone() for bucket in engine.core.buckets]
+    return [master(bucket) for bucket in engine.core.buckets]
 
 
 def test_after_the_first_steps_a_bad_gradient_is_skipped_and_said(side: str, capsys: pytest.CaptureFixture[str],

@@ -1,0 +1,41 @@
+"""How large the parts are in which shelves go to a drive and come back, and how many are on the host at a time: pure
+arithmetic, for the engine and for the planner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+GRAIN = 2048
+"""Parts are multiples of this many numbers, which fill pages in any precision of 16 bits and more."""
+
+STEP_SETS = 3
+"""Parts on the host during a step: one is read, one used, one written."""
+
+
+def part_of(numbers: int) -> int:
+    """The largest part that so many numbers have room for."""
+    return max(GRAIN, numbers // GRAIN * GRAIN)
+
+
+def part_of_step(tile: int, buffers: int, kinds: int) -> int:
+    """Of the optimizer's state: so many buffers of a tile each are room for the sets of all kinds."""
+    return part_of(tile * buffers // (STEP_SETS * kinds))
+
+
+def part_of_weights(buffer_size: int, of_step: int | None) -> int:
+    """Of weights at work: what a step writes at a time, if that is a part of its own state."""
+    part = part_of(buffer_size)
+    return part if of_step is None else min(part, of_step)
+
+
+def sets_of_weights(buffer_size: int, buffers: int, part: int) -> int:
+    """At least one in use, and one on its way."""
+    return max(2, buffer_size * buffers // part)
+
+
+def cut(numel: int, part: int) -> Sequence[slice]:
+    """A shelf in equal parts, but for the last one."""
+    count = max(1, -(-numel // part))
+    size = -(-numel // count // GRAIN) * GRAIN
+    return [slice(start, min(start + size, numel)) for start in range(0, numel, size)]

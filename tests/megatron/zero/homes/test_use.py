@@ -1,0 +1,110 @@
+"""What else looks at the state, or changes it, where it is on NVMe: saves, loads, loans, the safe_ functions.
+
+Runs in one process are compared with the same run whose state is on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.config.tree import Config
+from megatron.train.build import engine as build_engine
+from megatron.train.build import model as build_model
+from megatron.zero import GatheredParameters
+from megatron.zero.api.engine import Engine
+from megatron.zero.homes.nvme import Nvme
+from megatron.zero.utils import (safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_get_local_fp32_param,
+                                 safe_set_full_fp32_param, safe_set_full_optimizer_state)
+from mpu import groups
+from tests.distributed import run_ranks
+from tests.megatron.zero.homes.test_equal import PRECISIONS, alike, batches, everywhere, outcome, train
+from tests.megatron.zero.run import configure_gpt2
+
+Change = Callable[[Engine], None]
+
+
+def built(config: Config) -> Engine:
+    grid = groups.build(config.parallel.model_parallel_size)
+    return build_engine(config, build_model(config, grid), grid, torch.device("cpu"))
+
+
+def configured(folder: Path | None, **cell: Any) -> Config:
+    cell = {"batch_size": 2, "zero_stage": 3, **cell}
+    return configure_gpt2(**cell, **(everywhere(folder, cell["zero_stage"]) if folder else {}))
+
+
+def moved(rank: int, world: int, folder: Path, cell: dict[str, Any]) -> list[bool]:
+    """Of each way between homes: the run that moved ends as the one that stayed."""
+    rows, (device, nvme) = batches(8), [configured(home, **cell) for home in (None, folder / "nvme")]
+    stayed = outcome(built(device).core, rows)
+    found = []
+    for number, (first, then) in enumerate([(nvme, device), (device, nvme), (nvme, nvme)]):
+        engine = built(first)
+        losses = train(engine.core, rows[:4])
+        engine.save_checkpoint(folder / str(number))
+        engine.destroy()
+        engine = built(then)
+        engine.load_checkpoint(folder / str(number))
+        rest = outcome(engine.core, rows[4:])
+        found.append(alike([losses + rest[0], *rest[1:]], stayed))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_run_moves_between_homes(tmp_path: Path, stage: int, precision: str) -> None:
+    (tmp_path / "nvme").mkdir()
+    cell = {"zero_stage": stage, **PRECISIONS[precision]}
+    assert run_ranks(moved, 2, tmp_path, cell) == [[True] * 3] * 2
+
+
+def edit(engine: Engine) -> None:
+    with GatheredParameters(engine.module.parameters(), modifier_rank=0):
+        engine.module.wte.weight[3:5] = 0.25
+        engine.module.blocks[1].mlp.fc.bias.add_(1)
+
+
+def put(engine: Engine) -> None:
+    for weight in (engine.module.wte.weight, engine.module.blocks[0].attn.qkv.weight):
+        value = safe_get_full_fp32_param(weight)
+        assert value is not None
+        safe_set_full_fp32_param(weight, value * 1.5)
+        moment = safe_get_full_optimizer_state(weight, "exp_avg_sq")
+        assert moment is not None and moment.any()
+        safe_set_full_optimizer_state(weight, moment * 2, "exp_avg_sq")
+
+
+def load(engine: Engine) -> None:
+    with GatheredParameters(engine.module.parameters()):
+        new = {name: value * 0.5 for name, value in engine.module.state_dict().items()}
+    engine.load_module_state_dict(new)
+
+
+def forget(engine: Engine) -> None:
+    engine.core.forget_optimizer_steps()
+
+
+def changed(rank: int, world: int, folder: Path, change: Change, cell: dict[str, Any]) -> bool:
+    ends = []
+    for home in (None, folder):
+        engine = built(configured(home, **cell))
+        assert isinstance(engine.core.homes.optimizer, Nvme) == (home is not None)
+        train(engine.core, batches(2))
+        change(engine)
+        ends.append(outcome(engine.core, batches(5)[2:]))
+        first = engine.module.wte.weight
+        ends[-1].append([safe_get_full_fp32_param(first), safe_get_local_fp32_param(first)])
+        engine.destroy()
+    return alike(*ends)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("change", [edit, put, load, forget])
+def test_what_is_changed_by_hand_lasts(tmp_path: Path, change: Change, precision: str) -> None:
+    assert run_ranks(changed, 2, tmp_path, change, PRECISIONS[precision]) == [True] * 2
