@@ -99,7 +99,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero.api.monitor megatron.zero.api.batching megatron.zero.api.hyper megatron.zero.api.saved
         megatron.zero.api.weights megatron.zero.api.optimizer megatron.zero.api.casting megatron.zero.api.schedule
         megatron.zero.api.status
-        megatron.zero.api.names megatron.zero.api.engine megatron.zero.api.meeting megatron.zero.api.initialize
+        megatron.zero.api.names megatron.zero.api.engine megatron.zero.api.meeting megatron.zero.api.offload
+        megatron.zero.api.initialize
         megatron.zero
         megatron.train megatron.train.inputs
         megatron.train.allocator megatron.train.processor megatron.train.compiling megatron.train.flops
