@@ -206,8 +206,9 @@ def _grads_at(run: Run, block: int, first: bool, last: bool) -> tuple[int, int]:
 
 
 def _takes_turns(run: Run) -> bool:
-    """Whole gradients come and go in buffers that stay: from the second step on they are there all the time."""
-    return run.policy.split_grads and run.shards > 1
+    """Whole gradients come and go in buffers that stay: from the second step on they are there all the time. (Where
+    a rank is alone, and nothing is widened, they become the sums themselves.)"""
+    return run.policy.split_grads and (run.shards > 1 or run.sums != run.grads)
 
 
 def _part(run: Run, layout: FlatLayout) -> int:
