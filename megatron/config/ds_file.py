@@ -38,7 +38,7 @@ FP16_ONLY = frozenset(row.field for path, row in TABLE.items()
 
 def build(source: str | os.PathLike[str] | Mapping[str, Any], *, flags: Mapping[str, Any] | None = None,
           fallback: Mapping[str, Any] | None = None, world_size: int = 1, in_engine: bool = False,
-          planning: bool = False, argument: str = "config") -> Config:
+          argument: str = "config") -> Config:
     """The Config of a JSON file (or dict) and flags, which must agree; `fallback` (a preset) yields to both. Its notes
     are the trainer's, or the engine's; `argument` is what the caller gave the source in."""
     flags, fallback = flags or {}, fallback or {}
@@ -49,7 +49,7 @@ def build(source: str | os.PathLike[str] | Mapping[str, Any], *, flags: Mapping[
     said = replace(found, autos=tuple(path for path in found.autos if path != WARMUP_STEPS)) if in_engine else found
     values = resolve(said, flags, dp, fallback.get("lr", ScheduleConfig.lr))
     try:
-        config = build_config({**fallback, **values}, planning=planning)
+        config = build_config({**fallback, **values})
     except ConfigError as error:
         raise ConfigError(in_its_words(said, str(error), flags)) from None
     return replace(config, notes=notes(found, config, dp, in_engine), keys=_keys(said, flags))

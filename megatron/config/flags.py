@@ -49,7 +49,7 @@ class _Help(argparse.Action):
 def parse_args(argv: Sequence[str], world_size: int = 1, *, planning: bool = False) -> Config:
     """The configuration these flags describe; ConfigError names the flag that cannot be honoured.
 
-    `world_size` is what the batch sizes of a `--deepspeed_config` are solved with; `planning` as in `build_config`.
+    `world_size` is what the batch sizes of a `--deepspeed_config` are solved with; `planning`: nothing is to be run.
     """
     parser = build_parser()
     words, problems = switches(parser, [_dashed(word) for word in argv])
@@ -70,8 +70,8 @@ def parse_args(argv: Sequence[str], world_size: int = 1, *, planning: bool = Fal
     values.pop("deepspeed", None)
     source = values.pop("deepspeed_config", None)
     if source is None:
-        return build_config({**preset, **values}, planning=planning)
-    return ds_file.build(source, flags=values, fallback=preset, world_size=world_size, planning=planning,
+        return build_config({**preset, **values})
+    return ds_file.build(source, flags=values, fallback=preset, world_size=world_size,
                          argument="--deepspeed-config")
 
 

@@ -8,13 +8,12 @@ from typing import Literal
 from megatron.config.problems import Problems
 from megatron.config.setting import flag_name, require, setting
 
-OFFLOAD_DEVICES = {"optimizer": ("none", "cpu", "nvme"), "param": ("none", "cpu", "nvme")}
-"""Where the engine can keep what when it is not in use. The planner takes all of them; training refuses the others
-(`check_available`)."""
+OFFLOAD_DEVICES = {"cpu": ("none", "cpu", "nvme"), "cuda": ("none",)}
+"""Where the engine can keep state when it is not in use, by the device that trains. The planner takes all of them."""
 
 
-def can_offload(optimizer: str, param: str) -> bool:
-    return optimizer in OFFLOAD_DEVICES["optimizer"] and param in OFFLOAD_DEVICES["param"]
+def can_offload(device: str, *places: str) -> bool:
+    return all(place in OFFLOAD_DEVICES[device] for place in places)
 
 
 _OPTIMIZER, _PARAM = "zero_optimization.offload_optimizer.", "zero_optimization.offload_param."
@@ -65,10 +64,10 @@ class OffloadConfig:
                              f"{name} nvme needs {flag_name(f'offload_{kind}_nvme_path')}")
         problems.stop()
 
-    def check_available(self) -> None:
-        """Refuse a device that the engine cannot offload to."""
-        for kind, devices in OFFLOAD_DEVICES.items():
-            name = f"offload_{kind}_device"
-            device = getattr(self, name)
-            require(device in devices,
-                    f"{flag_name(name)} {device}: offloading is not supported yet; leave it out")
+    def check_available(self, device: str) -> None:
+        """Refuse what the engine cannot do on such a device."""
+        for name in ("offload_optimizer_device", "offload_param_device"):
+            place = getattr(self, name)
+            require(can_offload(device, place),
+                    f"{flag_name(name)} {place}: offloading from GPUs is not supported yet; leave it out, or train on "
+                    "CPU ranks (CUDA_VISIBLE_DEVICES=)")

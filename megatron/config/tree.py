@@ -78,6 +78,9 @@ class Config:
             self.model.ffn_size % tp == 0,
             f"the MLP width {self.model.ffn_size} (--intermediate-size) is not divisible by --model-parallel-size {tp}",
         )
+        require(self.offload.offload_optimizer_device == "none" or self.zero.zero_stage > 0,
+                f"--offload-optimizer-device {self.offload.offload_optimizer_device} needs --zero-stage 1, 2 or 3, "
+                "not 0")
         require(self.offload.offload_param_device == "none" or self.zero.zero_stage == 3,
                 f"--offload-param-device {self.offload.offload_param_device} needs --zero-stage 3, "
                 f"not {self.zero.zero_stage}: other stages keep whole parameters on the device")
@@ -133,15 +136,11 @@ SECTIONS: dict[str, type] = {f.name: f.default_factory for f in fields(Config)  
 """Section name -> its dataclass; every field name is unique across sections (a test holds it)."""
 
 
-def build_config(values: Mapping[str, Any], *, planning: bool = False) -> Config:
-    """A Config from flat field values; fields not named keep their defaults. `planning`: what the engine cannot do yet
-    is not an error, as nothing is to be run."""
+def build_config(values: Mapping[str, Any]) -> Config:
+    """A Config from flat field values; fields not named keep their defaults."""
     sections, problems = _sections(values)
     problems.stop()
-    config = Config(**sections)
-    if not planning:
-        config.offload.check_available()
-    return config
+    return Config(**sections)
 
 
 def section_problems(values: Mapping[str, Any]) -> Problems:

@@ -38,7 +38,7 @@ class Choice:
     @property
     def is_available(self) -> bool:
         """The engine can do it today."""
-        return can_offload(self.run.homes.optimizer, self.run.homes.params)
+        return can_offload(self.run.device, self.run.homes.optimizer, self.run.homes.params)
 
     @property
     def flags(self) -> str:

@@ -48,7 +48,8 @@ def _changes(run: Run) -> Iterator[tuple[str, Run]]:
     for stage in range(config.zero.zero_stage + 1, 4) if run.dp > 1 else ():
         yield f"--zero-stage {stage}", with_stage(run, stage)
     away = Homes(optimizer="cpu")
-    if can_offload("cpu", "none") and run.homes == ON_DEVICE and config.zero.zero_stage >= away.least_stage:
+    is_of_use = run.device == "cuda" and can_offload(run.device, "cpu")
+    if is_of_use and run.homes == ON_DEVICE and config.zero.zero_stage >= away.least_stage:
         yield away.flags(), replace(run, homes=away)
     tp = 2 * run.tp
     if run.ranks % tp == 0:

@@ -59,7 +59,7 @@ def _record(run: Run, asked: Run, machine: Machine) -> dict[str, Any]:
     on_node = fullest.total if run.device == "cpu" else away.host
     return {
         "stage": run.config.zero.zero_stage, "offload": str(run.homes), "chosen": run == asked,
-        "supported": can_offload(run.homes.optimizer, run.homes.params),
+        "supported": can_offload(run.device, run.homes.optimizer, run.homes.params),
         "lasting": {**_parts(asdict(lasts), "parameters", "gradients", "optimizer"), "total": lasts.total},
         "peak": {"moment": fullest.name, "total": fullest.total,
                  **_parts(asdict(fullest), "parameters", "gradients", "optimizer", "activations", "buffers")},

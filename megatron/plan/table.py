@@ -24,7 +24,7 @@ def table(asked: Run, machine: Machine) -> Iterator[str]:
     yield from _aligned([[f"  {card} GB", _cheapest_in_words(found["cheapest"][card], found["smallest"])]
                          for card in cards], left=(1,))
     if any(not row["supported"] for row in found["rows"]):
-        yield "offloading is only planned: training refuses it in this version"
+        yield "offloading from GPUs is only planned: training refuses it in this version"
 
 
 CARDS_HEAD = ["  zero", "offload"]

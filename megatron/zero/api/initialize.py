@@ -141,7 +141,6 @@ class _Settings:
 
 def _settings(source: Any, argument: str, groups: Groups) -> _Settings:
     if isinstance(source, Config):
-        source.offload.check_available()
         return _Settings(source)
     found = ds_file.read(source, argument)
     sizes = BATCH[:2]

@@ -26,6 +26,7 @@ from mpu.groups import Groups
 
 def homes_of(config: Config, rule: Rule, device: torch.device, groups: Groups) -> Homes:
     """Collective: what one rank cannot have is an error of all."""
+    config.offload.check_available("cuda" if device.type == "cuda" else "cpu")
     homes = agree(lambda: _homes(config, rule, device, groups), groups.world)
     for home in (homes.optimizer, homes.params):
         if isinstance(home, Nvme):
