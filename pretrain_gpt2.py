@@ -65,7 +65,7 @@ def main(stop: StopRequest | None = None) -> int:
                 *recompute_notes(config.recompute, groups.tp.size, device),
                 *processor_notes(config.precision.name, device))
         log.begin(config, facts.facts(config, groups, device), facts.lines(config, groups, device, tokenizer))
-        for line in (*config.notes, *idle, *datasets.notes, *checkpoints.notes, *log.console.notes):
+        for line in (*engine.notes, *config.notes, *idle, *datasets.notes, *checkpoints.notes, *log.console.notes):
             log.say(config.in_its_words(line))
         trainer = Trainer(config, engine, build.batch_rule(config, groups, tokenizer), device, log,
                           checkpoints.saver(engine, log.say), stop)

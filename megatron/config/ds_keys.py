@@ -172,7 +172,10 @@ _ZERO_OPTIMIZATION: dict[str, Row] = {
     _ZERO + "zenflow": Only((None,), "the optimizer step is not split in time"),
     _ZERO + "leaf_module": Only((None,), "the engine itself decides which modules are gathered together"),
     f"{_OPTIMIZER_HOME}.ratio": Only((1.0,), "the optimizer state is offloaded as a whole, or not at all"),
-    f"{_OPTIMIZER_HOME}.fast_init": NoEffect(BOOLEAN, False, _PURE_SPEED),
+    f"{_OPTIMIZER_HOME}.fast_init": NoEffect(
+        BOOLEAN, False, "a drive is never filled with zeros first: what was not written yet is zero"),
+    f"{_OPTIMIZER_HOME}.pipeline": NoEffect(
+        BOOLEAN, False, "DeepSpeed does not read it either; pipeline_read and pipeline_write say it"),
     f"{_OPTIMIZER_HOME}.super_offload": Only((False,), "there is no SuperOffload step"),
     f"{_OPTIMIZER_HOME}.cpuadam_cores_perc": NoEffect(NUMBER, 0.8, "OMP_NUM_THREADS sets the number of cores per rank"),
     "aio.thread_count": Old(("aio.intra_op_parallelism",), INTEGER),

@@ -24,11 +24,11 @@ LIBRARIES = 256 << 20
 MALLOC = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}  # as scripts/lib.sh
 
 
-def planned(flags: list[str], ranks: int, stage: int) -> dict[str, int]:
+def planned(flags: list[str], ranks: int) -> dict[str, int]:
     """The planner's peak, by component."""
     command = [sys.executable, "-m", "megatron.plan", "--device", "cpu", "--ranks", str(ranks), "--json", *flags]
     rows = json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout)["rows"]
-    peak: dict[str, int] = next(row["peak"] for row in rows if row["stage"] == stage and row["offload"] == "none")
+    peak: dict[str, int] = next(row["peak"] for row in rows if row["chosen"])
     return peak
 
 
@@ -82,7 +82,7 @@ def main() -> None:
             kind = ["--no-bf16"] if precision == "fp32" else [f"--{precision}"]
             for stage in options.stage:
                 given = ["--preset", preset, *kind, "--zero-stage", str(stage), *flags]
-                plan = planned(given, options.ranks, stage)
+                plan = planned(given, options.ranks)
                 peak, seconds = measured(given, options.ranks, options.steps)
                 held = peak - LIBRARIES
                 print(f"{preset:8} {precision:9} {stage:5} {plan['total'] / 1e9:9.3f} {held / 1e9:9.3f} "

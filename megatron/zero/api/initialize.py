@@ -36,7 +36,7 @@ from megatron.zero.api.engine import Engine
 from megatron.zero.api.init import groups_of
 from megatron.zero.api.meeting import DEFAULT_PORT, init_distributed
 from megatron.zero.api.monitor import Watch, watch_of
-from megatron.zero.api.offload import homes_of
+from megatron.zero.api.offload import homes_of, offload_notes
 from megatron.zero.api.optimizer import ZeroOptimizer
 from megatron.zero.api.schedule import FollowSchedule, Scheduler, schedule_of
 from megatron.zero.engine import ZeroEngine
@@ -82,15 +82,17 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
     _move_buffers(model, device, DTYPES[config.precision.name])
     rule, param_groups, defaults, client = _rule_and_groups(settings, model, model_parameters, optimizer)
     _check_groups(model, param_groups)
+    homes, told = homes_of(config, rule, model, device, groups)
     core = ZeroEngine(model, groups, zero=config.zero, precision=config.precision, rule=rule,
-                      param_groups=param_groups, device=device, homes=homes_of(config, rule, device, groups),
+                      param_groups=param_groups, device=device, homes=homes,
                       clip_grad=config.optim.clip_grad, accumulation=config.accumulation(groups.dp.size))
     watch_over(core)
     wrapped = ZeroOptimizer(core, defaults, client)
     scheduler = _scheduler(settings, lr_scheduler, wrapped)
     engine = Engine(core, config, wrapped, scheduler, settings.watch, mpu)
+    engine.notes = told + offload_notes(config, homes, device)
     if groups.world.rank == 0:
-        _say(settings, device, groups.dp.size)
+        _say(settings, engine, groups.dp.size)
         for number in (number for number, group in enumerate(param_groups) if not group["params"]):
             print(f"warning: param group {number} of the optimizer is empty: its hyper-parameters apply to nothing")
     if training_data is not None:
@@ -155,14 +157,15 @@ def _settings(source: Any, argument: str, groups: Groups) -> _Settings:
     return _Settings(config, "optimizer.type" in keys, "scheduler.type" in keys, watch_of(keys), found)
 
 
-def _say(settings: _Settings, device: torch.device, dp_size: int) -> None:
+def _say(settings: _Settings, engine: Engine, dp_size: int) -> None:
     """What a user should read once: keys that were understood in another way, or can do nothing here; with
     `dump_state`, the whole configuration."""
     config, found = settings.config, settings.found
     if found is None:
         return
-    idle = zero_notes(config.zero, precision=config.precision.name, on_cuda=device.type == "cuda")
-    for line in (*config.notes, *(ds_file.in_its_words(found, note.removeprefix(" note: "), {}) for note in idle)):
+    idle = zero_notes(config.zero, precision=config.precision.name, on_cuda=engine.device.type == "cuda")
+    of_settings = [ds_file.in_its_words(found, note.removeprefix(" note: "), {}) for note in (*engine.notes, *idle)]
+    for line in (*config.notes, *of_settings):
         print(line.strip(), flush=True)
     if found.of_engine.get("dump_state"):
         print("\n".join(["configuration", *_rows(settings, dp_size)]), flush=True)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from zlib import crc32
 
 import torch
+from torch import nn
 
 from megatron.checkpoint.agree import agree
 from megatron.config.tree import Config, OffloadConfig, flag_name
@@ -14,9 +17,11 @@ from megatron.launch import exits
 from megatron.launch.distributed import read_environment
 from megatron.optim.adam import LARGEST_TILE
 from megatron.optim.rule import Rule
+from megatron.zero.holders import shape_of
 from megatron.zero.homes.here import Here
 from megatron.zero.homes.nvme import Nvme, NvmeSettings
 from megatron.zero.homes.parts import STEP_SETS, part_of_step, part_of_weights, sets_of_weights
+from megatron.zero.homes.preflight import examine
 from megatron.zero.homes.shelf import Home, Homes
 from megatron.zero.homes.swapfolder import SwapFolder, tidy
 from megatron.zero.homes.tilefile import AioSettings
@@ -24,55 +29,103 @@ from megatron.zero.precision import DTYPES
 from mpu.groups import Groups
 
 
-def homes_of(config: Config, rule: Rule, device: torch.device, groups: Groups) -> Homes:
-    """Collective: what one rank cannot have is an error of all."""
+def homes_of(config: Config, rule: Rule, model: nn.Module, device: torch.device, groups: Groups,
+             ) -> tuple[Homes, list[str]]:
+    """And what to say of the drives. Collective: what one rank cannot have is an error of all."""
     config.offload.check_available("cuda" if device.type == "cuda" else "cpu")
-    homes = agree(lambda: _homes(config, rule, device, groups), groups.world)
+    drives = Drives(config, groups)
+    homes = agree(lambda: _homes(config, rule, device, drives), groups.world)
     for home in (homes.optimizer, homes.params):
         if isinstance(home, Nvme):
             exits.before_failing(home.close)
-    return homes
+    expected = _expected(config, rule, model, groups.dp.size)
+    return homes, agree(lambda: drives.examine(expected), groups.world)
 
 
-def _homes(config: Config, rule: Rule, device: torch.device, groups: Groups) -> Homes:
+def _homes(config: Config, rule: Rule, device: torch.device, drives: Drives) -> Homes:
     offload, work = config.offload, DTYPES[config.precision.name]
     optimizer: Home = Here(device)
     params: Home = Here(device, work)
-    folders = Folders(config, groups)
     of_step = None
     if offload.offload_optimizer_device == "nvme":
         tile = min(LARGEST_TILE, config.zero.sub_group_size)
         of_step = part_of_step(tile, offload.offload_optimizer_buffer_count, 1 + len(rule.states))
-        optimizer = Nvme(folders.get("optimizer"), "optimizer", rule.states, NvmeSettings(
+        optimizer = Nvme(drives.folder("optimizer"), "optimizer", rule.states, NvmeSettings(
             part=of_step, sets=STEP_SETS, whole=not rule.elementwise, pinned=offload.offload_optimizer_pin_memory,
             reads_ahead=offload.offload_optimizer_pipeline_read,
             writes_behind=offload.offload_optimizer_pipeline_write, aio=_aio(offload)))
     if offload.offload_param_device == "nvme":
         size, buffers = offload.offload_param_buffer_size, offload.offload_param_buffer_count
         part = part_of_weights(size, of_step)
-        params = Nvme(folders.get("param"), "param", (), NvmeSettings(
+        params = Nvme(drives.folder("param"), "param", (), NvmeSettings(
             part=part, sets=sets_of_weights(size, buffers, part), dtype=work,
             in_memory=offload.offload_param_max_in_cpu, pinned=offload.offload_param_pin_memory, aio=_aio(offload)))
     return Homes(optimizer, params)
 
 
-class Folders:
+@dataclass(frozen=True)
+class _Use:
+    """Bytes of one rank on a drive, and those it reads and writes in a step."""
+
+    kept: int
+    read: int
+    written: int
+
+
+def _expected(config: Config, rule: Rule, model: nn.Module, dp_size: int) -> dict[str, _Use]:
+    """By kind of state, but for the padding of shards."""
+    numel = -(-sum(shape_of(parameter).numel() for parameter in model.parameters()) // dp_size)
+    state = 4 * numel * (1 + len(rule.states))
+    on_drive = max(0, numel - config.offload.offload_param_max_in_cpu) * DTYPES[config.precision.name].itemsize
+    return {"optimizer": _Use(state, state, state),
+            "param": _Use(on_drive, 2 * on_drive * config.accumulation(dp_size), on_drive)}
+
+
+class Drives:
     """This rank's folders on drives, one for each path."""
 
     def __init__(self, config: Config, groups: Groups) -> None:
         self._offload, self._run, self._rank = config.offload, _name(config), groups.world.rank
-        self._made: dict[str, SwapFolder] = {}
+        self._node = read_environment()
+        self._folders: dict[str, SwapFolder] = {}
+        self._kinds: dict[str, list[str]] = {}
 
-    def get(self, kind: str) -> SwapFolder:
+    def folder(self, kind: str) -> SwapFolder:
         """Of the setting of this kind of state."""
         name = f"offload_{kind}_nvme_path"
         path: str = getattr(self._offload, name)
-        if path not in self._made:
-            self._made[path] = SwapFolder(path, self._run, self._rank, flag=flag_name(name))
-            ranks = read_environment()
-            if ranks.local_rank == 0:
-                tidy(path, self._run, range(self._rank, self._rank + ranks.local_world_size))
-        return self._made[path]
+        self._kinds.setdefault(path, []).append(kind)
+        if path not in self._folders:
+            self._folders[path] = SwapFolder(path, self._run, self._rank, flag=flag_name(name))
+            if self._node.local_rank == 0:
+                tidy(path, self._run, range(self._rank, self._rank + self._node.local_world_size))
+        return self._folders[path]
+
+    def examine(self, expected: Mapping[str, _Use]) -> list[str]:
+        """What each drive is expected to do, measured by one rank of a node; the others wait for it."""
+        if self._node.local_rank != 0:
+            return []
+        lines = []
+        for path, kinds in self._kinds.items():
+            needed, read, written = (self._node.local_world_size * sum(getattr(expected[kind], what) for kind in kinds)
+                                     for what in ("kept", "read", "written"))
+            lines.append(str(examine(path, needed=needed, read_a_step=read, written_a_step=written,
+                                     flag=self._folders[path].flag)))
+        return lines
+
+
+def offload_notes(config: Config, homes: Homes, device: torch.device) -> list[str]:
+    """A line for each setting that does less here than its name says."""
+    offload, found = config.offload, []
+    for name in ("offload_optimizer_device", "offload_param_device"):
+        if getattr(offload, name) == "cpu" and device.type == "cpu":
+            found.append(f" note: {flag_name(name)} cpu has no effect here: the device is the host")
+    if isinstance(homes.params, Nvme) and not homes.params.holds_anything:
+        found.append(f" note: all weights of a rank are within {flag_name('offload_param_max_in_cpu')} "
+                     f"{offload.offload_param_max_in_cpu}, and stay on the host")
+    if homes.fetches and config.save.async_save:
+        found.append(" note: --async-save has no effect here: a copy of the state has no room where that is on a drive")
+    return found
 
 
 def _name(config: Config) -> str:

@@ -157,6 +157,11 @@ class Nvme:
         return NvmeShelf(self, file, numel, parts)
 
     @property
+    def holds_anything(self) -> bool:
+        """Some shelf is on the drive."""
+        return bool(self._files)
+
+    @property
     def traffic(self) -> Traffic:
         """Since the beginning."""
         total = Traffic()

@@ -132,6 +132,11 @@ class Homes:
     params: Home
     """Of weights that come and go."""
 
+    @property
+    def fetches(self) -> bool:
+        """There is something that has to be fetched when it is looked at."""
+        return self.optimizer.is_elsewhere or self.params.is_elsewhere
+
     def settle(self) -> None:
         self.optimizer.settle()
         self.params.settle()

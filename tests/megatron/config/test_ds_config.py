@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from megatron.config import Config, OptimConfig, ZeroConfig
-from megatron.config import offload as offload_section
 from megatron.config.ds_batch import solve_batch
 from megatron.config.ds_file import build, read
 from megatron.config.ds_keys import OBJECTS, TABLE, Absent, NoEffect, Old, Only
@@ -98,10 +97,10 @@ def own_case(name: str) -> tuple[Any, Any, dict[str, Any]]:
 BOARD = {"tensorboard": {"enabled": True, "output_path": "out", "job_name": "job"}}
 ZERO, PARAM, HOME, KEEP = ("zero_optimization.", "zero_optimization.offload_param.",
                            "zero_optimization.offload_optimizer.", "activation_checkpointing.")
-UNREADY, STAGE_3 = "not supported yet", {"zero_optimization": {"stage": 3}}
+STAGE_2, STAGE_3 = ({"zero_optimization": {"stage": stage}} for stage in (2, 3))
 
-# path -> (value in, fields out or the words of a refusal, what must be beside it)
-CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+# path -> (value in, fields out, what must be beside it)
+CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "train_batch_size": (32, {"global_batch_size": 32, "batch_size": 32}, {}),
     "train_micro_batch_size_per_gpu": (2, {"batch_size": 2, "global_batch_size": 2}, {}),
     "gradient_accumulation_steps": (3, {"global_batch_size": 12}, {}),
@@ -166,18 +165,20 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         "reduce_bucket_size", "allgather_bucket_size", "sub_group_size", "stage3_max_live_parameters",
         "stage3_max_reuse_distance", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")},
     ZERO + "stage3_gather_fp16_weights_on_model_save": (True, {"stage3_gather_16bit_weights_on_model_save": True}, {}),
-    ZERO + "cpu_offload": (True, UNREADY, {}),
-    ZERO + "cpu_offload_param": (True, UNREADY, STAGE_3),
-    ZERO + "cpu_offload_params": (True, UNREADY, STAGE_3),
+    ZERO + "cpu_offload": (True, {"zero_stage": 2, "offload_optimizer_device": "cpu"}, STAGE_2),
+    **{ZERO + name: (True, {"zero_stage": 3, "offload_param_device": "cpu"}, STAGE_3) for name in (
+        "cpu_offload_param", "cpu_offload_params")},
     ZERO + "cpu_offload_use_pin_memory": (
         False, {"offload_optimizer_pin_memory": False, "offload_param_pin_memory": False}, {}),
-    HOME + "device": ("cpu", UNREADY, {}),
+    HOME + "device": ("cpu", {"zero_stage": 2, "offload_optimizer_device": "cpu"}, STAGE_2),
     HOME + "nvme_path": ("/nvme", {"offload_optimizer_nvme_path": "/nvme"}, {}),
     HOME + "buffer_count": (6, {"offload_optimizer_buffer_count": 6}, {}),
     HOME + "pin_memory": (False, {"offload_optimizer_pin_memory": False}, {}),
-    HOME + "pipeline_read": (True, {"offload_optimizer_pipeline_read": True}, {}),
-    HOME + "pipeline_write": (True, {"offload_optimizer_pipeline_write": True}, {}),
-    PARAM + "device": ("nvme", UNREADY, merged(STAGE_3, nested(PARAM + "nvme_path", "/nvme"))),
+    HOME + "pipeline_read": (False, {"offload_optimizer_pipeline_read": False}, {}),
+    HOME + "pipeline_write": (False, {"offload_optimizer_pipeline_write": False}, {}),
+    PARAM + "device": (
+        "nvme", {"zero_stage": 3, "offload_param_device": "nvme", "offload_param_nvme_path": "/nvme"},
+        merged(STAGE_3, nested(PARAM + "nvme_path", "/nvme"))),
     PARAM + "nvme_path": ("/nvme", {"offload_param_nvme_path": "/nvme"}, {}),
     PARAM + "buffer_count": (6, {"offload_param_buffer_count": 6}, {}),
     PARAM + "buffer_size": (1e6, {"offload_param_buffer_size": 1_000_000}, {}),
@@ -213,12 +214,7 @@ def test_every_key_with_an_effect_has_a_case():
 @pytest.mark.parametrize("path", CASES)
 def test_a_key_sets_its_fields_and_no_other(path):
     value, expected, beside = CASES[path]
-    tree = merged(beside, nested(path, value))
-    if isinstance(expected, str):
-        told = refusal(tree)
-        assert expected in told and path in told, "named as the user wrote it"
-        return
-    config = build(tree)
+    config = build(merged(beside, nested(path, value)))
     assert changes(config) == expected
     assert any(f"{path} is deprecated" in note for note in config.notes) == isinstance(TABLE[path], Old)
 
@@ -485,14 +481,55 @@ def test_a_buffer_has_room_for_the_chunks_of_a_forward():
     assert build(tree, flags={**flags, "checkpoint_activations": False}).chunks == 4, "the section switches nothing on"
 
 
-def test_offload_becomes_possible_by_one_constant(monkeypatch):
-    monkeypatch.setattr(offload_section, "OFFLOAD_DEVICES", ("none", "cpu", "nvme"))
-    assert build(nested(ZERO + "cpu_offload", True)).offload.offload_optimizer_device == "cpu"
-    assert "needs --zero-stage 3, not 0" in refusal(nested(PARAM + "device", "cpu"))
-    told = refusal(nested(HOME + "device", "nvme"))
-    assert "offload_optimizer.device nvme needs --offload-optimizer-nvme-path" in told
-    tree = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/x"}}}
-    assert build(tree).offload.offload_param_nvme_path == "/x"
+OFFLOADED = [(kind, place, stage) for kind in (HOME, PARAM) for place in ("cpu", "nvme") for stage in range(4)]
+
+
+@pytest.mark.parametrize(("section", "place", "stage"), OFFLOADED)
+def test_what_is_split_over_ranks_can_be_offloaded_and_nothing_else(section, place, stage):
+    kind, least = ("optimizer", 1) if section == HOME else ("param", 3)
+    tree = merged(nested(section + "device", place), nested(section + "nvme_path", "/x"), nested(ZERO + "stage", stage))
+    if stage < least:
+        told = refusal(tree)
+        assert f"{section}device {place} needs zero_optimization.stage {3 if least == 3 else '1, 2 or 3'}" in told
+        assert f"not {stage}" in told, "in the words of the file"
+    else:
+        config = build(tree)
+        assert flat(config)[f"offload_{kind}_device"] == place and config.zero.zero_stage == stage
+
+
+@pytest.mark.parametrize("old", ["cpu_offload", "cpu_offload_params"])
+def test_the_old_names_need_the_same_stage_and_are_named_in_the_refusal(old):
+    assert f"{ZERO}{old} cpu needs --zero-stage " in refusal(nested(ZERO + old, True))
+    assert build(nested(ZERO + old, False)) == Config()
+
+
+@pytest.mark.parametrize(("section", "kind"), [(HOME, "optimizer"), (PARAM, "param")])
+def test_a_drive_needs_its_folder(section, kind):
+    for path in ({}, nested(section + "nvme_path", None)):
+        told = refusal(merged(STAGE_3, nested(section + "device", "nvme"), path))
+        assert f"offload_{kind}.device nvme needs " in told and "nvme" in told and "path" in told
+
+
+def test_only_a_gpu_refuses_to_offload_and_only_when_it_is_used():
+    nothing = build({}).offload
+    for section, kind in ((HOME, "optimizer"), (PARAM, "param")):
+        for place in ("cpu", "nvme"):
+            tree = merged(STAGE_3, nested(section + "device", place), nested(section + "nvme_path", "/x"))
+            offload = build(tree).offload
+            offload.check_available("cpu")
+            with pytest.raises(ConfigError, match=f"^--offload-{kind}-device {place}: offloading from GPUs is not"):
+                offload.check_available("cuda")
+    nothing.check_available("cpu")
+    nothing.check_available("cuda")
+
+
+@pytest.mark.parametrize("name", ["DeepSpeedCPUAdam", "deepspeedcpuadam", "DeepSpeed_Adam", "FusedAdam", "Adam"])
+def test_every_name_of_adam_is_adamw_unless_the_file_says_otherwise(name):
+    beside = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    assert build(merged(beside, typed(name))).optim == build(merged(beside, ADAM)).optim
+    assert build(typed(name)).optim.adam_w_mode
+    coupled = merged(typed(name), nested("optimizer.params.adam_w_mode", False))
+    assert not build(coupled).optim.adam_w_mode
 
 
 # ---- batch sizes -------------------------------------------------------------------------------------------------
@@ -715,6 +752,8 @@ SCALING = {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hystere
 STAGE3 = {"stage": 3, "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e8,
           "stage3_prefetch_bucket_size": 5e7, "contiguous_gradients": True, "overlap_comm": True,
           "reduce_bucket_size": 90000000, "sub_group_size": 4e8}
+STAGE3_FIELDS = {"zero_stage": 3, "stage3_max_reuse_distance": 100_000_000, "reduce_bucket_size": 90_000_000,
+                 "sub_group_size": 400_000_000}
 MISSPELT = "unknown key zero_optimization.stage3_param_persitance_threshold; did you mean"
 
 # What the published examples' files say, flags, the ranks, and either the effect or the words of the refusal.
@@ -752,7 +791,9 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], int, Any]] = {
     "offload": ({"train_micro_batch_size_per_gpu": 12, "gradient_accumulation_steps": 5, "steps_per_print": 100,
                  "optimizer": {"type": "DeepSpeed_Adam", "params": {"lr": 0.00015, "weight_decay": 1e-2}},
                  "zero_optimization": {"stage": 2, "cpu_offload": True, "reduce_bucket_size": 50000000},
-                 "gradient_clipping": 1.0, "fp16": SCALING}, {}, 1, "cpu_offload cpu: offloading is not supported yet"),
+                 "gradient_clipping": 1.0, "fp16": SCALING}, {}, 1,
+                {"batch_size": 12, "global_batch_size": 60, "log_interval": 100, "zero_stage": 2,
+                 "offload_optimizer_device": "cpu", "reduce_bucket_size": 50_000_000, "fp16": True}),
     "no zero": ({"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 1, "steps_per_print": 10,
                  "gradient_clipping": 1.0, "fp16": {**SCALING, "initial_scale_power": 10},
                  "wall_clock_breakdown": True}, {}, 1,
@@ -763,18 +804,23 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], int, Any]] = {
     "stage 3, spelt right": ({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1,
                               "zero_optimization": {**STAGE3, "stage3_param_persistence_threshold": 8.192e4},
                               "fp16": {**SCALING, "loss_scale": 1024}, "zero_allow_untested_optimizer": False}, {}, 1,
-                             {"zero_stage": 3, "stage3_max_reuse_distance": 100_000_000,
-                              "stage3_param_persistence_threshold": 81_920, "reduce_bucket_size": 90_000_000,
-                              "sub_group_size": 400_000_000, "global_batch_size": 4, "fp16": True, "loss_scale": 1024}),
+                             {**STAGE3_FIELDS, "stage3_param_persistence_threshold": 81_920, "global_batch_size": 4,
+                              "fp16": True, "loss_scale": 1024}),
     "stage 3, old offload": ({"train_batch_size": 64, "zero_optimization": {
         **STAGE3, "cpu_offload": True, "cpu_offload_params": True, "cpu_offload_use_pin_memory": True}}, {}, 1,
-        UNREADY),
+        {"batch_size": 64, "global_batch_size": 64, **STAGE3_FIELDS, "offload_optimizer_device": "cpu",
+         "offload_param_device": "cpu"}),
     "infinity": ({"train_micro_batch_size_per_gpu": 4, "zero_optimization": {
         **STAGE3, "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme_data", "buffer_count": 4,
                                         "pipeline_read": False, "pipeline_write": False, "pin_memory": True},
         "offload_param": {"device": "nvme", "nvme_path": "/nvme_data", "max_in_cpu": 1, "pin_memory": True}},
         "aio": {"block_size": 1048576, "queue_depth": 16, "single_submit": False, "overlap_events": True,
-                "thread_count": 2}}, {}, 1, "offload_optimizer.device nvme: offloading is not supported yet"),
+                "thread_count": 2}}, {}, 1,
+        {"global_batch_size": 4, **STAGE3_FIELDS, "offload_optimizer_device": "nvme",
+         "offload_optimizer_nvme_path": "/nvme_data", "offload_optimizer_pipeline_read": False,
+         "offload_optimizer_pipeline_write": False, "offload_param_device": "nvme",
+         "offload_param_nvme_path": "/nvme_data", "offload_param_max_in_cpu": 1, "aio_queue_depth": 16,
+         "aio_intra_op_parallelism": 2}),
 }
 
 
@@ -818,7 +864,7 @@ def test_the_guide_names_every_key():
 STRANGE = [None, True, False, 0, -1, 1, 2, 1.5, 1e9, 5e8, 1e400, math.nan, 10**30, "", "auto", "cpu", "none", "true ",
            "fp32", "Adam", "WarmupLR", [], [0.9, 0.95], [None], {}, {"enabled": False}, {"stage": 3}, {"type": "Adam"}]
 WHOLE = merged(*(merged(beside, nested(path, value)) for path, (value, expected, beside) in CASES.items()
-                 if not isinstance(expected, str) and not isinstance(TABLE[path], Old)
+                 if not isinstance(TABLE[path], Old)
                  and path not in ("bf16.enabled", "scheduler.params.cos_min_ratio", "prescale_gradients")
                  and beside not in (RANGE, CYCLE) and not path.startswith(("scheduler.params.decay_"))
                  and beside.get("optimizer", ADAM["optimizer"]) == ADAM["optimizer"]),

@@ -45,6 +45,29 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "activations": {"optimizer": ADAM, "activation_checkpointing": {
         "partition_activations": True, "cpu_checkpointing": True, "contiguous_memory_optimization": False,
         "synchronize_checkpoint_boundary": False}},
+    "offload": {"optimizer": ADAM, "zero_optimization": {
+        "stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}},
+    "offload of old": {"optimizer": ADAM, "zero_optimization": {
+        "stage": 2, "cpu_offload": True, "cpu_offload_use_pin_memory": True}},
+    "offload by its own Adam": {
+        "optimizer": {"type": "DeepSpeedCPUAdam", "params": {"lr": 1e-4, "adam_w_mode": True, "weight_decay": 0.1}},
+        "zero_force_ds_cpu_optimizer": False, "zero_optimization": {"stage": 3, "offload_optimizer": {
+            "device": "cpu", "pin_memory": False, "ratio": 1.0, "super_offload": False, "cpuadam_cores_perc": 0.8}}},
+    "infinity": {
+        "optimizer": ADAM,
+        "zero_optimization": {
+            "stage": 3, "sub_group_size": 1e9, "overlap_comm": True, "contiguous_gradients": True,
+            "offload_optimizer": {"device": "nvme", "nvme_path": "/local_nvme", "pin_memory": True, "buffer_count": 4,
+                                  "fast_init": False, "pipeline_read": True, "pipeline_write": True},
+            "offload_param": {"device": "nvme", "nvme_path": "/local_nvme", "pin_memory": True, "buffer_count": 5,
+                              "buffer_size": 1e8, "max_in_cpu": 1e9}},
+        "aio": {"block_size": 262144, "queue_depth": 32, "thread_count": 1, "single_submit": False,
+                "overlap_events": True, "use_gds": False}},
+    "one home on each": {"optimizer": ADAM, "zero_optimization": {
+        "stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/local_nvme"},
+        "offload_param": {"device": "cpu", "nvme_path": None}}},
+    "homes switched off": {"optimizer": ADAM, "zero_optimization": {
+        "stage": 1, "cpu_offload": False, "offload_optimizer": {"device": "none"}, "offload_param": None}},
     "deprecated": {"optimizer": ADAM, "fp32_allreduce": True, "zero_optimization": True, "allgather_size": 5e8},
 }
 
@@ -58,9 +81,12 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "1-bit Lamb without its type": ({"optimizer": {"type": "Lamb", "params": {"coeff_beta": 0.9, "factor_max": 4,
                                                                               "freeze_step": 5}}},
                                     ["params.coeff_beta", "params.factor_max", "params.freeze_step", "3 errors"]),
-    "offload": ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}},
-                ["zero_optimization.offload_optimizer.device cpu: offloading is not supported yet"]),
-    "offload of old": ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, ["cpu_offload cpu: offloading"]),
+    "offload without stage": ({"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}},
+                              ["offload_optimizer.device cpu needs zero_optimization.stage 1, 2 or 3, not 0"]),
+    "parameters at stage 2": ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+                              ["offload_param.device cpu needs zero_optimization.stage 3, not 2"]),
+    "a part of the state": ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.3}}},
+                            ["offload_optimizer.ratio is 0.3", "the optimizer state is offloaded as a whole"]),
     "GPU direct": ({"aio": {"use_gds": True}}, ["aio.use_gds is true"]),
     "zenflow": ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, ["the optimizer step is not split in time"]),
     "autotuning": ({"autotuning": {"enabled": True, "fast": False}}, ["autotuning is not supported"]),

@@ -1,0 +1,144 @@
+"""A drive that fails ends the run with its name and exit code 7, before it is trained on; two jobs do not meet."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.errors import ConfigError, StorageError
+from megatron.zero.api.engine import Engine
+from megatron.zero.homes.blockfile import BlockFile
+from tests.distributed import run_ranks
+from tests.megatron.zero.homes.test_equal import alike, batches, outcome, train
+from tests.megatron.zero.homes.test_use import built, configured
+
+
+def on_drive(folder: Path, **cell: Any) -> Engine:
+    engine = built(configured(folder, **cell))
+    train(engine.core, batches(2))
+    return engine
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*/*"))
+
+
+def flip(path: Path, at: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(at)
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte[0] ^ 4]))
+
+
+@pytest.mark.parametrize("kind", ["optimizer", "param"])
+def test_a_flipped_bit_ends_the_run(tmp_path: Path, kind: str) -> None:
+    """In the middle of the file of the largest bucket: not what is in the buffers."""
+    engine = on_drive(tmp_path)
+    engine.core.homes.settle()
+    victim = max((path for path in files(tmp_path) if path.name.startswith(kind)), key=lambda path: path.stat().st_size)
+    flip(victim, victim.stat().st_size // 2)
+    with pytest.raises(StorageError, match=f"{victim.name}.* is not what was written"):
+        train(engine.core, batches(1))
+    assert StorageError.code == 7
+    engine.destroy()
+
+
+def test_two_files_exchanged_end_the_run(tmp_path: Path) -> None:
+    engine = on_drive(tmp_path)
+    engine.core.homes.settle()
+    one, other = [path for path in files(tmp_path) if "blocks" in path.name and path.name.startswith("optimizer")]
+    content = one.read_bytes(), other.read_bytes()
+    one.write_bytes(content[1])
+    other.write_bytes(content[0])
+    with pytest.raises(StorageError, match="is not what was written"):
+        train(engine.core, batches(1))
+    engine.destroy()
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+def test_an_error_of_the_drive_ends_the_run_and_nothing_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                                code: int) -> None:
+    """Found at the latest where the bytes are wanted again; a step that wrote a part of its state is no base."""
+    engine = on_drive(tmp_path)
+    engine.core.homes.settle()
+    write = BlockFile.write
+
+    def fail(file: BlockFile, data: memoryview, at: int) -> None:
+        if at:
+            raise OSError(code, os.strerror(code))
+        write(file, data, at)
+
+    monkeypatch.setattr(BlockFile, "write", fail)
+    with pytest.raises(StorageError, match="cannot write tile"):
+        train(engine.core, batches(2))
+    monkeypatch.undo()
+    with pytest.raises((StorageError, ConfigError)):
+        train(engine.core, batches(2))
+    with pytest.raises((StorageError, ConfigError)):
+        engine.save_checkpoint(tmp_path / "saved")
+    assert not (tmp_path / "saved" / "latest").exists()
+    engine.destroy()
+
+
+def test_jobs_in_one_folder_do_not_meet(tmp_path: Path) -> None:
+    """Of the same run, which would take the same names."""
+    rows = batches(6)
+    engines = [built(configured(tmp_path)) for _ in range(2)]
+    assert len(list(tmp_path.iterdir())) == 2
+    losses: list[list[float]] = [[], []]
+    for row in rows[:3].split(1):
+        for engine, seen in zip(engines, losses, strict=True):
+            seen += train(engine.core, row)
+    engines[0].destroy()
+    both = [losses[0], losses[1] + train(engines[1].core, rows[3:])]
+    engines[1].destroy()
+    alone = built(configured(None))
+    expected = train(alone.core, rows)
+    assert both == [expected[:6], expected] and not list(tmp_path.iterdir())
+
+
+def killed(rank: int, world: int, folder: Path) -> None:
+    on_drive(folder)
+    os._exit(9)
+
+
+def test_what_a_killed_run_left_is_gone_with_its_next_start(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError):
+        run_ranks(killed, 1, tmp_path)
+    left = files(tmp_path)
+    assert left and all(path.stat().st_mode & 0o777 == 0o600 for path in left)
+    assert {path.parent.stat().st_mode & 0o777 for path in left} == {0o700}
+    assert run_ranks(again, 1, tmp_path) == [True]
+    assert not list(tmp_path.iterdir())
+
+
+def again(rank: int, world: int, folder: Path) -> bool:
+    engine, plain = built(configured(folder)), built(configured(None))
+    same = alike(outcome(engine.core, batches(3)), outcome(plain.core, batches(3)))
+    engine.destroy()
+    return same
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_its_setting(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--offload-optimizer-nvme-path .*gone: there is no such folder"):
+        built(configured(tmp_path / "gone"))
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="expected a folder, found a file"):
+        built(configured(tmp_path / "file"))
+
+
+def test_a_step_that_is_skipped_touches_nothing(tmp_path: Path) -> None:
+    engine = built(configured(tmp_path, fp16=True, initial_loss_scale=2.0 ** 40, zero_stage=2))
+    before = [vars(home.traffic).copy() for home in [engine.core.homes.optimizer]]  # type: ignore[attr-defined]
+    train(engine.core, batches(3))
+    assert engine.core.skipped_steps == 3
+    after = [vars(home.traffic) for home in [engine.core.homes.optimizer]]  # type: ignore[attr-defined]
+    assert [one["written_bytes"] for one in after] == [one["written_bytes"] for one in before]
+    assert torch.isfinite(engine.module.wte.weight).all()
+    engine.destroy()
