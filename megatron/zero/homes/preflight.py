@@ -63,7 +63,7 @@ def examine(nvme_path: str | os.PathLike[str], *, needed: int, read_a_step: int,
         raise StorageError(f"{flag} {path}: {_bytes(free)} free, but this run needs {_bytes(needed)} there; free space "
                            "or choose another folder")
     try:
-        read_rate, write_rate = _rates(path, min(MOST, free // 4))
+        read_rate, write_rate = _rates(path, min(MOST, free // 4, needed))
     except OSError as error:
         raise StorageError(f"{flag} {path}: cannot write there and read back: {error.strerror}; make it writable, or "
                            "choose another folder") from error

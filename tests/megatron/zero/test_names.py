@@ -102,6 +102,21 @@ def test_answers_are_those_of_the_configuration(engine: Any) -> None:
     assert half.get_data_types()[0] == torch.half
 
 
+@pytest.mark.parametrize(("optimizer", "params"), [(None, None), ("none", "none"), ("cpu", None), ("nvme", None),
+                                                   ("cpu", "nvme"), ("nvme", "cpu")])
+def test_what_is_offloaded_is_what_the_file_says(optimizer: str | None, params: str | None, tmp_path: Path) -> None:
+    homes = {f"offload_{kind}": place and {"device": place, "nvme_path": str(tmp_path)}
+             for kind, place in (("optimizer", optimizer), ("param", params))}
+    engine: Any = made(3, zero_optimization={"stage": 3, **homes})
+    assert engine.zero_offload_optimizer() == (optimizer if optimizer != "none" else None)
+    assert engine.zero_offload_param() == (params if params != "none" else None)
+    assert engine.zero_cpu_offload() is (optimizer == "cpu")
+    assert engine.zero_nvme_offload_optimizer() is (optimizer == "nvme")
+    assert engine.zero_use_cpu_optimizer() is (optimizer in ("cpu", "nvme"))
+    assert engine.zero_partial_offload() == 1.0
+    engine.destroy()
+
+
 def test_other_names_are_the_models_or_an_error_with_the_nearest(engine: Any) -> None:
     assert engine.hidden_width == 6 and engine.head is engine.module.head and engine.training
     engine.eval()

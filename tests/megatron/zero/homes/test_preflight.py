@@ -23,7 +23,7 @@ def little(monkeypatch):
     monkeypatch.setattr(preflight, "MOST", 4 << 20)
 
 
-def look(path: Path, needed: int = 1000) -> Drive:
+def look(path: Path, needed: int = 8 << 20) -> Drive:
     return examine(path, needed=needed, read_a_step=10**9, written_a_step=10**9, flag=FLAG)
 
 
