@@ -44,7 +44,7 @@ class OffloadConfig:
     offload_param_pin_memory: bool = setting(True, "page-locked host memory", json=_PARAM + "pin_memory")
     aio_block_size: int = setting(1_048_576, "bytes per NVMe request", json="aio.block_size")
     aio_queue_depth: int = setting(8, "NVMe requests in flight", json="aio.queue_depth")
-    aio_intra_op_parallelism: int = setting(1, "threads per read or write", "aio-thread-count",
+    aio_intra_op_parallelism: int = setting(1, "reads under way at a time, and as many writes", "aio-thread-count",
                                             json="aio.intra_op_parallelism")
     aio_single_submit: bool = setting(False, "submit NVMe requests one by one", json="aio.single_submit")
     aio_overlap_events: bool = setting(True, "submit further NVMe requests while others complete",

@@ -14,7 +14,7 @@ from typing import Literal
 from megatron.config.tree import Config, ModelConfig, ZeroConfig, data_parallel_size
 from megatron.plan.activations import FP32, Activations, Device
 from megatron.zero.homes.parts import STEP_SETS, cut, part_of_step, part_of_weights, sets_of_weights
-from megatron.zero.layout import ALIGNMENT, FlatLayout, Slot
+from megatron.zero.layout import FlatLayout, Slot, align
 from megatron.zero.policy import Policy, policy
 from mpu.split import pad_vocab
 
@@ -195,7 +195,7 @@ class Run:
     @property
     def tile(self) -> int:
         """Elements of an optimizer step at a time."""
-        return min(LARGEST_TILE, -(-self.config.zero.sub_group_size // ALIGNMENT) * ALIGNMENT)
+        return min(LARGEST_TILE, align(self.config.zero.sub_group_size))
 
     @property
     def elsewhere(self) -> Elsewhere:

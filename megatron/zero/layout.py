@@ -56,7 +56,7 @@ class FlatLayout:
         self.slots = _place(slots)
         self.shards = shards
         used = self.slots[-1].end if self.slots else 0
-        self.shard_numel = _align(-(-used // shards))
+        self.shard_numel = align(-(-used // shards))
         self.numel = self.shard_numel * shards
         self.form = self.numel, tuple((slot.offset, slot.shape) for slot in self.slots)
         """Equal for layouts that can use each other's buffers."""
@@ -99,9 +99,9 @@ def _place(slots: Sequence[Slot]) -> tuple[Slot, ...]:
     placed, offset = [], 0
     for slot in sorted(slots, key=lambda s: s.group):
         placed.append(replace(slot, offset=offset))
-        offset += _align(slot.numel)
+        offset += align(slot.numel)
     return tuple(placed)
 
 
-def _align(count: int) -> int:
+def align(count: int) -> int:
     return -(-count // ALIGNMENT) * ALIGNMENT

@@ -40,7 +40,7 @@ from megatron.zero.api.offload import homes_of, offload_notes
 from megatron.zero.api.optimizer import ZeroOptimizer
 from megatron.zero.api.schedule import FollowSchedule, Scheduler, schedule_of
 from megatron.zero.engine import ZeroEngine
-from megatron.zero.layout import ALIGNMENT
+from megatron.zero.layout import align
 from megatron.zero.policy import notes as zero_notes
 from megatron.zero.precision import DTYPES
 from megatron.zero.watch import watch_over
@@ -219,7 +219,7 @@ def _check_groups(model: nn.Module, groups: Sequence[ParamGroup]) -> None:
 
 def _tile(sub_group_size: int) -> int:
     """Tiles are cut where rows are, so that their size changes no bits."""
-    return min(LARGEST_TILE, -(-sub_group_size // ALIGNMENT) * ALIGNMENT)
+    return min(LARGEST_TILE, align(sub_group_size))
 
 
 def _scheduler(settings: _Settings, given: Any, optimizer: ZeroOptimizer) -> Scheduler | None:

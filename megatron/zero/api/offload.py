@@ -25,6 +25,7 @@ from megatron.zero.homes.preflight import examine
 from megatron.zero.homes.shelf import Home, Homes
 from megatron.zero.homes.swapfolder import SwapFolder, tidy
 from megatron.zero.homes.tilefile import AioSettings
+from megatron.zero.layout import align
 from megatron.zero.precision import DTYPES
 from mpu.groups import Groups
 
@@ -48,7 +49,7 @@ def _homes(config: Config, rule: Rule, device: torch.device, drives: Drives) -> 
     params: Home = Here(device, work)
     of_step = None
     if offload.offload_optimizer_device == "nvme":
-        tile = min(LARGEST_TILE, config.zero.sub_group_size)
+        tile = min(LARGEST_TILE, align(config.zero.sub_group_size))
         of_step = part_of_step(tile, offload.offload_optimizer_buffer_count, 1 + len(rule.states))
         optimizer = Nvme(drives.folder("optimizer"), "optimizer", rule.states, NvmeSettings(
             part=of_step, sets=STEP_SETS, whole=not rule.elementwise, pinned=offload.offload_optimizer_pin_memory,

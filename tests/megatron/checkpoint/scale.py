@@ -33,7 +33,7 @@ from megatron.checkpoint.piece import Deferred, Piece, sharding_of
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.config.tree import ModelConfig
 from megatron.model import GPT2
-from megatron.zero.drawn import draw_shard
+from megatron.zero.drawn import draw_run
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.layout import FlatLayout, Slot
 from mpu import draws, groups
@@ -188,7 +188,8 @@ class Model:
         shards = []
         for layout, sources in self.buckets:
             shards.append(torch.zeros(layout.shard_numel))
-            draw_shard(shards[-1], layout, dp_rank, [source for source in sources if source is not None])
+            draw_run(shards[-1], layout, dp_rank, slice(0, layout.shard_numel),
+                     [source for source in sources if source is not None])
         return shards
 
 
