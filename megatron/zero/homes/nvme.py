@@ -141,6 +141,7 @@ class Nvme:
         self._files: list[TileFile] = []
         self._free: deque[_Set] = deque()
         """Those given back first are first."""
+        self._in_use: set[tuple[int, int]] = set()
         self._sets = 0
         self._size = 0
         self._in_memory = 0
@@ -183,11 +184,10 @@ class Nvme:
                 shelf.store(part, shelf.kinds, taken[0])
                 if not self.settings.writes_behind:
                     taken[0].wait()
-                self._free.append(taken.popleft())
+                self._give(taken.popleft())
         finally:
             for buffers in taken:  # of a step that failed
-                buffers.forget()
-                self._free.append(buffers)
+                self._give(buffers, is_true=False)
 
     @contextmanager
     def a_set(self, key: tuple[int, int]) -> Iterator[_Set]:
@@ -195,10 +195,9 @@ class Nvme:
         try:
             yield buffers
         except BaseException:
-            buffers.forget()  # what was changed in it is not written
+            self._give(buffers, is_true=False)  # what was changed in it is not written
             raise
-        finally:
-            self._free.append(buffers)
+        self._give(buffers)
 
     def has(self, key: tuple[int, int]) -> bool:
         """The part is here, or on its way."""
@@ -206,6 +205,7 @@ class Nvme:
 
     def _take(self, key: tuple[int, int]) -> _Set:
         """The set that has the part, or another one for it."""
+        assert key not in self._in_use, "two sets of one part would know nothing of each other's changes"
         found = next((buffers for buffers in self._free if buffers.of == key), None)
         if found is not None:
             self._free.remove(found)
@@ -218,7 +218,16 @@ class Nvme:
         if found.of != key:
             found.forget()
             found.of = key
+        self._in_use.add(key)
         return found
+
+    def _give(self, buffers: _Set, *, is_true: bool = True) -> None:
+        """Back; with `is_true` it holds what is, or will be, on the drive."""
+        assert buffers.of is not None
+        self._in_use.discard(buffers.of)
+        if not is_true:
+            buffers.forget()
+        self._free.append(buffers)
 
     def _new_set(self) -> _Set:
         size = self._size * self.settings.dtype.itemsize

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from megatron.zero.api.engine import Engine
 from mpu import groups
 from tests.distributed import RankError, run_ranks
+from tests.megatron.zero.homes.test_equal import everywhere
 from tests.megatron.zero.models import (AllInBlocks, Backwards, Buffers, Dicts, Frozen, FrozenRoot, InPlace,
                                         LayerDrop, ListInBlock, Net, NoList, OddSizes, Permuted, RankDrop, Records,
                                         ThreeElements, Tuples, WIDTH, Words)
@@ -120,13 +122,16 @@ class Case(NamedTuple):
         return f"{self.model.__name__} {self.script.__name__} {self.precision}"
 
 
-def train(rank: int, world: int, cases: list[Case], stage: int) -> list[dict[str, Tensor]]:
-    """The weights each case ends with. A weight that is read before it has arrived is read as nan."""
+def train(rank: int, world: int, cases: list[Case], stage: int, drive: Path | None = None) -> list[dict[str, Tensor]]:
+    """The weights each case ends with. A weight that is read before it has arrived is read as nan. State is on a drive
+    where one is given."""
     grid = groups.build(1)
     ends = []
     with late_network():
         for model, script, precision in cases:
-            settings = {precision: True} if precision != "fp32" else {}
+            settings: dict[str, Any] = {precision: True} if precision != "fp32" else {}
+            if drive is not None:
+                settings |= everywhere(drive, stage)
             config = configure(zero_stage=stage, **settings)
             engine = engine_around(model(), config, grid, accumulation=2 if script is queueing else 1)
             for number in range(STEPS):
@@ -153,8 +158,8 @@ TOLERANCES = {
 }
 
 
-def check(cases: list[Case], stage: int, world: int = 2) -> None:
-    for number, ends in enumerate(run_ranks(train, world, cases, stage)):
+def check(cases: list[Case], stage: int, world: int = 2, drive: Path | None = None) -> None:
+    for number, ends in enumerate(run_ranks(train, world, cases, stage, drive, timeout=60 if drive is None else 300)):
         for case, found in zip(cases, ends, strict=True):
             wanted = plain(case.model, world, case.precision)
             torch.testing.assert_close(found, wanted, rtol=0, atol=TOLERANCES[case.precision],
@@ -180,6 +185,11 @@ WORKS: dict[Case, tuple[int, ...]] = {
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_an_engine_around_any_model_is_the_plain_loop(stage: int) -> None:
     check([case for case, stages in WORKS.items() if stage in stages], stage)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_so_it_is_with_its_state_on_a_drive(stage: int, tmp_path: Path) -> None:
+    check([case for case, stages in WORKS.items() if stage in stages], stage, drive=tmp_path)
 
 
 @pytest.mark.slow

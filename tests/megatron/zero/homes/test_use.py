@@ -17,6 +17,7 @@ from megatron.train.build import engine as build_engine
 from megatron.train.build import model as build_model
 from megatron.zero import GatheredParameters
 from megatron.zero.api.engine import Engine
+from megatron.zero.api.saved import whole_weights
 from megatron.zero.homes.nvme import Nvme
 from megatron.zero.utils import (safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_get_local_fp32_param,
                                  safe_set_full_fp32_param, safe_set_full_optimizer_state)
@@ -108,3 +109,53 @@ def changed(rank: int, world: int, folder: Path, change: Change, cell: dict[str,
 @pytest.mark.parametrize("change", [edit, put, load, forget])
 def test_what_is_changed_by_hand_lasts(tmp_path: Path, change: Change, precision: str) -> None:
     assert run_ranks(changed, 2, tmp_path, change, PRECISIONS[precision]) == [True] * 2
+
+
+RATES = {"lamb": 1e-2, "lion": 1e-3, "sgd": 0.5, "adagrad": 1e-2, "nadam": 1e-3}
+
+
+def trained_by(rank: int, world: int, folder: Path) -> list[str]:
+    """Optimizers that do other things where their state is on NVMe."""
+    found = []
+    for number, (name, rate) in enumerate(RATES.items()):
+        cell = {"optimizer": name, "lr": rate, "zero_stage": 1 + number % 3}
+        ends = []
+        for home in (None, folder):
+            engine = built(configured(home, **cell))
+            ends.append(outcome(engine.core, batches(4)))
+            engine.destroy()
+        if not alike(*ends):
+            found.append(name)
+    return found
+
+
+def test_every_kind_of_optimizer_keeps_its_state_there(tmp_path: Path) -> None:
+    """Rules of one operation, rules of torch's optimizers, and Lamb, which looks at whole parameters."""
+    assert run_ranks(trained_by, 2, tmp_path) == [[]] * 2
+
+
+def frozen(rank: int, world: int, folder: Path) -> bool:
+    """Weights that nobody trains go to the drive as well; a save holds them."""
+    ends = []
+    for home in (None, folder):
+        config = configured(home, bf16=True)
+        grid = groups.build(1)
+        model = build_model(config, grid)
+        for weight in model.blocks[0].parameters():
+            weight.requires_grad_(False)
+        engine = build_engine(config, model, grid, torch.device("cpu"))
+        ends.append([train(engine.core, batches(4)), [*whole_weights(engine.core).values()]])
+        engine.save_checkpoint(folder / f"saved {home is None}")
+        again = build_model(config, grid)
+        for weight in again.blocks[0].parameters():
+            weight.requires_grad_(False)
+        engine.destroy()
+        engine = build_engine(config, again, grid, torch.device("cpu"))
+        engine.load_checkpoint(folder / "saved True")
+        ends[-1].append(train(engine.core, batches(6)[4:]))
+        engine.destroy()
+    return alike(*ends)
+
+
+def test_frozen_weights_live_there_too(tmp_path: Path) -> None:
+    assert run_ranks(frozen, 2, tmp_path) == [True] * 2
