@@ -18,7 +18,7 @@ from megatron.config.flags import parse_args
 from megatron.config.help import typed
 from megatron.config.tree import Config, require
 from megatron.errors import ConfigError
-from megatron.plan.footprint import Homes, Run
+from megatron.plan.footprint import Homes, Run, homes_of
 from megatron.plan.report import Machine, report
 from megatron.plan.table import table
 
@@ -91,7 +91,7 @@ def with_vocabulary(config: Config) -> Config:
 
 
 def _homes(config: Config) -> Homes:
-    homes = Homes(config.offload.offload_optimizer_device, config.offload.offload_param_device)
+    homes = homes_of(config)
     require(config.zero.zero_stage >= homes.least_stage,
             f"{homes.flags()} needs --zero-stage {homes.least_stage} or higher, not {config.zero.zero_stage}")
     return homes

@@ -52,6 +52,11 @@ class Homes:
 ON_DEVICE = Homes()
 
 
+def homes_of(config: Config) -> Homes:
+    """As the configuration has them."""
+    return Homes(config.offload.offload_optimizer_device, config.offload.offload_param_device)
+
+
 @dataclass(frozen=True)
 class Elsewhere:
     """Bytes of one rank that are not on its device."""

@@ -25,7 +25,7 @@ SHOWN_REMEDIES = 2
 @contextmanager
 def explained(config: Config, rank: int, ranks: int, device: Device) -> Iterator[None]:
     """Lack of memory inside becomes MemoryShortage; `config` knows its vocabulary."""
-    from megatron.plan.footprint import Run  # now: importing takes memory too
+    from megatron.plan.footprint import Run, homes_of  # now: importing takes memory too
     from megatron.plan.memory import peak
     from megatron.plan.remedies import breakdown
 
@@ -34,7 +34,7 @@ def explained(config: Config, rank: int, ranks: int, device: Device) -> Iterator
     except (MemoryError, RuntimeError) as error:
         if not is_lack_of_memory(error) or isinstance(error, MemoryShortage):
             raise
-        run = Run(config, ranks, device)
+        run = Run(config, ranks, device, homes_of(config))
         print(f" rank {rank} needs {breakdown(peak(run))}", file=sys.stderr, flush=True)
         reason = (str(error).strip() or "no more memory").splitlines()[0]
         raise MemoryShortage(f"{reason}; {advice(run)}") from error

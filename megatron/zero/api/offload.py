@@ -33,8 +33,10 @@ from mpu.groups import Groups
 def homes_of(config: Config, rule: Rule, model: nn.Module, device: torch.device, groups: Groups,
              ) -> tuple[Homes, list[str]]:
     """And what to say of the drives. Collective: what one rank cannot have is an error of all."""
-    config.offload.check_available("cuda" if device.type == "cuda" else "cpu")
-    drives = Drives(config, groups)
+    offload, drives = config.offload, Drives(config, groups)
+    offload.check_available("cuda" if device.type == "cuda" else "cpu")
+    if "nvme" not in (offload.offload_optimizer_device, offload.offload_param_device):
+        return _homes(config, rule, device, drives), []
     homes = agree(lambda: _homes(config, rule, device, drives), groups.world)
     for home in (homes.optimizer, homes.params):
         if isinstance(home, Nvme):
