@@ -24,6 +24,7 @@ import sys
 import traceback
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import takewhile
 from types import TracebackType
@@ -58,6 +59,7 @@ STORAGE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, 
 
 
 _FAREWELLS: list[weakref.WeakMethod[Callable[[], None]]] = []
+_LAST: list[weakref.WeakMethod[Callable[[], None]]] = []
 """Of the process, as the exit code is."""
 
 
@@ -140,6 +142,12 @@ def _where(trace: TracebackType | None) -> str:
 def before_failing(farewell: Callable[[], None]) -> None:
     """Call this method, while its object lives, when this process is about to leave with an error of its own."""
     _FAREWELLS.append(weakref.WeakMethod(farewell))
+
+
+def before_leaving(last: Callable[[], None]) -> None:
+    """Call this method, while its object lives, when this process leaves at once, whatever for: nothing else of what
+    is left for the end of a program is done then."""
+    _LAST.append(weakref.WeakMethod(last))
 
 
 def _say_farewell() -> None:
@@ -225,6 +233,11 @@ def among_ranks() -> bool:
 
 def leave_now(code: int) -> NoReturn:
     """End this rank without destructors. `main` has closed by now what it opened."""
+    while _LAST:
+        last = _LAST.pop()()
+        if last is not None:
+            with suppress(Exception):  # nobody is left to hear of it
+                last()
     logging.shutdown()
     flush()
     let_others_come(code)

@@ -185,18 +185,22 @@ class FlatBucket:
         """Begin to make the parameters whole; `gather` completes it."""
         if not self.is_here:
             self._whole.untyped_storage().resize_(self.layout.numel * self._whole.element_size())
-            for parameter, view in zip(self.parameters, self._views, strict=True):
-                fill(parameter, view)
-            self._start_gather()
+            try:
+                if not self.is_at_hand:
+                    self.work.read(WEIGHT, 0, self._span(self._whole))
+                for parameter, view in zip(self.parameters, self._views, strict=True):
+                    fill(parameter, view)
+                self._start_gather()
+            except BaseException:  # of a drive, say: nobody may take what is there now for weights
+                if self._arrival is None:
+                    self._vacate()
+                    self.place = Place.AWAY
+                raise
 
     def _start_gather(self) -> None:
         self._move(Place.ARRIVING)
         self._number = self._log.note(self.name)
-        if self.is_at_hand:
-            own = self.shard
-        else:
-            own = self._span(self._whole)
-            self.work.read(WEIGHT, 0, own)
+        own = self.shard if self.is_at_hand else self._span(self._whole)
         self._arrival = all_gather_into(self._whole, own, self.shard_group, self._wire.parameters_at_a_time)
         if not self._wire.overlap:
             self.await_parameters()
@@ -224,11 +228,14 @@ class FlatBucket:
             self.await_parameters()
             self._edits.shift(+1)
             self._has_left = True
-            nothing = self._whole.new_empty(0)
-            for parameter in self.parameters:
-                vacate(parameter, nothing)
-            self._whole.untyped_storage().resize_(0)
+            self._vacate()
             self._move(Place.AWAY)
+
+    def _vacate(self) -> None:
+        nothing = self._whole.new_empty(0)
+        for parameter in self.parameters:
+            vacate(parameter, nothing)
+        self._whole.untyped_storage().resize_(0)
 
     def check(self) -> None:
         """Refuse parameters that are no longer what was taken over. (Nothing can be put into one that is away.)"""

@@ -213,9 +213,11 @@ class ZeroEngine:
         for handle in self._handles:
             handle.remove()
         disconnect_sinks(self._units)
-        for bucket in (*self.buckets, *self.frozen):
-            bucket.give_back()
-        self.homes.close()
+        try:
+            for bucket in (*self.buckets, *self.frozen):
+                bucket.give_back()
+        finally:  # of a drive that fails as well
+            self.homes.close()
 
     def unit_modules(self) -> list[nn.Module]:
         """The modules whose parameters come and go together, the whole model first."""

@@ -14,6 +14,7 @@ something, on an accelerator, and where nothing on the host depends on them: a l
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,7 +27,7 @@ from megatron.optim.rule import ParamGroup, Part, Rule, Span, StepScalars
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.exchanges import AFTER_A_STEP, STEP, ExchangeLog, ranges
 from megatron.zero.forwards import different_blocks
-from megatron.zero.homes.shelf import WEIGHT, Home, Kept
+from megatron.zero.homes.shelf import WEIGHT, Home, Kept, Walk
 from megatron.zero.norm import GradNorm
 from megatron.zero.state import State
 from megatron.zero.verdict import Found, Verdict, exchange
@@ -258,7 +259,11 @@ class Step:
     def _update(self, at: StepScalars, factor: float | None = None) -> None:
         """`factor` is 1 / at.divisor, where the host knows it: a rule that waits needs it."""
         self._state.changing = "step"
-        walk = self._home.walk([(bucket.kept, part) for bucket, part in tiles] for tiles in self._tiles)
+        with closing(self._home.walk([(bucket.kept, part) for bucket, part in tiles] for tiles in self._tiles)) as walk:
+            self._go_through(walk, at, factor)
+        self._state.changing = None
+
+    def _go_through(self, walk: Walk, at: StepScalars, factor: float | None) -> None:
         for tiles, kept in zip(self._tiles, walk, strict=True):
             new = [Tile(bucket, part, numbers) for (bucket, part), numbers in zip(tiles, kept, strict=True)]
             if not self._update_tiles(new, at, factor):
@@ -266,7 +271,6 @@ class Step:
             for tile in new:
                 if tile.part.stop == tile.bucket.layout.shard_numel:
                     tile.bucket.send()
-        self._state.changing = None
 
     def _update_tiles(self, tiles: Sequence[Tile], at: StepScalars, factor: float | None) -> bool:
         """True: the new weights are in the working copies of the shards too."""

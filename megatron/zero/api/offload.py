@@ -40,7 +40,7 @@ def homes_of(config: Config, rule: Rule, model: nn.Module, device: torch.device,
     homes = agree(lambda: _homes(config, rule, device, drives), groups.world)
     for home in (homes.optimizer, homes.params):
         if isinstance(home, Nvme):
-            exits.before_failing(home.close)
+            exits.before_leaving(home.close)
     expected = _expected(config, rule, model, groups.dp.size)
     return homes, agree(lambda: drives.examine(expected), groups.world)
 

@@ -9,7 +9,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from megatron.zero.homes.shelf import WEIGHT, Kept, Shelf
+from megatron.zero.homes.shelf import WEIGHT, Kept, Shelf, Walk
 
 
 @final
@@ -49,7 +49,7 @@ class Here:
     def shelf(self, name: str, numel: int) -> Shelf:
         return HereShelf(torch.zeros(numel, dtype=self._dtype, device=self._device))
 
-    def walk(self, steps: Iterable[Sequence[tuple[Shelf, slice]]]) -> Iterator[list[Kept]]:
+    def walk(self, steps: Iterable[Sequence[tuple[Shelf, slice]]]) -> Walk:
         for step in steps:
             yield [shelf.tensors for shelf, _ in step if isinstance(shelf, HereShelf)]
 

@@ -10,12 +10,20 @@ torch rounds a page-locked buffer up to a power of two: large ones should have s
 from __future__ import annotations
 
 import mmap
+import os
 import sys
+import weakref
 
 import torch
 from torch import Tensor
 
 from megatron.zero.homes.blockfile import PAGE, padded
+
+_LIVE: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+_NOT_OURS: list[mmap.mmap] = []
+"""In a forked child: where they were something else may be by now, which must not go with them."""
+
+os.register_at_fork(after_in_child=lambda: _NOT_OURS.extend(_LIVE))
 
 _TOLD: list[str] = []
 """Of the process, as its limit is: why it locks no memory."""
@@ -44,6 +52,7 @@ def _ordinary(nbytes: int) -> Tensor:
         memory = mmap.mmap(-1, max(padded(nbytes), PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"can't allocate memory: {nbytes} bytes for a tile: {error.strerror}") from error
+    _LIVE.add(memory)
     for name in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         try:
             memory.madvise(getattr(mmap, name))

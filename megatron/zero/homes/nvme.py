@@ -19,10 +19,11 @@ from typing import final
 import torch
 from torch import Tensor
 
+from megatron.errors import ConfigError
 from megatron.zero.homes.here import HereShelf
 from megatron.zero.homes.memory import aligned
 from megatron.zero.homes.parts import cut
-from megatron.zero.homes.shelf import WEIGHT, Kept, Shelf
+from megatron.zero.homes.shelf import WEIGHT, Kept, Shelf, Walk
 from megatron.zero.homes.swapfolder import SwapFolder
 from megatron.zero.homes.tilefile import AioSettings, Pending, TileFile, Traffic
 
@@ -56,8 +57,17 @@ class _Set:
     under_way: list[Pending] = field(default_factory=list)
 
     def wait(self) -> None:
+        """Until nothing is under way. After an error the set holds nothing, and what has not ended is waited for by
+        whoever comes next."""
         while self.under_way:
-            self.under_way.pop().wait()
+            try:
+                self.under_way[-1].wait()
+            except BaseException:
+                self.there.clear()
+                if self.under_way[-1].done():
+                    self.under_way.pop()
+                raise
+            self.under_way.pop()
 
     def forget(self) -> None:
         self.of = None
@@ -142,6 +152,7 @@ class Nvme:
         self._free: deque[_Set] = deque()
         """Those given back first are first."""
         self._in_use: set[tuple[int, int]] = set()
+        self._is_closed = False
         self._sets = 0
         self._size = 0
         self._in_memory = 0
@@ -171,7 +182,7 @@ class Nvme:
                 setattr(total, name, getattr(total, name) + value)
         return total
 
-    def walk(self, steps: Iterable[Sequence[tuple[Shelf, slice]]]) -> Iterator[list[Kept]]:
+    def walk(self, steps: Iterable[Sequence[tuple[Shelf, slice]]]) -> Walk:
         order = [(shelf, part) for ((shelf, part),) in steps if isinstance(shelf, NvmeShelf)]
         taken: deque[_Set] = deque()
         try:
@@ -205,6 +216,8 @@ class Nvme:
 
     def _take(self, key: tuple[int, int]) -> _Set:
         """The set that has the part, or another one for it."""
+        if self._is_closed:
+            raise ConfigError("this engine's state was on a drive, and went with engine.destroy(): save before it")
         assert key not in self._in_use, "two sets of one part would know nothing of each other's changes"
         found = next((buffers for buffers in self._free if buffers.of == key), None)
         if found is not None:
@@ -214,7 +227,11 @@ class Nvme:
             found = self._new_set()
         else:
             found = self._free.popleft()
-        found.wait()
+        try:
+            found.wait()
+        except BaseException:
+            self._free.append(found)
+            raise
         if found.of != key:
             found.forget()
             found.of = key
@@ -247,5 +264,6 @@ class Nvme:
             file.settle()
 
     def close(self) -> None:
+        self._is_closed = True
         self._free.clear()
         self._folder.close()

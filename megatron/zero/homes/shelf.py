@@ -13,7 +13,7 @@ this one is used.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -25,6 +25,9 @@ Kept = Mapping[str, Tensor]
 """Kind -> the numbers of one part."""
 
 WEIGHT = "weight"
+
+Walk = Generator[list[Kept], None, None]
+"""Of a step through its parts. Whoever leaves it half way closes it."""
 
 
 class Shelf(ABC):
@@ -115,7 +118,7 @@ class Home(Protocol):
     def shelf(self, name: str, numel: int) -> Shelf:
         """A new one; all numbers are zero."""
 
-    def walk(self, steps: Iterable[Sequence[tuple[Shelf, slice]]]) -> Iterator[list[Kept]]:
+    def walk(self, steps: Iterable[Sequence[tuple[Shelf, slice]]]) -> Walk:
         """The parts of each step, one after the other, to be changed; they are put back when the next are asked for."""
 
     def settle(self) -> None:

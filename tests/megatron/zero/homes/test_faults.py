@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from megatron.zero.homes.blockfile import BlockFile
 from tests.distributed import run_ranks
 from tests.megatron.zero.homes.test_equal import alike, batches, outcome, train
 from tests.megatron.zero.homes.test_use import built, configured
+from tests.megatron.zero.run import gpt2_loss
 
 
 def on_drive(folder: Path, **cell: Any) -> Engine:
@@ -46,7 +50,12 @@ def test_a_flipped_bit_ends_the_run(tmp_path: Path, kind: str) -> None:
     with pytest.raises(StorageError, match=f"{victim.name}.* is not what was written"):
         train(engine.core, batches(1))
     assert StorageError.code == 7
-    engine.destroy()
+    if kind == "param":  # nobody gets whole weights of it any more
+        with pytest.raises(StorageError):
+            engine.destroy()
+    else:
+        engine.destroy()
+    assert not list(tmp_path.iterdir())
 
 
 def test_two_files_exchanged_end_the_run(tmp_path: Path) -> None:
@@ -142,3 +151,68 @@ def test_a_step_that_is_skipped_touches_nothing(tmp_path: Path) -> None:
     assert [one["written_bytes"] for one in after] == [one["written_bytes"] for one in before]
     assert torch.isfinite(engine.module.wte.weight).all()
     engine.destroy()
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Put a number in, and that read from now on, and no other one, ends with an error."""
+    read, left = BlockFile.read, [-1]
+
+    def fail(file: BlockFile, into: memoryview, at: int) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        read(file, into, at)
+
+    monkeypatch.setattr(BlockFile, "read", fail)
+    yield left
+
+
+def test_weights_that_could_not_be_read_are_not_there(tmp_path: Path, failing: list[int]) -> None:
+    """Each read of a forward fails once; the forward after it is right, and what is lent is as well."""
+    engine, rows = on_drive(tmp_path), batches(1)[0]
+    with torch.no_grad():
+        expected = engine(rows[:, :-1], rows[:, 1:])
+        for number in range(1, 8):
+            failing[0] = number
+            try:
+                engine(rows[:, :-1], rows[:, 1:])
+            except StorageError:
+                assert not all(bucket.is_here for bucket in engine.core.buckets)
+            failing[0] = -1
+            assert torch.equal(engine(rows[:, :-1], rows[:, 1:]), expected)
+    engine.destroy()
+
+
+def test_after_an_error_in_a_step_a_checkpoint_can_be_loaded(tmp_path: Path, failing: list[int]) -> None:
+    (tmp_path / "drive").mkdir()
+    engine = on_drive(tmp_path / "drive")
+    engine.save_checkpoint(tmp_path / "saved")
+    expected = train(engine.core, batches(4)[2:])
+    for number in (1, 4, 9):  # of the optimizer's state, read in a step
+        engine.load_checkpoint(tmp_path / "saved")
+        rows = batches(3)[2:]
+        loss = gpt2_loss(engine.core, rows[0]).mean()
+        engine.core.backward(loss)
+        failing[0] = number
+        try:
+            engine.core.step(2e-3)
+        except StorageError:
+            failing[0] = -1
+            engine.load_checkpoint(tmp_path / "saved")  # while the error, with its traceback, is alive
+        else:
+            raise AssertionError("the step went on")
+        assert train(engine.core, batches(4)[2:]) == expected
+    engine.destroy()
+    with pytest.raises(ConfigError, match="went with engine.destroy"):
+        engine.core.buckets[0].kept.read("weight", 0, torch.empty(8))
+
+
+def test_ranks_that_leave_at_once_leave_no_folder(tmp_path: Path) -> None:
+    """However they end: well, or because of one of them."""
+    command = [sys.executable, "-m", "megatron.launch", "--nproc-per-node", "2", "pretrain_gpt2.py", "--preset", "tiny",
+               "--mock-data", "--train-iters", "2", "--eval-iters", "1", "--eval-interval", "0", "--zero-stage", "3",
+               "--offload-optimizer-device", "nvme", "--offload-optimizer-nvme-path", str(tmp_path)]
+    for more, code in (([], 0), (["--train-data", "x"], 2)):
+        ended = subprocess.run([*command, *more], cwd=Path(__file__).parents[4], capture_output=True, text=True)
+        assert (ended.returncode, list(tmp_path.iterdir())) == (code, []), ended.stdout + ended.stderr
