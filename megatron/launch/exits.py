@@ -59,7 +59,7 @@ STORAGE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, 
 
 
 _FAREWELLS: list[weakref.WeakMethod[Callable[[], None]]] = []
-_LAST: list[weakref.WeakMethod[Callable[[], None]]] = []
+_LAST: list[Callable[[], None]] = []
 """Of the process, as the exit code is."""
 
 
@@ -145,9 +145,10 @@ def before_failing(farewell: Callable[[], None]) -> None:
 
 
 def before_leaving(last: Callable[[], None]) -> None:
-    """Call this method, while its object lives, when this process leaves at once, whatever for: nothing else of what
-    is left for the end of a program is done then."""
-    _LAST.append(weakref.WeakMethod(last))
+    """Call this function when this process leaves at once, whatever for: nothing else of what is left for the end of a
+    program is done then."""
+    if last not in _LAST:
+        _LAST.append(last)
 
 
 def _say_farewell() -> None:
@@ -234,10 +235,8 @@ def among_ranks() -> bool:
 def leave_now(code: int) -> NoReturn:
     """End this rank without destructors. `main` has closed by now what it opened."""
     while _LAST:
-        last = _LAST.pop()()
-        if last is not None:
-            with suppress(Exception):  # nobody is left to hear of it
-                last()
+        with suppress(Exception):  # nobody is left to hear of it
+            _LAST.pop()()
     logging.shutdown()
     flush()
     let_others_come(code)

@@ -23,7 +23,7 @@ from megatron.zero.homes.nvme import Nvme, NvmeSettings
 from megatron.zero.homes.parts import STEP_SETS, part_of_step, part_of_weights, sets_of_weights
 from megatron.zero.homes.preflight import examine
 from megatron.zero.homes.shelf import Home, Homes
-from megatron.zero.homes.swapfolder import SwapFolder, tidy
+from megatron.zero.homes.swapfolder import SwapFolder, close_all, tidy
 from megatron.zero.homes.tilefile import AioSettings
 from megatron.zero.layout import align
 from megatron.zero.precision import DTYPES
@@ -37,10 +37,8 @@ def homes_of(config: Config, rule: Rule, model: nn.Module, device: torch.device,
     offload.check_available("cuda" if device.type == "cuda" else "cpu")
     if "nvme" not in (offload.offload_optimizer_device, offload.offload_param_device):
         return _homes(config, rule, device, drives), []
+    exits.before_leaving(close_all)
     homes = agree(lambda: _homes(config, rule, device, drives), groups.world)
-    for home in (homes.optimizer, homes.params):
-        if isinstance(home, Nvme):
-            exits.before_leaving(home.close)
     expected = _expected(config, rule, model, groups.dp.size)
     return homes, agree(lambda: drives.examine(expected), groups.world)
 

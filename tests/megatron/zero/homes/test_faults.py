@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -209,10 +210,14 @@ def test_after_an_error_in_a_step_a_checkpoint_can_be_loaded(tmp_path: Path, fai
 
 
 def test_ranks_that_leave_at_once_leave_no_folder(tmp_path: Path) -> None:
-    """However they end: well, or because of one of them."""
+    """However they end: well, or because of what all of them, or one of them, cannot have."""
     command = [sys.executable, "-m", "megatron.launch", "--nproc-per-node", "2", "pretrain_gpt2.py", "--preset", "tiny",
                "--mock-data", "--train-iters", "2", "--eval-iters", "1", "--eval-interval", "0", "--zero-stage", "3",
                "--offload-optimizer-device", "nvme", "--offload-optimizer-nvme-path", str(tmp_path)]
-    for more, code in (([], 0), (["--train-data", "x"], 2)):
+    saves = tmp_path.parent / f"{tmp_path.name}-saves"
+    taken = tmp_path / f"zero-{crc32(str(saves).encode()):08x}-rank1"  # by something that is not ours
+    for more, code, left in (([], 0, []), (["--train-data", "x"], 2, []), (["--save", str(saves)], 7, [taken])):
+        if left:
+            taken.touch()
         ended = subprocess.run([*command, *more], cwd=Path(__file__).parents[4], capture_output=True, text=True)
-        assert (ended.returncode, list(tmp_path.iterdir())) == (code, []), ended.stdout + ended.stderr
+        assert (ended.returncode, list(tmp_path.iterdir())) == (code, left), ended.stdout + ended.stderr
