@@ -266,14 +266,14 @@ class Step:
     def _go_through(self, walk: Walk, at: StepScalars, factor: float | None) -> None:
         for tiles, kept in zip(self._tiles, walk, strict=True):
             new = [Tile(bucket, part, numbers) for (bucket, part), numbers in zip(tiles, kept, strict=True)]
-            if not self._update_tiles(new, at, factor):
-                _renew([tile for tile in new if tile.bucket.keeps_masters])
+            written = self._update_tiles(new, at, factor)
+            _renew([tile for tile in new if tile.bucket.keeps_masters and not (written and tile.bucket.is_at_hand)])
             for tile in new:
                 if tile.part.stop == tile.bucket.layout.shard_numel:
                     tile.bucket.send()
 
     def _update_tiles(self, tiles: Sequence[Tile], at: StepScalars, factor: float | None) -> bool:
-        """True: the new weights are in the working copies of the shards too."""
+        """True: the new weights are in the working copies of the shards too, where those are at hand."""
         written = not self._rule.waits
         for number, group in enumerate(self._param_groups):
             spans = [span for tile in tiles for span in self._spans(tile, number)]

@@ -5,7 +5,7 @@ Runs in one process are compared with the same run whose state is on the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from megatron.config.tree import Config
+from megatron.optim.adam import AdamW
+from megatron.optim.rule import Span, StepScalars
 from megatron.train.build import engine as build_engine
 from megatron.train.build import model as build_model
 from megatron.zero import GatheredParameters
@@ -159,3 +161,21 @@ def frozen(rank: int, world: int, folder: Path) -> bool:
 
 def test_frozen_weights_live_there_too(tmp_path: Path) -> None:
     assert run_ranks(frozen, 2, tmp_path) == [True] * 2
+
+
+def test_a_rule_that_writes_the_weights_at_work_cannot_write_those_on_a_drive(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the fused kernel does: it says that it has written what it was given a place for."""
+
+    def update_and_write(rule: AdamW, spans: Sequence[Span], hyper: Mapping[str, Any], at: StepScalars) -> bool:
+        rule._by_torch(spans, hyper, at)
+        for span in spans:
+            if span.narrow is not None:
+                span.narrow.copy_(span.master)
+        return True
+
+    expected = outcome(built(configured(None, bf16=True)).core, batches(3))
+    monkeypatch.setattr(AdamW, "step_many", update_and_write)
+    engine = built(configured(tmp_path, bf16=True))
+    assert alike(outcome(engine.core, batches(3)), expected)
+    engine.destroy()
