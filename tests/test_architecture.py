@@ -63,7 +63,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
     """),
     ("3: the engine", """
         megatron.optim.rule megatron.optim.adam_kernel megatron.optim.adam megatron.optim.lion megatron.optim.lamb
-        megatron.optim.torch_rule megatron.optim.build
+        megatron.optim.cpu_adam megatron.optim.torch_rule megatron.optim.build
         megatron.zero.precision megatron.zero.verdict megatron.zero.holders megatron.zero.placeholder
         megatron.zero.waiting megatron.zero.drawn megatron.zero.parked megatron.zero.tiling
         megatron.zero.homes.shelf megatron.zero.homes.here megatron.zero.homes.lanes megatron.zero.homes.swapfolder
@@ -94,7 +94,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.checkpoint.interchange.tokenizers
         megatron.checkpoint.interchange.huggingface megatron.checkpoint.interchange.nanogpt
         megatron.checkpoint.interchange.megatron_lm megatron.checkpoint.interchange.convert
-        megatron.zero.estimate megatron.zero.accelerator megatron.zero.watch megatron.zero.api
+        megatron.zero.estimate megatron.zero.accelerator megatron.zero.ops megatron.zero.ops.adam megatron.zero.watch
+        megatron.zero.api
         megatron.zero.api.init megatron.zero.api.loading
         megatron.zero.api.monitor megatron.zero.api.batching megatron.zero.api.hyper megatron.zero.api.saved
         megatron.zero.api.weights megatron.zero.api.optimizer megatron.zero.api.casting megatron.zero.api.schedule

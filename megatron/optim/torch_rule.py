@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from megatron.errors import CheckpointError, ConfigError
 from megatron.optim.adam import LARGEST_TILE, AdamW
+from megatron.optim.cpu_adam import DeepSpeedCPUAdam
 from megatron.optim.rule import OneByOne, Rule, Span
 
 State = dict[str, Any]
@@ -36,10 +37,11 @@ State = dict[str, Any]
 def from_torch(optimizer: Optimizer, tile: int = LARGEST_TILE) -> Rule:
     """The rule of this optimizer, for the hyper-parameters in its param groups; ConfigError if there can be none."""
     try:
-        if type(optimizer) is torch.optim.AdamW and not _has_extras(optimizer):
+        ours = _as_ours(optimizer, tile)
+        if ours is not None:
             _initial_state(optimizer)  # refuses one that has taken steps
-            return AdamW(tile)
-        return _tried(optimizer, tile)
+            return ours
+        return _tried(optimizer.as_torch() if isinstance(optimizer, DeepSpeedCPUAdam) else optimizer, tile)
     except ConfigError:
         raise
     except Exception as error:  # whatever the optimizer's code raises where a parameter is one-dimensional
@@ -110,8 +112,19 @@ class TorchRule(OneByOne):
             self._numbers.setdefault(group, {})[steps] = dict(numbers)
 
 
+def _as_ours(optimizer: Optimizer, tile: int) -> AdamW | None:
+    """The rule of ours that does the same, as a configuration would have it (build.py)."""
+    if _has_extras(optimizer):
+        return None
+    if isinstance(optimizer, DeepSpeedCPUAdam):
+        if not optimizer.bias_correction:
+            return AdamW(tile, bias_correction=False, decoupled=optimizer.adam_w_mode)
+        return AdamW(tile) if optimizer.adam_w_mode else None
+    return AdamW(tile) if type(optimizer) is torch.optim.AdamW else None
+
+
 def _has_extras(optimizer: Optimizer) -> bool:
-    return any(group["amsgrad"] or group["maximize"] for group in optimizer.param_groups)
+    return any(group.get("amsgrad") or group.get("maximize") for group in optimizer.param_groups)
 
 
 @final

@@ -46,9 +46,9 @@ def nothing_to_do(config: Config, iteration: int) -> str:
 def _model(config: Config, groups: Groups, device: torch.device) -> str:
     tp, dp = groups.tp.size, groups.dp.size
     where = _device_name(device)
-    if device.type == "cpu":
+    if device.type == "cpu" or config.offload.offload_optimizer_device != "none":
         threads = torch.get_num_threads()
-        where += f", {threads} thread{'s' if threads > 1 else ''}"
+        where += f", {threads}{' host' * (device.type != 'cpu')} thread{'s' if threads > 1 else ''}"
     return (
         f"GPT-2 with {config.model.parameters():,} parameters in {config.precision.name} on {tp * dp} x {where}: "
         f"tensor parallel {tp}, data parallel {dp}, ZeRO stage {config.zero.zero_stage}; global batch "

@@ -11,9 +11,9 @@ a backward) with forwards.py (one that no step follows), roster.py and edits.py 
 still the engine's), norm.py (the gradient norm), verdict.py (what the ranks agree on in a step), step.py (the
 optimizer step), state.py (what lasts from step to step), engine.py (all of it together). placeholder.py, holders.py,
 waiting.py, drawn.py and parked.py are about parameters outside of a step. tiling.py (large layers in tiles),
-estimate.py (DeepSpeed's memory estimates), accelerator.py and utils.py (DeepSpeed's modules of these names) are used
-beside it. exchanges.py (what a rank exchanged last), together.py (calls that all ranks make) and watch.py end a run
-whose ranks wait for each other for ever. api/ is what a training script sees.
+estimate.py (DeepSpeed's memory estimates), accelerator.py, utils.py and ops/ (DeepSpeed's modules of these names) are
+used beside it. exchanges.py (what a rank exchanged last), together.py (calls that all ranks make) and watch.py end a
+run whose ranks wait for each other for ever. api/ is what a training script sees.
 
 Names are imported on first use: floor 0 of this package must not import torch.
 """
@@ -68,6 +68,7 @@ _ALIASES = {
     "DeepSpeedOptimizer": ("megatron.zero.api.optimizer", "ZeroOptimizer"),
     "accelerator": ("megatron.zero.accelerator", None),
     "utils": ("megatron.zero.utils", None),
+    "ops": ("megatron.zero.ops", None),
     "checkpointing": ("megatron.recompute.deepspeed", None),
     "comm": ("torch.distributed", None),
     "zero": (__name__, None),
@@ -82,7 +83,6 @@ _REFUSED = {
     "PipelineEngine": "there is no pipeline parallelism; stage 3 splits models by parameters",
     "tp_model_init": "tensor parallelism is the model's: build it of mpu's layers, and give mpu= to initialize",
     "OnDevice": "zero.Init makes a model in parts; torch.device(\"meta\") makes one without storage",
-    "ops": "give \"optimizer\": {\"type\": \"AdamW\"} in the configuration, or a torch optimizer to initialize",
     "moe": "there are no experts",
     "pipe": "there is no pipeline parallelism; stage 3 splits models by parameters",
     "runtime": "its modules are DeepSpeed's own; megatron.optim.schedulers has WarmupLR and its kin",

@@ -165,10 +165,17 @@ def _say(settings: _Settings, engine: Engine, dp_size: int) -> None:
         return
     idle = zero_notes(config.zero, precision=config.precision.name, on_cuda=engine.device.type == "cuda")
     of_settings = [ds_file.in_its_words(found, note.removeprefix(" note: "), {}) for note in (*engine.notes, *idle)]
-    for line in (*config.notes, *of_settings):
+    for line in (*config.notes, *of_settings, *_threads(config, engine.device)):
         print(line.strip(), flush=True)
     if found.of_engine.get("dump_state"):
         print("\n".join(["configuration", *_rows(settings, dp_size)]), flush=True)
+
+
+def _threads(config: Config, device: torch.device) -> Iterator[str]:
+    """What a rank has of the node's cores, where the host computes and a launcher has divided them."""
+    ranks, threads = distributed.read_environment().local_world_size, torch.get_num_threads()
+    if ranks > 1 and (device.type == "cpu" or config.offload.offload_optimizer_device != "none"):
+        yield f"{ranks} ranks on this node compute on {threads} thread{'s' * (threads > 1)} each (OMP_NUM_THREADS)"
 
 
 def _rows(settings: _Settings, dp_size: int) -> Iterator[str]:

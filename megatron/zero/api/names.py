@@ -113,6 +113,8 @@ SETTINGS: dict[str, Row] = {
     "zero_cpu_offload": Reads(lambda e: _home(e, "optimizer") == "cpu", "optimizer state is offloaded to the host"),
     "zero_nvme_offload_optimizer": Reads(lambda e: _home(e, "optimizer") == "nvme",
                                          "optimizer state is offloaded to NVMe"),
+    "zero_has_nvme_offload": Reads(lambda e: "nvme" in (_home(e, "optimizer"), _home(e, "param")),
+                                   "optimizer state or parameters are offloaded to NVMe"),
     "zero_use_cpu_optimizer": Reads(lambda e: _home(e, "optimizer") is not None,
                                     "optimizer state is offloaded, to the host or to NVMe"),
     "gradient_clipping": Reads(lambda e: e.config.optim.clip_grad, "the largest gradient norm; 0 is no clipping"),

@@ -455,3 +455,13 @@ def errors_by_rank(rank: int, world: int) -> None:
 def test_the_batch_triple_is_checked_against_the_world() -> None:
     with pytest.raises(RankError, match="train_batch_size"):
         run_ranks(errors_by_rank, 2)
+
+
+@pytest.mark.parametrize(("ranks", "told"), [(1, False), (2, True)])
+def test_the_threads_of_a_rank_are_named_where_a_launcher_divides_the_cores(
+        ranks: int, told: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": ranks}.items():
+        monkeypatch.setenv(name, str(value))
+    zero.initialize(model=Model(), config=config(1))
+    line = "2 ranks on this node compute on 1 thread each (OMP_NUM_THREADS)\n"
+    assert capsys.readouterr().out.count(line) == told

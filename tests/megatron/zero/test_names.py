@@ -112,6 +112,7 @@ def test_what_is_offloaded_is_what_the_file_says(optimizer: str | None, params: 
     assert engine.zero_offload_param() == (params if params != "none" else None)
     assert engine.zero_cpu_offload() is (optimizer == "cpu")
     assert engine.zero_nvme_offload_optimizer() is (optimizer == "nvme")
+    assert engine.zero_has_nvme_offload() is ("nvme" in (optimizer, params))
     assert engine.zero_use_cpu_optimizer() is (optimizer in ("cpu", "nvme"))
     assert engine.zero_partial_offload() == 1.0
     engine.destroy()

@@ -1,0 +1,12 @@
+"""DeepSpeed's module of this name; its class is in megatron/optim/cpu_adam.py."""
+
+from typing import NoReturn
+
+from megatron.optim.cpu_adam import DeepSpeedCPUAdam
+from megatron.zero.ops import refuse
+
+__all__ = ["DeepSpeedCPUAdam"]
+
+
+def __getattr__(name: str) -> NoReturn:
+    refuse(f"adam.{name}")
