@@ -133,7 +133,7 @@ class FlatBucket:
                 fill(parameter, view)
             else:
                 vacate(parameter, self._whole.new_empty(0))
-            hold(parameter, self)
+            hold(parameter, self, for_life=False)
 
     def _draw(self, sources: Sequence[Source]) -> None:
         """Each rank draws what it keeps, and nothing is sent but to make the weights at work whole."""
@@ -311,6 +311,13 @@ class FlatBucket:
         self._lent = self._whole.clone()
         if self.keeps_masters and not self.comes_and_goes:  # what was written by hand before is an edit of this loan
             self.kept.read(WEIGHT, 0, self._span(self._lent))
+
+    def read_master(self, start: int, out: Tensor) -> None:
+        """out <- this rank's masters from `start` on. Edits of a loan count when it ends."""
+        if self._lent is None or self.keeps_masters or self.comes_and_goes:
+            self.kept.read(WEIGHT, start, out)
+        else:
+            out.copy_(self._span(self._lent)[start : start + len(out)])
 
     def check_before_return(self, editor: int | None) -> None:
         for slot, parameter, view in zip(self.layout.slots, self.parameters, self._views):

@@ -10,8 +10,8 @@ they are put together, and micro-batches are counted.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ class ZeroEngine:
         self._policy = policy(zero.zero_stage)
         self._micro_batches = 0  # of this optimizer step, before the one under way
         self._boundary: bool | None = None
-        self._in_no_sync = False
+        self._in_no_sync = self.is_detached = False
         self._failed_backward: str | None = None  # the last one, where nothing has been accumulated since then
         self.last_report: StepReport | None = None
         self.log = ExchangeLog(sums_in_order=not self._policy.split_params or on_accelerator(device))
@@ -208,8 +208,9 @@ class ZeroEngine:
             bucket.await_parameters()
 
     def detach(self) -> None:
-        """Leave the module to itself: no hooks, and whole parameters."""
+        """Leave the module to itself: no hooks, and whole parameters. Once: another engine may have it afterwards."""
         self.conclude()
+        self.is_detached = True
         for handle in self._handles:
             handle.remove()
         disconnect_sinks(self._units)
@@ -267,6 +268,10 @@ class ZeroEngine:
         """Every rank comes here, whatever it exchanges then; one that is elsewhere is an error (together.py)."""
         meet(self.log, self.groups.world, where)
 
+    def change(self, what: str) -> AbstractContextManager[None]:
+        """Where what is inside ends half way, steps and saves are refused until a load."""
+        return self.state.change(what)
+
     def count_new_weights(self) -> None:
         """A backward of a forward that ran before now would mix old and new weights."""
         self.passes.weights += 1
@@ -282,17 +287,18 @@ class ZeroEngine:
         """Refuse where new weights would not reach the model; to be agreed on as well."""
         self._roster.check_before_load()
 
-    def load_runs(self, kinds: tuple[str, ...], read: Callable[[str, Slot, int, Tensor], None],
+    def load_runs(self, names: Mapping[str, Collection[str]], read: Callable[[str, Slot, int, Tensor], None],
                   agreed: Callable[[Callable[[], None]], None] = lambda action: action()) -> None:
-        """Fill everything this rank holds: `read(kind, slot, offset, out)` for every run, then publish the weights,
-        which is collective: `agreed` runs an action, and raises on every rank where it failed on one.
-        What has been accumulated is of the weights before, and is discarded: the next micro-batch begins a step."""
+        """Fill what this rank holds of the parameters named for each kind: `read(kind, slot, offset, out)` for every
+        run. Then publish the weights, which is collective: `agreed` runs an action, and raises on every rank where it
+        failed on one. What has been accumulated is of the weights before, and is discarded: the next micro-batch begins
+        a step."""
         self.conclude()
         self.residency.done_with_all()
         self._roster.begin_load()
         self.zero_grad()
         self._micro_batches = 0
-        agreed(lambda: self.state.fill(kinds, read))
+        agreed(lambda: self.state.fill(names, read))
         self.state.publish()
         self.count_new_weights()
 

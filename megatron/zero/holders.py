@@ -1,12 +1,15 @@
 """Who holds a parameter's elements: nobody (it is an ordinary tensor), `zero.Init`, or an engine's bucket.
 
 The record of it is the one piece of state that is global here: `zero.GatheredParameters(params)` is given parameters
-and nothing else. An entry goes with its parameter.
+and nothing else. An entry goes with its parameter, and must not keep it: a bucket, which has its parameters, lives with
+the hooks of its model; a holder that nobody else has refers to its parameter weakly (waiting.py).
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol, cast
+from collections.abc import Callable
+from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -52,18 +55,21 @@ class Holder(Protocol):
 
 
 _HOLDERS = WeakTensorKeyDictionary()
+"""Parameter -> a function that gives its holder."""
 
 
-def hold(parameter: nn.Parameter, holder: Holder) -> None:
-    _HOLDERS[parameter] = holder
+def hold(parameter: nn.Parameter, holder: Holder, *, for_life: bool = True) -> None:
+    """The holder lives as long as its parameter, or as somebody else has it."""
+    _HOLDERS[parameter] = (lambda: holder) if for_life else ref(holder)
 
 
 def let_go(parameter: nn.Parameter) -> None:
-    del _HOLDERS[parameter]
+    _HOLDERS.pop(parameter, None)
 
 
 def holder_of(parameter: Tensor) -> Holder | None:
-    return cast("Holder | None", _HOLDERS.get(parameter))
+    found: Callable[[], Holder | None] | None = _HOLDERS.get(parameter)
+    return None if found is None else found()
 
 
 def shape_of(parameter: nn.Parameter) -> torch.Size:

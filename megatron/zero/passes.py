@@ -124,9 +124,8 @@ class Passes:
         return complaint
 
     def objection(self) -> str | None:
-        """What this rank has against the step that its last backward ended."""
-        complaint, self._complaint = self._complaint, None
-        return complaint
+        """What this rank has against the step that its last backward ended: until another one does."""
+        return self._complaint
 
     def take_trace(self) -> int:
         """A digest of what this rank did since the last call: what was gathered in which order, and how often a

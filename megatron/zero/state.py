@@ -9,7 +9,8 @@ affair (homes/shelf.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +65,13 @@ class State:
             raise ConfigError(f"an earlier {self.changing} ended half way, and some weights are new, others old: load "
                               "a checkpoint with engine.load_checkpoint(), or end this run and resume the last one")
 
+    @contextmanager
+    def change(self, what: str) -> Iterator[None]:
+        """Weights are written to inside. What another one left half way stays so."""
+        before, self.changing = self.changing, self.changing or what
+        yield
+        self.changing = before
+
     # ---- tensors ------------------------------------------------------------------------------------------------
 
     def runs(self, kinds: tuple[str, ...], frozen: bool = True) -> Iterator[tuple[Slot, int, Run]]:
@@ -74,20 +82,30 @@ class State:
                 if kind in bucket.kept.kinds:
                     yield from _owned_runs(bucket, kind)
 
-    def fill(self, kinds: tuple[str, ...], read: Callable[[str, Slot, int, Tensor], None]) -> None:
-        """`read(kind, slot, offset, out)` for every run this rank holds; `publish` is to follow. No parameter may be
-        in use."""
+    def fill(self, names: Mapping[str, Collection[str]], read: Callable[[str, Slot, int, Tensor], None]) -> None:
+        """`read(kind, slot, offset, out)` for every run this rank holds of these kinds and slots, by name; `publish` is
+        to follow. No parameter may be in use. What is filled wholly is not read before: a drive may have lost it."""
         self.changing = "load"
         for bucket in self._holders():
-            wanted = [kind for kind in kinds if kind in bucket.kept.kinds]
             for part in bucket.kept.parts:
-                with bucket.kept.open(part, wanted, writes=True) as kept:
-                    for kind in wanted:
-                        for segment in bucket.layout.segments(bucket.shard_group.rank, part):
-                            start = segment.shard_offset - part.start
-                            read(kind, segment.slot, segment.slot_offset, kept[kind][start : start + segment.count])
-                    if not self._loads_masters:
-                        kept[WEIGHT].copy_(kept[WEIGHT].to(bucket.work.dtype))
+                for kind in (kind for kind in names if kind in bucket.kept.kinds):
+                    self._fill_part(bucket, kind, part, names[kind], read)
+
+    def _fill_part(self, bucket: FlatBucket, kind: str, part: slice, names: Collection[str],
+                   read: Callable[[str, Slot, int, Tensor], None]) -> None:
+        segments = list(bucket.layout.segments(bucket.shard_group.rank, part))
+        wanted = [segment for segment in segments if segment.slot.name in names]
+        with bucket.kept.open(part, [kind], reads=len(wanted) < len(segments), writes=True) as kept:
+            end = part.start
+            for segment in segments:
+                kept[kind][end - part.start : segment.shard_offset - part.start] = 0  # padding
+                end = segment.shard_offset + segment.count
+            kept[kind][end - part.start :] = 0
+            for segment in wanted:
+                start = segment.shard_offset - part.start
+                read(kind, segment.slot, segment.slot_offset, kept[kind][start : start + segment.count])
+            if kind == WEIGHT and not self._loads_masters:
+                kept[WEIGHT].copy_(kept[WEIGHT].to(bucket.work.dtype))
 
     def publish(self) -> None:
         """Bring what was filled to every rank that holds a working copy. Collective."""
@@ -119,12 +137,13 @@ class State:
 
     def forget_optimizer_steps(self) -> None:
         """The optimizer starts anew: its states are zeros, and its bias corrections start from their first step."""
-        for bucket in self.buckets:
-            states = [kind for kind in bucket.kept.kinds if kind != WEIGHT]
-            for part in bucket.kept.parts if states else ():
-                with bucket.kept.open(part, states, writes=True) as kept:
-                    for kind in states:
-                        kept[kind].zero_()
+        with self.change("load"):
+            for bucket in self.buckets:
+                states = [kind for kind in bucket.kept.kinds if kind != WEIGHT]
+                for part in bucket.kept.parts if states else ():
+                    with bucket.kept.open(part, states, reads=False, writes=True) as kept:
+                        for kind in states:
+                            kept[kind].zero_()
         self.counters.optimizer_steps = 0
         self._rule.restore({})
 

@@ -10,6 +10,7 @@ The functions of utils.py and `GatheredParameters` are given parameters and noth
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from hashlib import blake2b
 from threading import Event
 from typing import Protocol
@@ -31,6 +32,9 @@ class Owner(Protocol):
     """The engine of a bucket, as far as it is needed here."""
 
     log: ExchangeLog
+
+    def change(self, what: str) -> AbstractContextManager[None]:
+        """Weights, or states of the optimizer, are written to inside: what ends half way is no base to go on from."""
 
     def count_new_weights(self) -> None:
         """Weights have changed otherwise than by a step: a backward of a forward before it is refused."""

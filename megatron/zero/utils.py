@@ -17,6 +17,7 @@ one rank that calls it alone, and ranks that set different values, are errors.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +34,8 @@ _GRADIENT = "gradient"
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """The weights as the optimizer has them."""
+    """The weights as the optimizer has them; inside `GatheredParameters`, where edits count when the block ends, as it
+    had them when that began."""
     return _full(param, WEIGHT, "safe_get_full_fp32_param")
 
 
@@ -115,6 +117,8 @@ class _Held:
         out = torch.empty(self.count, dtype=torch.float32, device=self.bucket.device)
         if self.kind == _GRADIENT:
             out.copy_(self._gradient)
+        elif self.kind == WEIGHT:
+            self.bucket.read_master(self.start, out)
         else:
             self.bucket.kept.read(self.kind, self.start, out)
         return out.mul_(self.unit)
@@ -178,13 +182,15 @@ def _set(param: nn.Parameter, kind: str, value: Tensor, *, whole: bool) -> None:
                           f"not {list(value.shape)}")
     part = value.flatten()[held.offset : held.offset + held.count] if whole else value
     _agree_to_set(bucket, param, kind, value, whole=whole)
-    held.set(part)
-    if kind == WEIGHT:
-        bucket.leave()
-        publish([bucket])
-        bucket.await_parameters()
-        if (engine := owner_of(bucket)) is not None:
-            engine.count_new_weights()
+    engine = owner_of(bucket)
+    with nullcontext() if engine is None or kind == _GRADIENT else engine.change(f"setting of a {kind}"):
+        held.set(part)
+        if kind == WEIGHT:
+            bucket.leave()
+            publish([bucket])
+            bucket.await_parameters()
+            if engine is not None:
+                engine.count_new_weights()
 
 
 def _agree_to_set(bucket: FlatBucket, param: nn.Parameter, kind: str, value: Tensor, *, whole: bool) -> None:

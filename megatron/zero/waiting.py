@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 
 from megatron.errors import ConfigError
 from megatron.zero.holders import holder_of
@@ -23,7 +24,13 @@ class Waiting(ABC):
     comes_and_goes = True
 
     def __init__(self, parameter: nn.Parameter, dtype: torch.dtype, dp: Group) -> None:
-        self._parameter, self._shape, self._dtype, self._dp = parameter, parameter.shape, dtype, dp
+        self._held, self._shape, self._dtype, self._dp = TensorWeakRef(parameter), parameter.shape, dtype, dp
+
+    @property
+    def _parameter(self) -> nn.Parameter:
+        parameter = self._held()
+        assert isinstance(parameter, nn.Parameter), "it has gone, and its holder should have gone with it"
+        return parameter
 
     @abstractmethod
     def whole(self, device: torch.device | None = None) -> Tensor:

@@ -245,7 +245,10 @@ class Engine(EngineStatus):
         self.core.settle()
 
     def destroy(self) -> None:
-        """Leave the model to itself: without hooks, with whole parameters in the working precision. Collective."""
+        """Leave the model to itself: without hooks, with whole parameters in the working precision. Collective.
+        Called again, it does nothing."""
+        if self.core.is_detached:
+            return
         self.finish_save()
         self.conclude()
         self.monitor.close()

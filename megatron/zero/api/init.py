@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from megatron.checkpoint.agree import agree
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, TrainerError
 from megatron.launch.exits import answer_uncaught, explain
 from megatron.zero.holders import Holder, holder_of
 from megatron.zero.parked import Parked
@@ -87,8 +87,30 @@ def _loan(holders: list[Holder], editor: int | None, names: list[str]) -> Iterat
         if failure is not None:
             raise failure from None
         raise
-    for holder in holders:
-        holder.take_back(editor)
+    if editor is None:
+        _take_back(holders, None)
+        return
+    with ExitStack() as changes:
+        for owner in filter(None, map(owner_of, holders)):
+            changes.enter_context(owner.change("edit"))
+        agree(lambda: _take_back(holders, editor), dp)
+
+
+def _take_back(holders: list[Holder], editor: int | None) -> None:
+    """All of them, also after one that fails: the peers exchange the edits of the others."""
+    failure: TrainerError | None = None
+    try:
+        for holder in holders:
+            try:
+                holder.take_back(editor)
+            except TrainerError as error:  # of a drive
+                failure = failure or error
+        if failure is not None:
+            raise failure
+    except BaseException:
+        for holder in holders:
+            holder.cancel_loan()
+        raise
 
 
 def _check_before_loan(holders: list[Holder]) -> None:

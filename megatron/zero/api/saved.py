@@ -157,7 +157,7 @@ def load_engine(engine: ZeroEngine, found: Checkpoint, scheduler: Stateful | Non
         own = {} if options.loss_scale else {key: value for key, value in engine.counters().items() if key in SCALER}
         engine.restore_counters({**shared["engine"], **own})
     if not optimizer:
-        engine.forget_optimizer_steps()
+        agree(engine.forget_optimizer_steps, engine.groups.world)
     if wanted and groups is not None:  # one of an older version holds none
         restore_groups(engine.param_groups, groups, wanted.__contains__)
     if options.counters and options.scheduler and scheduler is not None and shared["lr_scheduler"] is not None:
@@ -166,13 +166,8 @@ def load_engine(engine: ZeroEngine, found: Checkpoint, scheduler: Stateful | Non
 
 def _load_tensors(engine: ZeroEngine, found: Checkpoint, optimizer: bool) -> None:
     kinds = ("weight", *(engine.state_kinds if optimizer else ()))
-    known = {kind: frozenset(found.names(kind)) for kind in kinds}
-
-    def read(kind: str, slot: Slot, offset: int, out: Tensor) -> None:
-        if slot.name in known[kind]:  # otherwise not strict: it stays as it is
-            _read_run(engine, found, kind, slot, offset, out)
-
-    engine.load_runs(kinds, read, partial(agree, world=engine.groups.world))
+    known = {kind: frozenset(found.names(kind)) for kind in kinds}  # not strict: what is not there stays as it is
+    engine.load_runs(known, partial(_read_run, engine, found), partial(agree, world=engine.groups.world))
     buffers = found.shared_state["buffers"]
     for name, buffer in engine.module.named_buffers():
         if name in buffers:
@@ -194,7 +189,8 @@ def load_foreign_weights(engine: ZeroEngine, found: Foreign) -> None:
     """Initial weights from another program's checkpoint, which must hold those of this model."""
     engine.meet(LOAD)
     agree(engine.check_before_load, engine.groups.world)
-    engine.load_runs(("weight",), partial(_read_run, engine, found), partial(agree, world=engine.groups.world))
+    engine.load_runs({"weight": found.shapes}, partial(_read_run, engine, found),
+                     partial(agree, world=engine.groups.world))
 
 
 def _read_run(engine: ZeroEngine, found: Checkpoint | Foreign, kind: str, slot: Slot, offset: int, out: Tensor) -> None:

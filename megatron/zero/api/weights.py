@@ -52,11 +52,12 @@ def load_weights(core: ZeroEngine, state: Mapping[str, Any], strict: bool) -> No
     agree(check, core.groups.world)
     named: dict[str, Any] = core.module.state_dict(keep_vars=True)
     new = {id(tensor): state[name] for name, tensor in named.items() if gives and name in state}
-    for bucket in buckets:
-        with GatheredParameters(bucket.parameters, modifier_rank=0):
-            for parameter in bucket.parameters:
-                if (value := new.get(id(parameter))) is not None:
-                    parameter.copy_(value)
+    with core.change("load of weights"):
+        for bucket in buckets:
+            with GatheredParameters(bucket.parameters, modifier_rank=0):
+                for parameter in bucket.parameters:
+                    if (value := new.get(id(parameter))) is not None:
+                        parameter.copy_(value)
     with torch.no_grad():
         for buffer in core.module.buffers():
             if (value := new.get(id(buffer))) is not None:

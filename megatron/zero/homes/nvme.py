@@ -57,17 +57,21 @@ class _Set:
     under_way: list[Pending] = field(default_factory=list)
 
     def wait(self) -> None:
-        """Until nothing is under way. After an error the set holds nothing, and what has not ended is waited for by
-        whoever comes next."""
+        """Until nothing is under way. After an error the set holds nothing."""
+        if (error := self.drain()) is not None:
+            raise error
+
+    def drain(self) -> Exception | None:
+        """The same for whoever has no use for what was under way: a tile that could not be written is lost until it is
+        written again, and says so itself."""
+        first: Exception | None = None
         while self.under_way:
-            try:
-                self.under_way[-1].wait()
-            except BaseException:
-                self.there.clear()
-                if self.under_way[-1].done():
-                    self.under_way.pop()
-                raise
+            error = self.under_way[-1].error()
             self.under_way.pop()
+            if error is not None:
+                self.there.clear()
+                first = first or error
+        return first
 
     def forget(self) -> None:
         self.of = None
@@ -187,6 +191,7 @@ class Nvme:
         taken: deque[_Set] = deque()
         try:
             for number, (shelf, part) in enumerate(order):
+                shelf.file.check()  # what has been lost needs no more work
                 for following, its in order[number + len(taken) : number + 1 + self.settings.reads_ahead]:
                     taken.append(self._take(following.key(its)))
                     following.fetch(its, following.kinds, taken[-1])
@@ -216,6 +221,7 @@ class Nvme:
 
     def _take(self, key: tuple[int, int]) -> _Set:
         """The set that has the part, or another one for it."""
+        self._folder.check_ours()
         if self._is_closed:
             raise ConfigError("this engine's state was on a drive, and went with engine.destroy(): save before it")
         assert key not in self._in_use, "two sets of one part would know nothing of each other's changes"
@@ -228,8 +234,8 @@ class Nvme:
         else:
             found = self._free.popleft()
         try:
-            found.wait()
-        except BaseException:
+            found.drain()
+        except BaseException:  # Ctrl-C
             self._free.append(found)
             raise
         if found.of != key:
@@ -259,7 +265,7 @@ class Nvme:
 
     def settle(self) -> None:
         for buffers in self._free:
-            buffers.wait()
+            buffers.drain()
         for file in self._files:
             file.settle()
 

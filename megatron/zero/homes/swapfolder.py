@@ -89,6 +89,7 @@ class SwapFolder:
         assert re.fullmatch(r"[\w.-]+", run), run
         self.flag = flag
         self.path, descriptor = _first_free(usable(nvme_path, flag), f"{run}-rank{rank}", flag)
+        self._owner = os.getpid()
         self._hold = _Hold(self.path, descriptor)
         try:
             _empty(descriptor, self.path)
@@ -108,6 +109,13 @@ class SwapFolder:
     def lanes(self, slots: int, beside: int) -> Lanes:
         """The threads of all files that want so many."""
         return self._hold.lanes.setdefault((slots, beside), Lanes(slots, beside))
+
+    def check_ours(self) -> None:
+        """A forked process has neither the threads, nor the memory, nor the lock."""
+        if os.getpid() != self._owner:
+            raise ConfigError(f"{self.path} belongs to process {self._owner}, and this is a fork of it "
+                              f"({os.getpid()}): what an engine keeps on a drive can be used only in the process that "
+                              "made the engine; use it there, not in a fork or a worker of a data loader")
 
     @property
     def leaving(self) -> bool:

@@ -88,9 +88,13 @@ class Pending:
 
     def wait(self) -> None:
         """Until the bytes are where they belong. Raises what went wrong, each time."""
+        if (error := self.error()) is not None:
+            raise error
+
+    def error(self) -> Exception | None:
+        """The same; what went wrong is returned."""
         self._ended.wait()
-        if self._error is not None:
-            raise self._error
+        return self._error
 
 
 @dataclass
@@ -102,6 +106,8 @@ class _Tile:
     """The last write, under way or ended."""
     reads: list[Pending] = field(default_factory=list)
     """Under way, since the last write."""
+    failure: Exception | None = None
+    """Of the last write that has ended: the tile is lost, until a later one."""
 
 
 @dataclass
@@ -138,10 +144,8 @@ class TileFile:
         self._tiles = [_Tile(number, place, size) for number, (place, size) in enumerate(zip(places, sizes))]
         self._asking = Lock()  # never needed by the threads
         self._ending = Lock()
-        self._failure: Exception | None = None  # of the first write that went wrong
         self._lanes = folder.lanes(settings.intra_op_parallelism, int(settings.overlap_events))
         self._works = _Works(self.path, self._open(folder, name, places[-1]))
-        self._owner = os.getpid()
         folder.before_it_goes(self._works.stop)
 
     def read(self, tile: int, into: Tensor) -> Pending:
@@ -153,21 +157,24 @@ class TileFile:
         return self._ask("write", self._tiles[tile], source)
 
     def settle(self) -> None:
-        """Wait for all that is under way; raise if a write has ever failed."""
+        """Wait for all that is under way; raise if a tile is lost, because its last write failed."""
         with self._ending:
             under_way = list(self._works.under_way)
         for request in under_way:
             request._ended.wait()
-        self._check()
+        self.check()
 
     def close(self) -> None:
-        """Remove the file: calls under way end, requests that wait for their turn fail. Raise if a write had failed."""
+        """Remove the file: calls under way end, requests that wait for their turn fail. Raise if a tile was lost."""
+        self._folder.check_ours()
         self._works.stop(swapfolder.PATIENCE)
-        self._check()
+        self.check()
 
-    def _check(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+    def check(self) -> None:
+        """Raise if a tile is known to be lost."""
+        for tile in self._tiles:
+            if tile.failure is not None:
+                raise tile.failure
 
     def _open(self, folder: SwapFolder, name: str, size: int) -> BlockFile:
         try:
@@ -177,7 +184,7 @@ class TileFile:
                                f"{free_bytes(folder.path)} are free; {self._remedy('free space')}") from error
 
     def _ask(self, kind: Kind, tile: _Tile, buffer: Tensor) -> Pending:
-        assert os.getpid() == self._owner, "a forked process has none of the threads"
+        self._folder.check_ours()
         assert buffer.dtype == uint8 and buffer.dim() == 1 and buffer.is_contiguous() and len(buffer) >= tile.size
         data = buffer.numpy().data[:tile.size]
         starts = range(0, max(tile.size, 1), self._stretch)
@@ -244,8 +251,8 @@ class TileFile:
             request._after, request._buffer = (), memoryview(b"")
             if request._error is None:
                 self.traffic.count(request._kind, request._tile.size)
-            elif request._kind == "write" and not self._stopped():
-                self._failure = self._failure or request._error
+            if request._kind == "write" and not self._stopped():
+                request._tile.failure = request._error
         request._ended.set()
 
     def _stopped(self) -> bool:

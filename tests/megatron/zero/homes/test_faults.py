@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -93,7 +94,9 @@ def test_an_error_of_the_drive_ends_the_run_and_nothing_goes_on(tmp_path: Path, 
     with pytest.raises((StorageError, ConfigError)):
         engine.save_checkpoint(tmp_path / "saved")
     assert not (tmp_path / "saved" / "latest").exists()
-    engine.destroy()
+    with suppress(StorageError):  # of weights that are lost
+        engine.destroy()
+    assert not list(tmp_path.glob("zero-*"))
 
 
 def test_jobs_in_one_folder_do_not_meet(tmp_path: Path) -> None:
@@ -145,6 +148,7 @@ def test_a_folder_that_cannot_be_written_is_named_with_its_setting(tmp_path: Pat
 
 def test_a_step_that_is_skipped_touches_nothing(tmp_path: Path) -> None:
     engine = built(configured(tmp_path, fp16=True, initial_loss_scale=2.0 ** 40, zero_stage=2))
+    engine.core.homes.settle()
     before = [vars(home.traffic).copy() for home in [engine.core.homes.optimizer]]  # type: ignore[attr-defined]
     train(engine.core, batches(3))
     assert engine.core.skipped_steps == 3

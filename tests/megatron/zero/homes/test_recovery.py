@@ -1,0 +1,159 @@
+"""After a fault that passes: what was lost is not used, a load makes it whole, and a dropped engine is gone."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron import zero
+from megatron.errors import ConfigError, StorageError
+from megatron.zero.api.engine import Engine
+from megatron.zero.homes.blockfile import BlockFile
+from megatron.zero.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+from tests.megatron.zero.homes.test_equal import alike, batches, outcome, train
+from tests.megatron.zero.homes.test_use import built, configured
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Put a number in, and that write from now on, and all that follow, find the drive full; -1: there is room."""
+    write, left = BlockFile.write, [-1]
+
+    def fail(file: BlockFile, data: memoryview, at: int) -> None:
+        left[0] -= left[0] > 0
+        if left[0] == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(file, data, at)
+
+    monkeypatch.setattr(BlockFile, "write", fail)
+    yield left
+
+
+def resumed(folder: Path, saved: Path, rows: torch.Tensor, **cell: bool) -> list[object]:
+    """In another engine."""
+    engine = built(configured(folder, **cell))
+    engine.load_checkpoint(saved)
+    found = outcome(engine.core, rows)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_once_a_full_drive_has_room_again_a_load_makes_everything_whole(tmp_path: Path, full: list[int],
+                                                                        bf16: bool) -> None:
+    (tmp_path / "drive").mkdir()
+    rows = batches(5)
+    engine = built(configured(tmp_path / "drive", bf16=bf16))
+    train(engine.core, rows[:2])
+    engine.save_checkpoint(tmp_path / "saved")
+    expected = resumed(tmp_path / "drive", tmp_path / "saved", rows[2:], bf16=bf16)
+    for number in (1, 4, 20):
+        full[0] = number
+        with pytest.raises((StorageError, ConfigError)):
+            for _ in range(9):
+                train(engine.core, rows[:1])
+        full[0] = -1
+        engine.load_checkpoint(tmp_path / "saved")
+        engine.core.homes.settle()
+        assert alike(outcome(engine.core, rows[2:]), expected)
+    engine.destroy()
+
+
+def test_a_load_that_fails_is_made_again(tmp_path: Path, full: list[int]) -> None:
+    (tmp_path / "drive").mkdir()
+    rows = batches(4)
+    engine = built(configured(tmp_path / "drive"))
+    train(engine.core, rows[:2])
+    engine.save_checkpoint(tmp_path / "saved")
+    expected = resumed(tmp_path / "drive", tmp_path / "saved", rows[2:])
+    full[0] = 3
+    with pytest.raises(StorageError):
+        engine.load_checkpoint(tmp_path / "saved")
+        engine.core.homes.settle()
+    with pytest.raises((StorageError, ConfigError)):
+        train(engine.core, rows[:1])
+    full[0] = -1
+    engine.load_checkpoint(tmp_path / "saved")
+    assert alike(outcome(engine.core, rows[2:]), expected)
+    engine.destroy()
+
+
+def test_a_load_of_weights_alone_reads_nothing_that_it_replaces(tmp_path: Path, full: list[int]) -> None:
+    (tmp_path / "drive").mkdir()
+    rows = batches(4)
+    engines = [built(configured(tmp_path / "drive")) for _ in range(2)]
+    train(engines[0].core, rows[:2])
+    engines[0].save_checkpoint(tmp_path / "saved")
+    full[0] = 1
+    with pytest.raises(StorageError):
+        train(engines[0].core, rows[:2])
+    full[0] = -1
+    ends = []
+    for engine in engines:
+        engine.load_checkpoint(tmp_path / "saved", load_module_only=True)
+        ends.append(outcome(engine.core, rows[2:])[:2])
+        engine.destroy()
+    assert alike(*ends)
+
+
+def edit(engine: Engine) -> None:
+    with zero.GatheredParameters(engine.module.parameters(), modifier_rank=0):
+        for parameter in engine.module.parameters():
+            parameter.add_(1)
+
+
+def put(engine: Engine) -> None:
+    for parameter in engine.module.parameters():
+        safe_set_full_fp32_param(parameter, torch.ones(zero.holders.shape_of(parameter)))
+
+
+def put_moments(engine: Engine) -> None:
+    for parameter in engine.module.parameters():
+        safe_set_full_optimizer_state(parameter, torch.ones(zero.holders.shape_of(parameter)), "exp_avg")
+
+
+def load(engine: Engine) -> None:
+    engine.load_module_state_dict({name: torch.ones(zero.holders.shape_of(parameter))
+                                   for name, parameter in engine.module.named_parameters()}, strict=False)
+
+
+@pytest.mark.parametrize("change", [edit, put, put_moments, load])
+def test_what_is_changed_by_hand_half_way_is_no_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                     change: Callable[[Engine], None]) -> None:
+    (tmp_path / "drive").mkdir()
+    rows = batches(4)
+    engine = built(configured(tmp_path / "drive"))
+    train(engine.core, rows[:2])
+    engine.save_checkpoint(tmp_path / "saved")
+    expected = resumed(tmp_path / "drive", tmp_path / "saved", rows[2:])
+    read, broken, left = BlockFile.read, [], [0]
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockFile, "read", lambda *arguments: left.__setitem__(0, left[0] + 1) or read(*arguments))
+        change(engine)
+    engine.load_checkpoint(tmp_path / "saved")
+    for number in (2, left[0] // 2, left[0]):
+        left[0] = number
+
+        def fail(file: BlockFile, into: memoryview, at: int) -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            read(file, into, at)
+
+        with monkeypatch.context() as patch, pytest.raises(StorageError):
+            patch.setattr(BlockFile, "read", fail)
+            change(engine)
+        broken.append(engine.core.state.changing)
+        if broken[-1] is not None:  # otherwise nothing had been written of what is changed at a time
+            for go_on in (lambda: train(engine.core, rows[:1]), lambda: engine.save_checkpoint(tmp_path / "bad")):
+                with pytest.raises(ConfigError, match="ended half way.*load"):
+                    go_on()
+        engine.load_checkpoint(tmp_path / "saved")
+        assert alike(outcome(engine.core, rows[2:]), expected)
+    assert any(broken)
+    engine.destroy()
