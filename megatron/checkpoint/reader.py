@@ -175,10 +175,10 @@ class Checkpoint:
                 self._copy(stored, part, out[start:start + part.count])
 
     def _copy(self, stored: _Stored, run: Run, out: torch.Tensor) -> None:
-        """Copy a run of the stored local tensor of one rank, piece by piece; copy_ converts dtype and device."""
+        """Copy a run of the stored local tensor of one rank, piece by piece."""
         done = 0
         for holder, key, start, count in stored.find(run):
-            out[done:done + count].copy_(self._file_with(holder, key).run(key, start, count))
+            self._file_with(holder, key).read(key, start, out[done:done + count])
             done += count
 
     def _stored(self, kind: str, name: str) -> _Stored:

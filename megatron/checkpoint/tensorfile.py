@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -28,6 +29,10 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 FILE_BYTES = 4 << 30
 """A file is closed when the next tensor would make it larger: lost or damaged files stay small, copies resume."""
+
+
+AT_A_TIME = 16 << 20
+"""Bytes that are copied at a time out of a file under reading: it has about so much memory."""
 
 
 @dataclass(frozen=True)
@@ -98,13 +103,14 @@ def _bytes_of(item: Item) -> memoryview:
 
 
 class TensorFile:
-    """A safetensors file under reading; touching a run of a tensor reads only its pages."""
+    """A safetensors file under reading; touching a run of a tensor reads only its pages. They count as memory of the
+    process until they are dropped, which `read` does."""
 
     def __init__(self, path: Path, where: str) -> None:
         self.where = where
         with open(path, "rb") as file:
-            # A private map is writable, which torch wants; nobody writes to it, so no page is ever copied.
-            self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            # Not writable: a private, writable map of the file would be charged to RLIMIT_DATA, all of it.
+            self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         length = int.from_bytes(self.map[:8], "little")
         self.start = 8 + length
         if self.start > len(self.map):
@@ -113,6 +119,7 @@ class TensorFile:
         self.entries = {key: self._entry(header, key) for key in list(header.fields) if key != "__metadata__"}
         self._flat: dict[str, torch.Tensor] = {}
         """Views already made: a resharding reads the same tensor row by row."""
+        self._touched = 0  # bytes, since pages were dropped
 
     def _entry(self, header: Record, key: str) -> tuple[torch.dtype, tuple[int, ...], int]:
         """(dtype, shape, first byte) of a tensor, checked against the file."""
@@ -131,13 +138,27 @@ class TensorFile:
         dtype, shape, start = self.entries[key]
         if prod(shape) == 0:
             return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(self.map, dtype=dtype, count=prod(shape), offset=start).view(shape)
+        with warnings.catch_warnings():  # torch warns of a buffer that cannot be written to
+            warnings.simplefilter("ignore", UserWarning)
+            return torch.frombuffer(self.map, dtype=dtype, count=prod(shape), offset=start).view(shape)
 
-    def run(self, key: str, start: int, count: int) -> torch.Tensor:
-        """Elements [start, start + count) of the flattened tensor."""
+    def read(self, key: str, start: int, out: torch.Tensor) -> None:
+        """Fill the 1-D `out` with the elements from `start` on of the flattened tensor; copy_ converts dtype and
+        device."""
         flat = self._flat.get(key)
         if flat is None:
             flat = self._flat[key] = self.tensor(key).view(-1)
-        if start + count > flat.numel():
-            raise CheckpointError(f"{self.where}: {key!r} has {flat.numel()} elements, {start + count} expected")
-        return flat[start:start + count]
+        if start + len(out) > flat.numel():
+            raise CheckpointError(f"{self.where}: {key!r} has {flat.numel()} elements, {start + len(out)} expected")
+        done = 0
+        for part in flat[start : start + len(out)].split(AT_A_TIME // flat.element_size()):
+            out[done : done + len(part)].copy_(part)
+            done += len(part)
+            self._drop_behind(part.nbytes)
+
+    def _drop_behind(self, nbytes: int) -> None:
+        """Let go of what has been read; touched again, it comes back."""
+        self._touched += nbytes
+        if self._touched >= AT_A_TIME:
+            self.map.madvise(mmap.MADV_DONTNEED)
+            self._touched = 0

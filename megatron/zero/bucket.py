@@ -19,7 +19,7 @@ again for backward fills the same storage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 
 import torch
@@ -112,7 +112,8 @@ class FlatBucket:
         """Move the values of the first rank into the flat buffers: little exists twice, and the whole fp32 model is
         never on the device."""
         work, layout = self._dtypes.work, self.layout
-        self._whole = torch.zeros(layout.numel, dtype=work, device=self.device)
+        make = torch.empty if self.comes_and_goes else torch.zeros  # on a CPU, what is not touched takes no memory
+        self._whole = make(layout.numel, dtype=work, device=self.device)
         self._views = [self._whole[slot.offset : slot.end].view(slot.shape) for slot in layout.slots]
         if self.comes_and_goes:
             self._whole.untyped_storage().resize_(0)
@@ -150,21 +151,29 @@ class FlatBucket:
             all_gather_into(self._whole, self.shard, self.shard_group).wait()
 
     def _copy_values(self) -> None:
-        """One parameter at a time."""
-        masters = self.kept.at_hand(WEIGHT)
-        wide = torch.zeros(self.kept.numel, device=self.device) if masters is None else masters
-        own = {segment.slot.name: segment for segment in self.layout.segments(self.shard_group.rank)}
+        """One parameter at a time, and one part of what this rank keeps."""
+        values = self._values()
+        slot, value = next(values)
+        for part in self.kept.parts:
+            with self.kept.open(part, [WEIGHT], writes=True) as kept:
+                for segment in self.layout.segments(self.shard_group.rank, part):
+                    while slot is not segment.slot:
+                        slot, value = next(values)
+                    start = segment.shard_offset - part.start
+                    run = value.flatten()[segment.slot_offset : segment.slot_offset + segment.count]
+                    kept[WEIGHT][start : start + segment.count] = run
+                if self.keeps_masters:
+                    self.work.write(WEIGHT, part.start, kept[WEIGHT])
+        for _ in values:  # those of which other ranks keep all
+            pass
+
+    def _values(self) -> Iterator[tuple[Slot, Tensor]]:
+        """Each parameter, whole; the weights at work have it as well, where they are whole. Collective."""
         for slot, view, parameter in zip(self.layout.slots, self._views, self.parameters, strict=True):
             value = whole_value(parameter, self._dp, self.device)
-            if (part := own.get(slot.name)) is not None:
-                flat = value.flatten()[part.slot_offset : part.slot_offset + part.count]
-                wide[part.shard_offset : part.shard_offset + part.count] = flat
             if self.is_here:
                 view.copy_(value)
-        if masters is None:
-            self.kept.write(WEIGHT, 0, wide)
-        if self.keeps_masters:
-            self.work.write(WEIGHT, 0, wide)
+            yield slot, value
 
     def _span(self, flat: Tensor) -> Tensor:
         start = self.shard_group.rank * self.layout.shard_numel

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 
@@ -34,7 +35,7 @@ class UnmappedBytes(LiveBytes):
         self.maps: list[tuple[int, int]] = []
 
     def add(self, file: TensorFile) -> None:
-        start = torch.frombuffer(file.map, dtype=torch.uint8).data_ptr()
+        start = np.frombuffer(file.map, np.uint8).ctypes.data
         self.maps.append((start, start + len(file.map)))
 
     def _note(self, tensor: torch.Tensor, maker: object) -> None:
