@@ -3,7 +3,8 @@
 The kernel divides the gradient on its way in (unscaling, averaging and clipping are one factor), so the gradient is
 read once; told to skip, it changes nothing. On an accelerator it is our own (adam_kernel.py), which reads 16-bit
 gradients and writes 16-bit weights. On a CPU, and without Triton, it is torch's: 16-bit gradients are widened a tile at
-a time, so that the fp32 copy of the whole gradient never exists.
+a time, so that the fp32 copy of the whole gradient never exists. On a CPU a tile fits the caches, and the 16-bit
+weights are written before it leaves them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from types import ModuleType
 from typing import Any
 
@@ -25,6 +27,13 @@ from mpu.kernels import working
 
 LARGEST_TILE = 2**24
 """Elements widened at a time: 64 MB of fp32, large enough to keep a device busy."""
+
+IN_CACHE = 2**17
+"""Elements that a thread of a CPU works on at a time. What is read again, the wide gradient and the new masters, is
+1 MB; a multiple of the kernel's vectors, so that cuts change no bit."""
+
+Batch = tuple[list[Tensor], ...]
+"""Masters, fp32 gradients and both moments, for one call of the kernel."""
 
 
 @dataclass
@@ -61,21 +70,39 @@ class AdamW:
         if kernel is not None and kernel.update(spans, self._places.setdefault(spans[0].group, kernel.Places()), hyper,
                                                 at, bias_correction=self.bias_correction, decoupled=self.decoupled):
             return True
-        self._by_torch(spans, hyper, at)
-        return False
+        in_cache = not on_accelerator(spans[0].master)
+        self._by_torch(self._in_cache(spans) if in_cache else self._batches(spans), hyper, at)
+        return in_cache
 
-    def _by_torch(self, spans: Sequence[Span], hyper: Mapping[str, Any], at: StepScalars) -> None:
+    def _by_torch(self, batches: Iterator[Batch], hyper: Mapping[str, Any], at: StepScalars) -> None:
         beta1, beta2 = hyper["betas"]
         kernel = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
         # beta^inf is 0
         count = at.count if self.bias_correction else torch.full_like(at.count, math.inf)
-        for masters, grads, averages, squares in self._batches(spans):
+        for masters, grads, averages, squares in batches:
             kernel(masters, grads, averages, squares, [], [count] * len(masters), lr=hyper["lr"], beta1=beta1,
                    beta2=beta2, weight_decay=hyper["weight_decay"], eps=hyper["eps"], amsgrad=False, maximize=False,
                    grad_scale=at.divisor, found_inf=at.skip)
 
-    def _batches(self, spans: Sequence[Span]) -> Iterator[tuple[list[Tensor], ...]]:
-        """Masters, fp32 gradients and both moments, for one call of the kernel after the other."""
+    def _in_cache(self, spans: Sequence[Span]) -> Iterator[Batch]:
+        """A tile at a time, whose narrow weights are written when the next one is asked for."""
+        size = min(self.tile, IN_CACHE * torch.get_num_threads())
+        staged = torch.empty(max(min(size, _widened(span)) for span in spans))
+        for span in spans:
+            averages, squares = span.states["exp_avg"], span.states["exp_avg_sq"]
+            if span.narrow is None and not _widened(span):
+                yield [span.master], [span.grad], [averages], [squares]
+                continue
+            narrows = repeat(None) if span.narrow is None else span.narrow.split(size)
+            tiles = zip(*(flat.split(size) for flat in (span.master, span.grad, averages, squares)))
+            for (master, grad, average, square), narrow in zip(tiles, narrows):
+                wide = staged[:len(grad)].copy_(grad) if _widened(span) else grad
+                yield [master], [wide], [average], [square]
+                if narrow is not None:
+                    narrow.copy_(master)
+
+    def _batches(self, spans: Sequence[Span]) -> Iterator[Batch]:
+        """As few as can be."""
         wide = [span for span in spans if span.grad.dtype == torch.float32]
         if wide:
             yield ([span.master for span in wide], [span.grad for span in wide],
@@ -111,6 +138,11 @@ class AdamW:
 
     def restore(self, scalars: Mapping[str, Any]) -> None:
         pass
+
+
+def _widened(span: Span) -> int:
+    """Elements of its gradient that the kernel wants in fp32."""
+    return 0 if span.grad.dtype == torch.float32 else len(span.grad)
 
 
 def _kernel_on(device: torch.device) -> ModuleType | None:

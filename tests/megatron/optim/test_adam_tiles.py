@@ -1,0 +1,108 @@
+"""Adam on a CPU, tile by tile: no bit differs from torch's kernel over whole spans, and 16-bit weights are written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.optim import adam
+from megatron.optim.adam import AdamW
+from megatron.optim.rule import Span, StepScalars
+from tests.megatron.counting import Launches
+
+TILE = 256
+LENGTHS = [3 * TILE, 5, 2 * TILE + 37, TILE]
+"""Of the spans: whole tiles, less than a vector, an odd tail, one tile."""
+HYPER = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+STATES = ("exp_avg", "exp_avg_sq")
+STEPS = 3
+
+Flat = dict[str, Tensor]
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adam, "IN_CACHE", TILE)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+
+
+def made() -> Flat:
+    generator = torch.Generator().manual_seed(1)
+    return {name: torch.randn(sum(LENGTHS), generator=generator).square() for name in ("master", *STATES)}
+
+
+def grad_of(step: int, kind: torch.dtype) -> Tensor:
+    return torch.randn(sum(LENGTHS), generator=torch.Generator().manual_seed(step)).to(kind)
+
+
+def spans_of(flat: Flat, grad: Tensor, narrow: Tensor | None) -> Iterator[Span]:
+    """Odd lengths: only the first is aligned."""
+    starts = torch.tensor([0, *LENGTHS]).cumsum(0).tolist()
+    for start, stop in zip(starts, starts[1:]):
+        cut = slice(start, stop)
+        yield Span(0, flat["master"][cut], grad[cut], {name: flat[name][cut] for name in STATES}, (), 1,
+                   lambda sums: sums, None if narrow is None else narrow[cut])
+
+
+def scalars(step: int, divided: bool, skip: bool | None) -> StepScalars:
+    return StepScalars(torch.tensor(float(step)), torch.tensor(3.7) if divided else None,
+                       None if skip is None else torch.tensor(float(skip)))
+
+
+def by_torch(flat: Flat, grad: Tensor, rule: AdamW, at: StepScalars) -> None:
+    """Each span whole, by torch's kernel."""
+    kernel = torch._fused_adamw_ if rule.decoupled else torch._fused_adam_
+    count = at.count if rule.bias_correction else torch.tensor(torch.inf)
+    for span in spans_of(flat, grad.float(), None):
+        kernel([span.master], [span.grad], *([span.states[name]] for name in STATES), [], [count], lr=HYPER["lr"],
+               beta1=0.9, beta2=0.999, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
+               grad_scale=at.divisor, found_inf=at.skip)
+
+
+@pytest.mark.parametrize("skip", [None, False, True])
+@pytest.mark.parametrize("divided", [False, True])
+@pytest.mark.parametrize("rule", [AdamW(), AdamW(decoupled=False), AdamW(bias_correction=False)], ids=str)
+@pytest.mark.parametrize("narrow_kind", [None, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_tiles_equal_whole_spans_to_the_bit(
+    kind: torch.dtype, narrow_kind: torch.dtype | None, rule: AdamW, divided: bool, skip: bool | None
+) -> None:
+    found, expected = made(), made()
+    narrow = None if narrow_kind is None else torch.zeros(sum(LENGTHS), dtype=narrow_kind)
+    for step in range(1, STEPS + 1):
+        at = scalars(step, divided, skip)
+        assert rule.step_many([*spans_of(found, grad_of(step, kind), narrow)], HYPER, at)
+        by_torch(expected, grad_of(step, kind), rule, at)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+        assert torch.equal(value, made()[name]) == bool(skip)
+    assert narrow is None or torch.equal(narrow, found["master"].to(narrow_kind))
+
+
+def test_a_weight_is_narrowed_before_the_next_tile_is_updated() -> None:
+    names: list[str] = []
+
+    class Order(Launches):
+        def __torch_dispatch__(self, func: Any, *rest: Any, **kwargs: Any) -> Any:
+            names.append(func._schema.name.partition("::")[2])
+            return super().__torch_dispatch__(func, *rest, **kwargs)
+
+    flat, grad = made(), grad_of(1, torch.bfloat16)
+    narrow = torch.zeros_like(grad)
+    span, *_ = spans_of(flat, grad, narrow)
+    with Order() as counted:
+        AdamW().step_many([span], HYPER, scalars(1, False, None))
+    tile = ["copy_", "_fused_adamw_", "copy_"]
+    assert [name for name in names if name in tile] == tile * 3
+    assert counted.by_name["empty"] == 1, "one buffer for all tiles"
+
+
+def test_wide_spans_without_narrow_weights_are_not_cut() -> None:
+    spans = [*spans_of(made(), grad_of(1, torch.float32), None)]
+    with Launches() as counted:
+        AdamW().step_many(spans, HYPER, scalars(1, False, None))
+    assert counted.kernels == {"_fused_adamw_": len(spans)}
