@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 
-from megatron.config.flags import parse_args
+from megatron.config.flags import asks_for_plan, parse_args
 from megatron.launch.distributed import read_environment
 from megatron.launch.exits import run
 from megatron.neighbours import check_neighbours
@@ -21,7 +21,11 @@ from megatron.neighbours import check_neighbours
 
 def main(stop: StopRequest | None = None) -> int:
     stop = StopRequest().listen() if stop is None else stop
-    world_size = read_environment().world_size
+    place = read_environment()
+    world_size = place.world_size
+    if asks_for_plan(sys.argv[1:]):
+        from megatron.plan.command import plan
+        return plan(sys.argv[1:], place.world_size, place.local_world_size, summary=True) if place.rank == 0 else 0
     config = parse_args(sys.argv[1:], world_size)
     config.check_world(world_size)  # wrong flags end here, before torch is imported
     check_neighbours()

@@ -5,7 +5,7 @@
 #   PRESET=tiny bash scripts/ds_zero1_pretrain_gpt2_1.5B.sh
 . "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
 
-[[ -n "${PRESET:-}" || "$(gpu_count)" -eq 0 ]] || PRESET=1.5B
+real_size 1.5B
 choose_ranks all 1
 FLAGS+=(--deepspeed --deepspeed_config "$ROOT/scripts/configs/ds_zero1_config.json" --checkpoint-activations)
 pretrain ds_zero1_pretrain_gpt2_1.5B "$@"

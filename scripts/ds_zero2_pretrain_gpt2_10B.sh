@@ -5,7 +5,7 @@
 #   PRESET=tiny bash scripts/ds_zero2_pretrain_gpt2_10B.sh
 . "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
 
-[[ -n "${PRESET:-}" || "$(gpu_count)" -eq 0 ]] || PRESET=10B
+real_size 10B
 choose_ranks all 1
 FLAGS+=(--deepspeed --deepspeed_config "$ROOT/scripts/configs/ds_zero2_10B_config.json" --checkpoint-activations)
 pretrain ds_zero2_pretrain_gpt2_10B --batch-size 4 "$@"

@@ -5,7 +5,8 @@
 #   PRESET                                                  tiny, small, 124M, 345M, ... (pretrain_gpt2.py --help)
 #   RUNS                                                    where runs are kept (the repository's runs/; of an installation, runs/ here)
 #
-# The arguments of a script go through to pretrain_gpt2.py after the script's own flags, so they win.
+# The arguments of a script go through to pretrain_gpt2.py after the script's own flags, so they win. With --dry-run
+# among them nothing is trained: the plan of the run on GPUs is printed, whether there are any here or not.
 
 HELP=""
 for word in "$@"; do
@@ -26,6 +27,19 @@ fi
 RUNS="${RUNS:-${SOURCES:-$PWD}/runs}"
 NNODES="${NNODES:-1}" NODE_RANK="${NODE_RANK:-0}" MASTER_ADDR="${MASTER_ADDR:-localhost}" MASTER_PORT="${MASTER_PORT:-6000}"
 
+given() {  # FLAG ARGUMENTS...: whether the user gave this flag, spelt with dashes or underscores
+    local flag="$1" word
+    shift
+    for word in "$@"; do
+        word="${word%%=*}"
+        [[ "${word//_/-}" != "$flag" ]] || return 0
+    done
+    return 1
+}
+
+DRY_RUN=""
+if given --dry-run "$@"; then DRY_RUN=yes; fi
+
 gpu_count() {  # GPUs that torch can use; asks torch (2 s) only where the driver's tool says there is one
     if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; then
         python -c 'import torch; print(torch.cuda.device_count())'
@@ -40,6 +54,7 @@ choose_ranks() {
     local gpus
     gpus="$(gpu_count)"
     DEVICE=gpu
+    if [[ -n "$DRY_RUN" && "$gpus" -lt "$2" ]]; then gpus="$2"; fi
     if [[ "$gpus" -lt "$2" ]]; then
         DEVICE=cpu
         # One GPU cannot do what needs two: leave it out rather than fail.
@@ -53,7 +68,10 @@ choose_ranks() {
         GPUS_PER_NODE="${GPUS_PER_NODE:-2}"
     fi
     [[ "$GPUS_PER_NODE" =~ ^[1-9][0-9]*$ ]] || fail "GPUS_PER_NODE is '$GPUS_PER_NODE'; expected a number, 1 or more"
-    if [[ $DEVICE == gpu ]]; then
+    if [[ -n "$DRY_RUN" ]]; then
+        PRESET="${PRESET:-124M}"
+        say "dry run: the $PRESET model on $((GPUS_PER_NODE * NNODES)) GPU(s)"
+    elif [[ $DEVICE == gpu ]]; then
         PRESET="${PRESET:-124M}"
         say "$GPUS_PER_NODE of $gpus GPUs: the $PRESET model in bf16 (PRESET=345M is the classic one)"
     else
@@ -64,14 +82,8 @@ choose_ranks() {
     fi
 }
 
-given() {  # FLAG ARGUMENTS...: whether the user gave this flag, spelt with dashes or underscores
-    local flag="$1" word
-    shift
-    for word in "$@"; do
-        word="${word%%=*}"
-        [[ "${word//_/-}" != "$flag" ]] || return 0
-    done
-    return 1
+real_size() {  # PRESET: the model that a script is for, unless the environment names one or there is no GPU to train it
+    [[ -n "${PRESET:-}" ]] || [[ -z "$DRY_RUN" && "$(gpu_count)" -eq 0 ]] || PRESET="$1"
 }
 
 # Adds the flags of a corpus to FLAGS, unless the user brings one.
@@ -100,7 +112,7 @@ add_recipe() {
         gpu:*)  FLAGS+=(--bf16 --batch-size 16 --train-iters 1500 --lr 6e-4 --min-lr 6e-5 --warmup 0.1
                         --eval-interval 250 --eval-iters 10 --save-interval 500) ;;
     esac
-    if [[ $DEVICE == gpu ]] && ! fits "$@"; then FLAGS+=(--checkpoint-activations); fi
+    if [[ $DEVICE == gpu && ( -z "$DRY_RUN" || -n "${CARD_GB:-}" ) ]] && ! fits "$@"; then FLAGS+=(--checkpoint-activations); fi
 }
 
 fits() {  # ARGUMENTS...: whether the planner puts the run on this node's first GPU without recomputation
@@ -112,11 +124,21 @@ rows = json.load(sys.stdin)["rows"]
 sys.exit(not all(card["fits"] for row in rows if row["chosen"] for card in row["cards"].values()))'
 }
 
+plan_only() {  # ARGUMENTS...: print the plan. Does not return
+    # The tokenizer of the default corpus is not made for this.
+    if [[ "$PRESET" == small ]] && ! given --tokenizer-path "$@"; then FLAGS+=(--vocab-size 8192); fi
+    PYTHONPATH="$(with_sources)"
+    export PYTHONPATH
+    exec "$PYTHON" -P "${PROGRAM[@]}" "${FLAGS[@]}" --ranks $((GPUS_PER_NODE * NNODES)) \
+        --ranks-per-node "$GPUS_PER_NODE" "$@"
+}
+
 # pretrain NAME [arguments...]: train into RUNS/NAME/PRESET, or go on from what is there. Does not return.
 pretrain() {
     local folder="$RUNS/$1/$PRESET"
     shift
     add_recipe "$@"
+    [[ -z "$DRY_RUN" ]] || plan_only "$@"
     add_corpus "$@"
     mkdir -p -- "$folder" || fail "cannot make $folder; set RUNS to a folder that can be written"
     FLAGS+=(--save "$folder" --load "$folder" --keep-last 2 --metrics-file "$folder/metrics.jsonl"

@@ -109,12 +109,12 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.train.evaluation megatron.train.rate megatron.train.metrics megatron.train.console megatron.train.board
         megatron.train.log megatron.train.facts megatron.train.sample megatron.train.build
         megatron.train.loop megatron.train.resume
-        megatron.plan.shortage
+        megatron.plan.shortage megatron.plan.report megatron.plan.table megatron.plan.needs megatron.plan.command
     """),
     ("5: entry points", """
         megatron.checkpoint.command megatron.checkpoint.__main__
         megatron.launch.__main__
-        megatron.plan.report megatron.plan.table megatron.plan.command megatron.plan.__main__
+        megatron.plan.__main__
         pretrain_gpt2
     """),
     ("6: the commands of an installation", """

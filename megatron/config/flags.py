@@ -67,12 +67,18 @@ def parse_args(argv: Sequence[str], world_size: int = 1, *, planning: bool = Fal
     values = vars(given)
     preset = PRESETS[values.pop("preset")] if "preset" in values else {}
     preset = {**_said_by_hf(values), **preset}  # flags and a preset that differ are refused when the folder is read
-    values.pop("deepspeed", None)
+    for said in ("deepspeed", "dry_run"):  # nothing that a run is configured with
+        values.pop(said, None)
     source = values.pop("deepspeed_config", None)
     if source is None:
         return build_config({**preset, **values})
     return ds_file.build(source, flags=values, fallback=preset, world_size=world_size,
                          argument="--deepspeed-config")
+
+
+def asks_for_plan(argv: Sequence[str]) -> bool:
+    """The run is not to be started, but planned: --dry-run."""
+    return "--dry-run" in switches(build_parser(), [_dashed(word) for word in argv])[0]
 
 
 def _said_by_hf(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,6 +97,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--help-all", action=_Help, nargs=0, const=help.everything)
     parser.add_argument("--version", action=_Help, nargs=0, const=lambda: f"{DISTRIBUTION} {__version__}")
     parser.add_argument("--preset", type=_one_of("--preset", tuple(PRESETS)))
+    parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--deepspeed-config", "--deepscale-config")
     parser.add_argument("--deepspeed", "--deepscale", action=argparse.BooleanOptionalAction)
     for section in SECTIONS.values():

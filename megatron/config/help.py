@@ -27,6 +27,11 @@ COMMON = {
     "--preset NAME": f"model shape: {', '.join(PRESETS)}; other flags win",
     "--deepspeed-config FILE": "DeepSpeed's JSON file (docs/ds_config.md); flags that are given must agree with it",
 }
+RARER = {
+    "--dry-run": "print the plan of the run (memory, traffic, what is in its way) and leave; takes the options of "
+                 "`python -m megatron.plan` as well",
+    "--[no-]deepspeed": "accepted for old scripts: there is one engine",
+}
 
 
 def typed(otherwise: str) -> str:
@@ -58,7 +63,7 @@ def one_screen() -> str:
 def everything() -> str:
     """Every flag, by topic."""
     lines = [*_beginning(), "Dashes and underscores are the same in flag names. --[no-]NAME is a switch.", ""]
-    for flag, text in {**COMMON, "--[no-]deepspeed": "accepted for old scripts: there is one engine"}.items():
+    for flag, text in {**COMMON, **RARER}.items():
         lines += _entry(flag, text)
     for name, section in SECTIONS.items():
         lines += ["", *textwrap.wrap(f"{name}: {(section.__doc__ or '').strip()}", WIDTH), ""]

@@ -2,5 +2,6 @@
 
 activations.py (what a micro-batch keeps), footprint.py (what a run keeps), memory.py (its fullest moment), remedies.py
 (what would make it smaller), cheapest.py (the cheapest way to fit), shortage.py (an out-of-memory error explained),
-report.py (all of it as records), table.py (and as text), command.py (`python -m megatron.plan`).
+report.py (all of it as records), table.py (and as text), needs.py (the run that was asked for, and what is in its
+way), command.py (`python -m megatron.plan`, and `--dry-run` of training).
 """

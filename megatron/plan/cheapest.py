@@ -50,7 +50,7 @@ class Choice:
                 words.append(f"--checkpoint-num-layers {recompute.checkpoint_num_layers}")
             words += ["--partition-activations"] * recompute.partition_activations
             words += ["--cpu-checkpointing"] * recompute.cpu_checkpointing
-        return " ".join([*words, self.run.homes.flags()]).rstrip()
+        return " ".join([*words, self.run.homes.flags(self.run.config.offload)]).rstrip()
 
 
 def rows(asked: Run) -> list[Run]:

@@ -1,8 +1,9 @@
-"""Will it fit? `python -m megatron.plan FLAGS...` takes the flags of a training run and prints what it would hold.
+"""Will it fit? `python -m megatron.plan FLAGS...` takes the flags of a training run and prints what it would hold; so
+does `pretrain_gpt2.py --dry-run FLAGS...`, of the run that it would be.
 
 Nothing is built: no weights, no GPU, no corpus; torch is imported only where a tokenizer file has to be read for the
 size of its vocabulary. Not here: the arithmetic (footprint.py, memory.py), the
-records (report.py) and the words (table.py).
+records (report.py) and the words (table.py, needs.py).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from megatron.config.help import typed
 from megatron.config.tree import Config, require
 from megatron.errors import ConfigError
 from megatron.plan.footprint import Homes, Run, homes_of
+from megatron.plan.needs import needs
 from megatron.plan.report import Machine, report
 from megatron.plan.table import table
 
@@ -46,8 +48,8 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see {self.prog} --help")
 
 
-def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Run]:
-    options, flags = _parser().parse_known_args(list(argv))
+def parse(argv: Sequence[str], ranks: int = 1) -> tuple[argparse.Namespace, Run]:
+    options, flags = _parser(ranks).parse_known_args(list(argv))
     for name in ("ranks", "ranks_per_node"):
         count = getattr(options, name)
         require(count is None or count >= 1, f"--{name.replace('_', '-')} is {count}: expected 1 or more")
@@ -60,13 +62,14 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Run]:
     return options, Run(replace(with_vocabulary(config), offload=here), options.ranks, options.device, homes)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(ranks: int) -> argparse.ArgumentParser:
     program = typed(MODULE)
     parser = _Parser(prog=program, allow_abbrev=False, usage="%(prog)s [options] TRAINING FLAGS...",
                      description="The memory, the traffic and the time of a training run, before it starts.",
                      epilog=EXAMPLES.replace(MODULE, program),
                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="ranks of the run (1); none is started")
+    parser.add_argument("--ranks", type=int, default=ranks, metavar="N",
+                        help=f"ranks of the run ({ranks}); none is started")
     parser.add_argument("--ranks-per-node", type=int, metavar="N",
                         help=f"ranks that share a host ({RANKS_PER_NODE}, or all of them)")
     parser.add_argument("--card-gb", type=float, nargs="+", default=CARDS, metavar="X",
@@ -97,11 +100,17 @@ def _homes(config: Config) -> Homes:
     return homes
 
 
-def main() -> int:
-    options, asked = parse(sys.argv[1:])
-    machine = Machine(options.card_gb, min(options.ranks_per_node or RANKS_PER_NODE, options.ranks), options.tflops)
+def plan(argv: Sequence[str], ranks: int = 1, ranks_per_node: int = RANKS_PER_NODE, *, summary: bool = False) -> int:
+    """The plan of these flags on stdout; the options among them win over the other arguments. `summary`: what the run
+    that was asked for needs, before all others."""
+    options, asked = parse(argv, ranks)
+    machine = Machine(options.card_gb, min(options.ranks_per_node or ranks_per_node, options.ranks), options.tflops)
     if options.json:
         print(json.dumps(report(asked, machine), indent=1))
     else:
-        print("\n".join(table(asked, machine)))
+        print("\n".join([*(needs(asked, machine) if summary else ()), *table(asked, machine)]))
     return 0
+
+
+def main() -> int:
+    return plan(sys.argv[1:])

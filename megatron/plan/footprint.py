@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from shlex import quote
 from typing import Literal
 
-from megatron.config.tree import Config, ModelConfig, ZeroConfig, data_parallel_size
+from megatron.config.tree import Config, ModelConfig, OffloadConfig, ZeroConfig, data_parallel_size
 from megatron.plan.activations import FP32, Activations, Device
 from megatron.zero.homes.parts import STEP_SETS, cut, part_of_step, part_of_weights, sets_of_weights
 from megatron.zero.layout import FlatLayout, Slot, align
@@ -43,10 +44,14 @@ class Homes:
         """The ZeRO stage from which there is such a share."""
         return 3 if self.params != "none" else 1 if self.optimizer != "none" else 0
 
-    def flags(self) -> str:
-        given = [("optimizer", self.optimizer), ("param", self.params)]
-        return " ".join(f"--offload-{kind}-device {place}" + f" --offload-{kind}-nvme-path DIR" * (place == "nvme")
-                        for kind, place in given if place != "none")
+    def flags(self, offload: OffloadConfig = OffloadConfig()) -> str:
+        """With the folders that the configuration has; one that has none for a kind of state has it with the other."""
+        folders = offload.offload_optimizer_nvme_path, offload.offload_param_nvme_path
+        known = quote(folders[0] or folders[1] or "DIR")
+        given = [("optimizer", self.optimizer, folders[0]), ("param", self.params, folders[1])]
+        return " ".join(f"--offload-{kind}-device {place}"
+                        + f" --offload-{kind}-nvme-path {quote(folder) if folder else known}" * (place == "nvme")
+                        for kind, place, folder in given if place != "none")
 
 
 ON_DEVICE = Homes()
@@ -205,35 +210,42 @@ class Run:
     @property
     def elsewhere(self) -> Elsewhere:
         """What is offloaded, and inputs that wait on the host for their recomputation."""
-        on_host, nvme = self.on_host + self.activations.waiting_on_host, 0
-        if self.away.optimizer == "nvme":
-            nvme += self.optimizer
-        if self.away.params == "nvme":
-            nvme += sum(layout.shard_numel for layout in self._on_drive) * self.work
-        return Elsewhere(on_host if self.device == "cuda" else 0, nvme)  # a CPU is its own host
+        on_host = self.on_host + self.activations.waiting_on_host
+        # a CPU is its own host
+        return Elsewhere(on_host if self.device == "cuda" else 0, sum(self.nvme_by_kind.values()))
 
     @cached_property
+    def nvme_by_kind(self) -> dict[str, int]:
+        """Bytes on the drive."""
+        weights = sum(layout.shard_numel for layout in self._on_drive) * self.work
+        return {"parameters": weights if self.away.params == "nvme" else 0,
+                "optimizer": self.optimizer if self.away.optimizer == "nvme" else 0}
+
+    @property
     def on_host(self) -> int:
+        return sum(self.host_by_kind.values())
+
+    @cached_property
+    def host_by_kind(self) -> dict[str, int]:
         """Bytes of what is offloaded, and of the buffers in front of a drive."""
-        host, offload = 0, self.config.offload
-        if self.gradients_leave:
-            host += self.shard_numel * self.sums
-        if self.away.optimizer == "cpu":
-            host += self.optimizer
-        elif self.away.optimizer == "nvme":
+        offload = self.config.offload
+        found = {"parameters": 0, "gradients": self.shard_numel * self.sums if self.gradients_leave else 0,
+                 "optimizer": self.optimizer if self.away.optimizer == "cpu" else 0, "buffers": 0}
+        if self.away.optimizer == "nvme":
             largest = max(_largest_part(layout, self._part_of_step)
                           for layout in (self.root, self.resident, self.block))
-            host += STEP_SETS * (1 + MOMENTS_PER_WEIGHT) * largest * FP32
+            found["buffers"] += STEP_SETS * (1 + MOMENTS_PER_WEIGHT) * largest * FP32
         if self.away.params == "cpu":
-            host += self._split * self.work
+            found["parameters"] = self._split * self.work
         elif self.away.params == "nvme":
             size, on_drive = offload.offload_param_buffer_size, self._on_drive
             part = part_of_weights(size, self._part_of_step if self.away.optimizer == "nvme" else None)
             sets = min(sets_of_weights(size, offload.offload_param_buffer_count, part),
                        sum(len(cut(layout.shard_numel, part)) for layout in on_drive))
             largest = max((_largest_part(layout, part) for layout in on_drive), default=0)
-            host += (self._split - sum(layout.shard_numel for layout in on_drive) + sets * largest) * self.work
-        return host
+            found["parameters"] = (self._split - sum(layout.shard_numel for layout in on_drive)) * self.work
+            found["buffers"] += sets * largest * self.work
+        return found
 
     @property
     def _part_of_step(self) -> int:

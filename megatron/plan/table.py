@@ -13,20 +13,25 @@ from megatron.plan.report import USABLE, Machine, report
 def table(asked: Run, machine: Machine) -> Iterator[str]:
     found = report(asked, machine)
     yield from _run_in_words(asked, machine, found)
-    unit, name = (2**30, "GiB") if max(row["peak"]["total"] for row in found["rows"]) >= 2**30 else (2**20, "MiB")
+    unit, name = unit_for(max(row["peak"]["total"] for row in found["rows"]))
     yield from ("", f"{name}: lasting state and peak of a rank; host memory and NVMe of a node; sent by a rank a step")
-    yield from _aligned([MEMORY_HEAD, *(_memory_cells(row, unit) for row in found["rows"])], left=(0, 1, 9))
+    yield from aligned([MEMORY_HEAD, *(_memory_cells(row, unit) for row in found["rows"])], left=(0, 1, 9))
     yield from ("", "largest --batch-size by GB of the card ("
                 f"{1 - USABLE:.0%} left for libraries; -: none; <: below {asked.config.train.batch_size})")
     cards = [f"{card:g}" for card in machine.cards]
-    yield from _aligned([CARDS_HEAD + cards, *(_card_cells(row, asked) for row in found["rows"])], left=(0, 1))
+    yield from aligned([CARDS_HEAD + cards, *(_card_cells(row, asked) for row in found["rows"])], left=(0, 1))
     yield from ("", "cheapest way to fit each card")
-    yield from _aligned([[f"  {card} GB", _cheapest_in_words(found["cheapest"][card], found["smallest"])]
-                         for card in cards], left=(1,))
+    yield from aligned([[f"  {card} GB", _cheapest_in_words(found["cheapest"][card], found["smallest"])]
+                        for card in cards], left=(1,))
     if any(not row["supported"] for row in found["rows"]):
-        yield "offloading from GPUs is only planned: training refuses it in this version"
+        yield ONLY_PLANNED
 
 
+def unit_for(largest: int) -> tuple[int, str]:
+    return (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")
+
+
+ONLY_PLANNED = "offloading from GPUs is only planned: training refuses it in this version"
 CARDS_HEAD = ["  zero", "offload"]
 MEMORY_HEAD = [*CARDS_HEAD, "weights", "grads", "optim", "sum", "activ", "buffers", "peak", "moment", "host", "nvme",
                "sent"]
@@ -59,8 +64,8 @@ def _memory_cells(row: dict[str, Any], unit: int) -> list[str]:
     lasts, fullest = row["lasting"], row["peak"]
     counts = [*lasts.values(), fullest["activations"], fullest["buffers"], fullest["total"]]
     ends = [row["node_host"], row["node_nvme"], row["sent_gradients"] + row["sent_parameters"]]
-    return [*_label(row), *(_number(count / unit) for count in counts), fullest["moment"],
-            *(_number(count / unit) for count in ends)]
+    return [*_label(row), *(number(count / unit) for count in counts), fullest["moment"],
+            *(number(count / unit) for count in ends)]
 
 
 def _card_cells(row: dict[str, Any], asked: Run) -> list[str]:
@@ -80,12 +85,12 @@ def _cheapest_in_words(choice: dict[str, Any] | None, smallest: dict[str, Any]) 
     return flags + ("" if choice["supported"] else "  (not available yet)")
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
     """Enough digits to tell rows apart, in at most six places up to a million."""
     return f"{value:.2f}" if value < 999.995 else f"{value:.0f}"
 
 
-def _aligned(lines: Sequence[Sequence[str]], left: Container[int]) -> Iterator[str]:
+def aligned(lines: Sequence[Sequence[str]], left: Container[int]) -> Iterator[str]:
     """Columns as wide as their widest cell, two blanks apart; numbers to the right, `left` columns of words not."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:

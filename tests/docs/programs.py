@@ -148,6 +148,8 @@ def _unknown(program: str, arguments: Sequence[str], then: str | None = None) ->
         return f"{program}: {said.getvalue().strip().splitlines()[-1]}"
     except Exception as error:
         return f"{program}: {error}"
+    if known.prog.startswith("pretrain") and "--dry-run" in given:
+        then = "megatron.plan"
     if rest and then:
         return _unknown(then, rest)
     return f"{program} does not know {' '.join(rest)}" if rest else None

@@ -125,6 +125,8 @@ def test_commands_are_found_in_pipes_loops_and_behind_variables() -> None:
     ("python -m data.webtext dedup a --output b --shards 0/4", False),
     ("bash scripts/pretrain_gpt2.sh --train-iters 20", True),
     ("bash scripts/pretrain_gpt2.sh --train-it 20", False),
+    ("bash scripts/pretrain_gpt2.sh --dry-run --tflops 40", True),
+    ("bash scripts/pretrain_gpt2.sh --tflops 40", False),
     ("bash scripts/nowhere.sh", False),
     ("python -m megatron.nowhere", False),
     ("pyhton pretrain_gpt2.py", False),

@@ -20,8 +20,8 @@ SAY = """import json, os, sys
 print(json.dumps({'argv': sys.argv[1:], 'pid': os.getpid(), 'cwd': os.getcwd(),
                   'tunables': os.environ.get('GLIBC_TUNABLES')}))
 """
-SETTINGS = ("GPUS_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "PRESET", "RUNS", "PYTHON",
-            "VIRTUAL_ENV", "GLIBC_TUNABLES")
+SETTINGS = ("GPUS_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "PRESET", "RUNS", "NVME_PATH",
+            "CARD_GB", "PYTHON", "VIRTUAL_ENV", "GLIBC_TUNABLES")
 
 
 @pytest.fixture
@@ -130,6 +130,54 @@ def test_the_real_help_comes_within_seconds_from_a_python_without_packages(tmp_p
     done = subprocess.run([sys.executable, "-S", "-P", str(ROOT / "pretrain_gpt2.py"), "--help"], capture_output=True,
                           text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.stdout == result.stdout, done.stderr
+
+
+TRAINING = sorted(path.name for pattern in ("pretrain_gpt2*.sh", "ds_*.sh")
+                  for path in (ROOT / "scripts").glob(pattern))
+REAL_SIZE = {"ds_zero1_pretrain_gpt2_1.5B.sh": "1.5B", "ds_zero2_pretrain_gpt2_10B.sh": "10B",
+             "ds_zero_offload_10B_pretrain_gpt2.sh": "10B", "ds_zero_infinity_pretrain_gpt2.sh": "20B"}
+
+
+@pytest.mark.parametrize("script", TRAINING)
+def test_a_dry_run_is_of_the_real_size_on_gpus_and_leaves_nothing(repository, script):
+    (repository / "pretrain_gpt2.py").write_text(SAY)
+    result = run(repository, script, "--dry-run", "--card-gb", "32")
+    argv = json.loads(result.stdout)["argv"]
+    ranks = "2" if "model_parallel" in script else "1"
+    assert argv[-3:] == ["--dry-run", "--card-gb", "32"]
+    assert value(argv, "--ranks") == ranks == value(argv, "--ranks-per-node")
+    assert value(argv, "--preset") == REAL_SIZE.get(script, "124M") and "--bf16" in argv and "--save" not in argv
+    assert result.stderr == f"dry run: the {value(argv, '--preset')} model on {ranks} GPU(s)\n"
+    assert not (repository / "runs").exists()
+
+
+def test_a_dry_run_is_of_the_shape_that_is_asked_for(repository):
+    (repository / "pretrain_gpt2.py").write_text(SAY)
+    settings = {"GPUS_PER_NODE": "4", "NNODES": "2", "PRESET": "small"}
+    argv = json.loads(run(repository, "ds_zero3_pretrain_gpt2.sh", "--dry_run", **settings).stdout)["argv"]
+    assert argv[-5:] == ["--ranks", "8", "--ranks-per-node", "4", "--dry_run"]
+    assert value(argv, "--preset") == "small" and value(argv, "--vocab-size") == "8192", "no tokenizer is made for it"
+
+
+@pytest.mark.parametrize(("script", "rows"), [
+    ("ds_zero_offload_10B_pretrain_gpt2.sh", ["10,279,047,168 parameters in bf16 on 1 rank", "\n* 2     cpu "]),
+    ("ds_zero_infinity_pretrain_gpt2.sh", ["19,945,279,488 parameters in bf16 on 1 rank", "\n* 3     nvme+params "]),
+])
+def test_the_real_trainer_plans_the_real_size(tmp_path, script, rows):
+    result = run(ROOT, script, "--dry-run", RUNS=str(tmp_path / "runs"), NVME_PATH="/no/drive")
+    assert result.returncode == 0 and all(row in result.stdout for row in rows), result.stderr
+    assert "GiB of host memory" in result.stdout and not (tmp_path / "runs").exists()
+
+
+def test_the_drive_is_where_the_environment_says(repository, tmp_path):
+    script, flags = "ds_zero_infinity_pretrain_gpt2.sh", ("--offload-optimizer-nvme-path", "--offload-param-nvme-path")
+    mine = tmp_path / "my drive"
+    for folder, settings in ((repository / "runs" / "nvme", {}), (mine, {"NVME_PATH": str(mine)})):
+        argv = json.loads(run(repository, script, **settings).stdout)["argv"]
+        assert {value(argv, flag) for flag in flags} == {str(folder)} and folder.is_dir()
+    (tmp_path / "file").touch()
+    result = run(repository, script, NVME_PATH=str(tmp_path / "file" / "x"))
+    assert result.returncode == 2 and "set NVME_PATH to a folder on the drive" in result.stderr
 
 
 def test_a_corpus_of_the_users_replaces_ours(repository):

@@ -1,0 +1,135 @@
+"""--dry-run: the plan of the run that the flags and the launcher would start, and what is in its way; nothing else."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+import pretrain_gpt2
+from megatron.config.flags import asks_for_plan
+from megatron.config.offload import OFFLOAD_DEVICES
+from megatron.errors import ConfigError
+from megatron.plan import command as plan
+from megatron.plan.cheapest import cheapest, choices
+from megatron.plan.footprint import Run
+from megatron.plan.memory import peak
+from megatron.plan.needs import KINDS, needs
+from megatron.plan.remedies import remedies
+from megatron.plan.report import Machine
+from megatron.plan.table import ONLY_PLANNED, table
+from tests.megatron.helpers import ROOT
+
+BIG = ["--preset", "10B", "--bf16", "--batch-size", "10", "--checkpoint-activations"]
+ON_HOST = ["--zero-stage", "2", "--offload-optimizer-device", "cpu"]
+
+
+def on_drive(folder: str) -> list[str]:
+    return ["--zero-stage", "3", "--offload-optimizer-device", "nvme", "--offload-optimizer-nvme-path", folder,
+            "--offload-param-device", "nvme", "--offload-param-nvme-path", folder]
+
+
+def planned(*argv: str) -> Run:
+    return plan.parse(argv)[1]
+
+
+def lines(*argv: str, cards: tuple[float, ...] = (32.0,), per_node: int = 1) -> list[str]:
+    return list(needs(planned(*argv), Machine(cards, per_node)))
+
+
+@pytest.fixture
+def large_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every plan has room here, and offloading from GPUs is there."""
+    monkeypatch.setattr(os, "sysconf", lambda name: 2**30)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("Usage", "free")(2**60))
+    monkeypatch.setitem(OFFLOAD_DEVICES, "cuda", ("none", "cpu", "nvme"))
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, rank: int, *argv: str) -> int:
+    """One rank of eight on two nodes, none of which is waited for."""
+    for name, value in {"RANK": rank, "WORLD_SIZE": 8, "LOCAL_RANK": rank % 4, "LOCAL_WORLD_SIZE": 4}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt2.py", *argv])
+    return pretrain_gpt2.main()
+
+
+def test_rank_0_prints_the_plan_of_the_ranks_that_would_run(
+        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    argv = [*BIG, *ON_HOST, "--dry_run", "--save", str(tmp_path / "save"), "--train-data", "no such file"]
+    assert launched(monkeypatch, 0, *argv) == 0
+    text = capsys.readouterr().out
+    assert " on 8 ranks, 4 per node: tensor parallel 1, data parallel 8" in text
+    assert "\na node of 4 ranks needs " in text and "\n* 2     cpu " in text and "cheapest way" in text
+    assert launched(monkeypatch, 1, *argv) == 0 and capsys.readouterr().out == ""
+    assert launched(monkeypatch, 0, *argv, "--ranks", "2", "--tflops", "30", "--device", "cpu") == 0
+    text = capsys.readouterr().out
+    assert " on 2 ranks, 2 per node" in text and "at 30 TFLOP/s per rank: " in text and "--tflops" not in text
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_imported_that_could_build_a_model() -> None:
+    program = "import sys, pretrain_gpt2; pretrain_gpt2.main(); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-P", "-c", program, "--dry-run", *BIG, *ON_HOST], cwd=ROOT,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and "10,279,047,168 parameters" in done.stdout
+
+
+def test_wrong_flags_are_refused_as_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="did you mean --zero-stage"):
+        launched(monkeypatch, 0, "--dry-run", "--zero-stagee", "2")
+    with pytest.raises(ConfigError, match="did you mean --dry-run"):
+        launched(monkeypatch, 0, "--dry-rum", "--preset", "tiny")
+    assert not asks_for_plan(["--dry-run=false"]) and asks_for_plan(["--dry_run=true"])
+
+
+@pytest.mark.parametrize("flags", [["--zero-stage", "2"], ON_HOST, on_drive("/n"), [*ON_HOST, "--cpu-checkpointing"],
+                                   [*on_drive("/n"), "--offload-param-max-in-cpu", "0", "--device", "cpu"]],
+                         ids=" ".join)
+def test_the_kinds_are_all_there_is_in_a_place(flags: list[str], large_machine: None) -> None:
+    run = planned(*BIG, *flags)
+    found = {row.split()[0]: list(map(float, row.split()[1:])) for row in lines(*BIG, *flags)[2:5]
+             if row.startswith("  ")}
+    wanted = {"device": peak(run).total, "host": run.elsewhere.host, "nvme": run.elsewhere.nvme}
+    assert list(found) == [place for place, count in wanted.items() if count]
+    for place, (*kinds, total) in found.items():
+        assert len(kinds) == len(KINDS) and sum(kinds) == pytest.approx(total, abs=0.03)
+        assert total == pytest.approx(wanted[place] / 2**30, abs=0.01)
+
+
+def test_what_is_in_the_way_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large_machine: None) -> None:
+    folder = str(tmp_path / "not made yet")
+    argv = [*BIG, *on_drive(folder)]
+    assert not [line for line in lines(*argv) if line.startswith("problem")]
+    (card,) = [line for line in lines(*argv, cards=(4.0, 6.0, 80.0)) if line.startswith("problem")]
+    assert card.startswith("problem: a card of 4, 6 GB is too small; try --batch-size 5 --global-batch-size 10 (saves ")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("Usage", "free")(2**30))
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**20}.__getitem__)
+    run = planned(*argv)
+    host, nvme = (f"{2 * count / 2**30:.2f} GiB" for count in (run.elsewhere.host, run.elsewhere.nvme))
+    assert [line for line in lines(*argv, per_node=2) if line.startswith("problem")] == [
+        f"problem: a node needs {host} of memory, and this machine has 4.00 GiB",
+        f"problem: a node needs {nvme} of NVMe, and {folder} has 1.00 GiB free"]
+    monkeypatch.setitem(OFFLOAD_DEVICES, "cuda", ("none",))
+    assert f"problem: {ONLY_PLANNED}" in lines(*argv)
+
+
+def test_where_training_can_offload_from_gpus_the_plan_says_so(large_machine: None) -> None:
+    run = planned(*BIG, "--zero-stage", "2")
+    assert ONLY_PLANNED not in "\n".join(table(run, Machine((32.0,), 1)))
+    assert "--offload-optimizer-device cpu" in [remedy.flags for remedy in remedies(run)]
+    best = cheapest(choices(run), 32 * 2**30 * 0.92)
+    assert best is not None and best.is_available and "--offload-optimizer-device cpu" in best.flags
+
+
+@pytest.mark.parametrize(("folder", "shown"), [("/nvme", "/nvme"), ("/a b", "'/a b'")])
+def test_the_cheapest_names_the_folder_of_the_configuration(folder: str, shown: str) -> None:
+    for argv in (on_drive(folder), [*on_drive(folder)[:6]]):  # a folder of one kind of state is there for the other
+        found = [choice.flags for choice in choices(planned(*BIG, *argv)) if "nvme" in choice.flags]
+        assert any("param" in flags for flags in found)
+        assert all(f"-nvme-path {shown}" in flags and "DIR" not in flags for flags in found)
+    assert any("-nvme-path DIR" in choice.flags for choice in choices(planned(*BIG)))
