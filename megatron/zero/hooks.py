@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property, partial
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +81,7 @@ def attach(units: Sequence[Unit], events: Events) -> list[RemovableHandle]:
         handles.append(unit.module.register_forward_hook(partial(_after, events, unit)))
         for bucket in unit.buckets:
             for index, parameter in enumerate(bucket.parameters if bucket.trainable else ()):
-                ready = partial(_ready, events, unit, bucket, index)
+                ready = partial(_ready, ref(events), ref(unit), ref(bucket), index)
                 handles.append(parameter.register_post_accumulate_grad_hook(ready))
     return handles
 
@@ -116,8 +117,13 @@ def _backward(events: Events, unit: Unit, weights: int, call: object, gradient: 
     events.before_backward(unit, weights, call)
 
 
-def _ready(events: Events, unit: Unit, bucket: FlatBucket, index: int, parameter: Tensor) -> None:
-    events.gradient_ready(unit, bucket, index)
+def _ready(events_of: ref[Events], unit_of: ref[Unit], bucket_of: ref[FlatBucket], index: int,
+           parameter: Tensor) -> None:
+    """The hook of a parameter, which torch's C++ has: a circle that goes through there is never collected. The hooks of
+    the modules keep the three."""
+    events, unit, bucket = events_of(), unit_of(), bucket_of()
+    if events is not None and unit is not None and bucket is not None:
+        events.gradient_ready(unit, bucket, index)
 
 
 def _tensors(value: object) -> Iterator[Tensor]:
