@@ -14,7 +14,7 @@ from typing import Literal
 
 from megatron.config.tree import Config, ModelConfig, OffloadConfig, ZeroConfig, data_parallel_size
 from megatron.plan.activations import FP32, Activations, Device
-from megatron.zero.homes.parts import STEP_SETS, cut, part_of_step, part_of_weights, sets_of_weights
+from megatron.zero.homes.parts import STEP_SETS, cut, largest, part_of_step, part_of_weights, sets_of_weights
 from megatron.zero.layout import FlatLayout, Slot, align
 from megatron.zero.policy import Policy, policy
 from mpu.split import pad_vocab
@@ -232,19 +232,19 @@ class Run:
         found = {"parameters": 0, "gradients": self.shard_numel * self.sums if self.gradients_leave else 0,
                  "optimizer": self.optimizer if self.away.optimizer == "cpu" else 0, "buffers": 0}
         if self.away.optimizer == "nvme":
-            largest = max(_largest_part(layout, self._part_of_step)
-                          for layout in (self.root, self.resident, self.block))
-            found["buffers"] += STEP_SETS * (1 + MOMENTS_PER_WEIGHT) * largest * FP32
+            most = max(largest(cut(layout.shard_numel, self._part_of_step))
+                       for layout in (self.root, self.resident, self.block))
+            found["buffers"] += STEP_SETS * (1 + MOMENTS_PER_WEIGHT) * most * FP32
         if self.away.params == "cpu":
             found["parameters"] = self._split * self.work
         elif self.away.params == "nvme":
             size, on_drive = offload.offload_param_buffer_size, self._on_drive
-            part = part_of_weights(size, self._part_of_step if self.away.optimizer == "nvme" else None)
-            sets = min(sets_of_weights(size, offload.offload_param_buffer_count, part),
-                       sum(len(cut(layout.shard_numel, part)) for layout in on_drive))
-            largest = max((_largest_part(layout, part) for layout in on_drive), default=0)
+            of_step = self._part_of_step if self.away.optimizer == "nvme" else None
+            part = part_of_weights(size, of_step)
+            parts = [one for layout in on_drive for one in cut(layout.shard_numel, part, of_step)]
+            sets = min(sets_of_weights(size, offload.offload_param_buffer_count, part), len(parts))
             found["parameters"] = (self._split - sum(layout.shard_numel for layout in on_drive)) * self.work
-            found["buffers"] += sets * largest * self.work
+            found["buffers"] += sets * largest(parts) * self.work
         return found
 
     @property
@@ -308,10 +308,6 @@ def root_slots(model: ModelConfig, columns: int) -> list[Slot]:
     h = model.hidden_size
     return [Slot("wte.weight", (columns, h)), Slot("wpe.weight", (model.max_position_embeddings, h)),
             Slot("ln_f.weight", (h,), group=1), Slot("ln_f.bias", (h,), group=1)]
-
-
-def _largest_part(layout: FlatLayout, part: int) -> int:
-    return cut(layout.shard_numel, part)[0].stop if layout.shard_numel else 0
 
 
 def _resides(slot: Slot, zero: ZeroConfig) -> bool:

@@ -59,7 +59,7 @@ def _homes(config: Config, rule: Rule, device: torch.device, drives: Drives) -> 
         size, buffers = offload.offload_param_buffer_size, offload.offload_param_buffer_count
         part = part_of_weights(size, of_step)
         params = Nvme(drives.folder("param"), "param", (), NvmeSettings(
-            part=part, sets=sets_of_weights(size, buffers, part), dtype=work,
+            part=part, within=of_step, sets=sets_of_weights(size, buffers, part), dtype=work,
             in_memory=offload.offload_param_max_in_cpu, pinned=offload.offload_param_pin_memory, aio=_aio(offload)))
     return Homes(optimizer, params)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from queue import SimpleQueue
-from threading import BoundedSemaphore, RLock, Thread
+from threading import BoundedSemaphore, RLock, Thread, current_thread
 from typing import final
 
 Piece = Callable[[], None]
@@ -41,10 +41,11 @@ class Lane:
             threads, self._threads, self._wanted = self._threads, [], 0
             for _ in threads:
                 self._queue.put(None)
-        for thread in threads:
+        others = [thread for thread in threads if thread is not current_thread()]  # the garbage collector runs anywhere
+        for thread in others:
             thread.join(patience)
             patience = patience if not thread.is_alive() else 0.0
-        return not any(thread.is_alive() for thread in threads)
+        return not any(thread.is_alive() for thread in others)
 
     def _start(self) -> None:
         while len(self._threads) < self._wanted:

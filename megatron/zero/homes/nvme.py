@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron.errors import ConfigError
 from megatron.zero.homes.here import HereShelf
 from megatron.zero.homes.memory import aligned
-from megatron.zero.homes.parts import cut
+from megatron.zero.homes.parts import cut, largest
 from megatron.zero.homes.shelf import WEIGHT, Kept, Shelf, Walk
 from megatron.zero.homes.swapfolder import SwapFolder
 from megatron.zero.homes.tilefile import AioSettings, Pending, TileFile, Traffic
@@ -32,6 +32,8 @@ from megatron.zero.homes.tilefile import AioSettings, Pending, TileFile, Traffic
 class NvmeSettings:
     part: int
     """Numbers, at most."""
+    within: int | None = None
+    """Parts of a step, which are written at a time."""
     sets: int
     """On the host, at most; one more than a step needs at a time is the least."""
     dtype: torch.dtype = torch.float32
@@ -165,11 +167,11 @@ class Nvme:
         if self._in_memory + numel <= self.settings.in_memory:
             self._in_memory += numel
             return HereShelf(torch.zeros(numel, dtype=self.settings.dtype))
-        parts = cut(numel, numel if self.settings.whole else self.settings.part)
+        parts = cut(numel, numel if self.settings.whole else self.settings.part, self.settings.within)
         tiles = [(part.stop - part.start) * self.settings.dtype.itemsize for part in parts for _ in self.kinds]
         file = TileFile(self._folder, f"{self._name}-{len(self._files)}-{name}", tiles, settings=self.settings.aio)
         self._files.append(file)
-        self._make_room_for(parts[0].stop)
+        self._make_room_for(largest(parts))
         return NvmeShelf(self, file, numel, parts)
 
     @property

@@ -34,8 +34,17 @@ def sets_of_weights(buffer_size: int, buffers: int, part: int) -> int:
     return max(2, buffer_size * buffers // part)
 
 
-def cut(numel: int, part: int) -> Sequence[slice]:
-    """A shelf in equal parts, but for the last one."""
+def cut(numel: int, part: int, within: int | None = None) -> Sequence[slice]:
+    """A shelf in equal parts, but for the last one. `within`: each of the parts of that size by itself, so that whoever
+    writes one of those writes whole parts."""
+    if within is not None:
+        return [slice(outer.start + inner.start, outer.start + inner.stop)
+                for outer in cut(numel, within) for inner in cut(outer.stop - outer.start, part)]
     count = max(1, -(-numel // part))
     size = -(-numel // count // GRAIN) * GRAIN
     return [slice(start, min(start + size, numel)) for start in range(0, numel, size)]
+
+
+def largest(parts: Sequence[slice]) -> int:
+    """Numbers that there must be room for."""
+    return max((part.stop - part.start for part in parts), default=0)

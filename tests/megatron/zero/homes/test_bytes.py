@@ -10,10 +10,11 @@ import pytest
 
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.homes.nvme import Nvme
+from megatron.zero.homes.parts import GRAIN
 from mpu import groups
 from tests.distributed import run_ranks
 from tests.megatron.zero.homes.test_equal import PRECISIONS, everywhere, train, batches
-from tests.megatron.zero.run import configure_gpt2, gpt2_engine
+from tests.megatron.zero.run import configure_gpt2, gpt2_engine, gpt2_loss
 
 NOTHING_STAYS = {"stage3_max_reuse_distance": 0, "offload_param_buffer_size": 2048}
 """Neither a block from its forward to its backward (but the last one), nor a part in the three buffers until it is read
@@ -51,6 +52,25 @@ def counted(rank: int, world: int, folder: Path, cell: dict[str, Any]) -> tuple[
 def told(engine: ZeroEngine) -> dict[str, dict[str, int]]:
     engine.homes.settle()
     return {name: asdict(home.traffic) for name, home in vars(engine.homes).items() if isinstance(home, Nvme)}
+
+
+@pytest.mark.parametrize("of_step, of_weights", [(3, 2), (3, 1), (5, 4)])
+def test_parts_of_weights_are_within_those_of_a_step(tmp_path: Path, of_step: int, of_weights: int) -> None:
+    """Where a buffer for weights is smaller: a step writes whole parts, and reads nothing of them. A block has ten
+    grains on one rank."""
+    cell = {"zero_stage": 3, "bf16": True, "hidden_size": 40, "batch_size": 2, "stage3_max_reuse_distance": 0,
+            **everywhere(tmp_path, 3), "sub_group_size": of_step * GRAIN, "offload_optimizer_buffer_count": 9,
+            "offload_param_buffer_size": of_weights * GRAIN, "offload_param_buffer_count": 1}
+    engine = gpt2_engine(configure_gpt2(**cell), groups.build(1))
+    rows = batches(2)
+    train(engine, rows[:1])
+    engine.backward(gpt2_loss(engine, rows[1]).mean())
+    before = told(engine)["params"]
+    engine.step(2e-3)
+    after = told(engine)["params"]
+    everything = 2 * sum(bucket.layout.shard_numel for bucket in engine.buckets if bucket.comes_and_goes)
+    engine.detach()
+    assert [after[name] - before[name] for name in ("read_bytes", "written_bytes")] == [0, everything]
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

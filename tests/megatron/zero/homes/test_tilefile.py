@@ -406,6 +406,20 @@ def test_a_file_keeps_its_folder(tmp_path):
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("tiles: ")]
 
 
+def test_the_last_to_have_a_file_may_be_its_own_thread(tmp_path, monkeypatch):
+    gate, entered = threading.Event(), threading.Event()
+    monkeypatch.setattr(os, "pwritev", slowed(os.pwritev, gate, entered))
+    file = TileFile(SwapFolder(tmp_path, "run", 0, flag=FLAG), "state", SIZES)
+    file.write(0, random_bytes(SIZES[0], 0))
+    assert entered.wait(20)
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("tiles: ")]
+    del file
+    gate.set()
+    for thread in threads:
+        thread.join(20)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_files_of_a_folder_share_their_threads(folder):
     for number in range(10):
         file = TileFile(folder, f"state{number}", SIZES, settings=AioSettings(intra_op_parallelism=2))
