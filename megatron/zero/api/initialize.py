@@ -83,9 +83,13 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
     rule, param_groups, defaults, client = _rule_and_groups(settings, model, model_parameters, optimizer)
     _check_groups(model, param_groups)
     homes, told = homes_of(config, rule, model, device, groups)
-    core = ZeroEngine(model, groups, zero=config.zero, precision=config.precision, rule=rule,
-                      param_groups=param_groups, device=device, homes=homes,
-                      clip_grad=config.optim.clip_grad, accumulation=config.accumulation(groups.dp.size))
+    try:
+        core = ZeroEngine(model, groups, zero=config.zero, precision=config.precision, rule=rule,
+                          param_groups=param_groups, device=device, homes=homes,
+                          clip_grad=config.optim.clip_grad, accumulation=config.accumulation(groups.dp.size))
+    except BaseException:  # of a full drive, which whoever tries again needs empty
+        homes.close()
+        raise
     watch_over(core)
     wrapped = ZeroOptimizer(core, defaults, client)
     scheduler = _scheduler(settings, lr_scheduler, wrapped)

@@ -38,9 +38,13 @@ def homes_of(config: Config, rule: Rule, model: nn.Module, device: torch.device,
     if "nvme" not in (offload.offload_optimizer_device, offload.offload_param_device):
         return _homes(config, rule, device, drives), []
     exits.before_leaving(close_all)
-    homes = agree(lambda: _homes(config, rule, device, drives), groups.world)
-    expected = _expected(config, rule, model, groups.dp.size)
-    return homes, agree(lambda: drives.examine(expected), groups.world)
+    try:
+        homes = agree(lambda: _homes(config, rule, device, drives), groups.world)
+        expected = _expected(config, rule, model, groups.dp.size)
+        return homes, agree(lambda: drives.examine(expected), groups.world)
+    except BaseException:
+        drives.close()
+        raise
 
 
 def _homes(config: Config, rule: Rule, device: torch.device, drives: Drives) -> Homes:
@@ -101,6 +105,11 @@ class Drives:
             if self._node.local_rank == 0:
                 tidy(path, self._run, range(self._rank, self._rank + self._node.local_world_size))
         return self._folders[path]
+
+    def close(self) -> None:
+        """There will be no engine."""
+        for folder in self._folders.values():
+            folder.close()
 
     def examine(self, expected: Mapping[str, _Use]) -> list[str]:
         """What each drive is expected to do, measured by one rank of a node; the others wait for it."""

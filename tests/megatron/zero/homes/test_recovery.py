@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,9 +13,14 @@ import torch
 
 from megatron import zero
 from megatron.errors import ConfigError, StorageError
+from megatron.train.build import engine as build_engine
+from megatron.train.build import model as build_model
 from megatron.zero.api.engine import Engine
+from megatron.zero.holders import holder_of
 from megatron.zero.homes.blockfile import BlockFile
+from megatron.zero.placeholder import Placeholder
 from megatron.zero.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+from mpu import groups
 from tests.megatron.zero.homes.test_equal import alike, batches, outcome, train
 from tests.megatron.zero.homes.test_use import built, configured
 
@@ -157,3 +163,33 @@ def test_what_is_changed_by_hand_half_way_is_no_base(tmp_path: Path, monkeypatch
         assert alike(outcome(engine.core, rows[2:]), expected)
     assert any(broken)
     engine.destroy()
+
+
+@pytest.mark.parametrize("number", [1, 4])
+def test_an_engine_that_cannot_be_built_leaves_the_drive_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                               number: int) -> None:
+    """Also while the error is alive; its model is not taken for one that has values."""
+    config, left = configured(tmp_path), [number]
+    grid = groups.build(1)
+    model = build_model(config, grid)
+
+    def fail(*arguments: int) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", fail)
+        try:
+            build_engine(config, model, grid, torch.device("cpu"))
+        except StorageError as error:
+            assert "cannot make a file" in str(error) or "cannot write there" in str(error)
+            assert not list(tmp_path.iterdir())
+        else:
+            raise AssertionError("the drive was full")
+    gc.collect()
+    if any(isinstance(parameter, Placeholder) and holder_of(parameter) is None for parameter in model.parameters()):
+        with pytest.raises(ConfigError, match="cannot be used here"):
+            build_engine(config, model, grid, torch.device("cpu"))
+    built(config).destroy()
+    assert not list(tmp_path.iterdir())
