@@ -6,6 +6,7 @@ step.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -128,6 +129,25 @@ def hf(task: Task) -> Step:
     return _plain_step(task, model, loss_of)
 
 
+def deepspeed_offload(task: Task) -> Step:
+    """DeepSpeed's ZeRO-2 with the optimizer on the host; how to have it: host_adam.py. One rank wants a group too."""
+    import deepspeed
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    model = _plain_model(task)
+    precision = {} if task.precision == "fp32" else {task.precision: {"enabled": True}}
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=DeepSpeedCPUAdam(model.parameters(), lr=1e-4),
+        config={"train_micro_batch_size_per_gpu": task.batch, "gradient_clipping": 1.0, **precision,
+                "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}})
+
+    def step(tokens: Tensor, targets: Tensor) -> None:
+        engine.backward(engine(tokens, targets))
+        engine.step()
+
+    return step
+
+
 def values_of(task: Task, stage: int = 0) -> dict[str, object]:
     """A task as fields of our configuration."""
     return {
@@ -147,12 +167,13 @@ def values_of(task: Task, stage: int = 0) -> dict[str, object]:
     }
 
 
-def ours(task: Task, stage: int = 0) -> Step:
+def ours(task: Task, stage: int = 0, optimizer_home: str = "none") -> Step:
     from megatron.config.flags import build_config
     from megatron.train import build
     from mpu import groups
 
-    config = build_config(values_of(task, stage))
+    home = {"offload_optimizer_device": optimizer_home, "offload_optimizer_nvme_path": os.environ.get("NVME_PATH", ".")}
+    config = build_config({**values_of(task, stage), **(home if optimizer_home != "none" else {})})
     grid = groups.build(1)
     engine = build.engine(config, build.model(config, grid), grid, torch.device(task.device))
 
@@ -180,9 +201,12 @@ def with_allocator(build: Callable[[Task], Step]) -> Callable[[Task], Step]:
 WITH_ALLOCATOR: dict[str, Callable[[Task], Step]] = {
     "ours": ours, "plain+malloc": plain, "ddp+malloc": ddp,
     **{f"zero{stage}": partial(ours, stage=stage) for stage in (1, 2, 3)},
+    "zero2-cpu": partial(ours, stage=2, optimizer_home="cpu"),
+    "zero3-nvme": partial(ours, stage=3, optimizer_home="nvme"),  # in the folder NVME_PATH
 }
 CONTENDERS: dict[str, Callable[[Task], Step]] = {
     "plain": plain, "hf": hf, "ddp": ddp, "fsdp2": fsdp2, "zero-redundancy": zero_redundancy, "ours-malloc": ours,
+    "deepspeed2-cpu": deepspeed_offload,
     **{name: with_allocator(build) for name, build in WITH_ALLOCATOR.items()},
 }
 
