@@ -4,7 +4,7 @@ The kernel divides the gradient on its way in (unscaling, averaging and clipping
 read once; told to skip, it changes nothing. On an accelerator it is our own (adam_kernel.py), which reads 16-bit
 gradients and writes 16-bit weights. On a CPU, and without Triton, it is torch's: 16-bit gradients are widened a tile at
 a time, so that the fp32 copy of the whole gradient never exists. On a CPU a tile fits the caches, and the 16-bit
-weights are written before it leaves them.
+weights are written before it leaves them (docs/decisions/018-host-adam.md).
 """
 
 from __future__ import annotations

@@ -130,10 +130,11 @@ def hf(task: Task) -> Step:
 
 
 def deepspeed_offload(task: Task) -> Step:
-    """DeepSpeed's ZeRO-2 with the optimizer on the host; how to have it: host_adam.py. One rank wants a group too."""
+    """DeepSpeed's ZeRO-2 with the optimizer on the host, on several ranks; how to have it: host_adam.py."""
     import deepspeed
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
+    os.environ["LOCAL_RANK"] = str(torch.distributed.get_rank())  # it asks, and nobody has launched these ranks
     model = _plain_model(task)
     precision = {} if task.precision == "fp32" else {task.precision: {"enabled": True}}
     engine, *_ = deepspeed.initialize(
