@@ -65,10 +65,10 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.optim.rule megatron.optim.adam_kernel megatron.optim.adam megatron.optim.lion megatron.optim.lamb
         megatron.optim.cpu_adam megatron.optim.torch_rule megatron.optim.build
         megatron.zero.precision megatron.zero.verdict megatron.zero.holders megatron.zero.placeholder
-        megatron.zero.waiting megatron.zero.drawn megatron.zero.parked megatron.zero.tiling
+        megatron.zero.waiting megatron.zero.drawn megatron.zero.tiling
         megatron.zero.homes.shelf megatron.zero.homes.here megatron.zero.homes.lanes megatron.zero.homes.swapfolder
         megatron.zero.homes.blockfile megatron.zero.homes.memory megatron.zero.homes.tilefile
-        megatron.zero.homes.preflight megatron.zero.homes.nvme
+        megatron.zero.homes.preflight megatron.zero.homes.nvme megatron.zero.homes.depot megatron.zero.parked
         megatron.zero.exchanges megatron.zero.turns megatron.zero.versions megatron.zero.sinks megatron.zero.gradients
         megatron.zero.edits megatron.zero.bucket megatron.zero.together
         megatron.zero.norm megatron.zero.roster megatron.zero.hooks megatron.zero.utils
@@ -96,11 +96,11 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.checkpoint.interchange.megatron_lm megatron.checkpoint.interchange.convert
         megatron.zero.estimate megatron.zero.accelerator megatron.zero.ops megatron.zero.ops.adam megatron.zero.watch
         megatron.zero.api
-        megatron.zero.api.init megatron.zero.api.loading
+        megatron.zero.api.offload megatron.zero.api.meanwhile megatron.zero.api.init megatron.zero.api.loading
         megatron.zero.api.monitor megatron.zero.api.batching megatron.zero.api.hyper megatron.zero.api.saved
         megatron.zero.api.weights megatron.zero.api.optimizer megatron.zero.api.casting megatron.zero.api.schedule
         megatron.zero.api.status
-        megatron.zero.api.names megatron.zero.api.engine megatron.zero.api.meeting megatron.zero.api.offload
+        megatron.zero.api.names megatron.zero.api.engine megatron.zero.api.meeting
         megatron.zero.api.initialize
         megatron.zero
         megatron.train megatron.train.inputs

@@ -59,7 +59,7 @@ LEGAL_MOVES = {(Place.AWAY, Place.ARRIVING), (Place.ARRIVING, Place.WHOLE), (Pla
 class FlatBucket:
     """The buffers of one unit; see the module docstring for the vocabulary."""
 
-    is_settled = True
+    is_settled, takes_writes = True, False
     is_at_hand: bool
     """This rank's part of the weights at work need not be fetched."""
 

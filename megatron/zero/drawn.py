@@ -12,10 +12,9 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from megatron.zero.holders import hold, holder_of
+from megatron.zero.holders import holder_of
 from megatron.zero.layout import FlatLayout
-from megatron.zero.placeholder import vacate
-from megatron.zero.waiting import Waiting
+from megatron.zero.waiting import Building, Waiting
 from mpu.collectives import broadcast_into
 from mpu.draws import Source, source_of
 from mpu.groups import Group
@@ -23,12 +22,11 @@ from mpu.groups import Group
 
 @final
 class Drawn(Waiting):
-    def __init__(self, parameter: nn.Parameter, source: Source, dp: Group) -> None:
-        super().__init__(parameter, parameter.dtype, dp)
+    def __init__(self, parameter: nn.Parameter, source: Source, dp: Group, building: Building = Building()) -> None:
+        super().__init__(parameter, parameter.dtype, dp, building)
         self.source = source
         self._edited: Tensor | None = None
-        vacate(parameter, parameter.detach().new_empty(0))
-        hold(parameter, self)
+        self._hold()
 
     @property
     def is_edited(self) -> bool:
@@ -51,7 +49,15 @@ class Drawn(Waiting):
         if editor is not None:
             self._edited = value.contiguous()
             broadcast_into(self._edited, editor, self._dp).wait()
-        vacate(self._parameter, value.new_empty(0))
+        self._vacate()
+
+    def _twin(self) -> None:
+        """Edited values are never written to."""
+
+
+def is_unfilled(parameter: nn.Parameter) -> bool:
+    """There is no room for its values: it has a source, or will have one (mpu/draws.py)."""
+    return parameter.is_meta or parameter.untyped_storage().nbytes() < parameter.nbytes
 
 
 def draw_later(parameters: Iterable[nn.Parameter], dp: Group) -> None:

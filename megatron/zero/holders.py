@@ -25,6 +25,10 @@ class Holder(Protocol):
     is_settled: bool
     """The precision and the device of the elements are final."""
 
+    @property
+    def takes_writes(self) -> bool:
+        """The model is being built: an operation in place makes the parameter whole for itself."""
+
     def shape_of(self, parameter: nn.Parameter) -> torch.Size: ...
 
     def describe(self, parameter: Tensor) -> str:
@@ -52,6 +56,13 @@ class Holder(Protocol):
 
     def cancel_loan(self) -> None:
         """Split them again, as they were. Not collective."""
+
+
+class Unsettled(Holder, Protocol):
+    """Of one parameter, before there is an engine."""
+
+    def twin(self) -> nn.Parameter:
+        """A copy of the parameter, which is held in the same way."""
 
 
 _HOLDERS = WeakTensorKeyDictionary()

@@ -5,6 +5,8 @@ of its own class that refuses every operation of torch but the questions in `ALL
 is that of the whole parameter (`SIZES`), so that weight decay by `p.dim()` and sums of `p.numel()` are right. When the
 elements come back it has its own class again, so no operation of a forward pays for this.
 
+While a model is being built inside `zero.Init`, operations in place are no error: they run on the whole parameter.
+
 Not covered, because torch asks nobody there: `torch.tensor(p)`, `torch.Tensor(p)` and `to_dlpack(p)` see a tensor
 without elements.
 """
@@ -13,13 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from megatron.errors import ConfigError
-from megatron.zero.holders import holder_of, shape_of
+from megatron.zero.holders import Unsettled, holder_of, shape_of
 
 _TENSOR: Any = Tensor
 
@@ -56,7 +58,10 @@ CONVERSIONS = frozenset(_methods("to type cpu cuda xpu half float double bfloat1
 """`Module.to` and its relatives come here: what they make of a placeholder is another one. An engine's parameters have
 one precision and one place, and anything else is refused; `zero.initialize` decides those of `zero.Init`."""
 
-_SET_DATA = _TENSOR.data.__set__
+_GET_DATA, _SET_DATA = _TENSOR.data.__get__, _TENSOR.data.__set__
+
+_ASSIGNMENTS = frozenset((_SET_DATA, *_methods(
+    "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__")))
 
 
 class Placeholder(nn.Parameter):
@@ -78,11 +83,24 @@ class Placeholder(nn.Parameter):
         if func in CONVERSIONS and used is not None and used is args[0]:
             return _converted(used, func, args, given)
         holder = None if used is None else holder_of(used)
-        outside = "" if holder is None or holder.is_settled else "build a model that writes to it outside zero.Init, "
+        if holder is not None and holder.takes_writes:
+            if func == _GET_DATA:
+                return used  # what is written to it is written to the parameter
+            if _writes(func):
+                return _written(func, args, given)
+        outside = "" if holder is None or holder.is_settled else "build a model that reads it outside zero.Init, "
         raise ConfigError(
             f"{_described(used)} cannot be used here ({_name(func)}): its elements are split over the data parallel "
             f"ranks; {outside}use it inside zero.GatheredParameters (edits need modifier_rank), save weights with "
             "engine.save_16bit_model or engine.save_checkpoint")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        holder = holder_of(self)
+        if holder is None or not holder.takes_writes:
+            return super().__deepcopy__(memo)  # type: ignore[no-untyped-call]  # refused
+        if id(self) not in memo:
+            memo[id(self)] = cast(Unsettled, holder).twin()
+        return memo[id(self)]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Placeholder({_described(self)}, {self.dtype}, requires_grad={self.requires_grad})"
@@ -91,6 +109,32 @@ class Placeholder(nn.Parameter):
 
     def __format__(self, format_spec: str) -> str:
         return format(repr(self), format_spec)
+
+
+def _writes(func: Callable[..., Any]) -> bool:
+    """In place, as torch's names have it."""
+    name = _name(func)
+    return func in _ASSIGNMENTS or name.endswith("_") and not name.endswith("__")
+
+
+def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The result of an operation in place, which rank 0's values are of; all ranks run it."""
+    holders = {id(holder): holder for used in _placeholders((*args, *kwargs.values()))
+               if (holder := holder_of(used)) is not None}.values()
+    try:
+        for holder in holders:
+            holder.lend()
+        with torch.no_grad():
+            result = func(*args, **kwargs)
+        for holder in holders:
+            holder.check_before_return(0)
+    except BaseException:
+        for holder in holders:
+            holder.cancel_loan()
+        raise
+    for holder in holders:
+        holder.take_back(0)
+    return result
 
 
 def vacate(parameter: Any, nothing: Tensor) -> None:

@@ -5,16 +5,25 @@ are meanwhile; until the engine takes them over (`whole_value`), the parameter i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from copy import copy
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from megatron.errors import ConfigError
-from megatron.zero.holders import holder_of
+from megatron.zero.holders import hold, holder_of
 from megatron.zero.placeholder import Placeholder, fill, vacate
 from mpu.collectives import broadcast_into
 from mpu.groups import Group
+
+
+@dataclass
+class Building:
+    """The block that a model is being built in: all ranks do the same there."""
+
+    is_open: bool = False
 
 
 class Waiting(ABC):
@@ -23,14 +32,41 @@ class Waiting(ABC):
     is_settled = False
     comes_and_goes = True
 
-    def __init__(self, parameter: nn.Parameter, dtype: torch.dtype, dp: Group) -> None:
+    def __init__(self, parameter: nn.Parameter, dtype: torch.dtype, dp: Group, building: Building) -> None:
         self._held, self._shape, self._dtype, self._dp = TensorWeakRef(parameter), parameter.shape, dtype, dp
+        self._building = building
 
     @property
     def _parameter(self) -> nn.Parameter:
         parameter = self._held()
         assert isinstance(parameter, nn.Parameter), "it has gone, and its holder should have gone with it"
         return parameter
+
+    @property
+    def takes_writes(self) -> bool:
+        return self._building.is_open
+
+    def _hold(self) -> None:
+        """From now on."""
+        self._vacate()
+        hold(self._parameter, self)
+
+    def _vacate(self) -> None:
+        vacate(self._parameter, self._parameter.detach().new_empty(0, dtype=self._dtype))
+
+    def twin(self) -> nn.Parameter:
+        """A copy of the parameter, which waits as well."""
+        other = copy(self)
+        parameter = nn.Parameter(torch.empty(0, dtype=self._dtype, device=self._parameter.device),
+                                 self._parameter.requires_grad)
+        other._held = TensorWeakRef(parameter)
+        other._twin()
+        other._hold()
+        return parameter
+
+    @abstractmethod
+    def _twin(self) -> None:
+        """Have nothing in common with whom this is a copy of."""
 
     @abstractmethod
     def whole(self, device: torch.device | None = None) -> Tensor:
@@ -71,7 +107,7 @@ class Waiting(ABC):
 
     def cancel_loan(self) -> None:
         if not isinstance(self._parameter, Placeholder):
-            vacate(self._parameter, self._parameter.detach().new_empty(0))
+            self._vacate()
 
 
 def whole_value(parameter: nn.Parameter, dp: Group, device: torch.device) -> Tensor:

@@ -6,5 +6,5 @@
     batching.py, casting.py, monitor.py      batch sizes, inputs in fp16, what is reported
     weights.py, saved.py                     the weights as a state dict; the engine's state in a checkpoint
     hyper.py        the hyper-parameters of the param groups there
-    init.py         `zero.Init`, `zero.GatheredParameters`
+    init.py         `zero.Init`, `zero.GatheredParameters`; meanwhile.py: where parameters wait for `zero.initialize`
 """

@@ -6,7 +6,8 @@ them whole for a while.
     with zero.GatheredParameters(model.head.parameters(), modifier_rank=0):
         model.head.weight.zero_()              # rank 0's edit becomes everyone's
 
-Inside `Init`, `Module.apply` makes each module's own parameters whole for the function it applies.
+Inside `Init`, what a constructor writes in place to a parameter that is split already (`nn.init.xavier_uniform_(p)`)
+counts. `Module.apply`, inside and until there is an engine, makes each module's own parameters whole for the function.
 """
 
 from __future__ import annotations
@@ -15,19 +16,29 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from megatron.checkpoint.agree import agree
 from megatron.errors import ConfigError, TrainerError
 from megatron.launch.exits import answer_uncaught, explain
+from megatron.zero.api.meanwhile import depot, give_back_freed, meanwhile
+from megatron.zero.drawn import Drawn, is_unfilled
 from megatron.zero.holders import Holder, holder_of
 from megatron.zero.parked import Parked
 from megatron.zero.together import meet, owner_of
+from megatron.zero.waiting import Building
 from mpu import groups as mpu_groups
+from mpu.draws import source_of
 from mpu.groups import Group, Groups
+
+
+MOST_FREED = 16 << 20
+"""Bytes of whole parameters that are let go before the system is given the memory back."""
 
 
 @contextmanager
@@ -127,10 +138,13 @@ def _check_before_return(holders: list[Holder], editor: int | None, failure: Exc
 
 
 class Init:
-    """Context: every parameter made inside is split over data parallel at once; or, with `module`, those it has.
+    """Context: every parameter made inside is split over data parallel at once; or, with `module`, those it has. Of
+    nested ones the outermost counts.
 
-    Ranks keep parts of rank 0's values. `dtype` is the precision of what is kept (default: as made), `remote_device`
-    "cpu" keeps it on the host.
+    Ranks keep parts of rank 0's values until `zero.initialize`, whose configuration says where they are then. `dtype`
+    is the precision of what is kept meanwhile (default: as made). `remote_device` says where: "cpu" is the host, "nvme"
+    the `zero_optimization.offload_param.nvme_path` of the configuration; without it that configuration's
+    `offload_param.device` does. `pin_memory` has no effect: nothing is computed with meanwhile.
     """
 
     def __init__(self, module: nn.Module | None = None, data_parallel_group: Any = None,
@@ -138,25 +152,60 @@ class Init:
                  config_dict_or_path: str | os.PathLike[str] | Mapping[str, Any] | None = None, config: Any = None,
                  enabled: bool = True, dtype: torch.dtype | None = None, mpu: Any = None) -> None:
         answer_uncaught()
-        if remote_device not in (None, "none", "cpu"):
-            raise ConfigError(f"zero.Init: remote_device is {remote_device!r}; expected None or 'cpu'")
+        source = config if config_dict_or_path is None else config_dict_or_path
+        self._asked, self._path = meanwhile(remote_device, source)
         self._enabled, self._dtype = enabled, dtype
-        self._home = torch.device("cpu") if remote_device == "cpu" else None
         self._dp = _data_parallel(data_parallel_group, mpu) if enabled else mpu_groups.SOLO
         self._undo = ExitStack()
+        self._unfilled: list[nn.Module] = []
+        self._freed = 0  # bytes of whole parameters, since the system was given such memory back
+        if enabled:
+            setattr(nn.Module, "apply", _apply_gathered)  # for good: it differs where parameters wait for an engine
         if module is not None and enabled:
+            self._begin()
             for child in module.modules():
                 self._park(child)
+            self._end()
 
     def __enter__(self) -> None:
         if self._enabled:
+            self._begin()
             for cls in _all_subclasses(nn.Module):
-                if "__init__" in vars(cls):
-                    self._replace(cls, "__init__", self._then_park(cls, vars(cls)["__init__"]))
-            self._replace(nn.Module, "apply", _apply_gathered)
+                self._watch(cls)
+            self._watch_new_classes()
 
     def __exit__(self, *exception: object) -> None:
         self._undo.close()
+        if self._enabled:
+            self._end()
+
+    def _begin(self) -> None:
+        self._building = Building(is_open=True)
+        self._where = None if self._asked is None else torch.device("cpu") if self._path is None else depot(self._path)
+
+    def _end(self) -> None:
+        unfilled, self._unfilled = self._unfilled, []
+        for module in unfilled:
+            self._park(module)
+        self._building.is_open = False
+        self._where = None  # the drive's files go with the last parameter that is there
+
+    def _watch(self, cls: type) -> None:
+        if "__init__" in vars(cls):
+            self._replace(cls, "__init__", self._then_park(cls, vars(cls)["__init__"]))
+
+    def _watch_new_classes(self) -> None:
+        """Those that are defined inside the block."""
+        init = self
+
+        def __init_subclass__(cls: type, /, **named: Any) -> None:
+            super(nn.Module, cls).__init_subclass__(**named)  # type: ignore[misc]
+            init._watch(cls)
+
+        known = vars(nn.Module).get("__init_subclass__")
+        self._undo.callback(partial(setattr, nn.Module, "__init_subclass__", known) if known is not None else
+                            partial(delattr, nn.Module, "__init_subclass__"))
+        setattr(nn.Module, "__init_subclass__", classmethod(__init_subclass__))
 
     def _replace(self, cls: type, name: str, value: Any) -> None:
         self._undo.callback(setattr, cls, name, vars(cls)[name])
@@ -173,8 +222,22 @@ class Init:
 
     def _park(self, module: nn.Module) -> None:
         for parameter in module.parameters(recurse=False):
-            if holder_of(parameter) is None:
-                Parked(parameter, self._dp, self._dtype, self._home)
+            if holder_of(parameter) is not None or is_lazy(parameter):
+                continue
+            source = source_of(parameter)
+            if not is_unfilled(parameter):
+                self._keep(parameter)
+            elif source is not None:
+                Drawn(parameter, source, self._dp, self._building)
+            else:
+                self._unfilled.append(module)  # it is about to have a source
+
+    def _keep(self, parameter: nn.Parameter) -> None:
+        self._freed += parameter.nbytes
+        Parked(parameter, self._dp, self._building, dtype=self._dtype, where=self._where, asked=self._asked)
+        if self._freed > MOST_FREED:
+            give_back_freed()
+            self._freed = 0
 
 
 def _class_that_constructs(cls: type) -> type:
@@ -194,9 +257,12 @@ def _all_subclasses(cls: type[nn.Module]) -> list[type[nn.Module]]:
 
 
 def _apply_gathered(module: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
+    """`Module.apply`, where parameters wait for their engine: they are whole for `fn`, and rank 0's edits count."""
     for child in module.children():
         child.apply(fn)
-    with GatheredParameters(list(module.parameters(recurse=False)), modifier_rank=0):
+    waiting = [parameter for parameter in module.parameters(recurse=False)
+               if (holder := holder_of(parameter)) is not None and not holder.is_settled]
+    with GatheredParameters(waiting, modifier_rank=0) if waiting else nullcontext():
         fn(module)
     return module
 

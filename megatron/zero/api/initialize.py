@@ -34,6 +34,7 @@ from megatron.optim.schedule import Schedule
 from megatron.optim.torch_rule import from_torch
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.init import groups_of
+from megatron.zero.api.meanwhile import notes as meanwhile_notes
 from megatron.zero.api.meeting import DEFAULT_PORT, init_distributed
 from megatron.zero.api.monitor import Watch, watch_of
 from megatron.zero.api.offload import homes_of, offload_notes
@@ -82,6 +83,7 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
     _move_buffers(model, device, DTYPES[config.precision.name])
     rule, param_groups, defaults, client = _rule_and_groups(settings, model, model_parameters, optimizer)
     _check_groups(model, param_groups)
+    moved = meanwhile_notes(model, config, device.type)
     homes, told = homes_of(config, rule, model, device, groups)
     try:
         core = ZeroEngine(model, groups, zero=config.zero, precision=config.precision, rule=rule,
@@ -94,7 +96,7 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
     wrapped = ZeroOptimizer(core, defaults, client)
     scheduler = _scheduler(settings, lr_scheduler, wrapped)
     engine = Engine(core, config, wrapped, scheduler, settings.watch, mpu)
-    engine.notes = told + offload_notes(config, homes, device)
+    engine.notes = moved + told + offload_notes(config, homes, device)
     if groups.world.rank == 0:
         _say(settings, engine, groups.dp.size)
         for number in (number for number, group in enumerate(param_groups) if not group["params"]):

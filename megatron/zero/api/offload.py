@@ -141,7 +141,14 @@ def offload_notes(config: Config, homes: Homes, device: torch.device) -> list[st
 def _name(config: Config) -> str:
     """The same for the next start of a run, which finds what a killed one left: by the folder it saves into, or the
     command."""
-    what = os.path.abspath(config.save.save) if config.save.save else " ".join([os.getcwd(), *sys.argv])
+    return name_of_command() if config.save.save is None else _hashed(os.path.abspath(config.save.save))
+
+
+def name_of_command() -> str:
+    return _hashed(" ".join([os.getcwd(), *sys.argv]))
+
+
+def _hashed(what: str) -> str:
     return f"zero-{crc32(what.encode(errors='replace')):08x}"
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +12,11 @@ import torch
 from torch import nn
 
 from megatron import zero
+from megatron.config.tree import build_config
 from megatron.errors import ConfigError
+from megatron.model import GPT2
+from megatron.zero.drawn import Drawn
+from megatron.zero.holders import holder_of
 from megatron.zero.placeholder import Placeholder
 from tests.distributed import RankError, run_ranks
 from tests.megatron.zero.kept import master
@@ -52,6 +59,12 @@ def halve(module: nn.Module) -> None:
 def config(stage: int, **extra: Any) -> dict[str, Any]:
     return {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
             "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}, **extra}
+
+
+def on_drive(folder: str) -> dict[str, Any]:
+    found = config(3)
+    found["zero_optimization"] |= {"offload_param": {"device": "nvme", "nvme_path": folder, "max_in_cpu": 0}}
+    return found
 
 
 def whole(module: nn.Module) -> list[torch.Tensor]:
@@ -178,11 +191,105 @@ def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ConfigError, match="takes parameters, not a Tensor"), \
             zero.GatheredParameters([torch.ones(2)]):  # type: ignore[list-item]
         pass
-    with pytest.raises(ConfigError, match="remote_device is 'nvme'"):
+    with pytest.raises(ConfigError, match="remote_device is 'disk'"):
+        zero.Init(remote_device="disk")
+    with pytest.raises(ConfigError, match="needs the configuration.* zero_optimization.offload_param.nvme_path"):
         zero.Init(remote_device="nvme")
+    with pytest.raises(ConfigError, match="needs zero_optimization.offload_param.nvme_path, which .* does not give"):
+        zero.Init(remote_device="nvme", config_dict_or_path=config(3))
+    with pytest.raises(ConfigError, match="is 'cpu', and zero_optimization.offload_param.device of .* 'nvme'"):
+        zero.Init(remote_device="cpu", config_dict_or_path=on_drive("/nowhere"))
+    with pytest.raises(ConfigError, match="nvme_path /nowhere: there is no such folder"):
+        zero.Init(config_dict_or_path=on_drive("/nowhere"))
     with pytest.raises(ConfigError, match="takes a Module and a Parameter"):
         zero.register_external_parameter(linear, torch.ones(2))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="not registered"):
         zero.unregister_external_parameter(linear, linear.weight)
     zero.register_external_parameter(linear, linear.weight)
     zero.unregister_external_parameter(linear, linear.weight)
+
+
+class Assembled(nn.Module):
+    """Built as plain modules of torch are: layers are copied, and their parents write to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        class Late(nn.Linear):
+            """Defined while the model is made."""
+
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, 32, batch_first=True), 2,
+                                             enable_nested_tensor=False)
+        self.late, self.tail = Late(WIDTH, WIDTH), Late(WIDTH, WIDTH)
+        for weight in self.encoder.parameters():
+            if weight.dim() > 1:
+                nn.init.xavier_uniform_(weight)
+        with torch.no_grad():
+            self.late.weight[2:4] = 7.0
+            self.late.bias += 1
+        self.late.weight.data.mul_(0.5)
+        self.tail.weight.data = torch.ones(WIDTH, WIDTH)
+        self.tail.bias = self.late.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tail(self.late(self.encoder(x))).square().mean()
+
+
+def assembled(rank: int, world: int, folder: str, place: str) -> dict[str, bool]:
+    torch.manual_seed(0)
+    plain = Assembled().apply(halve)
+    torch.manual_seed(rank)
+    given = {"remote_device": place, **({"config_dict_or_path": on_drive(folder)} if place == "nvme" else {})}
+    with zero.Init(**given), zero.Init():  # type: ignore[arg-type]
+        model = Assembled()
+        copied = copy.deepcopy(model)
+    found = {"placeholders": all(isinstance(p, Placeholder) for p in model.parameters()),
+             "on the drive": any(os.scandir(folder)) == (place == "nvme")}
+    model.apply(halve)
+    with zero.GatheredParameters(model.late.weight, modifier_rank=1):
+        model.late.weight[0] = rank
+    with torch.no_grad():
+        plain.late.weight[0] = 1
+        values = [p.detach().clone() for p in plain.parameters()]
+    found["values"] = all(map(torch.equal, whole(model), values))
+    found["no longer"] = isinstance(_refusal(lambda: model.late.weight.mul_(2)), ConfigError)
+    found["the copy's own"] = bool((whole(copied.late)[0][2:4] == 3.5).all()) and copied.tail.bias is copied.late.bias
+    del copied
+    engine = zero.initialize(model=model, config=config(2))[0]
+    found["taken over"] = all(map(torch.equal, whole(model), values))
+    found["drive left"] = not any(os.scandir(folder))
+    found["told"] = any("Init kept parameters on nvme" in note for note in engine.notes) == (place == "nvme")
+    return found
+
+
+def _refusal(action: Any) -> Exception | None:
+    try:
+        action()
+    except Exception as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("place", ["cpu", "nvme"])
+def test_any_module_can_be_made_in_parts_wherever_they_wait(tmp_path: Path, place: str) -> None:
+    for found in run_ranks(assembled, 2, str(tmp_path), place):
+        assert all(found.values()), found
+
+
+def test_what_is_kept_has_the_precision_asked_for_and_integers_stay() -> None:
+    model = nn.Linear(2, 2)
+    model.count = nn.Parameter(torch.tensor([5]), requires_grad=False)
+    zero.Init(model, dtype=torch.bfloat16)
+    assert [p.dtype for p in model.parameters()] == [torch.bfloat16, torch.bfloat16, torch.int64]
+    assert [p.dtype for p in whole(model)] == [torch.bfloat16, torch.bfloat16, torch.int64]
+
+
+def test_what_can_be_drawn_is_not_kept() -> None:
+    shape = build_config({"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 16,
+                          "vocab_size": 61}).model
+    with zero.Init():
+        model = GPT2(shape, seed=3, deferred=True)
+    assert all(isinstance(holder_of(p), Drawn) for p in model.parameters() if p.dim() > 1)
+    with zero.GatheredParameters(model.parameters()):
+        wanted = GPT2(shape, seed=3).state_dict()
+        assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())

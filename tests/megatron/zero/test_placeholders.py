@@ -78,7 +78,7 @@ def test_using_a_placeholder_is_an_error_that_says_what_to_do(model: nn.Module) 
     said = {name: answer(use, model.head.weight) for name, use in USES.items()}
     assert {name: text for name, text in said.items() if "split over" not in text} == {}
     assert re.search(r"parameter .*of shape \(1, 4\) cannot be used here \(sum\): its elements are split over the data "
-                     r"parallel ranks; (build a model that writes to it outside zero.Init, )?use it inside "
+                     r"parallel ranks; (build a model that reads it outside zero.Init, )?use it inside "
                      r"zero.GatheredParameters", said["sum"])
 
 
