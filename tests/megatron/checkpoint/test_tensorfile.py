@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from data.storage import crc32_file
-from megatron.checkpoint.tensorfile import DTYPES, Item, TensorFile, split_files, write_file
+from megatron.checkpoint.tensorfile import AT_A_TIME, DTYPES, Item, TensorFile, split_files, write_file
 from megatron.errors import CheckpointError
 
 
@@ -61,6 +61,23 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
 
     write_file(tmp_path / "f", [Item(str(index), torch.float32, (1013,), load) for index in range(4)])
     assert len(fetched) == 4
+
+
+def test_a_file_under_reading_has_little_memory(tmp_path: Path) -> None:
+    out = torch.ones(4 * AT_A_TIME // 4)
+    write_file(tmp_path / "f", [item("w", out)])
+    data, mapped = in_kilobytes("VmData"), in_kilobytes("RssFile")
+    file = TensorFile(tmp_path / "f", "f")
+    for _ in range(2):
+        file.read("w", 0, out)
+        assert in_kilobytes("RssFile") - mapped < 2 * AT_A_TIME / 1024
+    assert in_kilobytes("VmData") - data < AT_A_TIME / 1024, "the limit on data (ulimit -d) would count the file"
+    assert out.sum() == len(out)
+
+
+def in_kilobytes(what: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(what))
 
 
 def test_a_run_beyond_the_tensor_is_an_error(tmp_path: Path) -> None:
