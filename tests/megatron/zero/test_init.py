@@ -218,9 +218,12 @@ class Assembled(nn.Module):
         class Late(nn.Linear):
             """Defined while the model is made."""
 
+            def __init__(self) -> None:
+                super().__init__(WIDTH, WIDTH)
+
         self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, 32, batch_first=True), 2,
                                              enable_nested_tensor=False)
-        self.late, self.tail = Late(WIDTH, WIDTH), Late(WIDTH, WIDTH)
+        self.late, self.tail = Late(), Late()
         for weight in self.encoder.parameters():
             if weight.dim() > 1:
                 nn.init.xavier_uniform_(weight)
