@@ -66,15 +66,17 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.optim.cpu_adam megatron.optim.torch_rule megatron.optim.build
         megatron.zero.precision megatron.zero.verdict megatron.zero.holders megatron.zero.placeholder
         megatron.zero.waiting megatron.zero.drawn megatron.zero.tiling
-        megatron.zero.homes.shelf megatron.zero.homes.here megatron.zero.homes.lanes megatron.zero.homes.swapfolder
-        megatron.zero.homes.blockfile megatron.zero.homes.memory megatron.zero.homes.tilefile
+        megatron.zero.homes.ferry megatron.zero.homes.shelf megatron.zero.homes.here megatron.zero.homes.lanes
+        megatron.zero.homes.swapfolder megatron.zero.homes.blockfile megatron.zero.homes.memory
+        megatron.zero.homes.tilefile
+        megatron.zero.homes.host megatron.zero.homes.streamed megatron.zero.homes.descent megatron.zero.homes.passing
         megatron.zero.homes.preflight megatron.zero.homes.nvme megatron.zero.homes.depot megatron.zero.parked
         megatron.zero.exchanges megatron.zero.turns megatron.zero.versions megatron.zero.sinks megatron.zero.gradients
         megatron.zero.edits megatron.zero.bucket megatron.zero.together
         megatron.zero.norm megatron.zero.roster megatron.zero.hooks megatron.zero.utils
         megatron.zero.units megatron.zero.residency megatron.zero.reductions megatron.zero.forwards
         megatron.zero.passes megatron.zero.state
-        megatron.zero.step megatron.zero.engine
+        megatron.zero.renewal megatron.zero.step megatron.zero.engine
     """),
     ("4: the application", """
         megatron.config.help megatron.config.foreign megatron.config.flags
@@ -96,7 +98,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.checkpoint.interchange.megatron_lm megatron.checkpoint.interchange.convert
         megatron.zero.estimate megatron.zero.accelerator megatron.zero.ops megatron.zero.ops.adam megatron.zero.watch
         megatron.zero.api
-        megatron.zero.api.offload megatron.zero.api.meanwhile megatron.zero.api.init megatron.zero.api.loading
+        megatron.zero.api.update megatron.zero.api.offload megatron.zero.api.meanwhile megatron.zero.api.init megatron.zero.api.loading
         megatron.zero.api.monitor megatron.zero.api.batching megatron.zero.api.hyper megatron.zero.api.saved
         megatron.zero.api.weights megatron.zero.api.optimizer megatron.zero.api.casting megatron.zero.api.schedule
         megatron.zero.api.status

@@ -6,15 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.config.problems import Problems
-from megatron.config.setting import flag_name, require, setting
-
-OFFLOAD_DEVICES = {"cpu": ("none", "cpu", "nvme"), "cuda": ("none",)}
-"""Where the engine can keep state when it is not in use, by the device that trains. The planner takes all of them."""
-
-
-def can_offload(device: str, *places: str) -> bool:
-    return all(place in OFFLOAD_DEVICES[device] for place in places)
-
+from megatron.config.setting import flag_name, setting
 
 _OPTIMIZER, _PARAM = "zero_optimization.offload_optimizer.", "zero_optimization.offload_param."
 
@@ -33,6 +25,9 @@ class OffloadConfig:
                                                     json=_OPTIMIZER + "pipeline_read")
     offload_optimizer_pipeline_write: bool = setting(True, "write the last tile while this one is updated",
                                                      json=_OPTIMIZER + "pipeline_write")
+    offload_update: Literal["auto", "host", "device"] = setting(
+        "auto", "where a GPU's offloaded optimizer state is updated: by the host, or on the device, a part at a time; "
+        "auto measures both", json=_OPTIMIZER + "update")
     offload_param_device: Literal["none", "cpu", "nvme"] = setting(
         "none", "where parameters are kept; stage 3 only", json=_PARAM + "device")
     offload_param_nvme_path: str | None = setting(None, "folder on the NVMe drive", json=_PARAM + "nvme_path")
@@ -62,12 +57,9 @@ class OffloadConfig:
             problems.require(device in ("none", "cpu", "nvme"), f"{name} is {device}: expected none, cpu or nvme")
             problems.require(device != "nvme" or bool(path),
                              f"{name} nvme needs {flag_name(f'offload_{kind}_nvme_path')}")
+        problems.require(self.offload_update in ("auto", "host", "device"),
+                         f"--offload-update is {self.offload_update}: expected auto, host or device")
+        problems.require(self.offload_update != "device" or self.offload_optimizer_device != "nvme",
+                         "--offload-update device with --offload-optimizer-device nvme: state on a drive comes by way "
+                         "of the host, and is updated there; leave the flag out, or keep the state on cpu")
         problems.stop()
-
-    def check_available(self, device: str) -> None:
-        """Refuse what the engine cannot do on such a device."""
-        for name in ("offload_optimizer_device", "offload_param_device"):
-            place = getattr(self, name)
-            require(can_offload(device, place),
-                    f"{flag_name(name)} {place}: offloading from GPUs is not supported yet; leave it out, or train on "
-                    "CPU ranks (CUDA_VISIBLE_DEVICES=)")

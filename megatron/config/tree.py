@@ -17,7 +17,7 @@ from typing import Any
 from megatron.config.data import DataConfig
 from megatron.config.log import LogConfig
 from megatron.config.model import ModelConfig
-from megatron.config.offload import OffloadConfig, can_offload
+from megatron.config.offload import OffloadConfig
 from megatron.config.optim import OptimConfig
 from megatron.config.parallel import ParallelConfig, data_parallel_size
 from megatron.config.precision import PrecisionConfig
@@ -33,7 +33,7 @@ from megatron.config.zero import ZeroConfig
 __all__ = [
     "PRESETS", "SECTIONS", "Config", "DataConfig", "LogConfig", "ModelConfig", "OffloadConfig",
     "OptimConfig", "ParallelConfig", "PrecisionConfig", "RecomputeConfig", "SaveConfig", "ScheduleConfig",
-    "TrainConfig", "ZeroConfig", "build_config", "can_offload", "data_parallel_size", "flag_name", "require",
+    "TrainConfig", "ZeroConfig", "build_config", "data_parallel_size", "flag_name", "require",
 ]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megatron.config.tree import RecomputeConfig, can_offload
+from megatron.config.tree import RecomputeConfig
 from megatron.plan.footprint import ON_DEVICE, Homes, Run
 from megatron.plan.memory import peak
 from megatron.plan.remedies import with_stage
@@ -34,11 +34,6 @@ class Choice:
     needs: int
     """Bytes of the device at the fullest moment."""
     cost: int
-
-    @property
-    def is_available(self) -> bool:
-        """The engine can do it today."""
-        return can_offload(self.run.device, self.run.homes.optimizer, self.run.homes.params)
 
     @property
     def flags(self) -> str:
@@ -72,9 +67,8 @@ def choices(asked: Run) -> list[Choice]:
 
 
 def cheapest(found: list[Choice], capacity: float) -> Choice | None:
-    """The first that fits, one that the engine can do today if there is any."""
-    fitting = [choice for choice in found if choice.needs <= capacity]
-    return next((choice for choice in fitting if choice.is_available), fitting[0] if fitting else None)
+    """The first that fits."""
+    return next((choice for choice in found if choice.needs <= capacity), None)
 
 
 def _recomputations(run: Run) -> Iterator[RecomputeConfig]:

@@ -14,7 +14,7 @@ from typing import Literal
 
 from megatron.config.tree import Config, ModelConfig, OffloadConfig, ZeroConfig, data_parallel_size
 from megatron.plan.activations import FP32, Activations, Device
-from megatron.zero.homes.parts import STEP_SETS, cut, largest, part_of_step, part_of_weights, sets_of_weights
+from megatron.zero.homes.parts import PART_ON_HOST, STEP_SETS, cut, largest, part_of_step, part_of_weights, sets_of_weights
 from megatron.zero.layout import FlatLayout, Slot, align
 from megatron.zero.policy import Policy, policy
 from mpu.split import pad_vocab
@@ -232,14 +232,14 @@ class Run:
         found = {"parameters": 0, "gradients": self.shard_numel * self.sums if self.gradients_leave else 0,
                  "optimizer": self.optimizer if self.away.optimizer == "cpu" else 0, "buffers": 0}
         if self.away.optimizer == "nvme":
-            most = max(largest(cut(layout.shard_numel, self._part_of_step))
-                       for layout in (self.root, self.resident, self.block))
-            found["buffers"] += STEP_SETS * (1 + MOMENTS_PER_WEIGHT) * most * FP32
+            found["buffers"] += STEP_SETS * (1 + MOMENTS_PER_WEIGHT) * self.part_at_a_time * FP32
+        if self.gradients_leave and self.away.params == "none":
+            found["buffers"] += 2 * self.part_at_a_time * self.work  # new weights on their way up
         if self.away.params == "cpu":
             found["parameters"] = self._split * self.work
         elif self.away.params == "nvme":
             size, on_drive = offload.offload_param_buffer_size, self._on_drive
-            of_step = self._part_of_step if self.away.optimizer == "nvme" else None
+            of_step = self._part_of_step if self.away.optimizer != "none" else None
             part = part_of_weights(size, of_step)
             parts = [one for layout in on_drive for one in cut(layout.shard_numel, part, of_step)]
             sets = min(sets_of_weights(size, offload.offload_param_buffer_count, part), len(parts))
@@ -249,7 +249,22 @@ class Run:
 
     @property
     def _part_of_step(self) -> int:
+        """Of state that is not on the device."""
+        if self.away.optimizer == "cpu":
+            return min(PART_ON_HOST, self.tile)
         return part_of_step(self.tile, self.config.offload.offload_optimizer_buffer_count, 1 + MOMENTS_PER_WEIGHT)
+
+    @property
+    def part_at_a_time(self) -> int:
+        """The largest of them."""
+        return max(largest(cut(layout.shard_numel, self._part_of_step)) if layout.shard_numel else 0
+                   for layout in (self.root, self.resident, self.block))
+
+    @property
+    def streams(self) -> bool:
+        """State comes to the device for its update, a part at a time, and goes back to the host."""
+        return self.device == "cuda" and self.away.optimizer == "cpu" and \
+            self.config.offload.offload_update == "device"
 
     @property
     def _split(self) -> int:
@@ -269,8 +284,8 @@ class Run:
 
     @property
     def gradients_leave(self) -> bool:
-        """The device does not keep the sums of gradients."""
-        return self.device == "cuda" and self.away.optimizer != "none"
+        """The device does not keep the sums of gradients. (`auto` keeps them only where there is much room.)"""
+        return self.device == "cuda" and self.away.optimizer != "none" and not self.streams
 
     # ---- traffic ------------------------------------------------------------------------------------------------
 

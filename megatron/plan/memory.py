@@ -21,7 +21,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass, replace
 
 from megatron.plan.activations import FP32
-from megatron.plan.footprint import Run
+from megatron.plan.footprint import MOMENTS_PER_WEIGHT, Run
+from megatron.zero.homes.parts import STEP_SETS
 from megatron.zero.layout import FlatLayout, Slot
 
 # Sizes of the loops described here; a test compares them with the modules that have these loops.
@@ -120,8 +121,7 @@ def _drawn(run: Run, layout: FlatLayout, parameters: Iterable[Slot]) -> int:
     with an fp32 shard where that is not what lasts, and what drawing needs."""
     at_a_time = DRAWN_ON_CPU if run.device == "cpu" else DRAWN_ON_CUDA
     room = DRAWING * min(at_a_time, layout.shard_numel, max(slot.numel for slot in parameters))
-    passing = layout.shard_numel * FP32 if run.gradients_leave and run.work < FP32 else 0
-    return max(layout.numel * run.work, _staying(run, layout) + passing + room)
+    return max(layout.numel * run.work, _staying(run, layout) + room)
 
 
 def _loss(run: Run, first: bool) -> Moment:
@@ -225,7 +225,7 @@ def _exchange(run: Run, layout: FlatLayout, first: bool) -> int:
     and what its wire needs. That of the CPU: what peers sent; a sum that is not wider has the place of what one peer
     sent. That of the GPU: 16-bit gradients widened, and their sum."""
     wider = run.sums != run.grads
-    stays = first and run.policy.split_grads and run.shards > 1
+    stays = first and run.policy.split_grads and run.shards > 1 and not run.gradients_leave
     sum_ = _part(run, layout) if wider or stays else 0
     if run.device == "cuda":
         return sum_ + _widened(run, layout)
@@ -263,12 +263,17 @@ def _whole_blocks(run: Run, block: int) -> int:
 
 
 def _update(run: Run) -> Moment:
-    """Norm, Adam and the new weights, a tile at a time; away from home, only the new weights come by."""
+    """Norm, Adam and the new weights, a tile at a time. Where the host does it the new weights come to their places."""
     span = max(layout.shard_numel for layout in (run.root, run.resident, run.block))
     tile = min(run.tile, span)
     waiting = _grads_at(run, run.layers, False, True)[1] if _takes_turns(run) else 0
     if run.gradients_leave:
-        return _moment(run, "update", lasting(run).gradients, 0, waiting + tile * run.work)
+        return _moment(run, "update", lasting(run).gradients, 0, waiting)
+    if run.streams:
+        passing = STEP_SETS * (1 + MOMENTS_PER_WEIGHT) * run.part_at_a_time * FP32
+        if run.away.params != "none":
+            passing += 2 * run.part_at_a_time * run.work
+        return _moment(run, "update", lasting(run).gradients, 0, waiting + passing)
     read_as_they_are = run.device == "cuda" and run.config.optim.optimizer in ("adam", "adamw")
     widened = 0 if run.sums == FP32 or read_as_they_are else tile * FP32
     return _moment(run, "update", lasting(run).gradients, 0, waiting + widened)

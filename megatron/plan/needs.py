@@ -13,12 +13,11 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from megatron.config.tree import can_offload
 from megatron.plan.footprint import Run
 from megatron.plan.memory import peak
 from megatron.plan.remedies import remedies, size
 from megatron.plan.report import Machine
-from megatron.plan.table import ONLY_PLANNED, aligned, number, unit_for
+from megatron.plan.table import aligned, number, unit_for
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 SHOWN_REMEDIES = 2
@@ -50,8 +49,6 @@ def needs(asked: Run, machine: Machine) -> Iterator[str]:
 
 def problems(asked: Run, machine: Machine, host: int, nvme: int) -> Iterator[str]:
     """`host`, `nvme`: what a node needs."""
-    if not can_offload(asked.device, asked.homes.optimizer, asked.homes.params):
-        yield ONLY_PLANNED
     small = [f"{card:g}" for card, capacity in zip(machine.cards, machine.capacities(), strict=True)
              if peak(asked).total > capacity]
     if asked.device == "cuda" and small:

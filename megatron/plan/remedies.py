@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 
-from megatron.config.tree import Config, RecomputeConfig, can_offload
+from megatron.config.tree import Config, RecomputeConfig
 from megatron.errors import ConfigError
 from megatron.plan.footprint import ON_DEVICE, Homes, Run
 from megatron.plan.memory import Moment, peak
@@ -48,8 +48,7 @@ def _changes(run: Run) -> Iterator[tuple[str, Run]]:
     for stage in range(config.zero.zero_stage + 1, 4) if run.dp > 1 else ():
         yield f"--zero-stage {stage}", with_stage(run, stage)
     away = Homes(optimizer="cpu")
-    is_of_use = run.device == "cuda" and can_offload(run.device, "cpu")
-    if is_of_use and run.homes == ON_DEVICE and config.zero.zero_stage >= away.least_stage:
+    if run.device == "cuda" and run.homes == ON_DEVICE and config.zero.zero_stage >= away.least_stage:
         yield away.flags(), replace(run, homes=away)
     tp = 2 * run.tp
     if run.ranks % tp == 0:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron.config.tree import can_offload
 from megatron.plan.cheapest import Choice, cheapest, choices, rows
 from megatron.plan.footprint import Run
 from megatron.plan.memory import lasting, peak
@@ -59,7 +58,6 @@ def _record(run: Run, asked: Run, machine: Machine) -> dict[str, Any]:
     on_node = fullest.total if run.device == "cpu" else away.host
     return {
         "stage": run.config.zero.zero_stage, "offload": str(run.homes), "chosen": run == asked,
-        "supported": can_offload(run.device, run.homes.optimizer, run.homes.params),
         "lasting": {**_parts(asdict(lasts), "parameters", "gradients", "optimizer"), "total": lasts.total},
         "peak": {"moment": fullest.name, "total": fullest.total,
                  **_parts(asdict(fullest), "parameters", "gradients", "optimizer", "activations", "buffers")},
@@ -77,8 +75,7 @@ def _parts(values: dict[str, Any], *names: str) -> dict[str, Any]:
 def _cheapest(choice: Choice | None) -> dict[str, Any] | None:
     if choice is None:
         return None
-    return {"flags": choice.flags, "device": choice.needs, "slower_percent": choice.cost,
-            "supported": choice.is_available}
+    return {"flags": choice.flags, "device": choice.needs, "slower_percent": choice.cost}
 
 
 def _time(run: Run, tflops: float | None) -> dict[str, float]:

@@ -23,15 +23,12 @@ def table(asked: Run, machine: Machine) -> Iterator[str]:
     yield from ("", "cheapest way to fit each card")
     yield from aligned([[f"  {card} GB", _cheapest_in_words(found["cheapest"][card], found["smallest"])]
                         for card in cards], left=(1,))
-    if any(not row["supported"] for row in found["rows"]):
-        yield ONLY_PLANNED
 
 
 def unit_for(largest: int) -> tuple[int, str]:
     return (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")
 
 
-ONLY_PLANNED = "offloading from GPUs is only planned: training refuses it in this version"
 CARDS_HEAD = ["  zero", "offload"]
 MEMORY_HEAD = [*CARDS_HEAD, "weights", "grads", "optim", "sum", "activ", "buffers", "peak", "moment", "host", "nvme",
                "sent"]
@@ -82,7 +79,7 @@ def _cheapest_in_words(choice: dict[str, Any] | None, smallest: dict[str, Any]) 
     if choice is None:
         return f"nothing at this --batch-size and --model-parallel-size: the least is {size(smallest['device'])}"
     flags: str = choice["flags"]
-    return flags + ("" if choice["supported"] else "  (not available yet)")
+    return flags
 
 
 def number(value: float) -> str:

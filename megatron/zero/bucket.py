@@ -20,6 +20,7 @@ again for backward fills the same storage.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from enum import Enum
 
 import torch
@@ -31,6 +32,8 @@ from megatron.zero.edits import Edits
 from megatron.zero.exchanges import NOTHING, ExchangeLog
 from megatron.zero.gradients import FlatGradients
 from megatron.zero.holders import hold, let_go
+from megatron.zero.homes.descent import Descent
+from megatron.zero.homes.ferry import Mark
 from megatron.zero.homes.here import HereShelf
 from megatron.zero.homes.shelf import WEIGHT, Homes, Shelf
 from megatron.zero.layout import FlatLayout, Slot
@@ -74,10 +77,12 @@ class FlatBucket:
         by_name = dict(zip((slot.name for slot in slots), parameters, strict=True))
         self.parameters = [by_name[slot.name] for slot in self.layout.slots]
         self.place = Place.WHOLE
+        self._ferry = homes.ferry
         self._arrival: Pending | None = None
+        self._ascent: Mark | None = None  # this rank's part, from the host
         self.grads = FlatGradients(name, self.layout, self.parameters, policy=policy, owners=self.shard_group,
                                    replicas=self.replicas, device=device, dtypes=dtypes, wire=wire, turns=turns,
-                                   log=log)
+                                   log=log, descent=self._descent(homes))
         self.gradient_unit: Callable[[], float] = lambda: 1.0
         """What a sum of gradients is multiplied by to be their mean."""
         self._lent: Tensor | None = None  # what the user was given
@@ -85,6 +90,12 @@ class FlatBucket:
         self._came_to_be_lent = False
         self._take_over(homes)
         self._edits = Edits(self.layout, self.parameters, self.shard_group.rank)
+
+    def _descent(self, homes: Homes) -> Descent | None:
+        """Where the host updates the weights, it needs the gradients."""
+        if not (self.trainable and homes.optimizer.walks_on_host) or homes.ferry is None:
+            return None
+        return Descent(self.layout.shard_numel, self._dtypes.grad_shard, self.device, homes.ferry, pinned=homes.pins)
 
     @property
     def forgets_edits(self) -> bool:
@@ -196,7 +207,7 @@ class FlatBucket:
             self._whole.untyped_storage().resize_(self.layout.numel * self._whole.element_size())
             try:
                 if not self.is_at_hand:
-                    self.work.read(WEIGHT, 0, self._span(self._whole))
+                    self._bring_own(self._span(self._whole))
                 for parameter, view in zip(self.parameters, self._views, strict=True):
                     fill(parameter, view)
                 self._start_gather()
@@ -206,11 +217,18 @@ class FlatBucket:
                     self.place = Place.AWAY
                 raise
 
+    def _bring_own(self, own: Tensor) -> None:
+        if self._ferry is None:
+            self.work.read(WEIGHT, 0, own)
+        else:
+            self._ascent = self.work.bring(own, self._ferry.up)
+
     def _start_gather(self) -> None:
         self._move(Place.ARRIVING)
         self._number = self._log.note(self.name)
         own = self.shard if self.is_at_hand else self._span(self._whole)
-        self._arrival = all_gather_into(self._whole, own, self.shard_group, self._wire.parameters_at_a_time)
+        with nullcontext() if self._ferry is None or self._ascent is None else self._ferry.up.leading():
+            self._arrival = all_gather_into(self._whole, own, self.shard_group, self._wire.parameters_at_a_time)
         if not self._wire.overlap:
             self.await_parameters()
 
@@ -221,6 +239,9 @@ class FlatBucket:
             self._arrival.wait()
             self._log.entry_awaited = NOTHING
             self._arrival = None
+            if self._ascent is not None:
+                self._ascent.join()
+                self._ascent = None
             self._move(Place.WHOLE)
             if self._has_left:
                 self._edits.shift(-1)

@@ -77,7 +77,7 @@ class Edits:
 
 
 def _differ(work: Tensor, master: Tensor) -> bool:
-    wanted = master.to(work.dtype)
+    wanted = master.to(work.device, work.dtype)
     if torch.equal(work, wanted):
         return False
     return bool((work != wanted).logical_and(work.eq(work) | wanted.eq(wanted)).any())  # nan is nan

@@ -65,14 +65,14 @@ class ZeroEngine:
             self._policy, travel, kinds, groups.dp, device,
             zero.stage3_param_persistence_threshold, group_of.__getitem__, self.log, self.homes))
         connect_sinks(self._units)
-        rule.settle_on(device, groups.world)
+        rule.settle_on(self.homes.updates_on(device), groups.world)
         scaling = scale_rule(precision)
         self.state = State(self._units, rule, scaling.start(), groups.world, loads_masters=zero.load_from_fp32_weights)
         self.buckets, self.frozen = self.state.buckets, self.state.frozen
         for bucket in (*self.buckets, *self.frozen):
             own(bucket, self)
         self._roster = Roster(module, [*self.buckets, *self.frozen])
-        self._step = Step(self.state, self.homes.optimizer, groups, rule, param_groups, scaling, self.log,
+        self._step = Step(self.state, self.homes, groups, rule, param_groups, scaling, self.log,
                           clip_grad=clip_grad, divisor=groups.dp.size / travel.predivide,
                           max_skipped=precision.max_skipped_in_a_row)
         self.residency = Resident() if not self._policy.split_params else Residency(

@@ -7,8 +7,9 @@ They arrive one by one (`accept`), or the operation that computes them writes th
 poured into the buffer as it comes, while it is in the cache; on an accelerator all of them at once, by one operation.
 Once all have arrived they are sent (`reduce`); `finish_reduce` waits for the sum. Where gradients are split, the shard
 accumulates over micro-batches and the whole is a buffer that another bucket uses next (turns.py); elsewhere the whole
-accumulates, and is sent at the accumulation boundary. Until then `parameter.grad` is a view of it, where autograd can
-add to that: in equal precision. What the user makes of it counts (`heed`).
+accumulates, and is sent at the accumulation boundary. A shard that the host needs goes down as soon as it is there
+(homes/descent.py), and the whole is given back. Until the sum is taken `parameter.grad` is a view of the whole, where
+autograd can add to that: in equal precision. What the user makes of it counts (`heed`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from torch import Tensor, nn
 
 from megatron.errors import ConfigError
 from megatron.zero.exchanges import NO_SUM, ExchangeLog
+from megatron.zero.homes.descent import Descent
+from megatron.zero.homes.ferry import Mark
 from megatron.zero.layout import FlatLayout
 from megatron.zero.policy import Policy, Wire
 from megatron.zero.precision import Dtypes
@@ -29,6 +32,7 @@ from megatron.zero.sinks import SlotClaim, SlotSink
 from megatron.zero.turns import Buffer, Turns
 from mpu.collectives import Pending, all_reduce_into, reduce_scatter_into
 from mpu.device import on_accelerator
+from mpu.grads import row_norms
 from mpu.groups import Group
 from mpu.sinks import GradSink
 
@@ -41,12 +45,12 @@ UNSEEN = ("at ZeRO stage 3 what a block computes must leave it in its output (te
 class FlatGradients:
     def __init__(self, name: str, layout: FlatLayout, parameters: Sequence[nn.Parameter], *, policy: Policy,
                  owners: Group, replicas: Group, device: torch.device, dtypes: Dtypes, wire: Wire,
-                 turns: Turns, log: ExchangeLog) -> None:
+                 turns: Turns, log: ExchangeLog, descent: Descent | None = None) -> None:
         self.name, self.layout, self.parameters = name, layout, parameters
         self._accumulates_shard = policy.split_grads
         self._owners, self._replicas = owners, replicas
         self._device, self._dtypes, self._wire = device, dtypes, wire
-        self._turns, self._log = turns, log
+        self._turns, self._log, self._descent = turns, log, descent
         self._pours_each = wire.contiguous and not on_accelerator(device)
         self._lends_views = not policy.split_grads and dtypes.grads == dtypes.work
         self._lent: set[int] = set()  # slots that `parameter.grad` is a view of
@@ -212,10 +216,10 @@ class FlatGradients:
             self._whole = new(self.layout, self._dtypes.grads, self._device)
         return self._whole
 
-    def _drop_buffer(self) -> None:
-        """The whole is not needed any more."""
+    def _drop_buffer(self, leaves: Mark | None = None) -> None:
+        """The whole is not needed any more, but for the copy that `leaves`."""
         if self._whole is not None and self._accumulates_shard:
-            self._turns.give(self.layout, self._whole)
+            self._turns.give(self.layout, self._whole, leaves)
         self._whole = None
 
     @property
@@ -244,8 +248,8 @@ class FlatGradients:
             grads.mul_(1 / self._wire.predivide)
         self._number = self._log.begin_sum(self.name)
         mine = self._own(grads)
-        outlives = self._keeps_shard and self._shard is None and self._owners.size > 1  # the whole gradient
-        if outlives or self._dtypes.grad_shard != self._dtypes.grads:
+        stays = self._keeps_shard and self._shard is None and self._descent is None  # when the whole gradient goes
+        if stays and self._owners.size > 1 or self._dtypes.grad_shard != self._dtypes.grads:
             mine = torch.empty_like(mine, dtype=self._dtypes.grad_shard)
         self._sum, self._departure = mine, self._send(grads.to(self._dtypes.sent or grads.dtype), mine)
         if not self._wire.overlap:
@@ -273,7 +277,9 @@ class FlatGradients:
             return
         self._await(self._departure)
         part, self._departure, self._sum = self._sum, None, None  # frees what the others sent before more is allocated
-        if self._keeps_shard:
+        if self._descent is not None:
+            self._bring_down(part, self._descent)
+        elif self._keeps_shard:
             self._keep_shard(part)
         else:
             self._shard = part
@@ -290,14 +296,28 @@ class FlatGradients:
             self._drop_buffer()
         self.filled.clear()
 
+    def _bring_down(self, part: Tensor, descent: Descent) -> None:
+        leaves = descent.bring(part, adds=self._shard is not None)
+        self._drop_buffer(leaves if self._is_in_buffer(part) else None)
+        self._shard, self._keeps_shard = part.new_empty(0), True  # it is where the descent has it
+        self.filled.clear()
+
     def _is_in_buffer(self, part: Tensor) -> bool:
         return self._whole is not None and \
             part.untyped_storage().data_ptr() == self._whole.flat.untyped_storage().data_ptr()
 
     @property
     def shard(self) -> Tensor:
+        """On the side where the weights are updated."""
         assert self._shard is not None, f"{self.name} has no reduced gradient"
-        return self._shard
+        return self._shard if self._descent is None else self._descent.sums
+
+    def row_norms(self, out: Tensor) -> None:
+        """As mpu.grads.row_norms of the shard, on the device."""
+        if self._descent is None:
+            row_norms(self.shard, out)
+        else:
+            self._descent.row_norms(out)
 
     def settle_reduce(self) -> None:
         """Let a reduction under way end without using its result."""

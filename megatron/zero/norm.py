@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.layout import FlatLayout
-from mpu.grads import NORM_ROW, row_norms
+from mpu.grads import NORM_ROW
 from mpu.groups import Groups
 
 
@@ -35,7 +35,7 @@ class GradNorm:
         """The square of the norm of what this rank counts, a 0-dimensional fp64 tensor; not finite where any of its
         gradients is not."""
         for bucket, rows in zip(self._buckets, self._rows_of, strict=True):
-            row_norms(bucket.grads.shard, rows)
+            bucket.grads.row_norms(rows)
         # What another rank counts is still looked at: 0 times a number that is not finite is not a number.
         counted = self._rows if self._counts is None else self._rows * self._counts
         norm: Tensor = torch.linalg.vector_norm(counted, dtype=torch.float64)
@@ -43,7 +43,8 @@ class GradNorm:
 
     def first_bad(self) -> str | None:
         """The first parameter with a gradient here that was not finite when `square` was last called."""
-        for bucket, rows in zip(self._buckets, self._rows_of, strict=True):
+        on_host = self._rows.cpu().split([len(rows) for rows in self._rows_of])
+        for bucket, rows in zip(self._buckets, on_host, strict=True):
             for segment in bucket.layout.segments(bucket.shard_group.rank):
                 stop = segment.shard_offset + segment.count
                 if not rows[segment.shard_offset // NORM_ROW : -(-stop // NORM_ROW)].isfinite().all():

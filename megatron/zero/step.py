@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -27,8 +26,9 @@ from megatron.optim.rule import ParamGroup, Part, Rule, Span, StepScalars
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.exchanges import AFTER_A_STEP, STEP, ExchangeLog, ranges
 from megatron.zero.forwards import different_blocks
-from megatron.zero.homes.shelf import WEIGHT, Home, Kept, Walk
+from megatron.zero.homes.shelf import WEIGHT, Homes, Walk
 from megatron.zero.norm import GradNorm
+from megatron.zero.renewal import Renewal, Tile
 from megatron.zero.state import State
 from megatron.zero.verdict import Found, Verdict, exchange
 from mpu.collectives import all_gather_json, all_reduce
@@ -88,28 +88,21 @@ class StepReport:
         return self.found.riders[self._riders:]
 
 
-@dataclass(frozen=True)
-class Tile:
-    """What is updated at a time of one bucket: a part of its shard, with what is kept of it."""
-
-    bucket: FlatBucket
-    part: slice
-    kept: Kept
-
-
 class Step:
     """Takes optimizer steps: call it when the gradients of all buckets have been reduced."""
 
-    def __init__(self, state: State, home: Home, groups: Groups, rule: Rule, param_groups: Sequence[ParamGroup],
+    def __init__(self, state: State, homes: Homes, groups: Groups, rule: Rule, param_groups: Sequence[ParamGroup],
                  scale_rule: LossScaleRule, log: ExchangeLog, *, clip_grad: float, divisor: float,
                  max_skipped: int | None) -> None:
-        self._state, self._home, self._groups, self._rule = state, home, groups, rule
+        self._state, self._home, self._groups, self._rule = state, homes.optimizer, groups, rule
         self._param_groups = param_groups
         self._scale_rule, self._log, self._clip_grad = scale_rule, log, clip_grad
         self._divisor = divisor  # what turns the sums over ranks into means
         self._skips_in_a_row, self._max_skipped = 0, max_skipped
         self._norm = GradNorm(state.buckets, groups)
-        together = on_accelerator(state.buckets[0].device) and not home.is_elsewhere
+        device = state.buckets[0].device
+        self._renewal = Renewal(homes, state.buckets)
+        together = on_accelerator(device) and not homes.optimizer.is_elsewhere
         parts = [(bucket, part) for bucket in state.buckets for part in bucket.kept.parts]
         self._tiles = [parts] if together else [[part] for part in parts]
         """What is updated at a time: everything where launches count, one part where it stays in the cache."""
@@ -117,7 +110,8 @@ class Step:
         self._losses: list[Tensor] = []  # of the step under way, or the last one
         self._open: StepReport | None = None  # the last step, while the host has not learned of it
         self._unexplained: StepReport | None = None  # the last step, where what went wrong is still to be said
-        self._taken = torch.zeros((), device=state.buckets[0].device)
+        self._updates_on = homes.updates_on(device)
+        self._taken = torch.zeros((), device=self._updates_on)
         self._taken_is = 0  # as the host last knew it
         for bucket in state.buckets:
             bucket.gradient_unit = self._unit
@@ -142,7 +136,7 @@ class Step:
         if self.is_deferred:
             self._update(self._scalars(verdict))
         elif (found := self._undisputed(report)).applied:
-            self._update(StepScalars.of(found.factor, counters.optimizer_steps, self._taken.device), found.factor)
+            self._update(StepScalars.of(found.factor, counters.optimizer_steps, self._updates_on), found.factor)
         for bucket in self._state.buckets:
             bucket.grads.discard()
         counters.global_steps += 1
@@ -265,15 +259,17 @@ class Step:
 
     def _go_through(self, walk: Walk, at: StepScalars, factor: float | None) -> None:
         for tiles, kept in zip(self._tiles, walk, strict=True):
-            new = [Tile(bucket, part, numbers) for (bucket, part), numbers in zip(tiles, kept, strict=True)]
-            written = self._update_tiles(new, at, factor)
-            _renew([tile for tile in new if tile.bucket.keeps_masters and not (written and tile.bucket.is_at_hand)])
-            for tile in new:
-                if tile.part.stop == tile.bucket.layout.shard_numel:
-                    tile.bucket.send()
+            new = [self._renewal.tile(bucket, part, numbers)
+                   for (bucket, part), numbers in zip(tiles, kept, strict=True)]
+            self._renewal(new, written=self._update_tiles(new, at, factor))
+            done = [tile.bucket for tile in new if tile.part.stop == tile.bucket.layout.shard_numel]
+            if done:
+                self._renewal.settle()
+            for bucket in done:
+                bucket.send()
 
     def _update_tiles(self, tiles: Sequence[Tile], at: StepScalars, factor: float | None) -> bool:
-        """True: the new weights are in the working copies of the shards too, where those are at hand."""
+        """True: the new weights are where the tiles want them, too."""
         written = not self._rule.waits
         for number, group in enumerate(self._param_groups):
             spans = [span for tile in tiles for span in self._spans(tile, number)]
@@ -303,22 +299,12 @@ class Step:
             if span.start <= start < span.stop]
         here = slice(span.start - tile.part.start, span.stop - tile.part.start)
         states = {kind: numbers[here] for kind, numbers in tile.kept.items() if kind != WEIGHT}
-        narrow = bucket.shard[span] if bucket.keeps_masters and bucket.is_at_hand else None
+        narrow = None if tile.narrow is None else tile.narrow[here]
         return Span(group, tile.kept[WEIGHT][here], bucket.grads.shard[span], states, parts, len(bucket.layout.slots),
                     partial(self._slot_totals, bucket), narrow)
 
     def _slot_totals(self, bucket: FlatBucket, sums: Tensor) -> Tensor:
         """Sums over this rank's part of each parameter -> over the whole parameter."""
-        here = all_reduce(sums, bucket.shard_group)
-        split = torch.tensor([slot.partition is not None for slot in bucket.layout.slots], device=sums.device)
-        return torch.where(split, all_reduce(here, self._groups.tp), here)
-
-
-def _renew(tiles: Sequence[Tile]) -> None:
-    """The weights at work <- the masters, in one operation where they are at hand."""
-    here = [tile for tile in tiles if tile.bucket.is_at_hand]
-    if here:
-        torch._foreach_copy_([tile.bucket.shard[tile.part] for tile in here], [tile.kept[WEIGHT] for tile in here])
-    for tile in tiles:
-        if not tile.bucket.is_at_hand:
-            tile.bucket.work.write(WEIGHT, tile.part.start, tile.kept[WEIGHT])
+        here = all_reduce(sums.to(bucket.device), bucket.shard_group)
+        split = torch.tensor([slot.partition is not None for slot in bucket.layout.slots], device=here.device)
+        return torch.where(split, all_reduce(here, self._groups.tp), here).to(sums.device)

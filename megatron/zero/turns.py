@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron.zero.homes.ferry import Mark
 from megatron.zero.layout import FlatLayout
 
 
@@ -34,17 +35,23 @@ class Turns:
     """The buffers of one engine that nobody uses now."""
 
     def __init__(self) -> None:
-        self._free: dict[tuple[object, ...], list[Buffer]] = {}
+        self._free: dict[tuple[object, ...], list[tuple[Buffer, Mark | None]]] = {}
 
     def take(self, layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> Buffer:
         free = self._free.get((dtype, layout.form))
-        return free.pop() if free else Buffer.of(layout, dtype, device)
+        if not free:
+            return Buffer.of(layout, dtype, device)
+        buffer, leaves = free.pop(0 if free[0][1] is not None else -1)  # the longest on its way, or else the warmest
+        if leaves is not None:
+            leaves.join()
+        return buffer
 
-    def give(self, layout: FlatLayout, buffer: Buffer) -> None:
-        """Nobody reads or writes the buffer any more, in what has been asked of the device so far."""
-        self._free.setdefault((buffer.flat.dtype, layout.form), []).append(buffer)
+    def give(self, layout: FlatLayout, buffer: Buffer, leaves: Mark | None = None) -> None:
+        """Nobody reads or writes the buffer any more, in what has been asked of the device so far, but for the copy
+        that `leaves`."""
+        self._free.setdefault((buffer.flat.dtype, layout.form), []).append((buffer, leaves))
 
     @property
     def nbytes(self) -> int:
         """Of the buffers that wait for their turn."""
-        return sum(buffer.flat.nbytes for free in self._free.values() for buffer in free)
+        return sum(buffer.flat.nbytes for free in self._free.values() for buffer, _ in free)

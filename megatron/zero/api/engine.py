@@ -317,7 +317,7 @@ class Engine(EngineStatus):
         on_rank_0(lambda: probe(root), self.groups.world)
         self.finish_save()
         who = Identity(self._run_id, self.config.as_dict(), self.layout)
-        in_background &= not self.core.homes.fetches
+        in_background &= not self.core.homes.on_drives
         epochs = self.training_dataloader
         steps = saving_engine(
             self.core, root, name, who, client_state=client_state or {}, scheduler=self.lr_scheduler,

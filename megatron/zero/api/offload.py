@@ -17,12 +17,16 @@ from megatron.launch import exits
 from megatron.launch.distributed import read_environment
 from megatron.optim.adam import LARGEST_TILE
 from megatron.optim.rule import Rule
+from megatron.zero.api.update import Side, choose_update
 from megatron.zero.holders import shape_of
+from megatron.zero.homes.ferry import Ferry, ferry_for
 from megatron.zero.homes.here import Here
+from megatron.zero.homes.host import Host
 from megatron.zero.homes.nvme import Nvme, NvmeSettings
-from megatron.zero.homes.parts import STEP_SETS, part_of_step, part_of_weights, sets_of_weights
+from megatron.zero.homes.parts import PART_ON_HOST, STEP_SETS, part_of_step, part_of_weights, sets_of_weights
 from megatron.zero.homes.preflight import examine
 from megatron.zero.homes.shelf import Home, Homes
+from megatron.zero.homes.streamed import Streamed
 from megatron.zero.homes.swapfolder import SwapFolder, close_all, tidy
 from megatron.zero.homes.tilefile import AioSettings
 from megatron.zero.layout import align
@@ -32,40 +36,63 @@ from mpu.groups import Groups
 
 def homes_of(config: Config, rule: Rule, model: nn.Module, device: torch.device, groups: Groups,
              ) -> tuple[Homes, list[str]]:
-    """And what to say of the drives. Collective: what one rank cannot have is an error of all."""
-    offload, drives = config.offload, Drives(config, groups)
-    offload.check_available("cuda" if device.type == "cuda" else "cpu")
-    if "nvme" not in (offload.offload_optimizer_device, offload.offload_param_device):
-        return _homes(config, rule, device, drives), []
+    """And what to say of them. Collective: what one rank cannot have is an error of all."""
+    offload = config.offload
+    places = offload.offload_optimizer_device, offload.offload_param_device
+    ferry = ferry_for(device) if places != ("none", "none") else None
+    update, told = choose_update(config, rule, model, device, groups, ferry)
+    drives = Drives(config, groups)
+    if "nvme" not in places:
+        return _homes(config, rule, device, drives, ferry, update), told
     exits.before_leaving(close_all)
     try:
-        homes = agree(lambda: _homes(config, rule, device, drives), groups.world)
+        homes = agree(lambda: _homes(config, rule, device, drives, ferry, update), groups.world)
         expected = _expected(config, rule, model, groups.dp.size)
-        return homes, agree(lambda: drives.examine(expected), groups.world)
+        return homes, told + agree(lambda: drives.examine(expected), groups.world)
     except BaseException:
         drives.close()
         raise
 
 
-def _homes(config: Config, rule: Rule, device: torch.device, drives: Drives) -> Homes:
-    offload, work = config.offload, DTYPES[config.precision.name]
-    optimizer: Home = Here(device)
-    params: Home = Here(device, work)
-    of_step = None
+def _homes(config: Config, rule: Rule, device: torch.device, drives: Drives, ferry: Ferry | None,
+           update: Side) -> Homes:
+    optimizer, part = _optimizer_home(config, rule, device, drives, ferry, update)
+    offload = config.offload
+    pins = device.type == "cuda" and offload.offload_optimizer_pin_memory
+    return Homes(optimizer, _params_home(config, device, drives, ferry, part), ferry, pins)
+
+
+def _optimizer_home(config: Config, rule: Rule, device: torch.device, drives: Drives, ferry: Ferry | None,
+                    update: Side) -> tuple[Home, int | None]:
+    """And how much of it a step takes at a time."""
+    offload, on_gpu = config.offload, device.type == "cuda"
+    tile = min(LARGEST_TILE, align(config.zero.sub_group_size))
     if offload.offload_optimizer_device == "nvme":
-        tile = min(LARGEST_TILE, align(config.zero.sub_group_size))
-        of_step = part_of_step(tile, offload.offload_optimizer_buffer_count, 1 + len(rule.states))
-        optimizer = Nvme(drives.folder("optimizer"), "optimizer", rule.states, NvmeSettings(
-            part=of_step, sets=STEP_SETS, whole=not rule.elementwise, pinned=offload.offload_optimizer_pin_memory,
-            reads_ahead=offload.offload_optimizer_pipeline_read,
-            writes_behind=offload.offload_optimizer_pipeline_write, aio=_aio(offload)))
+        part = part_of_step(tile, offload.offload_optimizer_buffer_count, 1 + len(rule.states))
+        return Nvme(drives.folder("optimizer"), "optimizer", rule.states, NvmeSettings(
+            part=part, sets=STEP_SETS, whole=not rule.elementwise, apart=ferry is not None,
+            pinned=on_gpu and offload.offload_optimizer_pin_memory, reads_ahead=offload.offload_optimizer_pipeline_read,
+            writes_behind=offload.offload_optimizer_pipeline_write, aio=_aio(offload))), part
+    if offload.offload_optimizer_device == "none" or ferry is None:
+        return Here(device), None
+    part = min(PART_ON_HOST, tile)
+    host = Host(torch.float32, part if rule.elementwise else 0, pinned=on_gpu and offload.offload_optimizer_pin_memory)
+    return (Streamed(host, ferry, device) if update == "device" else host), part
+
+
+def _params_home(config: Config, device: torch.device, drives: Drives, ferry: Ferry | None,
+                 part_of_step: int | None) -> Home:
+    offload, work = config.offload, DTYPES[config.precision.name]
+    pinned = device.type == "cuda" and offload.offload_param_pin_memory
     if offload.offload_param_device == "nvme":
         size, buffers = offload.offload_param_buffer_size, offload.offload_param_buffer_count
-        part = part_of_weights(size, of_step)
-        params = Nvme(drives.folder("param"), "param", (), NvmeSettings(
-            part=part, within=of_step, sets=sets_of_weights(size, buffers, part), dtype=work,
-            in_memory=offload.offload_param_max_in_cpu, pinned=offload.offload_param_pin_memory, aio=_aio(offload)))
-    return Homes(optimizer, params)
+        part = part_of_weights(size, part_of_step)
+        return Nvme(drives.folder("param"), "param", (), NvmeSettings(
+            part=part, within=part_of_step, sets=sets_of_weights(size, buffers, part), dtype=work,
+            apart=ferry is not None, in_memory=offload.offload_param_max_in_cpu, pinned=pinned, aio=_aio(offload)))
+    if offload.offload_param_device == "none" or ferry is None:
+        return Here(device, work)
+    return Host(work, 0, pinned=pinned)
 
 
 @dataclass(frozen=True)
@@ -128,12 +155,15 @@ def offload_notes(config: Config, homes: Homes, device: torch.device) -> list[st
     """A line for each setting that does less here than its name says."""
     offload, found = config.offload, []
     for name in ("offload_optimizer_device", "offload_param_device"):
-        if getattr(offload, name) == "cpu" and device.type == "cpu":
+        if getattr(offload, name) == "cpu" and homes.ferry is None:
             found.append(f" note: {flag_name(name)} cpu has no effect here: the device is the host")
-    if isinstance(homes.params, Nvme) and not homes.params.holds_anything:
+    if offload.offload_update != "auto" and not homes.optimizer.is_elsewhere:
+        found.append(f" note: --offload-update {offload.offload_update} has no effect here: the optimizer's state is "
+                     "where the model is")
+    if isinstance(homes.params, Nvme) and not homes.params.is_on_drive:
         found.append(f" note: all weights of a rank are within {flag_name('offload_param_max_in_cpu')} "
                      f"{offload.offload_param_max_in_cpu}, and stay on the host")
-    if homes.fetches and config.save.async_save:
+    if homes.on_drives and config.save.async_save:
         found.append(" note: --async-save has no effect here: a copy of the state has no room where that is on a drive")
     return found
 

@@ -1,10 +1,9 @@
 """Host buffers that begin on a page: what O_DIRECT asks of memory, and what a GPU copies fastest when it is locked.
 
-Ordinary buffers are private mappings of huge pages where the system has them: the kernel hands those to a drive in a
-quarter of the processor time. Forked children (workers of a data loader) do not get them: the parent would have to copy
-every page it writes after the fork.
-
-torch rounds a page-locked buffer up to a power of two: large ones should have such sizes.
+They are private mappings of huge pages where the system has them: the kernel hands those to a drive in a quarter of the
+processor time. Forked children (workers of a data loader) do not get them: the parent would have to copy every page it
+writes after the fork. Locked ones are mappings too, which CUDA is told of: torch's own page-locked memory is rounded up
+to powers of two.
 """
 
 from __future__ import annotations
@@ -13,14 +12,16 @@ import mmap
 import os
 import sys
 import weakref
+from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.zero.homes.blockfile import PAGE, padded
 
-_LIVE: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
-_NOT_OURS: list[mmap.mmap] = []
+_LIVE: weakref.WeakSet[_Mapping] = weakref.WeakSet()
+_NOT_OURS: list[_Mapping] = []
 """In a forked child: where they were something else may be by now, which must not go with them."""
 
 os.register_at_fork(after_in_child=lambda: _NOT_OURS.extend(_LIVE))
@@ -28,28 +29,57 @@ os.register_at_fork(after_in_child=lambda: _NOT_OURS.extend(_LIVE))
 _TOLD: list[str] = []
 """Of the process, as its limit is: why it locks no memory."""
 
+_PORTABLE = 1
+"""Of cudaHostRegister: locked for every device of the process."""
+
 
 def aligned(nbytes: int, *, pinned: bool) -> Tensor:
-    """[nbytes] of uint8 whose first byte begins a page, with unknown content. `pinned` asks for page-locked memory:
-    without a GPU it means nothing, and where the system locks no more, one line says so and the memory is ordinary."""
-    if pinned and torch.cuda.is_available():
+    """[nbytes] of uint8 whose first byte begins a page, all zero. `pinned`, of a process with a GPU, asks for
+    page-locked memory: where the system locks no more, one line says so and the memory is ordinary."""
+    memory = _mapping(nbytes)
+    if pinned and nbytes:
         try:
-            return _page_locked(nbytes)
+            memory.lock()
         except RuntimeError as error:
             _tell_once(str(error).partition("\n")[0])
-    return _ordinary(nbytes)
+    return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
 
 
-def _page_locked(nbytes: int) -> Tensor:
-    buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    if buffer.data_ptr() % PAGE:  # CUDA's blocks begin on a page; parts of them need not
-        buffer = torch.empty(nbytes + PAGE, dtype=torch.uint8, pin_memory=True)
-    return buffer.narrow(0, -buffer.data_ptr() % PAGE, nbytes)
+def numbers(count: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
+    """[count], all zero, in such a buffer."""
+    return aligned(count * dtype.itemsize, pinned=pinned).view(dtype)
 
 
-def _ordinary(nbytes: int) -> Tensor:
+class _Mapping(mmap.mmap):
+    _locked = 0
+    """The address, where CUDA has to be told that it goes."""
+
+    def lock(self) -> None:
+        address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
+        if int(error := _cudart().cudaHostRegister(address, len(self), _PORTABLE)):
+            _forget_the_error()
+            raise RuntimeError(_cudart().cudaGetErrorString(error))
+        self._locked = address
+
+    def __del__(self) -> None:  # before the memory goes
+        if self._locked:
+            with suppress(Exception):  # at the end of the program CUDA may be gone
+                _cudart().cudaHostUnregister(self._locked)
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()
+
+
+def _forget_the_error() -> None:
+    """CUDA keeps the error of a call, and the next kernel would be blamed for it: one that is not needed."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
+
+
+def _mapping(nbytes: int) -> _Mapping:
     try:
-        memory = mmap.mmap(-1, max(padded(nbytes), PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = _Mapping(-1, max(padded(nbytes), PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"can't allocate memory: {nbytes} bytes for a tile: {error.strerror}") from error
     _LIVE.add(memory)
@@ -58,7 +88,7 @@ def _ordinary(nbytes: int) -> Tensor:
             memory.madvise(getattr(mmap, name))
         except (AttributeError, OSError):
             pass  # not known to this system
-    return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
+    return memory
 
 
 def _tell_once(reason: str) -> None:

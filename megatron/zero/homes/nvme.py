@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 from megatron.errors import ConfigError
+from megatron.zero.homes.ferry import Lane, Mark
 from megatron.zero.homes.here import HereShelf
+from megatron.zero.homes.host import HostShelf
 from megatron.zero.homes.memory import aligned
 from megatron.zero.homes.parts import cut, largest
 from megatron.zero.homes.shelf import WEIGHT, Kept, Shelf, Walk
@@ -42,6 +44,8 @@ class NvmeSettings:
     in_memory: int = 0
     """Numbers that stay on the host: the shelves that are made first."""
     pinned: bool = True
+    apart: bool = False
+    """The device is not the host."""
     reads_ahead: bool = True
     writes_behind: bool = True
     aio: AioSettings = AioSettings()
@@ -57,6 +61,8 @@ class _Set:
     there: set[str] = field(default_factory=set)
     """Kinds of it that are here, as they are, or will be, on the drive: they need not be read."""
     under_way: list[Pending] = field(default_factory=list)
+    leaves: Mark | None = None
+    """It is on its way to the device."""
 
     def wait(self) -> None:
         """Until nothing is under way. After an error the set holds nothing."""
@@ -67,6 +73,8 @@ class _Set:
         """The same for whoever has no use for what was under way: a tile that could not be written is lost until it is
         written again, and says so itself."""
         first: Exception | None = None
+        if self.leaves is not None:
+            self.leaves.wait()
         while self.under_way:
             error = self.under_way[-1].error()
             self.under_way.pop()
@@ -97,6 +105,10 @@ class NvmeShelf(Shelf):
     def parts(self) -> Sequence[slice]:
         return self._parts
 
+    @property
+    def is_on_drive(self) -> bool:
+        return True
+
     def add(self, kinds: Sequence[str]) -> None:
         self._kinds += tuple(kinds)
 
@@ -118,6 +130,14 @@ class NvmeShelf(Shelf):
             if not self._home.has(self.key(part)):
                 with self._home.a_set(self.key(part)) as buffers:
                     self.fetch(part, self._kinds, buffers)
+
+    def bring(self, out: Tensor, lane: Lane) -> Mark:
+        for part in self._parts:
+            with self._home.a_set(self.key(part)) as buffers:
+                kept = self.fetch(part, [WEIGHT], buffers)
+                buffers.wait()
+                mark = buffers.leaves = lane.copy(out[part], kept[WEIGHT])
+        return mark
 
     def key(self, part: slice) -> tuple[int, int]:
         return id(self), part.start
@@ -166,6 +186,8 @@ class Nvme:
     def shelf(self, name: str, numel: int) -> Shelf:
         if self._in_memory + numel <= self.settings.in_memory:
             self._in_memory += numel
+            if self.settings.apart:
+                return HostShelf(numel, self.settings.dtype, [slice(0, numel)], pinned=self.settings.pinned)
             return HereShelf(torch.zeros(numel, dtype=self.settings.dtype))
         parts = cut(numel, numel if self.settings.whole else self.settings.part, self.settings.within)
         tiles = [(part.stop - part.start) * self.settings.dtype.itemsize for part in parts for _ in self.kinds]
@@ -175,8 +197,12 @@ class Nvme:
         return NvmeShelf(self, file, numel, parts)
 
     @property
-    def holds_anything(self) -> bool:
-        """Some shelf is on the drive."""
+    def walks_on_host(self) -> bool:
+        return self.settings.apart
+
+    @property
+    def is_on_drive(self) -> bool:
+        """Some shelf is."""
         return bool(self._files)
 
     @property

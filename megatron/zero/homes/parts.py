@@ -9,6 +9,9 @@ from collections.abc import Sequence
 GRAIN = 2048
 """Parts are multiples of this many numbers, which fill pages in any precision of 16 bits and more."""
 
+PART_ON_HOST = 2**22
+"""Of state on the host: a part travels long enough to fill the bus, and the parts on the device are small."""
+
 STEP_SETS = 3
 """Parts on the host during a step: one is read, one used, one written."""
 

@@ -1,13 +1,13 @@
 """Shelves: where what lasts of one bucket's shard is kept. A home has a shelf for each bucket.
 
     for part in shelf.parts:
-        with shelf.open(part, writes=True) as kept:     # kind -> tensor on the device
+        with shelf.open(part, writes=True) as kept:     # kind -> tensor, on the device or on the host
             kept["weight"].mul_(0.5)
 
 Kinds are "weight" and the states of the optimizer; all have one length. What is opened is a view where the numbers are
-on the device, and elsewhere a copy, which is put back. Whoever reads or writes goes through the parts, so that no more
-of a shelf than a part has to be here at once; a step does so with `Home.walk`, which has the next part on its way while
-this one is used.
+in memory, and of a drive a copy on the host, which is put back. Whoever reads or writes goes through the parts, so that
+no more of a shelf than a part has to be here at once; a step does so with `Home.walk`, which has the next part on its
+way while this one is used.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from megatron.zero.homes.ferry import Ferry, Lane, Mark
 
 Kept = Mapping[str, Tensor]
 """Kind -> the numbers of one part."""
@@ -56,11 +58,23 @@ class Shelf(ABC):
         """Keep these as well; they begin as zeros."""
 
     def at_hand(self, kind: str) -> Tensor | None:
-        """All numbers of a kind, to look at and to change, where they need not be fetched."""
+        """All numbers of a kind, to look at and to change, where they are on the device."""
         return None
+
+    @property
+    def is_on_drive(self) -> bool:
+        return False
+
+    def in_memory(self, kind: str) -> Tensor | None:
+        """The same where they are on the device, or on the host beside it."""
+        return self.at_hand(kind)
 
     def expect(self) -> None:
         """All of it will be read soon."""
+
+    def bring(self, out: Tensor, lane: Lane) -> Mark:
+        """out, on the device, <- all weights, which are not there. The last copy under way, if there are several."""
+        raise NotImplementedError
 
     def read(self, kind: str, start: int, out: Tensor) -> None:
         """out <- the numbers from `start` on."""
@@ -100,8 +114,8 @@ class Run:
 
     def fetch(self) -> Tensor:
         """Themselves, or a copy."""
-        if (here := self.at_hand) is not None:
-            return here
+        if (everything := self.shelf.in_memory(self.kind)) is not None:
+            return everything[self.start : self.start + self.count]
         copy = torch.empty(self.count, dtype=self.shelf.dtype)
         self.shelf.read(self.kind, self.start, copy)
         return copy
@@ -114,6 +128,13 @@ class Home(Protocol):
     is_elsewhere: bool
     """Not on the device: there are masters even where the weights at work are the same numbers, and a step takes one
     part after the other."""
+
+    @property
+    def is_on_drive(self) -> bool: ...
+
+    @property
+    def walks_on_host(self) -> bool:
+        """The parts of a walk are on the host, and the device is not: that is where a step's arithmetic is."""
 
     def shelf(self, name: str, numel: int) -> Shelf:
         """A new one; all numbers are zero."""
@@ -134,11 +155,19 @@ class Homes:
     optimizer: Home
     params: Home
     """Of weights that come and go."""
+    ferry: Ferry | None = None
+    """Where the device is not its own host."""
+    pins: bool = False
+    """What travels is page-locked on the host."""
 
     @property
-    def fetches(self) -> bool:
+    def on_drives(self) -> bool:
         """There is something that has to be fetched when it is looked at."""
-        return self.optimizer.is_elsewhere or self.params.is_elsewhere
+        return self.optimizer.is_on_drive or self.params.is_on_drive
+
+    def updates_on(self, device: torch.device) -> torch.device:
+        """Where a step's arithmetic is."""
+        return torch.device("cpu") if self.optimizer.walks_on_host else device
 
     def settle(self) -> None:
         self.optimizer.settle()

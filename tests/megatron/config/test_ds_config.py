@@ -510,17 +510,10 @@ def test_a_drive_needs_its_folder(section, kind):
         assert f"offload_{kind}.device nvme needs " in told and "nvme" in told and "path" in told
 
 
-def test_only_a_gpu_refuses_to_offload_and_only_when_it_is_used():
-    nothing = build({}).offload
-    for section, kind in ((HOME, "optimizer"), (PARAM, "param")):
-        for place in ("cpu", "nvme"):
-            tree = merged(STAGE_3, nested(section + "device", place), nested(section + "nvme_path", "/x"))
-            offload = build(tree).offload
-            offload.check_available("cpu")
-            with pytest.raises(ConfigError, match=f"^--offload-{kind}-device {place}: offloading from GPUs is not"):
-                offload.check_available("cuda")
-    nothing.check_available("cpu")
-    nothing.check_available("cuda")
+def test_state_on_a_drive_is_updated_by_the_host():
+    tree = merged(STAGE_3, nested(HOME + "device", "nvme"), nested(HOME + "nvme_path", "/x"))
+    assert build(merged(tree, nested(HOME + "update", "host"))).offload.offload_update == "host"
+    assert "comes by way of the host" in refusal(merged(tree, nested(HOME + "update", "device")))
 
 
 @pytest.mark.parametrize("name", ["DeepSpeedCPUAdam", "deepspeedcpuadam", "DeepSpeed_Adam", "FusedAdam", "Adam"])

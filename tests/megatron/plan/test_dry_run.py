@@ -13,7 +13,6 @@ import pytest
 
 import pretrain_gpt2
 from megatron.config.flags import asks_for_plan
-from megatron.config.offload import OFFLOAD_DEVICES
 from megatron.errors import ConfigError
 from megatron.plan import command as plan
 from megatron.plan.cheapest import cheapest, choices
@@ -22,7 +21,6 @@ from megatron.plan.memory import peak
 from megatron.plan.needs import KINDS, needs
 from megatron.plan.remedies import remedies
 from megatron.plan.report import Machine
-from megatron.plan.table import ONLY_PLANNED, table
 from tests.megatron.helpers import ROOT
 
 BIG = ["--preset", "10B", "--bf16", "--batch-size", "10", "--checkpoint-activations"]
@@ -44,10 +42,9 @@ def lines(*argv: str, cards: tuple[float, ...] = (32.0,), per_node: int = 1) -> 
 
 @pytest.fixture
 def large_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every plan has room here, and offloading from GPUs is there."""
+    """Every plan has room here."""
     monkeypatch.setattr(os, "sysconf", lambda name: 2**30)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("Usage", "free")(2**60))
-    monkeypatch.setitem(OFFLOAD_DEVICES, "cuda", ("none", "cpu", "nvme"))
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, rank: int, *argv: str) -> int:
@@ -114,16 +111,13 @@ def test_what_is_in_the_way_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [line for line in lines(*argv, per_node=2) if line.startswith("problem")] == [
         f"problem: a node needs {host} of memory, and this machine has 4.00 GiB",
         f"problem: a node needs {nvme} of NVMe, and {folder} has 1.00 GiB free"]
-    monkeypatch.setitem(OFFLOAD_DEVICES, "cuda", ("none",))
-    assert f"problem: {ONLY_PLANNED}" in lines(*argv)
 
 
-def test_where_training_can_offload_from_gpus_the_plan_says_so(large_machine: None) -> None:
+def test_offloading_is_a_remedy_and_a_way_to_fit(large_machine: None) -> None:
     run = planned(*BIG, "--zero-stage", "2")
-    assert ONLY_PLANNED not in "\n".join(table(run, Machine((32.0,), 1)))
     assert "--offload-optimizer-device cpu" in [remedy.flags for remedy in remedies(run)]
     best = cheapest(choices(run), 32 * 2**30 * 0.92)
-    assert best is not None and best.is_available and "--offload-optimizer-device cpu" in best.flags
+    assert best is not None and "--offload-optimizer-device cpu" in best.flags
 
 
 @pytest.mark.parametrize(("folder", "shown"), [("/nvme", "/nvme"), ("/a b", "'/a b'")])

@@ -5,14 +5,9 @@ Waits that no number can show, because a later one covers them, are listed with 
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib import import_module
 from itertools import product
 from pathlib import Path
-from types import CodeType
-from typing import Any
 
 import pytest
 import torch
@@ -28,6 +23,7 @@ from tests.distributed import RankError, run_ranks
 from tests.late_wire import late_wire
 from tests.megatron.zero.run import configure_gpt2, gpt2_engine, gpt2_loss, weights
 from tests.wires import accelerator_side
+from tests.without_waits import Place, waits, without
 
 WIDTH = 24
 
@@ -159,71 +155,18 @@ def test_nor_with_recomputation_and_weights_that_are_drawn(native: bool) -> None
 FOLDER = Path(megatron.zero.__file__).parent
 
 
-class Finder(ast.NodeVisitor):
-    """Statements `something.wait()`, with the function that each is in."""
-
-    def __init__(self) -> None:
-        self.path: list[str] = []
-        self.found: list[tuple[str, int]] = []
-
-    def visit_scope(self, node: Any) -> None:
-        self.path.append(node.name)
-        self.generic_visit(node)
-        self.path.pop()
-
-    visit_FunctionDef = visit_ClassDef = visit_scope
-
-    def visit_Expr(self, node: ast.Expr) -> None:
-        if is_wait(node):
-            self.found.append((".".join(self.path), node.lineno))
-
-
-def is_wait(node: ast.AST) -> bool:
-    """`x.wait()`; with a number of seconds it is a pause."""
-    return (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and not node.value.args
-            and isinstance(node.value.func, ast.Attribute) and node.value.func.attr == "wait")
-
-
-def waits() -> Iterator[tuple[str, str, int]]:
-    """(module, function, number of the wait in its module) of the mechanism; api/ and the watch wait for
-    threads, not ranks."""
+def places() -> Iterator[Place]:
+    """In the mechanism; api/ and the watch wait for threads, not ranks."""
     for path in sorted({*FOLDER.glob("*.py")} - {FOLDER / "watch.py"}):
-        finder = Finder()
-        finder.visit(ast.parse(path.read_text()))
-        yield from ((f"megatron.zero.{path.stem}", where, number) for number, (where, _) in enumerate(finder.found))
+        yield from waits(f"megatron.zero.{path.stem}")
 
 
-@contextmanager
-def without_wait(module: str, where: str, number: int) -> Iterator[None]:
-    """Inside, the function does what it does without that wait: `x.wait()` has become `x`."""
-    tree = ast.parse((FOLDER / f"{module.rpartition('.')[2]}.py").read_text())
-    lines = [node for node in ast.walk(tree) if is_wait(node)]
-    node: Any = sorted(lines, key=lambda found: getattr(found, "lineno"))[number]
-    node.value = node.value.func.value
-    function: Any = import_module(module)
-    for name in where.split("."):
-        function = getattr(function, name)
-    before = function.__code__
-    function.__code__ = next(code for code in codes(compile(tree, module, "exec")) if code.co_qualname == where)
-    try:
-        yield
-    finally:
-        function.__code__ = before
-
-
-def codes(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from codes(inner)
-
-
-def mutated(rank: int, world: int, folder: str, module: str, where: str, number: int) -> str:
+def mutated(rank: int, world: int, folder: str, place: Place) -> str:
     """What becomes of the lives without one wait: "" if nothing."""
     try:
         for stage in (1, 3):
             wanted = life(rank, stage, True, f"{folder}/plain") + drawn(rank, stage, True)
-            with without_wait(module, where, number), late_wire():
+            with without(place), late_wire():
                 found = life(rank, stage, True, f"{folder}/late") + drawn(rank, stage, True)
             if not all(map(torch.equal, found, wanted)):
                 return "other numbers"
@@ -232,10 +175,10 @@ def mutated(rank: int, world: int, folder: str, module: str, where: str, number:
     return ""
 
 
-@pytest.mark.parametrize("module, where, number", [*waits()], ids=lambda value: str(value).rpartition(".zero.")[2])
-def test_no_wait_of_the_engine_can_be_left_out(module: str, where: str, number: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", [*places()], ids=str)
+def test_no_wait_of_the_engine_can_be_left_out(place: Place, tmp_path: Path) -> None:
     try:
-        found = run_ranks(mutated, 2, str(tmp_path), module, where, number, timeout=60)
+        found = run_ranks(mutated, 2, str(tmp_path), place, timeout=60)
     except RankError as error:  # a rank that hangs or dies is red, too
         found = [str(error)]
-    assert any(found), f"{module}: {where} without its wait"
+    assert any(found), f"{place} without its wait"

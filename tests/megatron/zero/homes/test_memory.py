@@ -11,14 +11,45 @@ import torch
 
 from megatron.zero.homes import memory
 from megatron.zero.homes.blockfile import PAGE
-from megatron.zero.homes.memory import aligned
+from megatron.zero.homes.memory import aligned, numbers
+
+
+class Cuda:
+    """What the module asks of the CUDA runtime."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.error = error
+        self.locked: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        if not self.error:
+            self.locked[address] = size
+        return self.error
+
+    def cudaHostUnregister(self, address: int) -> int:
+        Path("/proc/self/maps").read_text().index(f"{address:x}-")  # it is mapped still
+        del self.locked[address]
+        return 0
+
+    def cudaGetErrorString(self, error: int) -> str:
+        return f"error {error}: not permitted"
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    runtime = Cuda()
+    monkeypatch.setattr(memory, "_cudart", lambda: runtime)
+    monkeypatch.setattr(memory, "_TOLD", [])
+    monkeypatch.setattr(memory, "_forget_the_error", lambda: None)
+    return runtime
 
 
 @pytest.mark.parametrize("nbytes", [1, PAGE - 1, PAGE, 3 * PAGE + 5, 3 << 20])
 @pytest.mark.parametrize("pinned", [False, True])
-def test_a_buffer_begins_a_page_and_holds_what_is_put_there(nbytes, pinned):
+def test_a_buffer_begins_a_page_and_holds_what_is_put_there(nbytes, pinned, cuda):
     buffer = aligned(nbytes, pinned=pinned)
     assert (buffer.dtype, buffer.shape, buffer.data_ptr() % PAGE) == (torch.uint8, (nbytes,), 0)
+    assert not buffer.any(), "new memory is zero"
     buffer.fill_(7)
     assert int(buffer.sum(dtype=torch.int64)) == 7 * nbytes
 
@@ -27,45 +58,32 @@ def test_nothing_needs_no_memory():
     assert aligned(0, pinned=False).shape == (0,)
 
 
-@pytest.mark.parametrize("begins", [0, 64])
-def test_on_a_gpu_machine_it_is_page_locked(monkeypatch, begins):
-    def empty(count: int, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
-        assert pin_memory
-        asked.append(count)
-        block = torch.zeros(count + 2 * PAGE, dtype=dtype)
-        start = (begins - block.data_ptr()) % PAGE
-        return block[start:start + count]
-
-    asked: list[int] = []
-    monkeypatch.setattr(memory, "_TOLD", [])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch, "empty", empty)
-    buffer = aligned(3 * PAGE, pinned=True)
-    assert (buffer.shape, buffer.data_ptr() % PAGE) == ((3 * PAGE,), 0)
-    assert memory._TOLD == []
-    assert asked[0] == 3 * PAGE, "torch rounds up to a power of two: nothing may be added to one"
+def test_numbers_are_locked_as_long_as_somebody_has_them(cuda):
+    """And CUDA is told before their memory goes; nothing is rounded up to a power of two."""
+    found = numbers(PAGE + 1, torch.bfloat16, pinned=True)
+    assert (found.dtype, len(found), cuda.locked) == (torch.bfloat16, PAGE + 1, {found.data_ptr(): 3 * PAGE})
+    part = found[7:9]
+    del found
+    assert cuda.locked
+    del part
+    assert not cuda.locked
 
 
-def test_where_no_more_memory_can_be_locked_one_line_says_so(monkeypatch, capfd):
-    def refuse(*args: Any, **named: Any) -> None:
-        raise RuntimeError("CUDA error: OS call failed\nand some advice")
-
-    monkeypatch.setattr(memory, "_TOLD", [])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch, "empty", refuse)
+def test_where_no_more_memory_can_be_locked_one_line_says_so(cuda, capfd):
+    cuda.error = 800
     for _ in range(3):
         buffer = aligned(PAGE, pinned=True)
         assert (buffer.shape, buffer.data_ptr() % PAGE) == ((PAGE,), 0)
     said = capfd.readouterr().err
     assert said.count("\n") == 1
-    assert "cannot be page-locked (CUDA error: OS call failed)" in said and "ulimit -l" in said
+    assert "cannot be page-locked (error 800: not permitted)" in said and "ulimit -l" in said
 
 
 def test_memory_that_cannot_be_had_is_called_that(monkeypatch):
     def refuse(*args: Any, **named: Any) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr("mmap.mmap", refuse)
+    monkeypatch.setattr(memory, "_Mapping", refuse)
     with pytest.raises(MemoryError, match="can't allocate memory: 8192 bytes"):
         aligned(2 * PAGE, pinned=False)
 

@@ -1,0 +1,113 @@
+"""Where offloaded state is updated: by the host, or on the device, through which it then travels in parts.
+
+The host needs the gradients and returns the weights, 2 bytes each way in 16 bits; the device needs all state, 12 bytes
+each way, and keeps the gradients. Which takes longer depends on cores, memory and bus, so both are tried with the real
+thing, a small shelf of the size of some parts, on all ranks at once.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config.tree import Config
+from megatron.launch.distributed import read_environment
+from megatron.optim.adam import AdamW
+from megatron.optim.rule import Rule, Span, StepScalars
+from megatron.zero.holders import shape_of
+from megatron.zero.homes.ferry import Ferry
+from megatron.zero.homes.host import Host
+from megatron.zero.homes.memory import numbers
+from megatron.zero.homes.parts import PART_ON_HOST, STEP_SETS
+from megatron.zero.homes.shelf import WEIGHT, Home
+from megatron.zero.homes.streamed import Streamed
+from megatron.zero.precision import DTYPES
+from mpu.collectives import agree
+from mpu.groups import Groups
+
+Side = Literal["host", "device"]
+
+PARTS = 4
+"""On trial."""
+SECONDS = 0.4
+"""For each side."""
+SHARE = 4
+"""What stays on the device for its arithmetic may take one part in so many of the memory that is free there."""
+
+
+def choose_update(config: Config, rule: Rule, model: nn.Module, device: torch.device, groups: Groups,
+                  ferry: Ferry | None) -> tuple[Side, list[str]]:
+    """And a line that says why, where there was a choice. Collective: all ranks do the same."""
+    offload = config.offload
+    if ferry is None or offload.offload_optimizer_device == "none" or offload.offload_update == "device":
+        return "device", []
+    threads = f"{use_cores()} threads" if device.type == "cuda" else "the threads it has"
+    if offload.offload_update == "host" or offload.offload_optimizer_device == "nvme":
+        return "host", [f" offload: the host updates, with {threads} a rank"]
+    if device.type != "cuda" or not isinstance(rule, AdamW):
+        return "host", [f" offload: the host updates, with {threads} a rank: only Adam is tried on both sides"]
+    numel = -(-sum(shape_of(parameter).numel() for parameter in model.parameters()) // groups.dp.size)
+    work = DTYPES[config.precision.name]
+    on_host, on_device = (agree(seconds, groups.world, "max") * numel
+                          for seconds in trial(rule, device, ferry, work, pinned=offload.offload_optimizer_pin_memory))
+    needed = _room_for_device(config, numel, groups)
+    fits = agree(needed * SHARE <= torch.cuda.mem_get_info(device)[0], groups.world, "min")
+    side: Side = "device" if on_device < on_host and fits else "host"
+    why = "" if fits or on_device >= on_host else f", which would keep {needed / 2**30:.1f} GiB there"
+    return side, [f" offload: the {side} updates; a step's update takes about {on_host:.2f} s by the host with "
+                  f"{threads} a rank, {on_device:.2f} s on the device{why} (--offload-update)"]
+
+
+def _room_for_device(config: Config, numel: int, groups: Groups) -> int:
+    """Bytes: gradients, and the parts on the device."""
+    wide = config.accumulation(groups.dp.size) > 1 or config.precision.name == "fp32"
+    return numel * (4 if wide else 2) + STEP_SETS * 3 * 4 * PART_ON_HOST
+
+
+def use_cores() -> int:
+    """An equal share of the cores for each rank of a node: launchers leave one thread to each. Who asks for another
+    number is heard."""
+    if os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // read_environment().local_world_size))
+    return torch.get_num_threads()
+
+
+def trial(rule: AdamW, device: torch.device, ferry: Ferry, work: torch.dtype, *, pinned: bool,
+          part: int = PART_ON_HOST) -> tuple[float, float]:
+    """Seconds a number takes, updated by the host, and on the device."""
+    host = Host(torch.float32, part, pinned=pinned)
+    shelf = host.shelf("trial", part * PARTS)
+    shelf.add(rule.states)
+    on_host, on_device = numbers(part, work, pinned=pinned), torch.zeros(part, dtype=work, device=device)
+
+    def update(home: Home, numbers_of_16_bits: Tensor) -> None:
+        at = StepScalars.of(0.5, 1, numbers_of_16_bits.device)
+        for kept, in home.walk([(shelf, its)] for its in shelf.parts):
+            states = {kind: kept[kind] for kind in rule.states}
+            span = Span(0, kept[WEIGHT], numbers_of_16_bits, states, (), 1, lambda sums: sums, numbers_of_16_bits)
+            if not rule.step_many([span], {"lr": 0.0, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}, at):
+                numbers_of_16_bits.copy_(kept[WEIGHT])
+            if home is host:
+                ferry.up.copy(on_device, on_host).wait()
+        home.settle()
+
+    return (_seconds(lambda: update(host, on_host)) / shelf.numel,
+            _seconds(lambda: update(Streamed(host, ferry, device), on_device)) / shelf.numel)
+
+
+def _seconds(action: Callable[[], None]) -> float:
+    """The shortest of some runs, after one that is not counted."""
+    action()
+    best, end = float("inf"), time.monotonic() + SECONDS
+    while True:
+        start = time.monotonic()
+        action()
+        best = min(best, time.monotonic() - start)
+        if time.monotonic() >= end:
+            return best

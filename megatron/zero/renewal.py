@@ -1,0 +1,86 @@
+"""Renewal: new weights at work, from the masters that a step has just updated, a tile at a time.
+
+    updated on    weights at work are on     they get there
+    one side      the same side              the rule writes them, or one copy makes them
+    the host      the device                 through a buffer on the host, while the next tile is updated
+    the device    the host                   through a buffer on the device
+    either        a drive                    by their shelf
+
+The *sides* are the device and the host; a device that is its own host has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.zero.bucket import FlatBucket
+from megatron.zero.homes.ferry import Mark
+from megatron.zero.homes.host import HostShelf
+from megatron.zero.homes.passing import Passing
+from megatron.zero.homes.shelf import WEIGHT, Homes, Kept
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What is updated at a time of one bucket: a part of its shard, with what is kept of it."""
+
+    bucket: FlatBucket
+    part: slice
+    kept: Kept
+    narrow: Tensor | None
+    """Where the new weights are wanted as they are at work, on the side of the update."""
+
+
+class Renewal:
+    def __init__(self, homes: Homes, buckets: Sequence[FlatBucket]) -> None:
+        self._ferry, self._on_host = homes.ferry, homes.optimizer.walks_on_host
+        across = [part.stop - part.start for bucket in buckets if self._crosses(bucket) for part in bucket.kept.parts]
+        self._passing = Passing(max(across, default=0), buckets[0].work.dtype,
+                                None if self._on_host else buckets[0].device, pinned=homes.pins)
+        self._last: Mark | None = None
+
+    def tile(self, bucket: FlatBucket, part: slice, kept: Kept) -> Tile:
+        return Tile(bucket, part, kept, self._narrow(bucket, part))
+
+    def _narrow(self, bucket: FlatBucket, part: slice) -> Tensor | None:
+        if not bucket.keeps_masters:
+            return None
+        if self._crosses(bucket):
+            return self._passing.take(part.stop - part.start)
+        weights = bucket.work.in_memory(WEIGHT)
+        return None if weights is None else weights[part]
+
+    def _crosses(self, bucket: FlatBucket) -> bool:
+        """The weights at work are in memory, on the other side."""
+        return self._ferry is not None and bucket.is_at_hand == self._on_host and not bucket.work.is_on_drive
+
+    def __call__(self, tiles: Sequence[Tile], *, written: bool) -> None:
+        """With `written` the rule has filled `narrow`."""
+        to_fill = [(tile.narrow, tile.kept[WEIGHT]) for tile in tiles if tile.narrow is not None and not written]
+        if to_fill:
+            narrow, masters = zip(*to_fill)
+            torch._foreach_copy_(narrow, masters)
+        for tile in tiles:
+            bucket = tile.bucket
+            if tile.narrow is None and bucket.keeps_masters:
+                bucket.work.write(WEIGHT, tile.part.start, tile.kept[WEIGHT])
+            elif tile.narrow is not None and self._crosses(bucket):
+                self._send(bucket, tile.part, tile.narrow)
+
+    def _send(self, bucket: FlatBucket, part: slice, narrow: Tensor) -> None:
+        assert self._ferry is not None
+        if isinstance(bucket.work, HostShelf):
+            mark = bucket.work.copy_in({WEIGHT: narrow}, part, self._ferry.down)
+        else:
+            mark = self._last = self._ferry.up.copy(bucket.shard[part], narrow)
+        self._passing.sent(mark)
+
+    def settle(self) -> None:
+        """What went up so far is there, for what the device is asked from now on."""
+        if self._last is not None:
+            self._last.join()
+            self._last = None

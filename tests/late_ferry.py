@@ -1,0 +1,163 @@
+"""A ferry between device and host that copies as late as it may: whoever forgets to wait is seen.
+
+    with late_ferry() as ferry: ...       inside, engines on the accelerator's side have this one
+
+Between its start and its end a copy has done nothing, and its destination is full of NaN. A copy to the device is made
+when the device joins it; until the host has waited for it as well, what it came from must keep its numbers. One to the
+host takes what the device has when that joins, and brings it when the host waits, or when another copy comes `after`.
+Copies of a lane end in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import _unsafe_preserve_version_counter
+
+from megatron.zero.api import offload
+from megatron.zero.homes.ferry import Ferry, Mark
+
+
+class LateMark:
+    def __init__(self, lane: LateLane, out: Tensor, source: Tensor, after: list[LateMark]) -> None:
+        self._lane, self._out, self._source, self._after = lane, out, source, after
+        self._taken: Tensor | None = None  # what the device had when it went on
+        self.is_made = self.is_joined = self._is_over = False
+        for mark in after:
+            for earlier in mark._lane.up_to(mark):
+                if _place(earlier._source) == _place(out):
+                    earlier.take()
+        self._behind = lane.other.made()  # whatever the device has joined before it comes to this one
+        self._put(torch.full_like(out, _poison(out.dtype)))
+
+    def join(self) -> None:
+        for mark in self._lane.up_to(self):
+            mark.is_joined = True
+            mark.take()
+
+    def wait(self) -> None:
+        for mark in self._lane.up_to(self):
+            mark.make()
+            mark.end()
+            for other in mark._behind:
+                other.end()
+            mark._lane.forget(mark)
+
+    def done(self) -> bool:
+        return self._is_over
+
+    def take(self) -> None:
+        """The device goes on: it may write where a copy to the host comes from, and reads what came to it."""
+        if self._lane.ends_on_host:
+            if self._taken is None and not self.is_made:
+                self._taken = self._source.clone()
+        else:
+            self.make()
+
+    def take_back(self) -> None:
+        """What the lane has is not what the device has joined."""
+        if not self._lane.ends_on_host and not self.is_joined:
+            self._taken, self.is_made = self._out.clone(), False
+            self._put(torch.full_like(self._out, _poison(self._out.dtype)))
+
+    def make(self) -> None:
+        if self.is_made:
+            return
+        for mark in self._after:
+            mark.make_all()
+        self._put(self._source if self._taken is None else self._taken)
+        self.is_made = True
+        self._guarded = _bits(self._source).clone()
+
+    def _put(self, values: Tensor) -> None:
+        _write(self._out, values)
+        self._lane.other.expect_written(self._out)
+
+    def make_all(self) -> None:
+        for mark in self._lane.up_to(self):
+            mark.make()
+
+    def end(self) -> None:
+        """The host knows that it is over."""
+        if not self._is_over and not self._lane.ends_on_host:
+            assert torch.equal(_bits(self._source), self._guarded), "the host wrote where a copy still came from"
+        self._is_over = True
+
+    def expect_written(self, place: Tensor) -> None:
+        """A copy of the other way has written there, in its turn."""
+        if self.is_made and _place(place) == _place(self._source):
+            self._guarded = _bits(self._source).clone()
+
+
+class LateLane:
+    other: LateLane
+
+    def __init__(self, name: str) -> None:
+        self.name, self.ends_on_host = name, name == "down"
+        self._under_way: list[LateMark] = []
+        self.copied = 0
+        """Bytes."""
+
+    def copy(self, out: Tensor, source: Tensor, after: Sequence[Mark] = ()) -> Mark:
+        assert out.dtype == source.dtype and out.shape == source.shape
+        self.copied += out.nbytes
+        mark = LateMark(self, out, source, [other for other in after if isinstance(other, LateMark)])
+        self._under_way.append(mark)
+        return mark
+
+    def up_to(self, mark: LateMark) -> list[LateMark]:
+        if mark not in self._under_way:
+            return []
+        return self._under_way[: self._under_way.index(mark) + 1]
+
+    def forget(self, mark: LateMark) -> None:
+        if mark in self._under_way:
+            del self._under_way[: self._under_way.index(mark) + 1]
+
+    def made(self) -> list[LateMark]:
+        return [mark for mark in self._under_way if mark.is_made]
+
+    def expect_written(self, place: Tensor) -> None:
+        for mark in self._under_way:
+            mark.expect_written(place)
+
+    @contextmanager
+    def leading(self) -> Iterator[None]:
+        for mark in self._under_way:
+            mark.take()
+        yield
+        for mark in self._under_way if not dist.is_initialized() or dist.get_world_size() == 1 else ():
+            mark.take_back()  # no collective was there that the device will join
+
+
+@contextmanager
+def late_ferry() -> Iterator[Ferry]:
+    up, down = LateLane("up"), LateLane("down")
+    up.other, down.other = down, up
+    ferry = Ferry(up, down)
+    with patch.object(offload, "ferry_for", lambda device: ferry):
+        yield ferry
+
+
+def _place(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _poison(dtype: torch.dtype) -> float:
+    return float("nan") if dtype.is_floating_point else 77
+
+
+def _write(place: Tensor, values: Tensor) -> None:
+    """As a stream does, behind the back of autograd and of whoever counts writes."""
+    assert place.untyped_storage().nbytes(), "memory went that a copy was under way to"
+    with torch.no_grad(), _unsafe_preserve_version_counter(place):
+        place.copy_(values)

@@ -1,0 +1,161 @@
+"""On an accelerator: whatever is on the host, training is the same, bit for bit, however late copies are made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from megatron.zero.homes import streamed
+from megatron.zero.homes.descent import Descent
+from megatron.zero.homes.host import Host, HostShelf
+from megatron.zero.homes.nvme import Nvme
+from megatron.zero.homes.streamed import Streamed
+from mpu import groups
+from tests.distributed import run_ranks
+from tests.late_ferry import LateLane, late_ferry
+from tests.megatron.zero.homes.test_equal import PRECISIONS, ROWS, alike, batches, everywhere, on_params, outcome
+from tests.megatron.zero.run import configure_gpt2, gpt2_engine
+from tests.wires import accelerator_side
+from tests.without_waits import Place, waits, without
+
+STEPS = 8
+
+
+def homes(folder: Path, stage: int, number: int) -> dict[str, dict[str, Any]]:
+    few = {"sub_group_size": 3072}
+    host, device = ({"offload_optimizer_device": "cpu", "offload_update": side, **few} for side in ("host", "device"))
+    found = {"host": host, "device": device, "nvme": everywhere(folder, stage)}
+    if stage == 3:
+        params = {"offload_param_device": "cpu"}
+        found |= {"params": params, "host, params": {**host, **params}, "device, params": {**device, **params},
+                  "host, params on nvme": {**host, **on_params(folder, 3000 * (number % 4 + 1))},
+                  "device, params on nvme": {**device, **on_params(folder, 5000)}}
+    return found
+
+
+HOMES = {"host": Host, "device": Streamed, "nvme": Nvme}
+
+
+def cells(world: int) -> Iterator[dict[str, Any]]:
+    for number, (stage, precision) in enumerate(product((1, 2, 3), PRECISIONS)):
+        tp, accumulation = 1 + number % 2 * (world - 1), 1 + number % 3 % 2
+        yield {"zero_stage": stage, **PRECISIONS[precision], "model_parallel_size": tp,
+               "checkpoint_activations": number % 2 == 1, "batch_size": ROWS // (world // tp) // accumulation,
+               "global_batch_size": ROWS}
+
+
+def differences(rank: int, world: int, folder: Path, numbers: slice) -> list[str]:
+    found = []
+    for number, cell in [*enumerate(cells(world))][numbers]:
+        grid, rows = groups.build(cell["model_parallel_size"]), batches(STEPS)
+        with accelerator_side():
+            expected = outcome(gpt2_engine(configure_gpt2(**cell), grid), rows)
+            assert cell.get("fp16") is None or expected[1] > 0, "no step was skipped"
+            for name, home in homes(folder, cell["zero_stage"], number).items():
+                with late_ferry():
+                    engine = gpt2_engine(configure_gpt2(**cell, **home), grid)
+                    assert name == "params" or isinstance(engine.homes.optimizer, HOMES[name.partition(",")[0]])
+                    if not alike(outcome(engine, rows), expected):
+                        found.append(f"{name}: {cell}")
+                    engine.detach()
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_home_beside_an_accelerator_changes_no_bit(tmp_path: Path, world: int) -> None:
+    """Each stage and each precision once."""
+    check(tmp_path, world, slice(0, None, 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+def test_nor_in_any_cell(tmp_path: Path, world: int) -> None:
+    check(tmp_path, world, slice(None))
+
+
+def check(folder: Path, world: int, numbers: slice) -> None:
+    assert run_ranks(differences, world, folder, numbers, timeout=900) == [[]] * world
+    assert not list(folder.iterdir()), "something was left behind"
+
+
+# -- every wait counts ---------------------------------------------------------------------------------------------
+
+MODULES = ["bucket", "renewal", "turns", *(f"homes.{name}" for name in ("descent", "host", "passing", "streamed"))]
+
+
+def places() -> Iterator[Place]:
+    for module in MODULES:
+        for place in waits(f"megatron.zero.{module}", {"join", "wait"}):
+            if not (module == "bucket" and place.number != 2):  # those of the wire: test_late_wire.py
+                yield place
+
+
+def lives(folder: Path) -> list[Any]:
+    """Everything that goes up and down: sums over micro-batches, blocks that take turns, weights on each side."""
+    found = []
+    both = {2: ("host", "device"), 3: ("host, params", "device, params")}
+    for stage, rows in product(both, (1, 2)):
+        cell = {"zero_stage": stage, "bf16": True, "batch_size": rows, "global_batch_size": 2}
+        for name in both[stage]:
+            engine = gpt2_engine(configure_gpt2(**cell, num_layers=4, **homes(folder, stage, 0)[name]), groups.build(1))
+            found.append(outcome(engine, batches(3)[:, :2]))
+            engine.detach()
+    return found
+
+
+def mutated(rank: int, world: int, folder: Path, place: Place) -> str:
+    with accelerator_side(), late_ferry():
+        wanted = lives(folder)
+        try:
+            with without(place):
+                return "" if alike(lives(folder), wanted) else "other numbers"
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("place", [*places()], ids=str)
+def test_no_wait_can_be_left_out(place: Place, tmp_path: Path) -> None:
+    assert run_ranks(mutated, 1, tmp_path, place) != [""], f"{place} without its wait"
+
+
+def disordered(rank: int, world: int, folder: Path, what: str) -> str:
+    with accelerator_side(), late_ferry():
+        wanted = lives(folder)
+        try:
+            with ORDERS[what]():
+                return "" if alike(lives(folder), wanted) else "other numbers"
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+
+ORDERS = {"a set comes before it has gone": lambda: patch.object(streamed._Set, "gone", property(
+              lambda self: (), lambda self, value: None), create=True),
+          "a part leaves before it came": lambda: patch.object(HostShelf, "_others", lambda *args: []),
+          "a sum goes up before it came": lambda: patch.object(Descent, "_came", property(
+              lambda self: None, lambda self, value: None), create=True)}
+"""Copies that begin too soon."""
+
+
+@pytest.mark.parametrize("what", ORDERS)
+def test_no_order_can_be_left_out(what: str, tmp_path: Path) -> None:
+    assert run_ranks(disordered, 1, tmp_path, what) != [""], what
+
+
+def gathered_too_soon(rank: int, world: int, folder: Path) -> str:
+    cell = {"zero_stage": 3, "batch_size": 1, "global_batch_size": 2, **homes(folder, 3, 0)["params"]}
+    with accelerator_side(), late_ferry(), patch.object(LateLane, "leading", lambda lane: nullcontext()):
+        try:
+            outcome(gpt2_engine(configure_gpt2(**cell), groups.build(1)), batches(2)[:, :2])
+        except Exception as error:
+            return type(error).__name__
+    return ""
+
+
+def test_a_gather_comes_after_what_it_sends(tmp_path: Path) -> None:
+    assert set(run_ranks(gathered_too_soon, 2, tmp_path)) == {"NumericsError"}
