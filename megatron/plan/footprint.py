@@ -14,7 +14,9 @@ from typing import Literal
 
 from megatron.config.tree import Config, ModelConfig, OffloadConfig, ZeroConfig, data_parallel_size
 from megatron.plan.activations import FP32, Activations, Device
-from megatron.zero.homes.parts import PART_ON_HOST, STEP_SETS, cut, largest, part_of_step, part_of_weights, sets_of_weights
+from megatron.zero.homes.parts import (
+    PART_ON_HOST, STEP_SETS, cut, largest, part_of_step, part_of_weights, sets_of_weights,
+)
 from megatron.zero.layout import FlatLayout, Slot, align
 from megatron.zero.policy import Policy, policy
 from mpu.split import pad_vocab

@@ -174,6 +174,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     HOME + "nvme_path": ("/nvme", {"offload_optimizer_nvme_path": "/nvme"}, {}),
     HOME + "buffer_count": (6, {"offload_optimizer_buffer_count": 6}, {}),
     HOME + "pin_memory": (False, {"offload_optimizer_pin_memory": False}, {}),
+    HOME + "update": ("host", {"offload_update": "host"}, {}),
     HOME + "pipeline_read": (False, {"offload_optimizer_pipeline_read": False}, {}),
     HOME + "pipeline_write": (False, {"offload_optimizer_pipeline_write": False}, {}),
     PARAM + "device": (
