@@ -6,15 +6,15 @@
 In the order to read them: layout.py (what lives where), policy.py (what is split), precision.py (in which dtypes),
 bucket.py (the buffers of one unit) with gradients.py (its gradients, in buffers of turns.py; sinks.py lets operations
 write them) and versions.py (weights that are away), hooks.py (module and gradient events), units.py (how a model is
-cut), residency.py (what is whole when), reductions.py (in which order gradients are summed), passes.py (a forward and
-a backward) with forwards.py (one that no step follows), roster.py and edits.py (whether the model and its weights are
-still the engine's), norm.py (the gradient norm), verdict.py (what the ranks agree on in a step), step.py (the
-optimizer step) with renewal.py (new weights from its masters), state.py (what lasts from step to step), engine.py (all
-of it together). placeholder.py, holders.py, waiting.py, drawn.py and parked.py are about parameters outside of a step.
-tiling.py (large layers in tiles), estimate.py (DeepSpeed's memory estimates), accelerator.py, utils.py and ops/
-(DeepSpeed's modules of these names) are used beside it. exchanges.py (what a rank exchanged last), together.py (calls
-that all ranks make) and watch.py end a run whose ranks wait for each other for ever. homes/ is where state lives that
-is not in use, api/ is what a training script sees.
+cut), residency.py (what is whole when), reductions.py (in which order gradients are summed), passes.py (a forward and a
+backward) with forwards.py (one that no step follows), roster.py and edits.py (whether the model and its weights are
+still the engine's), norm.py (the gradient norm), verdict.py (what the ranks agree on in a step), step.py (the optimizer
+step) with renewal.py (new weights from its masters), state.py (what lasts from step to step), aside.py (what goes to
+the host between two phases of a program), engine.py (all of it together). placeholder.py, holders.py, waiting.py,
+drawn.py and parked.py are about parameters outside of a step. tiling.py (large layers in tiles), estimate.py
+(DeepSpeed's memory estimates), accelerator.py, utils.py and ops/ (DeepSpeed's modules of these names) are used beside
+it. exchanges.py (what a rank exchanged last), together.py (calls that all ranks make) and watch.py end a run whose
+ranks wait for each other for ever. homes/ is where state lives that is not in use, api/ is what a training script sees.
 
 Names are imported on first use: floor 0 of this package must not import torch.
 """
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         load_state_dict_from_zero_checkpoint,
     )
     from megatron.zero.accelerator import get_accelerator
+    from megatron.zero.aside import OffloadDeviceEnum, OffloadStateTypeEnum
     from megatron.zero.api.engine import Engine
     from megatron.zero.estimate import (
         estimate_zero2_model_states_mem_needs_all_cold,
@@ -51,6 +52,7 @@ _MODULES = {
     "megatron.zero.api.meeting": "init_distributed",
     "megatron.zero.api.engine": "Engine",
     "megatron.zero.accelerator": "get_accelerator",
+    "megatron.zero.aside": "OffloadDeviceEnum OffloadStateTypeEnum",
     "megatron.zero.api.init": "Init GatheredParameters",
     "megatron.zero.holders": "register_external_parameter unregister_external_parameter",
     "megatron.zero.tiling": "TiledLinear TiledLinearReturnBias",
@@ -99,6 +101,8 @@ __all__ = [
     "Engine",
     "GatheredParameters",
     "Init",
+    "OffloadDeviceEnum",
+    "OffloadStateTypeEnum",
     "TiledLinear",
     "TiledLinearReturnBias",
     "add_config_arguments",

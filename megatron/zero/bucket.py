@@ -63,6 +63,7 @@ class FlatBucket:
     """The buffers of one unit; see the module docstring for the vocabulary."""
 
     is_settled, takes_writes = True, False
+    is_set_aside = False
     is_at_hand: bool
     """This rank's part of the weights at work need not be fetched."""
 
@@ -87,6 +88,8 @@ class FlatBucket:
         """What a sum of gradients is multiplied by to be their mean."""
         self._lent: Tensor | None = None  # what the user was given
         self._has_left = False  # since the parameters were whole
+        self.set_aside: set[str] = set()
+        """What is on the host between two phases of a program (aside.py)."""
         self._came_to_be_lent = False
         self._take_over(homes)
         self._edits = Edits(self.layout, self.parameters, self.shard_group.rank)
@@ -310,6 +313,34 @@ class FlatBucket:
             self._start_gather()
         self._edits.note()
 
+    # ---- set aside (aside.py) ---------------------------------------------------------------------------------
+
+    def check_here(self, what: str, *needed: str) -> None:
+        """Refuse to use what is set aside: these, or anything."""
+        away = sorted(self.set_aside.intersection(needed) if needed else self.set_aside)
+        if away:
+            raise ConfigError(f"{what} while engine.offload_states() has set {', '.join(away)} aside: call "
+                              "engine.reload_states() first")
+
+    def clear_out(self) -> None:
+        """The memory of the weights at work is about to go: until `move_in` the parameters are placeholders."""
+        self.is_set_aside = True
+        if not self.comes_and_goes:
+            self._edits.shift(+1)
+            self._has_left = True
+            nothing = self._whole.new_empty(0)
+            for parameter in self.parameters:
+                vacate(parameter, nothing)
+
+    def move_in(self) -> None:
+        if self.is_set_aside and not self.comes_and_goes:
+            for parameter, view in zip(self.parameters, self._views, strict=True):
+                fill(parameter, view)
+            if self._has_left:
+                self._edits.shift(-1)
+                self._has_left = False
+        self.is_set_aside = False
+
     # ---- lending parameters to the user (holders.py) ----------------------------------------------------------
 
     def shape_of(self, parameter: nn.Parameter) -> torch.Size:
@@ -330,6 +361,7 @@ class FlatBucket:
         return self._dp
 
     def check_before_loan(self) -> None:
+        self.check_here("GatheredParameters (or what gathers like it, such as load_module_state_dict)")
         self.check_not_lent("GatheredParameters (or what gathers like it, such as load_module_state_dict)")
         if self.comes_and_goes:
             with torch._C.DisableTorchFunctionSubclass():

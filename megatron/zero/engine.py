@@ -21,6 +21,7 @@ from megatron.config.tree import PrecisionConfig, ZeroConfig
 from megatron.errors import ConfigError
 from megatron.optim.loss_scale import LossScaleState
 from megatron.optim.rule import ParamGroup, Rule
+from megatron.zero.aside import WEIGHTS, Aside
 from megatron.zero.exchanges import ExchangeLog
 from megatron.zero.forwards import ForwardCheck
 from megatron.zero.homes.here import Here
@@ -36,6 +37,7 @@ from megatron.zero.roster import Roster
 from megatron.zero.state import State
 from megatron.zero.step import Step, StepReport
 from megatron.zero.together import meet, own
+from megatron.zero.turns import Turns
 from megatron.zero.units import Cut, build_units, connect_sinks, disconnect_sinks
 from mpu.collectives import broadcast_into
 from mpu.device import on_accelerator
@@ -61,9 +63,10 @@ class ZeroEngine:
         group_of = {parameter: number for number, group in enumerate(param_groups) for parameter in group["params"]}
         kinds = dtypes(self._policy, precision, accumulation)
         self.homes = homes or Homes(Here(device), Here(device, kinds.work))
+        turns = Turns()
         self._units = build_units(module, Cut(
             self._policy, travel, kinds, groups.dp, device,
-            zero.stage3_param_persistence_threshold, group_of.__getitem__, self.log, self.homes))
+            zero.stage3_param_persistence_threshold, group_of.__getitem__, self.log, self.homes, turns))
         connect_sinks(self._units)
         rule.settle_on(self.homes.updates_on(device), groups.world)
         scaling = scale_rule(precision)
@@ -71,6 +74,7 @@ class ZeroEngine:
         self.buckets, self.frozen = self.state.buckets, self.state.frozen
         for bucket in (*self.buckets, *self.frozen):
             own(bucket, self)
+        self._aside = Aside([*self.buckets, *self.frozen], turns, device)
         self._roster = Roster(module, [*self.buckets, *self.frozen])
         self._step = Step(self.state, self.homes, groups, rule, param_groups, scaling, self.log,
                           clip_grad=clip_grad, divisor=groups.dp.size / travel.predivide,
@@ -94,6 +98,7 @@ class ZeroEngine:
         """Gradients of `loss` divided by the number of micro-batches (unless `scale_wrt_gas` is off); returns that
         quotient."""
         self._check_whole()
+        self._aside.check_here("engine.backward()", WEIGHTS)
         divisor = self.accumulation if scale_wrt_gas else 1
         part, scaled = loss / divisor, loss * (self.scaler.scale / divisor)
         self._step.begin_with(part, first=not self.has_gradients)
@@ -111,6 +116,7 @@ class ZeroEngine:
         """At the accumulation boundary: clip, update, publish; None in between. `lr` sets that of all groups. `riders`
         are numbers to be summed over all ranks on the way; those given `aside` come back beside them."""
         self._check_whole()
+        self._aside.check_here("engine.step()")
         if self._in_no_sync:
             raise ConfigError("engine.step() inside no_sync(): gradients are not summed over the ranks there; call it "
                               "after the block, and after a backward outside of it")
@@ -207,8 +213,29 @@ class ZeroEngine:
         for bucket in (*self.buckets, *self.frozen):
             bucket.await_parameters()
 
+    def offload_states(self, states: Sequence[str], *, pinned: bool, non_blocking: bool) -> bool:
+        """Set these aside on the host (aside.py), between two steps; whether that wins memory. Every rank calls it."""
+        if self.has_gradients:
+            raise ConfigError("engine.offload_states() within a step, whose gradients are accumulated: call it after "
+                              "the engine.step() that ends the step, or after engine.zero_grad()")
+        for bucket in (*self.buckets, *self.frozen):
+            bucket.check_not_lent("engine.offload_states()")
+        if not self._aside.wins_memory:
+            return False
+        self._roster.check_places()
+        self.conclude()
+        self.residency.done_with_all()
+        self.settle()
+        self.zero_grad()  # a forward without a backward may have begun some
+        self._aside.take(states, pinned=pinned, non_blocking=non_blocking)
+        return True
+
+    def reload_states(self, *, non_blocking: bool = False) -> None:
+        self._aside.bring(non_blocking=non_blocking)
+
     def detach(self) -> None:
         """Leave the module to itself: no hooks, and whole parameters. Once: another engine may have it afterwards."""
+        self.reload_states()
         self.conclude()
         self.is_detached = True
         for handle in self._handles:
@@ -279,12 +306,14 @@ class ZeroEngine:
     def check_before_save(self) -> None:
         """Refuse a state that is half a step's, or that somebody wrote to. What one rank sees the others may not: all
         must agree on this before they save."""
+        self._aside.check_here("a save")
         self.conclude()
         self.state.check_whole()
         self._roster.check_edits(thoroughly=True)
 
     def check_before_load(self) -> None:
         """Refuse where new weights would not reach the model; to be agreed on as well."""
+        self._aside.check_here("a load")
         self._roster.check_before_load()
 
     def load_runs(self, names: Mapping[str, Collection[str]], read: Callable[[str, Slot, int, Tensor], None],

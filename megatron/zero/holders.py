@@ -26,6 +26,10 @@ class Holder(Protocol):
     """The precision and the device of the elements are final."""
 
     @property
+    def is_set_aside(self) -> bool:
+        """The elements are on the host between two phases of a program (aside.py)."""
+
+    @property
     def takes_writes(self) -> bool:
         """The model is being built: an operation in place makes the parameter whole for itself."""
 

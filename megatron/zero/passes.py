@@ -135,6 +135,9 @@ class Passes:
     # ---- events (hooks.py) --------------------------------------------------------------------------------------
 
     def before_forward(self, unit: Unit) -> None:
+        for bucket in unit.buckets:
+            if bucket.is_set_aside:
+                bucket.check_here("a forward")
         if unit.is_root and not self.in_backward:
             self._residency.start()
             self._trace_before = self._residency.trace

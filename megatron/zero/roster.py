@@ -61,10 +61,16 @@ class Roster:
 
     def check_before_load(self) -> None:
         """Raise where new weights would not reach a parameter of the model."""
+        for bucket in self._buckets:
+            bucket.check_not_lent("a load")
+        self.check_places()
+
+    def check_places(self) -> None:
+        """Raise where a parameter of the model is no longer in the buffers."""
         with torch._C.DisableTorchFunctionSubclass():
             for bucket in self._buckets:
-                bucket.check_not_lent("a load")
-                bucket.check_places()
+                if not bucket.is_set_aside:
+                    bucket.check_places()
 
     def _check_members(self, members: list[int]) -> None:
         gone = self._held.keys() - members

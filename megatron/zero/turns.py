@@ -51,6 +51,10 @@ class Turns:
         that `leaves`."""
         self._free.setdefault((buffer.flat.dtype, layout.form), []).append((buffer, leaves))
 
+    def clear(self) -> None:
+        """Their memory is given back."""
+        self._free.clear()
+
     @property
     def nbytes(self) -> int:
         """Of the buffers that wait for their turn."""

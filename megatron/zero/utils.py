@@ -138,6 +138,8 @@ class _Held:
 def _held(param: nn.Parameter, kind: str) -> _Held | None:
     """None: there is no such thing, or not now."""
     bucket = _bucket(param)
+    if bucket is not None:
+        bucket.check_here(f"a look at a {kind}, or setting it,")
     if bucket is None or kind == _GRADIENT and not bucket.grads.is_final:
         return None
     if kind != _GRADIENT and kind not in bucket.kept.kinds:

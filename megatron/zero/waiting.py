@@ -29,7 +29,7 @@ class Building:
 class Waiting(ABC):
     """The holder of one parameter (see holders.py)."""
 
-    is_settled = False
+    is_settled = is_set_aside = False
     comes_and_goes = True
 
     def __init__(self, parameter: nn.Parameter, dtype: torch.dtype, dp: Group, building: Building) -> None:

@@ -13,7 +13,7 @@ import difflib
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -50,6 +50,7 @@ from megatron.zero.api.saved import (
 from megatron.zero.api.schedule import Moved, Scheduler, can_go_back
 from megatron.zero.api.status import EngineStatus
 from megatron.zero.api.weights import PREFIX, load_weights, weights_of
+from megatron.zero.aside import states_of
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.exchanges import LOAD, SAVE
 from megatron.zero.step import StepReport
@@ -69,7 +70,7 @@ class Engine(EngineStatus):
         self.mpu = mpu
         self.training_dataloader: DataLoader[Any] | None = None
         """The loader of `training_data`, where that was given; its epoch is part of a checkpoint."""
-        self.inside_no_sync_ctxt = self.is_compiled = False
+        self.inside_no_sync_ctxt = self.is_compiled = self._told_of_host = False
         self.reads_weights_between_steps = True
         """New weights are complete when `step` returns. A loop that looks at them only through this engine may switch
         it off: they then travel during the forward that follows."""
@@ -243,6 +244,20 @@ class Engine(EngineStatus):
     def settle(self) -> None:
         """Wait for what is still on its way between ranks; before leaving the process."""
         self.core.settle()
+
+    def offload_states(self, include: Iterable[Any] | str | None = None, device: Any = "cpu", pin_memory: bool = True,
+                       non_blocking: bool = False) -> None:
+        """What the engine keeps on its GPU goes to the host, between two steps, until `reload_states`. `include` chooses
+        among `zero.OffloadStateTypeEnum`; without it everything goes. Every rank calls it."""
+        wins = self.core.offload_states(states_of(include, device), pinned=pin_memory, non_blocking=non_blocking)
+        if not wins and not self._told_of_host:
+            self._told_of_host = True
+            if self.groups.world.rank == 0:
+                print(" note: engine.offload_states() has no effect here: the device is the host", flush=True)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """What `offload_states` has set aside comes back, bit for bit."""
+        self.core.reload_states(non_blocking=non_blocking)
 
     def destroy(self) -> None:
         """Leave the model to itself: without hooks, with whole parameters in the working precision. Collective.

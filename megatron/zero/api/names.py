@@ -212,11 +212,9 @@ NO_EFFECT: dict[str, Row] = {
     **_idle("`wall_clock_breakdown` prints times", "print_forward_breakdown"),
 }
 
-_NO_OFFLOAD = "state does not move between two steps; offload_optimizer and offload_param say where it lives"
 _IN_FILE = "read it from the configuration you gave"
 _BY_WRITER = "engine.monitor.write_events((name, value, samples), ...) writes scalars"
 REFUSED: dict[str, Row] = {
-    **_refused(_NO_OFFLOAD, "offload_states reload_states"),
     **_refused("call engine.backward(loss): it scales the loss, and sums gradients as they are made",
                "scale coalesce_grad_reduction"),
     **_refused("gradients are dense here, and summed by `backward`", """

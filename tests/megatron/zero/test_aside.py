@@ -1,0 +1,289 @@
+"""What is set aside between two steps comes back bit for bit, and is not used in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from enum import Enum
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron import zero
+from megatron.errors import ConfigError
+from megatron.zero.api.engine import Engine
+from megatron.zero.api.init import GatheredParameters
+from megatron.zero.aside import Aside
+from megatron.zero.engine import ZeroEngine
+from megatron.zero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from mpu import groups
+from tests.distributed import run_ranks
+from tests.late_ferry import late_ferry
+from tests.megatron.zero.homes.test_equal import PRECISIONS, alike, batches, everywhere, on_params, outcome, train
+from tests.megatron.zero.models import WIDTH, Net
+from tests.megatron.zero.run import configure, configure_gpt2, engine_around, gpt2_engine
+from tests.wires import accelerator_side
+
+STATES = [state.value for state in zero.OffloadStateTypeEnum]
+
+
+def on_device(engine: ZeroEngine) -> int:
+    """Bytes of all storages that the engine has, its homes on the host left out."""
+    found = {}
+    for bucket in (*engine.buckets, *engine.frozen):
+        kept = (bucket.kept.at_hand(kind) for kind in bucket.kept.kinds)
+        tensors = [bucket.work.at_hand("weight"), bucket._whole, *kept]
+        for tensor in tensors:
+            if tensor is not None:
+                storage = tensor.untyped_storage()
+                found[storage._cdata] = storage.nbytes()
+    return sum(found.values())
+
+
+def set_aside(engine: ZeroEngine, states: list[str] = STATES, **how: Any) -> bool:
+    return engine.offload_states(states, pinned=True, **{"non_blocking": False, **how})
+
+
+# -- training ------------------------------------------------------------------------------------------------------
+
+def cells(world: int) -> Iterator[dict[str, Any]]:
+    for number, (stage, precision) in enumerate(product(range(4), PRECISIONS)):
+        yield {"zero_stage": stage, **PRECISIONS[precision], "model_parallel_size": 1 + number % 2 * (world - 1),
+               "batch_size": 1, "global_batch_size": 4, "checkpoint_activations": number % 2 == 1}
+
+
+def homes(folder: Path, stage: int) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {"here": {}}
+    if stage == 2:
+        found["host"] = {"offload_optimizer_device": "cpu", "offload_update": "host", "sub_group_size": 3072}
+    if stage == 3:
+        found |= {"nvme": everywhere(folder, stage), "params": on_params(folder, 5000)}
+    return found
+
+
+def differences(rank: int, world: int, folder: Path, numbers: slice) -> list[str]:
+    found = []
+    with accelerator_side(), late_ferry() as ferry, patch("megatron.zero.aside.ferry_for", lambda device: ferry):
+        for cell in [*cells(world)][numbers]:
+            grid, rows = groups.build(cell["model_parallel_size"]), batches(6)
+            expected = outcome(gpt2_engine(configure_gpt2(**cell), grid), rows)
+            for name, home in homes(folder, cell["zero_stage"]).items():
+                engine = gpt2_engine(configure_gpt2(**cell, **home), grid)
+                losses = train(engine, rows[:3])
+                for states in (STATES, STATES[:1], STATES[1:3]):
+                    assert set_aside(engine, states)
+                    if states is STATES and on_device(engine):
+                        found.append(f"{on_device(engine)} bytes stayed: {name}: {cell}")
+                    engine.reload_states()
+                rest = outcome(engine, rows[3:])
+                if not alike([losses + rest[0], *rest[1:]], expected):
+                    found.append(f"{name}: {cell}")
+                engine.detach()
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_training_goes_on_bit_for_bit(tmp_path: Path, world: int) -> None:
+    """Each stage and each precision once."""
+    check(tmp_path, world, slice(0, None, 4) if world == 1 else slice(1, None, 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+def test_it_does_so_in_every_cell(tmp_path: Path, world: int) -> None:
+    check(tmp_path, world, slice(None))
+
+
+def check(folder: Path, world: int, numbers: slice) -> None:
+    assert run_ranks(differences, world, folder, numbers, timeout=900) == [[]] * world
+
+
+# -- uses ----------------------------------------------------------------------------------------------------------
+
+@pytest.fixture(params=[0, 2, 3])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with accelerator_side():
+        made = engine_around(Net(), configure(zero_stage=request.param, bf16=True), groups.build(1), 2)
+        step(made)
+        yield made
+
+
+def step(engine: Engine) -> list[float]:
+    seen = []
+    for micro in range(2):
+        loss = engine(row(engine, micro))
+        engine.backward(loss)
+        engine.step()
+        seen.append(loss.item())
+    return seen
+
+
+def row(engine: Engine, seed: int = 3) -> Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed)).to(engine.working_dtype)
+
+
+def first(engine: Engine) -> torch.nn.Parameter:
+    return next(engine.module.parameters())
+
+
+def lent(engine: Engine) -> None:
+    with GatheredParameters([first(engine)]):
+        pass
+
+
+USES: dict[str, Callable[[Engine, Path], object]] = {
+    "forward": lambda engine, folder: engine(row(engine)),
+    "eval": lambda engine, folder: engine.eval()(row(engine)),
+    "part of the model": lambda engine, folder: engine.module.first(row(engine)),
+    "a parameter": lambda engine, folder: first(engine) + 1,
+    "state_dict": lambda engine, folder: engine.module.state_dict(),
+    "step": lambda engine, folder: engine.step(),
+    "save": lambda engine, folder: engine.save_checkpoint(folder / "new"),
+    "load": lambda engine, folder: engine.load_checkpoint(folder / "old"),
+    "load of weights": lambda engine, folder: engine.load_module_state_dict({}),
+    "16-bit model": lambda engine, folder: engine.save_16bit_model(folder, "model.safetensors"),
+    "loan": lambda engine, folder: lent(engine),
+    "master": lambda engine, folder: safe_get_full_fp32_param(first(engine)),
+    "moment": lambda engine, folder: safe_get_full_optimizer_state(first(engine), "exp_avg"),
+}
+
+
+def test_no_use_in_between(engine: Engine, tmp_path: Path) -> None:
+    engine.config = configure(zero_stage=engine.zero_optimization_stage(), bf16=True,
+                              stage3_gather_16bit_weights_on_model_save=True)
+    engine.save_checkpoint(tmp_path / "old")
+    loss = engine(row(engine))
+    engine.offload_states()
+    for name, use in {**USES, "backward": lambda engine, folder: engine.backward(loss)}.items():
+        with pytest.raises(ConfigError, match=r"engine\.reload_states\(\)"):
+            use(engine, tmp_path)
+            pytest.fail(f"{name} was not refused")
+    engine.reload_states()
+    engine.train()
+    for name in ("forward", "eval", "save", "load", "16-bit model", "loan", "master", "moment"):
+        USES[name](engine, tmp_path)
+
+
+def test_between_forward_and_backward_nothing_is_lost(engine: Engine) -> None:
+    other = engine_around(Net(), configure(zero_stage=engine.zero_optimization_stage(), bf16=True), groups.build(1), 2)
+    step(other)
+    for one in (engine, other):
+        losses = [one(row(one))]
+        if one is engine:
+            one.offload_states()
+            one.reload_states()
+        one.backward(losses[0])
+        one.step()
+    assert engine.core.has_gradients
+    engine.backward(engine(row(engine)))
+    other.backward(other(row(other)))
+    engine.step()
+    other.step()
+    assert step(engine) == step(other)
+
+
+def test_within_a_step_it_is_refused(engine: Engine) -> None:
+    engine.backward(engine(row(engine)))
+    with pytest.raises(ConfigError, match="within a step"):
+        engine.offload_states()
+    engine.step()
+    with pytest.raises(ConfigError, match="within a step"):
+        engine.offload_states()
+    with pytest.raises(ConfigError, match="inside zero.GatheredParameters"), GatheredParameters([first(engine)]):
+        engine.zero_grad()
+        engine.offload_states()
+
+
+def test_without_the_optimizer_the_model_still_answers(engine: Engine) -> None:
+    expected = engine(row(engine)).item()
+    engine.offload_states(["optim_states", "hp_params"])
+    assert engine(row(engine)).item() == expected
+    with pytest.raises(ConfigError, match="hp_params, optim_states aside"):
+        engine.step()
+    engine.offload_states(["lp_params"])
+    assert on_device(engine.core) == 0
+    engine.reload_states()
+    assert engine(row(engine)).item() == expected
+
+
+def test_each_of_the_two_may_be_called_again(engine: Engine) -> None:
+    engine.reload_states()
+    before, expected = on_device(engine.core), engine(row(engine)).item()
+    for _ in range(2):
+        engine.offload_states()
+    assert on_device(engine.core) == 0 < before
+    for _ in range(2):
+        engine.reload_states(non_blocking=True)
+    assert (on_device(engine.core), engine(row(engine)).item()) == (before, expected)
+
+
+def test_what_no_room_is_found_for_stays(engine: Engine) -> None:
+    before, expected, room, calls = on_device(engine.core), engine(row(engine)).item(), Aside._room, []
+
+    def little(self: Aside, nbytes: int, pinned: bool) -> Tensor:
+        calls.append(nbytes)
+        if len(calls) == 5:
+            raise MemoryError("can't allocate memory")
+        return room(self, nbytes, pinned)
+
+    with patch.object(Aside, "_room", little), pytest.raises(MemoryError):
+        engine.offload_states()
+    assert (on_device(engine.core), engine(row(engine)).item()) == (before, expected)
+    step(engine)
+
+
+def test_destroy_brings_the_weights_back(engine: Engine) -> None:
+    expected = engine(row(engine)).item()
+    engine.offload_states()
+    engine.destroy()
+    assert engine.module(row(engine)).item() == expected
+
+
+def test_buffers_of_gradients_go(engine: Engine) -> None:
+    turns = engine.core._aside._turns
+    assert (turns.nbytes > 0) == (engine.zero_optimization_stage() >= 2)
+    for buffer in ("lp_grads", "contiguous_grad_buffer"):
+        engine.offload_states([buffer])
+        assert turns.nbytes == 0
+        step(engine)  # nothing is away
+
+
+# -- what is asked for ---------------------------------------------------------------------------------------------
+
+class Theirs(str, Enum):
+    """As DeepSpeed's."""
+
+    cpu = "cpu"
+    nvme = "nvme"
+    optim_states = "optim_states"
+
+
+@pytest.mark.parametrize("include", [["optim_states"], "optim_states", [Theirs.optim_states],
+                                     {zero.OffloadStateTypeEnum.optim_states}])
+@pytest.mark.parametrize("device", ["cpu", Theirs.cpu, zero.OffloadDeviceEnum.cpu, torch.device("cpu")])
+def test_names_may_be_theirs_or_ours(engine: Engine, include: Any, device: Any) -> None:
+    engine.offload_states(include, device, pin_memory=False)
+    assert {*engine.core._aside._away} == {"optim_states"}
+
+
+@pytest.mark.parametrize("given, why", [({"device": "nvme"}, "'nvme'.*host alone"), ({"device": Theirs.nvme}, "'nvme'"),
+                                        ({"device": "none"}, "'none'"), ({"include": ["moments"]}, "no 'moments'"),
+                                        ({"include": 3}, "a list of optim_states")])
+def test_others_are_refused(engine: Engine, given: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        engine.offload_states(**given)
+
+
+def test_on_the_host_nothing_happens_and_that_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = engine_around(Net(), configure(zero_stage=2), groups.build(1), 2)
+    before = on_device(engine.core)
+    for _ in range(2):
+        engine.offload_states()
+    assert capsys.readouterr().out.count("has no effect here: the device is the host") == 1
+    assert on_device(engine.core) == before
+    step(engine)
+    engine.reload_states()
