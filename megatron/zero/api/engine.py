@@ -247,8 +247,8 @@ class Engine(EngineStatus):
 
     def offload_states(self, include: Iterable[Any] | str | None = None, device: Any = "cpu", pin_memory: bool = True,
                        non_blocking: bool = False) -> None:
-        """What the engine keeps on its GPU goes to the host, between two steps, until `reload_states`. `include` chooses
-        among `zero.OffloadStateTypeEnum`; without it everything goes. Every rank calls it."""
+        """What the engine keeps on its GPU goes to the host, between two steps, until `reload_states`. `include` names
+        some of `zero.OffloadStateTypeEnum`; without it everything goes. Every rank calls it."""
         wins = self.core.offload_states(states_of(include, device), pinned=pin_memory, non_blocking=non_blocking)
         if not wins and not self._told_of_host:
             self._told_of_host = True

@@ -78,7 +78,7 @@ def differences(rank: int, world: int, folder: Path, numbers: slice) -> list[str
                     assert set_aside(engine, states)
                     if states is STATES and on_device(engine):
                         found.append(f"{on_device(engine)} bytes stayed: {name}: {cell}")
-                    engine.reload_states()
+                    engine.reload_states(non_blocking=states is not STATES)
                 rest = outcome(engine, rows[3:])
                 if not alike([losses + rest[0], *rest[1:]], expected):
                     found.append(f"{name}: {cell}")
