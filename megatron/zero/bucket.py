@@ -411,7 +411,9 @@ class FlatBucket:
             edited = new[part] != old[part]
             if edited.any():
                 with self.kept.open(part, [WEIGHT], writes=True) as kept:  # others keep the bits that `new` has not
-                    kept[WEIGHT][edited] = new[part][edited].to(kept[WEIGHT].dtype)
+                    masters = kept[WEIGHT]
+                    there = edited.to(masters.device)
+                    masters[there] = new[part][edited].to(masters.device, masters.dtype)
 
     def _is_edited(self) -> bool:
         assert self._lent is not None

@@ -113,6 +113,8 @@ class Step:
         self._updates_on = homes.updates_on(device)
         self._taken = torch.zeros((), device=self._updates_on)
         self._taken_is = 0  # as the host last knew it
+        self._is_split = {bucket: torch.tensor([slot.partition is not None for slot in bucket.layout.slots],
+                                               device=device) for bucket in state.buckets}
         for bucket in state.buckets:
             bucket.gradient_unit = self._unit
 
@@ -305,6 +307,7 @@ class Step:
 
     def _slot_totals(self, bucket: FlatBucket, sums: Tensor) -> Tensor:
         """Sums over this rank's part of each parameter -> over the whole parameter."""
+        if bucket.shard_group.is_solo and self._groups.tp.is_solo:
+            return sums
         here = all_reduce(sums.to(bucket.device), bucket.shard_group)
-        split = torch.tensor([slot.partition is not None for slot in bucket.layout.slots], device=here.device)
-        return torch.where(split, all_reduce(here, self._groups.tp), here).to(sums.device)
+        return torch.where(self._is_split[bucket], all_reduce(here, self._groups.tp), here).to(sums.device)

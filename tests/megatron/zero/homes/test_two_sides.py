@@ -1,0 +1,272 @@
+"""Beside an accelerator: nothing on the host meets what is on the device, and in passes and steps nobody waits for a
+copy but where that is the point."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.config.tree import Config
+from megatron.train.build import engine as build_engine
+from megatron.train.build import model as build_model
+from megatron.zero import utils
+from megatron.zero.api.engine import Engine
+from megatron.zero.api.init import GatheredParameters
+from megatron.zero.homes.descent import Descent
+from megatron.zero.homes.ferry import Ferry
+from megatron.zero.homes.memory import numbers
+from mpu import groups
+from mpu.grads import row_norms
+from tests.distributed import run_ranks
+from tests.megatron.zero.homes.test_ferry import homes
+from tests.megatron.zero.run import configure_gpt2
+from tests.two_sides import DEVICE, MixedSides, Sides, two_sides
+
+PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": True},
+                                         "fp16": {"fp16": True, "initial_loss_scale": 1024.0}}
+RULES = ("adamw", "lamb", "lion", "nadam")
+
+REASONS = {
+    "megatron/zero/verdict.py:HostCopy.values: tolist":
+        "on a GPU it comes by a copy with an event; an update on the host begins with the factor",
+    "megatron/zero/homes/shelf.py:Shelf.write: copy_ from device to host":
+        "updated on the device, and at work from a drive: its tiles are written from the host",
+    "megatron/zero/step.py:Step._slot_totals: to the device": "Lamb's sums over ranks, by the wire of the device",
+    "megatron/zero/step.py:Step._slot_totals: to the host": "Lamb's sums over ranks, by the wire of the device",
+}
+"""What may make somebody wait in a forward, a backward or a step."""
+
+
+def cases(folder: Path, world: int) -> Iterator[dict[str, Any]]:
+    """Settings: stage x precision x home, each with one of the rules."""
+    number = 0
+    for stage, precision in product((1, 2, 3), PRECISIONS):
+        for home in homes(folder, stage, number).values():
+            yield {"zero_stage": stage, **PRECISIONS[precision], **home, "optimizer": RULES[number % 4],
+                   "batch_size": 2, "global_batch_size": 2 * world * (1 + number // 4 % 2), "vocab_size": 64,
+                   "checkpoint_activations": number % 3 == 1, "max_skipped_in_a_row": 3,
+                   "stage3_gather_16bit_weights_on_model_save": True}
+            number += 1
+
+
+def built(config: Config) -> Engine:
+    grid = groups.build(1)
+    engine = build_engine(config, build_model(config, grid), grid, DEVICE)
+    assert engine.device == DEVICE
+    return engine
+
+
+def up_to_the_last_backward(engine: Engine, rows: Tensor) -> None:
+    """Of a step."""
+    for number, part in enumerate(rows.chunk(engine.core.accumulation)):
+        if number:
+            engine.step()
+        engine.backward(engine(part[:, :-1], part[:, 1:], grad_scale=engine.core.backward_scale).mean())
+
+
+def step(engine: Engine, rows: Tensor) -> None:
+    up_to_the_last_backward(engine, rows)
+    engine.step()
+
+
+def life(engine: Engine, rows: Tensor, sides: Sides, folder: Path) -> list[str]:
+    """All that is done with an engine; returns what made somebody wait in passes and a step."""
+    step(engine, rows)
+    step(engine, rows)  # in these two the engine compares what it has with what it was (roster.py)
+    with sides.watched() as waits:
+        step(engine, rows)
+    with torch.no_grad():
+        engine.eval()(rows[:1, :-1], rows[:1, 1:])
+        engine.train()
+    parameters = [*engine.module.parameters()]
+    up_to_the_last_backward(engine, rows)
+    for parameter in (parameters[0], parameters[-1]):
+        get_and_set(sides, parameter, engine.core.rule.states)
+    engine.step()
+    engine.save_checkpoint(folder)
+    with GatheredParameters(parameters, modifier_rank=0), torch.no_grad():
+        for parameter in parameters:
+            parameter.mul_(0.5)
+    step(engine, rows)
+    engine.load_checkpoint(folder)
+    engine.load_module_state_dict(engine.module_state_dict())
+    skipped(engine, rows, parameters[0])
+    step(engine, rows)
+    engine.destroy()
+    return waits
+
+
+def get_and_set(sides: Sides, parameter: nn.Parameter, states: tuple[str, ...]) -> None:
+    """With each function of utils; values are taken from either side."""
+    things = [("grad", ()), ("fp32_param", ()), *(("optimizer_state", (state,)) for state in states)]
+    for of, (thing, key) in product(("full", "local"), things):
+        value = getattr(utils, f"safe_get_{of}_{thing}")(parameter, *key)
+        assert sides.of(value) == "device"
+        for given in (value, value.cpu()):
+            getattr(utils, f"safe_set_{of}_{thing}")(parameter, given, *key)
+
+
+def skipped(engine: Engine, rows: Tensor, parameter: nn.Parameter) -> None:
+    """A step that a gradient spoils."""
+    before = engine.skipped_steps
+    up_to_the_last_backward(engine, rows)
+    grad = utils.safe_get_full_grad(parameter)
+    assert grad is not None
+    utils.safe_set_full_grad(parameter, torch.full_like(grad, float("inf")))
+    engine.step()
+    assert engine.skipped_steps == before + 1
+
+
+def lives(rank: int, world: int, folder: Path, number: slice) -> list[str]:
+    """What is wrong with them."""
+    found = []
+    for case in [*cases(folder / "drive", world)][number]:
+        try:
+            with two_sides() as sides:
+                rows = torch.randint(64, (case["global_batch_size"] // world, 9), device=DEVICE)
+                waits = {*life(built(configure_gpt2(**case)), rows, sides, folder / "saved")} - REASONS.keys()
+            found += [f"{case}: {wait}" for wait in sorted(waits)]
+        except Exception as error:
+            found.append(f"{case}: {type(error).__name__}: {error}")
+    return found
+
+
+def check(folder: Path, world: int, number: slice) -> None:
+    (folder / "drive").mkdir()
+    assert run_ranks(lives, world, folder, number, timeout=900) == [[]] * world
+
+
+@pytest.mark.parametrize("world, number", [(1, slice(0, None, 3)), (2, slice(5, None, 13))])
+def test_sides_do_not_mix_and_nobody_waits(tmp_path: Path, world: int, number: slice) -> None:
+    check(tmp_path, world, number)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+def test_nor_in_any_case(tmp_path: Path, world: int) -> None:
+    check(tmp_path, world, slice(None))
+
+
+# -- the simulator sees -------------------------------------------------------------------------------------------
+
+
+def waits_of_a_hidden_copy(rank: int, world: int, folder: Path) -> list[str]:
+    def norms_of_what_went_down(descent: Descent, out: Tensor) -> None:
+        out.copy_(row_norms(descent.sums))
+
+    with patch.object(Descent, "row_norms", norms_of_what_went_down):
+        return lives(rank, world, folder, slice(0, 1))
+
+
+def test_a_hidden_copy_of_a_step_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "drive").mkdir()
+    (found,), = run_ranks(waits_of_a_hidden_copy, 1, tmp_path)
+    assert found.endswith("copy_ from host to device")
+
+
+@pytest.fixture
+def sides() -> Iterator[Sides]:
+    with two_sides() as found:
+        yield found
+
+
+def adam(on_host: int, count: int = 6) -> None:
+    """Its kernel, with one of what it needs on the host, but for the weights themselves."""
+    where = [torch.device("cpu") if number == on_host else DEVICE for number in range(count)]
+    masters, grads, averages, squares = ([torch.ones(4, device=device)] for device in where[:4])
+    steps, scale = (torch.ones((), device=device) for device in where[4:])
+    torch._fused_adamw_(masters, grads, averages, squares, [], [steps], lr=0.1, beta1=0.9, beta2=0.9, weight_decay=0.0,
+                        eps=1e-8, amsgrad=False, maximize=False, grad_scale=scale, found_inf=None)
+
+
+MIXED = {
+    "a sum": lambda here, there: here + there,
+    "a sum in place": lambda here, there: there.add_(here),
+    "a view": lambda here, there: here[1:] * there.view(2, 2)[1, 1:],
+    "a number of the device": lambda here, there: there * here.sum(),
+    "a number of the host that is written": lambda here, there: there.sum().add_(here.sum()),
+    "a product": lambda here, there: here @ there,
+    "a mask of the device": lambda here, there: there.index_put_((here > 0,), there.sum()),
+    "many at once": lambda here, there: torch._foreach_add_([here, here], [here, there]),
+    "an operation that writes": lambda here, there: torch.add(here, here, out=there),
+    "numpy": lambda here, there: here.numpy(),
+    "what the host allotted": lambda here, there: here + numbers(4, torch.float32, pinned=False),
+    **{f"argument {number} of Adam's kernel": lambda here, there, number=number: adam(number) for number in range(6)},
+}
+
+
+@pytest.mark.parametrize("how", MIXED)
+def test_what_mixes_is_an_error(sides: Sides, how: str) -> None:
+    here, there = torch.ones(4, device=DEVICE), torch.ones(4)
+    with pytest.raises(MixedSides):
+        MIXED[how](here, there)
+
+
+def test_what_a_gpu_allows_is_none(sides: Sides) -> None:
+    here, there = torch.ones(4, device=DEVICE), torch.ones(4)
+    adam(on_host=-1)
+    with sides.watched() as waits:
+        for result in (here * there.sum(), here.mul_(there.sum()), torch.zeros_like(here), here.new_empty(2),
+                       torch.zeros(3, device=here.device), here.to(here.device, torch.float16), here[:2].sum()):
+            assert sides.of(result) == "device" and result.device == DEVICE
+        assert sides.of(there + 1) == sides.of(torch.zeros(3, device=there.device)) == "host"
+    assert waits == []
+
+
+WAITS = {
+    "copy_": lambda here, there: here.copy_(there),
+    "the other way": lambda here, there: there[:2].copy_(here[:2]),
+    "of another type": lambda here, there: there.half().copy_(here),
+    "to": lambda here, there: there.to(DEVICE), "cpu": lambda here, there: here.cpu(),
+    "to another tensor's": lambda here, there: here.to(there),
+    "item": lambda here, there: here[0].item(), "bool": lambda here, there: bool((here > 0).all()),
+    "tolist": lambda here, there: here.tolist(), "equal": lambda here, there: torch.equal(here, here),
+    "tensor": lambda here, there: torch.tensor([1.0], device=DEVICE),
+    "many at once": lambda here, there: torch._foreach_copy_([here], [there]),
+    "indices": lambda here, there: here[(there > 0).nonzero()],
+    "an item that is set": lambda here, there: there.__setitem__(slice(2), here[:2]),
+    "in a backward": lambda here, there: InBackward.apply(here.requires_grad_()).sum().backward(),
+}
+
+
+class InBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad.cpu().to(grad.device)
+
+
+@pytest.mark.parametrize("how", WAITS)
+def test_what_makes_somebody_wait_is_counted(sides: Sides, how: str) -> None:
+    here, there = torch.ones(4, device=DEVICE), torch.ones(4)
+    with sides.watched() as waits:
+        WAITS[how](here, there)
+    assert len(waits) == (2 if how == "in a backward" else 1), waits
+
+
+def test_the_ferry_goes_its_way_only(sides: Sides) -> None:
+    from megatron.zero.api import offload
+    ferry, here, there = offload.ferry_for(DEVICE), torch.ones(4, device=DEVICE), torch.ones(4)
+    assert isinstance(ferry, Ferry)
+    with sides.watched() as waits:
+        ferry.up.copy(here, there)
+        ferry.down.copy(there, here)
+    assert waits == []
+    with pytest.raises(MixedSides):
+        ferry.up.copy(there, here)
+
+
+def test_memory_that_is_used_anew_is_where_its_new_tensor_is(sides: Sides) -> None:
+    for number in range(3000):
+        device = DEVICE if number % 2 else torch.device("cpu")
+        assert sides.of(torch.empty(8, device=device)) == ("device" if number % 2 else "host")
