@@ -7,7 +7,8 @@ A lock (flock) goes with its process. So a folder whose lock is free was left by
 same name empties it and moves in. What other runs left is told of (`tidy`) and stays. Nothing is followed or deleted
 that only stands in the place of our folders: a symbolic link, a file, a folder with other content.
 
-A process that ends by itself closes what it holds (atexit). One that ends by `os._exit` calls `close_all` before.
+A process that ends by itself closes what it holds: by atexit, and as a forked child of `multiprocessing`, which runs no
+atexit, by what that has instead. One that ends by `os._exit` calls `close_all` before.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Callable, Container, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Self, final
 
@@ -98,6 +100,7 @@ class SwapFolder:
             os.close(descriptor)
             raise
         _HOLDS.add(self._hold)
+        _close_with_the_process()
         self.close = weakref.finalize(self, self._hold.leave)
         """Removes folder and files. Called again, at the end of the process or with the object's, does nothing."""
 
@@ -137,6 +140,16 @@ def close_all() -> None:
     """Every folder of this process goes: for ends that run no atexit."""
     for hold in list(_HOLDS):
         hold.leave()
+
+
+_CLOSING: set[int] = set()
+"""Processes that are to do so where `multiprocessing` ends them: this one, and those it was forked from."""
+
+
+def _close_with_the_process() -> None:
+    if os.getpid() not in _CLOSING:
+        _CLOSING.add(os.getpid())
+        Finalize(None, close_all, exitpriority=0)
 
 
 def usable(nvme_path: str | os.PathLike[str], flag: str) -> Path:

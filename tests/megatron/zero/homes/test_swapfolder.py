@@ -121,6 +121,46 @@ def test_a_child_that_outlives_a_killed_process_does_not_keep_its_name(tmp_path)
         process.stdout.close()
 
 
+IN_MULTIPROCESSING = """
+import multiprocessing, os, sys
+from pathlib import Path
+from megatron.zero.homes.swapfolder import SwapFolder
+
+KEPT = []
+
+def work(root, rank):
+    KEPT.append(SwapFolder(root, "run", rank, flag="--f"))
+    os.close(KEPT[-1].create("state"))
+
+def look(root):
+    print(*sorted(path.name for path in Path(root).iterdir()), flush=True)
+
+if __name__ == "__main__":
+    how, root = sys.argv[1:]
+    context = multiprocessing.get_context(how)
+    if how == "fork":
+        work(root, 0)
+    for rank, target in enumerate([look, work], 1):
+        child = context.Process(target=target, args=(root, rank)[:target.__code__.co_argcount])
+        child.start()
+        child.join(60)
+        look(root)
+        assert child.exitcode == 0
+"""
+
+
+@pytest.mark.parametrize("how, seen", [("spawn", [""] * 3), ("forkserver", [""] * 3), ("fork", ["run-rank0"] * 3)])
+def test_folders_go_with_a_child_of_multiprocessing_that_made_them(tmp_path: Path, how: str, seen: list[str]) -> None:
+    """And not with another one: a fork closes nothing of its parent's."""
+    program = tmp_path / "program.py"
+    program.write_text(IN_MULTIPROCESSING)
+    (tmp_path / "drive").mkdir()
+    done = subprocess.run([sys.executable, str(program), how, str(tmp_path / "drive")], text=True, capture_output=True,
+                          timeout=100, env={**os.environ, "PYTHONPATH": os.getcwd()})
+    assert (done.stdout.splitlines(), done.stderr, done.returncode) == (seen, "", 0)
+    assert list((tmp_path / "drive").iterdir()) == []
+
+
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
 def test_without_locks_only_a_new_folder_is_taken(tmp_path, monkeypatch, number):
     def refuse(*args: Any) -> None:

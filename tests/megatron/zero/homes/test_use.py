@@ -5,9 +5,10 @@ Runs in one process are compared with the same run whose state is on the device.
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -111,6 +112,27 @@ def changed(rank: int, world: int, folder: Path, change: Change, cell: dict[str,
 @pytest.mark.parametrize("change", [edit, put, load, forget])
 def test_what_is_changed_by_hand_lasts(tmp_path: Path, change: Change, precision: str) -> None:
     assert run_ranks(changed, 2, tmp_path, change, PRECISIONS[precision]) == [True] * 2
+
+
+KEPT: list[Engine] = []
+
+
+def train_and_return(folder: Path) -> None:
+    engine = built(configured(folder, zero_stage=3))
+    train(engine.core, batches(2))
+    KEPT.append(engine)  # nothing ends with the function
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["spawn", "forkserver"])
+def test_a_child_that_returns_without_destroy_leaves_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str],
+                                                             how: Literal["spawn", "forkserver"]) -> None:
+    child = multiprocessing.get_context(how).Process(target=train_and_return, args=(tmp_path,))
+    child.start()
+    child.join(100)
+    assert child.exitcode == 0
+    assert list(tmp_path.iterdir()) == []
+    assert capfd.readouterr().err == ""
 
 
 RATES = {"lamb": 1e-2, "lion": 1e-3, "sgd": 0.5, "adagrad": 1e-2, "nadam": 1e-3}
