@@ -31,6 +31,8 @@ CPU_BLOCK_ROWS = 64  # rows of them in fp32 at a time
 CUDA_TILE_ROWS = 128  # chunks are multiples of these
 CPU_SLAB_COLUMNS = 8192  # columns of a 16-bit weight gradient at a time
 CPU_SUM_BLOCK = 2**17  # elements of an exchange summed at a time
+CPU_ADAM_BLOCK = 2**17  # 16-bit gradients that Adam widens at a time, a thread
+CPU_THREADS = 16  # of a rank, at most: the machine is not known here
 DRAWN_ON_CPU, DRAWN_ON_CUDA = 2**16, 2**25  # initial weights drawn at a time
 DRAWING = 22  # bytes of an initial weight while it is drawn
 
@@ -274,6 +276,13 @@ def _update(run: Run) -> Moment:
         if run.away.params != "none":
             passing += 2 * run.part_at_a_time * run.work
         return _moment(run, "update", lasting(run).gradients, 0, waiting + passing)
-    read_as_they_are = run.device == "cuda" and run.config.optim.optimizer in ("adam", "adamw")
-    widened = 0 if run.sums == FP32 or read_as_they_are else tile * FP32
-    return _moment(run, "update", lasting(run).gradients, 0, waiting + widened)
+    return _moment(run, "update", lasting(run).gradients, 0, waiting + _widened_for_update(run, tile))
+
+
+def _widened_for_update(run: Run, tile: int) -> int:
+    """Of 16-bit gradients. Adam's kernel on a GPU reads them as they are, that on a CPU what fits its caches."""
+    if run.sums == FP32:
+        return 0
+    if run.config.optim.optimizer not in ("adam", "adamw"):
+        return tile * FP32
+    return 0 if run.device == "cuda" else min(tile, CPU_THREADS * CPU_ADAM_BLOCK) * FP32

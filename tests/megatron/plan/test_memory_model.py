@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from megatron.config.flags import parse_args
 from megatron.config.tree import Config, build_config
 from megatron.model import GPT2
 from megatron.optim import adam
+from megatron.optim.rule import Span, StepScalars
 from megatron.plan.footprint import Run
 from megatron.plan.memory import moments, peak
 from megatron.train.build import engine as build_engine
@@ -189,17 +191,35 @@ def test_the_sizes_of_loops_are_those_of_the_code() -> None:
     assert megatron.plan.memory.CPU_SUM_BLOCK == mpu.wire.gloo.SUM_BLOCK
     assert (memory.DRAWN_ON_CPU, memory.DRAWN_ON_CUDA) == (mpu.draws.CPU_BLOCK, mpu.draws.ACCELERATOR_BLOCK)
     assert megatron.plan.footprint.LARGEST_TILE == adam.LARGEST_TILE
+    assert megatron.plan.memory.CPU_ADAM_BLOCK == adam.IN_CACHE
     assert megatron.plan.footprint.MOMENTS_PER_WEIGHT == len(adam.AdamW().states)
 
 
-def test_16_bit_gradients_are_widened_for_an_update_but_for_adams_on_a_gpu() -> None:
-    """There one kernel reads them as they are (megatron/optim/adam_kernel.py)."""
+def test_16_bit_gradients_are_widened_for_an_update_but_for_adams() -> None:
+    """On a GPU its kernel reads them as they are (adam_kernel.py), on a CPU what fits the caches (adam.py)."""
     def buffers(device: Any, **values: Any) -> int:
         run = Run(build_config({**SHAPE, "bf16": True, **values}), device=device)
         return next(moment.buffers for moment in moments(run) if moment.name == "update")
 
     assert buffers("cuda") == buffers("cuda", optimizer="adamw") == buffers("cuda", batch_size=2) < buffers("cpu")
     assert buffers("cuda", optimizer="lion") == buffers("cpu", optimizer="lion") == buffers("cpu")
+    large = {"hidden_size": 768, "vocab_size": 50_000, "zero_stage": 0}
+    assert buffers("cpu", **large) - buffers("cuda", **large) == 16 * 2 ** 17 * 4
+    assert buffers("cpu", optimizer="lion", **large) - buffers("cuda", **large) == 2 ** 24 * 4
+
+
+@pytest.mark.parametrize("threads", [1, 2, 16])
+def test_adam_on_a_cpu_widens_no_more_than_the_plan_says(threads: int) -> None:
+    taken: list[int] = []
+    empty = torch.empty
+    count, narrow = 3 * 2 ** 17, torch.bfloat16
+    span = Span(0, torch.zeros(count), torch.zeros(count, dtype=narrow),
+                {kind: torch.zeros(count) for kind in adam.AdamW().states}, [], 0, None)
+    with patch.object(torch, "get_num_threads", lambda: threads), \
+            patch.object(torch, "empty", lambda *size, **how: taken.append(size[0]) or empty(*size, **how)):
+        adam.AdamW().step_many([span], {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
+                               StepScalars.of(1.0, 0, CPU))
+    assert taken == [min(count, threads * megatron.plan.memory.CPU_ADAM_BLOCK)]
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 2, 3, 5, 9])
