@@ -20,6 +20,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
@@ -30,8 +31,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpu.collectives
-from megatron.zero.api import offload
-from megatron.zero.homes.ferry import AtOnce, Ferry, Mark
+from megatron.zero.homes.ferry import AtOnce, Ferry, Mark, ferry_for
 from mpu.device import on_accelerator
 from mpu.wire.interface import Wire
 
@@ -111,11 +111,12 @@ def two_sides() -> Iterator[Sides]:
         for name, method in _methods(sides).items():
             stack.enter_context(patch.object(Tensor, name, method))
         stack.enter_context(patch.object(torch, "tensor", _tensor(sides)))
-        stack.enter_context(patch.object(offload, "ferry_for", lambda device: ferry))
         stack.enter_context(patch.object(mpu.collectives, "wire_for", _wire_for(sides)))
-        for module in [*sys.modules.values()]:
-            if vars(module).get("on_accelerator") is on_accelerator:
-                stack.enter_context(patch.object(module, "on_accelerator", _on_device(sides)))
+        instead = {"on_accelerator": (on_accelerator, _on_device(sides)),
+                   "ferry_for": (ferry_for, lambda device: ferry)}
+        for module, (name, (known, other)) in product([*sys.modules.values()], instead.items()):
+            if vars(module).get(name) is known:
+                stack.enter_context(patch.object(module, name, other))
         stack.enter_context(_Operations(sides))
         yield sides
 

@@ -62,7 +62,7 @@ class Parked(Waiting):
         return flat[: self._shape.numel()].view(self._shape).to(device)
 
     def _is_unedited(self, value: Tensor) -> bool:
-        return torch.equal(self._own(value), self._part.get())
+        return torch.equal(self._own(value), self._part.get().to(value.device))
 
     def take_back(self, editor: int | None) -> None:
         if editor is not None:

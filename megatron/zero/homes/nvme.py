@@ -43,7 +43,7 @@ class NvmeSettings:
     """A part is a whole shelf: for rules that look at whole parameters."""
     in_memory: int = 0
     """Numbers that stay on the host: the shelves that are made first."""
-    pinned: bool = True
+    pinned: bool = False
     apart: bool = False
     """The device is not the host."""
     reads_ahead: bool = True

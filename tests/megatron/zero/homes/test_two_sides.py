@@ -17,10 +17,11 @@ from megatron.config.tree import Config
 from megatron.train.build import engine as build_engine
 from megatron.train.build import model as build_model
 from megatron.zero import utils
+from megatron.zero.api import offload
 from megatron.zero.api.engine import Engine
-from megatron.zero.api.init import GatheredParameters
+from megatron.zero.api.init import GatheredParameters, Init
+from megatron.zero.api.initialize import initialize
 from megatron.zero.homes.descent import Descent
-from megatron.zero.homes.ferry import Ferry
 from megatron.zero.homes.memory import numbers
 from mpu import groups
 from mpu.grads import row_norms
@@ -98,6 +99,9 @@ def life(engine: Engine, rows: Tensor, sides: Sides, folder: Path) -> list[str]:
     engine.load_checkpoint(folder)
     engine.load_module_state_dict(engine.module_state_dict())
     skipped(engine, rows, parameters[0])
+    engine.offload_states()
+    engine.reload_states()
+    engine.save_16bit_model(folder)
     step(engine, rows)
     engine.destroy()
     return waits
@@ -152,6 +156,35 @@ def test_sides_do_not_mix_and_nobody_waits(tmp_path: Path, world: int, number: s
 @pytest.mark.parametrize("world", [1, 2])
 def test_nor_in_any_case(tmp_path: Path, world: int) -> None:
     check(tmp_path, world, slice(None))
+
+
+# -- before there is an engine -------------------------------------------------------------------------------------
+
+
+def built_inside_init(rank: int, world: int, folder: Path, place: str, device: torch.device) -> int:
+    home = {"device": place, "nvme_path": str(folder)}
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, "bf16": {"enabled": True},
+              "zero_optimization": {"stage": 3, "offload_param": home, "offload_optimizer": home}}
+    with two_sides():
+        with Init(remote_device=place, config_dict_or_path=config):
+            model = nn.Sequential(nn.Linear(8, 8, device=device), nn.GELU(), nn.Linear(8, 4, device=device))
+            model[0].weight.data.mul_(2.0)
+        with GatheredParameters(model.parameters()):
+            model[0].weight.sum()
+        with GatheredParameters(model.parameters(), modifier_rank=0):
+            model[0].weight.mul_(2.0)
+        engine = initialize(model=model, config=config, device=DEVICE)[0]
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, 8, device=DEVICE, dtype=torch.bfloat16)).float().mean())
+            engine.step()
+        engine.destroy()
+        return engine.global_steps
+
+
+@pytest.mark.parametrize("device", [DEVICE, torch.device("cpu")], ids=["on device", "on host"])
+@pytest.mark.parametrize("place", ["cpu", "nvme"])
+def test_parameters_that_wait_may_be_on_either_side(tmp_path: Path, place: str, device: torch.device) -> None:
+    assert run_ranks(built_inside_init, 1, tmp_path, place, device) == [2]
 
 
 # -- the simulator sees -------------------------------------------------------------------------------------------
@@ -255,9 +288,8 @@ def test_what_makes_somebody_wait_is_counted(sides: Sides, how: str) -> None:
 
 
 def test_the_ferry_goes_its_way_only(sides: Sides) -> None:
-    from megatron.zero.api import offload
     ferry, here, there = offload.ferry_for(DEVICE), torch.ones(4, device=DEVICE), torch.ones(4)
-    assert isinstance(ferry, Ferry)
+    assert ferry is not None
     with sides.watched() as waits:
         ferry.up.copy(here, there)
         ferry.down.copy(there, here)
