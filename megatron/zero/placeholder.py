@@ -88,10 +88,14 @@ class Placeholder(nn.Parameter):
                 return used  # what is written to it is written to the parameter
             if _writes(func):
                 return _written(func, args, given)
-        if holder is not None and holder.is_set_aside:
+        if holder is None:
+            raise ConfigError(f"a parameter cannot be used here ({_name(func)}): its elements were split over the data "
+                              "parallel ranks, and nothing has them now. Either its engine could not be built, or is "
+                              "gone: build the model anew; or this is a copy: use the parameter itself")
+        if holder.is_set_aside:
             raise ConfigError(f"{_described(used)} cannot be used here ({_name(func)}): engine.offload_states() has "
                               "set its elements aside; call engine.reload_states() first")
-        outside = "" if holder is None or holder.is_settled else "build a model that reads it outside zero.Init, "
+        outside = "" if holder.is_settled else "build a model that reads it outside zero.Init, "
         raise ConfigError(
             f"{_described(used)} cannot be used here ({_name(func)}): its elements are split over the data parallel "
             f"ranks; {outside}use it inside zero.GatheredParameters (edits need modifier_rank), save weights with "

@@ -96,7 +96,8 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
     wrapped = ZeroOptimizer(core, defaults, client)
     scheduler = _scheduler(settings, lr_scheduler, wrapped)
     engine = Engine(core, config, wrapped, scheduler, settings.watch, mpu)
-    engine.notes = moved + told + offload_notes(config, homes, device)
+    splits = any(bucket.comes_and_goes for bucket in (*core.buckets, *core.frozen))
+    engine.notes = moved + told + offload_notes(config, homes, splits=splits)
     if groups.world.rank == 0:
         _say(settings, engine, groups.dp.size)
         for number in (number for number, group in enumerate(param_groups) if not group["params"]):

@@ -151,8 +151,8 @@ class Drives:
         return lines
 
 
-def offload_notes(config: Config, homes: Homes, device: torch.device) -> list[str]:
-    """A line for each setting that does less here than its name says."""
+def offload_notes(config: Config, homes: Homes, *, splits: bool) -> list[str]:
+    """A line for each setting that does less here than its name says. `splits`: there are weights that come and go."""
     offload, found = config.offload, []
     for name in ("offload_optimizer_device", "offload_param_device"):
         if getattr(offload, name) == "cpu" and homes.ferry is None:
@@ -160,7 +160,12 @@ def offload_notes(config: Config, homes: Homes, device: torch.device) -> list[st
     if offload.offload_update != "auto" and not homes.optimizer.is_elsewhere:
         found.append(f" note: --offload-update {offload.offload_update} has no effect here: the optimizer's state is "
                      "where the model is")
-    if isinstance(homes.params, Nvme) and not homes.params.is_on_drive:
+    on_host_already = offload.offload_param_device == "cpu" and homes.ferry is None
+    if offload.offload_param_device != "none" and not splits and not on_host_already:
+        found.append(f" note: {flag_name('offload_param_device')} {offload.offload_param_device} has no effect here: "
+                     f"every parameter is smaller than {flag_name('stage3_param_persistence_threshold')} "
+                     f"{config.zero.stage3_param_persistence_threshold}, and stays whole")
+    elif isinstance(homes.params, Nvme) and not homes.params.is_on_drive:
         found.append(f" note: all weights of a rank are within {flag_name('offload_param_max_in_cpu')} "
                      f"{offload.offload_param_max_in_cpu}, and stay on the host")
     if homes.on_drives and config.save.async_save:

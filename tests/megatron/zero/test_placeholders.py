@@ -143,7 +143,8 @@ def arguments(p: nn.Parameter) -> Iterator[tuple[object, ...]]:
 
 
 def test_no_function_of_torch_gives_a_number_for_a_placeholder() -> None:
-    p = in_an_engine().get_parameter("head.weight")
+    model = in_an_engine()  # its engine lives as long
+    p = model.get_parameter("head.weight")
     refused, gave = set(), {}
     for name, function in functions():
         for given in arguments(p):

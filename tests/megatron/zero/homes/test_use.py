@@ -26,7 +26,7 @@ from megatron.zero.utils import (safe_get_full_fp32_param, safe_get_full_optimiz
                                  safe_set_full_fp32_param, safe_set_full_optimizer_state)
 from mpu import groups
 from tests.distributed import run_ranks
-from tests.megatron.zero.homes.test_equal import PRECISIONS, alike, batches, everywhere, outcome, train
+from tests.megatron.zero.homes.test_equal import PRECISIONS, alike, batches, everywhere, on_params, outcome, train
 from tests.megatron.zero.run import configure_gpt2
 
 Change = Callable[[Engine], None]
@@ -200,4 +200,17 @@ def test_a_rule_that_writes_the_weights_at_work_cannot_write_those_on_a_drive(
     monkeypatch.setattr(AdamW, "step_many", update_and_write)
     engine = built(configured(tmp_path, bf16=True))
     assert alike(outcome(engine.core, batches(3)), expected)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("threshold, in_memory, said", [
+    (10 ** 6, 0, "every parameter is smaller than --stage3-param-persistence-threshold 1000000"),
+    (0, 10 ** 9, "within --offload-param-max-in-cpu 1000000000, and stay on the host"), (0, 0, None)])
+def test_a_drive_that_gets_no_weights_is_told_why(tmp_path: Path, threshold: int, in_memory: int,
+                                                  said: str | None) -> None:
+    cell = {**on_params(tmp_path, 5000), "offload_param_max_in_cpu": in_memory,
+            "stage3_param_persistence_threshold": threshold}
+    engine = built(configured(None, **cell))
+    notes = [note for note in engine.notes if note.startswith(" note:")]
+    assert len(notes) == (said is not None) and all(said in note for note in notes)
     engine.destroy()
