@@ -160,16 +160,16 @@ class _Operations(TorchDispatchMode):
         where = [self._sides.of(x) for x in given]
         if name in LOOK and "device" in where:
             self._sides.blocks(name)
+        if name in TAKE_INDICES and where[0] == "device" and (how := self._looked_up(args)) is not None:
+            self._sides.blocks(f"{name} by {how}")
         if len({*where}) < 2:
             return where[0] if where else "host"
         if name in COPIES:
             if not (name == "copy_" and args[2:] == (True,)):  # non_blocking
                 self._sides.blocks(f"{name} from {where[-1]} to {where[0]}")
             return where[0]
-        if name in TAKE_INDICES and isinstance(args[0], Tensor) and self._sides.of(args[0]) == "device":
-            values = [x for x in _tensors(args[2:]) if x.dim() and self._sides.of(x) == "host"]
-            if not values:
-                self._sides.blocks(f"{name} by indices of the host")
+        if name in TAKE_INDICES and self._sides.of(args[0]) == "device":
+            if all(x.dim() == 0 or self._sides.of(x) == "device" for x in _tensors(args[2:])):
                 return "device"
         elif name in TAKE_NUMBERS or torch.Tag.pointwise in func.tags:
             written = {id(x) for number, of in enumerate(args) for x in _tensors(of) if _writes(func, number)}
@@ -178,6 +178,14 @@ class _Operations(TorchDispatchMode):
                 return "device"
         raise MixedSides(f"{_place()}: {name} of tensors on the {', the '.join(where)}, of shapes "
                          f"{', '.join(str([*x.shape]) for x in given)}")
+
+    def _looked_up(self, args: tuple[Any, ...]) -> str | None:
+        """What the host waits for where these indices are used."""
+        indices, values = [*_tensors(args[1])], [*_tensors(args[2:])]
+        if any(self._sides.of(index) == "host" for index in indices):
+            return "indices of the host"
+        is_a_fill = bool(values) and values[0].dim() == 0
+        return "a mask" if any(index.dtype == torch.bool for index in indices) and not is_a_fill else None
 
 
 def _writes(func: Any, number: int) -> bool:
