@@ -216,8 +216,8 @@ class FlatBucket:
                 self._start_gather()
             except BaseException:  # of a drive, say: nobody may take what is there now for weights
                 if self._arrival is None:
-                    self._vacate()
                     self.place = Place.AWAY
+                    self._vacate()
                 raise
 
     def _bring_own(self, own: Tensor) -> None:
@@ -241,11 +241,12 @@ class FlatBucket:
             self._log.entry_awaited = self._number
             self._arrival.wait()
             self._log.entry_awaited = NOTHING
-            self._arrival = None
             if self._ascent is not None:
                 self._ascent.join()
                 self._ascent = None
-            self._move(Place.WHOLE)
+            if self.place is Place.ARRIVING:  # else Ctrl-C came before the next line
+                self._move(Place.WHOLE)
+            self._arrival = None
             if self._has_left:
                 self._edits.shift(-1)
                 self._has_left = False
@@ -256,15 +257,20 @@ class FlatBucket:
         self.await_parameters()
 
     def leave(self) -> None:
-        """Where parameters are split: keep the shard only; but what is lent stays."""
-        if self.comes_and_goes and self.is_here and self._lent is None:
+        """Where parameters are split: keep the shard only; but what is lent stays. What Ctrl-C has left half way is
+        completed by the next call."""
+        if not self.comes_and_goes or self._lent is not None:
+            return
+        if self.is_here:
             self.await_parameters()
             self._edits.shift(+1)
             self._has_left = True
-            self._vacate()
             self._move(Place.AWAY)
+        if self._whole.untyped_storage().nbytes():
+            self._vacate()
 
     def _vacate(self) -> None:
+        """Make placeholders of the parameters. The memory goes last: without it, all of them are."""
         nothing = self._whole.new_empty(0)
         for parameter in self.parameters:
             vacate(parameter, nothing)
