@@ -156,8 +156,8 @@ FOLDER = Path(megatron.zero.__file__).parent
 
 
 def places() -> Iterator[Place]:
-    """In the mechanism; api/ and the watch wait for threads, not ranks."""
-    for path in sorted({*FOLDER.glob("*.py")} - {FOLDER / "watch.py"}):
+    """In the mechanism; api/ and the watch wait for threads, not ranks, and aside.py for copies (test_aside.py)."""
+    for path in sorted({*FOLDER.glob("*.py")} - {FOLDER / "watch.py", FOLDER / "aside.py"}):
         yield from waits(f"megatron.zero.{path.stem}")
 
 
