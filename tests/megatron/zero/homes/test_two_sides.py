@@ -14,15 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.tree import Config
+from megatron.optim.adam import AdamW
 from megatron.train.build import engine as build_engine
 from megatron.train.build import model as build_model
 from megatron.zero import utils
-from megatron.zero.api import offload
+from megatron.zero.api import offload, update
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.init import GatheredParameters, Init
 from megatron.zero.api.initialize import initialize
 from megatron.zero.homes.descent import Descent
 from megatron.zero.homes.memory import numbers
+from megatron.zero.homes.parts import GRAIN
 from mpu import groups
 from mpu.grads import row_norms
 from tests.distributed import run_ranks
@@ -160,6 +162,16 @@ def test_sides_do_not_mix_and_nobody_waits(tmp_path: Path, world: int, number: s
 @pytest.mark.parametrize("world", [1, 2])
 def test_nor_in_any_case(tmp_path: Path, world: int) -> None:
     check(tmp_path, world, slice(None))
+
+
+@pytest.mark.parametrize("work", [torch.float32, torch.bfloat16])
+def test_the_trial_of_an_update_keeps_to_its_side(work: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(update, "SECONDS", 0.0)
+    with two_sides() as sides, sides.watched() as waits:
+        ferry = offload.ferry_for(DEVICE)
+        assert ferry is not None
+        update.trial(AdamW(), DEVICE, ferry, work, pinned=False, part=GRAIN)
+    assert waits == []
 
 
 # -- before there is an engine -------------------------------------------------------------------------------------
