@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from enum import Enum
 from itertools import product
 from pathlib import Path
@@ -27,6 +28,7 @@ from tests.megatron.zero.homes.test_equal import PRECISIONS, alike, batches, eve
 from tests.megatron.zero.models import WIDTH, Net
 from tests.megatron.zero.run import configure, configure_gpt2, engine_around, gpt2_engine
 from tests.wires import accelerator_side
+from tests.without_waits import Place, waits, without
 
 STATES = [state.value for state in zero.OffloadStateTypeEnum]
 
@@ -100,6 +102,17 @@ def test_it_does_so_in_every_cell(tmp_path: Path, world: int) -> None:
 
 def check(folder: Path, world: int, numbers: slice) -> None:
     assert run_ranks(differences, world, folder, numbers, timeout=900) == [[]] * world
+
+
+@pytest.mark.parametrize("place", [None, *waits("megatron.zero.aside", {"join"})], ids=str)
+def test_what_comes_back_is_waited_for(place: Place | None) -> None:
+    with accelerator_side(), late_ferry() as ferry, patch("megatron.zero.aside.ferry_for", lambda device: ferry):
+        made = [engine_around(Net(), configure(zero_stage=2, bf16=True), groups.build(1), 2) for _ in range(2)]
+        with nullcontext() if place is None else without(place):
+            made[0].offload_states()
+            made[0].reload_states(non_blocking=True)
+            first_step, second_step = map(step, made)
+        assert (first_step == second_step) == (place is None)
 
 
 # -- uses ----------------------------------------------------------------------------------------------------------
