@@ -70,13 +70,14 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero.homes.swapfolder megatron.zero.homes.blockfile megatron.zero.homes.memory
         megatron.zero.homes.tilefile
         megatron.zero.homes.host megatron.zero.homes.streamed megatron.zero.homes.descent megatron.zero.homes.passing
-        megatron.zero.homes.preflight megatron.zero.homes.nvme megatron.zero.homes.depot megatron.zero.parked
+        megatron.zero.homes.preflight megatron.zero.homes.room
+        megatron.zero.homes.nvme megatron.zero.homes.depot megatron.zero.parked
         megatron.zero.exchanges megatron.zero.turns megatron.zero.versions megatron.zero.sinks megatron.zero.gradients
         megatron.zero.edits megatron.zero.bucket megatron.zero.together megatron.zero.aside
         megatron.zero.norm megatron.zero.roster megatron.zero.hooks megatron.zero.utils
         megatron.zero.units megatron.zero.residency megatron.zero.reductions megatron.zero.forwards
         megatron.zero.passes megatron.zero.state
-        megatron.zero.renewal megatron.zero.step megatron.zero.engine
+        megatron.zero.renewal megatron.zero.update megatron.zero.step megatron.zero.engine
     """),
     ("4: the application", """
         megatron.config.help megatron.config.foreign megatron.config.flags

@@ -28,6 +28,9 @@ class OffloadConfig:
     offload_update: Literal["auto", "host", "device"] = setting(
         "auto", "where a GPU's offloaded optimizer state is updated: by the host, or on the device, a part at a time; "
         "auto measures both", json=_OPTIMIZER + "update")
+    delayed_param_update: bool = setting(
+        False, "the host updates beside the next forward and backward of the GPU, which use the weights of before: "
+        "faster, and inexact", json=_OPTIMIZER + "delayed_param_update")
     offload_param_device: Literal["none", "cpu", "nvme"] = setting(
         "none", "where parameters are kept; stage 3 only", json=_PARAM + "device")
     offload_param_nvme_path: str | None = setting(None, "folder on the NVMe drive", json=_PARAM + "nvme_path")

@@ -235,7 +235,10 @@ class Run:
                  "optimizer": self.optimizer if self.away.optimizer == "cpu" else 0, "buffers": 0}
         if self.away.optimizer == "nvme":
             found["buffers"] += STEP_SETS * (1 + MOMENTS_PER_WEIGHT) * self.part_at_a_time * FP32
-        if self.gradients_leave and self.away.params == "none":
+        if self.gradients_leave and self.away.optimizer == "cpu" and offload.delayed_param_update:
+            found["gradients"] *= 2  # of the update under way, and of the next one
+            found["buffers"] += self.shard_numel * self.work
+        elif self.gradients_leave and self.away.params == "none":
             found["buffers"] += 2 * self.part_at_a_time * self.work  # new weights on their way up
         if self.away.params == "cpu":
             found["parameters"] = self._split * self.work

@@ -230,7 +230,8 @@ def _exchange(run: Run, layout: FlatLayout, first: bool) -> int:
     stays = first and run.policy.split_grads and run.shards > 1 and not run.gradients_leave
     sum_ = _part(run, layout) if wider or stays else 0
     if run.device == "cuda":
-        return sum_ + _widened(run, layout)
+        comes_back = _part(run, layout) if run.gradients_leave and not first and run.policy.split_grads else 0
+        return sum_ + comes_back + _widened(run, layout)
     at_a_time = min(layout.shard_numel, max(1, run.config.zero.reduce_bucket_size // run.shards))
     return (run.shards - 1 - (stays and not wider)) * at_a_time * run.grads + sum_
 
@@ -276,6 +277,8 @@ def _update(run: Run) -> Moment:
         if run.away.params != "none":
             passing += 2 * run.part_at_a_time * run.work
         return _moment(run, "update", lasting(run).gradients, 0, waiting + passing)
+    if run.device == "cuda" and run.away.params != "none":
+        return _moment(run, "update", lasting(run).gradients, 0, waiting + 2 * span * run.work)
     return _moment(run, "update", lasting(run).gradients, 0, waiting + _widened_for_update(run, tile))
 
 

@@ -155,7 +155,9 @@ class FlatBucket:
         for part in self.kept.parts:
             with self.kept.open(part, [WEIGHT], writes=True) as kept:
                 masters = kept[WEIGHT]
-                wide = masters if masters.dtype == torch.float32 else torch.zeros_like(masters, dtype=torch.float32)
+                is_there = self.kept.at_hand(WEIGHT) is not None or self._ferry is None
+                wide = masters if is_there and masters.dtype == torch.float32 else torch.zeros_like(
+                    masters, dtype=torch.float32, device=self.device)
                 draw_run(wide, self.layout, self.shard_group.rank, part, sources)
                 if masters is not wide:
                     masters.copy_(wide)
@@ -216,6 +218,9 @@ class FlatBucket:
                 self._start_gather()
             except BaseException:  # of a drive, say: nobody may take what is there now for weights
                 if self._arrival is None:
+                    if self._ascent is not None:
+                        self._ascent.join()
+                        self._ascent = None
                     self.place = Place.AWAY
                     self._vacate()
                 raise
@@ -306,6 +311,7 @@ class FlatBucket:
     def renew(self) -> None:
         """The weights at work <- the masters; on this rank, `send` is to follow."""
         if self.keeps_masters:
+            self.await_parameters()  # of a step before, which come from there
             for part in self.kept.parts:
                 with self.kept.open(part, [WEIGHT]) as kept:
                     self.work.write(WEIGHT, part.start, kept[WEIGHT])

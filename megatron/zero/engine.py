@@ -83,7 +83,8 @@ class ZeroEngine:
             self._units, max_live=zero.stage3_max_live_parameters, reuse_distance=zero.stage3_max_reuse_distance,
             prefetches=zero.overlap_comm and zero.stage3_prefetch_bucket_size > 0, log=self.log)
         one_by_one = self._policy.split_optim or kinds.sends_copies(device)
-        reductions = ReductionOrder(self._units, 1 if one_by_one else None, self.log)
+        at_once = self.homes.optimizer.walks_on_host and groups.dp.is_solo  # nothing is on its way but to the host
+        reductions = ReductionOrder(self._units, 0 if at_once else 1 if one_by_one else None, self.log)
         self.passes = Passes(self._units, self.residency, reductions, self.log,
                              ForwardCheck(groups.dp, device, self.log), allows_unused=zero.ignore_unused_parameters,
                              splits_parameters=self._policy.split_params)
@@ -135,6 +136,7 @@ class ZeroEngine:
         for group in self.param_groups if lr is not None else ():
             group["lr"] = lr
         self.residency.done_with_all()  # a forward may have run since the backward
+        self.finish_update()
         try:
             objection = self.passes.objection() or self._roster.objection() or self._set_by_hand()
             self.last_report = self._step(self.passes.take_trace(), objection, riders, aside)
@@ -156,9 +158,17 @@ class ZeroEngine:
             return str(error)
         return None
 
+    def finish_update(self) -> None:
+        """What runs beside the program is over, and the weights are those of the last step. Collective."""
+        if self._step.has_update_under_way:
+            self.residency.done_with_all()  # a forward that has no backward yet is of the weights before
+            self._step.finish_update()
+            self.count_new_weights()
+
     def conclude(self) -> None:
         """Wait for the last step, and count it as what it was; raises what was wrong with it (step.py). Every rank
         calls it; the counters below may be asked for by one."""
+        self.finish_update()
         self._step.conclude()
         self.passes.check_forward.conclude()
 

@@ -246,6 +246,8 @@ class FlatGradients:
                 grads[slot.offset : slot.end].zero_()
         if self._wire.predivide != 1:
             grads.mul_(1 / self._wire.predivide)
+        if self._descent is not None and self._shard is not None:
+            self._descent.expect()
         self._number = self._log.begin_sum(self.name)
         mine = self._own(grads)
         stays = self._keeps_shard and self._shard is None and self._descent is None  # when the whole gradient goes
@@ -297,7 +299,7 @@ class FlatGradients:
         self.filled.clear()
 
     def _bring_down(self, part: Tensor, descent: Descent) -> None:
-        leaves = descent.bring(part, adds=self._shard is not None)
+        leaves = descent.bring(part)
         self._drop_buffer(leaves if self._is_in_buffer(part) else None)
         self._shard, self._keeps_shard = part.new_empty(0), True  # it is where the descent has it
         self.filled.clear()
@@ -312,6 +314,11 @@ class FlatGradients:
         assert self._shard is not None, f"{self.name} has no reduced gradient"
         return self._shard if self._descent is None else self._descent.sums
 
+    def hand_over(self) -> Tensor:
+        """The shard on the host, for an update that goes on beside the next backward."""
+        assert self._descent is not None, "the device updates"
+        return self._descent.hand_over()
+
     def row_norms(self, out: Tensor) -> None:
         """As mpu.grads.row_norms of the shard, on the device."""
         if self._descent is None:
@@ -324,6 +331,8 @@ class FlatGradients:
         if self._departure is not None:
             self._departure.wait()
             self._departure = self._sum = None
+        if self._descent is not None:
+            self._descent.forget()
 
     # ---- from backward to backward ------------------------------------------------------------------------------
 

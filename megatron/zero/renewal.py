@@ -31,6 +31,7 @@ class Tile:
     bucket: FlatBucket
     part: slice
     kept: Kept
+    grads: Tensor
     narrow: Tensor | None
     """Where the new weights are wanted as they are at work, on the side of the update."""
 
@@ -38,23 +39,23 @@ class Tile:
 class Renewal:
     def __init__(self, homes: Homes, buckets: Sequence[FlatBucket]) -> None:
         self._ferry, self._on_host = homes.ferry, homes.optimizer.walks_on_host
-        across = [part.stop - part.start for bucket in buckets if self._crosses(bucket) for part in bucket.kept.parts]
+        across = [part.stop - part.start for bucket in buckets if self.crosses(bucket) for part in bucket.kept.parts]
         self._passing = Passing(max(across, default=0), buckets[0].work.dtype,
                                 None if self._on_host else buckets[0].device, pinned=homes.pins)
         self._last: Mark | None = None
 
-    def tile(self, bucket: FlatBucket, part: slice, kept: Kept) -> Tile:
-        return Tile(bucket, part, kept, self._narrow(bucket, part))
+    def tile(self, bucket: FlatBucket, part: slice, kept: Kept, grads: Tensor) -> Tile:
+        return Tile(bucket, part, kept, grads, self._narrow(bucket, part))
 
     def _narrow(self, bucket: FlatBucket, part: slice) -> Tensor | None:
         if not bucket.keeps_masters:
             return None
-        if self._crosses(bucket):
+        if self.crosses(bucket):
             return self._passing.take(part.stop - part.start)
         weights = bucket.work.in_memory(WEIGHT)
         return None if weights is None else weights[part]
 
-    def _crosses(self, bucket: FlatBucket) -> bool:
+    def crosses(self, bucket: FlatBucket) -> bool:
         """The weights at work are in memory, on the other side."""
         return self._ferry is not None and bucket.is_at_hand == self._on_host and not bucket.work.is_on_drive
 
@@ -67,8 +68,8 @@ class Renewal:
         for tile in tiles:
             bucket = tile.bucket
             if tile.narrow is None and bucket.keeps_masters:
-                bucket.work.write(WEIGHT, tile.part.start, tile.kept[WEIGHT])
-            elif tile.narrow is not None and self._crosses(bucket):
+                bucket.work.write(WEIGHT, tile.part.start, tile.kept[WEIGHT].to(bucket.work.dtype))
+            elif tile.narrow is not None and self.crosses(bucket):
                 self._send(bucket, tile.part, tile.narrow)
 
     def _send(self, bucket: FlatBucket, part: slice, narrow: Tensor) -> None:
@@ -78,6 +79,14 @@ class Renewal:
         else:
             mark = self._last = self._ferry.up.copy(bucket.shard[part], narrow)
         self._passing.sent(mark)
+
+    def bring(self, bucket: FlatBucket, weights: Tensor) -> Mark | None:
+        """All of a bucket's, from the host, where nobody writes to them until the mark."""
+        if self._ferry is not None and bucket.is_at_hand:
+            self._last = self._ferry.up.copy(bucket.shard, weights)
+            return self._last
+        bucket.work.write(WEIGHT, 0, weights)
+        return None
 
     def settle(self) -> None:
         """What went up so far is there, for what the device is asked from now on."""

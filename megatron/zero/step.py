@@ -1,4 +1,4 @@
-"""Step: the optimizer step. Norm and overflow, clipping, the rule over spans of the shards, and new weights published.
+"""Step: the optimizer step. Norm and overflow, clipping, and an update (update.py), or what is wrong.
 
 Gradients arrive as sums over data parallel that carry the loss scale; both are divided out by one factor, together
 with clipping, so that they are read once. (What was divided before the sum is not divided again.) Nothing here knows
@@ -13,26 +13,22 @@ something, on an accelerator, and where nothing on the host depends on them: a l
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import closing
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from megatron.errors import ConfigError, NumericsError
 from megatron.optim.loss_scale import LossScaleRule
-from megatron.optim.rule import ParamGroup, Part, Rule, Span, StepScalars
-from megatron.zero.bucket import FlatBucket
+from megatron.optim.rule import ParamGroup, Rule, StepScalars
 from megatron.zero.exchanges import AFTER_A_STEP, STEP, ExchangeLog, ranges
 from megatron.zero.forwards import different_blocks
-from megatron.zero.homes.shelf import WEIGHT, Homes, Walk
+from megatron.zero.homes.shelf import Homes
 from megatron.zero.norm import GradNorm
-from megatron.zero.renewal import Renewal, Tile
 from megatron.zero.state import State
+from megatron.zero.update import DelayedUpdate, Update
 from megatron.zero.verdict import Found, Verdict, exchange
-from mpu.collectives import all_gather_json, all_reduce
-from mpu.device import on_accelerator
+from mpu.collectives import all_gather_json
 from mpu.groups import Groups
 
 OVERFLOWS_IN_A_ROW = 20
@@ -94,27 +90,19 @@ class Step:
     def __init__(self, state: State, homes: Homes, groups: Groups, rule: Rule, param_groups: Sequence[ParamGroup],
                  scale_rule: LossScaleRule, log: ExchangeLog, *, clip_grad: float, divisor: float,
                  max_skipped: int | None) -> None:
-        self._state, self._home, self._groups, self._rule = state, homes.optimizer, groups, rule
-        self._param_groups = param_groups
+        self._state, self._groups, self._param_groups = state, groups, param_groups
         self._scale_rule, self._log, self._clip_grad = scale_rule, log, clip_grad
         self._divisor = divisor  # what turns the sums over ranks into means
         self._skips_in_a_row, self._max_skipped = 0, max_skipped
         self._norm = GradNorm(state.buckets, groups)
-        device = state.buckets[0].device
-        self._renewal = Renewal(homes, state.buckets)
-        together = on_accelerator(device) and not homes.optimizer.is_elsewhere
-        parts = [(bucket, part) for bucket in state.buckets for part in bucket.kept.parts]
-        self._tiles = [parts] if together else [[part] for part in parts]
-        """What is updated at a time: everything where launches count, one part where it stays in the cache."""
-        self.is_deferred = together and not rule.waits and not scale_rule.dynamic
+        self._update = (DelayedUpdate if homes.delays else Update)(state, homes, groups, rule, param_groups)
+        self.is_deferred = self._update.is_together and not rule.waits and not scale_rule.dynamic
         self._losses: list[Tensor] = []  # of the step under way, or the last one
         self._open: StepReport | None = None  # the last step, while the host has not learned of it
         self._unexplained: StepReport | None = None  # the last step, where what went wrong is still to be said
-        self._updates_on = homes.updates_on(device)
+        self._updates_on = homes.updates_on(state.buckets[0].device)
         self._taken = torch.zeros((), device=self._updates_on)
         self._taken_is = 0  # as the host last knew it
-        self._is_split = {bucket: torch.tensor([slot.partition is not None for slot in bucket.layout.slots],
-                                               device=device) for bucket in state.buckets}
         for bucket in state.buckets:
             bucket.gradient_unit = self._unit
 
@@ -166,6 +154,15 @@ class Step:
         return StepScalars(self._taken, verdict.divisor(), verdict.applies.logical_not().float())
 
     # ---- what became of it --------------------------------------------------------------------------------------
+
+    @property
+    def has_update_under_way(self) -> bool:
+        """Beside the program; the same on all ranks."""
+        return self._update.is_under_way
+
+    def finish_update(self) -> None:
+        """Wait for it, and publish its weights. Collective."""
+        self._update.finish()
 
     def learn(self) -> None:
         """Wait for the last step and count it, taken or skipped. Local: nothing is exchanged or raised."""
@@ -249,65 +246,3 @@ class Step:
                 return f"first in {name}" + (f" on tensor parallel rank {rank}" if not tp.is_solo else "") + \
                     ("" if self._groups.dp.is_solo else ", in the sum over the ranks") + f" ({loss})"
         return f"the sum of finite gradients overflowed ({loss})"
-
-    # ---- update -------------------------------------------------------------------------------------------------
-
-    def _update(self, at: StepScalars, factor: float | None = None) -> None:
-        """`factor` is 1 / at.divisor, where the host knows it: a rule that waits needs it."""
-        self._state.changing = "step"
-        with closing(self._home.walk([(bucket.kept, part) for bucket, part in tiles] for tiles in self._tiles)) as walk:
-            self._go_through(walk, at, factor)
-        self._state.changing = None
-
-    def _go_through(self, walk: Walk, at: StepScalars, factor: float | None) -> None:
-        for tiles, kept in zip(self._tiles, walk, strict=True):
-            new = [self._renewal.tile(bucket, part, numbers)
-                   for (bucket, part), numbers in zip(tiles, kept, strict=True)]
-            self._renewal(new, written=self._update_tiles(new, at, factor))
-            done = [tile.bucket for tile in new if tile.part.stop == tile.bucket.layout.shard_numel]
-            if done:
-                self._renewal.settle()
-            for bucket in done:
-                bucket.send()
-
-    def _update_tiles(self, tiles: Sequence[Tile], at: StepScalars, factor: float | None) -> bool:
-        """True: the new weights are where the tiles want them, too."""
-        written = not self._rule.waits
-        for number, group in enumerate(self._param_groups):
-            spans = [span for tile in tiles for span in self._spans(tile, number)]
-            hyper = {name: value for name, value in group.items() if name != "params"}
-            if not self._rule.waits:
-                written &= not spans or self._rule.step_many(spans, hyper, at)
-                continue
-            assert factor is not None, "the step of a rule that waits is not deferred"
-            for span in spans:
-                self._rule.step(span, hyper, factor=factor, steps_taken=self._state.counters.optimizer_steps)
-        return written
-
-    def _spans(self, tile: Tile, group: int) -> Iterator[Span]:
-        """The work of a rule on a tile for one hyper-parameter group: a span, or none."""
-        start, stop = tile.bucket.layout.group_span(tile.bucket.shard_group.rank, group)
-        start, stop = max(start, tile.part.start), min(stop, tile.part.stop)
-        if start < stop:
-            yield self._span(tile, group, slice(start, stop))
-        elif not self._rule.elementwise:
-            yield self._span(tile, group, slice(0, 0))
-
-    def _span(self, tile: Tile, group: int, span: slice) -> Span:
-        bucket = tile.bucket
-        parts = [] if self._rule.elementwise else [
-            Part(index, start - span.start, stop - span.start)
-            for index, start, stop in bucket.layout.slot_spans(bucket.shard_group.rank)
-            if span.start <= start < span.stop]
-        here = slice(span.start - tile.part.start, span.stop - tile.part.start)
-        states = {kind: numbers[here] for kind, numbers in tile.kept.items() if kind != WEIGHT}
-        narrow = None if tile.narrow is None else tile.narrow[here]
-        return Span(group, tile.kept[WEIGHT][here], bucket.grads.shard[span], states, parts, len(bucket.layout.slots),
-                    partial(self._slot_totals, bucket), narrow)
-
-    def _slot_totals(self, bucket: FlatBucket, sums: Tensor) -> Tensor:
-        """Sums over this rank's part of each parameter -> over the whole parameter."""
-        if bucket.shard_group.is_solo and self._groups.tp.is_solo:
-            return sums
-        here = all_reduce(sums.to(bucket.device), bucket.shard_group)
-        return torch.where(self._is_split[bucket], all_reduce(here, self._groups.tp), here).to(sums.device)

@@ -36,6 +36,9 @@ class Owner(Protocol):
     def change(self, what: str) -> AbstractContextManager[None]:
         """Weights, or states of the optimizer, are written to inside: what ends half way is no base to go on from."""
 
+    def finish_update(self) -> None:
+        """The weights are those of the last step. Collective."""
+
     def count_new_weights(self) -> None:
         """Weights have changed otherwise than by a step: a backward of a forward before it is refused."""
 

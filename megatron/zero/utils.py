@@ -185,6 +185,10 @@ def _set(param: nn.Parameter, kind: str, value: Tensor, *, whole: bool) -> None:
     part = value.flatten()[held.offset : held.offset + held.count] if whole else value
     _agree_to_set(bucket, param, kind, value, whole=whole)
     engine = owner_of(bucket)
+    if kind == WEIGHT:
+        if engine is not None:
+            engine.finish_update()
+        bucket.await_parameters()  # those of a step before, which come from where this writes
     with nullcontext() if engine is None or kind == _GRADIENT else engine.change(f"setting of a {kind}"):
         held.set(part)
         if kind == WEIGHT:

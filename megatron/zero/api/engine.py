@@ -324,15 +324,15 @@ class Engine(EngineStatus):
         `client_state` (JSON values and tensors, rank 0's) comes back from `load_checkpoint`.
 
         `in_background` returns after a copy; the checkpoint is complete when a later `step`, `finish_save` or the end
-        of the program has called `then`. An error of the writing is raised there, on every rank. State on a drive is
-        not copied: it is there because there is no room for it, and the save is made at once."""
+        of the program has called `then`. An error of the writing is raised there, on every rank. State that is
+        not on the device is not copied: there is no room for it twice, and the save is made at once."""
         self.core.meet(SAVE)
         self.conclude()
         root, name = Path(save_dir), step_tag(self.global_steps) if tag is None else str(tag)
         on_rank_0(lambda: probe(root), self.groups.world)
         self.finish_save()
         who = Identity(self._run_id, self.config.as_dict(), self.layout)
-        in_background &= not self.core.homes.on_drives
+        in_background &= not self.core.homes.are_elsewhere
         epochs = self.training_dataloader
         steps = saving_engine(
             self.core, root, name, who, client_state=client_state or {}, scheduler=self.lr_scheduler,

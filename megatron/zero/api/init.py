@@ -79,6 +79,8 @@ def _loan(holders: list[Holder], editor: int | None, names: list[str]) -> Iterat
     if engine is not None:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         meet(engine.log, dp, f"GatheredParameters of {names[0]}{more}", details=f"{editor} {names}")
+    for owner in {id(owner): owner for owner in map(owner_of, holders) if owner is not None}.values():
+        owner.finish_update()
     agree(lambda: _check_before_loan(holders), dp)
     failure: Exception | None = None
     try:

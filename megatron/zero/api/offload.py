@@ -25,6 +25,7 @@ from megatron.zero.homes.host import Host
 from megatron.zero.homes.nvme import Nvme, NvmeSettings
 from megatron.zero.homes.parts import PART_ON_HOST, STEP_SETS, part_of_step, part_of_weights, sets_of_weights
 from megatron.zero.homes.preflight import examine
+from megatron.zero.homes.room import check_room_on_host
 from megatron.zero.homes.shelf import Home, Homes
 from megatron.zero.homes.streamed import Streamed
 from megatron.zero.homes.swapfolder import SwapFolder, close_all, tidy
@@ -40,6 +41,8 @@ def homes_of(config: Config, rule: Rule, model: nn.Module, device: torch.device,
     offload = config.offload
     places = offload.offload_optimizer_device, offload.offload_param_device
     ferry = ferry_for(device) if places != ("none", "none") else None
+    if ferry is not None:
+        agree(lambda: _check_room(config, rule, model, groups.dp.size), groups.world)
     update, told = choose_update(config, rule, model, device, groups, ferry)
     drives = Drives(config, groups)
     if "nvme" not in places:
@@ -59,7 +62,8 @@ def _homes(config: Config, rule: Rule, device: torch.device, drives: Drives, fer
     optimizer, part = _optimizer_home(config, rule, device, drives, ferry, update)
     offload = config.offload
     pins = device.type == "cuda" and offload.offload_optimizer_pin_memory
-    return Homes(optimizer, _params_home(config, device, drives, ferry, part), ferry, pins)
+    delays = offload.delayed_param_update and isinstance(optimizer, Host) and rule.elementwise
+    return Homes(optimizer, _params_home(config, device, drives, ferry, part), ferry, pins, delays)
 
 
 def _optimizer_home(config: Config, rule: Rule, device: torch.device, drives: Drives, ferry: Ferry | None,
@@ -93,6 +97,17 @@ def _params_home(config: Config, device: torch.device, drives: Drives, ferry: Fe
     if offload.offload_param_device == "none" or ferry is None:
         return Here(device, work)
     return Host(work, 0, pinned=pinned)
+
+
+def _check_room(config: Config, rule: Rule, model: nn.Module, dp_size: int) -> None:
+    """Of a rank's part, as far as it is to be on the host."""
+    offload, work = config.offload, DTYPES[config.precision.name].itemsize
+    each = (4 * (1 + len(rule.states)) + work) * (offload.offload_optimizer_device == "cpu")
+    each += work * (offload.offload_param_device == "cpu")
+    numel = -(-sum(shape_of(parameter).numel() for parameter in model.parameters()) // dp_size)
+    flags = " ".join(f"{flag_name(name)} cpu" for name in ("offload_optimizer_device", "offload_param_device")
+                     if getattr(offload, name) == "cpu")
+    check_room_on_host(each * numel, read_environment().local_world_size, flags)
 
 
 @dataclass(frozen=True)
@@ -160,16 +175,19 @@ def offload_notes(config: Config, homes: Homes, *, splits: bool) -> list[str]:
     if offload.offload_update != "auto" and not homes.optimizer.is_elsewhere:
         found.append(f" note: --offload-update {offload.offload_update} has no effect here: the optimizer's state is "
                      "where the model is")
+    if offload.delayed_param_update and not homes.delays:
+        found.append(" note: --delayed-param-update has no effect here: it is for Adam and its like with "
+                     "--offload-optimizer-device cpu of a GPU, updated by the host")
     on_host_already = offload.offload_param_device == "cpu" and homes.ferry is None
     if offload.offload_param_device != "none" and not splits and not on_host_already:
         found.append(f" note: {flag_name('offload_param_device')} {offload.offload_param_device} has no effect here: "
                      f"every parameter is smaller than {flag_name('stage3_param_persistence_threshold')} "
                      f"{config.zero.stage3_param_persistence_threshold}, and stays whole")
-    elif isinstance(homes.params, Nvme) and not homes.params.is_on_drive:
+    elif isinstance(homes.params, Nvme) and not homes.params.holds_anything:
         found.append(f" note: all weights of a rank are within {flag_name('offload_param_max_in_cpu')} "
                      f"{offload.offload_param_max_in_cpu}, and stay on the host")
-    if homes.on_drives and config.save.async_save:
-        found.append(" note: --async-save has no effect here: a copy of the state has no room where that is on a drive")
+    if homes.are_elsewhere and config.save.async_save:
+        found.append(" note: --async-save has no effect here: state that is offloaded is not copied, and saved at once")
     return found
 
 

@@ -10,25 +10,28 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from megatron.checkpoint.agree import agree as together
 from megatron.config.tree import Config
 from megatron.launch.distributed import read_environment
 from megatron.optim.adam import AdamW
 from megatron.optim.rule import Rule, Span, StepScalars
 from megatron.zero.holders import shape_of
 from megatron.zero.homes.ferry import Ferry
-from megatron.zero.homes.host import Host
+from megatron.zero.homes.host import Host, HostShelf
 from megatron.zero.homes.memory import numbers
 from megatron.zero.homes.parts import PART_ON_HOST, STEP_SETS
+from megatron.zero.homes.passing import Passing
 from megatron.zero.homes.shelf import WEIGHT, Home
 from megatron.zero.homes.streamed import Streamed
 from megatron.zero.precision import DTYPES
 from mpu.collectives import agree
-from mpu.groups import Groups
+from mpu.groups import Group, Groups
 
 Side = Literal["host", "device"]
 
@@ -46,15 +49,19 @@ def choose_update(config: Config, rule: Rule, model: nn.Module, device: torch.de
     offload = config.offload
     if ferry is None or offload.offload_optimizer_device == "none" or offload.offload_update == "device":
         return "device", []
-    threads = f"{use_cores()} threads" if device.type == "cuda" else "the threads it has"
+    if device.type == "cuda":
+        use_cores()
+    threads = f"{torch.get_num_threads()} threads"
+    if offload.delayed_param_update and rule.elementwise and offload.offload_optimizer_device == "cpu":
+        return "host", [f" offload: the host updates a step behind, with {threads} a rank"]
     if offload.offload_update == "host" or offload.offload_optimizer_device == "nvme":
         return "host", [f" offload: the host updates, with {threads} a rank"]
     if device.type != "cuda" or not isinstance(rule, AdamW):
         return "host", [f" offload: the host updates, with {threads} a rank: only Adam is tried on both sides"]
     numel = -(-sum(shape_of(parameter).numel() for parameter in model.parameters()) // groups.dp.size)
     work = DTYPES[config.precision.name]
-    on_host, on_device = (agree(seconds, groups.world, "max") * numel
-                          for seconds in trial(rule, device, ferry, work, pinned=offload.offload_optimizer_pin_memory))
+    on_host, on_device = (numel * seconds for seconds in trial(rule, device, ferry, work, groups.world,
+                                                               pinned=offload.offload_optimizer_pin_memory))
     needed = _room_for_device(config, numel, groups)
     fits = agree(needed * SHARE <= torch.cuda.mem_get_info(device)[0], groups.world, "min")
     side: Side = "device" if on_device < on_host and fits else "host"
@@ -69,36 +76,53 @@ def _room_for_device(config: Config, numel: int, groups: Groups) -> int:
     return numel * (4 if wide else 2) + STEP_SETS * 3 * 4 * PART_ON_HOST
 
 
-def use_cores() -> int:
+def use_cores() -> None:
     """An equal share of the cores for each rank of a node: launchers leave one thread to each. Who asks for another
     number is heard."""
     if os.environ.get("OMP_NUM_THREADS", "1") == "1":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // read_environment().local_world_size))
-    return torch.get_num_threads()
+        ranks = read_environment().local_world_size
+        is_bound = cores * ranks <= (os.cpu_count() or 1)  # each rank to its share already
+        torch.set_num_threads(cores if is_bound else max(1, cores // ranks))
 
 
-def trial(rule: AdamW, device: torch.device, ferry: Ferry, work: torch.dtype, *, pinned: bool,
+def trial(rule: AdamW, device: torch.device, ferry: Ferry, work: torch.dtype, world: Group, *, pinned: bool,
           part: int = PART_ON_HOST) -> tuple[float, float]:
-    """Seconds a number takes, updated by the host, and on the device."""
-    host = Host(torch.float32, part, pinned=pinned)
-    shelf = host.shelf("trial", part * PARTS)
-    shelf.add(rule.states)
-    on_host, on_device = numbers(part, work, pinned=pinned), torch.zeros(part, dtype=work, device=device)
+    """Seconds a number takes, updated by the host, and on the device, on the slowest rank. Collective: all are at it at
+    the same time, as they will be."""
+    def prepare() -> tuple[Host, HostShelf]:
+        host = Host(torch.float32, part, pinned=pinned)
+        shelf = host.shelf("trial", part * PARTS)
+        shelf.add(rule.states)
+        return host, shelf
 
-    def update(home: Home, numbers_of_16_bits: Tensor) -> None:
-        at = StepScalars.of(0.5, 1, numbers_of_16_bits.device)
-        for kept, in home.walk([(shelf, its)] for its in shelf.parts):
-            states = {kind: kept[kind] for kind in rule.states}
-            span = Span(0, kept[WEIGHT], numbers_of_16_bits, states, (), 1, lambda sums: sums, numbers_of_16_bits)
-            if not rule.step_many([span], {"lr": 0.0, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}, at):
-                numbers_of_16_bits.copy_(kept[WEIGHT])
-            if home is host:
-                ferry.up.copy(on_device, on_host).wait()
-        home.settle()
+    host, shelf = together(prepare, world)
+    found = []
+    for home, there in ((host, torch.device("cpu")), (Streamed(host, ferry, device), device)):
+        rule.settle_on(there, world)
+        trip = partial(_step_on, there, rule, home, shelf, ferry, torch.zeros(part, dtype=work, device=device), pinned)
+        found.append(agree(together(lambda: _seconds(trip), world), world, "max") / shelf.numel)
+    return found[0], found[1]
 
-    return (_seconds(lambda: update(host, on_host)) / shelf.numel,
-            _seconds(lambda: update(Streamed(host, ferry, device), on_device)) / shelf.numel)
+
+def _step_on(there: torch.device, rule: AdamW, home: Home, shelf: HostShelf, ferry: Ferry, on_device: Tensor,
+             pinned: bool) -> None:
+    """One update of all parts, with the way of the new weights; gradients have come down before."""
+    on_host = isinstance(home, Host)
+    grads = numbers(len(on_device), on_device.dtype, pinned=pinned) if on_host else on_device
+    passing = Passing(len(on_device) if on_host else 0, on_device.dtype, None, pinned=pinned)
+    at = StepScalars.of(0.5, 1, there)
+    for kept, in home.walk([(shelf, its)] for its in shelf.parts):
+        narrow = passing.take(len(on_device)) if on_host else on_device
+        states = {kind: kept[kind] for kind in rule.states}
+        span = Span(0, kept[WEIGHT], grads, states, (), 1, lambda sums: sums, narrow)
+        if not rule.step_many([span], {"lr": 0.0, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}, at):
+            narrow.copy_(kept[WEIGHT])
+        if on_host:
+            passing.sent(last := ferry.up.copy(on_device, narrow))
+    if on_host:
+        last.wait()
+    home.settle()
 
 
 def _seconds(action: Callable[[], None]) -> float:

@@ -6,5 +6,6 @@ ferry.py: by it gradients come down (descent.py) and new weights go to the other
 Below nvme.py nothing knows a bucket or a step: memory.py (host buffers that a disk and a device can both reach into),
 swapfolder.py (one rank's own folder on a drive), blockfile.py (positioned reads and writes past the page cache),
 lanes.py (the threads that make them), tilefile.py (checksummed tiles at fixed places of one file), preflight.py
-(whether a drive will do, before the model is built). depot.py is for what waits until there is an engine.
+(whether a drive will do, before the model is built; room.py asks the same of the host). depot.py is for what waits
+until there is an engine.
 """

@@ -16,22 +16,43 @@ from mpu.grads import NORM_ROW, row_norms
 
 class Descent:
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, ferry: Ferry, *, pinned: bool) -> None:
-        self._ferry = ferry
+        self._ferry, self._pinned = ferry, pinned
         self._sums = numbers(numel, dtype, pinned=pinned)
         self._rows = torch.zeros(numel // NORM_ROW, device=device)
+        self._other: Tensor | None = None
         self._came: Mark | None = None
+        self._before: tuple[Tensor, Mark] | None = None
         self._version = self._sums._version
 
-    def bring(self, part: Tensor, *, adds: bool) -> Mark:
-        """The sums <- `part` of the device, added to them with `adds`. The device may write there after the mark."""
-        if adds:
-            before = torch.empty_like(part)
-            self._ferry.up.copy(before, self._sums, [self._came] if self._came is not None else []).join()
+    def expect(self) -> None:
+        """What comes next is added to what is here, which begins to go up."""
+        before = torch.empty(len(self._sums), dtype=self._sums.dtype, device=self._rows.device)
+        self._before = before, self._ferry.up.copy(before, self._sums, [self._came] if self._came is not None else [])
+
+    def bring(self, part: Tensor) -> Mark:
+        """The sums <- `part` of the device, added to what was `expect`ed. The device may write there after the mark."""
+        if self._before is not None:
+            (before, arrival), self._before = self._before, None
+            arrival.join()
             part = before.add_(part)
         row_norms(part, self._rows)
         self._came = self._ferry.down.copy(self._sums, part)
         self._version = self._sums._version
         return self._came
+
+    def forget(self) -> None:
+        """Nothing comes that was expected."""
+        if self._before is not None:
+            self._before[1].join()
+            self._before = None
+
+    def hand_over(self) -> Tensor:
+        """The sums, which are the caller's until the next call; those of the next step have another place."""
+        sums = self.sums
+        if self._other is None:
+            self._other = numbers(len(sums), sums.dtype, pinned=self._pinned)
+        self._sums, self._other, self._came = self._other, sums, None
+        return sums
 
     @property
     def sums(self) -> Tensor:

@@ -10,6 +10,7 @@ side a CPU has one, which copies at once, or as late as it may.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,10 @@ import torch
 from torch import Tensor
 
 from mpu.device import on_accelerator
+
+
+HELD = 2
+"""Copies from the device that a stream may be behind, before the device waits."""
 
 
 class Mark(Protocol):
@@ -40,7 +45,7 @@ class Lane(Protocol):
     def copy(self, out: Tensor, source: Tensor, after: Sequence[Mark] = ()) -> Mark:
         """out <- source, of one type, one of them on the host and best page-locked. It begins when the device has done
         what it was asked so far, and those `after` have ended. Nobody touches `out`, or writes to `source`, until they
-        have joined or waited; either may be freed."""
+        have joined or waited; `source` on the device may be freed."""
 
     def leading(self) -> AbstractContextManager[None]:
         """Inside, collectives come after the copies on this lane, and the device does not wait for those."""
@@ -66,8 +71,12 @@ def ferry_for(device: torch.device) -> Ferry | None:
 
 
 class _Stream:
+    """What is copied from is held until the device has gone on after the copy: torch gives memory that was freed to
+    others, and `record_stream`, which keeps it from that, keeps it until the host looks."""
+
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
+        self._held: deque[tuple[Tensor, _Event]] = deque()
 
     def copy(self, out: Tensor, source: Tensor, after: Sequence[Mark] = ()) -> Mark:
         assert out.dtype == source.dtype, "a copy that converts would go through memory of its own"
@@ -77,9 +86,18 @@ class _Stream:
                 self._stream.wait_event(mark.event)
         with torch.cuda.stream(self._stream):
             out.copy_(source, non_blocking=True)
-        here = out if out.is_cuda else source
-        here.record_stream(self._stream)  # its memory is not used anew before that
-        return _Event(self._stream.record_event(), self._device)
+        mark = _Event(self._stream.record_event(), self._device, self)
+        if source.is_cuda:
+            self._held.append((source, mark))
+            if len(self._held) > HELD:
+                self._held[0][1].join()
+                self._held.popleft()
+        return mark
+
+    def let_go(self) -> None:
+        """Of what has ended."""
+        while self._held and self._held[0][1].done():
+            self._held.popleft()
 
     @contextmanager
     def leading(self) -> Iterator[None]:
@@ -91,12 +109,14 @@ class _Stream:
 class _Event:
     event: torch.cuda.Event
     device: torch.device
+    lane: _Stream
 
     def join(self) -> None:
         torch.cuda.current_stream(self.device).wait_event(self.event)
 
     def wait(self) -> None:
         self.event.synchronize()
+        self.lane.let_go()
 
     def done(self) -> bool:
         is_over: bool = self.event.query()

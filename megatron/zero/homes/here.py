@@ -41,7 +41,7 @@ class HereShelf(Shelf):
 
 
 class Here:
-    is_elsewhere = is_on_drive = walks_on_host = False
+    is_elsewhere = walks_on_host = False
 
     def __init__(self, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         self._device, self._dtype = device, dtype

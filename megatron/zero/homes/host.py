@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import final
 
@@ -25,6 +26,7 @@ class HostShelf(Shelf):
         self._tensors = {WEIGHT: numbers(numel, dtype, pinned=pinned)}
         self._under_way: dict[tuple[Lane, int, int], Mark] = {}
         """The last copy by each lane of each stretch that was copied."""
+        self._user: Future[None] | None = None
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -46,7 +48,18 @@ class HostShelf(Shelf):
         self.settle()
         return self._tensors[kind]
 
+    def taken(self, part: slice) -> Kept:
+        """For somebody whom others `wait_for`."""
+        self.settle()
+        return {kind: everything[part] for kind, everything in self._tensors.items()}
+
+    def wait_for(self, user: Future[None]) -> None:
+        self._user = user
+
     def settle(self) -> None:
+        if self._user is not None:
+            wait([self._user])
+            self._user = None
         for mark in self._under_way.values():
             mark.wait()
         self._under_way.clear()
@@ -78,7 +91,7 @@ class HostShelf(Shelf):
 
 
 class Host:
-    is_elsewhere, is_on_drive, walks_on_host = True, False, True
+    is_elsewhere = walks_on_host = True
 
     def __init__(self, dtype: torch.dtype, part: int, *, pinned: bool) -> None:
         """`part` is how many numbers a step takes at a time; 0: all of a shelf."""

@@ -55,7 +55,9 @@ class _Mapping(mmap.mmap):
     """The address, where CUDA has to be told that it goes."""
 
     def lock(self) -> None:
-        address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
+        everything = torch.frombuffer(self, dtype=torch.uint8)
+        everything.zero_()  # by all threads: CUDA would have the pages made one after the other
+        address, self._device = everything.data_ptr(), _current_device()
         if int(error := _cudart().cudaHostRegister(address, len(self), _PORTABLE)):
             _forget_the_error()
             raise RuntimeError(_cudart().cudaGetErrorString(error))
@@ -64,11 +66,20 @@ class _Mapping(mmap.mmap):
     def __del__(self) -> None:  # before the memory goes
         if self._locked:
             with suppress(Exception):  # at the end of the program CUDA may be gone
+                _wait_for(self._device)  # a copy may be under way
                 _cudart().cudaHostUnregister(self._locked)
 
 
 def _cudart() -> Any:
     return torch.cuda.cudart()
+
+
+def _current_device() -> int:
+    return torch.cuda.current_device()
+
+
+def _wait_for(device: int) -> None:
+    torch.cuda.synchronize(device)
 
 
 def _forget_the_error() -> None:

@@ -73,8 +73,7 @@ class _Set:
         """The same for whoever has no use for what was under way: a tile that could not be written is lost until it is
         written again, and says so itself."""
         first: Exception | None = None
-        if self.leaves is not None:
-            self.leaves.wait()
+        self.let_go()
         while self.under_way:
             error = self.under_way[-1].error()
             self.under_way.pop()
@@ -82,6 +81,12 @@ class _Set:
                 self.there.clear()
                 first = first or error
         return first
+
+    def let_go(self) -> None:
+        """Nothing comes from it any more."""
+        if self.leaves is not None:
+            self.leaves.wait()
+            self.leaves = None
 
     def forget(self) -> None:
         self.of = None
@@ -175,6 +180,7 @@ class Nvme:
         self.kinds, self.settings = (WEIGHT, *states), settings
         self._folder, self._name = folder, name
         self._files: list[TileFile] = []
+        self._on_host: list[HostShelf] = []
         self._free: deque[_Set] = deque()
         """Those given back first are first."""
         self._in_use: set[tuple[int, int]] = set()
@@ -187,7 +193,9 @@ class Nvme:
         if self._in_memory + numel <= self.settings.in_memory:
             self._in_memory += numel
             if self.settings.apart:
-                return HostShelf(numel, self.settings.dtype, [slice(0, numel)], pinned=self.settings.pinned)
+                self._on_host.append(HostShelf(numel, self.settings.dtype, [slice(0, numel)],
+                                               pinned=self.settings.pinned))
+                return self._on_host[-1]
             return HereShelf(torch.zeros(numel, dtype=self.settings.dtype))
         parts = cut(numel, numel if self.settings.whole else self.settings.part, self.settings.within)
         tiles = [(part.stop - part.start) * self.settings.dtype.itemsize for part in parts for _ in self.kinds]
@@ -201,8 +209,8 @@ class Nvme:
         return self.settings.apart
 
     @property
-    def is_on_drive(self) -> bool:
-        """Some shelf is."""
+    def holds_anything(self) -> bool:
+        """Some shelf is on the drive."""
         return bool(self._files)
 
     @property
@@ -294,10 +302,14 @@ class Nvme:
     def settle(self) -> None:
         for buffers in self._free:
             buffers.drain()
+        for shelf in self._on_host:
+            shelf.settle()
         for file in self._files:
             file.settle()
 
     def close(self) -> None:
         self._is_closed = True
+        for buffers in self._free:
+            buffers.let_go()
         self._free.clear()
         self._folder.close()

@@ -17,6 +17,7 @@ from megatron.zero.homes.memory import numbers
 class _Buffer:
     numbers: Tensor
     leaves: Mark | None = None
+    is_taken: bool = False
 
 
 @final
@@ -30,6 +31,8 @@ class Passing:
     def take(self, count: int) -> Tensor:
         """The buffer that left first, when it has: until it is `sent` it is the caller's."""
         first = self._turns[0]
+        assert not first.is_taken, "it would be given to two, who fill it with different numbers"
+        first.is_taken = True
         if first.leaves is not None and self._from_host:
             first.leaves.wait()
         elif first.leaves is not None:
@@ -37,5 +40,5 @@ class Passing:
         return first.numbers[:count]
 
     def sent(self, mark: Mark) -> None:
-        self._turns[0].leaves = mark
+        self._turns[0].leaves, self._turns[0].is_taken = mark, False
         self._turns.rotate(-1)

@@ -130,9 +130,6 @@ class Home(Protocol):
     part after the other."""
 
     @property
-    def is_on_drive(self) -> bool: ...
-
-    @property
     def walks_on_host(self) -> bool:
         """The parts of a walk are on the host, and the device is not: that is where a step's arithmetic is."""
 
@@ -159,11 +156,13 @@ class Homes:
     """Where the device is not its own host."""
     pins: bool = False
     """What travels is page-locked on the host."""
+    delays: bool = False
+    """The host updates beside the next forward and backward."""
 
     @property
-    def on_drives(self) -> bool:
-        """There is something that has to be fetched when it is looked at."""
-        return self.optimizer.is_on_drive or self.params.is_on_drive
+    def are_elsewhere(self) -> bool:
+        """There is something that is not on the device."""
+        return self.optimizer.is_elsewhere or self.params.is_elsewhere
 
     def updates_on(self, device: torch.device) -> torch.device:
         """Where a step's arithmetic is."""

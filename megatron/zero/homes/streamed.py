@@ -20,7 +20,7 @@ from megatron.zero.homes.shelf import Kept, Shelf, Walk
 
 @final
 class Streamed:
-    is_elsewhere, is_on_drive, walks_on_host = True, False, False
+    is_elsewhere, walks_on_host = True, False
 
     def __init__(self, home: Host, ferry: Ferry, device: torch.device) -> None:
         self._home, self._ferry, self._device = home, ferry, device
@@ -39,6 +39,7 @@ class Streamed:
             arrival.join()
             yield [kept]
             buffers.gone = [shelf.copy_in(kept, part, self._ferry.down)]
+        sets.join()
 
     def _bring(self, shelf: HostShelf, part: slice, into: _Set) -> tuple[_Set, Kept, Mark]:
         kept = into.views(shelf, part)
@@ -72,6 +73,12 @@ class _Sets:
 
     def __init__(self, device: torch.device, size: int) -> None:
         self._sets = deque(_Set(device, size) for _ in range(STEP_SETS))
+
+    def join(self) -> None:
+        """They may be freed."""
+        for buffers in self._sets:
+            for mark in buffers.gone:
+                mark.join()
 
     def take(self) -> _Set:
         self._sets.rotate(-1)

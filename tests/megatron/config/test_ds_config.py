@@ -175,6 +175,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     HOME + "buffer_count": (6, {"offload_optimizer_buffer_count": 6}, {}),
     HOME + "pin_memory": (False, {"offload_optimizer_pin_memory": False}, {}),
     HOME + "update": ("host", {"offload_update": "host"}, {}),
+    HOME + "delayed_param_update": (True, {"delayed_param_update": True}, {}),
     HOME + "pipeline_read": (False, {"offload_optimizer_pipeline_read": False}, {}),
     HOME + "pipeline_write": (False, {"offload_optimizer_pipeline_write": False}, {}),
     PARAM + "device": (

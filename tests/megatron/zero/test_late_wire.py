@@ -18,6 +18,7 @@ from megatron import zero
 from megatron.config.tree import build_config
 from megatron.train.build import engine as build_engine
 from megatron.train.build import model as build_model
+from megatron.zero.utils import safe_set_full_fp32_param
 from mpu import groups
 from tests.distributed import RankError, run_ranks
 from tests.late_wire import late_wire
@@ -150,14 +151,53 @@ def test_nor_with_recomputation_and_weights_that_are_drawn(native: bool) -> None
     assert run_ranks(recomputed, 2, native, timeout=300) == [[], []]
 
 
+class Idle(Net):
+    """The last block takes part in the first forward only."""
+
+    used = 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks[: self.used]:
+            x = torch.tanh(block(x))
+        self.used = 2
+        return self.head(x).square().mean()
+
+
+def written(rank: int, world: int, native: bool) -> list[str]:
+    """New weights while the ones before are still on their way: those of a block that no forward has used since, and
+    those that somebody sets right after a step."""
+    found = []
+    with accelerator_side(native):
+        for stage, bf16 in product((1, 2), (False, True)):
+            config = build_config({"zero_stage": stage, "bf16": bf16, "batch_size": 4, "global_batch_size": 8,
+                                   "ignore_unused_parameters": True, "lr_decay_style": "constant"})
+            with late_wire():
+                engine = zero.initialize(model=Idle(), config=config, mpu=groups.build(1))[0]
+                for _ in range(3):
+                    engine.backward(engine(torch.ones(4, WIDTH, dtype=torch.bfloat16 if bf16 else torch.float32)))
+                    engine.core.step(1e-2)  # new weights travel until they are needed
+                last = engine.module.blocks[2].weight
+                safe_set_full_fp32_param(last, torch.full((WIDTH, WIDTH), 0.25))
+                with zero.GatheredParameters(last):
+                    found += [] if bool((last == 0.25).all()) else [f"stage {stage}, bf16 {bf16}"]
+                engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["cpu", "accelerator"])
+def test_weights_on_their_way_are_waited_for_before_new_ones(native: bool) -> None:
+    assert run_ranks(written, 2, native) == [[], []]
+
+
 # -- every wait counts ---------------------------------------------------------------------------------------------
 
 FOLDER = Path(megatron.zero.__file__).parent
 
 
 def places() -> Iterator[Place]:
-    """In the mechanism; api/ and the watch wait for threads, not ranks, and aside.py for copies (test_aside.py)."""
-    for path in sorted({*FOLDER.glob("*.py")} - {FOLDER / "watch.py", FOLDER / "aside.py"}):
+    """In the mechanism; api/ and the watch wait for threads, not ranks, aside.py and update.py for copies (test_aside.py,
+    homes/test_ferry.py)."""
+    for path in sorted({*FOLDER.glob("*.py")} - {FOLDER / name for name in ("watch.py", "aside.py", "update.py")}):
         yield from waits(f"megatron.zero.{path.stem}")
 
 

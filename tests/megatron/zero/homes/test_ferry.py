@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
@@ -50,9 +50,9 @@ def cells(world: int) -> Iterator[dict[str, Any]]:
                "global_batch_size": ROWS}
 
 
-def differences(rank: int, world: int, folder: Path, numbers: slice) -> list[str]:
-    found = []
-    for number, cell in [*enumerate(cells(world))][numbers]:
+def differences(rank: int, world: int, folder: Path, numbers: Sequence[int]) -> list[str]:
+    wrong = []
+    for number, cell in [found for found in enumerate(cells(world)) if found[0] in numbers]:
         grid, rows = groups.build(cell["model_parallel_size"]), batches(STEPS)
         with accelerator_side():
             expected = outcome(gpt2_engine(configure_gpt2(**cell), grid), rows)
@@ -62,37 +62,41 @@ def differences(rank: int, world: int, folder: Path, numbers: slice) -> list[str
                     engine = gpt2_engine(configure_gpt2(**cell, **home), grid)
                     assert name == "params" or isinstance(engine.homes.optimizer, HOMES[name.partition(",")[0]])
                     if not alike(outcome(engine, rows), expected):
-                        found.append(f"{name}: {cell}")
+                        wrong.append(f"{name}: {cell}")
                     engine.detach()
-    return found
+    return wrong
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_home_beside_an_accelerator_changes_no_bit(tmp_path: Path, world: int) -> None:
     """Each stage and each precision once."""
-    check(tmp_path, world, slice(0, None, 4))
+    check(tmp_path, world, [0, 5, 7])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_nor_in_any_cell(tmp_path: Path, world: int) -> None:
-    check(tmp_path, world, slice(None))
+    check(tmp_path, world, range(9))
 
 
-def check(folder: Path, world: int, numbers: slice) -> None:
+def check(folder: Path, world: int, numbers: Sequence[int]) -> None:
     assert run_ranks(differences, world, folder, numbers, timeout=900) == [[]] * world
     assert not list(folder.iterdir()), "something was left behind"
 
 
 # -- every wait counts ---------------------------------------------------------------------------------------------
 
-MODULES = ["bucket", "renewal", "turns", *(f"homes.{name}" for name in ("descent", "host", "passing", "streamed"))]
+MODULES = ["bucket", "renewal", "turns", "update", "homes.descent", "homes.host", "homes.passing", "homes.streamed"]
+
+
+ONLY_MEMORY = {"FlatBucket.prefetch", "Descent.forget", "Streamed.walk", "_Sets.join"}
+"""There a wait keeps memory from being freed, at the end or after an error; the late ferry holds what it copies."""
 
 
 def places() -> Iterator[Place]:
     for module in MODULES:
-        for place in waits(f"megatron.zero.{module}", {"join", "wait"}):
-            if not (module == "bucket" and place.number != 2):  # those of the wire: test_late_wire.py
+        for place in waits(f"megatron.zero.{module}", {"join"} if module == "bucket" else {"join", "wait"}):
+            if place.function not in ONLY_MEMORY:
                 yield place
 
 
@@ -103,9 +107,14 @@ def lives(folder: Path) -> list[Any]:
     for stage, rows in product(both, (1, 2)):
         cell = {"zero_stage": stage, "bf16": True, "batch_size": rows, "global_batch_size": 2}
         for name in both[stage]:
-            engine = gpt2_engine(configure_gpt2(**cell, num_layers=4, **homes(folder, stage, 0)[name]), groups.build(1))
-            found.append(outcome(engine, batches(3)[:, :2]))
-            engine.detach()
+            found.append(life(cell | homes(folder, stage, 0)[name]))
+    return [*found, life(cell | homes(folder, stage, 0)["host"] | {"delayed_param_update": True})]
+
+
+def life(cell: dict[str, Any]) -> list[Any]:
+    engine = gpt2_engine(configure_gpt2(**cell, num_layers=4), groups.build(1))
+    found = outcome(engine, batches(4)[:, :2])
+    engine.detach()
     return found
 
 

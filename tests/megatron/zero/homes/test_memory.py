@@ -20,6 +20,7 @@ class Cuda:
     def __init__(self, error: int = 0) -> None:
         self.error = error
         self.locked: dict[int, int] = {}
+        self.waited_for: list[int] = []
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         if not self.error:
@@ -41,6 +42,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     monkeypatch.setattr(memory, "_cudart", lambda: runtime)
     monkeypatch.setattr(memory, "_TOLD", [])
     monkeypatch.setattr(memory, "_forget_the_error", lambda: None)
+    monkeypatch.setattr(memory, "_current_device", lambda: 3)
+    monkeypatch.setattr(memory, "_wait_for", runtime.waited_for.append)
     return runtime
 
 
@@ -65,8 +68,9 @@ def test_numbers_are_locked_as_long_as_somebody_has_them(cuda):
     part = found[7:9]
     del found
     assert cuda.locked
+    assert not cuda.waited_for
     del part
-    assert not cuda.locked
+    assert not cuda.locked and cuda.waited_for == [3], "a copy may be under way"
 
 
 def test_where_no_more_memory_can_be_locked_one_line_says_so(cuda, capfd):
