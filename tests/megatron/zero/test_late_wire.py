@@ -195,8 +195,8 @@ FOLDER = Path(megatron.zero.__file__).parent
 
 
 def places() -> Iterator[Place]:
-    """In the mechanism; api/ and the watch wait for threads, not ranks, aside.py and update.py for copies (test_aside.py,
-    homes/test_ferry.py)."""
+    """In the mechanism; api/ and the watch wait for threads, not ranks, aside.py and update.py for copies
+    (test_aside.py, homes/test_ferry.py)."""
     for path in sorted({*FOLDER.glob("*.py")} - {FOLDER / name for name in ("watch.py", "aside.py", "update.py")}):
         yield from waits(f"megatron.zero.{path.stem}")
 

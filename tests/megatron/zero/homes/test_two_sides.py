@@ -27,6 +27,7 @@ from megatron.zero.homes.memory import numbers
 from megatron.zero.homes.parts import GRAIN
 from mpu import groups
 from mpu.grads import row_norms
+from mpu.groups import SOLO
 from tests.distributed import run_ranks
 from tests.megatron.zero.homes.test_ferry import homes
 from tests.megatron.zero.run import configure_gpt2
@@ -170,7 +171,7 @@ def test_the_trial_of_an_update_keeps_to_its_side(work: torch.dtype, monkeypatch
     with two_sides() as sides, sides.watched() as waits:
         ferry = offload.ferry_for(DEVICE)
         assert ferry is not None
-        update.trial(AdamW(), DEVICE, ferry, work, pinned=False, part=GRAIN)
+        update.trial(AdamW(), DEVICE, ferry, work, SOLO, pinned=False, part=GRAIN)
     assert waits == []
 
 
