@@ -352,6 +352,7 @@ class ZeroEngine:
         return self.state.numbers()
 
     def forget_optimizer_steps(self) -> None:
+        self.conclude()  # a step that the host has not heard of is one of those
         self.state.forget_optimizer_steps()
 
     def restore_counters(self, saved: dict[str, Any]) -> None:

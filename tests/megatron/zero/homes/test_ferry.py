@@ -24,8 +24,6 @@ from tests.megatron.zero.run import configure_gpt2, gpt2_engine
 from tests.wires import accelerator_side
 from tests.without_waits import Place, waits, without
 
-STEPS = 8
-
 
 def homes(folder: Path, stage: int, number: int) -> dict[str, dict[str, Any]]:
     few = {"sub_group_size": 3072}
@@ -50,10 +48,10 @@ def cells(world: int) -> Iterator[dict[str, Any]]:
                "global_batch_size": ROWS}
 
 
-def differences(rank: int, world: int, folder: Path, numbers: Sequence[int]) -> list[str]:
+def differences(rank: int, world: int, folder: Path, numbers: Sequence[int], steps: int) -> list[str]:
     wrong = []
     for number, cell in [found for found in enumerate(cells(world)) if found[0] in numbers]:
-        grid, rows = groups.build(cell["model_parallel_size"]), batches(STEPS)
+        grid, rows = groups.build(cell["model_parallel_size"]), batches(steps)
         with accelerator_side():
             expected = outcome(gpt2_engine(configure_gpt2(**cell), grid), rows)
             assert cell.get("fp16") is None or expected[1] > 0, "no step was skipped"
@@ -70,17 +68,17 @@ def differences(rank: int, world: int, folder: Path, numbers: Sequence[int]) -> 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_home_beside_an_accelerator_changes_no_bit(tmp_path: Path, world: int) -> None:
     """Each stage and each precision once."""
-    check(tmp_path, world, [0, 5, 7])
+    check(tmp_path, world, [0, 5, 7], steps=6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_nor_in_any_cell(tmp_path: Path, world: int) -> None:
-    check(tmp_path, world, range(9))
+    check(tmp_path, world, range(9), steps=20)
 
 
-def check(folder: Path, world: int, numbers: Sequence[int]) -> None:
-    assert run_ranks(differences, world, folder, numbers, timeout=900) == [[]] * world
+def check(folder: Path, world: int, numbers: Sequence[int], steps: int) -> None:
+    assert run_ranks(differences, world, folder, numbers, steps, timeout=900) == [[]] * world
     assert not list(folder.iterdir()), "something was left behind"
 
 
