@@ -1,7 +1,7 @@
 """DeepSpeed's names over the mechanism: what a training script calls.
 
     initialize.py   `zero.initialize`; meeting.py: `zero.init_distributed`
-    offload.py      where its state lives; update.py: where it is updated
+    offload.py      where its state lives; update.py: where it is updated; drives.py: folders on drives
     engine.py       `Engine`, what it returns; status.py: what it says of itself; names.py: DeepSpeed's further names
     optimizer.py, schedule.py, loading.py    the optimizer, the scheduler and the loader beside it
     batching.py, casting.py, monitor.py      batch sizes, inputs in fp16, what is reported

@@ -14,7 +14,7 @@ from megatron.config.tree import Config
 from megatron.errors import ConfigError
 from megatron.launch import exits
 from megatron.launch.distributed import read_environment
-from megatron.zero.api.offload import name_of_command
+from megatron.zero.api.drives import name_of_command
 from megatron.zero.holders import holder_of
 from megatron.zero.homes.depot import Depot
 from megatron.zero.homes.swapfolder import SwapFolder, close_all, usable

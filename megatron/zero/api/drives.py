@@ -1,0 +1,90 @@
+"""This rank's folders on drives, and what the drives are expected to do, before the model is built."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from zlib import crc32
+
+from torch import nn
+
+from megatron.config.tree import Config, flag_name
+from megatron.launch.distributed import read_environment
+from megatron.optim.rule import Rule
+from megatron.zero.holders import shape_of
+from megatron.zero.homes.preflight import examine
+from megatron.zero.homes.swapfolder import SwapFolder, tidy
+from megatron.zero.precision import DTYPES
+from mpu.groups import Groups
+
+
+@dataclass(frozen=True)
+class _Use:
+    """Bytes of one rank on a drive, and those it reads and writes in a step."""
+
+    kept: int
+    read: int
+    written: int
+
+
+def expected_of_drives(config: Config, rule: Rule, model: nn.Module, dp_size: int) -> dict[str, _Use]:
+    """By kind of state, but for the padding of shards."""
+    numel = -(-sum(shape_of(parameter).numel() for parameter in model.parameters()) // dp_size)
+    state = 4 * numel * (1 + len(rule.states))
+    on_drive = max(0, numel - config.offload.offload_param_max_in_cpu) * DTYPES[config.precision.name].itemsize
+    return {"optimizer": _Use(state, state, state),
+            "param": _Use(on_drive, 2 * on_drive * config.accumulation(dp_size), on_drive)}
+
+
+class Drives:
+    """This rank's folders on drives, one for each path."""
+
+    def __init__(self, config: Config, groups: Groups) -> None:
+        self._offload, self._run, self._rank = config.offload, _name(config), groups.world.rank
+        self._node = read_environment()
+        self._folders: dict[str, SwapFolder] = {}
+        self._kinds: dict[str, list[str]] = {}
+
+    def folder(self, kind: str) -> SwapFolder:
+        """Of the setting of this kind of state."""
+        name = f"offload_{kind}_nvme_path"
+        path: str = getattr(self._offload, name)
+        self._kinds.setdefault(path, []).append(kind)
+        if path not in self._folders:
+            self._folders[path] = SwapFolder(path, self._run, self._rank, flag=flag_name(name))
+            if self._node.local_rank == 0:
+                tidy(path, self._run, range(self._rank, self._rank + self._node.local_world_size))
+        return self._folders[path]
+
+    def close(self) -> None:
+        """There will be no engine."""
+        for folder in self._folders.values():
+            folder.close()
+
+    def examine(self, expected: Mapping[str, _Use]) -> list[str]:
+        """What each drive is expected to do, measured by one rank of a node; the others wait for it."""
+        if self._node.local_rank != 0:
+            return []
+        lines = []
+        for path, kinds in self._kinds.items():
+            needed, read, written = (self._node.local_world_size * sum(getattr(expected[kind], what) for kind in kinds)
+                                     for what in ("kept", "read", "written"))
+            lines.append(str(examine(path, needed=needed, read_a_step=read, written_a_step=written,
+                                     flag=self._folders[path].flag)))
+        return lines
+
+
+def _name(config: Config) -> str:
+    """The same for the next start of a run, which finds what a killed one left: by the folder it saves into, or the
+    command."""
+    return name_of_command() if config.save.save is None else _hashed(os.path.abspath(config.save.save))
+
+
+def name_of_command() -> str:
+    return _hashed(" ".join([os.getcwd(), *sys.argv]))
+
+
+def _hashed(what: str) -> str:
+    return f"zero-{crc32(what.encode(errors='replace')):08x}"
