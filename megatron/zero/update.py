@@ -52,12 +52,12 @@ class Update:
         self._state.changing = "step"
         for bucket in self._state.buckets:
             bucket.await_parameters()  # of a step before, in blocks that no forward has used since
-        hypers = self._hypers()
+        hypers, taken = self._hypers(), self._state.counters.optimizer_steps
         with closing(self._home.walk([(bucket.kept, part) for bucket, part in tiles] for tiles in self._tiles)) as walk:
             for tiles, kept in zip(self._tiles, walk, strict=True):
                 new = [self._renewal.tile(bucket, part, numbers, bucket.grads.shard[part])
                        for (bucket, part), numbers in zip(tiles, kept, strict=True)]
-                self._renewal(new, written=self._step(new, hypers, at, factor))
+                self._renewal(new, written=self._step(new, hypers, at, factor, taken))
                 self._send([tile.bucket for tile in new if tile.part.stop == tile.bucket.layout.shard_numel])
         self._state.changing = None
 
@@ -77,7 +77,7 @@ class Update:
     def _hypers(self) -> Hypers:
         return [{name: value for name, value in group.items() if name != "params"} for group in self._param_groups]
 
-    def _step(self, tiles: Sequence[Tile], hypers: Hypers, at: StepScalars, factor: float | None) -> bool:
+    def _step(self, tiles: Sequence[Tile], hypers: Hypers, at: StepScalars, factor: float | None, taken: int) -> bool:
         """True: the new weights are where the tiles want them, too."""
         written = not self._rule.waits
         for number, hyper in enumerate(hypers):
@@ -87,7 +87,7 @@ class Update:
                 continue
             assert factor is not None, "the step of a rule that waits is not deferred"
             for span in spans:
-                self._rule.step(span, hyper, factor=factor, steps_taken=self._state.counters.optimizer_steps)
+                self._rule.step(span, hyper, factor=factor, steps_taken=taken)
         return written
 
     def _spans(self, tile: Tile, group: int) -> Iterator[Span]:
@@ -143,13 +143,14 @@ class DelayedUpdate(Update):
             grads = bucket.grads.hand_over()
             tiles += [Tile(bucket, part, shelf.taken(part), grads[part], self._fresh[bucket][part])
                       for part in shelf.parts]
-        self._under_way = self._worker.submit(self._run, tiles, self._hypers(), at, factor)
+        self._under_way = self._worker.submit(self._run, tiles, self._hypers(), at, factor,
+                                              self._state.counters.optimizer_steps)
         for shelf in shelves:
             shelf.wait_for(self._under_way)
 
-    def _run(self, tiles: Sequence[Tile], hypers: Hypers, at: StepScalars, factor: float | None) -> None:
+    def _run(self, tiles: Sequence[Tile], hypers: Hypers, at: StepScalars, factor: float | None, taken: int) -> None:
         for tile in tiles:
-            if not self._step([tile], hypers, at, factor):
+            if not self._step([tile], hypers, at, factor, taken):
                 assert tile.narrow is not None
                 tile.narrow.copy_(tile.kept[WEIGHT])
 

@@ -59,12 +59,12 @@ def put(engine: ZeroEngine, values: dict[str, Tensor], names: list[str] | None =
             parameter.data.copy_(values[name])
 
 
-def lives(rank: int, world: int, stage: int) -> tuple[list[float], list[float], bool]:
+def lives(rank: int, world: int, stage: int, optimizer: str) -> tuple[list[float], list[float], bool]:
     rows = batches(STEPS)
     with accelerator_side(), late_ferry():
-        exact = built(world, zero_stage=1)
+        exact = built(world, zero_stage=1, optimizer=optimizer)
         wanted = lagging(exact, rows)
-        engine = built(world, zero_stage=stage, **DELAYED)
+        engine = built(world, zero_stage=stage, optimizer=optimizer, **DELAYED)
         assert isinstance(engine._step._update, DelayedUpdate)
         found = train(engine, rows)[::2]
         engine.conclude()
@@ -73,9 +73,10 @@ def lives(rank: int, world: int, stage: int) -> tuple[list[float], list[float], 
     return found, wanted, same
 
 
-@pytest.mark.parametrize("world, stage", [(1, 1), (1, 2), (1, 3), (2, 2), (2, 3)])
-def test_gradients_are_of_the_weights_one_step_before(world: int, stage: int) -> None:
-    for found, wanted, same in run_ranks(lives, world, stage):
+@pytest.mark.parametrize("world, stage, optimizer", [(1, 1, "adamw"), (1, 2, "adamw"), (1, 3, "adamw"), (2, 2, "adamw"),
+                                                     (2, 3, "adamw"), (1, 2, "nadam")])
+def test_gradients_are_of_the_weights_one_step_before(world: int, stage: int, optimizer: str) -> None:
+    for found, wanted, same in run_ranks(lives, world, stage, optimizer):
         assert found == wanted and same
 
 
