@@ -3,6 +3,8 @@
 A *buffer* is flat memory and its views, one for each slot of a layout. Buckets of equal layout share a few: memory that
 is taken once has fixed addresses, leaves no holes in the heap, and its views are cut once. How many there are is how
 many were needed at the same time.
+
+A buffer whose numbers are still on their way to the host is given out before they are there: the device waits.
 """
 
 from __future__ import annotations
