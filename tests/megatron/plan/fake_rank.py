@@ -25,6 +25,7 @@ from megatron.train.build import engine as build_engine
 from megatron.train.build import model as build_model
 from megatron.zero.verdict import Found, Verdict
 from mpu import groups
+from mpu.random import get_rng_tracker
 from tests.megatron.live_bytes import LiveBytes
 
 CPU = torch.device("cpu")
@@ -51,6 +52,7 @@ def _place(tensor: torch.Tensor) -> int:
 def rank_0_of(world: int) -> Iterator[LiveBytes]:
     """No memory is taken inside, and rank 0 of `world` ranks finds the others in order."""
     with ExitStack() as stack:
+        stack.callback(get_rng_tracker().set_states, get_rng_tracker().get_states())  # those made inside are fake
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(Verdict, "read", lambda verdict: Found(1.0, 0.5, True, False))
         patch.setattr(torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata)

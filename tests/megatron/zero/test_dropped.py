@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -63,9 +64,16 @@ def left(rank: int, world: int, drive: Path, folder: Path, use: Use, is_on_drive
     threads = set(threading.enumerate())
     things = made(drive if is_on_drive else None, folder, use)
     gc.collect()
+    latest = time.monotonic() + 30  # what is on its way to the drive holds the files until it is there
+    while (rest := remaining(things, drive, rank, threads)) and time.monotonic() < latest:
+        time.sleep(0.01)
+    return rest
+
+
+def remaining(things: list[weakref.ref[object]], drive: Path, rank: int, before: set[threading.Thread]) -> list[str]:
     return [*(type(it).__name__ for thing in things if (it := thing()) is not None),
             *(path.name for path in drive.glob(f"*-rank{rank}")),
-            *(thread.name for thread in set(threading.enumerate()) - threads)]
+            *(thread.name for thread in set(threading.enumerate()) - before)]
 
 
 def made(drive: Path | None, folder: Path, use: Use) -> list[weakref.ref[object]]:
