@@ -171,7 +171,6 @@ _ZERO_OPTIMIZATION: dict[str, Row] = {
     _ZERO + "zeropp_loco_param": Only((None,), _ZEROPP),
     _ZERO + "zenflow": Only((None,), "the optimizer step is not split in time"),
     _ZERO + "leaf_module": Only((None,), "the engine itself decides which modules are gathered together"),
-    f"{_OPTIMIZER_HOME}.ratio": Only((1.0,), "the optimizer state is offloaded as a whole, or not at all"),
     f"{_OPTIMIZER_HOME}.fast_init": NoEffect(
         BOOLEAN, False, "a drive is never filled with zeros first: what was not written yet is zero"),
     f"{_OPTIMIZER_HOME}.pipeline": NoEffect(

@@ -25,6 +25,9 @@ class OffloadConfig:
                                                     json=_OPTIMIZER + "pipeline_read")
     offload_optimizer_pipeline_write: bool = setting(True, "write the last tile while this one is updated",
                                                      json=_OPTIMIZER + "pipeline_write")
+    offload_optimizer_ratio: float = setting(
+        1.0, "share of the optimizer's state that leaves the device; the device keeps and updates the rest",
+        json=_OPTIMIZER + "ratio")
     offload_update: Literal["auto", "host", "device"] = setting(
         "auto", "where a GPU's offloaded optimizer state is updated: by the host, or on the device, a part at a time; "
         "auto measures both", json=_OPTIMIZER + "update")
@@ -62,6 +65,12 @@ class OffloadConfig:
                              f"{name} nvme needs {flag_name(f'offload_{kind}_nvme_path')}")
         problems.require(self.offload_update in ("auto", "host", "device"),
                          f"--offload-update is {self.offload_update}: expected auto, host or device")
+        problems.require(0 <= self.offload_optimizer_ratio <= 1,
+                         f"--offload-optimizer-ratio is {self.offload_optimizer_ratio}: expected a share from 0 to 1")
+        problems.require(not self.delayed_param_update or self.offload_optimizer_ratio == 1,
+                         f"--delayed-param-update with --offload-optimizer-ratio {self.offload_optimizer_ratio}: the "
+                         "device would update its share at once, and the host the rest a step later; leave one of "
+                         "them out")
         problems.require(self.offload_update != "device" or self.offload_optimizer_device != "nvme",
                          "--offload-update device with --offload-optimizer-device nvme: state on a drive comes by way "
                          "of the host, and is updated there; leave the flag out, or keep the state on cpu")

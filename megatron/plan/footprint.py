@@ -7,6 +7,7 @@ sent. Not here: what comes and goes within a step (memory.py), activations (acti
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from shlex import quote
@@ -15,7 +16,7 @@ from typing import Literal
 from megatron.config.tree import Config, ModelConfig, OffloadConfig, ZeroConfig, data_parallel_size
 from megatron.plan.activations import FP32, Activations, Device
 from megatron.zero.homes.parts import (
-    PART_ON_HOST, STEP_SETS, cut, largest, part_of_step, part_of_weights, sets_of_weights,
+    PART_ON_HOST, STEP_SETS, Share, cut, largest, part_of_step, part_of_weights, sets_of_weights,
 )
 from megatron.zero.layout import FlatLayout, Slot, align
 from megatron.zero.policy import Policy, policy
@@ -199,10 +200,36 @@ class Run:
         return (self.root.numel + self.layers * self.block.numel) * self.work
 
     @cached_property
+    def leaving(self) -> Sequence[tuple[FlatLayout, bool]]:
+        """Each bucket, and whether its optimizer state leaves the device."""
+        share = Share(0.0 if self.away.optimizer == "none" else self.config.offload.offload_optimizer_ratio)
+        buckets = [self.root, *[self.resident] * bool(self.resident.numel), *[self.block] * self.layers]
+        return [(layout, share.leaves(layout.shard_numel)) for layout in buckets]
+
+    @cached_property
+    def away_numel(self) -> int:
+        """Parameters of this rank whose optimizer state is not on the device."""
+        return sum(layout.shard_numel for layout, leaves in self.leaving if leaves)
+
+    @cached_property
+    def optimizer_away(self) -> int:
+        """Bytes of this rank's masters and moments that are not on the device."""
+        return self.away_numel * FP32 * (1 + MOMENTS_PER_WEIGHT)
+
+    @property
     def optimizer(self) -> int:
-        """Bytes of this rank's masters and moments, wherever they live."""
-        has_masters = self.work < FP32 or self.away != ON_DEVICE
-        return self.shard_numel * FP32 * (MOMENTS_PER_WEIGHT + has_masters)
+        """Bytes of them all."""
+        return self.optimizer_here + self.optimizer_away
+
+    @property
+    def keeps_masters(self) -> bool:
+        """The device has fp32 masters of the state that stays, apart from the weights at work."""
+        return self.work < FP32 or self.away.params != "none"
+
+    @cached_property
+    def optimizer_here(self) -> int:
+        """Bytes of those that are."""
+        return (self.shard_numel - self.away_numel) * FP32 * (MOMENTS_PER_WEIGHT + self.keeps_masters)
 
     @property
     def tile(self) -> int:
@@ -221,7 +248,7 @@ class Run:
         """Bytes on the drive."""
         weights = sum(layout.shard_numel for layout in self._on_drive) * self.work
         return {"parameters": weights if self.away.params == "nvme" else 0,
-                "optimizer": self.optimizer if self.away.optimizer == "nvme" else 0}
+                "optimizer": self.optimizer_away if self.away.optimizer == "nvme" else 0}
 
     @property
     def on_host(self) -> int:
@@ -231,8 +258,8 @@ class Run:
     def host_by_kind(self) -> dict[str, int]:
         """Bytes of what is offloaded, and of the buffers in front of a drive."""
         offload = self.config.offload
-        found = {"parameters": 0, "gradients": self.shard_numel * self.sums if self.gradients_leave else 0,
-                 "optimizer": self.optimizer if self.away.optimizer == "cpu" else 0, "buffers": 0}
+        found = {"parameters": 0, "gradients": self.away_numel * self.sums if self.gradients_leave else 0,
+                 "optimizer": self.optimizer_away if self.away.optimizer == "cpu" else 0, "buffers": 0}
         if self.away.optimizer == "nvme":
             found["buffers"] += STEP_SETS * (1 + MOMENTS_PER_WEIGHT) * self.part_at_a_time * FP32
         if self.gradients_leave and self.away.optimizer == "cpu" and offload.delayed_param_update:
@@ -289,7 +316,7 @@ class Run:
 
     @property
     def gradients_leave(self) -> bool:
-        """The device does not keep the sums of gradients. (`auto` keeps them only where there is much room.)"""
+        """The device does not keep the sums of gradients of what leaves. (`auto` keeps them only where there is much room.)"""
         return self.device == "cuda" and self.away.optimizer != "none" and not self.streams
 
     # ---- traffic ------------------------------------------------------------------------------------------------

@@ -86,10 +86,10 @@ def lasting(run: Run) -> Moment:
     """What is there from step to step, with the gradients of the whole model as far as they are kept: what the tables
     of the ZeRO papers count."""
     if run.policy.split_grads:
-        gradients = 0 if run.gradients_leave else run.shard_numel * run.sums
+        gradients = (run.shard_numel - run.away_numel * run.gradients_leave) * run.sums
     else:
         gradients = (run.root.numel + run.layers * run.block.numel) * run.grads
-    return Moment("lasting", run.weights, gradients, run.optimizer if run.away.optimizer == "none" else 0)
+    return Moment("lasting", run.weights, gradients, run.optimizer_here)
 
 
 def _moment(run: Run, name: str, gradients: int, activations: int, buffers: int) -> Moment:
@@ -102,8 +102,8 @@ def _moment(run: Run, name: str, gradients: int, activations: int, buffers: int)
 
 def _building(run: Run) -> Moment:
     """Bucket by bucket each rank draws what it keeps; then moments. The first bucket and the last are the extremes."""
-    masters = FP32 if run.work < FP32 and run.away.optimizer == "none" else 0
-    stays = run.weights + run.shard_numel * masters - _staying(run, run.block)
+    masters = sum(_masters(run, layout, leaves) for layout, leaves in run.leaving)
+    stays = run.weights + masters - _staying(run, run.block)
     built = replace(lasting(run), name="building", gradients=0)
     held = max(_drawn(run, run.root, run.root_parameters), stays + _drawn(run, run.block, run.block_parameters))
     host = run.on_host if run.device == "cpu" else 0
@@ -114,8 +114,13 @@ def _staying(run: Run, layout: FlatLayout) -> int:
     """What lasts of a bucket before there are moments."""
     weights = layout.shard_numel if run.policy.split_params else layout.numel
     here = run.away.params == "none" or layout is run.resident
-    masters = layout.shard_numel * FP32 if run.work < FP32 and run.away.optimizer == "none" else 0
-    return (weights * run.work if here else 0) + masters
+    leaves = next(leaves for bucket, leaves in reversed(run.leaving) if bucket is layout)
+    return (weights * run.work if here else 0) + _masters(run, layout, leaves)
+
+
+def _masters(run: Run, layout: FlatLayout, leaves: bool) -> int:
+    """Bytes on the device."""
+    return layout.shard_numel * FP32 if run.keeps_masters and not leaves else 0
 
 
 def _drawn(run: Run, layout: FlatLayout, parameters: Iterable[Slot]) -> int:
@@ -270,16 +275,15 @@ def _update(run: Run) -> Moment:
     span = max(layout.shard_numel for layout in (run.root, run.resident, run.block))
     tile = min(run.tile, span)
     waiting = _grads_at(run, run.layers, False, True)[1] if _takes_turns(run) else 0
-    if run.gradients_leave:
-        return _moment(run, "update", lasting(run).gradients, 0, waiting)
+    passing = 0
     if run.streams:
-        passing = STEP_SETS * (1 + MOMENTS_PER_WEIGHT) * run.part_at_a_time * FP32
-        if run.away.params != "none":
-            passing += 2 * run.part_at_a_time * run.work
-        return _moment(run, "update", lasting(run).gradients, 0, waiting + passing)
-    if run.device == "cuda" and run.away.params != "none":
-        return _moment(run, "update", lasting(run).gradients, 0, waiting + 2 * span * run.work)
-    return _moment(run, "update", lasting(run).gradients, 0, waiting + _widened_for_update(run, tile))
+        passing += STEP_SETS * (1 + MOMENTS_PER_WEIGHT) * run.part_at_a_time * FP32
+    here = any(not leaves for _, leaves in run.leaving)
+    if run.device == "cuda" and run.away.params != "none" and (run.streams or here):
+        passing += 2 * (span if here else run.part_at_a_time) * run.work
+    elif here or run.device == "cpu":
+        passing += _widened_for_update(run, tile)
+    return _moment(run, "update", lasting(run).gradients, 0, waiting + passing)
 
 
 def _widened_for_update(run: Run, tile: int) -> int:

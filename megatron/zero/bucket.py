@@ -35,7 +35,7 @@ from megatron.zero.holders import hold, let_go
 from megatron.zero.homes.descent import Descent
 from megatron.zero.homes.ferry import Mark
 from megatron.zero.homes.here import HereShelf
-from megatron.zero.homes.shelf import WEIGHT, Homes, Shelf
+from megatron.zero.homes.shelf import HOST, WEIGHT, Homes, Shelf
 from megatron.zero.layout import FlatLayout, Slot
 from megatron.zero.placeholder import fill, vacate
 from megatron.zero.policy import Policy, Wire
@@ -75,6 +75,8 @@ class FlatBucket:
         self._policy = policy
         self.shard_group, self.replicas = (dp, SOLO) if policy.split_optim else (SOLO, dp)
         self.layout = FlatLayout(slots, self.shard_group.size)
+        self.home = homes.of_masters(self.layout.shard_numel) if self.trainable else homes.optimizer
+        """Of the masters and states."""
         by_name = dict(zip((slot.name for slot in slots), parameters, strict=True))
         self.parameters = [by_name[slot.name] for slot in self.layout.slots]
         self.place = Place.WHOLE
@@ -96,9 +98,14 @@ class FlatBucket:
 
     def _descent(self, homes: Homes) -> Descent | None:
         """Where the host updates the weights, it needs the gradients."""
-        if not (self.trainable and homes.optimizer.walks_on_host) or homes.ferry is None:
+        if not (self.trainable and self.home.walks_on_host) or homes.ferry is None:
             return None
         return Descent(self.layout.shard_numel, self._dtypes.grad_shard, self.device, homes.ferry, pinned=homes.pins)
+
+    @property
+    def updates_on(self) -> torch.device:
+        """Where a step's arithmetic is."""
+        return HOST if self.home.walks_on_host else self.device
 
     @property
     def forgets_edits(self) -> bool:
@@ -136,8 +143,8 @@ class FlatBucket:
         else:
             self.work = HereShelf(self._span(self._whole))
         self.is_at_hand = self.work.at_hand(WEIGHT) is not None
-        apart = self.trainable and (work != torch.float32 or homes.optimizer.is_elsewhere or not self.is_at_hand)
-        self.kept: Shelf = homes.optimizer.shelf(self.name, layout.shard_numel) if apart else self.work
+        apart = self.trainable and (work != torch.float32 or self.home.is_elsewhere or not self.is_at_hand)
+        self.kept: Shelf = self.home.shelf(self.name, layout.shard_numel) if apart else self.work
         sources = sources_of(self.parameters)
         if sources is not None:
             self._draw(sources)

@@ -25,7 +25,7 @@ from megatron.zero.aside import WEIGHTS, Aside
 from megatron.zero.exchanges import ExchangeLog
 from megatron.zero.forwards import ForwardCheck
 from megatron.zero.homes.here import Here
-from megatron.zero.homes.shelf import Homes, Run
+from megatron.zero.homes.shelf import HOST, Homes, Run
 from megatron.zero.hooks import attach
 from megatron.zero.layout import Slot
 from megatron.zero.passes import Passes
@@ -68,10 +68,11 @@ class ZeroEngine:
             self._policy, travel, kinds, groups.dp, device,
             zero.stage3_param_persistence_threshold, group_of.__getitem__, self.log, self.homes, turns))
         connect_sinks(self._units)
-        rule.settle_on(self.homes.updates_on(device), groups.world)
         scaling = scale_rule(precision)
         self.state = State(self._units, rule, scaling.start(), groups.world, loads_masters=zero.load_from_fp32_weights)
         self.buckets, self.frozen = self.state.buckets, self.state.frozen
+        on_host = [bucket.home.walks_on_host for bucket in self.buckets]
+        rule.settle_on(HOST if all(on_host) else device, groups.world)
         for bucket in (*self.buckets, *self.frozen):
             own(bucket, self)
         self._aside = Aside([*self.buckets, *self.frozen], turns, device)
@@ -83,7 +84,7 @@ class ZeroEngine:
             self._units, max_live=zero.stage3_max_live_parameters, reuse_distance=zero.stage3_max_reuse_distance,
             prefetches=zero.overlap_comm and zero.stage3_prefetch_bucket_size > 0, log=self.log)
         one_by_one = self._policy.split_optim or kinds.sends_copies(device)
-        at_once = self.homes.optimizer.walks_on_host and groups.dp.is_solo  # nothing is on its way but to the host
+        at_once = any(on_host) and groups.dp.is_solo  # nothing is on its way but to the host
         reductions = ReductionOrder(self._units, 0 if at_once else 1 if one_by_one else None, self.log)
         self.passes = Passes(self._units, self.residency, reductions, self.log,
                              ForwardCheck(groups.dp, device, self.log), allows_unused=zero.ignore_unused_parameters,

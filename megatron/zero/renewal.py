@@ -38,11 +38,15 @@ class Tile:
 
 class Renewal:
     def __init__(self, homes: Homes, buckets: Sequence[FlatBucket]) -> None:
-        self._ferry, self._on_host = homes.ferry, homes.optimizer.walks_on_host
-        across = [part.stop - part.start for bucket in buckets if self.crosses(bucket) for part in bucket.kept.parts]
-        self._passing = Passing(max(across, default=0), buckets[0].work.dtype,
-                                None if self._on_host else buckets[0].device, pinned=homes.pins)
+        self._ferry = homes.ferry
+        across = [bucket for bucket in buckets if self.crosses(bucket)]
+        self._passing = {on_host: self._from([bucket for bucket in across if bucket.home.walks_on_host == on_host],
+                                             homes.pins) for on_host in {one.home.walks_on_host for one in across}}
         self._last: Mark | None = None
+
+    def _from(self, buckets: Sequence[FlatBucket], pinned: bool) -> Passing:
+        size, first = max(part.stop - part.start for bucket in buckets for part in bucket.kept.parts), buckets[0]
+        return Passing(size, first.work.dtype, None if first.home.walks_on_host else first.device, pinned=pinned)
 
     def tile(self, bucket: FlatBucket, part: slice, kept: Kept, grads: Tensor) -> Tile:
         return Tile(bucket, part, kept, grads, self._narrow(bucket, part))
@@ -51,13 +55,14 @@ class Renewal:
         if not bucket.keeps_masters:
             return None
         if self.crosses(bucket):
-            return self._passing.take(part.stop - part.start)
+            return self._passing[bucket.home.walks_on_host].take(part.stop - part.start)
         weights = bucket.work.in_memory(WEIGHT)
         return None if weights is None else weights[part]
 
     def crosses(self, bucket: FlatBucket) -> bool:
         """The weights at work are in memory, on the other side."""
-        return self._ferry is not None and bucket.is_at_hand == self._on_host and not bucket.work.is_on_drive
+        return self._ferry is not None and bucket.is_at_hand == bucket.home.walks_on_host \
+            and not bucket.work.is_on_drive
 
     def __call__(self, tiles: Sequence[Tile], *, written: bool) -> None:
         """With `written` the rule has filled `narrow`."""
@@ -78,7 +83,7 @@ class Renewal:
             mark = bucket.work.copy_in({WEIGHT: narrow}, part, self._ferry.down)
         else:
             mark = self._last = self._ferry.up.copy(bucket.shard[part], narrow)
-        self._passing.sent(mark)
+        self._passing[bucket.home.walks_on_host].sent(mark)
 
     def bring(self, bucket: FlatBucket, weights: Tensor) -> Mark | None:
         """All of a bucket's, from the host, where nobody writes to them until the mark."""

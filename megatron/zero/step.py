@@ -14,6 +14,7 @@ something, on an accelerator, and where nothing on the host depends on them: a l
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -100,8 +101,7 @@ class Step:
         self._losses: list[Tensor] = []  # of the step under way, or the last one
         self._open: StepReport | None = None  # the last step, while the host has not learned of it
         self._unexplained: StepReport | None = None  # the last step, where what went wrong is still to be said
-        self._updates_on = homes.updates_on(state.buckets[0].device)
-        self._taken = torch.zeros((), device=self._updates_on)
+        self._taken = torch.zeros((), device=state.buckets[0].device)
         self._taken_is = 0  # as the host last knew it
         for bucket in state.buckets:
             bucket.gradient_unit = self._unit
@@ -124,9 +124,9 @@ class Step:
                             loss_scale=counters.scaler.scale, lr=self._param_groups[0]["lr"], riders=len(riders))
         report.losses = self._losses  # and a step that is refused may be called again
         if self.is_deferred:
-            self._update(self._scalars(verdict))
+            self._update(lambda device: self._scalars(verdict))
         elif (found := self._undisputed(report)).applied:
-            self._update(StepScalars.of(found.factor, counters.optimizer_steps, self._updates_on), found.factor)
+            self._update(partial(StepScalars.of, found.factor, counters.optimizer_steps), found.factor)
         for bucket in self._state.buckets:
             bucket.grads.discard()
         counters.global_steps += 1

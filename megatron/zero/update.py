@@ -8,9 +8,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from megatron.zero.bucket import FlatBucket
 from megatron.zero.homes.ferry import Mark
 from megatron.zero.homes.host import HostShelf
 from megatron.zero.homes.memory import numbers
-from megatron.zero.homes.shelf import WEIGHT, Homes
+from megatron.zero.homes.shelf import HOST, WEIGHT, Home, Homes, Walk
 from megatron.zero.renewal import Renewal, Tile
 from megatron.zero.state import State
 from mpu.collectives import all_reduce
@@ -33,32 +34,57 @@ Hypers = Sequence[Mapping[str, Any]]
 """The hyper-parameters of each group, as they are at this step."""
 
 
+Scalars = Callable[[torch.device], StepScalars]
+"""The numbers of a step, for one side."""
+
+
+@dataclass(frozen=True)
+class _Round:
+    """Of a step through one home."""
+
+    home: Home
+    device: torch.device
+    """Where its arithmetic is."""
+    is_together: bool
+    tiles: Sequence[Sequence[tuple[FlatBucket, slice]]]
+    """What is updated at a time: everything where launches count, one part where it stays in the cache."""
+
+    def walk(self) -> Walk:
+        return self.home.walk([(bucket.kept, part) for bucket, part in tiles] for tiles in self.tiles)
+
+
 class Update:
     def __init__(self, state: State, homes: Homes, groups: Groups, rule: Rule,
                  param_groups: Sequence[ParamGroup]) -> None:
-        self._state, self._home, self._groups, self._rule = state, homes.optimizer, groups, rule
-        self._param_groups = param_groups
+        self._state, self._groups, self._rule, self._param_groups = state, groups, rule, param_groups
         self._renewal = Renewal(homes, state.buckets)
-        self.is_together = on_accelerator(state.buckets[0].device) and not homes.optimizer.is_elsewhere and \
-            not any(map(self._renewal.crosses, state.buckets))
-        parts = [(bucket, part) for bucket in state.buckets for part in bucket.kept.parts]
-        self._tiles = [parts] if self.is_together else [[part] for part in parts]
-        """What is updated at a time: everything where launches count, one part where it stays in the cache."""
+        self._rounds = [self._round(home, [bucket for bucket in state.buckets if bucket.home is home])
+                        for home in sorted({bucket.home for bucket in state.buckets}, key=lambda it: it.is_elsewhere)]
+        """What is on the device comes first: it works at that beside the host."""
+        self.is_together = all(each.is_together for each in self._rounds)
         self._is_split = {bucket: torch.tensor([slot.partition is not None for slot in bucket.layout.slots],
                                                device=bucket.device) for bucket in state.buckets}
 
-    def __call__(self, at: StepScalars, factor: float | None = None) -> None:
-        """`factor` is 1 / at.divisor, where the host knows it: a rule that waits needs it."""
+    def _round(self, home: Home, buckets: Sequence[FlatBucket]) -> _Round:
+        together = on_accelerator(buckets[0].device) and not home.is_elsewhere and \
+            not any(map(self._renewal.crosses, buckets))
+        parts = [(bucket, part) for bucket in buckets for part in bucket.kept.parts]
+        return _Round(home, buckets[0].updates_on, together, [parts] if together else [[part] for part in parts])
+
+    def __call__(self, scalars: Scalars, factor: float | None = None) -> None:
+        """`factor` is 1 / divisor, where the host knows it: a rule that waits needs it."""
         self._state.changing = "step"
         for bucket in self._state.buckets:
             bucket.await_parameters()  # of a step before, in blocks that no forward has used since
         hypers, taken = self._hypers(), self._state.counters.optimizer_steps
-        with closing(self._home.walk([(bucket.kept, part) for bucket, part in tiles] for tiles in self._tiles)) as walk:
-            for tiles, kept in zip(self._tiles, walk, strict=True):
-                new = [self._renewal.tile(bucket, part, numbers, bucket.grads.shard[part])
-                       for (bucket, part), numbers in zip(tiles, kept, strict=True)]
-                self._renewal(new, written=self._step(new, hypers, at, factor, taken))
-                self._send([tile.bucket for tile in new if tile.part.stop == tile.bucket.layout.shard_numel])
+        for each in self._rounds:
+            at = scalars(each.device)
+            with closing(each.walk()) as walk:
+                for tiles, kept in zip(each.tiles, walk, strict=True):
+                    new = [self._renewal.tile(bucket, part, numbers, bucket.grads.shard[part])
+                           for (bucket, part), numbers in zip(tiles, kept, strict=True)]
+                    self._renewal(new, written=self._step(new, hypers, at, factor, taken))
+                    self._send([tile.bucket for tile in new if tile.part.stop == tile.bucket.layout.shard_numel])
         self._state.changing = None
 
     def _send(self, done: Sequence[FlatBucket]) -> None:
@@ -133,7 +159,7 @@ class DelayedUpdate(Update):
         self._leaving: list[Mark] = []
         """On their way to the device."""
 
-    def __call__(self, at: StepScalars, factor: float | None = None) -> None:
+    def __call__(self, scalars: Scalars, factor: float | None = None) -> None:
         assert self._under_way is None, "an update is under way"
         shelves = [bucket.kept for bucket in self._state.buckets if isinstance(bucket.kept, HostShelf)]
         for mark in self._leaving:
@@ -143,7 +169,7 @@ class DelayedUpdate(Update):
             grads = bucket.grads.hand_over()
             tiles += [Tile(bucket, part, shelf.taken(part), grads[part], self._fresh[bucket][part])
                       for part in shelf.parts]
-        self._under_way = self._worker.submit(self._run, tiles, self._hypers(), at, factor,
+        self._under_way = self._worker.submit(self._run, tiles, self._hypers(), scalars(HOST), factor,
                                               self._state.counters.optimizer_steps)
         for shelf in shelves:
             shelf.wait_for(self._under_way)

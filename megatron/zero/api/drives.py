@@ -30,9 +30,9 @@ class _Use:
 
 
 def expected_of_drives(config: Config, rule: Rule, model: nn.Module, dp_size: int) -> dict[str, _Use]:
-    """By kind of state, but for the padding of shards."""
+    """By kind of state, but for the padding of shards, and what a share of whole shards is beside it."""
     numel = -(-sum(shape_of(parameter).numel() for parameter in model.parameters()) // dp_size)
-    state = 4 * numel * (1 + len(rule.states))
+    state = int(4 * numel * (1 + len(rule.states)) * config.offload.offload_optimizer_ratio)
     on_drive = max(0, numel - config.offload.offload_param_max_in_cpu) * DTYPES[config.precision.name].itemsize
     return {"optimizer": _Use(state, state, state),
             "param": _Use(on_drive, 2 * on_drive * config.accumulation(dp_size), on_drive)}

@@ -18,7 +18,7 @@ from megatron.zero.homes.ferry import Ferry, ferry_for
 from megatron.zero.homes.here import Here
 from megatron.zero.homes.host import Host
 from megatron.zero.homes.nvme import Nvme, NvmeSettings
-from megatron.zero.homes.parts import PART_ON_HOST, STEP_SETS, part_of_step, part_of_weights, sets_of_weights
+from megatron.zero.homes.parts import PART_ON_HOST, STEP_SETS, Share, part_of_step, part_of_weights, sets_of_weights
 from megatron.zero.homes.room import check_room_on_host
 from megatron.zero.homes.shelf import Home, Homes
 from megatron.zero.homes.streamed import Streamed
@@ -57,7 +57,9 @@ def _homes(config: Config, rule: Rule, device: torch.device, drives: Drives, fer
     offload = config.offload
     pins = device.type == "cuda" and offload.offload_optimizer_pin_memory
     delays = offload.delayed_param_update and isinstance(optimizer, Host) and rule.elementwise
-    return Homes(optimizer, _params_home(config, device, drives, ferry, part), ferry, pins, delays)
+    here = Here(device) if optimizer.is_elsewhere and offload.offload_optimizer_ratio < 1 else None
+    return Homes(optimizer, _params_home(config, device, drives, ferry, part), ferry, pins, delays, here,
+                 Share(offload.offload_optimizer_ratio))
 
 
 def _optimizer_home(config: Config, rule: Rule, device: torch.device, drives: Drives, ferry: Ferry | None,
@@ -97,11 +99,12 @@ def _check_room(config: Config, rule: Rule, model: nn.Module, dp_size: int) -> N
     """Of a rank's part, as far as it is to be on the host."""
     offload, work = config.offload, DTYPES[config.precision.name].itemsize
     each = (4 * (1 + len(rule.states)) + work) * (offload.offload_optimizer_device == "cpu")
+    each *= offload.offload_optimizer_ratio
     each += work * (offload.offload_param_device == "cpu")
     numel = -(-sum(shape_of(parameter).numel() for parameter in model.parameters()) // dp_size)
     flags = " ".join(f"{flag_name(name)} cpu" for name in ("offload_optimizer_device", "offload_param_device")
                      if getattr(offload, name) == "cpu")
-    check_room_on_host(each * numel, read_environment().local_world_size, flags)
+    check_room_on_host(int(each * numel), read_environment().local_world_size, flags)
 
 
 def _aio(offload: OffloadConfig) -> AioSettings:
@@ -111,7 +114,8 @@ def _aio(offload: OffloadConfig) -> AioSettings:
 
 
 def offload_notes(config: Config, homes: Homes, *, splits: bool) -> list[str]:
-    """A line for each setting that does less here than its name says. `splits`: there are weights that come and go."""
+    """Of an engine that is built: what a setting has come to, and a line for each that does less here than its name
+    says. `splits`: there are weights that come and go."""
     offload, found = config.offload, []
     for name in ("offload_optimizer_device", "offload_param_device"):
         if getattr(offload, name) == "cpu" and homes.ferry is None:
@@ -119,6 +123,12 @@ def offload_notes(config: Config, homes: Homes, *, splits: bool) -> list[str]:
     if offload.offload_update != "auto" and not homes.optimizer.is_elsewhere:
         found.append(f" note: --offload-update {offload.offload_update} has no effect here: the optimizer's state is "
                      "where the model is")
+    ratio = f"{flag_name('offload_optimizer_ratio')} {offload.offload_optimizer_ratio}"
+    if homes.here is not None:
+        found.append(f" offload: {homes.share.reached:.2f} of the optimizer's state leaves the device, by whole blocks "
+                     f"({ratio})")
+    elif offload.offload_optimizer_ratio != 1:
+        found.append(f" note: {ratio} has no effect here: the optimizer's state is where the model is")
     if offload.delayed_param_update and not homes.delays:
         found.append(" note: --delayed-param-update has no effect here: it is for Adam and its like with "
                      "--offload-optimizer-device cpu of a GPU, updated by the host")

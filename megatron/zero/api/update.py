@@ -58,7 +58,8 @@ def choose_update(config: Config, rule: Rule, model: nn.Module, device: torch.de
         return "host", [f" offload: the host updates, with {threads} a rank"]
     if device.type != "cuda" or not isinstance(rule, AdamW):
         return "host", [f" offload: the host updates, with {threads} a rank: only Adam is tried on both sides"]
-    numel = -(-sum(shape_of(parameter).numel() for parameter in model.parameters()) // groups.dp.size)
+    numel = int(sum(shape_of(parameter).numel() for parameter in model.parameters()) / groups.dp.size
+                * offload.offload_optimizer_ratio)
     work = DTYPES[config.precision.name]
     on_host, on_device = (numel * seconds for seconds in trial(rule, device, ferry, work, groups.world,
                                                                pinned=offload.offload_optimizer_pin_memory))

@@ -1,5 +1,5 @@
-"""How large the parts are in which shelves go to a drive and come back, and how many are on the host at a time: pure
-arithmetic, for the engine and for the planner.
+"""Which shelves leave the device, how large the parts are in which they go to a drive and come back, and how many are on
+the host at a time: pure arithmetic, for the engine and for the planner.
 """
 
 from __future__ import annotations
@@ -14,6 +14,26 @@ PART_ON_HOST = 2**22
 
 STEP_SETS = 3
 """Parts on the host during a step: one is read, one used, one written."""
+
+
+class Share:
+    """Of shelves, as they come: together those that leave are as near to `ratio` of all numbers as whole shelves can
+    be, and the two kinds take turns, so that device and host have something to do at all times."""
+
+    def __init__(self, ratio: float = 1.0) -> None:
+        self._ratio, self._numbers, self._left = ratio, 0, 0
+
+    def leaves(self, numel: int) -> bool:
+        """Whether the next shelf does, of so many numbers."""
+        self._numbers += numel
+        leaves = self._left + numel / 2 <= self._ratio * self._numbers
+        self._left += numel * leaves
+        return leaves
+
+    @property
+    def reached(self) -> float:
+        """What it has come to."""
+        return self._left / max(1, self._numbers)
 
 
 def part_of(numbers: int) -> int:

@@ -15,18 +15,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megatron.zero.homes.ferry import Ferry, Lane, Mark
+from megatron.zero.homes.parts import Share
 
 Kept = Mapping[str, Tensor]
 """Kind -> the numbers of one part."""
 
 WEIGHT = "weight"
+
+HOST = torch.device("cpu")
 
 Walk = Generator[list[Kept], None, None]
 """Of a step through its parts. Whoever leaves it half way closes it."""
@@ -158,15 +161,18 @@ class Homes:
     """What travels is page-locked on the host."""
     delays: bool = False
     """The host updates beside the next forward and backward."""
+    here: Home | None = None
+    """The device, where only a `share` of the masters and states goes to the home of the optimizer."""
+    share: Share = field(default_factory=Share)
+
+    def of_masters(self, numel: int) -> Home:
+        """For the next bucket, whose shard has so many numbers."""
+        return self.optimizer if self.here is None or self.share.leaves(numel) else self.here
 
     @property
     def are_elsewhere(self) -> bool:
         """There is something that is not on the device."""
         return self.optimizer.is_elsewhere or self.params.is_elsewhere
-
-    def updates_on(self, device: torch.device) -> torch.device:
-        """Where a step's arithmetic is."""
-        return torch.device("cpu") if self.optimizer.walks_on_host else device
 
     def settle(self) -> None:
         self.optimizer.settle()

@@ -53,6 +53,8 @@ ACCEPTED: dict[str, dict[str, Any]] = {
         "optimizer": {"type": "DeepSpeedCPUAdam", "params": {"lr": 1e-4, "adam_w_mode": True, "weight_decay": 0.1}},
         "zero_force_ds_cpu_optimizer": False, "zero_optimization": {"stage": 3, "offload_optimizer": {
             "device": "cpu", "pin_memory": False, "ratio": 1.0, "super_offload": False, "cpuadam_cores_perc": 0.8}}},
+    "offload of a part": {"optimizer": ADAM, "zero_optimization": {
+        "stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.3}}},
     "infinity": {
         "optimizer": ADAM,
         "zero_optimization": {
@@ -85,8 +87,10 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
                               ["offload_optimizer.device cpu needs zero_optimization.stage 1, 2 or 3, not 0"]),
     "parameters at stage 2": ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
                               ["offload_param.device cpu needs zero_optimization.stage 3, not 2"]),
-    "a part of the state": ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.3}}},
-                            ["offload_optimizer.ratio is 0.3", "the optimizer state is offloaded as a whole"]),
+    "more than the state": ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 1.5}}},
+                            ["offload_optimizer.ratio is 1.5", "expected a share from 0 to 1"]),
+    "a part of the state, and late": ({"zero_optimization": {"stage": 3, "offload_optimizer": {
+        "device": "cpu", "ratio": 0.3, "delayed_param_update": True}}}, ["delayed_param_update", "leave one of them out"]),
     "GPU direct": ({"aio": {"use_gds": True}}, ["aio.use_gds is true"]),
     "zenflow": ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, ["the optimizer step is not split in time"]),
     "autotuning": ({"autotuning": {"enabled": True, "fast": False}}, ["autotuning is not supported"]),

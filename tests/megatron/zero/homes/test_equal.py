@@ -48,7 +48,8 @@ def on_params(folder: Path, size: int) -> dict[str, Any]:
 
 def homes(folder: Path, stage: int, number: int) -> dict[str, dict[str, Any]]:
     """Those to compare in a cell."""
-    found = {"cpu": {"offload_optimizer_device": "cpu"}, "nvme": {**everywhere(folder, stage), **WAYS[number % 4]}}
+    found = {"cpu": {"offload_optimizer_device": "cpu"}, "nvme": {**everywhere(folder, stage), **WAYS[number % 4]},
+             "nvme, a share": {**everywhere(folder, stage), "offload_optimizer_ratio": 0.3 + 0.1 * (number % 5)}}
     if stage == 3:
         found |= {"params": on_params(folder, 3000 * (number % 4 + 1)), "both on cpu": {
             "offload_optimizer_device": "cpu", "offload_param_device": "cpu"}}
@@ -106,7 +107,8 @@ def differences(rank: int, world: int, folder: Path, numbers: slice) -> list[str
         assert cell.get("fp16") is None or expected[1] > 0, "no step was skipped"
         for name, home in homes(folder, cell["zero_stage"], number).items():
             engine = gpt2_engine(configure_gpt2(**cell, **home), grid)
-            assert isinstance(engine.homes.optimizer, Nvme) == (name == "nvme")
+            assert isinstance(engine.homes.optimizer, Nvme) == name.startswith("nvme")
+            assert len({bucket.home for bucket in engine.buckets}) == 1 + ("share" in name)
             if not alike(outcome(engine, rows), expected):
                 found.append(f"{name}: {cell}")
             engine.detach()

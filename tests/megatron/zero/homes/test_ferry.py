@@ -28,10 +28,13 @@ from tests.without_waits import Place, waits, without
 def homes(folder: Path, stage: int, number: int) -> dict[str, dict[str, Any]]:
     few = {"sub_group_size": 3072}
     host, device = ({"offload_optimizer_device": "cpu", "offload_update": side, **few} for side in ("host", "device"))
-    found = {"host": host, "device": device, "nvme": everywhere(folder, stage)}
+    share = {"offload_optimizer_ratio": 0.3 + 0.1 * (number % 5)}
+    found = {"host": host, "device": device, "nvme": everywhere(folder, stage), "host, a share": {**host, **share},
+             "device, a share": {**device, **share}, "nvme, a share": {**everywhere(folder, stage), **share}}
     if stage == 3:
         params = {"offload_param_device": "cpu"}
-        found |= {"params": params, "host, params": {**host, **params}, "device, params": {**device, **params},
+        found |= {"params": params, "host, a share, params": {**host, **share, **params},
+                  "device, a share, params": {**device, **share, **params}, "host, params": {**host, **params}, "device, params": {**device, **params},
                   "host, params on nvme": {**host, **on_params(folder, 3000 * (number % 4 + 1))},
                   "device, params on nvme": {**device, **on_params(folder, 5000)}}
     return found
@@ -59,6 +62,8 @@ def differences(rank: int, world: int, folder: Path, numbers: Sequence[int], ste
                 with late_ferry():
                     engine = gpt2_engine(configure_gpt2(**cell, **home), grid)
                     assert name == "params" or isinstance(engine.homes.optimizer, HOMES[name.partition(",")[0]])
+                    if "share" in name:
+                        assert len({bucket.home for bucket in engine.buckets}) == 2, name
                     if not alike(outcome(engine, rows), expected):
                         wrong.append(f"{name}: {cell}")
                     engine.detach()

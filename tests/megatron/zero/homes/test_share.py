@@ -1,0 +1,64 @@
+"""Which shelves leave the device where only a share of the numbers is to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.config.tree import build_config
+from megatron.plan.footprint import Homes, Run
+from megatron.train.build import engine as build_engine
+from megatron.train.build import model as build_model
+from megatron.zero.homes.parts import Share
+from mpu import groups
+from tests.late_ferry import late_ferry
+from tests.megatron.zero.homes.test_equal import on_nvme
+from tests.megatron.zero.homes.test_use import built, configured
+from tests.wires import accelerator_side
+
+SIZES = [39_000, *[7_000] * 12]
+
+
+@pytest.mark.parametrize("tenths", range(11))
+def test_whole_shelves_come_as_near_to_the_share_as_they_can(tenths: int) -> None:
+    share = Share(tenths / 10)
+    away = sum(size for size in SIZES if share.leaves(size))
+    assert abs(away - tenths / 10 * sum(SIZES)) <= 7_000 / 2
+    if tenths in (0, 10):
+        assert away == tenths // 10 * sum(SIZES)
+
+
+@pytest.mark.parametrize(("where", "line"), [
+    ("nvme", " offload: 0.55 of the optimizer's state leaves the device, by whole blocks (--offload-optimizer-ratio "
+             "0.5)"),
+    ("cpu", " note: --offload-optimizer-ratio 0.5 has no effect here: the optimizer's state is where the model is")])
+def test_a_line_says_what_it_came_to(tmp_path: Path, where: str, line: str) -> None:
+    place = {"offload_optimizer_device": "cpu"} if where == "cpu" else on_nvme("optimizer", tmp_path)
+    engine = built(configured(None, **place, offload_optimizer_ratio=0.5))
+    assert line in engine.notes
+    engine.destroy()
+
+
+def test_they_take_turns() -> None:
+    share = Share(0.5)
+    assert [share.leaves(10) for _ in range(6)] == [True, False] * 3
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("ratio", [0.0, 0.25, 0.6, 1.0])
+@pytest.mark.parametrize("home", ["cpu", "nvme"])
+def test_the_plan_knows_which(tmp_path: Path, stage: int, ratio: float, home: str) -> None:
+    where = {"offload_optimizer_device": "cpu"} if home == "cpu" else on_nvme("optimizer", tmp_path)
+    config = build_config({"num_layers": 5, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 500,
+                           "bf16": True, "seq_length": 16, "max_position_embeddings": 16, "zero_stage": stage, "batch_size": 1,
+                           "stage3_param_persistence_threshold": 100, "offload_optimizer_ratio": ratio, **where})
+    grid = groups.build(1)
+    with accelerator_side(), late_ferry():
+        core = build_engine(config, build_model(config, grid), grid, torch.device("cpu")).core
+        away = [bucket for bucket in core.buckets if bucket.home is core.homes.optimizer and bucket.home.is_elsewhere]
+        run = Run(config, 1, "cuda", Homes(optimizer=home))
+        assert [leaves for _, leaves in run.leaving] == [bucket in away for bucket in core.buckets]
+        assert run.away_numel == sum(bucket.layout.shard_numel for bucket in away)
+        core.detach()
