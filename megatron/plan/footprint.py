@@ -316,7 +316,8 @@ class Run:
 
     @property
     def gradients_leave(self) -> bool:
-        """The device does not keep the sums of gradients of what leaves. (`auto` keeps them only where there is much room.)"""
+        """The device does not keep the sums of gradients of what leaves. (`auto` keeps them only where there is much
+        room.)"""
         return self.device == "cuda" and self.away.optimizer != "none" and not self.streams
 
     # ---- traffic ------------------------------------------------------------------------------------------------

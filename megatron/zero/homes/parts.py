@@ -1,5 +1,5 @@
-"""Which shelves leave the device, how large the parts are in which they go to a drive and come back, and how many are on
-the host at a time: pure arithmetic, for the engine and for the planner.
+"""Which shelves leave the device, how large the parts are in which they go and come back, and how many are on the host
+at a time: pure arithmetic, for the engine and for the planner.
 """
 
 from __future__ import annotations

@@ -90,7 +90,8 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "more than the state": ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 1.5}}},
                             ["offload_optimizer.ratio is 1.5", "expected a share from 0 to 1"]),
     "a part of the state, and late": ({"zero_optimization": {"stage": 3, "offload_optimizer": {
-        "device": "cpu", "ratio": 0.3, "delayed_param_update": True}}}, ["delayed_param_update", "leave one of them out"]),
+        "device": "cpu", "ratio": 0.3, "delayed_param_update": True}}},
+        ["delayed_param_update", "leave one of them out"]),
     "GPU direct": ({"aio": {"use_gds": True}}, ["aio.use_gds is true"]),
     "zenflow": ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, ["the optimizer step is not split in time"]),
     "autotuning": ({"autotuning": {"enabled": True, "fast": False}}, ["autotuning is not supported"]),

@@ -34,7 +34,8 @@ def homes(folder: Path, stage: int, number: int) -> dict[str, dict[str, Any]]:
     if stage == 3:
         params = {"offload_param_device": "cpu"}
         found |= {"params": params, "host, a share, params": {**host, **share, **params},
-                  "device, a share, params": {**device, **share, **params}, "host, params": {**host, **params}, "device, params": {**device, **params},
+                  "device, a share, params": {**device, **share, **params},
+                  "host, params": {**host, **params}, "device, params": {**device, **params},
                   "host, params on nvme": {**host, **on_params(folder, 3000 * (number % 4 + 1))},
                   "device, params on nvme": {**device, **on_params(folder, 5000)}}
     return found

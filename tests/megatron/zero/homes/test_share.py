@@ -52,7 +52,8 @@ def test_they_take_turns() -> None:
 def test_the_plan_knows_which(tmp_path: Path, stage: int, ratio: float, home: str) -> None:
     where = {"offload_optimizer_device": "cpu"} if home == "cpu" else on_nvme("optimizer", tmp_path)
     config = build_config({"num_layers": 5, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 500,
-                           "bf16": True, "seq_length": 16, "max_position_embeddings": 16, "zero_stage": stage, "batch_size": 1,
+                           "bf16": True, "seq_length": 16, "max_position_embeddings": 16, "batch_size": 1,
+                           "zero_stage": stage,
                            "stage3_param_persistence_threshold": 100, "offload_optimizer_ratio": ratio, **where})
     grid = groups.build(1)
     with accelerator_side(), late_ferry():
