@@ -98,8 +98,8 @@ def _params_home(config: Config, device: torch.device, drives: Drives, ferry: Fe
 def _check_room(config: Config, rule: Rule, model: nn.Module, dp_size: int) -> None:
     """Of a rank's part, as far as it is to be on the host."""
     offload, work = config.offload, DTYPES[config.precision.name].itemsize
-    each = (4 * (1 + len(rule.states)) + work) * (offload.offload_optimizer_device == "cpu")
-    each *= offload.offload_optimizer_ratio
+    share = offload.offload_optimizer_ratio * (offload.offload_optimizer_device == "cpu")
+    each = share * (4 * (1 + len(rule.states)) + work)
     each += work * (offload.offload_param_device == "cpu")
     numel = -(-sum(shape_of(parameter).numel() for parameter in model.parameters()) // dp_size)
     flags = " ".join(f"{flag_name(name)} cpu" for name in ("offload_optimizer_device", "offload_param_device")
