@@ -67,8 +67,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero.precision megatron.zero.verdict megatron.zero.holders megatron.zero.placeholder
         megatron.zero.waiting megatron.zero.drawn megatron.zero.tiling
         megatron.zero.homes.ferry megatron.zero.homes.shelf megatron.zero.homes.here megatron.zero.homes.lanes
-        megatron.zero.homes.swapfolder megatron.zero.homes.blockfile megatron.zero.homes.memory
-        megatron.zero.homes.tilefile
+        megatron.zero.homes.words megatron.zero.homes.swapfolder megatron.zero.homes.blockfile
+        megatron.zero.homes.memory megatron.zero.homes.tilefile
         megatron.zero.homes.host megatron.zero.homes.streamed megatron.zero.homes.descent megatron.zero.homes.passing
         megatron.zero.homes.preflight megatron.zero.homes.room
         megatron.zero.homes.nvme megatron.zero.homes.depot megatron.zero.parked

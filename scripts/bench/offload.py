@@ -68,7 +68,7 @@ def main() -> None:
     print("|---" * 6 + "|")
     for _ in range(chosen.steps):
         before = home.traffic
-        drive = examine(chosen.nvme_path, needed=256 << 20, read_a_step=0, written_a_step=0, flag=FLAG)
+        drive = examine(chosen.nvme_path, keeps="state", needed=256 << 20, read_a_step=0, written_a_step=0, flag=FLAG)
         update, whole = step(here), step(there)
         read = home.traffic.read_bytes - before.read_bytes
         written = home.traffic.written_bytes - before.written_bytes

@@ -22,8 +22,9 @@ from mpu.groups import Groups
 
 @dataclass(frozen=True)
 class _Use:
-    """Bytes of one rank on a drive, and those it reads and writes in a step."""
+    """What of one rank is on a drive, in bytes, and those it reads and writes in a step."""
 
+    name: str
     kept: int
     read: int
     written: int
@@ -31,11 +32,13 @@ class _Use:
 
 def expected_of_drives(config: Config, rule: Rule, model: nn.Module, dp_size: int) -> dict[str, _Use]:
     """By kind of state, but for the padding of shards, and what a share of whole shards is beside it."""
-    numel = -(-sum(shape_of(parameter).numel() for parameter in model.parameters()) // dp_size)
+    sizes = [shape_of(parameter).numel() for parameter in model.parameters()]
+    numel = -(-sum(sizes) // dp_size)
     state = int(4 * numel * (1 + len(rule.states)) * config.offload.offload_optimizer_ratio)
-    on_drive = max(0, numel - config.offload.offload_param_max_in_cpu) * DTYPES[config.precision.name].itemsize
-    return {"optimizer": _Use(state, state, state),
-            "param": _Use(on_drive, 2 * on_drive * config.accumulation(dp_size), on_drive)}
+    split = -(-sum(size for size in sizes if size >= config.zero.stage3_param_persistence_threshold) // dp_size)
+    on_drive = max(0, split - config.offload.offload_param_max_in_cpu) * DTYPES[config.precision.name].itemsize
+    return {"optimizer": _Use("optimizer state", state, state, state),
+            "param": _Use("weights", on_drive, 2 * on_drive * config.accumulation(dp_size), on_drive)}
 
 
 class Drives:
@@ -69,10 +72,14 @@ class Drives:
             return []
         lines = []
         for path, kinds in self._kinds.items():
-            needed, read, written = (self._node.local_world_size * sum(getattr(expected[kind], what) for kind in kinds)
-                                     for what in ("kept", "read", "written"))
-            lines.append(str(examine(path, needed=needed, read_a_step=read, written_a_step=written,
-                                     flag=self._folders[path].flag)))
+            uses = [expected[kind] for kind in kinds if expected[kind].kept]
+            if uses:
+                needed, read, written = (self._node.local_world_size * sum(getattr(use, what) for use in uses)
+                                         for what in ("kept", "read", "written"))
+                lines.append(str(examine(path, keeps=" and ".join(use.name for use in uses), needed=needed,
+                                         read_a_step=read, written_a_step=written, flag=self._folders[path].flag)))
+            else:
+                lines.append(f" nvme {path}: nothing of this run will be there")
         return lines
 
 

@@ -28,6 +28,7 @@ from typing import Self, final
 
 from megatron.errors import ConfigError, StorageError
 from megatron.zero.homes.lanes import Lanes
+from megatron.zero.homes.words import in_bytes, refusal
 
 SUFFIX = ".tiles"
 
@@ -179,7 +180,7 @@ def tidy(nvme_path: str | os.PathLike[str], run: str, ranks: Container[int], say
     if left:
         names = sorted(left)
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        say(f"warning: {nvme_path}: {sum(left.values()) / 1e9:.1f} GB are left of other runs that have ended: "
+        say(f"warning: {nvme_path}: {in_bytes(sum(left.values()))} are left of other runs that have ended: "
             f"{', '.join(names[:3])}{more}; remove what nobody needs")
 
 
@@ -209,8 +210,7 @@ def _make(path: Path, flag: str) -> bool:
     except FileExistsError:
         return False
     except OSError as error:
-        raise StorageError(f"{flag} {path.parent}: cannot write there: {error.strerror}; make it writable or choose "
-                           "another folder") from error
+        raise StorageError(f"{flag} {path.parent}: cannot write there: {refusal(error, path.parent)}") from error
     return True
 
 

@@ -237,14 +237,23 @@ def test_a_folder_that_is_not_there_is_the_settings_fault(tmp_path):
         SwapFolder(tmp_path / "file", "run", 0, flag=FLAG)
 
 
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOSPC])
-def test_a_folder_that_cannot_be_written_is_named_with_its_flag(tmp_path, monkeypatch, number):
+@pytest.mark.parametrize("number, remedy", [
+    (errno.EACCES, "Permission denied; make it writable, or"), (errno.EROFS, "Read-only file system; make it writable"),
+    (errno.ENOSPC, "No space left on device, .* free; free space, or"), (errno.EIO, "Input/output error; check"),
+    (errno.EDQUOT, "Disk quota exceeded, .* free; free space, or"), (errno.EPERM, "its file system takes no new")])
+def test_a_folder_that_cannot_be_written_is_named_with_its_flag(tmp_path, monkeypatch, number, remedy):
     def refuse(*args: Any) -> None:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "mkdir", refuse)  # root may write anywhere
-    with pytest.raises(StorageError, match=f"{FLAG} {tmp_path}: cannot write there: {os.strerror(number)}; make it"):
+    with pytest.raises(StorageError, match=f"{FLAG} {tmp_path}: cannot write there: {remedy}"):
         SwapFolder(tmp_path, "run", 0, flag=FLAG)
+
+
+def test_a_file_system_that_keeps_no_files_is_told_as_such():
+    with pytest.raises(StorageError, match=f"{FLAG} /proc: cannot write there: its file system takes no new files; "
+                                           "choose a folder on a drive"):
+        SwapFolder("/proc", "run", 0, flag=FLAG)
 
 
 def test_tidying_removes_what_this_run_left_and_tells_of_others(tmp_path):
@@ -262,7 +271,7 @@ def test_tidying_removes_what_this_run_left_and_tells_of_others(tmp_path):
             "older-rank0", "older-rank5", "other-rank0", "run-rank0", "run-rank1", "run-rank8", "runner-rank0",
             "third-rank0"]
         assert len(list((tmp_path / "older-rank0").iterdir())) == 1
-    assert said == [f"warning: {tmp_path}: 0.2 GB are left of other runs that have ended: older-rank0, runner-rank0; "
+    assert said == [f"warning: {tmp_path}: 200 MB are left of other runs that have ended: older-rank0, runner-rank0; "
                     "remove what nobody needs"]
 
 

@@ -1,0 +1,43 @@
+"""Bytes, times and refusals of a drive, as a person reads them."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+NOT_FOR_FILES = (errno.ENOENT, errno.EPERM, errno.EOPNOTSUPP)
+"""What a file system such as /proc says to a new folder in one that is there."""
+NOT_OURS = (errno.EACCES, errno.EROFS)
+
+
+def in_bytes(count: float) -> str:
+    """`1.4 MB`, `512 GB`."""
+    unit, name = next((row for row in UNITS if count >= row[0]), (1, "bytes"))
+    value = count / unit
+    return f"{value:.1f} {name}" if value < 10 and unit > 1 else f"{value:.0f} {name}"
+
+
+def in_time(seconds: float) -> str:
+    """`24.6 s`, `3.1 ms`."""
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-4 else "less than 0.1 ms"
+
+
+def free_space(folder: Path) -> int:
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
+def refusal(error: OSError, folder: Path) -> str:
+    """Why nothing new could be made in a folder that is there, and what to do."""
+    if error.errno in NOT_FOR_FILES:
+        return "its file system takes no new files; choose a folder on a drive"
+    if error.errno in FULL:
+        return f"{error.strerror}, {in_bytes(free_space(folder))} free; free space, or choose another folder"
+    remedy = "make it writable" if error.errno in NOT_OURS else "check the drive"
+    return f"{error.strerror}; {remedy}, or choose another folder"
