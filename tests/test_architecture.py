@@ -26,7 +26,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         mpu.split
         data data.storage data.format data.sampling
         megatron.errors megatron.version megatron.neighbours
-        megatron.config.kinds megatron.config.setting megatron.config.problems megatron.config.optimizers
+        megatron.config.kinds megatron.config.setting megatron.config.problems megatron.config.words
+        megatron.config.optimizers
         megatron.config.model megatron.config.data megatron.config.parallel megatron.config.optim
         megatron.config.schedule megatron.config.precision megatron.config.zero megatron.config.offload
         megatron.config.recompute megatron.config.train megatron.config.save megatron.config.log

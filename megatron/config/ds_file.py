@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import base64
 import os
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,15 +19,16 @@ from typing import Any
 
 from megatron.config import ds_together
 from megatron.config.ds_batch import BATCH, BATCH_FIELDS, solve_batch
-from megatron.config.ds_keys import TABLE, NoEffect
+from megatron.config.ds_keys import TABLE, NoEffect, keys_of_fields
 from megatron.config.ds_reader import Found, agree, plain, same, walk
 from megatron.config.ds_together import WARMUP_STEPS
 from megatron.config.kinds import shown
 from megatron.config.loose_json import parse
-from megatron.config.problems import Problems
+from megatron.config.problems import ConfigErrors, Problems
 from megatron.config.schedule import ScheduleConfig
 from megatron.config.setting import Key, flag_name, require
 from megatron.config.tree import Config, build_config, data_parallel_size, section_problems
+from megatron.config.words import Words
 from megatron.errors import ConfigError
 
 FP16_ONLY = frozenset(row.field for path, row in TABLE.items()
@@ -48,11 +48,12 @@ def build(source: str | os.PathLike[str] | Mapping[str, Any], *, flags: Mapping[
     # No flags of a warm-up reach an engine: what DeepSpeed does where the key is absent.
     said = replace(found, autos=tuple(path for path in found.autos if path != WARMUP_STEPS)) if in_engine else found
     values = resolve(said, flags, dp, fallback.get("lr", ScheduleConfig.lr))
+    words = Words(_keys(said, flags), _other_keys(flags if in_engine else {**fallback, **flags}), in_engine)
     try:
         config = build_config({**fallback, **values})
     except ConfigError as error:
-        raise ConfigError(in_its_words(said, str(error), flags)) from None
-    return replace(config, notes=notes(found, config, dp, in_engine), keys=_keys(said, flags))
+        raise _in_words(error, words, found.name) from None
+    return replace(config, notes=notes(found, config, dp, in_engine), words=words)
 
 
 def read(source: str | os.PathLike[str] | Mapping[str, Any], argument: str = "config") -> Found:
@@ -128,7 +129,7 @@ def _out_of_range(found: Found) -> list[str]:
     """What the sections have against the file's own values; what depends on a value that is not in it is left out."""
     values = {name: value for name, value, _ in _fields(found, {}, Problems())
               if name != "optimizer_params" or "optimizer.type" in found.keys}
-    sentences = (_in_keys(found, sentence, {}) for sentence in section_problems(_without_idle(values, values)))
+    sentences = map(Words(_keys(found, {})).of, section_problems(_without_idle(values, values)))
     return [sentence for sentence in sentences if "--" not in sentence]
 
 
@@ -175,21 +176,26 @@ def _batch(found: Found, flags: Mapping[str, Any], dp_size: int) -> dict[str, in
 # ---- words -------------------------------------------------------------------------------------------------------
 
 
-def in_its_words(found: Found, message: str, flags: Mapping[str, Any]) -> str:
-    """The message of a section, which speaks of flags, with the names of the keys that were given instead."""
-    words = _in_keys(found, message, flags)
-    return message if words == message else f"{found.name}: {words}"
-
-
-def _in_keys(found: Found, message: str, flags: Mapping[str, Any]) -> str:
-    keys = _keys(found, flags)
-    return re.sub(r"--[\w-]+", lambda match: keys.get(match[0], match[0]), message)
+def _in_words(error: ConfigError, words: Words, name: str) -> ConfigError:
+    """The error of a section, which speaks of flags, sentence by sentence in the words of the file."""
+    sentences = error.sentences if isinstance(error, ConfigErrors) else (str(error),)
+    said = tuple(map(words.of, sentences))
+    return ConfigErrors(said, "" if said == sentences else name)
 
 
 def _keys(found: Found, flags: Mapping[str, Any]) -> dict[str, str]:
     """Flag -> the key that was given instead."""
     return {flag_name(name): found.written(path, "")
             for name, _, path in _fields(found, flags, Problems()) if name not in flags}
+
+
+def _other_keys(flags: Mapping[str, Any]) -> dict[str, str]:
+    """Flag that is not given -> the key that sets the same. What several keys together set has no such name."""
+    paths: dict[str, list[Key]] = {}
+    for key in keys_of_fields():
+        paths.setdefault(key.field, []).append(key)
+    return {flag_name(name): keys[0].path for name, keys in paths.items()
+            if name not in flags and (keys[0].alone or len(keys) == 1)}
 
 
 def notes(found: Found, config: Config, dp_size: int, in_engine: bool = False) -> tuple[str, ...]:

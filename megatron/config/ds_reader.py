@@ -206,8 +206,11 @@ def agree(one: Any, other: Any) -> bool:
 
 
 def _nearest(path: str) -> str:
-    """What the user may have meant: a similar key beside it, the same words in another order, or another section."""
+    """What the user may have meant: another place for a section, a similar key beside it, the same words in another
+    order, or another section for a key."""
     section, _, key = path.rpartition(".")
+    if parents := sorted(other.rpartition(".")[0] for other in OBJECTS if other.rpartition(".")[2] == key):
+        return "move it " + " or ".join(f"into {parent}" if parent else "to the top level" for parent in parents)
     known = sorted({*TABLE, *OBJECTS})
     beside = [other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == section]
     near = [other for other in beside if sorted(other.split("_")) == sorted(key.split("_"))]

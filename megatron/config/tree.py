@@ -9,7 +9,6 @@ parsing (flags.py), DeepSpeed's JSON (ds_file.py), anything that opens a file.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -28,6 +27,7 @@ from megatron.config.save import SaveConfig
 from megatron.config.schedule import ScheduleConfig
 from megatron.config.setting import flag_name, require
 from megatron.config.train import TrainConfig
+from megatron.config.words import Words
 from megatron.config.zero import ZeroConfig
 
 __all__ = [
@@ -55,8 +55,8 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
     notes: tuple[str, ...] = field(default=(), compare=False)
     """What the user should read once about how this tree came about; no section, and not saved."""
-    keys: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """Flag -> the key of a JSON file that said it in the flag's place; no section, and not saved."""
+    words: Words = field(default_factory=Words, compare=False)
+    """What a JSON file said in the place of flags; no section, and not saved."""
 
     def __post_init__(self) -> None:
         length, table = self.seq_length, self.model.max_position_embeddings
@@ -123,7 +123,7 @@ class Config:
 
     def in_its_words(self, message: str) -> str:
         """A message that speaks of flags, with the names of the keys that were given instead."""
-        return re.sub(r"--[\w-]+", lambda match: self.keys.get(match[0], match[0]), message)
+        return self.words.of(message)
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """Plain JSON values, section by section (saved in every checkpoint)."""
@@ -132,7 +132,7 @@ class Config:
 
 
 SECTIONS: dict[str, type] = {f.name: f.default_factory for f in fields(Config)  # type: ignore[misc]
-                             if f.name not in ("notes", "keys")}
+                             if f.name not in ("notes", "words")}
 """Section name -> its dataclass; every field name is unique across sections (a test holds it)."""
 
 

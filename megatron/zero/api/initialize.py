@@ -81,10 +81,11 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
     if device.type == "cuda":
         torch.cuda.set_device(device)  # also where the script has met by itself: control messages go by way of it
     _move_buffers(model, device, DTYPES[config.precision.name])
-    rule, param_groups, defaults, client = _rule_and_groups(settings, model, model_parameters, optimizer)
-    _check_groups(model, param_groups)
-    moved = meanwhile_notes(model, config, device.type)
-    homes, told = homes_of(config, rule, model, device, groups)
+    with config.words.speaking():
+        rule, param_groups, defaults, client = _rule_and_groups(settings, model, model_parameters, optimizer)
+        _check_groups(model, param_groups)
+        moved = meanwhile_notes(model, config, device.type)
+        homes, told = homes_of(config, rule, model, device, groups)
     try:
         core = ZeroEngine(model, groups, zero=config.zero, precision=config.precision, rule=rule,
                           param_groups=param_groups, device=device, homes=homes,
@@ -171,11 +172,17 @@ def _say(settings: _Settings, engine: Engine, dp_size: int) -> None:
     if found is None:
         return
     idle = zero_notes(config.zero, precision=config.precision.name, on_cuda=engine.device.type == "cuda")
-    of_settings = [ds_file.in_its_words(found, note.removeprefix(" note: "), {}) for note in (*engine.notes, *idle)]
+    of_settings = [_in_its_words(config, found.name, note) for note in (*engine.notes, *idle)]
     for line in (*config.notes, *of_settings, *_threads(config, engine.device)):
         print(line.strip(), flush=True)
     if found.of_engine.get("dump_state"):
         print("\n".join(["configuration", *_rows(settings, dp_size)]), flush=True)
+
+
+def _in_its_words(config: Config, name: str, line: str) -> str:
+    """A line about the engine, which speaks of flags; a note that is about keys says of which file."""
+    said, note = config.in_its_words(line), line.startswith(" note: ")
+    return f"{name}: " * (note and said != line) + said.removeprefix(" note: ")
 
 
 def _threads(config: Config, device: torch.device) -> Iterator[str]:

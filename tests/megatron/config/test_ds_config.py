@@ -20,8 +20,8 @@ from megatron.config.ds_batch import solve_batch
 from megatron.config.ds_file import build, read
 from megatron.config.ds_keys import OBJECTS, TABLE, Absent, NoEffect, Old, Only
 from megatron.config.flags import parse_args
-from megatron.config.setting import Key
-from megatron.errors import ConfigError
+from megatron.config.setting import Key, flag_name
+from megatron.errors import ConfigError, StorageError
 from megatron.optim.schedule import Schedule, build_schedule
 from megatron.zero.api.schedule import schedule_of
 
@@ -177,6 +177,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     HOME + "update": ("host", {"offload_update": "host"}, {}),
     HOME + "delayed_param_update": (True, {"delayed_param_update": True}, {}),
     HOME + "pipeline_read": (False, {"offload_optimizer_pipeline_read": False}, {}),
+    HOME + "ratio": (0.5, {"offload_optimizer_ratio": 0.5}, {}),
     HOME + "pipeline_write": (False, {"offload_optimizer_pipeline_write": False}, {}),
     PARAM + "device": (
         "nvme", {"zero_stage": 3, "offload_param_device": "nvme", "offload_param_nvme_path": "/nvme"},
@@ -322,6 +323,35 @@ def test_a_note_about_a_flag_names_the_key_that_was_given():
         "zero_optimization.round_robin_gradients, --log-interval")
 
 
+def test_an_engine_has_keys_and_no_flags():
+    config = build({}, in_engine=True)
+    for path in ("gradient_clipping", "train_batch_size", "fp16.enabled", HOME + "nvme_path", "aio.block_size"):
+        assert config.in_its_words(f"{flag_name(TABLE[path].field)} is 1") == f"{path} is 1"
+    assert config.in_its_words("--num-layers") == "--num-layers", "there is no such key"
+
+
+@pytest.mark.parametrize(("flags", "said"), [
+    ({}, HOME + "nvme_path"), ({"offload_optimizer_nvme_path": "/x"}, "--offload-optimizer-nvme-path")])
+def test_a_sentence_about_a_key_names_no_flag_that_was_not_given(flags, said):
+    config = build(merged(STAGE_3, nested(HOME + "device", "cpu")), flags=flags)
+    assert config.in_its_words("--offload-optimizer-device needs --offload-optimizer-nvme-path") == (
+        f"{HOME}device needs {said}")
+    assert config.in_its_words("--offload-optimizer-nvme-path") == "--offload-optimizer-nvme-path", "of no key"
+
+
+def test_each_of_several_errors_is_in_its_own_words():
+    tree = merged(nested("fp16.enabled", True), nested(HOME + "device", "nvme"))
+    told = refusal(tree, flags={"bf16": True, "aio_queue_depth": 0})
+    assert "fp16.enabled and --bf16 exclude each other" in told and "--aio-queue-depth is 0: expected" in told
+    assert f"{HOME}device nvme needs {HOME}nvme_path" in told
+
+
+def test_an_error_of_another_room_is_in_these_words_as_well():
+    words = build(merged(STAGE_3, nested(HOME + "device", "cpu"))).words
+    with pytest.raises(StorageError, match=f"^{HOME}device cpu: there is no room$"), words.speaking():
+        raise StorageError("--offload-optimizer-device cpu: there is no room")
+
+
 def test_defaults_are_those_of_deepspeeds_code():
     zero = ZeroConfig()
     assert (zero.reduce_bucket_size, zero.allgather_bucket_size, zero.sub_group_size) == (5e8, 5e8, 1e9)
@@ -384,8 +414,8 @@ def test_an_unknown_key_is_refused_with_its_path_and_the_nearest_name(path, told
     ({"zero_optimization": {"stage": 7}}, "zero_optimization.stage is 7: expected 0, 1, 2 or 3"),
     ({"zero_optimization": {"reduce_bucket_size": 0}}, "zero_optimization.reduce_bucket_size is 0: expected a number"),
     ({"activation_checkpointing": {"contiguous_memory_optimization": True}},
-     "contiguous_memory_optimization needs --partition-activations"),
-    ({"fp16": {"enabled": True, "min_loss_scale": 1e6}}, "fp16.min_loss_scale 1e+06 is above --initial-loss-scale"),
+     "contiguous_memory_optimization needs activation_checkpointing.partition_activations"),
+    ({"fp16": {"enabled": True, "min_loss_scale": 1e6}}, "fp16.min_loss_scale 1e+06 is above fp16.initial_scale_power"),
     ({1: 2}, "the key 1 is not a text"),
 ])
 def test_a_combination_that_cannot_be_honoured_says_why(tree, told):
@@ -449,6 +479,18 @@ def test_every_error_of_a_file_is_reported_at_once():
     assert "30 errors" in many and many.endswith("; and 18 more")
 
 
+SECTIONS_OF_FILE = sorted({path.rpartition(".")[2] for path in OBJECTS})
+
+
+@pytest.mark.parametrize("name", SECTIONS_OF_FILE)
+def test_a_section_in_the_wrong_place_is_sent_to_the_right_one(name):
+    homes = [path.rpartition(".")[0] for path in sorted(OBJECTS) if path.rpartition(".")[2] == name]
+    for wrong in {"", "zero_optimization.", "fp16.", "aio."} - {f"{home}." if home else "" for home in homes}:
+        told = refusal(nested(f"{wrong}{name}", {"enabled": True}))
+        assert f"unknown key {wrong}{name}; move it " in told
+        assert all(f"into {home}" if home else "to the top level" in told for home in homes)
+
+
 def test_values_out_of_range_are_in_the_one_list_of_errors():
     tree = {"zero_optimization": {"stage": 9, "reduce_bucket_size": 0}, "gradient_clipping": "x",
             "optimizer": {"type": "Adam", "params": {"lr": -1, "eps": -1}}}
@@ -501,7 +543,7 @@ def test_what_is_split_over_ranks_can_be_offloaded_and_nothing_else(section, pla
 
 @pytest.mark.parametrize("old", ["cpu_offload", "cpu_offload_params"])
 def test_the_old_names_need_the_same_stage_and_are_named_in_the_refusal(old):
-    assert f"{ZERO}{old} cpu needs --zero-stage " in refusal(nested(ZERO + old, True))
+    assert f"{ZERO}{old} cpu needs zero_optimization.stage " in refusal(nested(ZERO + old, True))
     assert build(nested(ZERO + old, False)) == Config()
 
 
@@ -509,7 +551,7 @@ def test_the_old_names_need_the_same_stage_and_are_named_in_the_refusal(old):
 def test_a_drive_needs_its_folder(section, kind):
     for path in ({}, nested(section + "nvme_path", None)):
         told = refusal(merged(STAGE_3, nested(section + "device", "nvme"), path))
-        assert f"offload_{kind}.device nvme needs " in told and "nvme" in told and "path" in told
+        assert f"{section}device nvme needs {section}nvme_path" in told, "there may be no flags"
 
 
 def test_state_on_a_drive_is_updated_by_the_host():
@@ -862,7 +904,8 @@ STRANGE = [None, True, False, 0, -1, 1, 2, 1.5, 1e9, 5e8, 1e400, math.nan, 10**3
            "fp32", "Adam", "WarmupLR", [], [0.9, 0.95], [None], {}, {"enabled": False}, {"stage": 3}, {"type": "Adam"}]
 WHOLE = merged(*(merged(beside, nested(path, value)) for path, (value, expected, beside) in CASES.items()
                  if not isinstance(TABLE[path], Old)
-                 and path not in ("bf16.enabled", "scheduler.params.cos_min_ratio", "prescale_gradients")
+                 and path not in ("bf16.enabled", "scheduler.params.cos_min_ratio", "prescale_gradients",
+                                  HOME + "ratio")
                  and beside not in (RANGE, CYCLE) and not path.startswith(("scheduler.params.decay_"))
                  and beside.get("optimizer", ADAM["optimizer"]) == ADAM["optimizer"]),
                ADAM,
