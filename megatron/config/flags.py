@@ -13,20 +13,23 @@ import re
 import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import Field, fields
+from dataclasses import Field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from megatron.config import ds_file, foreign, help
 from megatron.config.hf_shape import shape_in, tokenizer_in
 from megatron.config.setting import declared, flag_name, plain_type
-from megatron.config.tree import PRESETS, SECTIONS, Config, build_config
+from megatron.config.tree import PRESETS, SECTIONS, Config, build_config, require
+from megatron.config.words import Words
 from megatron.errors import ConfigError
 from megatron.version import DISTRIBUTION, __version__
 
 
 YES, NO = {"true", "1", "yes", "on"}, {"false", "0", "no", "off"}
 """What other programs write after a switch."""
+
+ON_HOST = "--cpu-optimizer, which is --offload-optimizer-device"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -54,7 +57,7 @@ def parse_args(argv: Sequence[str], world_size: int = 1, *, planning: bool = Fal
     parser = build_parser()
     words, problems = switches(parser, [_dashed(word) for word in argv])
     table = foreign.OF_PLANNER if planning else foreign.FOREIGN
-    ours, foreigners = foreign.answers(words, table)
+    ours, foreigners, notes = foreign.answers(words, table)
     problems += foreigners
     given = argparse.Namespace()
     try:
@@ -69,11 +72,23 @@ def parse_args(argv: Sequence[str], world_size: int = 1, *, planning: bool = Fal
     preset = {**_said_by_hf(values), **preset}  # flags and a preset that differ are refused when the folder is read
     for said in ("deepspeed", "dry_run"):  # nothing that a run is configured with
         values.pop(said, None)
-    source = values.pop("deepspeed_config", None)
-    if source is None:
-        return build_config({**preset, **values})
-    return ds_file.build(source, flags=values, fallback=preset, world_size=world_size,
-                         argument="--deepspeed-config")
+    config = _built(values, preset, world_size)
+    return replace(config, notes=(*notes, *config.notes))
+
+
+def _built(values: dict[str, Any], preset: dict[str, Any], world_size: int) -> Config:
+    """Of flags and the JSON file that they name. `--cpu-optimizer` means what the file says, where it says more."""
+    source, on_host = values.pop("deepspeed_config", None), values.pop("cpu_optimizer", False)
+    name = "offload_optimizer_device"
+    if on_host:
+        preset = {**preset, name: "cpu"}
+    with Words({flag_name(name): ON_HOST} if on_host and name not in values else {}).speaking():
+        config = build_config({**preset, **values}) if source is None else ds_file.build(
+            source, flags=values, fallback=preset, world_size=world_size, argument="--deepspeed-config")
+    require(not on_host or config.offload.offload_optimizer_device != "none",
+            f"--cpu-optimizer keeps the optimizer's state on the host, but {config.in_its_words(flag_name(name))} is "
+            "none: give one of them")
+    return config
 
 
 def asks_for_plan(argv: Sequence[str]) -> bool:
@@ -98,6 +113,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Help, nargs=0, const=lambda: f"{DISTRIBUTION} {__version__}")
     parser.add_argument("--preset", type=_one_of("--preset", tuple(PRESETS)))
     parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--cpu-optimizer", "--optimizer-cpu-offload", action=argparse.BooleanOptionalAction)
     parser.add_argument("--deepspeed-config", "--deepscale-config")
     parser.add_argument("--deepspeed", "--deepscale", action=argparse.BooleanOptionalAction)
     for section in SECTIONS.values():

@@ -16,7 +16,9 @@ class Foreign:
 
     answer: str
     harmless: tuple[str, ...] = ()
-    """Values that are accepted and change nothing."""
+    """Values that are accepted and change nothing; "" is a switch."""
+    noted: bool = False
+    """An accepted one has an effect elsewhere, and is answered with a note."""
 
 
 _NO_PIPELINE = "there is no pipeline parallelism; use --model-parallel-size and --zero-stage"
@@ -30,6 +32,11 @@ _MONITOR = "use --tensorboard-dir FOLDER or --metrics-file FILE"
 _SAVE = "use --save FOLDER, and --load FOLDER to resume from it"
 _LEAVE_OUT = "leave it out: "
 _RANKS = ("gpus", "num-gpus", "nproc-per-node", "world-size")
+_ON = ("", "True", "true")
+_BLOCKS = "a block is gathered as a whole; use --memory-centric-tiled-linear for layers that are too large"
+_ONE_RULE = "the same optimizer runs on every device"
+_OFFLOAD = "use --offload-optimizer-device cpu, and --offload-param-device cpu at stage 3"
+_UNLOCKED = "use --no-offload-optimizer-pin-memory"
 _FUSED = "leave it out: kernels are chosen by torch, and --compile fuses the rest"
 
 FOREIGN: dict[str, Foreign] = {
@@ -95,6 +102,25 @@ FOREIGN: dict[str, Foreign] = {
     "recompute-granularity": Foreign(_RECOMPUTE),
     "recompute-method": Foreign(_RECOMPUTE),
     "recompute-num-layers": Foreign("use --checkpoint-activations with --checkpoint-num-layers"),
+    "cpu-offload": Foreign(_OFFLOAD),
+    "offload": Foreign(_OFFLOAD),
+    "zero-cpu-offload": Foreign(_OFFLOAD),
+    "fsdp-cpu-offload": Foreign(_OFFLOAD),
+    "offload-optimizer": Foreign("use --offload-optimizer-device cpu or nvme"),
+    **dict.fromkeys(("offload-param", "offload-params", "cpu-offload-param", "cpu-offload-params"), Foreign(
+        "use --offload-param-device cpu or nvme, at --zero-stage 3")),
+    "cpu-offload-use-pin-memory": Foreign("use --offload-optimizer-pin-memory, which is on by default", _ON),
+    "nvme-path": Foreign("use --offload-optimizer-nvme-path, and --offload-param-nvme-path for the parameters"),
+    "cpu-torch-adam": Foreign(_LEAVE_OUT + _ONE_RULE, _ON),
+    "use-torch-optimizer-for-cpu-offload": Foreign(_LEAVE_OUT + _ONE_RULE, _ON),
+    "overlap-cpu-optimizer-d2h-h2d": Foreign(_LEAVE_OUT + "copies always run beside the update", _ON),
+    "pin-cpu-grads": Foreign(_LEAVE_OUT + "use --offload-optimizer-pin-memory, which is on by default", _ON),
+    "pin-cpu-params": Foreign(_LEAVE_OUT + "use --offload-optimizer-pin-memory, which is on by default", _ON),
+    "no-pin-cpu-grads": Foreign(_UNLOCKED),
+    "no-pin-cpu-params": Foreign(_UNLOCKED),
+    "split-transformers": Foreign(_BLOCKS, _ON, noted=True),
+    "scattered-embeddings": Foreign("use --partition-activations to split activations over tensor parallel ranks", _ON,
+                                    noted=True),
     "distributed-timeout-minutes": Foreign("use --distributed-timeout-seconds"),
     **dict.fromkeys(("use-flash-attn", "attention-backend", "no-masked-softmax-fusion", "no-bias-gelu-fusion",
                      "no-bias-dropout-fusion", "no-gradient-accumulation-fusion", "transformer-impl",
@@ -128,9 +154,10 @@ OF_PLANNER = FOREIGN | dict.fromkeys(_RANKS, Foreign("use --ranks N, the GPUs of
 """The same for `megatron.plan`."""
 
 
-def answers(words: Sequence[str], table: Mapping[str, Foreign] = FOREIGN) -> tuple[list[str], list[str]]:
-    """The words without foreign flags and their values, and one sentence for each that cannot be ignored."""
-    kept, sentences, index = [], [], 0
+def answers(words: Sequence[str], table: Mapping[str, Foreign] = FOREIGN) -> tuple[list[str], list[str], list[str]]:
+    """The words without foreign flags and their values, one sentence for each that cannot be ignored, and notes of
+    those that are ignored."""
+    kept, sentences, notes, index = [], [], [], 0
     while index < len(words):
         name, equals, value = words[index].partition("=")
         known = table.get(name[2:]) if name.startswith("--") else None
@@ -144,4 +171,6 @@ def answers(words: Sequence[str], table: Mapping[str, Foreign] = FOREIGN) -> tup
             index += bool(value)
         if value not in known.harmless:
             sentences.append(f"{name}{f' {value}' if value else ''} is not a flag here: {known.answer}")
-    return kept, sentences
+        elif known.noted:
+            notes.append(f" note: {name} has no effect: {known.answer}")
+    return kept, sentences, notes

@@ -30,6 +30,8 @@ COMMON = {
 RARER = {
     "--dry-run": "print the plan of the run (memory, traffic, what is in its way) and leave; takes the options of "
                  "`python -m megatron.plan` as well",
+    "--[no-]cpu-optimizer": "accepted for old scripts: --offload-optimizer-device cpu, unless the JSON file says "
+                            "nvme [also --optimizer-cpu-offload]",
     "--[no-]deepspeed": "accepted for old scripts: there is one engine",
 }
 

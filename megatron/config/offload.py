@@ -20,14 +20,16 @@ class OffloadConfig:
     offload_optimizer_nvme_path: str | None = setting(None, "folder on the NVMe drive", json=_OPTIMIZER + "nvme_path")
     offload_optimizer_buffer_count: int = setting(4, "host buffers in front of the NVMe drive",
                                                   json=_OPTIMIZER + "buffer_count")
-    offload_optimizer_pin_memory: bool = setting(True, "page-locked host memory", json=_OPTIMIZER + "pin_memory")
+    offload_optimizer_pin_memory: bool = setting(
+        True, "page-locked host memory, which a GPU copies from and to faster; on a CPU nothing is locked",
+        json=_OPTIMIZER + "pin_memory")
     offload_optimizer_pipeline_read: bool = setting(True, "read the next tile while this one is updated",
                                                     json=_OPTIMIZER + "pipeline_read")
     offload_optimizer_pipeline_write: bool = setting(True, "write the last tile while this one is updated",
                                                      json=_OPTIMIZER + "pipeline_write")
     offload_optimizer_ratio: float = setting(
         1.0, "share of the optimizer's state that leaves the device; the device keeps and updates the rest",
-        json=_OPTIMIZER + "ratio")
+        "optimizer-offload-fraction", json=_OPTIMIZER + "ratio")
     offload_update: Literal["auto", "host", "device"] = setting(
         "auto", "where a GPU's offloaded optimizer state is updated: by the host, or on the device, a part at a time; "
         "auto measures both", json=_OPTIMIZER + "update")
@@ -35,14 +37,16 @@ class OffloadConfig:
         False, "the host updates beside the next forward and backward of the GPU, which use the weights of before: "
         "faster, and inexact", json=_OPTIMIZER + "delayed_param_update")
     offload_param_device: Literal["none", "cpu", "nvme"] = setting(
-        "none", "where parameters are kept; stage 3 only", json=_PARAM + "device")
+        "none", "where parameters are kept; stage 3 only", "remote-device", json=_PARAM + "device")
     offload_param_nvme_path: str | None = setting(None, "folder on the NVMe drive", json=_PARAM + "nvme_path")
     offload_param_buffer_count: int = setting(5, "host buffers in front of the NVMe drive",
                                               json=_PARAM + "buffer_count")
     offload_param_buffer_size: int = setting(100_000_000, "elements per buffer", json=_PARAM + "buffer_size")
     offload_param_max_in_cpu: int = setting(1_000_000_000, "elements kept on the host beside the NVMe drive",
                                             json=_PARAM + "max_in_cpu")
-    offload_param_pin_memory: bool = setting(True, "page-locked host memory", json=_PARAM + "pin_memory")
+    offload_param_pin_memory: bool = setting(
+        True, "page-locked host memory, which a GPU copies from and to faster; on a CPU nothing is locked",
+        "use-pin-memory", json=_PARAM + "pin_memory")
     aio_block_size: int = setting(1_048_576, "bytes per NVMe request", json="aio.block_size")
     aio_queue_depth: int = setting(8, "NVMe requests in flight", json="aio.queue_depth")
     aio_intra_op_parallelism: int = setting(1, "reads under way at a time, and as many writes", "aio-thread-count",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import re
 import subprocess
 import sys
@@ -126,6 +127,9 @@ BAD = [
     (["--init_from=gpt2", "--wandb_log=True"], "--load-hf FOLDER for GPT-2's weights; --wandb-log True is not"),
     (["--dropout", "0.1"], "--attention-dropout and --hidden-dropout"),
     (["--num_train_epochs", "3", "--warmup_steps", "5"], "--warmup-steps 5 is not a flag here: give --warmup"),
+    (["--cpu_offload"], "use --offload-optimizer-device cpu, and --offload-param-device cpu at stage 3"),
+    (["--cpu-offload-params"], "use --offload-param-device cpu or nvme"),
+    (["--no-pin-cpu-grads"], "use --no-offload-optimizer-pin-memory"),
     (["--use-distributed-optimizer", "--lr", "1"], "use --zero-stage 1"),
     (["--lr_schedular", "cosine"], "unknown flag --lr-schedular: use --lr-decay-style"),
     (["--seed", "-1"], "--seed is -1"),
@@ -161,6 +165,14 @@ SAME = {
                     "--position-embedding-type learned_absolute --use-checkpoint-opt-param_scheduler --data-path p",
                     "--batch-size 2 --model-parallel-size 2 --warmup 0.01 --intermediate-size 256 "
                     "--use-checkpoint-lr-scheduler --train-data p"),
+    "Megatron-LM, offloaded": ("--zero-stage 1 --optimizer-cpu-offload --optimizer-offload-fraction 0.5 "
+                               "--overlap-cpu-optimizer-d2h-h2d --use-torch-optimizer-for-cpu-offload --pin-cpu-grads",
+                               "--zero-stage 1 --offload-optimizer-device cpu --offload-optimizer-ratio 0.5"),
+    "DeepSpeed's ZeRO-Offload": ("--zero-stage 2 --cpu-optimizer --cpu_torch_adam --lr 1e-3",
+                                 "--zero-stage 2 --offload-optimizer-device cpu --lr 1e-3"),
+    "DeepSpeed's ZeRO-Infinity": ("--zero-stage 3 --remote-device nvme --offload-param-nvme-path /x --use-pin-memory "
+                                  "--scattered-embeddings --split-transformers --zero-contigious-gradients",
+                                  "--zero-stage 3 --offload-param-device nvme --offload-param-nvme-path /x"),
 }
 
 
@@ -168,6 +180,38 @@ SAME = {
 def test_names_of_other_programs_with_the_same_meaning_are_aliases(program: str) -> None:
     theirs, ours = SAME[program]
     assert parse_args(theirs.split()) == parse_args(ours.split()) != Config()
+
+
+def test_a_flag_that_would_do_more_elsewhere_is_accepted_with_a_note() -> None:
+    config = parse_args(["--split-transformers", "--scattered_embeddings", "--lr", "1e-3"])
+    assert [note.partition(" has no effect: ")[0] for note in config.notes] == [
+        " note: --split-transformers", " note: --scattered-embeddings"]
+    assert config.schedule.lr == 1e-3 and parse_args(["--cpu-torch-adam"]).notes == ()
+
+
+def said_in(tmp_path: Path, offload: dict[str, str] | None) -> list[str]:
+    """The flag, beside a file with this section."""
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 2, "offload_optimizer": offload}}))
+    return ["--cpu-optimizer", "--deepspeed-config", str(file)]
+
+
+def test_the_optimizer_on_the_host_is_where_the_file_says_if_it_says_more(tmp_path: Path) -> None:
+    on_drive = {"device": "nvme", "nvme_path": "/x"}
+    for offload, place in ((None, "cpu"), ({"device": "cpu"}, "cpu"), (on_drive, "nvme")):
+        assert parse_args(said_in(tmp_path, offload)).offload.offload_optimizer_device == place
+    with pytest.raises(ConfigError, match=r"--cpu-optimizer keeps .* but zero_optimization\S*\.device is none: give"):
+        parse_args(said_in(tmp_path, {"device": "none"}))
+    assert parse_args(["--no-cpu-optimizer"]) == parse_args(["--cpu-optimizer=False"]) == Config()
+
+
+def test_the_refusal_of_an_optimizer_on_the_host_names_the_flag_that_was_typed(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 0}}')
+    for more, stage in (([], "--zero-stage"),
+                        (["--deepspeed-config", str(tmp_path / "ds.json")], "zero_optimization.stage")):
+        with pytest.raises(ConfigError) as caught:
+            parse_args(["--cpu-optimizer", *more])
+        assert f"--cpu-optimizer, which is --offload-optimizer-device cpu needs {stage} 1, 2 or 3" in str(caught.value)
 
 
 SWITCHES = [action for action in build_parser()._actions
