@@ -68,7 +68,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero.precision megatron.zero.verdict megatron.zero.holders megatron.zero.placeholder
         megatron.zero.waiting megatron.zero.drawn megatron.zero.tiling
         megatron.zero.homes.ferry megatron.zero.homes.shelf megatron.zero.homes.here megatron.zero.homes.lanes
-        megatron.zero.homes.words megatron.zero.homes.swapfolder megatron.zero.homes.blockfile
+        megatron.zero.homes.words megatron.zero.homes.used megatron.zero.homes.swapfolder megatron.zero.homes.blockfile
         megatron.zero.homes.memory megatron.zero.homes.tilefile
         megatron.zero.homes.host megatron.zero.homes.streamed megatron.zero.homes.descent megatron.zero.homes.passing
         megatron.zero.homes.preflight megatron.zero.homes.room
@@ -147,7 +147,7 @@ NAMES_OF_DISTRIBUTED = {
 """What a module may use of torch.distributed, besides its types. mpu.wire alone names operations."""
 
 MAY_REGISTER_HOOKS = {"megatron.zero.hooks", "megatron.recompute"}
-MAY_READ_A_CLOCK = {"megatron.recompute.replay", "megatron.zero.homes.preflight"}
+MAY_READ_A_CLOCK = {"megatron.recompute.replay", "megatron.zero.homes.preflight", "megatron.zero.homes.nvme"}
 MAY_READ_THE_ENVIRONMENT = {"mpu.device"}  # one switch, for tests
 MAY_READ_THE_STAGE = {"megatron.zero.engine", "megatron.zero.policy"}
 """Within the mechanism: megatron/zero without api/."""

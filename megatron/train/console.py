@@ -17,6 +17,7 @@ from tqdm import tqdm
 from data.cli import counted
 from megatron.launch.exits import discard_output
 from megatron.train.metrics import StepMetrics
+from megatron.zero.homes.used import DriveUse
 
 ROUND_INTERVALS = (100, 50, 20, 10, 5, 2, 1)
 LEAST_LINES = 10
@@ -121,6 +122,12 @@ def console_line(window: Sequence[StepMetrics], train_iters: int) -> str:
         f"TFLOP/s {sum(m.tflops * m.step_ms for m in window) / 1e3 / seconds:.2f}",
         *([f"MFU {100 * last.mfu:.1f}%"] if last.mfu is not None else []),
         f"memory {last.max_memory_bytes / 2**30:.2f} GiB",
+        *_of_drive(window),
         *([f"skipped {skipped}"] if (skipped := sum(m.skipped for m in window)) else []),
     ]
     return " | ".join(parts)
+
+
+def _of_drive(window: Sequence[StepMetrics]) -> list[str]:
+    used = [m.drive for m in window if m.drive is not None]
+    return [sum(used, DriveUse()).a_step(len(used))] if used else []

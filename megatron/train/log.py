@@ -12,7 +12,6 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -60,7 +59,7 @@ class RunLog:
     def step(self, metrics: StepMetrics) -> None:
         self._introduce()
         self._samples = metrics.consumed_samples
-        self._append(asdict(metrics))
+        self._append(metrics.record())
         if self._board is not None:
             self._board.step(metrics, self._samples * self._seq_length)
         self.console.step(metrics)

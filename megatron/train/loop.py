@@ -24,7 +24,7 @@ from megatron.train.evaluation import SizedSamples, evaluate, forward_loss
 from megatron.train.compiling import arithmetic
 from megatron.train.flops import flops_per_token, peak_tflops
 from megatron.train.log import RunLog
-from megatron.train.metrics import Rates, StepMetrics, Stopwatch, max_memory_bytes
+from megatron.train.metrics import Lap, Rates, StepMetrics, Stopwatch, max_memory_bytes
 from megatron.train.rate import RateWatch, idle_steps
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.schedule import FollowSchedule
@@ -57,7 +57,7 @@ class Taken:
     consumed_samples: int
     samples_digest: str
     micro_batches: int
-    seconds: float
+    lap: Lap
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Trainer:
     def _run(self, state: TrainState, samples: Samples, valid: SizedSamples | None) -> str:
         """The loop; why it was left early, if it was. The last save may be under way still."""
         rate = self._rate_watch(state)
-        watch, rates, saved_at, reason = Stopwatch(), self._rates(), state.iteration, ""
+        watch, rates, saved_at, reason = Stopwatch(self.engine.drive_use), self._rates(), state.iteration, ""
         untold: list[Taken] = []
         began, limit = state.iteration, self.config.parallel.distributed_timeout_seconds
         stream = self._stream(samples, state)
@@ -211,13 +211,13 @@ class Trainer:
     def _metrics(self, taken: Taken, loss: float, rates: Rates) -> StepMetrics:
         # Tensor parallel ranks hold equal losses, so the mean over the world is the mean over data parallel.
         mean = loss / (taken.micro_batches * self.engine.groups.world.size)
-        tokens, tflops, mfu = rates.of(taken.seconds)
+        tokens, tflops, mfu = rates.of(taken.lap.seconds)
         return StepMetrics(
             iteration=taken.iteration, lm_loss=mean, grad_norm=taken.report.grad_norm,
             learning_rate=taken.report.lr, loss_scale=taken.report.loss_scale, skipped=not taken.report.applied,
             consumed_samples=taken.consumed_samples, samples_digest=taken.samples_digest,
-            step_ms=taken.seconds * 1e3, tokens_per_s=tokens, tflops=tflops, mfu=mfu,
-            max_memory_bytes=max_memory_bytes(self.device))
+            step_ms=taken.lap.seconds * 1e3, tokens_per_s=tokens, tflops=tflops, mfu=mfu,
+            max_memory_bytes=max_memory_bytes(self.device), drive=taken.lap.drive)
 
     def _rates(self) -> Rates:
         peak = self.config.log.peak_tflops

@@ -6,11 +6,14 @@ Not here: where the numbers are reported (log.py, console.py, board.py).
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron.zero.accelerator import peak_resident_bytes
+from megatron.zero.homes.used import DriveUse
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,18 @@ class StepMetrics:
     tflops: float
     mfu: float | None
     max_memory_bytes: int
+    drive: DriveUse | None = None
+    """Of rank 0; None where nothing is on a drive."""
+
+    def record(self) -> dict[str, Any]:
+        """As in the metrics file."""
+        return {**{key: value for key, value in asdict(self).items() if key != "drive"}, **self.of_drive()}
+
+    def of_drive(self) -> dict[str, float]:
+        if self.drive is None:
+            return {}
+        return {"drive_wait_ms": self.drive.seconds * 1e3, "drive_read_bytes": self.drive.read_bytes,
+                "drive_written_bytes": self.drive.written_bytes}
 
 
 @dataclass(frozen=True)
@@ -55,13 +70,22 @@ def max_memory_bytes(device: torch.device) -> int:
     return peak_resident_bytes()
 
 
+class Lap(NamedTuple):
+    seconds: float
+    drive: DriveUse | None
+
+
 class Stopwatch:
-    """Seconds since the last reading."""
+    """Seconds since the last reading, and what drives were used for meanwhile."""
 
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
+    def __init__(self, drive_use: Callable[[], DriveUse | None]) -> None:
+        self._drive_use = drive_use
+        self._last = self._now()
 
-    def lap(self) -> float:
-        now = time.perf_counter()
-        seconds, self._last = now - self._last, now
-        return seconds
+    def lap(self) -> Lap:
+        before, self._last = self._last, self._now()
+        (end, used), (begin, used_before) = self._last, before
+        return Lap(end - begin, None if used is None or used_before is None else used - used_before)
+
+    def _now(self) -> tuple[float, DriveUse | None]:
+        return time.perf_counter(), self._drive_use()

@@ -40,7 +40,7 @@ TINY = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-
 
 NO_DROPOUT = ["--attention-dropout", "0", "--hidden-dropout", "0"]
 
-TIMES_AND_MEMORY = ("step_ms", "tokens_per_s", "tflops", "mfu", "max_memory_bytes")
+TIMES_AND_MEMORY = ("step_ms", "tokens_per_s", "tflops", "mfu", "max_memory_bytes", "drive_wait_ms")
 """The only fields in which the metrics of two equal runs may differ."""
 
 

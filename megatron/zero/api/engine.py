@@ -64,7 +64,7 @@ class Engine(EngineStatus):
                  watch: Watch = Watch(), mpu: Any = None) -> None:
         self.core, self.config, self.optimizer, self.lr_scheduler = core, config, optimizer, scheduler
         self._batching = Batching(core, config)
-        self.monitor = Monitor(watch, self.device, core.groups.world.rank == 0)
+        self.monitor = Monitor(watch, self.device, core.groups.world.rank == 0, self.drive_use)
         if watch.writes:
             on_rank_0(self.monitor.open, core.groups.world)
         self.mpu = mpu

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megatron.errors import ConfigError, StorageError
 from megatron.zero.accelerator import peak_resident_bytes
+from megatron.zero.homes.used import DriveUse
 
 DEFAULT_STEPS_PER_PRINT = 10
 """Between two breakdowns, where the configuration says nothing."""
@@ -91,13 +92,15 @@ class Trained(Protocol):
 class Monitor:
     """Of one engine; on ranks other than the first, one that is asked for nothing."""
 
-    def __init__(self, watch: Watch, device: torch.device, is_first_rank: bool) -> None:
+    def __init__(self, watch: Watch, device: torch.device, is_first_rank: bool,
+                 drive_use: Callable[[], DriveUse | None]) -> None:
         self.asked = watch
         self._watch = watch if is_first_rank else Watch()
-        self._device = device
+        self._device, self._drive_use = device, drive_use
         self._loss: Tensor | None = None
         self._seconds: dict[str, float] = {}  # since the last line, by phase
         self._bytes: dict[str, int] = {}  # the most after each phase, since the last line
+        self._used: DriveUse | None = None  # of drives, by the phases since the last line
         self._lap_steps = 0
         self._sinks: list[Sink] = []
 
@@ -128,9 +131,11 @@ class Monitor:
 
     @contextmanager
     def _measured(self, name: str) -> Iterator[None]:
-        start = self._now()
+        start, before = self._now(), self._drive_use()
         yield
         self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - start
+        if before is not None and (after := self._drive_use()) is not None:
+            self._used = (self._used or DriveUse()) + after - before
         if self._watch.memory:
             self._bytes[name] = max(self._bytes.get(name, 0), _bytes_in_use(self._device))
 
@@ -161,6 +166,7 @@ class Monitor:
                 print(line, flush=True)
             self._seconds.clear()
             self._bytes.clear()
+            self._used = None
             self._lap_steps = 0
         self._loss = None
 
@@ -190,6 +196,8 @@ class Monitor:
                f"mom={engine.get_mom()}{known}")
         if times := self._milliseconds():
             yield "time (ms) | " + " | ".join(f"{name}: {value:.2f}" for name, value in times.items())
+            if self._used is not None:
+                yield self._used.a_step(self._lap_steps)
         if self._bytes:
             yield "memory (GiB) | " + " | ".join(f"{name}: {value / 2**30:.3f}" for name, value in self._bytes.items())
 

@@ -11,6 +11,8 @@ from megatron.config.tree import Config
 from megatron.launch.distributed import read_environment
 from megatron.zero.api.batching import Batching
 from megatron.zero.engine import ZeroEngine
+from megatron.zero.homes.nvme import Nvme
+from megatron.zero.homes.used import DriveUse
 from megatron.zero.precision import DTYPES
 from mpu.groups import Groups
 
@@ -121,6 +123,13 @@ class EngineStatus:
 
     def zero_optimization_stage(self) -> int:
         return self.config.zero.zero_stage
+
+    def drive_use(self) -> DriveUse | None:
+        """How long this rank's training thread has waited for its drives, and the bytes read and written, since the
+        engine began; None where nothing is on a drive."""
+        homes = self.core.homes
+        uses = [home.use for home in (homes.optimizer, homes.params) if isinstance(home, Nvme) and home.holds_anything]
+        return sum(uses, DriveUse()) if uses else None
 
     @property
     def layout(self) -> dict[str, int]:

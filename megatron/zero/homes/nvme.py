@@ -10,6 +10,7 @@ A step reads into one set, uses another, and writes from a third.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from megatron.zero.homes.parts import cut, largest
 from megatron.zero.homes.shelf import WEIGHT, Kept, Shelf, Walk
 from megatron.zero.homes.swapfolder import SwapFolder
 from megatron.zero.homes.tilefile import AioSettings, Pending, TileFile, Traffic
+from megatron.zero.homes.used import DriveUse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +53,19 @@ class NvmeSettings:
     aio: AioSettings = AioSettings()
 
 
+@dataclass
+class _Waited:
+    """Of all sets of a home."""
+
+    seconds: float = 0.0
+
+
 @dataclass(eq=False)
 class _Set:
     """A buffer for each kind; those of one part at a time."""
 
     buffers: Mapping[str, Tensor]
+    waited: _Waited
     of: tuple[int, int] | None = None
     """Identity of the shelf and first number of the part."""
     there: set[str] = field(default_factory=set)
@@ -74,12 +84,14 @@ class _Set:
         written again, and says so itself."""
         first: Exception | None = None
         self.let_go()
+        begin = time.perf_counter()
         while self.under_way:
             error = self.under_way[-1].error()
             self.under_way.pop()
             if error is not None:
                 self.there.clear()
                 first = first or error
+        self.waited.seconds += time.perf_counter() - begin
         return first
 
     def let_go(self) -> None:
@@ -185,6 +197,7 @@ class Nvme:
         """Those given back first are first."""
         self._in_use: set[tuple[int, int]] = set()
         self._is_closed = False
+        self._waited = _Waited()
         self._sets = 0
         self._size = 0
         self._in_memory = 0
@@ -221,6 +234,11 @@ class Nvme:
             for name, value in vars(file.traffic).items():
                 setattr(total, name, getattr(total, name) + value)
         return total
+
+    @property
+    def use(self) -> DriveUse:
+        return DriveUse(self._waited.seconds, sum(file.traffic.read_bytes for file in self._files),
+                        sum(file.traffic.written_bytes for file in self._files))
 
     def walk(self, steps: Iterable[Sequence[tuple[Shelf, slice]]]) -> Walk:
         order = [(shelf, part) for ((shelf, part),) in steps if isinstance(shelf, NvmeShelf)]
@@ -290,7 +308,8 @@ class Nvme:
 
     def _new_set(self) -> _Set:
         size = self._size * self.settings.dtype.itemsize
-        return _Set({kind: aligned(size, pinned=self.settings.pinned) for kind in self.kinds})
+        return _Set({kind: aligned(size, pinned=self.settings.pinned) for kind in self.kinds},
+                    self._waited)
 
     def _make_room_for(self, size: int) -> None:
         """Sets are of the largest part; the root's bucket comes first, and mostly is the largest."""

@@ -55,7 +55,7 @@ class AioSettings:
 
 @dataclass
 class Traffic:
-    """What has been read and written without an error: requests, and their bytes without padding."""
+    """What was asked to be read and written: requests, and their bytes without padding."""
 
     reads: int = 0
     writes: int = 0
@@ -197,6 +197,7 @@ class TileFile:
             else:
                 request = Pending(kind, tile, data, len(starts), before + tile.reads)
                 tile.written, tile.reads = request, []
+            self.traffic.count(kind, tile.size)
             lane = self._lanes.read if kind == "read" else self._lanes.write
             with self._ending:
                 self._works.under_way.add(request)
@@ -249,8 +250,6 @@ class TileFile:
                 return
             self._works.under_way.discard(request)
             request._after, request._buffer = (), memoryview(b"")
-            if request._error is None:
-                self.traffic.count(request._kind, request._tile.size)
             if request._kind == "write" and not self._stopped():
                 request._tile.failure = request._error
         request._ended.set()

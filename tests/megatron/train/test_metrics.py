@@ -7,6 +7,8 @@ import io
 import json
 import math
 import re
+import time
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ from megatron.train.console import ERASE_LINE, LEAST_LINES, Console, console_lin
 from megatron.train.log import RunLog
 from megatron.train.metrics import Rates, StepMetrics
 from megatron.train.sample import printable
+from megatron.zero.homes.blockfile import BlockFile
+from megatron.zero.homes.words import in_bytes
 from tests.distributed import run_ranks
 from tests.megatron.helpers import TINY, lines, own_signals, records, steps, train, train_all, write_corpus
 
@@ -53,6 +57,39 @@ def test_every_step_is_one_line_with_every_promised_key(tmp_path: Path) -> None:
         assert line["tokens_per_s"] == pytest.approx(4 * 16 / line["step_ms"] * 1e3)
         assert line["mfu"] == pytest.approx(line["tflops"] / 1) and line["max_memory_bytes"] > 2**20
     assert [line["consumed_samples"] for line in found if "eval" not in line] == [4, 8, 12, 16]
+
+
+DRIVE_LINE = re.compile(r".* \| memory [\d.]+ GiB \| drive wait \(ms\): ([\d.]+) \| drive read (.*), written (.*)")
+
+
+def slow(call: Callable[..., None], seconds: float) -> Callable[..., None]:
+    def slowed(*args: Any) -> None:
+        time.sleep(seconds)
+        call(*args)
+
+    return slowed
+
+
+def test_a_step_tells_how_long_it_waited_for_a_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "drive").mkdir()
+    monkeypatch.setattr(BlockFile, "write", slow(BlockFile.write, 0.002))
+    said = train([*TINY, "--mock-data", "--train-iters", 4, "--log-interval", 2, "--metrics-file", tmp_path / "m",
+                  "--tensorboard-dir", tmp_path / "board", "--zero-stage", 3, "--sub-group-size", 1024,
+                  "--offload-optimizer-device", "nvme", "--offload-optimizer-nvme-path", tmp_path / "drive"])
+    config, *found = [strict(line) for line in (tmp_path / "m").read_text().splitlines()]
+    state = 12 * config["parameters"]
+    for line in found:
+        assert set(line) == PROMISED | {"drive_wait_ms", "drive_read_bytes", "drive_written_bytes"}
+        assert 2 < line["drive_wait_ms"] < line["step_ms"]
+        assert state <= line["drive_written_bytes"] < 1.25 * state, "with the padding of the vocabulary"
+    assert [12 * line["drive_read_bytes"] / line["drive_written_bytes"] for line in found] == [8, 16, 12, 16], (
+        "the first step finds no moments; steps 1, 2 and 4 compare masters with weights")
+    told = [match for line in said.splitlines() if (match := DRIVE_LINE.fullmatch(line))]
+    for match, pair in zip(told, (found[:2], found[2:]), strict=True):
+        assert float(match[1]) == pytest.approx(sum(line["drive_wait_ms"] for line in pair) / 2, abs=0.06)
+        assert match[3] == in_bytes(pair[0]["drive_written_bytes"])
+    curve = events_of(tmp_path / "board").Scalars("train/drive_wait_ms")
+    assert [event.value for event in curve] == pytest.approx([line["drive_wait_ms"] for line in found])
 
 
 def test_mfu_is_null_where_the_peak_is_not_known(tmp_path: Path) -> None:
@@ -108,6 +145,7 @@ CONSOLE = re.compile(
 def test_the_console_line_is_the_classic_one_at_every_log_interval(tmp_path: Path) -> None:
     said = train([*TINY, "--mock-data", "--train-iters", 7, "--log-interval", 3, "--metrics-file", tmp_path / "m"])
     matches = [match for line in said.splitlines() if (match := CONSOLE.fullmatch(line))]
+    assert "drive" not in said
     assert [match[1] for match in matches] == ["3", "6"] and all(match[2] == "7" for match in matches)
     losses = [step["lm_loss"] for step in steps(tmp_path / "m")]
     for match, window in zip(matches, (losses[:3], losses[3:6]), strict=True):

@@ -14,6 +14,7 @@ from torch import nn
 
 from megatron import zero
 from megatron.errors import ConfigError, StorageError
+from megatron.zero.homes.words import in_bytes
 from tests.distributed import run_ranks
 
 CONFIG: dict[str, Any] = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.5}}}
@@ -56,6 +57,15 @@ def test_breakdowns_name_every_phase(capsys: Any) -> None:
     assert [line.partition(" ")[0] for line in out] == ["step=10,", "time", "memory", "step=20,", "time", "memory"]
     for line in out[1:3]:
         assert re.fullmatch(r"(time|memory) \(\w+\) \| forward: [\d.]+ \| backward: [\d.]+ \| step: [\d.]+", line), line
+
+
+def test_times_tell_of_a_drive(tmp_path: Path, capsys: Any) -> None:
+    state = {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    trained(2, wall_clock_breakdown=True, steps_per_print=2, zero_optimization=state).destroy()
+    out = [line for line in capsys.readouterr().out.splitlines() if not line.lstrip().startswith("nvme")]
+    assert [line.partition(" ")[0] for line in out] == ["step=2,", "time", "drive"]
+    wait = re.fullmatch(r"drive wait \(ms\): ([\d.]+) \| drive read 0 bytes, written (.*)", out[2])
+    assert wait is not None and wait[2] == in_bytes(12 * 2 * 128), "masters and moments of two parameters, aligned"
 
 
 def test_dump_state_prints_what_the_engine_is_configured_to_do(capsys: Any) -> None:

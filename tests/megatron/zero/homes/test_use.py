@@ -114,6 +114,23 @@ def test_what_is_changed_by_hand_lasts(tmp_path: Path, change: Change, precision
     assert run_ranks(changed, 2, tmp_path, change, PRECISIONS[precision]) == [True] * 2
 
 
+def test_an_engine_tells_what_it_has_used_its_drives_for(tmp_path: Path) -> None:
+    on_host = {**on_params(tmp_path, 5000), "offload_param_max_in_cpu": 10**9}
+    for config in (configured(None), configured(None, **on_host)):
+        engine = built(config)
+        assert engine.drive_use() is None
+        engine.destroy()
+    engine = built(configured(tmp_path))
+    before = engine.drive_use()
+    train(engine.core, batches(1))
+    after = engine.drive_use()
+    assert before is not None and after is not None
+    used = after - before
+    everything = 12 * sum(bucket.layout.shard_numel for bucket in engine.core.buckets)
+    assert used.seconds > 0 and used.read_bytes > 0 and used.written_bytes > everything, "weights go there, too"
+    engine.destroy()
+
+
 KEPT: list[Engine] = []
 
 
