@@ -208,9 +208,6 @@ def notes(found: Found, config: Config, dp_size: int, in_engine: bool = False) -
             lines.append(f"{', '.join(idle)} without effect: fp16.enabled is not true")
     if found.keys.get("scheduler.type", "").startswith("Warmup") and found.keys.get(WARMUP_STEPS) != 0:
         lines.append("the warm-up starts at once; DeepSpeed's has a learning rate of 0 in its first two steps")
-    if any(path.startswith("aio.") for path in found.keys) and "nvme" not in (
-            config.offload.offload_optimizer_device, config.offload.offload_param_device):
-        lines.append("aio has no effect: nothing is on NVMe")
     return tuple(f" {found.name}: {line}" for line in lines)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from megatron.config.problems import Problems
@@ -79,3 +80,44 @@ class OffloadConfig:
                          "--offload-update device with --offload-optimizer-device nvme: state on a drive comes by way "
                          "of the host, and is updated there; leave the flag out, or keep the state on cpu")
         problems.stop()
+
+
+_ON_DRIVE = {"optimizer": "nvme_path buffer_count pipeline_read pipeline_write".split(),
+             "param": "nvme_path buffer_count buffer_size max_in_cpu".split()}
+"""What is read of a section where its state is on a drive."""
+_ON_HOST = {"offload_update", "delayed_param_update"}
+"""What is for the optimizer's state on the host."""
+_ANYWHERE = {"optimizer": {"offload_optimizer_pin_memory", "offload_optimizer_ratio", *_ON_HOST},
+             "param": {"offload_param_pin_memory"}}
+"""What is read where the state is off the device."""
+
+
+def idle(offload: OffloadConfig, of_file: Collection[str] = ()) -> Iterator[str]:
+    """A sentence for each section with settings that nothing reads. A default is none; nor is a switch that is off, if
+    its flag is among those that a file said (`of_file`): it is off in DeepSpeed, whose guide writes defaults out."""
+    changed = [item.name for item in fields(offload) if (value := getattr(offload, item.name)) != item.default
+               and not (value is False and item.name.startswith("offload_") and flag_name(item.name) in of_file)]
+    yield from _idle_section(offload, changed, "optimizer", "the optimizer's state is")
+    yield from _idle_section(offload, changed, "param", "the parameters are")
+    aio = [name for name in changed if name.startswith("aio_")]
+    places = {flag_name(f"offload_{kind}_device"): getattr(offload, f"offload_{kind}_device") for kind in _ON_DRIVE}
+    if aio and "nvme" not in places.values():
+        either = " or ".join(f"{name} nvme" for name in places)
+        yield f"{_have(aio)} no effect here: nothing is on a drive without {either}"
+
+
+def _idle_section(offload: OffloadConfig, changed: Sequence[str], kind: str, state: str) -> Iterator[str]:
+    place, device = getattr(offload, f"offload_{kind}_device"), flag_name(f"offload_{kind}_device")
+    on_drive = {f"offload_{kind}_{what}" for what in _ON_DRIVE[kind]}
+    unread = {"none": on_drive | _ANYWHERE[kind], "cpu": on_drive}.get(place, set())
+    names = [name for name in changed if name in unread]
+    wanted = "nvme" if on_drive & {*names} else "cpu" if _ON_HOST & {*names} else "cpu or nvme"
+    if names and place == "none":
+        yield f"{_have(names)} no effect here: {state} not offloaded without {device} {wanted}"
+    elif names:
+        yield f"{_have(names)} no effect here: {device} is {place}, not {wanted}"
+
+
+def _have(names: Sequence[str]) -> str:
+    *most, last = map(flag_name, names)
+    return f"{', '.join(most)} and {last} have" if most else f"{last} has"

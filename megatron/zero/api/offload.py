@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from megatron.checkpoint.agree import agree
+from megatron.config.offload import idle
 from megatron.config.tree import Config, OffloadConfig, flag_name
 from megatron.launch import exits
 from megatron.launch.distributed import read_environment
@@ -116,20 +117,22 @@ def _aio(offload: OffloadConfig) -> AioSettings:
 def offload_notes(config: Config, homes: Homes, *, splits: bool) -> list[str]:
     """Of an engine that is built: what a setting has come to, and a line for each that does less here than its name
     says. `splits`: there are weights that come and go."""
-    offload, found = config.offload, []
+    offload = config.offload
+    found = [f" note: {sentence}" for sentence in idle(offload, config.words.given)]
     for name in ("offload_optimizer_device", "offload_param_device"):
         if getattr(offload, name) == "cpu" and homes.ferry is None:
             found.append(f" note: {flag_name(name)} cpu has no effect here: the device is the host")
-    if offload.offload_update != "auto" and not homes.optimizer.is_elsewhere:
+    is_asked = offload.offload_optimizer_device != "none"
+    if is_asked and offload.offload_update != "auto" and not homes.optimizer.is_elsewhere:
         found.append(f" note: --offload-update {offload.offload_update} has no effect here: the optimizer's state is "
                      "where the model is")
     ratio = f"{flag_name('offload_optimizer_ratio')} {offload.offload_optimizer_ratio}"
     if homes.here is not None:
         found.append(f" offload: {homes.share.reached:.2f} of the optimizer's state leaves the device, by whole blocks "
                      f"({ratio})")
-    elif offload.offload_optimizer_ratio != 1:
+    elif is_asked and offload.offload_optimizer_ratio != 1:
         found.append(f" note: {ratio} has no effect here: the optimizer's state is where the model is")
-    if offload.delayed_param_update and not homes.delays:
+    if is_asked and offload.delayed_param_update and not homes.delays:
         found.append(" note: --delayed-param-update has no effect here: it is for Adam and its like with "
                      "--offload-optimizer-device cpu of a GPU, updated by the host")
     on_host_already = offload.offload_param_device == "cpu" and homes.ferry is None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 from torch import nn
 
 from megatron import zero
+from megatron.config.flags import parse_args
+from megatron.config.offload import OffloadConfig, idle
 from megatron.errors import ConfigError
 
 KEYS = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
@@ -36,3 +39,76 @@ def test_an_error_about_the_host_names_keys_alone(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("megatron.zero.api.initialize.homes_of", full)
     with pytest.raises(ConfigError, match=r"^zero_optimization.offload_optimizer.device cpu: there is no room$"):
         initialized()
+
+
+UNREAD = [
+    (["--offload-optimizer-nvme-path", "/x", "--offload-optimizer-buffer-count", "5"],
+     ["--offload-optimizer-nvme-path and --offload-optimizer-buffer-count have no effect here: the optimizer's state "
+      "is not offloaded without --offload-optimizer-device nvme"]),
+    (["--no-offload-optimizer-pin-memory"],
+     ["--offload-optimizer-pin-memory has no effect here: the optimizer's state is not offloaded without "
+      "--offload-optimizer-device cpu or nvme"]),
+    (["--offload-update", "host", "--delayed-param-update", "--no-offload-optimizer-pin-memory"],
+     ["--offload-optimizer-pin-memory, --offload-update and --delayed-param-update have no effect here: the "
+      "optimizer's state is not offloaded without --offload-optimizer-device cpu"]),
+    (["--offload-param-max-in-cpu", "0"],
+     ["--offload-param-max-in-cpu has no effect here: the parameters are not offloaded without --offload-param-device "
+      "nvme"]),
+    (["--offload-param-device", "cpu", "--offload-param-buffer-size", "1e6", "--offload-optimizer-device", "cpu",
+      "--no-offload-optimizer-pipeline-write", "--no-offload-optimizer-pin-memory"],
+     ["--offload-optimizer-pipeline-write has no effect here: --offload-optimizer-device is cpu, not nvme",
+      "--offload-param-buffer-size has no effect here: --offload-param-device is cpu, not nvme"]),
+    (["--aio-queue-depth", "32", "--offload-optimizer-device", "cpu"],
+     ["--aio-queue-depth has no effect here: nothing is on a drive without --offload-optimizer-device nvme or "
+      "--offload-param-device nvme"]),
+    (["--aio-queue-depth", "32", "--offload-optimizer-device", "nvme", "--offload-optimizer-nvme-path", "/x",
+      "--no-offload-optimizer-pin-memory", "--no-offload-optimizer-pipeline-read"], []),
+    (["--offload-optimizer-buffer-count", "4", "--offload-param-max-in-cpu", "1e9"], []),
+]
+
+
+@pytest.mark.parametrize(("argv", "sentences"), UNREAD)
+def test_settings_that_nothing_reads_are_named_with_what_is_missing(argv: list[str], sentences: list[str]) -> None:
+    assert list(idle(parse_args(["--zero-stage", "3", *argv]).offload)) == sentences
+
+
+READ_WITH = {"optimizer": {"none": 0, "cpu": 4, "nvme": 8}, "param": {"none": 0, "cpu": 1, "nvme": 5}}
+"""Device -> settings of the section that are read, beside the device itself."""
+
+
+def another(name: str) -> Any:
+    """Than the default."""
+    default = getattr(OffloadConfig(), name)
+    return "/x" if default is None else not default if isinstance(default, bool) else default / 2
+
+
+@pytest.mark.parametrize("kind", READ_WITH)
+@pytest.mark.parametrize("place", ["none", "cpu", "nvme"])
+def test_every_setting_of_a_section_is_read_or_named(kind: str, place: str) -> None:
+    others = {"offload_update": "host", "delayed_param_update": True}
+    names = [item.name for item in dataclasses.fields(OffloadConfig) if item.name.startswith(f"offload_{kind}_")
+             and item.name != f"offload_{kind}_device"] + [*others] * (kind == "optimizer")
+    needed = {f"offload_{kind}_device": place, **({f"offload_{kind}_nvme_path": "/x"} if place == "nvme" else {})}
+    said = [idle(OffloadConfig(**{**needed, name: others.get(name) or another(name)})) for name in names]
+    assert len(names) - len([sentence for sentences in said for sentence in sentences]) == READ_WITH[kind][place]
+
+
+def test_an_engine_names_the_keys_that_nothing_reads_once(capsys: pytest.CaptureFixture[str]) -> None:
+    initialized(offload_optimizer={"nvme_path": "/x", "buffer_count": 5}, offload_param={"max_in_cpu": 0})
+    there = "zero_optimization.offload_"
+    assert [line for line in capsys.readouterr().out.splitlines() if "no effect" in line] == [
+        f"config: {there}optimizer.nvme_path and {there}optimizer.buffer_count have no effect here: the optimizer's "
+        f"state is not offloaded without {there}optimizer.device nvme",
+        f"config: {there}param.max_in_cpu has no effect here: the parameters are not offloaded without "
+        f"{there}param.device nvme"]
+
+
+def test_defaults_that_are_written_out_are_no_news(capsys: pytest.CaptureFixture[str]) -> None:
+    """The sections of DeepSpeed's guide, whose switches are off."""
+    guide = {"device": "cpu", "nvme_path": None, "pin_memory": False, "buffer_count": 4, "fast_init": False}
+    for device in ("cpu", "none"):
+        initialized(offload_optimizer={**guide, "device": device, "pipeline_read": False, "pipeline_write": False},
+                    offload_param={"device": device, "nvme_path": None, "buffer_count": 5, "buffer_size": 1e8,
+                                   "max_in_cpu": 1e9, "pin_memory": False})
+    said = [line for line in capsys.readouterr().out.splitlines() if "no effect" in line]
+    assert len(said) == 2 and all(line.endswith("the device is the host") for line in said)
