@@ -10,9 +10,11 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
+from megatron.config.offload import idle
+from megatron.config.tree import flag_name
 from megatron.plan.footprint import Run
 from megatron.plan.memory import peak
 from megatron.plan.remedies import remedies, size
@@ -22,9 +24,14 @@ from megatron.plan.table import aligned, number, unit_for
 KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 SHOWN_REMEDIES = 2
 
+_DEVICE = {"cuda": "planned for GPUs, whether or not there are any here; --device cpu plans for the CPU",
+           "cpu": "planned for the CPU; without --device cpu: for GPUs"}
+"""The device of a plan is what is said, and never what is found."""
+
 
 def needs(asked: Run, machine: Machine) -> Iterator[str]:
     """Lines for a person; the last is empty."""
+    yield _DEVICE[asked.device]
     fullest, away = peak(asked), asked.elsewhere
     places = {"device": asdict(fullest)}
     if away.host:
@@ -44,6 +51,9 @@ def needs(asked: Run, machine: Machine) -> Iterator[str]:
     if not machine.tflops:
         yield "with --tflops X: the time of a step and of the run"
     yield from (f"problem: {sentence}" for sentence in problems(asked, machine, host, nvme))
+    offload = replace(asked.config.offload, offload_optimizer_device=asked.homes.optimizer,
+                      offload_param_device=asked.homes.params)
+    yield from (asked.config.in_its_words(f"note: {sentence}") for sentence in idle(offload, asked.config.words.given))
     yield ""
 
 
@@ -58,13 +68,24 @@ def problems(asked: Run, machine: Machine, host: int, nvme: int) -> Iterator[str
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if host > memory:
         yield f"a node needs {size(host)} of memory, and this machine has {size(memory)}"
-    offload = asked.config.offload
-    folders = {"optimizer": (asked.away.optimizer, offload.offload_optimizer_nvme_path),
-               "parameters": (asked.away.params, offload.offload_param_nvme_path)}
-    for folder in dict.fromkeys(path for place, path in folders.values() if place == "nvme" and path):
+    for folder, flags in _folders(asked).items():
+        named = asked.config.in_its_words(f"{' and '.join(flags)} {folder}")
+        if not Path(folder).is_dir():
+            yield f"{named}: there is no such folder on this machine; the run needs it"
         free = shutil.disk_usage(_existing(Path(folder))).free
         if nvme > free:
             yield f"a node needs {size(nvme)} of NVMe, and {folder} has {size(free)} free"
+
+
+def _folders(asked: Run) -> dict[str, list[str]]:
+    """Folder on a drive -> the flags that name it."""
+    found: dict[str, list[str]] = {}
+    for place, name in ((asked.away.optimizer, "offload_optimizer_nvme_path"),
+                        (asked.away.params, "offload_param_nvme_path")):
+        path = getattr(asked.config.offload, name)
+        if place == "nvme" and path:
+            found.setdefault(path, []).append(flag_name(name))
+    return found
 
 
 def _existing(path: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -89,7 +90,7 @@ def test_wrong_flags_are_refused_as_in_training(monkeypatch: pytest.MonkeyPatch)
                          ids=" ".join)
 def test_the_kinds_are_all_there_is_in_a_place(flags: list[str], large_machine: None) -> None:
     run = planned(*BIG, *flags)
-    found = {row.split()[0]: list(map(float, row.split()[1:])) for row in lines(*BIG, *flags)[2:5]
+    found = {row.split()[0]: list(map(float, row.split()[1:])) for row in lines(*BIG, *flags)[3:6]
              if row.startswith("  ")}
     wanted = {"device": peak(run).total, "host": run.elsewhere.host, "nvme": run.elsewhere.nvme}
     assert list(found) == [place for place, count in wanted.items() if count]
@@ -101,6 +102,10 @@ def test_the_kinds_are_all_there_is_in_a_place(flags: list[str], large_machine: 
 def test_what_is_in_the_way_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large_machine: None) -> None:
     folder = str(tmp_path / "not made yet")
     argv = [*BIG, *on_drive(folder)]
+    assert [line for line in lines(*argv) if line.startswith("problem")] == [
+        f"problem: --offload-optimizer-nvme-path and --offload-param-nvme-path {folder}: there is no such folder on "
+        "this machine; the run needs it"]
+    Path(folder).mkdir()
     assert not [line for line in lines(*argv) if line.startswith("problem")]
     (card,) = [line for line in lines(*argv, cards=(4.0, 6.0, 80.0)) if line.startswith("problem")]
     assert card.startswith("problem: a card of 4, 6 GB is too small; try --batch-size 5 --global-batch-size 10 (saves ")
@@ -111,6 +116,27 @@ def test_what_is_in_the_way_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [line for line in lines(*argv, per_node=2) if line.startswith("problem")] == [
         f"problem: a node needs {host} of memory, and this machine has 4.00 GiB",
         f"problem: a node needs {nvme} of NVMe, and {folder} has 1.00 GiB free"]
+
+
+def test_a_folder_that_is_missing_is_named_by_the_key_that_names_it(tmp_path: Path, large_machine: None) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1, "offload_optimizer": {
+        "device": "nvme", "nvme_path": str(tmp_path / "ds.json")}}}))
+    found = lines(*BIG, "--deepspeed-config", str(tmp_path / "ds.json"), cards=(200.0,))
+    assert [line for line in found if line.startswith("problem")] == [
+        f"problem: zero_optimization.offload_optimizer.nvme_path {tmp_path}/ds.json: there is no such folder on this "
+        "machine; the run needs it"]
+
+
+def test_settings_that_nothing_would_read_are_named() -> None:
+    unread = ["--offload-optimizer-nvme-path", "/n"]
+    assert lines(*BIG, *ON_HOST, *unread)[-2] == (
+        "note: --offload-optimizer-nvme-path has no effect here: --offload-optimizer-device is cpu, not nvme")
+    assert not [line for line in lines(*BIG, *on_drive("/n")) if line.startswith("note")]
+
+
+def test_the_first_line_names_the_device_and_how_to_choose_it() -> None:
+    assert lines(*BIG)[0] == "planned for GPUs, whether or not there are any here; --device cpu plans for the CPU"
+    assert lines(*BIG, "--device", "cpu")[0] == "planned for the CPU; without --device cpu: for GPUs"
 
 
 def test_offloading_is_a_remedy_and_a_way_to_fit(large_machine: None) -> None:
