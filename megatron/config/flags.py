@@ -73,7 +73,7 @@ def parse_args(argv: Sequence[str], world_size: int = 1, *, planning: bool = Fal
     for said in ("deepspeed", "dry_run"):  # nothing that a run is configured with
         values.pop(said, None)
     config = _built(values, preset, world_size)
-    return replace(config, notes=(*notes, *config.notes))
+    return replace(config, notes=(*notes, *config.save.notes(), *config.notes))
 
 
 def _built(values: dict[str, Any], preset: dict[str, Any], world_size: int) -> Config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.config.problems import Problems
@@ -40,9 +41,14 @@ class SaveConfig:
         problems.stop()
         require(self.keep_every is None or self.keep_last is not None,
                 "--keep-every needs --keep-last: without it every checkpoint is kept")
-        for name in ("no_load_optim", "no_load_rng", "finetune", "load_precision_change", "resume_fallback",
-                     "ckpt_step"):
+        for name in ("finetune", "load_precision_change", "resume_fallback", "ckpt_step"):
             require(
                 getattr(self, name) is None or getattr(self, name) is False or self.load is not None,
                 f"{flag_name(name)} needs --load: there is nothing to load",
             )
+
+    def notes(self) -> Iterator[str]:
+        """Of what is not done in any case, as the scripts of DeepSpeed's examples have it in their first run."""
+        for name in ("no_load_optim", "no_load_rng"):
+            if getattr(self, name) and self.load is None:
+                yield f" note: {flag_name(name)} has no effect: without --load there is nothing to load"

@@ -189,6 +189,13 @@ def test_a_flag_that_would_do_more_elsewhere_is_accepted_with_a_note() -> None:
     assert config.schedule.lr == 1e-3 and parse_args(["--cpu-torch-adam"]).notes == ()
 
 
+def test_what_is_not_loaded_may_be_absent() -> None:
+    config = parse_args(["--no-load-optim", "--no-load-rng"])
+    assert config.save.no_load_optim and [note.split()[1] for note in config.notes] == [
+        "--no-load-optim", "--no-load-rng"]
+    assert parse_args(["--no-load-optim", "--load", "x"]).notes == ()
+
+
 def said_in(tmp_path: Path, offload: dict[str, str] | None) -> list[str]:
     """The flag, beside a file with this section."""
     file = tmp_path / "ds.json"
