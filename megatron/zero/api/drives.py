@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from zlib import crc32
 
@@ -72,17 +72,20 @@ class Drives:
         """What each drive is expected to do, measured by one rank of a node; the others wait for it."""
         if self._node.local_rank != 0:
             return []
-        lines = []
-        for path, kinds in self._kinds.items():
-            uses = [expected[kind] for kind in kinds if expected[kind].kept]
-            if uses:
-                needed, read, written = (self._node.local_world_size * sum(getattr(use, what) for use in uses)
-                                         for what in ("kept", "read", "written"))
-                lines.append(str(examine(path, keeps=" and ".join(use.name for use in uses), needed=needed,
-                                         read_a_step=read, written_a_step=written, flag=self._folders[path].flag)))
-            else:
-                lines.append(f" nvme {path}: nothing of this run will be there")
-        return lines
+        return [self._told(path, [expected[kind] for kind in kinds if expected[kind].kept], expected)
+                for path, kinds in self._kinds.items()]
+
+    def _told(self, path: str, uses: Sequence[_Use], expected: Mapping[str, _Use]) -> str:
+        """Of one folder, which keeps so much of each rank."""
+        if not uses:
+            return f" nvme {path}: nothing of this run will be there"
+        ranks = self._node.local_world_size
+        needed, read, written = (ranks * sum(getattr(use, what) for use in uses)
+                                 for what in ("kept", "read", "written"))
+        beside = ranks * sum(expected[kind].kept for other, kinds in self._kinds.items() for kind in kinds
+                             if other != path and os.stat(other).st_dev == os.stat(path).st_dev)
+        return str(examine(path, keeps=" and ".join(use.name for use in uses), needed=needed, read_a_step=read,
+                           written_a_step=written, flag=self._folders[path].flag, beside=beside))
 
 
 def _name(config: Config) -> str:

@@ -59,14 +59,15 @@ class Drive:
 
 
 def examine(nvme_path: str | os.PathLike[str], *, keeps: str, needed: int, read_a_step: int, written_a_step: int,
-            flag: str) -> Drive:
-    """Takes about a second. Raises ConfigError if there is no such folder, and StorageError if it is read-only, too
-    small or broken."""
+            flag: str, beside: int = 0) -> Drive:
+    """Takes about a second. `beside`: what the run needs in other folders of the drive. Raises ConfigError if there is
+    no such folder, and StorageError if it is read-only, too small or broken."""
     path = usable(nvme_path, flag)
     free = free_space(path)
-    if free < needed:
-        raise StorageError(f"{flag} {path}: {in_bytes(free)} free, but this run needs {in_bytes(needed)} there; free "
-                           "space or choose another folder")
+    if free < needed + beside:
+        other = f" and {in_bytes(beside)} in other folders of that drive" if beside else ""
+        raise StorageError(f"{flag} {path}: {in_bytes(free)} free, but this run needs {in_bytes(needed)} there{other}; "
+                           "free space or choose another folder")
     try:
         read_rate, write_rate = _rates(path, min(MOST, free // 4, needed))
     except OSError as error:

@@ -30,6 +30,7 @@ from megatron.errors import StorageError
 from megatron.zero.homes import swapfolder
 from megatron.zero.homes.blockfile import BlockFile, padded
 from megatron.zero.homes.swapfolder import SUFFIX, SwapFolder
+from megatron.zero.homes.words import in_bytes, trouble
 
 Kind = Literal["read", "write"]
 
@@ -180,8 +181,9 @@ class TileFile:
         try:
             return BlockFile(folder.create(name), size)
         except OSError as error:
-            raise StorageError(f"{self.path}: cannot make a file of {size} bytes: {error.strerror}; "
-                               f"{free_bytes(folder.path)} are free; {self._remedy('free space')}") from error
+            why, remedy = trouble(error, folder.path)
+            raise StorageError(f"{self.path}: cannot make a file of {in_bytes(size)}: {why}; {self._remedy(remedy)}"
+                               ) from error
 
     def _ask(self, kind: Kind, tile: _Tile, buffer: Tensor) -> Pending:
         self._folder.check_ours()
@@ -258,19 +260,9 @@ class TileFile:
         return self._works.stopped or self._folder.leaving
 
     def _worded(self, request: Pending, error: OSError) -> StorageError:
-        tile, remedy, room = request._tile, "check the drive", ""
-        if request._kind == "write":
-            remedy, room = "free space", f"; {free_bytes(self.path.parent)} are free"
-        return StorageError(f"{self.path}: cannot {request._kind} tile {tile.number} of {tile.size} bytes: "
-                            f"{error.strerror}{room}; {self._remedy(remedy)}")
+        tile, (why, remedy) = request._tile, trouble(error, self.path.parent)
+        return StorageError(f"{self.path}: cannot {request._kind} tile {tile.number} of {in_bytes(tile.size)}: {why}; "
+                            f"{self._remedy(remedy)}")
 
     def _remedy(self, first: str) -> str:
         return f"{first}, or choose another folder with {self._folder.flag}, and resume from the last checkpoint"
-
-
-def free_bytes(folder: Path) -> str:
-    try:
-        status = os.statvfs(folder)
-    except OSError:
-        return "an unknown number of bytes"
-    return f"{status.f_bavail * status.f_frsize} bytes"

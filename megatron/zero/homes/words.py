@@ -8,10 +8,12 @@ from pathlib import Path
 
 UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
 NOT_FOR_FILES = (errno.ENOENT, errno.EPERM, errno.EOPNOTSUPP)
 """What a file system such as /proc says to a new folder in one that is there."""
-NOT_OURS = (errno.EACCES, errno.EROFS)
+
+REMEDIES = {errno.ENOSPC: "free space", errno.EDQUOT: "free space", errno.EACCES: "make it writable",
+            errno.EROFS: "make it writable", errno.EFBIG: "raise the limit on the size of a file (ulimit -f)",
+            errno.EMFILE: "raise the limit on open files (ulimit -n)"}
 
 
 def in_bytes(count: float) -> str:
@@ -37,7 +39,20 @@ def refusal(error: OSError, folder: Path) -> str:
     """Why nothing new could be made in a folder that is there, and what to do."""
     if error.errno in NOT_FOR_FILES:
         return "its file system takes no new files; choose a folder on a drive"
-    if error.errno in FULL:
-        return f"{error.strerror}, {in_bytes(free_space(folder))} free; free space, or choose another folder"
-    remedy = "make it writable" if error.errno in NOT_OURS else "check the drive"
-    return f"{error.strerror}; {remedy}, or choose another folder"
+    why, remedy = trouble(error, folder)
+    return f"{why}; {remedy}, or choose another folder"
+
+
+def trouble(error: OSError, folder: Path) -> tuple[str, str]:
+    """What is so, and the first thing to do about it."""
+    remedy = REMEDIES.get(error.errno or 0, "check the drive")
+    return f"{error.strerror}{_room(folder) if remedy == 'free space' else ''}", remedy
+
+
+def _room(folder: Path) -> str:
+    try:
+        status = os.statvfs(folder)
+    except OSError:
+        return ""
+    no_more_files = status.f_files and not status.f_favail
+    return " for another file" if no_more_files else f", {in_bytes(status.f_bavail * status.f_frsize)} free"

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from megatron.zero.homes.blockfile import PAGE
 from megatron.zero.homes.memory import aligned
 from megatron.zero.homes.swapfolder import SwapFolder
 from megatron.zero.homes.tilefile import AioSettings, TileFile
+from megatron.zero.homes.words import in_bytes
 
 FLAG = "--offload-optimizer-nvme-path"
 SIZES = (5 * PAGE, 1, PAGE, 3 * PAGE + 17, 0, 40 * PAGE - 3, PAGE - 1)
@@ -219,8 +221,9 @@ def test_the_disk_works_on_the_next_stretch_while_one_is_summed_if_so_set(folder
     assert seen == [overlap, True]
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
-def test_a_write_that_fails_is_reported_by_the_next_read_and_at_the_end(folder, monkeypatch, number):
+@pytest.mark.parametrize("number, remedy", [
+    (errno.ENOSPC, ", .* free; free space"), (errno.EIO, "; check the drive"), (errno.EDQUOT, ", .* free; free space")])
+def test_a_write_that_fails_is_reported_by_the_next_read_and_at_the_end(folder, monkeypatch, number, remedy):
     file = TileFile(folder, "state", SIZES, settings=SMALL)
     file.write(0, random_bytes(SIZES[0], 0)).wait()
 
@@ -231,8 +234,8 @@ def test_a_write_that_fails_is_reported_by_the_next_read_and_at_the_end(folder, 
         patch.setattr(os, "pwritev", fail)
         write = file.write(0, random_bytes(SIZES[0], 1))
         read = file.read(0, aligned(SIZES[0], pinned=False))
-        said = (rf"{file.path}: cannot write tile 0 of {SIZES[0]} bytes: {os.strerror(number)}; "
-                rf"\d+ bytes are free; free space.*{FLAG}")
+        said = (f"{file.path}: cannot write tile 0 of {in_bytes(SIZES[0])}: {os.strerror(number)}{remedy}, or choose "
+                f".*{FLAG}")
         for report in (read.wait, write.wait, file.settle):
             with pytest.raises(StorageError, match=said):
                 report()
@@ -249,7 +252,7 @@ def test_a_read_that_fails_names_file_and_tile(folder, monkeypatch):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "preadv", fail)
-    with pytest.raises(StorageError, match=f"{file.path}: cannot read tile 3 of {SIZES[3]} bytes: .*checkpoint"):
+    with pytest.raises(StorageError, match=f"{file.path}: cannot read tile 3 of .*; check the drive.*checkpoint"):
         content(file, 3, SIZES[3])
 
 
@@ -322,7 +325,18 @@ def test_a_full_disk_is_known_when_the_file_is_made(folder, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(StorageError, match=f"state.tiles: cannot make a file of 12288 bytes.* are free.*{FLAG}"):
+    with pytest.raises(StorageError, match=f"state.tiles: cannot make a file of 12 kB: .* free; free.*{FLAG}"):
+        TileFile(folder, "state", [PAGE, 2 * PAGE])
+
+
+def test_a_drive_with_room_but_not_for_another_file_is_told_as_such(folder, monkeypatch):
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    found = SimpleNamespace(f_files=7, f_favail=0, f_bavail=9, f_frsize=PAGE)
+    monkeypatch.setattr(os, "statvfs", lambda path: found)
+    with pytest.raises(StorageError, match="12 kB: No space left on device for another file; free space, or"):
         TileFile(folder, "state", [PAGE, 2 * PAGE])
 
 
@@ -330,7 +344,7 @@ def test_the_limit_on_the_size_of_files_is_a_full_disk(folder):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     try:
-        with pytest.raises(StorageError, match="cannot make a file of 2097152 bytes: File too large"):
+        with pytest.raises(StorageError, match="cannot make a file of 2.1 MB: File too large; raise the limit"):
             TileFile(folder, "state", [1 << 20] * 2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
