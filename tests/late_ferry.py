@@ -55,6 +55,7 @@ class LateMark:
         """The device goes on: it may write where a copy to the host comes from, and reads what came to it."""
         if self._lane.ends_on_host:
             if self._taken is None and not self.is_made:
+                self._check_source()
                 self._taken = self._source.clone()
         else:
             self.make()
@@ -70,9 +71,16 @@ class LateMark:
             return
         for mark in self._after:
             mark.make_all()
+        if self._taken is None:
+            self._check_source()
         self._put(self._source if self._taken is None else self._taken)
         self.is_made = True
-        self._guarded = _bits(self._source).clone()
+        if not self._lane.ends_on_host:
+            self._guarded = _bits(self._source).clone()
+
+    def _check_source(self) -> None:
+        assert self._source.untyped_storage().nbytes() or not self._source.numel(), \
+            "memory went that a copy was still to come from"
 
     def _put(self, values: Tensor) -> None:
         _write(self._out, values)
@@ -90,7 +98,7 @@ class LateMark:
 
     def expect_written(self, place: Tensor) -> None:
         """A copy of the other way has written there, in its turn."""
-        if self.is_made and _place(place) == _place(self._source):
+        if self.is_made and not self._lane.ends_on_host and _place(place) == _place(self._source):
             self._guarded = _bits(self._source).clone()
 
 

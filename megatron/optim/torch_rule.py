@@ -158,8 +158,9 @@ def _initial_state(optimizer: Optimizer) -> tuple[dict[str, float], State]:
     """What the optimizer's constructor keeps for every parameter (Adagrad's does): a number for each weight, the same
     for all, and numbers."""
     found: list[tuple[dict[str, float], State]] = []
-    shown = [(parameter, state) for parameter, state in optimizer.state.items() if parameter.numel()]
-    for parameter, state in shown or optimizer.state.items():  # where none has elements, any number will do
+    shown = [(parameter, state) for parameter, state in optimizer.state.items()
+             if parameter.numel() and parameter.dim()]  # of a parameter that is a number all state is numbers
+    for parameter, state in shown or optimizer.state.items():  # where there is no other, any number will do
         tensors = {name: value for name, value in state.items()
                    if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape}
         fills = {name: value.flatten()[0].item() if value.numel() else 0.0 for name, value in tensors.items()}

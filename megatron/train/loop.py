@@ -117,6 +117,7 @@ class Trainer:
                 watch.lap()  # evaluating and saving are not training time
         finally:
             stream.close()
+        self.engine.conclude()
         self.engine.settle()
         if self.save and state.iteration != saved_at:
             self.save(state)
@@ -199,7 +200,7 @@ class Trainer:
         asked = Asked()
         while len(untold) > waits:
             taken = untold.pop(0)
-            if not untold:  # the newest: no step has raised yet what was wrong with it
+            if not untold and self.engine.core.is_deferred:  # the newest: no step has raised yet what was wrong with it
                 self.engine.conclude()
             loss, *requests = taken.report.riders
             asked = Asked(*(count > 0 for count in requests))

@@ -130,6 +130,7 @@ class Aside:
             storage = flat.untyped_storage()
             copy = self._room(storage.nbytes(), pinned)
             left = ferry.down.copy(copy, _bytes(storage, flat.device))
+            left.join()  # whoever has the memory next comes after the copy
             if not non_blocking:
                 left.wait()
             pieces.append(_Piece(storage, flat.device, copy, left))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,6 +90,8 @@ class ZeroEngine:
         self.passes = Passes(self._units, self.residency, reductions, self.log,
                              ForwardCheck(groups.dp, device, self.log), allows_unused=zero.ignore_unused_parameters,
                              splits_parameters=self._policy.split_params)
+        if self.homes.delays:
+            self.passes.before_evaluation = partial(self.look_at_newest, "a forward of an evaluation")
         self._handles = attach(self._units, self.passes)
 
     # ---- the loop -----------------------------------------------------------------------------------------------
@@ -165,6 +168,14 @@ class ZeroEngine:
             self.residency.done_with_all()  # a forward that has no backward yet is of the weights before
             self._step.finish_update()
             self.count_new_weights()
+
+    def look_at_newest(self, who: str) -> None:
+        """Somebody is about to look at the weights: they are those of the last step, all here. Every rank comes here
+        where an update runs beside the program."""
+        if self._step.has_update_under_way:
+            self.meet(f"{who}, beside a delayed update")
+            self.finish_update()
+        self.settle()
 
     def conclude(self) -> None:
         """Wait for the last step, and count it as what it was; raises what was wrong with it (step.py). Every rank

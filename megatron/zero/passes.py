@@ -13,7 +13,7 @@ used all of it does so.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -52,6 +52,7 @@ class Passes:
         self._begun: dict[Unit, set[object]] = {}
         """The same, of units not all of whose gradients have arrived."""
         self._trace_before = 0  # of the forward under way
+        self.before_evaluation: Callable[[], None] | None = None
         self._running: list[Unit] = []
         self._around: dict[Unit, set[Unit]] = {}
         """Units whose forward has called this one's."""
@@ -139,6 +140,8 @@ class Passes:
             if bucket.is_set_aside:
                 bucket.check_here("a forward")
         if unit.is_root and not self.in_backward:
+            if self.before_evaluation is not None and not (torch.is_grad_enabled() and unit.module.training):
+                self.before_evaluation()
             self._residency.start()
             self._trace_before = self._residency.trace
             self._running.clear()  # of a forward that failed
@@ -164,8 +167,9 @@ class Passes:
 
     def before_backward(self, unit: Unit, weights: int, call: object) -> None:
         if weights != self.weights:
-            raise ConfigError("backward of a forward that ran before the weights changed (a step, or a loaded "
-                              "checkpoint): its gradients would mix old and new; run the forward again after it")
+            raise ConfigError("backward of a forward that ran before the weights changed (a step, a loaded checkpoint, "
+                              "or a delayed update that somebody waited for): its gradients would mix old and new; run "
+                              "the forward again after it")
         if call in self._seen:  # by another output; and one that the unit was given, and returns, belongs to others
             return
         if self.in_backward:

@@ -169,7 +169,7 @@ class DelayedUpdate(Update):
             grads = bucket.grads.hand_over()
             tiles += [Tile(bucket, part, shelf.taken(part), grads[part], self._fresh[bucket][part])
                       for part in shelf.parts]
-        self._under_way = self._worker.submit(self._run, tiles, self._hypers(), scalars(HOST), factor,
+        self._under_way = self._worker.submit(self._run, tiles, _kept(self._hypers()), scalars(HOST), factor,
                                               self._state.counters.optimizer_steps)
         for shelf in shelves:
             shelf.wait_for(self._under_way)
@@ -196,3 +196,9 @@ class DelayedUpdate(Update):
             self._send([bucket])
         self._leaving = [mark for mark in marks if mark is not None]
         self._state.changing = None
+
+
+def _kept(hypers: Hypers) -> Hypers:
+    """As they are now: a learning rate may be a tensor, which schedulers change in place."""
+    return [{name: value.clone() if isinstance(value, Tensor) else value for name, value in hyper.items()}
+            for hyper in hypers]

@@ -23,7 +23,7 @@ PREFIX = "module."
 def weights_of(core: ZeroEngine, zero: ZeroConfig, *, prefix: str = "", keep_vars: bool = False,
                frozen: bool = True) -> dict[str, Any]:
     """In the working precision. At stage 3 gathered: on rank 0's host, and nothing on the others."""
-    core.settle()  # a loop may let new weights travel until the next forward
+    core.look_at_newest("engine.module_state_dict()")
     if zero.zero_stage == 3:
         if not zero.stage3_gather_16bit_weights_on_model_save:
             raise ConfigError("at stage 3 parameters are split, and a state dict would be without them: set "

@@ -196,9 +196,10 @@ class Nvme:
         self._free: deque[_Set] = deque()
         """Those given back first are first."""
         self._in_use: set[tuple[int, int]] = set()
+        """Parts, each with a set. One that is left by an error is nobody's any more, and another takes its place: where
+        Ctrl-C came, a read into it may be on its way that nobody knows of."""
         self._is_closed = False
         self._waited = _Waited()
-        self._sets = 0
         self._size = 0
         self._in_memory = 0
 
@@ -255,19 +256,22 @@ class Nvme:
                 if not self.settings.writes_behind:
                     taken[0].wait()
                 self._give(taken.popleft())
-        finally:
-            for buffers in taken:  # of a step that failed
-                self._give(buffers, is_true=False)
+        except BaseException:
+            self._in_use.difference_update(shelf.key(part) for shelf, part in order)
+            raise
 
     @contextmanager
     def a_set(self, key: tuple[int, int]) -> Iterator[_Set]:
-        buffers = self._take(key)
+        buffers = None
         try:
+            buffers = self._take(key)
             yield buffers
+            self._give(buffers)
         except BaseException:
-            self._give(buffers, is_true=False)  # what was changed in it is not written
+            if buffers is not None:
+                buffers.let_go()
+            self._in_use.discard(key)  # what was changed in it is not written
             raise
-        self._give(buffers)
 
     def has(self, key: tuple[int, int]) -> bool:
         """The part is here, or on its way."""
@@ -282,28 +286,21 @@ class Nvme:
         found = next((buffers for buffers in self._free if buffers.of == key), None)
         if found is not None:
             self._free.remove(found)
-        elif self._sets < self.settings.sets:
-            self._sets += 1
+        elif len(self._free) + len(self._in_use) < self.settings.sets:
             found = self._new_set()
         else:
             found = self._free.popleft()
-        try:
-            found.drain()
-        except BaseException:  # Ctrl-C
-            self._free.append(found)
-            raise
+        found.drain()
         if found.of != key:
             found.forget()
             found.of = key
         self._in_use.add(key)
         return found
 
-    def _give(self, buffers: _Set, *, is_true: bool = True) -> None:
-        """Back; with `is_true` it holds what is, or will be, on the drive."""
+    def _give(self, buffers: _Set) -> None:
+        """Back; it holds what is, or will be, on the drive."""
         assert buffers.of is not None
         self._in_use.discard(buffers.of)
-        if not is_true:
-            buffers.forget()
         self._free.append(buffers)
 
     def _new_set(self) -> _Set:
@@ -315,7 +312,7 @@ class Nvme:
         """Sets are of the largest part; the root's bucket comes first, and mostly is the largest."""
         if size > self._size:
             self.settle()
-            self._size, self._sets = size, 0
+            self._size = size
             self._free.clear()
 
     def settle(self) -> None:

@@ -14,13 +14,13 @@ is; other memory costs a copy.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from threading import Event, Lock
+from threading import Event, Lock, RLock
 from typing import Literal, final
 
 from torch import Tensor, uint8
@@ -80,6 +80,8 @@ class Pending:
         """Earlier requests for the tile that this one waits for. Before a read: the write it finds."""
         self._sums = [0] * pieces
         self._left = pieces
+        self._begun: set[int] = set()
+        """Stretches that a thread has taken."""
         self._error: Exception | None = None
         self._ended = Event()
 
@@ -143,7 +145,7 @@ class TileFile:
         self._folder, self._stretch = folder, settings.stretch  # the folder goes with its object
         places = [0, *accumulate(map(padded, sizes))]
         self._tiles = [_Tile(number, place, size) for number, (place, size) in enumerate(zip(places, sizes))]
-        self._asking = Lock()  # never needed by the threads
+        self._asking = RLock()  # never needed by the threads; Ctrl-C may come just before it is given back
         self._ending = Lock()
         self._lanes = folder.lanes(settings.intra_op_parallelism, int(settings.overlap_events))
         self._works = _Works(self.path, self._open(folder, name, places[-1]))
@@ -159,8 +161,7 @@ class TileFile:
 
     def settle(self) -> None:
         """Wait for all that is under way; raise if a tile is lost, because its last write failed."""
-        with self._ending:
-            under_way = list(self._works.under_way)
+        under_way = list(self._works.under_way)
         for request in under_way:
             request._ended.wait()
         self.check()
@@ -193,22 +194,33 @@ class TileFile:
         with self._asking:  # until it is queued: who waits for another must stand behind it
             tile.reads = [request for request in tile.reads if not request.done()]
             before = [tile.written] if tile.written else []
-            if kind == "read":
-                request = Pending(kind, tile, data, len(starts), before)
-                tile.reads.append(request)
-            else:
-                request = Pending(kind, tile, data, len(starts), before + tile.reads)
-                tile.written, tile.reads = request, []
+            request = Pending(kind, tile, data, len(starts), before if kind == "read" else before + tile.reads)
             self.traffic.count(kind, tile.size)
-            lane = self._lanes.read if kind == "read" else self._lanes.write
-            with self._ending:
-                self._works.under_way.add(request)
-            for start in starts:
-                lane.put(partial(self._carry, request, start))
+            try:
+                self._enter(request, starts)
+            except BaseException:  # Ctrl-C: of some stretches it is not known whether they are queued
+                self._enter(request, starts)
+                raise
         return request
 
+    def _enter(self, request: Pending, starts: Iterable[int]) -> None:
+        """A request is its tile's, and its stretches are queued. May be done again."""
+        tile = request._tile
+        if request._kind == "write":
+            tile.written, tile.reads = request, []
+        elif request not in tile.reads:
+            tile.reads.append(request)
+        lane = self._lanes.read if request._kind == "read" else self._lanes.write
+        self._works.under_way.add(request)  # without the lock: Ctrl-C may come before it is given back
+        for start in starts:
+            lane.put(partial(self._carry, request, start))
+
     def _carry(self, request: Pending, start: int) -> None:
-        """One stretch, in a thread."""
+        """One stretch, in a thread, once."""
+        with self._ending:
+            if start in request._begun:
+                return
+            request._begun.add(start)
         error: Exception | None = None
         try:
             for earlier in request._after:

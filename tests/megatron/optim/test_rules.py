@@ -266,9 +266,9 @@ def test_an_optimizer_that_has_taken_steps_is_refused(cls: Any) -> None:
         from_torch(optimizer)
 
 
-def test_a_parameter_without_elements_says_nothing_of_the_state_of_the_others() -> None:
-    for sizes in ((4, 0), (0, 4), (0,)):
-        rule = from_torch(torch.optim.Adagrad([torch.nn.Parameter(torch.zeros(size)) for size in sizes],
+def test_a_parameter_without_elements_or_dimensions_says_nothing_of_the_state_of_the_others() -> None:
+    for shapes in ((4, 0), (0, 4), (0,), ((), 4), (4, ())):
+        rule = from_torch(torch.optim.Adagrad([torch.nn.Parameter(torch.zeros(shape)) for shape in shapes],
                                               initial_accumulator_value=0.3))
         assert rule.name == "Adagrad"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import wait
 from pathlib import Path
+from threading import Event
 from typing import Any
 from unittest.mock import patch
 
@@ -12,16 +13,21 @@ import torch
 from torch import Tensor
 
 from megatron.errors import ConfigError
+from megatron.optim.adam import AdamW
 from megatron.train.build import engine as build_engine
 from megatron.train.build import model as build_model
 from megatron.zero import GatheredParameters
 from megatron.zero.api.engine import Engine
+from megatron.zero.api.initialize import initialize
 from megatron.zero.engine import ZeroEngine
+from megatron.zero.hooks import Unit
+from megatron.zero.passes import Passes
 from megatron.zero.update import DelayedUpdate
 from megatron.zero.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from mpu import groups
 from tests.distributed import run_ranks
 from tests.late_ferry import late_ferry
+from tests.megatron.helpers import train as train_by_flags
 from tests.megatron.zero.homes.test_equal import ROWS, batches, train
 from tests.megatron.zero.run import configure_gpt2, gpt2_engine, gpt2_loss, weights
 from tests.wires import accelerator_side
@@ -122,6 +128,106 @@ def test_whoever_needs_the_weights_gets_those_of_the_last_step(tmp_path: Path, w
     assert run_ranks(finished, world, tmp_path) == [[]] * world
 
 
+def looked_at(rank: int, world: int, stage: int, folder: Path) -> list[str]:
+    """What is not of the last step, of an engine that was just given one."""
+    rows, wrong = batches(5), []
+    with accelerator_side(), late_ferry():
+        one, other = (engine_of(world, zero_stage=stage, stage3_gather_16bit_weights_on_model_save=True)
+                      for _ in range(2))
+        for engine in (one, other):
+            train(engine.core, rows[:2])
+        one.conclude()
+        with torch.no_grad():
+            losses = [gpt2_loss(engine.core, rows[4].chunk(world)[rank]).mean() for engine in (one, other)]
+        if losses[0] != losses[1]:
+            wrong.append("a forward without gradients")
+        for engine in (one, other):
+            train(engine.core, rows[2:3])
+            engine.eval()
+        one.conclude()
+        losses = [gpt2_loss(engine.core, rows[4].chunk(world)[rank]).mean() for engine in (one, other)]
+        if losses[0] != losses[1]:
+            wrong.append("a forward in eval mode")
+        for engine in (one, other):
+            engine.train()
+            train(engine.core, rows[3:4])
+        one.conclude()
+        states = [engine.module_state_dict() for engine in (one, other)]
+        if not all(map(torch.equal, states[0].values(), states[1].values())) or rank == 0 and not states[0]:
+            wrong.append("a state dict")
+        for engine in (one, other):
+            engine.destroy()
+    return wrong
+
+
+@pytest.mark.parametrize("world, stage", [(1, 1), (1, 3), (2, 2), (2, 3)])
+def test_whoever_looks_at_the_weights_sees_those_of_the_last_step(tmp_path: Path, world: int, stage: int) -> None:
+    assert run_ranks(looked_at, world, stage, tmp_path) == [[]] * world
+
+
+def sums(tensor: bool) -> float:
+    """Of the weights after three steps whose rate a scheduler moves while the update is held up."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)))
+    go, step_many = Event(), AdamW.step_many
+
+    def held_up(rule: AdamW, *arguments: Any) -> bool:
+        assert go.wait(60)
+        return step_many(rule, *arguments)
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2) if tensor else 1e-2)
+    offload = {"device": "cpu", "delayed_param_update": True}
+    engine, *_ = initialize(
+        model=model, optimizer=optimizer, device=torch.device("cpu"), config={
+            "train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2, "offload_optimizer": offload}},
+        lr_scheduler=lambda of: torch.optim.lr_scheduler.ExponentialLR(of, 0.1))
+    with patch.object(AdamW, "step_many", held_up):
+        for number in range(3):
+            rows = torch.randn(4, 64, generator=torch.Generator().manual_seed(number))
+            go.set()
+            engine.backward(engine(rows).pow(2).mean())
+            engine.conclude()
+            go.clear()
+            engine.step()  # and the rate moves before the update begins
+        go.set()
+        engine.conclude()
+    return sum(parameter.double().sum().item() for parameter in engine.module.parameters())
+
+
+def test_a_rate_that_is_a_tensor_is_that_of_its_step() -> None:
+    with accelerator_side(), late_ferry():
+        assert sums(tensor=True) == pytest.approx(sums(tensor=False), rel=1e-6)  # of which one is fp32
+
+
+def test_the_trainer_goes_on_beside_an_update(tmp_path: Path) -> None:
+    """And its evaluations do not."""
+    beside: list[tuple[bool, bool]] = []
+    before_forward = Passes.before_forward
+
+    def noted(passes: Passes, unit: Unit) -> None:
+        before_forward(passes, unit)
+        if unit.is_root and not passes.in_backward:
+            update, = made
+            beside.append((torch.is_grad_enabled(), update.is_under_way))
+
+    made: list[DelayedUpdate] = []
+    begin = DelayedUpdate.__init__
+
+    def kept(update: DelayedUpdate, *arguments: Any) -> None:
+        begin(update, *arguments)
+        made.append(update)
+
+    flags = "--preset tiny --mock-data --train-iters 6 --eval-interval 3 --eval-iters 1 --batch-size 2 --zero-stage 2 " \
+            "--offload-optimizer-device cpu --delayed-param-update --checkpoint-activations"
+    with accelerator_side(), late_ferry(), patch.object(Passes, "before_forward", noted), \
+            patch.object(DelayedUpdate, "__init__", kept):
+        train_by_flags(flags.split())
+    training, evaluating = ([is_beside for learns, is_beside in beside if learns is which] for which in (True, False))
+    assert training == [False, True, True, False, True, True] and evaluating and not any(evaluating)
+
+
 def resumed(rank: int, world: int, folder: Path) -> bool:
     """A save completes the update; what goes on from there, here or in a new run, is the same."""
     rows = batches(6)
@@ -139,9 +245,10 @@ def resumed(rank: int, world: int, folder: Path) -> bool:
     return same
 
 
-def engine_of(world: int) -> Engine:
+def engine_of(world: int, **settings: Any) -> Engine:
     grid = groups.build(1)
-    config = configure_gpt2(zero_stage=2, bf16=True, batch_size=ROWS // world, global_batch_size=ROWS, **DELAYED)
+    config = configure_gpt2(**{"zero_stage": 2, "bf16": True, "batch_size": ROWS // world, "global_batch_size": ROWS,
+                               **DELAYED, **settings})
     return build_engine(config, build_model(config, grid), grid, torch.device("cpu"))
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,11 +21,14 @@ from megatron.train.build import model as build_model
 from megatron.zero.api.engine import Engine
 from megatron.zero.holders import holder_of
 from megatron.zero.homes.blockfile import BlockFile
+from megatron.zero.homes.nvme import Nvme, NvmeShelf
 from megatron.zero.placeholder import Placeholder
 from megatron.zero.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 from mpu import groups
 from tests.megatron.zero.homes.test_equal import alike, batches, outcome, train
 from tests.megatron.zero.homes.test_use import built, configured
+from tests.megatron.zero.run import gpt2_loss
+from tests.megatron.zero.test_interrupted import Line, at_lines
 
 
 @pytest.fixture
@@ -193,3 +199,43 @@ def test_an_engine_that_cannot_be_built_leaves_the_drive_empty(tmp_path: Path, m
             build_engine(config, model, grid, torch.device("cpu"))
     built(config).destroy()
     assert not list(tmp_path.iterdir())
+
+
+def test_ctrl_c_in_an_evaluation_that_reads_from_a_drive_harms_nothing(tmp_path: Path) -> None:
+    """At any line of what has parts come: a read that nobody knows of must not end in the numbers of another part."""
+    rows = batches(4)
+    here, engine = built(configured(None)), built(configured(tmp_path, stage3_param_persistence_threshold=0))
+    for one in (here, engine):
+        train(one.core, rows[:2])
+    expected = evaluated(here, rows[2])
+    functions = (NvmeShelf.open.__wrapped__, NvmeShelf.fetch, Nvme.a_set.__wrapped__, Nvme._take, Nvme._give)
+    lines: dict[Line, int] = {}
+    with at_lines(functions, lambda line: lines.update({line: lines.get(line, 0) + 1})):
+        assert evaluated(engine, rows[2]) == expected
+    assert len(lines) > 15
+    read = BlockFile.read
+
+    def late(file: BlockFile, data: memoryview, at: int) -> None:
+        time.sleep(0.003)
+        read(file, data, at)
+
+    with patch.object(BlockFile, "read", late):
+        for line, times in lines.items():
+            for which in {1, times // 2 + 1, times}:
+                left = [which]
+
+                def interrupt(here: Line) -> None:
+                    left[0] -= here == line
+                    if here == line and left[0] == 0:
+                        raise KeyboardInterrupt
+
+                with at_lines(functions, interrupt), suppress(KeyboardInterrupt):
+                    evaluated(engine, rows[2])
+                assert evaluated(engine, rows[2]) == expected, (line, which)
+    assert alike(outcome(engine.core, rows[3:]), outcome(here.core, rows[3:]))
+    engine.destroy()
+
+
+def evaluated(engine: Engine, batch: torch.Tensor) -> float:
+    with torch.no_grad():
+        return gpt2_loss(engine.core, batch).mean().item()

@@ -24,10 +24,12 @@ from data.storage import crc32
 from megatron.errors import StorageError
 from megatron.zero.homes import tilefile
 from megatron.zero.homes.blockfile import PAGE
+from megatron.zero.homes.lanes import Lane
 from megatron.zero.homes.memory import aligned
 from megatron.zero.homes.swapfolder import SwapFolder
-from megatron.zero.homes.tilefile import AioSettings, TileFile
+from megatron.zero.homes.tilefile import AioSettings, Pending, TileFile
 from megatron.zero.homes.words import in_bytes
+from tests.megatron.zero.test_interrupted import Line, at_lines
 
 FLAG = "--offload-optimizer-nvme-path"
 SIZES = (5 * PAGE, 1, PAGE, 3 * PAGE + 17, 0, 40 * PAGE - 3, PAGE - 1)
@@ -136,6 +138,39 @@ def test_a_write_waits_for_the_reads_before_it(folder, monkeypatch):
     write.wait()
     assert read.done()
     assert torch.equal(into, old)
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_ctrl_c_at_any_line_of_asking_leaves_no_request_half_queued(folder, kind):
+    """Whether it took place or not, what comes later ends, and is right."""
+    file = TileFile(folder, "state", SIZES, settings=SMALL)
+    tile, size = 5, SIZES[5]
+    assert size > 2 * SMALL.stretch
+    file.write(tile, random_bytes(size, 0)).wait()
+    functions = (TileFile._ask, TileFile._enter, Lane.put)
+    lines: list[Line] = []
+    with at_lines(functions, lines.append):
+        ask(file, kind, tile, random_bytes(size, 0)).wait()
+    for number in range(len(lines)):
+        left, values = [number + 1], random_bytes(size, number + 1)
+
+        def interrupt(here: Line) -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                raise KeyboardInterrupt
+
+        with at_lines(functions, interrupt), pytest.raises(KeyboardInterrupt):
+            ask(file, kind, tile, values)
+        again, values = torch.zeros(size, dtype=torch.uint8), random_bytes(size, number + 500)
+        request = file.read(tile, again)
+        assert request._ended.wait(20), lines[number]
+        request.wait()
+        file.write(tile, values)
+        assert content(file, tile, size) == bytes(values.numpy().data)
+
+
+def ask(file: TileFile, kind: str, tile: int, buffer: Tensor) -> Pending:
+    return file.read(tile, buffer) if kind == "read" else file.write(tile, buffer)
 
 
 def test_settled_is_what_has_ended(folder, monkeypatch):
