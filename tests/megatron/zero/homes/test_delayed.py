@@ -219,8 +219,8 @@ def test_the_trainer_goes_on_beside_an_update(tmp_path: Path) -> None:
         begin(update, *arguments)
         made.append(update)
 
-    flags = "--preset tiny --mock-data --train-iters 6 --eval-interval 3 --eval-iters 1 --batch-size 2 --zero-stage 2 " \
-            "--offload-optimizer-device cpu --delayed-param-update --checkpoint-activations"
+    flags = "--preset tiny --mock-data --train-iters 6 --eval-interval 3 --eval-iters 1 --batch-size 2 " \
+            "--zero-stage 2 --offload-optimizer-device cpu --delayed-param-update --checkpoint-activations"
     with accelerator_side(), late_ferry(), patch.object(Passes, "before_forward", noted), \
             patch.object(DelayedUpdate, "__init__", kept):
         train_by_flags(flags.split())
