@@ -90,7 +90,7 @@ class Engine(EngineStatus):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.config.precision.auto_cast:
             args, kwargs = cast_inputs((args, kwargs), torch.float16)
-        with self.monitor.phase("forward"):
+        with self.config.words.speaking(), self.monitor.phase("forward"):
             return self.core.module(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -98,7 +98,7 @@ class Engine(EngineStatus):
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Gradients of the loss; returns the loss divided by the number of micro-batches of a step."""
-        with self.monitor.phase("backward"):
+        with self.config.words.speaking(), self.monitor.phase("backward"):
             part = self.core.backward(loss, retain_graph, scale_wrt_gas)
         self.monitor.add_loss(part)
         return part
@@ -108,7 +108,7 @@ class Engine(EngineStatus):
         """Once per micro-batch, after `backward`. At the accumulation boundary: clip, update, forget the gradients, and
         move the learning rate on, unless the step was skipped for an overflow. `lr_kwargs` go to the scheduler;
         `riders` are summed over all ranks on the way (`StepReport.riders`)."""
-        with self.monitor.phase("step"):
+        with self.config.words.speaking(), self.monitor.phase("step"):
             self.conclude()
             report = self.core.step(riders=riders, aside=self._background.progress)
             if self.reads_weights_between_steps:

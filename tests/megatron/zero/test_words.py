@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from megatron import zero
@@ -39,6 +40,14 @@ def test_an_error_about_the_host_names_keys_alone(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("megatron.zero.api.initialize.homes_of", full)
     with pytest.raises(ConfigError, match=r"^zero_optimization.offload_optimizer.device cpu: there is no room$"):
         initialized()
+
+
+def test_an_error_of_a_pass_names_keys_alone() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    zeros = {"stage": 3, "stage3_max_live_parameters": 1, "stage3_param_persistence_threshold": 0}
+    engine = zero.initialize(model=model, config={**KEYS, "zero_optimization": zeros})[0]
+    with pytest.raises(ConfigError, match="and zero_optimization.stage3_max_live_parameters is 1: raise it"):
+        engine(torch.ones(1, 8))
 
 
 UNREAD = [
