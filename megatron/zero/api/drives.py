@@ -45,8 +45,7 @@ class Drives:
     """This rank's folders on drives, one for each path."""
 
     def __init__(self, config: Config, groups: Groups) -> None:
-        self._config, self._offload = config, config.offload
-        self._run, self._rank = _name(config), groups.world.rank
+        self._offload, self._run, self._rank = config.offload, _name(config), groups.world.rank
         self._node = read_environment()
         self._folders: dict[str, SwapFolder] = {}
         self._kinds: dict[str, list[str]] = {}
@@ -57,8 +56,7 @@ class Drives:
         path: str = getattr(self._offload, name)
         self._kinds.setdefault(path, []).append(kind)
         if path not in self._folders:
-            flag = self._config.in_its_words(flag_name(name))
-            self._folders[path] = SwapFolder(path, self._run, self._rank, flag=flag)
+            self._folders[path] = SwapFolder(path, self._run, self._rank, flag=flag_name(name))
             if self._node.local_rank == 0:
                 tidy(path, self._run, range(self._rank, self._rank + self._node.local_world_size))
         return self._folders[path]
