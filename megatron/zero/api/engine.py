@@ -272,7 +272,8 @@ class Engine(EngineStatus):
     # ---- the model ----------------------------------------------------------------------------------------------
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The parameters of the model; at stage 3 placeholders while their blocks do not run."""
+        """The parameters of the model; at stage 3 placeholders while their blocks do not run. Beside a delayed update
+        they have the values of before it, until `conclude`."""
         self.core.settle()
         return self.core.module.parameters(recurse)
 
