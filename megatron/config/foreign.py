@@ -19,6 +19,8 @@ class Foreign:
     """Values that are accepted and change nothing; "" is a switch."""
     noted: bool = False
     """An accepted one has an effect elsewhere, and is answered with a note."""
+    means: str = ""
+    """The flag that takes the other values."""
 
 
 _NO_PIPELINE = "there is no pipeline parallelism; use --model-parallel-size and --zero-stage"
@@ -111,6 +113,7 @@ FOREIGN: dict[str, Foreign] = {
         "use --offload-param-device cpu or nvme, at --zero-stage 3")),
     "cpu-offload-use-pin-memory": Foreign("use --offload-optimizer-pin-memory, which is on by default", _ON),
     "nvme-path": Foreign("use --offload-optimizer-nvme-path, and --offload-param-nvme-path for the parameters"),
+    "remote-device": Foreign("use --offload-param-device cpu or nvme", ("none",), means="--offload-param-device"),
     "cpu-torch-adam": Foreign(_LEAVE_OUT + _ONE_RULE, _ON),
     "use-torch-optimizer-for-cpu-offload": Foreign(_LEAVE_OUT + _ONE_RULE, _ON),
     "overlap-cpu-optimizer-d2h-h2d": Foreign(_LEAVE_OUT + "copies always run beside the update", _ON),
@@ -169,7 +172,9 @@ def answers(words: Sequence[str], table: Mapping[str, Foreign] = FOREIGN) -> tup
             following = words[index] if index < len(words) else "--"
             value = "" if following.startswith("--") else following
             index += bool(value)
-        if value not in known.harmless:
+        if value not in known.harmless and known.means and value:
+            kept += [known.means, value]
+        elif value not in known.harmless:
             sentences.append(f"{name}{f' {value}' if value else ''} is not a flag here: {known.answer}")
         elif known.noted:
             notes.append(f" note: {name} has no effect: {known.answer}")

@@ -128,6 +128,8 @@ BAD = [
     (["--dropout", "0.1"], "--attention-dropout and --hidden-dropout"),
     (["--num_train_epochs", "3", "--warmup_steps", "5"], "--warmup-steps 5 is not a flag here: give --warmup"),
     (["--cpu_offload"], "use --offload-optimizer-device cpu, and --offload-param-device cpu at stage 3"),
+    (["--remote-device"], "use --offload-param-device cpu or nvme"),
+    (["--remote-device", "disk"], "--offload-param-device is disk: expected none, cpu or nvme"),
     (["--cpu-offload-params"], "use --offload-param-device cpu or nvme"),
     (["--no-pin-cpu-grads"], "use --no-offload-optimizer-pin-memory"),
     (["--use-distributed-optimizer", "--lr", "1"], "use --zero-stage 1"),
@@ -209,6 +211,10 @@ def test_the_optimizer_on_the_host_is_where_the_file_says_if_it_says_more(tmp_pa
         assert parse_args(said_in(tmp_path, offload)).offload.offload_optimizer_device == place
     with pytest.raises(ConfigError, match=r"--cpu-optimizer keeps .* but zero_optimization\S*\.device is none: give"):
         parse_args(said_in(tmp_path, {"device": "none"}))
+    kept = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
+    (tmp_path / "ds.json").write_text(json.dumps(kept))
+    argv = ["--remote-device", "none", "--deepspeed-config", str(tmp_path / "ds.json")]
+    assert parse_args(argv).offload.offload_param_device == "cpu", "none says nothing there"
     assert parse_args(["--no-cpu-optimizer"]) == parse_args(["--cpu-optimizer=False"]) == Config()
 
 
