@@ -49,7 +49,7 @@ def main(stop: StopRequest | None = None) -> int:
     env = distributed.init(config.parallel.distributed_backend, config.parallel.startup_limit)
     device = distributed.device_for(env, config.parallel.distributed_backend)
     if device.type == "cpu":
-        keep_freed_memory()
+        keep_freed_memory(but_large_blocks=config.offload.uses_drive)
     groups = mpu_groups.build(config.parallel.model_parallel_size, timedelta(seconds=config.parallel.startup_limit))
     tokenizer = build.tokenizer(config)
     config = build.with_vocabulary(config, tokenizer)

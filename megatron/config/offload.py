@@ -56,6 +56,10 @@ class OffloadConfig:
     aio_overlap_events: bool = setting(True, "submit further NVMe requests while others complete",
                                        json="aio.overlap_events")
 
+    @property
+    def uses_drive(self) -> bool:
+        return "nvme" in (self.offload_optimizer_device, self.offload_param_device)
+
     def __post_init__(self) -> None:
         problems = Problems()
         problems.require_range(self, "offload_optimizer_buffer_count offload_param_buffer_count", 1)

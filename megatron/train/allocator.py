@@ -12,6 +12,9 @@ fastbins are switched off here, tcache before the process starts, by scripts/lib
     Nor does it once something small has taken it: a node of autograd, say, which lives until the loss is let go. Among
 free blocks of one small size glibc takes that which has been free longest. So a stock of them is made at the start, and
 by the time that leftovers have their turn they have gone back to their neighbours.
+
+A run whose state is on a drive is short of memory, not of time: there large blocks are mapped one by one, and go back to
+the system. Nothing lies between them then, and what the process holds is what is in use.
 """
 
 from __future__ import annotations
@@ -19,7 +22,10 @@ from __future__ import annotations
 import ctypes
 import sys
 
-M_MXFAST, M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = 1, -1, -2, -4
+M_MXFAST, M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = 1, -1, -2, -3, -4
+
+LARGE = 4 << 20
+"""Bytes of a block that is worth a call of the system."""
 
 STOCK = 100_000
 """Small blocks, 8 MB with what keeps them apart: more than a training step takes."""
@@ -27,7 +33,7 @@ LEFTOVER, FENCE = 40, 16
 """Bytes that a program can ask of a block of 48, and of one of 32."""
 
 
-def keep_freed_memory() -> bool:
+def keep_freed_memory(*, but_large_blocks: bool = False) -> bool:
     """Ask glibc for it; False where there is no glibc. Environment variables MALLOC_..._ do the same for any
     program."""
     if not sys.platform.startswith("linux"):
@@ -35,8 +41,9 @@ def keep_freed_memory() -> bool:
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version"):
         return False
-    taken = all(libc.mallopt(option, value) for option, value in (
-        (M_MXFAST, 0), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 64 << 20)))
+    large = {M_MMAP_THRESHOLD: LARGE, M_TOP_PAD: LARGE} if but_large_blocks else {M_MMAP_MAX: 0, M_TOP_PAD: 64 << 20}
+    taken = all(libc.mallopt(option, value)
+                for option, value in {M_MXFAST: 0, M_TRIM_THRESHOLD: 2**31 - 1, **large}.items())
     if taken:
         _make_stock(libc)
     return taken

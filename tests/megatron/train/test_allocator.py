@@ -41,6 +41,22 @@ gradients = [torch.ones(14 << 20, dtype=torch.uint8) for _ in range(12)]
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
+HELD = """
+import sys, torch
+from megatron.train.allocator import keep_freed_memory
+
+def held():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon")) >> 10
+
+assert keep_freed_memory(but_large_blocks=sys.argv[1] == "but large ones")
+before, last = held(), []
+for size in (40, 30, 20):
+    block = torch.ones(size << 20, dtype=torch.uint8)
+    last.append(torch.ones(2 << 20, dtype=torch.uint8))
+    del block
+print(held() - before)
+"""
+
 
 def fresh_pages(program: str, setting: str, tunables: str) -> int:
     """What blocks cost that are taken when others of the same size, or of the same size together, have been freed."""
@@ -66,3 +82,10 @@ def test_gradients_find_room_where_activations_were_between_nodes_that_stay():
     """12 blocks of 14 MB (3,584 pages each), after 64 of 3 MB."""
     assert fresh_pages(LIKE_A_STEP, "no stock", shipped_tunables()) > 12 * 1000
     assert fresh_pages(LIKE_A_STEP, "stock", shipped_tunables()) < 3584
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc can be told")
+def test_where_memory_is_short_large_blocks_go_back():
+    """Megabytes held when blocks of 40, 30 and 20 have been freed, and three of 2 have not."""
+    assert fresh_pages(HELD, "all", shipped_tunables()) > 40
+    assert fresh_pages(HELD, "but large ones", shipped_tunables()) < 12
