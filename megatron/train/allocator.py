@@ -13,8 +13,8 @@ fastbins are switched off here, tcache before the process starts, by scripts/lib
 free blocks of one small size glibc takes that which has been free longest. So a stock of them is made at the start, and
 by the time that leftovers have their turn they have gone back to their neighbours.
 
-A run whose state is on a drive is short of memory, not of time: there large blocks are mapped one by one, and go back to
-the system. Nothing lies between them then, and what the process holds is what is in use.
+A run whose state is on a drive is short of memory, not of time: there large blocks are mapped one by one, and go back
+to the system. Nothing lies between them then, and what the process holds is what is in use.
 """
 
 from __future__ import annotations
