@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -20,8 +21,8 @@ from megatron.config.tree import Config, build_config
 from megatron.model import GPT2
 from megatron.optim import adam
 from megatron.optim.rule import Span, StepScalars
-from megatron.plan.footprint import Run
-from megatron.plan.memory import moments, peak
+from megatron.plan.footprint import Run, homes_of
+from megatron.plan.memory import moments, peak, step_moments
 from megatron.train.build import engine as build_engine
 from megatron.train.build import model as build_model
 from megatron.train.build import seed_everything
@@ -108,6 +109,28 @@ def test_the_predicted_peak_of_two_ranks_is_the_measured_one() -> None:
           + [{"model_parallel_size": 2, "hidden_dropout": 0.1, "attention_dropout": 0.1}]
           + [{**KEPT_INPUTS, "partition_activations": True, **more} for more in (
               {}, {"contiguous_memory_optimization": True, "number_checkpoints": 18}, {"checkpoint_num_layers": 3})])
+
+
+ON_DRIVE = {"offload_optimizer_device": "nvme", "sub_group_size": 65536}
+ALL_ON_DRIVE = {**ON_DRIVE, "offload_param_device": "nvme", "offload_param_max_in_cpu": 0,
+                "offload_param_buffer_size": 65536, "stage3_param_persistence_threshold": 0, "zero_stage": 3}
+
+
+@pytest.mark.parametrize("values", [
+    {**ON_DRIVE, "zero_stage": 1}, {**ON_DRIVE, "zero_stage": 1, "bf16": True}, {**ON_DRIVE, "zero_stage": 3},
+    ALL_ON_DRIVE, {**ON_DRIVE, "zero_stage": 2, "offload_optimizer_ratio": 0.5},
+    {**ON_DRIVE, "zero_stage": 2, "bf16": True, "offload_optimizer_ratio": 0.3},
+    {**ALL_ON_DRIVE, "bf16": True, "offload_optimizer_ratio": 0.5},
+], ids=str)
+def test_the_predicted_peak_of_a_run_from_a_drive_is_the_measured_one(tmp_path: Path, values: dict[str, Any]) -> None:
+    """Of its steps; when it is built a probe of the drive takes more than so small a model."""
+    folders = {f"offload_{kind}_nvme_path": str(tmp_path) for kind in ("optimizer", "param")
+               if f"offload_{kind}_device" in values}
+    settings = {**values, **folders}
+    (_, stepping), = peaks(0, 1, [settings])
+    config = build_config(described({**settings, "world": 1}))
+    assert max(moment.total for moment in step_moments(Run(config, 1, "cpu", homes_of(config)))) == pytest.approx(
+        stepping, rel=TOLERANCE)
 
 
 def test_inputs_that_wait_for_recomputation_are_a_good_part_of_the_peak_and_are_split() -> None:
