@@ -81,6 +81,7 @@ def main(stop: StopRequest | None = None) -> int:
             if config.log.sample_tokens and not config.data.mock_data:
                 log.say(f" sample: {printable(generate(engine, tokenizer, config, device))}")
         log.check_reader(f"saved step {state.iteration} in {config.save.save}")
+    engine.core.homes.close()  # before the ranks part, which a rank may not survive: nothing stays on a drive
     distributed.shutdown()
     return 0
 
