@@ -59,6 +59,7 @@ STORAGE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, 
 
 
 _FAREWELLS: list[weakref.WeakMethod[Callable[[], None]]] = []
+_ENDS: list[weakref.WeakMethod[Callable[[], None]]] = []
 _LAST: list[Callable[[], None]] = []
 """Of the process, as the exit code is."""
 
@@ -91,6 +92,8 @@ def run(main: Callable[[], int | None], debug: bool | None = None, *, is_job: bo
             failure = explain(error, is_job=is_job)
             code = _report(error, failure, is_debugged() if debug is None else debug)
     if among_ranks():
+        if code == EXIT_OK:
+            _end()
         leave_now(code)
     if not flush():
         discard_output()
@@ -144,6 +147,11 @@ def before_failing(farewell: Callable[[], None]) -> None:
     _FAREWELLS.append(weakref.WeakMethod(farewell))
 
 
+def before_ending(end: Callable[[], None]) -> None:
+    """Call this method, while its object lives, when this process ends well, but without the end of its interpreter."""
+    _ENDS.append(weakref.WeakMethod(end))
+
+
 def before_leaving(last: Callable[[], None]) -> None:
     """Call this function when this process leaves at once, whatever for: nothing else of what is left for the end of a
     program is done then."""
@@ -156,6 +164,13 @@ def _say_farewell() -> None:
         farewell = _FAREWELLS.pop()()
         if farewell is not None:
             farewell()
+
+
+def _end() -> None:
+    while _ENDS:
+        end = _ENDS.pop()()
+        if end is not None:
+            end()
 
 
 def _code(main: Callable[[], int | None]) -> int:

@@ -87,6 +87,7 @@ def watch_over(engine: ZeroEngine) -> None:
     watch = Watch(engine.log, groups, board)
     engine.log.explain = watch.explain
     weakref.finalize(engine, watch.close)
+    exits.before_ending(watch.close)
     exits.before_failing(watch.farewell)
     watch.start()
 

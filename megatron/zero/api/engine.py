@@ -48,7 +48,7 @@ from megatron.zero.api.saved import (
     write_weights,
 )
 from megatron.zero.api.schedule import Moved, Scheduler, can_go_back
-from megatron.zero.api.status import EngineStatus
+from megatron.zero.api.status import EngineStatus, drive_use
 from megatron.zero.api.weights import PREFIX, load_weights, weights_of
 from megatron.zero.aside import states_of
 from megatron.zero.engine import ZeroEngine
@@ -64,7 +64,7 @@ class Engine(EngineStatus):
                  watch: Watch = Watch(), mpu: Any = None) -> None:
         self.core, self.config, self.optimizer, self.lr_scheduler = core, config, optimizer, scheduler
         self._batching = Batching(core, config)
-        self.monitor = Monitor(watch, self.device, core.groups.world.rank == 0, self.drive_use)
+        self.monitor = Monitor(watch, self.device, core.groups.world.rank == 0, partial(drive_use, core.homes))
         if watch.writes:
             on_rank_0(self.monitor.open, core.groups.world)
         self.mpu = mpu

@@ -12,6 +12,7 @@ from megatron.launch.distributed import read_environment
 from megatron.zero.api.batching import Batching
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.homes.nvme import Nvme
+from megatron.zero.homes.shelf import Homes
 from megatron.zero.homes.used import DriveUse
 from megatron.zero.precision import DTYPES
 from mpu.groups import Groups
@@ -127,11 +128,14 @@ class EngineStatus:
     def drive_use(self) -> DriveUse | None:
         """How long this rank's training thread has waited for its drives, and the bytes read and written, since the
         engine began; None where nothing is on a drive."""
-        homes = self.core.homes
-        uses = [home.use for home in (homes.optimizer, homes.params) if isinstance(home, Nvme) and home.holds_anything]
-        return sum(uses, DriveUse()) if uses else None
+        return drive_use(self.core.homes)
 
     @property
     def layout(self) -> dict[str, int]:
         """Tensor and data parallel size and ZeRO stage, as a checkpoint remembers them."""
         return {"tp": self.groups.tp.size, "dp": self.groups.dp.size, "zero_stage": self.config.zero.zero_stage}
+
+
+def drive_use(homes: Homes) -> DriveUse | None:
+    uses = [home.use for home in (homes.optimizer, homes.params) if isinstance(home, Nvme) and home.holds_anything]
+    return sum(uses, DriveUse()) if uses else None

@@ -382,7 +382,9 @@ except ConfigError as error:
     os._exit(2)
 """
 """A script that just ends."""
-LEAVES = "for _ in range(2 if rank == 1 else 4): test_watch.train(engine)"
+LEAVES = "[test_watch.train(engine) for _ in range(2 if rank == 1 else 4)]"
+STAYS = f"sys.engine = engine; {LEAVES}"
+"""What refers to the engine does so to the end."""
 DIFFERS = "test_watch.train(engine, (0, 1, 2) if rank == 0 else (0, 1, 3)); test_watch.train(engine)"
 
 
@@ -390,9 +392,11 @@ DIFFERS = "test_watch.train(engine, (0, 1, 2) if rank == 0 else (0, 1, 3)); test
     (PROGRAM, DIFFERS, "LARGER", "megatron.launch"),
     pytest.param(PROGRAM, DIFFERS, "SAME", "megatron.launch", marks=SLOW),
     (PROGRAM, LEAVES, "LARGER", "megatron.launch"),
+    (PROGRAM, STAYS, "SAME", "megatron.launch"),
     pytest.param(PLAIN, LEAVES, "SAME", "megatron.launch", marks=SLOW),
     pytest.param(PROGRAM, DIFFERS, "LARGER", "torch.distributed.run", marks=SLOW)],
-    ids=["another block", "another block of equal size", "leaves early", "a script that just ends", "torchrun"])
+    ids=["another block", "another block of equal size", "leaves early", "leaves early, and keeps the engine",
+         "a script that just ends", "torchrun"])
 def test_a_job_ends_by_itself(program: str, loop: str, sizes: str, launcher: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(program.format(loop=loop, sizes=sizes))
