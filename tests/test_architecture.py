@@ -108,6 +108,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero.api.names megatron.zero.api.engine megatron.zero.api.meeting
         megatron.zero.api.initialize
         megatron.zero
+        megatron.inference megatron.inference.cache megatron.inference.decoder megatron.inference.sampling
+        megatron.inference.generation megatron.inference.loading megatron.inference.answers megatron.inference.command
         megatron.train megatron.train.inputs
         megatron.train.allocator megatron.train.processor megatron.train.compiling megatron.train.flops
         megatron.train.batches
@@ -120,6 +122,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.checkpoint.command megatron.checkpoint.__main__
         megatron.launch.__main__
         megatron.plan.__main__
+        megatron.generate
         pretrain_gpt2
     """),
     ("6: the commands of an installation", """
@@ -132,7 +135,7 @@ PLACES = {module: (floor, place)
 
 ROOMS = ("data", "mpu", "megatron.errors", "megatron.version", "megatron.neighbours", "megatron.config",
          "megatron.launch", "megatron.model", "megatron.recompute", "megatron.optim", "megatron.checkpoint",
-         "megatron.zero", "megatron.zero.api", "megatron.train", "megatron.plan", "pretrain_gpt2", "megatron.commands")
+         "megatron.zero", "megatron.zero.api", "megatron.inference", "megatron.generate", "megatron.train", "megatron.plan", "pretrain_gpt2", "megatron.commands")
 """Every room of the house, from below; a room imports only rooms before it."""
 
 TYPES_OF_DISTRIBUTED = {"ProcessGroup", "Work", "Store"}

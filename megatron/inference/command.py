@@ -1,0 +1,141 @@
+"""`python -m megatron.generate`: text from a trained model.
+
+Prompts come from the command line, a file or standard input, one a line; answers go to standard output in the order of
+the prompts, a text as it comes where there is one at a time. Everything else is said on standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from megatron.config.help import typed
+from megatron.config.tree import require
+from megatron.errors import ConfigError
+
+MODULE = "python -m megatron.generate"
+
+EXAMPLES = """examples:
+  python -m megatron.generate --load runs/gpt2 "The meaning of life is"
+  python -m megatron.generate --load runs/gpt2 --file prompts.txt --greedy --jsonl > answers.jsonl
+  python -m megatron.launch --nproc-per-node 2 -m megatron.generate --load runs/gpt2 --model-parallel-size 2 "Once"
+
+Without prompts they are read from standard input, one a line. docs/generate.md explains the rest."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    program = typed(MODULE)
+    parser = _Parser(prog=program, description="Text from a trained GPT-2.", epilog=EXAMPLES.replace(MODULE, program),
+                     formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    add = parser.add_argument
+    add("prompts", nargs="*", metavar="PROMPT", help="a text to go on from")
+    add("--load", metavar="DIR", help="checkpoint folder of a run; DIR:TAG names a tag")
+    add("--load-hf", metavar="DIR", help="folder of a Hugging Face GPT-2")
+    add("--file", metavar="FILE", help="prompts, one a line; .jsonl: of objects with `prompt` or `text`")
+    add("--max-new-tokens", "--out-seq-length", type=int, default=128, metavar="N", help="tokens of an answer (128)")
+    add("--num-samples", type=int, default=1, metavar="N", help="answers to each prompt (1)")
+    add("--greedy", action="store_true", help="always the likeliest token")
+    add("--temperature", type=float, default=0.8, help="below 1: likely tokens become likelier (0.8)")
+    add("--top-k", "--top_k", type=int, default=40, help="draw from so many likeliest tokens; 0: all (40)")
+    add("--top-p", "--top_p", type=float, default=1.0, help="draw from the likeliest tokens that have this much of the "
+        "probability (1)")
+    add("--min-p", type=float, default=0.0, help="leave out tokens less likely than this times the likeliest (0)")
+    add("--repetition-penalty", type=float, default=1.0, help="above 1: tokens of the text become less likely (1)")
+    add("--seed", type=int, default=1234, help="of the random numbers; each answer has a stream of its own (1234)")
+    add("--stop", action="append", default=[], metavar="TEXT", help="an answer ends before this; may be given again")
+    add("--past-the-end", choices=("stop", "slide"), default="stop", help="at the end of the position table: stop, or "
+        "go on from the last tokens, each read anew")
+    add("--model-parallel-size", "--tensor-model-parallel-size", type=int, default=1, metavar="N",
+        help="split each layer over so many ranks, whatever the model was trained on (1)")
+    add("--dtype", choices=("fp32", "bf16", "fp16"), help="of the weights (default: as it was trained)")
+    add("--batch-size", "--micro-batch-size", type=int, default=8, metavar="N", help="texts at a time (8)")
+    add("--jsonl", action="store_true", help="one object an answer: prompt, text, tokens, logprobs, ended")
+    for name in ("tokenizer-type", "vocab-file", "merge-file", "tokenizer-path"):
+        add(f"--{name}", help=argparse.SUPPRESS)
+    return parser
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    asked = build_parser().parse_args(list(argv))
+    require((asked.load is None) != (asked.load_hf is None), "give one of --load and --load-hf: the model to use")
+    require(not (asked.prompts and asked.file), "prompts on the command line and --file: give one of them")
+    for name in ("max_new_tokens", "num_samples", "model_parallel_size", "batch_size"):
+        require(getattr(asked, name) >= 1, f"--{name.replace('_', '-')} is {getattr(asked, name)}: expected 1 or more")
+    require(asked.file is None or Path(asked.file).is_file(), f"--file {asked.file}: no such file")
+    require("" not in asked.stop, "--stop is empty: give a text")
+    return asked
+
+
+def prompts_of(asked: argparse.Namespace) -> Iterator[str]:
+    if asked.prompts:
+        yield from asked.prompts
+        return
+    with open(asked.file, encoding="utf-8", errors="replace") if asked.file else _stdin() as lines:
+        for number, line in enumerate(lines, 1):
+            line = line.rstrip("\n")
+            if asked.file is not None and asked.file.endswith(".jsonl"):
+                yield _prompt_in(line, f"{asked.file}, line {number}")
+            elif line:
+                yield line
+
+
+class _stdin:
+    def __enter__(self) -> Iterable[str]:
+        if sys.stdin.isatty():
+            print("prompts, one a line; Ctrl-D ends", file=sys.stderr)
+        return sys.stdin
+
+    def __exit__(self, *exception: object) -> None:
+        """It stays open."""
+
+
+def _prompt_in(line: str, where: str) -> str:
+    try:
+        found = json.loads(line)
+        prompt = found["prompt"] if "prompt" in found else found["text"]
+    except (ValueError, TypeError, KeyError):
+        prompt = None
+    require(isinstance(prompt, str), f"{where}: expected an object with a text as `prompt` or `text`")
+    return str(prompt)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    asked = parse(sys.argv[1:] if argv is None else argv)
+    from megatron.inference.sampling import Sampling
+    settings = Sampling(temperature=asked.temperature, top_k=asked.top_k, top_p=asked.top_p, min_p=asked.min_p,
+                        repetition_penalty=asked.repetition_penalty, greedy=asked.greedy)
+    from megatron.inference.answers import Answers
+    from megatron.launch import distributed
+    from mpu import groups as mpu_groups
+
+    env = distributed.init()
+    require(env.world_size == asked.model_parallel_size,
+            f"--model-parallel-size {asked.model_parallel_size} needs as many ranks, and there are {env.world_size}: "
+            f"start them with python -m megatron.launch --nproc-per-node {asked.model_parallel_size} -m "
+            "megatron.generate ...")
+    groups = mpu_groups.build(asked.model_parallel_size)
+    say = _sayer(env.rank)
+    began = time.monotonic()
+    answers = Answers.of(asked, settings, groups, distributed.device_for(env, None))
+    say(f"{answers.described}, loaded in {time.monotonic() - began:.1f} s")
+    answers.write(prompts_of(asked) if env.rank == 0 else (), sys.stdout if env.rank == 0 else None)
+    say(answers.speed())
+    distributed.shutdown()
+    return 0
+
+
+def _sayer(rank: int) -> Callable[[str], None]:
+    def say(line: str) -> None:
+        if rank == 0:
+            print(line, file=sys.stderr, flush=True)
+    return say

@@ -1,0 +1,111 @@
+"""`python -m megatron.generate` as it is typed."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from megatron.errors import CheckpointError, ConfigError
+from megatron.inference.command import main
+from tests.megatron.helpers import train
+
+FLAGS = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 32 "
+         "--tokenizer-type ByteLevelTokenizer --mock-data --train-iters 2 --eval-interval 0 --batch-size 2 --bf16")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    made = tmp_path_factory.mktemp("run")
+    train([*FLAGS.split(), "--save", made])
+    yield made
+
+
+def said(*argv: object, stdin: str = "") -> tuple[str, str]:
+    """(standard output, standard error)"""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err), patch.object(sys, "stdin", io.StringIO(stdin)), \
+            patch("megatron.launch.distributed.shutdown"):
+        assert main([*map(str, argv)]) == 0
+    return out.getvalue(), err.getvalue()
+
+
+def objects(*argv: object, **more: Any) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in said(*argv, "--jsonl", **more)[0].splitlines()]
+
+
+def test_answers_come_in_the_order_of_the_prompts_however_many_run_at_a_time(folder: Path) -> None:
+    prompts = ["a", "bb bb", "ccc", "d" * 20]
+    typed = ["--load", folder, *prompts, "--max-new-tokens", 7, "--num-samples", 2, "--dtype", "fp32"]
+    found = [without_logprobs(objects(*typed, "--batch-size", size)) for size in (1, 3, 8)]
+    assert found[0] == found[1] == found[2]
+    assert [answer["prompt"] for answer in found[0]] == [prompt for prompt in prompts for _ in range(2)]
+    for answer in found[0]:
+        assert len(answer["tokens"]) == 7 or answer["ended"] == "eod"
+        assert answer["text"] == bytes(answer["tokens"]).decode("utf-8", "replace")
+
+
+def without_logprobs(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Their last digits are of the batch."""
+    assert all(len(answer.pop("logprobs")) == len(answer["tokens"]) for answer in answers)
+    return answers
+
+
+def test_prompts_come_from_a_file_or_standard_input_as_well(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\ntwo\n")
+    (tmp_path / "a.jsonl").write_text('{"prompt": "one"}\n{"text": "two"}\n')
+    typed = ["--load", folder, "--greedy", "--max-new-tokens", 5]
+    expected = objects(*typed, "one", "two")
+    for given in (["--file", tmp_path / "a.txt"], ["--file", tmp_path / "a.jsonl"]):
+        assert objects(*typed, *given) == expected
+    assert objects(*typed, stdin="one\n\ntwo") == expected
+
+
+def test_one_at_a_time_a_text_is_printed_as_it_comes(folder: Path) -> None:
+    typed = ["--load", folder, "--max-new-tokens", 12, "one", "two", "--top-k", 3]
+    assert said(*typed, "--batch-size", 1)[0] == said(*typed)[0]
+
+
+def test_an_answer_ends_before_what_stops_it(folder: Path) -> None:
+    typed = ["--load", folder, "--greedy", "--max-new-tokens", 12, "hello"]
+    (whole,) = objects(*typed)
+    stop = whole["text"][5]
+    (cut,) = objects(*typed, "--stop", stop)
+    assert cut["text"] == whole["text"][: whole["text"].index(stop)] and cut["ended"] == "stop"
+
+
+def test_what_runs_is_said_beside_the_text(folder: Path) -> None:
+    assert "in bf16, ByteLevelTokenizer, loaded in" in said("--load", folder, "x", "--max-new-tokens", 1)[1]
+    assert "in fp32" in said("--load", f"{folder}:global_step2", "x", "--max-new-tokens", 1, "--dtype", "fp32")[1]
+
+
+@pytest.mark.parametrize(("argv", "words"), [
+    (["x"], "give one of --load and --load-hf"), (["--load", "a", "--load-hf", "b"], "give one of"),
+    (["--load", "a", "x", "--file", "b"], "give one of them"), (["--load", "a", "--file", "b"], "no such file"),
+    (["--load", "a", "--max-new-tokens", "0"], "--max-new-tokens is 0"), (["--load", "a", "--nonsense"], "--nonsense"),
+    (["--load", "a", "--temperature", "0", "x"], "--greedy takes the likeliest"),
+    (["--load", "a", "--model-parallel-size", "2"], "needs as many ranks"), (["--load", "a", "--stop", ""], "--stop"),
+])
+def test_what_cannot_be_is_refused_in_words(argv: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        main(argv)
+
+
+def test_a_folder_without_a_model_and_a_prompt_that_is_too_long_are_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no committed checkpoint"):
+        said("--load", tmp_path, "x")
+    with pytest.raises(ConfigError, match="a prompt of 33 tokens, and the model has 32 positions"):
+        said("--load", folder, "x" * 33)
+    assert objects("--load", folder, "x" * 33, "--past-the-end", "slide", "--max-new-tokens", 2)
+
+
+def test_a_tokenizer_that_is_too_large_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="give the tokenizer it was trained with"):
+        said("--load", folder, "--tokenizer-type", "GPT2BPETokenizer", "x")

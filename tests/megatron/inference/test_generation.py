@@ -1,0 +1,161 @@
+"""Text from a cache is text from the whole model, whatever runs beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from megatron.checkpoint.reader import Checkpoint
+from megatron.config.tree import ModelConfig
+from megatron.inference import loading
+from megatron.inference.decoder import Decoder
+from megatron.inference.generation import Generator, Request, Text
+from megatron.inference.sampling import Sampling
+from megatron.model.gpt2 import GPT2
+from mpu import groups
+from tests.distributed import run_ranks
+from tests.megatron.helpers import train
+from tests.megatron.live_bytes import LiveBytes
+
+SHAPE = ModelConfig(num_layers=3, hidden_size=48, num_attention_heads=4, max_position_embeddings=24, vocab_size=61,
+                    init_method_std=0.3, attention_dropout=0.2, hidden_dropout=0.2)
+PROMPTS = [[5], [1, 2, 3, 4, 5, 6], [9, 8, 7], [60] * 11, [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [0, 1], [30, 31, 32, 33],
+           [7, 7, 7]]
+GREEDY = Sampling(greedy=True)
+
+
+def whole(model: GPT2, ids: Sequence[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(torch.tensor([ids]))[0]
+
+
+def answers(model: GPT2, rows: int, settings: Sampling = GREEDY, most: int = 9, seed: int = 3, slides: bool = False,
+            eod: int | None = None) -> list[Text]:
+    generator = Generator(Decoder(model, rows), settings, seed=seed, vocabulary=61, eod=eod, slides=slides)
+    requests = [Request(number, tuple(prompt), most) for number, prompt in enumerate(PROMPTS)]
+    return sorted(generator.run(requests), key=lambda text: text.request.number)
+
+
+def by_hand(model: GPT2, prompt: Sequence[int], most: int) -> list[int]:
+    """The likeliest token, by the whole model, of the last positions that it has."""
+    ids = [*prompt]
+    for _ in range(most):
+        ids.append(int(whole(model, ids[-model.config.max_position_embeddings:]).argmax()))
+    return ids[len(prompt):]
+
+
+def test_logits_over_a_cache_are_those_of_the_whole_text() -> None:
+    model, tokens = GPT2(SHAPE), torch.randint(61, (4, 12), generator=torch.Generator().manual_seed(0)).tolist()
+    decoder, texts = Decoder(model, 4), [[*prompt] for prompt in PROMPTS[:4]]
+    for row, text in enumerate(texts):
+        torch.testing.assert_close(decoder.read(row, text), whole(model, text), atol=1e-5, rtol=1e-5)
+    for step in range(12):
+        if step == 6:  # a text ends, and the last one takes its row
+            decoder.move(3, 1)
+            texts[1] = texts.pop()
+        for text, row in zip(texts, tokens):
+            text.append(row[step])
+        found = decoder.follow([text[-1] for text in texts])
+        for text, logits in zip(texts, found, strict=True):
+            torch.testing.assert_close(logits, whole(model, text), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 11])
+def test_greedy_text_is_that_of_the_whole_model_at_any_batch(rows: int) -> None:
+    model = GPT2(SHAPE)
+    for text, prompt in zip(answers(model, rows), PROMPTS, strict=True):
+        assert text.tokens == by_hand(model, prompt, 9) and text.ended == "length"
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_at_the_end_of_the_position_table_a_text_ends_or_slides(rows: int) -> None:
+    model = GPT2(SHAPE)
+    for text, prompt in zip(answers(model, rows, most=40), PROMPTS, strict=True):
+        room = 24 - len(prompt) + 1
+        assert text.tokens == by_hand(model, prompt, room) and text.ended == "positions"
+    for text, prompt in zip(answers(model, rows, most=30, slides=True), PROMPTS, strict=True):
+        assert text.tokens == by_hand(model, prompt, 30) and text.ended == "length"
+
+
+def test_a_text_ends_with_its_document() -> None:
+    model = GPT2(SHAPE)
+    free = answers(model, 3)
+    eod = free[1].tokens[4]
+    for text, before in zip(answers(model, 3, eod=eod), free, strict=True):
+        cut = before.tokens.index(eod) if eod in before.tokens else None
+        assert text.tokens == before.tokens[:cut] and text.ended == ("length" if cut is None else "eod")
+
+
+@pytest.mark.parametrize("settings", [Sampling(), Sampling(temperature=0.7, top_k=9, repetition_penalty=1.3)])
+def test_a_text_is_drawn_alike_whatever_runs_beside_it(settings: Sampling) -> None:
+    model = GPT2(SHAPE)
+    alone, together = (answers(model, rows, settings) for rows in (1, 5))
+    assert [text.tokens for text in alone] == [text.tokens for text in together]
+    assert [text.tokens for text in alone] != [text.tokens for text in answers(model, 5, settings, seed=4)]
+
+
+def test_logprobs_are_the_models() -> None:
+    model = GPT2(SHAPE)
+    for text in answers(model, 3, Sampling(temperature=2.0, top_k=5)):
+        for number, (token, logprob) in enumerate(zip(text.tokens, text.logprobs, strict=True)):
+            before = [*text.request.prompt, *text.tokens[:number]]
+            assert logprob == pytest.approx(float(whole(model, before).log_softmax(-1)[token]), abs=1e-4)
+
+
+# ---- from checkpoints, at any tensor parallel size ----------------------------------------------------------------
+
+FLAGS = ("--num-layers 3 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 24 --vocab-size 300 "
+         "--tokenizer-type ByteLevelTokenizer --mock-data --train-iters 3 --eval-interval 0 --lr 0.02 "
+         "--lr-warmup-fraction 0 --global-batch-size 4 --batch-size 1")
+
+
+def trained(rank: int, world: int, tp: int, folder: Path) -> None:
+    train([*FLAGS.split(), "--model-parallel-size", tp, "--save", folder, "--zero-stage", 2])
+
+
+def texts(rank: int, world: int, folders: Sequence[Path], dtype: str = "fp32") -> list[list[list[int]]]:
+    grid, found = groups.build(world), []
+    for folder in folders:
+        model = loading.build(loading.open_trained(str(folder), grid), grid, loading.DTYPES[dtype], torch.device("cpu"))
+        for rows in (1, 8):
+            generator = Generator(Decoder(model, rows), GREEDY, seed=1, vocabulary=257, eod=256)
+            ended = generator.run(Request(number, tuple(prompt), 9) for number, prompt in enumerate(PROMPTS))
+            found.append([text.tokens for text in sorted(ended, key=lambda text: text.request.number)])
+    return found
+
+
+def check_sizes(folder: Path, sizes: Sequence[int]) -> None:
+    folders = [folder / f"tp{tp}" for tp in sizes]
+    for tp, one in zip(sizes, folders, strict=True):
+        run_ranks(trained, max(2, tp), tp, one)
+    for one in folders:  # each was trained from the same weights, with last bits of its own
+        expected = texts(0, 1, [one])
+        assert expected[0] == expected[1] and any(max(tokens, default=0) > 0 for tokens in expected[0])
+        for tp in sizes[1:]:
+            for found in run_ranks(texts, tp, [one]):
+                assert found == expected
+
+
+def test_any_tensor_parallel_size_gives_the_same_text(tmp_path: Path) -> None:
+    check_sizes(tmp_path, [1, 2])
+
+
+@pytest.mark.slow
+def test_so_do_four_ranks(tmp_path: Path) -> None:
+    check_sizes(tmp_path, [1, 2, 4])
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_rank_holds_its_part_and_little_more_at_any_moment(tmp_path: Path, dtype: str) -> None:
+    """Besides the files, which are mapped: some blocks."""
+    train([*FLAGS.split(), "--save", tmp_path, "--vocab-size", 9000])
+    grid = groups.build(1)
+    with LiveBytes() as live, patch.object(Checkpoint, "read", lambda *names, out, **place: out.zero_()):
+        model = loading.build(loading.open_trained(str(tmp_path), grid), grid, loading.DTYPES[dtype],
+                              torch.device("cpu"))
+    held = sum(parameter.nbytes for parameter in model.parameters())
+    assert held <= live.peak < 1.01 * held + 3 * 4 * loading.BLOCK, (live.peak, held, live.largest)
