@@ -135,7 +135,8 @@ PLACES = {module: (floor, place)
 
 ROOMS = ("data", "mpu", "megatron.errors", "megatron.version", "megatron.neighbours", "megatron.config",
          "megatron.launch", "megatron.model", "megatron.recompute", "megatron.optim", "megatron.checkpoint",
-         "megatron.zero", "megatron.zero.api", "megatron.inference", "megatron.generate", "megatron.train", "megatron.plan", "pretrain_gpt2", "megatron.commands")
+         "megatron.zero", "megatron.zero.api", "megatron.inference", "megatron.generate", "megatron.train",
+         "megatron.plan", "pretrain_gpt2", "megatron.commands")
 """Every room of the house, from below; a room imports only rooms before it."""
 
 TYPES_OF_DISTRIBUTED = {"ProcessGroup", "Work", "Store"}
