@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 
+from megatron.checkpoint.command import main as convert
 from megatron.errors import CheckpointError, ConfigError
 from megatron.inference.command import main
 from tests.megatron.helpers import train
@@ -104,6 +105,12 @@ def test_a_folder_without_a_model_and_a_prompt_that_is_too_long_are_refused(fold
     with pytest.raises(ConfigError, match="a prompt of 33 tokens, and the model has 32 positions"):
         said("--load", folder, "x" * 33)
     assert objects("--load", folder, "x" * 33, "--past-the-end", "slide", "--max-new-tokens", 2)
+
+
+def test_a_hugging_face_folder_gives_the_same_text(folder: Path, tmp_path: Path) -> None:
+    assert convert(["convert", str(folder), "--output", str(tmp_path / "hf")]) == 0
+    typed = ["hello", "x", "--greedy", "--max-new-tokens", 8, "--dtype", "fp32"]
+    assert objects("--load-hf", tmp_path / "hf", *typed) == objects("--load", folder, *typed)
 
 
 def test_a_tokenizer_that_is_too_large_is_refused(folder: Path) -> None:
