@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TextIO, final
 
 import torch
@@ -49,7 +49,7 @@ class Answers:
         words: dict[int, str] = {}
         begin, shown = time.monotonic(), 0
         streams = not self._asked.jsonl and self._decoder.rows == 1
-        printer = self._printer = _Stream(out, self) if streams and out is not None else None
+        printer = self._printer = _Stream(out, self, self._asked.stop) if streams and out is not None else None
         for text in self._generator.run(self._requests(prompts, words), printer or (lambda text: None)):
             self._tokens += len(text.tokens)
             ready[text.request.number] = text
@@ -102,10 +102,11 @@ class Answers:
 
 
 class _Stream:
-    """Prints a text as it comes: what can no longer change."""
+    """Prints a text as it comes: what can no longer change. Its last characters may be the beginning of a stop."""
 
-    def __init__(self, out: TextIO, answers: Answers) -> None:
+    def __init__(self, out: TextIO, answers: Answers, stops: Sequence[str]) -> None:
         self._out, self._answers, self._printed = out, answers, ""
+        self._held = max(map(len, stops), default=1) - 1
 
     def begin(self, prompt: str) -> None:
         self._out.write(prompt)
@@ -113,7 +114,7 @@ class _Stream:
     def __call__(self, text: Text) -> None:
         found = self._answers.text_of(text)
         if not found.endswith(REPLACEMENT):
-            self._print(found)
+            self._print(found[: max(len(self._printed), len(found) - self._held)])
 
     def _print(self, found: str) -> None:
         self._out.write(found[len(self._printed):])

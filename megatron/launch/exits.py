@@ -93,7 +93,7 @@ def run(main: Callable[[], int | None], debug: bool | None = None, *, is_job: bo
             code = _report(error, failure, is_debugged() if debug is None else debug)
     if among_ranks():
         if code == EXIT_OK:
-            _end()
+            _call(_ENDS)
         leave_now(code)
     if not flush():
         discard_output()
@@ -105,7 +105,7 @@ def _report(error: BaseException, failure: Failure, debug: bool) -> int:
         traceback.print_exception(error, file=sys.__stderr__)  # torch's hook would catch it in sys.stderr
     write_error(failure.text)
     if not failure.is_peer_loss:  # the peers of a victim hear it from the culprit
-        _say_farewell()
+        _call(_FAREWELLS)
     return failure.code
 
 
@@ -159,18 +159,12 @@ def before_leaving(last: Callable[[], None]) -> None:
         _LAST.append(last)
 
 
-def _say_farewell() -> None:
-    while _FAREWELLS:
-        farewell = _FAREWELLS.pop()()
-        if farewell is not None:
-            farewell()
-
-
-def _end() -> None:
-    while _ENDS:
-        end = _ENDS.pop()()
-        if end is not None:
-            end()
+def _call(methods: list[weakref.WeakMethod[Callable[[], None]]]) -> None:
+    """Each once, if its object lives."""
+    while methods:
+        method = methods.pop()()
+        if method is not None:
+            method()
 
 
 def _code(main: Callable[[], int | None]) -> int:

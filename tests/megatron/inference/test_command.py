@@ -82,6 +82,18 @@ def test_an_answer_ends_before_what_stops_it(folder: Path) -> None:
     assert cut["text"] == whole["text"][: whole["text"].index(stop)] and cut["ended"] == "stop"
 
 
+def test_nothing_of_what_stops_an_answer_is_printed_before_it_is_known(folder: Path) -> None:
+    typed = ["--load", folder, "--max-new-tokens", 30, "hello", "--batch-size", 1, "--dtype", "fp32"]
+    for seed in range(20):
+        (whole,) = objects(*typed, "--seed", seed)
+        stop = next((whole["text"][place : place + 3] for place in range(3, 20)
+                     if whole["text"][place : place + 3].isascii()), None)
+        if stop is not None:
+            assert said(*typed, "--seed", seed, "--stop", stop)[0] == f"hello{whole['text'].split(stop)[0]}\n"
+            return
+    raise AssertionError("no text to stop at")
+
+
 def test_what_runs_is_said_beside_the_text(folder: Path) -> None:
     assert "in bf16, ByteLevelTokenizer, loaded in" in said("--load", folder, "x", "--max-new-tokens", 1)[1]
     assert "in fp32" in said("--load", f"{folder}:global_step2", "x", "--max-new-tokens", 1, "--dtype", "fp32")[1]

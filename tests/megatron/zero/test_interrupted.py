@@ -44,6 +44,20 @@ def at_lines(functions: tuple[Any, ...], do: Callable[[Line], None]) -> Iterator
         sys.settrace(before)
 
 
+@contextmanager
+def interrupted(functions: tuple[Any, ...], line: Line, which: int) -> Iterator[None]:
+    """Inside, Ctrl-C comes before this line of these functions for the `which`th time, and ends what is inside."""
+    left = [which]
+
+    def interrupt(here: Line) -> None:
+        left[0] -= here == line
+        if here == line and left[0] == 0:
+            raise KeyboardInterrupt
+
+    with suppress(KeyboardInterrupt), at_lines(functions, interrupt):
+        yield
+
+
 def train(engine: Engine, steps: int) -> list[float]:
     seen = []
     for number in range(steps):
@@ -66,14 +80,7 @@ def test_a_load_makes_good_an_interruption_at_any_line(tmp_path: Path, functions
     assert len(lines) > 10
     for line, times in lines.items():
         for which in {1, times // 2 + 1}:
-            left = [which]
-
-            def interrupt(here: Line) -> None:
-                left[0] -= here == line
-                if here == line and left[0] == 0:
-                    raise KeyboardInterrupt
-
-            with at_lines(functions, interrupt), suppress(KeyboardInterrupt):
+            with interrupted(functions, line, which):
                 train(engine, 2)
             engine.load_checkpoint(tmp_path)
             assert train(engine, 2) == losses, line

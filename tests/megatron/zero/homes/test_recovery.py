@@ -7,7 +7,6 @@ import gc
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from unittest.mock import patch
 
@@ -28,7 +27,7 @@ from mpu import groups
 from tests.megatron.zero.homes.test_equal import alike, batches, outcome, train
 from tests.megatron.zero.homes.test_use import built, configured
 from tests.megatron.zero.run import gpt2_loss
-from tests.megatron.zero.test_interrupted import Line, at_lines
+from tests.megatron.zero.test_interrupted import Line, at_lines, interrupted
 
 
 @pytest.fixture
@@ -222,14 +221,7 @@ def test_ctrl_c_in_an_evaluation_that_reads_from_a_drive_harms_nothing(tmp_path:
     with patch.object(BlockFile, "read", late):
         for line, times in lines.items():
             for which in {1, times // 2 + 1, times}:
-                left = [which]
-
-                def interrupt(here: Line) -> None:
-                    left[0] -= here == line
-                    if here == line and left[0] == 0:
-                        raise KeyboardInterrupt
-
-                with at_lines(functions, interrupt), suppress(KeyboardInterrupt):
+                with interrupted(functions, line, which):
                     evaluated(engine, rows[2])
                 assert evaluated(engine, rows[2]) == expected, (line, which)
     assert alike(outcome(engine.core, rows[3:]), outcome(here.core, rows[3:]))
