@@ -3,7 +3,7 @@
     gpt2-train       pretrain_gpt2                 gpt2-checkpoint  megatron.checkpoint
     gpt2-launch      megatron.launch               gpt2-preprocess  data.preprocess
     gpt2-plan        megatron.plan                 gpt2-webtext     data.webtext
-    gpt2-generate    megatron.generate
+    gpt2-generate    megatron.generate             gpt2-evaluate    megatron.evaluate
 
 Each returns its exit code and also knows `--version`. Nothing is imported before the command is known to be ours.
 """
@@ -61,6 +61,12 @@ def plan() -> int:
 @_command
 def generate() -> int:
     from megatron.inference.command import main
+    return run(main)
+
+
+@_command
+def evaluate() -> int:
+    from megatron.evaluate.command import main
     return run(main)
 
 

@@ -110,6 +110,11 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero
         megatron.inference megatron.inference.cache megatron.inference.decoder megatron.inference.sampling
         megatron.inference.generation megatron.inference.loading megatron.inference.answers megatron.inference.command
+        megatron.evaluate megatron.evaluate.request megatron.evaluate.windows megatron.evaluate.pieces
+        megatron.evaluate.scorer megatron.evaluate.outcome megatron.evaluate.reading megatron.evaluate.task
+        megatron.evaluate.stream megatron.evaluate.detokenise megatron.evaluate.wikitext megatron.evaluate.perplexity
+        megatron.evaluate.lambada megatron.evaluate.hellaswag megatron.evaluate.tasks megatron.evaluate.published
+        megatron.evaluate.progress megatron.evaluate.report megatron.evaluate.setting megatron.evaluate.command
         megatron.train megatron.train.inputs
         megatron.train.allocator megatron.train.processor megatron.train.compiling megatron.train.flops
         megatron.train.batches
@@ -123,6 +128,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.launch.__main__
         megatron.plan.__main__
         megatron.generate
+        megatron.evaluate.__main__
         pretrain_gpt2
     """),
     ("6: the commands of an installation", """
@@ -135,8 +141,8 @@ PLACES = {module: (floor, place)
 
 ROOMS = ("data", "mpu", "megatron.errors", "megatron.version", "megatron.neighbours", "megatron.config",
          "megatron.launch", "megatron.model", "megatron.recompute", "megatron.optim", "megatron.checkpoint",
-         "megatron.zero", "megatron.zero.api", "megatron.inference", "megatron.generate", "megatron.train",
-         "megatron.plan", "pretrain_gpt2", "megatron.commands")
+         "megatron.zero", "megatron.zero.api", "megatron.inference", "megatron.generate", "megatron.evaluate",
+         "megatron.train", "megatron.plan", "pretrain_gpt2", "megatron.commands")
 """Every room of the house, from below; a room imports only rooms before it."""
 
 TYPES_OF_DISTRIBUTED = {"ProcessGroup", "Work", "Store"}

@@ -1,0 +1,117 @@
+"""`python -m megatron.evaluate`: what a trained model scores, and by which protocol.
+
+Figures go to standard output, everything else to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from megatron.config.help import typed
+from megatron.config.tree import require
+from megatron.errors import ConfigError
+from megatron.evaluate.request import PARTS, PROTOCOLS, Asked
+
+MODULE = "python -m megatron.evaluate"
+
+EXAMPLES = """examples:
+  python -m megatron.evaluate --load runs/gpt2 --task perplexity --data held_out.jsonl
+  python -m megatron.evaluate --load-hf gpt2 --task wikitext --protocol lm-eval --data wiki.test.raw
+  python -m megatron.launch --nproc-per-node 4 -m megatron.evaluate --load runs/gpt2 --task lambada --data lambada.jsonl
+
+docs/evaluate.md says what the protocols are, and where the data comes from."""
+
+OLD_NAMES = {"wikitext103": "wikitext"}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+def task_name(word: str) -> str:
+    """Megatron's names will do as well."""
+    return OLD_NAMES.get(word.lower(), word.lower())
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Of the model, and how it runs."""
+    add = parser.add_argument
+    add("--load", metavar="DIR", help="checkpoint folder of a run; DIR:TAG names a tag")
+    add("--load-hf", metavar="DIR", help="folder of a Hugging Face GPT-2")
+    add("--model-parallel-size", "--tensor-model-parallel-size", type=int, default=1, metavar="N",
+        help="split each layer over so many ranks, whatever the model was trained on (1); the other ranks share out "
+        "the data")
+    add("--dtype", choices=("fp32", "bf16", "fp16"), help="of the weights (default: as it was trained)")
+    add("--batch-size", "--micro-batch-size", type=int, default=8, metavar="N", help="windows at a time (8)")
+    for name in ("tokenizer-type", "vocab-file", "merge-file", "tokenizer-path"):
+        add(f"--{name}", help=argparse.SUPPRESS)
+
+
+def check_model_flags(asked: argparse.Namespace) -> None:
+    require((asked.load is None) != (asked.load_hf is None), "give one of --load and --load-hf: the model to use")
+    for name in ("model_parallel_size", "batch_size"):
+        require(getattr(asked, name) >= 1, f"--{name.replace('_', '-')} is {getattr(asked, name)}: expected 1 or more")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    program = typed(MODULE)
+    parser = _Parser(prog=program, description="What a trained GPT-2 scores.", allow_abbrev=False,
+                     epilog=EXAMPLES.replace(MODULE, program), formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model_flags(parser)
+    add = parser.add_argument
+    add("--task", type=task_name, choices=tuple(PROTOCOLS), required=True)
+    add("--data", "--valid-data", metavar="FILE", required=True, help="what to score; of perplexity also the prefix of "
+        "a corpus")
+    add("--protocol", choices=("megatron", "openai", "lm-eval"), help="whose rules (default: megatron; of hellaswag "
+        "lm-eval)")
+    add("--strict", "--strict-lambada", action="store_true", help="lambada: the whole last word, not its last token")
+    add("--stride", "--overlapping-eval", type=int, metavar="N", help="tokens from one window to the next (32 for "
+        "wikitext in the megatron protocol, otherwise no overlap)")
+    add("--part", choices=PARTS, help="perplexity: only the documents that the run's --split put there")
+    add("--json", action="store_true", help="one JSON object on standard output")
+    return parser
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Asked]:
+    flags = build_parser().parse_args(list(argv))
+    check_model_flags(flags)
+    asked = Asked(task=flags.task, protocol=flags.protocol or PROTOCOLS[flags.task][0], data=flags.data,
+                  strict=flags.strict, stride=flags.stride, part=flags.part)
+    asked.check_data()
+    return flags, asked
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    flags, asked = parse(sys.argv[1:] if argv is None else argv)
+    from megatron.evaluate.published import published
+    from megatron.evaluate.report import Report
+    from megatron.evaluate.setting import Setting
+    from megatron.evaluate.tasks import prepare
+    from megatron.launch import distributed
+
+    began = time.monotonic()
+    setting = Setting.of(flags)
+    task = prepare(asked, setting.subject)  # before the weights are read: it may find that the data will not do
+    say = _sayer(setting.rank)
+    say(f"{asked.task}, protocol {asked.protocol}: {len(task.pieces):,} pieces of up to {setting.subject.length} "
+        f"tokens; {setting.described}")
+    scores = setting.scorer()(task.pieces, setting.progress())
+    report = Report(asked=asked, outcome=task.outcome(scores), model=setting.name, window=setting.subject.length,
+                    stride=task.stride, seconds=time.monotonic() - began,
+                    published=published(setting.shape, asked.task, asked.protocol, asked.strict))
+    if setting.rank == 0:
+        print(report.as_json() if flags.json else report.as_text(), flush=True)
+    distributed.shutdown()
+    return 0
+
+
+def _sayer(rank: int) -> Callable[[str], None]:
+    def say(line: str) -> None:
+        if rank == 0:
+            print(line, file=sys.stderr, flush=True)
+    return say

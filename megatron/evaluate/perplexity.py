@@ -1,0 +1,77 @@
+"""Perplexity of any text: JSON lines, a text file, or a corpus.
+
+    megatron   documents in a row, the end of a document between two of them, in windows that may overlap
+    lm-eval    each document for itself, after the end of another
+
+Text is taken as it is. Words are what is between white space.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from data.indexed import IndexedCorpus
+from data.sampling import parse_split, split_documents
+from data.storage import DataError
+from megatron.config.tree import require
+from megatron.evaluate import reading
+from megatron.evaluate.request import PARTS, Asked, is_corpus
+from megatron.evaluate.stream import Stream, Text, in_a_row, one_by_one
+from megatron.evaluate.task import Subject
+
+
+def prepare(asked: Asked, subject: Subject) -> Stream:
+    texts = [text for text in _texts(asked, subject) if len(text.ids)]
+    if not texts:
+        raise DataError(f"{asked.data}: no token to score")
+    words, size = sum(text.words for text in texts), sum(text.bytes for text in texts)
+    if asked.protocol == "lm-eval":
+        return Stream(one_by_one((text.ids for text in texts), subject), words, size, examples=len(texts))
+    end = np.array([subject.tokenizer.eod])
+    tokens = np.concatenate([part for text in texts for part in (text.ids, end)][:-1])
+    stride = asked.stride_in(subject.length)
+    return Stream(in_a_row(tokens, subject, stride, asked.data), words, size, stride, examples=len(texts))
+
+
+def _texts(asked: Asked, subject: Subject) -> Iterator[Text]:
+    if is_corpus(asked.data):
+        yield from _of_corpus(asked, subject)
+        return
+    if reading.is_lines(asked.data):
+        found = [line.text("text") for line in reading.lines(asked.data)]
+    else:
+        found = [reading.whole_text(asked.data)]
+    for number in _part(asked, subject, len(found)):
+        text = found[number]
+        yield Text(subject.tokenizer.encode_array(text), len(text.split()), len(text.encode("utf-8", "replace")))
+
+
+def _of_corpus(asked: Asked, subject: Subject) -> Iterator[Text]:
+    """Of a corpus the text is what its tokens mean."""
+    corpus, tokenizer = IndexedCorpus(asked.data), subject.tokenizer
+    made_by = corpus.facts.tokenizer if corpus.facts else None
+    if made_by is not None and made_by.fingerprint != tokenizer.fingerprint:
+        raise DataError(f"{asked.data}: made with another tokenizer ({made_by.name}) than the model's "
+                        f"({tokenizer.name}); give the text itself")
+    corpus.check_vocabulary(tokenizer.vocab_size)
+    for number in _part(asked, subject, corpus.num_documents):
+        ids = corpus.document(number)
+        if len(ids) and ids[-1] == tokenizer.eod:
+            ids = ids[:-1]
+        text = tokenizer.decode(ids.tolist())
+        yield Text(ids, len(text.split()), len(text.encode("utf-8", "replace")))
+
+
+def _part(asked: Asked, subject: Subject, documents: int) -> range:
+    """Numbers of the documents that are meant."""
+    if asked.part is None:
+        return range(documents)
+    require(subject.split is not None, f"--part {asked.part}: the model does not say how its text was split: --load "
+            "a run of ours")
+    found = split_documents(parse_split(str(subject.split)), documents)[PARTS.index(asked.part)]
+    if not found:
+        raise DataError(f"--part {asked.part}: --split {subject.split} leaves it no document of the {documents} in "
+                        f"{asked.data}")
+    return found

@@ -1,0 +1,95 @@
+"""The files of the tasks: a text as a whole, or a JSON object a line. What cannot be used is refused with its line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from data.compressed import opened, reading
+from data.inputs import JSON_LINES, kind_of
+from data.storage import DataError
+
+BOM = "\ufeff"
+
+
+@dataclass(frozen=True)
+class Line:
+    where: str
+    values: dict[str, Any]
+
+    def text(self, *keys: str) -> str:
+        """Of the first of these keys that it has."""
+        return str(self._of(keys, str, "text"))
+
+    def texts(self, key: str) -> list[str]:
+        found: list[str] = self._of((key,), list, "a list of texts")
+        if not found or not all(isinstance(text, str) for text in found):
+            raise DataError(f"{self.where}: {key!r}: expected a list of texts")
+        return found
+
+    def number(self, key: str, count: int) -> int:
+        """Below `count`; as a text it will do as well."""
+        found = self._of((key,), (int, str), "a number")
+        if isinstance(found, bool) or not str(found).isdecimal() or int(found) >= count:
+            raise DataError(f"{self.where}: {key!r}: expected a number from 0 to {count - 1}, found {found!r}")
+        return int(found)
+
+    def _of(self, keys: tuple[str, ...], kind: type | tuple[type, ...], what: str) -> Any:
+        key = next((key for key in keys if key in self.values), None)
+        if key is None:
+            found = ", ".join(map(repr, self.values)) or "no keys"
+            raise DataError(f"{self.where}: expected a key {' or '.join(map(repr, keys))}, found {found}")
+        if not isinstance(self.values[key], kind):
+            raise DataError(f"{self.where}: {key!r}: expected {what}, found {type(self.values[key]).__name__}")
+        return self.values[key]
+
+
+def is_lines(path: str) -> bool:
+    """Whether a file is JSON lines, by its name."""
+    return kind_of(path) == JSON_LINES
+
+
+def whole_text(path: str) -> str:
+    """Of a text file, line ends as they are."""
+    with reading(path), opened(path) as file:
+        raw = file.read()
+    text = _decoded(raw, path).removeprefix(BOM)
+    if not text.strip():
+        raise DataError(f"{path}: the file is empty; expected text")
+    return text
+
+
+def lines(path: str) -> list[Line]:
+    """The objects of a file of JSON lines; blank lines are none."""
+    found = list(_lines(path))
+    if not found:
+        raise DataError(f"{path}: the file is empty; expected a JSON object on each line")
+    return found
+
+
+def _lines(path: str) -> Iterator[Line]:
+    with reading(path), opened(path) as file:
+        for number, raw in enumerate(file, 1):
+            where = f"{path}, line {number}"
+            line = _decoded(raw, where).removeprefix(BOM if number == 1 else "")
+            if line.strip():
+                yield Line(where, _object(line, where))
+
+
+def _object(line: str, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not JSON ({error}); expected an object") from error
+    if not isinstance(value, dict):
+        raise DataError(f"{where}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _decoded(raw: bytes, where: str) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not UTF-8 text ({error})") from error

@@ -1,0 +1,81 @@
+"""What is asked for: a task, its protocol and its data. No torch: all of it is checked before a model is looked for.
+
+A *protocol* is everything that a figure depends on besides model and data: what is read before a token, how text is
+prepared, what a word is. Figures of two protocols do not compare.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megatron.config.problems import Problems
+from megatron.config.tree import require
+from megatron.errors import ConfigError
+
+TaskName = Literal["wikitext", "lambada", "hellaswag", "perplexity"]
+
+PROTOCOLS: Mapping[str, tuple[str, ...]] = {
+    "wikitext": ("megatron", "openai", "lm-eval"), "lambada": ("megatron", "openai", "lm-eval"),
+    "hellaswag": ("lm-eval",), "perplexity": ("megatron", "lm-eval"),
+}
+"""Of each task; the first is taken where none is named."""
+
+STRIDES: Mapping[tuple[str, str], int | None] = {
+    ("wikitext", "megatron"): 32, ("wikitext", "openai"): None, ("perplexity", "megatron"): None,
+}
+"""Where windows may overlap: --stride where it is not given; None: the whole window."""
+
+PARTS = ("train", "valid", "test")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    task: str
+    protocol: str
+    data: str
+    """A file, or the prefix of a corpus."""
+    strict: bool = False
+    """LAMBADA: the whole last word, not its last token."""
+    stride: int | None = None
+    part: str | None = None
+    """Of the split that the model was trained with: only these documents."""
+
+    def __post_init__(self) -> None:
+        problems, known = Problems(), PROTOCOLS[self.task]
+        problems.require(self.protocol in known, f"--protocol {self.protocol}: --task {self.task} has "
+                         f"{', '.join(known)}")
+        problems.require(not self.strict or (self.task, self.protocol) == ("lambada", "megatron"),
+                         "--strict belongs to --task lambada --protocol megatron; the lm-eval protocol always takes "
+                         "the whole last word, the openai protocol never")
+        problems.require(self.stride is None or (self.task, self.protocol) in STRIDES,
+                         f"--stride: no windows overlap in --task {self.task} --protocol {self.protocol}; leave it out")
+        problems.require(self.stride is None or self.stride >= 1, f"--stride is {self.stride}: expected 1 or more")
+        problems.require(self.part is None or self.task == "perplexity", "--part belongs to --task perplexity")
+        problems.stop()
+
+    def check_data(self) -> None:
+        """Refuse data that is not there."""
+        if self.task == "perplexity" and is_corpus(self.data):
+            return
+        path = Path(self.data)
+        if not path.is_file():
+            what = "a folder" if path.is_dir() else "no such file"
+            raise ConfigError(f"--data {self.data}: {what}; give the path of a file that exists (docs/evaluate.md says "
+                              "where the files of the tasks come from)")
+
+    def stride_in(self, length: int) -> int:
+        """Of a model of so many positions."""
+        if self.stride is None:
+            return min(STRIDES[self.task, self.protocol] or length, length)
+        require(self.stride <= length, f"--stride is {self.stride}, and the model has {length} positions: tokens "
+                f"between two windows would not be scored; expected 1 to {length}")
+        return self.stride
+
+
+def is_corpus(name: str) -> bool:
+    """Whether it is the prefix of a corpus."""
+    return os.path.lexists(f"{name}.idx") or os.path.lexists(f"{name}.bin")

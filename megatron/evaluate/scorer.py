@@ -1,0 +1,94 @@
+"""Log-probabilities of pieces of text, many at a time.
+
+Batches are made from all pieces, long ones first, and dealt to the data parallel ranks: what runs together does not
+depend on their number, and neither does a result. Logits are made for the targets alone, a bounded number of rows at a
+time, over the real vocabulary; what is behind it, padding, has no probability. Shapes: b pieces, s positions, h hidden,
+n targets, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.errors import NumericsError, PeerError
+from megatron.evaluate.pieces import Piece, Score, digest
+from megatron.model.gpt2 import GPT2
+from mpu.collectives import all_gather_json, all_reduce
+from mpu.groups import Groups
+
+CHUNK_BYTES = 64 << 20
+"""Of fp32 logits in a chunk."""
+
+Progress = Callable[[int, int], None]
+"""Batches done, and all of this rank's."""
+
+
+@final
+class Scorer:
+    def __init__(self, model: GPT2, groups: Groups, batch_size: int) -> None:
+        self._model, self._groups, self._batch_size = model.eval(), groups, batch_size
+        self._device = model.wpe.weight.device
+
+    @property
+    def length(self) -> int:
+        """Positions of the model."""
+        return self._model.config.max_position_embeddings
+
+    @torch.no_grad()
+    def __call__(self, pieces: Sequence[Piece], progress: Progress = lambda done, total: None) -> list[Score]:
+        """Of each piece, on every rank. Collective."""
+        self._check_agreement(pieces)
+        dp = self._groups.dp
+        mine = batches(pieces, self._batch_size)[dp.rank :: dp.size]
+        found = torch.zeros(2, len(pieces), dtype=torch.float64, device=self._device)  # every rank adds zero but one
+        for done, batch in enumerate(mine, 1):
+            found[:, batch] = self._score([pieces[number] for number in batch])
+            progress(done, len(mine))
+        logprobs, greedy = all_reduce(found, dp).tolist()
+        scores = [Score(logprob, bool(flag)) for logprob, flag in zip(logprobs, greedy, strict=True)]
+        if not all(np.isfinite(logprobs)):
+            raise NumericsError("the model gives a token a probability that is not a number or zero: ask for --dtype "
+                                "fp32 or bf16")
+        return scores
+
+    def _check_agreement(self, pieces: Sequence[Piece]) -> None:
+        found = all_gather_json(digest(pieces), self._groups.world)
+        for rank, other in enumerate(found):
+            if other != found[0]:
+                raise PeerError(f"rank {rank} has other data than rank 0: give all ranks the same file")
+
+    def _score(self, pieces: Sequence[Piece]) -> Tensor:
+        """[2, b]: log-probability, and 1 where each target is the likeliest token."""
+        counts = [len(piece.tokens) - piece.first for piece in pieces]
+        tokens = np.zeros((len(pieces), max(len(piece.tokens) for piece in pieces)), np.int64)
+        for row, piece in zip(tokens, pieces):
+            row[: len(piece.tokens)] = piece.tokens  # what comes after a piece changes nothing before it
+        inputs = torch.from_numpy(tokens).to(self._device)
+        rows = torch.arange(len(pieces)).repeat_interleave(torch.tensor(counts)).to(self._device)  # [n]
+        places = torch.cat([torch.arange(piece.first, len(piece.tokens)) for piece in pieces]).to(self._device)
+        hidden = self._model.hidden_states(inputs[:, :-1])[rows, places - 1]  # [b, s, h] -> [n, h]
+        logprobs, greedy = self._of_targets(hidden, inputs[rows, places])
+        return torch.stack([torch.stack([part.sum() for part in logprobs.split(counts)]),
+                            torch.stack([part.all() for part in greedy.split(counts)]).double()])
+
+    def _of_targets(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """[n, h], [n] -> fp64 log-probabilities [n], and whether each is the likeliest [n]."""
+        logprobs, greedy = [], []
+        rows = max(1, CHUNK_BYTES // (4 * self._model.config.tokens))
+        for x, target in zip(hidden.split(rows), targets.split(rows), strict=True):
+            logits = self._model.logits(x).float()  # [rows, V]
+            at_target = logits.gather(1, target[:, None])[:, 0]
+            logprobs.append((at_target - logits.logsumexp(1)).double())
+            greedy.append(logits.argmax(1) == target)
+        return torch.cat(logprobs), torch.cat(greedy)
+
+
+def batches(pieces: Sequence[Piece], size: int) -> list[list[int]]:
+    """Numbers of pieces that run together: of about equal length, the longest first."""
+    order = sorted(range(len(pieces)), key=lambda number: (-len(pieces[number].tokens), number))
+    return [order[at : at + size] for at in range(0, len(order), size)]

@@ -1,0 +1,74 @@
+"""The model that flags name, among the ranks that there are: what tasks and lm-eval's bridge are run on."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+from megatron.config.model import ModelConfig
+from megatron.config.tree import require
+from megatron.evaluate.progress import Progress
+from megatron.evaluate.scorer import Scorer
+from megatron.evaluate.task import Subject
+from megatron.inference import loading
+from megatron.launch import distributed
+from megatron.model.gpt2 import GPT2
+from mpu import groups as mpu_groups
+from mpu.groups import Groups
+
+
+@final
+@dataclass(frozen=True)
+class Setting:
+    found: loading.Found
+    subject: Subject
+    groups: Groups
+    dtype: str
+    device: torch.device
+    batch_size: int
+
+    @classmethod
+    def of(cls, flags: argparse.Namespace) -> Setting:
+        """The weights are not read yet. Collective."""
+        env, size = distributed.init(), flags.model_parallel_size
+        require(env.world_size % size == 0, f"--model-parallel-size {size} does not divide the number of ranks, "
+                f"{env.world_size}: start a multiple of {size} with python -m megatron.launch --nproc-per-node")
+        groups = mpu_groups.build(size)
+        found = loading.open_hf(flags.load_hf, groups) if flags.load_hf else loading.open_trained(flags.load, groups)
+        tokenizer = loading.tokenizer_of(found, tokenizer_type=flags.tokenizer_type, vocab_file=flags.vocab_file,
+                                         merge_file=flags.merge_file, tokenizer_path=flags.tokenizer_path)
+        require(tokenizer.eod < found.shape.tokens, f"{found.name} has no token for the end of a document")
+        split = found.data.get("split")
+        subject = Subject(tokenizer, found.shape.max_position_embeddings, None if split is None else str(split))
+        return cls(found, subject, groups, flags.dtype or found.precision, distributed.device_for(env, None),
+                   flags.batch_size)
+
+    @property
+    def rank(self) -> int:
+        return self.groups.world.rank
+
+    @property
+    def name(self) -> str:
+        return self.found.name
+
+    @property
+    def shape(self) -> ModelConfig:
+        return self.found.shape
+
+    @property
+    def described(self) -> str:
+        return (f"{self.name}: {self.shape.parameters():,} parameters in {self.dtype}, "
+                f"{self.subject.tokenizer.name}")
+
+    def model(self) -> GPT2:
+        """Its weights. Collective."""
+        return loading.build(self.found, self.groups, loading.DTYPES[self.dtype], self.device)
+
+    def scorer(self) -> Scorer:
+        return Scorer(self.model(), self.groups, self.batch_size)
+
+    def progress(self) -> Progress:
+        return Progress(self.rank == 0)

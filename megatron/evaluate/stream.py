@@ -1,0 +1,63 @@
+"""Running text: its tokens in windows, and the sum of their log-probabilities. What `wikitext` and `perplexity` are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from data.storage import DataError
+from megatron.evaluate.outcome import Outcome
+from megatron.evaluate.pieces import Ids, Piece, Score, windows_of
+from megatron.evaluate.task import Subject
+from megatron.evaluate.windows import overlapping, rolling
+
+
+@dataclass(frozen=True)
+class Text:
+    """A document."""
+
+    ids: Ids
+    words: int
+    bytes: int
+
+
+@final
+@dataclass(frozen=True)
+class Stream:
+    """A task: `texts` as they were given, `pieces` as they are read."""
+
+    pieces: Sequence[Piece]
+    words: int
+    bytes: int
+    stride: int | None = None
+    examples: int | None = None
+    words_scored: int | None = None
+    most: float = math.inf
+
+    def outcome(self, scores: Sequence[Score]) -> Outcome:
+        return Outcome(logprob=math.fsum(score.logprob for score in scores),
+                       tokens=sum(len(piece.tokens) - piece.first for piece in self.pieces),
+                       words=self.words, bytes=self.bytes, words_scored=self.words_scored, most=self.most,
+                       examples=self.examples)
+
+
+def in_a_row(tokens: Ids, subject: Subject, stride: int, where: str) -> list[Piece]:
+    """One sequence, in windows that may overlap."""
+    if len(tokens) < 2:
+        raise DataError(f"{where}: {len(tokens)} token: the first one is not scored; expected two or more")
+    return windows_of(tokens, overlapping(len(tokens), subject.length, stride))
+
+
+def one_by_one(documents: Iterable[Ids], subject: Subject) -> list[Piece]:
+    """lm-eval's: each document for itself, after the end of another."""
+    return [piece for ids in documents
+            for piece in windows_of(with_start(ids, subject), rolling(len(ids) + 1, subject.length))]
+
+
+def with_start(ids: Ids, subject: Subject) -> Ids:
+    """What ends a document, and so comes before the first token of the next, is before these."""
+    return np.concatenate([[subject.tokenizer.eod], ids])

@@ -1,0 +1,33 @@
+"""What every task is: pieces to score, and what their scores mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from data.tokenizer_base import Tokenizer
+from megatron.evaluate.outcome import Outcome
+from megatron.evaluate.pieces import Piece, Score
+
+
+class Task(Protocol):
+    @property
+    def pieces(self) -> Sequence[Piece]: ...
+
+    @property
+    def stride(self) -> int | None:
+        """Between windows that may overlap; None: it has no such windows."""
+
+    def outcome(self, scores: Sequence[Score]) -> Outcome: ...
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a task needs to know of the model."""
+
+    tokenizer: Tokenizer
+    length: int
+    """Positions."""
+    split: str | None = None
+    """Of the documents it was trained with."""

@@ -1,0 +1,192 @@
+"""`python -m megatron.evaluate` as it is typed."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from megatron.checkpoint.command import main as convert
+from megatron.config.presets import PRESETS
+from megatron.config.tree import ModelConfig
+from megatron.errors import CheckpointError, ConfigError
+from megatron.evaluate.command import main
+from megatron.evaluate.published import published
+from tests.distributed import run_ranks
+from tests.megatron.evaluate.models import WIKITEXT, write_lines
+from tests.megatron.helpers import ROOT, train, write_corpus
+
+FLAGS = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 32 --seq-length 32 "
+         "--tokenizer-type ByteLevelTokenizer --train-iters 2 --eval-interval 2 --eval-iters 1000 --batch-size 1 "
+         "--bf16 --split 8,1,1")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A run in `run`, its corpus, and data of each task."""
+    made = tmp_path_factory.mktemp("evaluate")
+    write_corpus(made / "corpus")
+    train([*FLAGS.split(), "--train-data", made / "corpus", "--save", made / "run",
+           "--metrics-file", made / "metrics.jsonl"])
+    (made / "wiki.txt").write_text(WIKITEXT)
+    write_lines(made / "lambada.jsonl", [{"text": f"one two three one two {word}"} for word in ("three", "four")])
+    write_lines(made / "hellaswag.jsonl", [{"activity_label": "One", "ctx_a": "two", "ctx_b": "three", "label": "1",
+                                            "endings": ["four", "one", "two", "three"]}])
+    yield made
+
+
+def said(*argv: object) -> tuple[str, str]:
+    """(standard output, standard error)"""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err), patch("megatron.launch.distributed.shutdown"):
+        assert main([*map(str, argv)]) == 0
+    return out.getvalue(), err.getvalue()
+
+
+def values(*argv: object) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(said(*argv, "--json")[0])
+    return found
+
+
+ALWAYS = {"task", "protocol", "data", "model", "window", "stride", "tokens", "original_words", "loss", "perplexity",
+          "adjusted_perplexity", "bits_per_byte", "published", "seconds"}
+
+
+@pytest.mark.parametrize(("task", "data", "protocols", "more"), [
+    ("wikitext", "wiki.txt", ["megatron", "openai", "lm-eval"], set()),
+    ("lambada", "lambada.jsonl", ["megatron", "openai", "lm-eval"], {"acc", "correct", "strict"}),
+    ("hellaswag", "hellaswag.jsonl", ["lm-eval"], {"acc", "acc_norm"}),
+    ("perplexity", "corpus", ["megatron", "lm-eval"], set()),
+])
+def test_every_task_says_its_protocol_and_its_figures(folder: Path, task: str, data: str, protocols: list[str],
+                                                      more: set[str]) -> None:
+    typed = ["--load", folder / "run", "--task", task, "--data", folder / data]
+    assert values(*typed)["protocol"] == protocols[0]
+    for protocol in protocols:
+        found = values(*typed, "--protocol", protocol)
+        assert ALWAYS | more <= set(found) and found["protocol"] == protocol
+        assert 0 < found["loss"] < 8 and 0 < found["bits_per_byte"]
+        text = said(*typed, "--protocol", protocol)[0]
+        for name in ALWAYS - {"seconds"} | more:
+            assert f"\n{name.replace('_', ' ')} " in f"\n{text}", name
+
+
+def test_the_perplexity_of_the_held_out_part_is_what_training_found(folder: Path) -> None:
+    """Training's samples are cut from the same row of documents, and it evaluated all whole ones there are."""
+    found = values("--load", folder / "run", "--task", "perplexity", "--data", folder / "corpus", "--part", "valid",
+                   "--dtype", "fp32")
+    (line,) = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines() if "ppl" in line][-1:]
+    assert found["part"] == "valid"
+    assert found["loss"] == pytest.approx(line["lm_loss"], rel=0.02)
+
+
+def test_old_names_of_flags_and_tasks_will_do(folder: Path) -> None:
+    new = values("--load", folder / "run", "--task", "wikitext", "--data", folder / "wiki.txt", "--stride", 5)
+    old = values("--load", folder / "run", "--task", "WIKITEXT103", "--valid-data", folder / "wiki.txt",
+                 "--overlapping-eval", 5)
+    assert without_time(new) == without_time(old)
+    strict = values("--load", folder / "run", "--task", "LAMBADA", "--valid-data", folder / "lambada.jsonl",
+                    "--strict-lambada")
+    assert strict["strict"] and strict["tokens"] == len(" three" + " four")
+
+
+def without_time(found: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in found.items() if name != "seconds"}
+
+
+def test_a_hugging_face_folder_scores_the_same(folder: Path, tmp_path: Path) -> None:
+    assert convert(["convert", str(folder / "run"), "--output", str(tmp_path / "hf")]) == 0
+    typed = ["--task", "wikitext", "--data", folder / "wiki.txt", "--dtype", "fp32"]
+    ours, theirs = values("--load", folder / "run", *typed), values("--load-hf", tmp_path / "hf", *typed)
+    assert ours.pop("model") != theirs.pop("model")
+    assert without_time(ours) == without_time(theirs)
+
+
+def ranks(rank: int, world: int, argv: list[str]) -> tuple[str, str]:
+    return said(*argv)
+
+
+def test_rank_0_alone_speaks_and_ranks_share_the_data_and_the_model(folder: Path) -> None:
+    typed = ["--load", str(folder / "run"), "--task", "lambada", "--data", str(folder / "lambada.jsonl"), "--json",
+             "--dtype", "fp32"]
+    ((alone, _),) = run_ranks(ranks, 1, typed)
+    for more in ([], ["--model-parallel-size", "2"]):
+        (first, about), *others = run_ranks(ranks, 2, [*typed, *more])
+        assert others == [("", "")] and "parameters in fp32, ByteLevelTokenizer" in about
+        for name, value in without_time(json.loads(alone)).items():
+            close = pytest.approx(value, rel=1e-4) if isinstance(value, float) else value
+            assert json.loads(first)[name] == close, name
+
+
+@pytest.mark.parametrize(("argv", "words"), [
+    (["--task", "wikitext", "--data", "x"], "give one of --load and --load-hf"),
+    (["--load", "a", "--task", "arc", "--data", "x"], "invalid choice: 'arc'"),
+    (["--load", "a", "--task", "lambada"], "--data"),
+    (["--load", "a", "--task", "lambada", "--data", "missing"], "--data missing: no such file"),
+    (["--load", "a", "--task", "lambada", "--data", "/"], "--data /: a folder"),
+    (["--load", "a", "--task", "hellaswag", "--data", "x", "--protocol", "megatron"],
+     "--protocol megatron: --task hellaswag has lm-eval"),
+    (["--load", "a", "--task", "wikitext", "--data", "x", "--stride", "0"], "--stride is 0: expected 1 or more"),
+    (["--load", "a", "--task", "lambada", "--data", "x", "--stride", "3"], "--stride: no windows overlap"),
+    (["--load", "a", "--task", "wikitext", "--data", "x", "--protocol", "lm-eval", "--stride", "3"],
+     "no windows overlap"),
+    (["--load", "a", "--task", "wikitext", "--data", "x", "--strict"], "--strict belongs to --task lambada"),
+    (["--load", "a", "--task", "lambada", "--data", "x", "--part", "valid"], "--part belongs to --task perplexity"),
+    (["--load", "a", "--task", "wikitext", "--data", "x", "--batch-size", "0"], "--batch-size is 0"),
+    (["--load", "a", "--task", "wikitext", "--data", __file__, "--model-parallel-size", "2"], "does not divide"),
+    (["--load", "a", "--task", "wikitext", "--data", "x", "--nonsense"], "--nonsense"),
+])
+def test_what_cannot_be_is_refused_in_words(argv: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        main(argv)
+
+
+def test_a_folder_without_a_model_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no committed checkpoint"):
+        said("--load", tmp_path, "--task", "wikitext", "--data", folder / "wiki.txt")
+
+
+@pytest.mark.parametrize(("argv", "code", "words"), [
+    (["--task", "wikitext", "--data", "wiki.txt", "--json"], 0, None),
+    (["--task", "wikitext", "--data", "wiki.txt", "--stride", "33"], 2, "the model has 32 positions"),
+    (["--task", "lambada", "--data", "wiki.txt"], 3, "wiki.txt, line 2: not JSON"),
+])
+def test_the_program_ends_with_its_code_and_one_line(folder: Path, argv: list[str], code: int,
+                                                     words: str | None) -> None:
+    result = subprocess.run([sys.executable, "-m", "megatron.evaluate", "--load", "run", *argv], cwd=folder,
+                            capture_output=True, text=True, env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    assert result.returncode == code, result.stderr
+    if words is None:
+        assert json.loads(result.stdout)["task"] == "wikitext"
+    else:
+        errors = [line for line in result.stderr.splitlines() if line.startswith("error:")]
+        assert len(errors) == 1 and words in errors[0] and result.stdout == "" and "Traceback" not in result.stderr
+
+
+def test_flags_are_checked_before_torch_is_imported() -> None:
+    program = ("import sys; from megatron.evaluate.command import parse; parse(['--load', 'a', '--task', 'wikitext', "
+               f"'--data', {__file__!r}]); print(sorted({{'torch', 'numpy'}} & set(sys.modules)))")
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True,
+                          check=True).stdout == "[]\n"
+
+
+def test_published_figures_are_shown_beside_a_model_of_that_shape_alone() -> None:
+    def shape(preset: str, **changes: Any) -> ModelConfig:
+        return ModelConfig(**{name: value for name, value in PRESETS[preset].items() if name != "tokenizer_type"},
+                           **{"vocab_size": 50257, **changes})
+
+    assert published(shape("124M"), "wikitext", "lm-eval", False) == {"adjusted_perplexity": 37.37}
+    assert published(shape("1.5B"), "lambada", "openai", False) == {"acc": 0.6324}
+    assert published(shape("124M"), "lambada", "lm-eval", False) == {"acc": 0.3256, "adjusted_perplexity": 40.06}
+    assert published(shape("124M"), "lambada", "megatron", True) == {}
+    assert published(shape("124M", vocab_size=8192), "wikitext", "lm-eval", False) == {}
+    assert published(shape("small"), "wikitext", "lm-eval", False) == {}
+    assert published(shape("345M"), "wikitext", "lm-eval", False) == {}

@@ -1,0 +1,148 @@
+"""A piece's score is the whole model's, token by token, whatever is scored beside it and on however many ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.errors import NumericsError, PeerError
+from megatron.evaluate import scorer
+from megatron.evaluate.pieces import Piece, Score, windows_of
+from megatron.evaluate.scorer import Scorer
+from megatron.evaluate.windows import overlapping
+from megatron.model.gpt2 import GPT2
+from mpu import groups as mpu_groups
+from mpu.groups import Groups
+from tests.distributed import RankError, run_ranks
+from tests.megatron.evaluate.models import LENGTH, SHAPE, WIKITEXT, logprob, outcome, write_lines
+
+TOLERANCE = 2e-5
+"""Of a logarithm: logits are fp32 products of 48 numbers, in another order where other pieces run beside."""
+
+
+def some_pieces() -> list[Piece]:
+    """Of all lengths; 1 to all targets."""
+    rng = np.random.default_rng(3)
+    return [Piece(rng.integers(0, 257, size), int(first)) for size in range(2, LENGTH + 2)
+            for first in {1, rng.integers(1, size), size - 1}]
+
+
+def by_hand(model: GPT2, piece: Piece) -> float:
+    ids = piece.tokens.tolist()
+    return sum(logprob(model, ids[:place], ids[place]) for place in range(piece.first, len(ids)))
+
+
+def assert_scores_close(found: Sequence[Score], expected: Sequence[Score]) -> None:
+    assert [score.greedy for score in found] == [score.greedy for score in expected]
+    for score, other in zip(found, expected, strict=True):
+        assert score.logprob == pytest.approx(other.logprob, abs=TOLERANCE * LENGTH)
+
+
+@pytest.mark.parametrize("size", [1, 4, 100])
+def test_a_score_is_the_sum_over_tokens_whatever_runs_beside_it(size: int) -> None:
+    model, pieces = GPT2(SHAPE), some_pieces()
+    for piece, score in zip(pieces, Scorer(model, Groups(), size)(pieces), strict=True):
+        assert score.logprob == pytest.approx(by_hand(model, piece), abs=TOLERANCE * LENGTH)
+
+
+def test_greedy_is_said_of_pieces_whose_every_target_is_the_likeliest() -> None:
+    model, pieces = GPT2(SHAPE), list[Piece]()
+    for start in range(5):
+        ids = [start, 7 * start]
+        for _ in range(4):
+            with torch.no_grad():
+                ids.append(int(model.eval()(torch.tensor([ids]))[0].argmax()))
+        wrong = [*ids[:-2], (ids[-2] + 1) % 257, ids[-1]]
+        pieces += [Piece(np.array(ids), 2), Piece(np.array(wrong), 2), Piece(np.array(ids), 5)]
+    assert [score.greedy for score in Scorer(model, Groups(), 4)(pieces)] == [True, False, True] * 5
+
+
+def test_logits_are_made_a_bounded_number_of_rows_at_a_time() -> None:
+    model, pieces, rows = GPT2(SHAPE), some_pieces(), list[int]()
+    whole = Scorer(model, Groups(), 100)(pieces)
+    made = model.logits
+
+    def logits(x: torch.Tensor) -> torch.Tensor:
+        rows.append(len(x))
+        return made(x)
+
+    with patch.object(model, "logits", logits), patch.object(scorer, "CHUNK_BYTES", 4 * 257 * 5):
+        assert_scores_close(Scorer(model, Groups(), 100)(pieces), whole)
+    assert max(rows) == 5 and sum(rows) == sum(len(piece.tokens) - piece.first for piece in pieces)
+
+
+@pytest.mark.parametrize("stride", [1, 5, LENGTH])
+def test_perplexity_in_windows_is_that_of_each_token_by_itself(stride: int) -> None:
+    model, tokens = GPT2(SHAPE), np.random.default_rng(4).integers(0, 257, 3 * LENGTH + 5)
+    pieces = windows_of(tokens, overlapping(len(tokens), LENGTH, stride))
+    expected = 0.0
+    for place in range(1, len(tokens)):
+        start = 0 if place <= LENGTH else math.ceil((place - LENGTH) / stride) * stride
+        expected += logprob(model, tokens[start:place], int(tokens[place]))
+    found = sum(score.logprob for score in Scorer(model, Groups(), 4)(pieces))
+    assert found == pytest.approx(expected, abs=TOLERANCE * len(tokens))
+
+
+def test_a_probability_that_is_no_number_is_an_error() -> None:
+    model = GPT2(SHAPE)
+    with torch.no_grad():
+        model.wpe.weight[3] = torch.nan
+    with pytest.raises(NumericsError, match="--dtype"):
+        Scorer(model, Groups(), 4)(some_pieces())
+
+
+def figures(rank: int, world: int, tp: int, folder: str) -> list[dict[str, Any]]:
+    """Of every task, and of one example."""
+    groups = mpu_groups.build(tp)
+    model, place = GPT2(SHAPE, groups.tp), Path(folder)
+    one = outcome(model, groups, task="lambada", protocol="megatron", data=place / "one.jsonl")
+    return [found.figures() for found in (one, *(
+        outcome(model, groups, task=task, protocol=protocol, data=place / data) for task, protocol, data in (
+            ("wikitext", "megatron", "wiki.txt"), ("wikitext", "lm-eval", "wiki.txt"),
+            ("lambada", "lm-eval", "lambada.jsonl"), ("hellaswag", "lm-eval", "hellaswag.jsonl"),
+            ("perplexity", "megatron", "lambada.jsonl"))))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("data")
+    (made / "wiki.txt").write_text(WIKITEXT)
+    lambada = [{"text": f"number {n} is after {'one ' * n}"} for n in range(7)]
+    write_lines(made / "lambada.jsonl", lambada)
+    write_lines(made / "one.jsonl", lambada[:1])
+    write_lines(made / "hellaswag.jsonl", [
+        {"activity_label": "A", "ctx_a": f"text {n}", "ctx_b": "and", "endings": ["x", "yy", "zzz", "w w"],
+         "label": n % 4} for n in range(5)])
+    return made
+
+
+def test_results_are_the_same_bits_on_any_number_of_ranks(folder: Path) -> None:
+    alone = run_ranks(figures, 1, 1, str(folder))[0]
+    for world in (2, 3):
+        assert run_ranks(figures, world, 1, str(folder)) == [alone] * world
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_results_are_the_same_where_the_model_is_split(world: int, folder: Path) -> None:
+    alone = figures(0, 1, 1, str(folder))
+    found = run_ranks(figures, world, 2, str(folder))
+    assert found == [found[0]] * world
+    for one, other in zip(found[0], alone, strict=True):
+        assert one == pytest.approx(other, rel=1e-4)  # of a perplexity: its logarithm is within TOLERANCE
+
+
+def other_data(rank: int, world: int) -> None:
+    Scorer(GPT2(SHAPE), mpu_groups.build(1), 4)([Piece(np.array([1, rank]), 1)])
+
+
+def test_ranks_with_other_data_are_told_so() -> None:
+    with pytest.raises(RankError, match="rank 1 has other data than rank 0") as caught:
+        run_ranks(other_data, 2)
+    assert isinstance(caught.value.error, PeerError)
