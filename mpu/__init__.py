@@ -5,6 +5,7 @@
     groups.py, collectives.py    who computes with whom; the operations among them
     wire/                        how these travel: by a backend's own operations, or over gloo
     draws.py                     initial values of which any part can be drawn alone
+    few_rows.py                  the product of a layer for a few rows
     regions.py, layers.py        between replicated and split activations; split linear layers and embeddings
     sinks.py                     where a layer may write a weight gradient
     cross_entropy.py             the loss of a split vocabulary: its functions and their place in autograd

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from mpu.classic import resolve
 from mpu.device import on_accelerator
 from mpu.draws import Constant, Draw, Normal, blocks_of, mark_source, unfilled
+from mpu.few_rows import linear
 from mpu.groups import Group
 from mpu.partition import local_slice, mark_partition, partition_of
 from mpu.regions import copy_to_region, gather_from_region, reduce_from_region, scatter_to_region
@@ -116,7 +117,7 @@ class ColumnParallelLinear(_ParallelModule):
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """[..., in] -> [..., out], or [..., out / tp] where the output stays split."""
-        y = F.linear(copy_to_region(x, self.tp), self.weight, None if self.skip_bias_add else self.bias)
+        y = linear(copy_to_region(x, self.tp), self.weight, None if self.skip_bias_add else self.bias)
         bias: Tensor | None = self.bias if self.skip_bias_add else None
         if self.gather_output:
             y = self._gather(y)
@@ -158,8 +159,8 @@ class RowParallelLinear(_ParallelModule):
         if not self.input_is_parallel:
             x = self._scatter(x)
         if self.tp.is_solo and not self.skip_bias_add:
-            return F.linear(x, self.weight, self.bias)  # one fused operation where nothing comes between
-        y = reduce_from_region(F.linear(x, self.weight), self.tp)
+            return linear(x, self.weight, self.bias)  # one fused operation where nothing comes between
+        y = reduce_from_region(linear(x, self.weight), self.tp)
         if self.skip_bias_add:
             return y, self.bias
         return y if self.bias is None else y + self.bias

@@ -42,7 +42,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
     ("1: communication and storage", """
         mpu.device mpu.kernels mpu.groups mpu.wire mpu.wire.interface mpu.wire.native mpu.wire.gloo mpu.wire.functional
         mpu.wire.control mpu.wire.board mpu.wire.abort
-        mpu.classic mpu.collectives mpu.partition mpu.draws mpu.sinks mpu.regions mpu.layers
+        mpu.classic mpu.collectives mpu.partition mpu.draws mpu.sinks mpu.few_rows
+        mpu.regions mpu.layers
         mpu.vocab_share mpu.loss_walk mpu.loss_cpu mpu.loss_kernel mpu.loss_accelerator mpu.cross_entropy
         mpu.random mpu.grads mpu.data mpu.mappings mpu
         data.facts data.indexed data.sample_index data.gpt2_dataset
@@ -108,8 +109,9 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero.api.names megatron.zero.api.engine megatron.zero.api.meeting
         megatron.zero.api.initialize
         megatron.zero
-        megatron.inference megatron.inference.cache megatron.inference.decoder megatron.inference.sampling
-        megatron.inference.generation megatron.inference.loading megatron.inference.answers megatron.inference.command
+        megatron.inference megatron.inference.source megatron.inference.request megatron.inference.cache
+        megatron.inference.decoder megatron.inference.sampling megatron.inference.generation
+        megatron.inference.wording megatron.inference.loading megatron.inference.answers megatron.inference.command
         megatron.evaluate megatron.evaluate.request megatron.evaluate.windows megatron.evaluate.pieces
         megatron.evaluate.scorer megatron.evaluate.outcome megatron.evaluate.reading megatron.evaluate.task
         megatron.evaluate.stream megatron.evaluate.detokenise megatron.evaluate.wikitext megatron.evaluate.perplexity

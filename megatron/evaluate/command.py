@@ -15,6 +15,7 @@ from megatron.config.help import typed
 from megatron.config.tree import require
 from megatron.errors import ConfigError
 from megatron.evaluate.request import PARTS, PROTOCOLS, Asked
+from megatron.inference import source
 
 MODULE = "python -m megatron.evaluate"
 
@@ -40,22 +41,14 @@ def task_name(word: str) -> str:
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Of the model, and how it runs."""
-    add = parser.add_argument
-    add("--load", metavar="DIR", help="checkpoint folder of a run; DIR:TAG names a tag")
-    add("--load-hf", metavar="DIR", help="folder of a Hugging Face GPT-2")
-    add("--model-parallel-size", "--tensor-model-parallel-size", type=int, default=1, metavar="N",
-        help="split each layer over so many ranks, whatever the model was trained on (1); the other ranks share out "
-        "the data")
-    add("--dtype", choices=("fp32", "bf16", "fp16"), help="of the weights (default: as it was trained)")
-    add("--batch-size", "--micro-batch-size", type=int, default=8, metavar="N", help="windows at a time (8)")
-    for name in ("tokenizer-type", "vocab-file", "merge-file", "tokenizer-path"):
-        add(f"--{name}", help=argparse.SUPPRESS)
+    source.add_flags(parser)
+    parser.add_argument("--batch-size", "--micro-batch-size", type=int, default=8, metavar="N",
+                        help="windows at a time (8)")
 
 
 def check_model_flags(asked: argparse.Namespace) -> None:
-    require((asked.load is None) != (asked.load_hf is None), "give one of --load and --load-hf: the model to use")
-    for name in ("model_parallel_size", "batch_size"):
-        require(getattr(asked, name) >= 1, f"--{name.replace('_', '-')} is {getattr(asked, name)}: expected 1 or more")
+    source.source_of(asked)
+    require(asked.batch_size >= 1, f"--batch-size is {asked.batch_size}: expected 1 or more")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -14,6 +14,7 @@ from megatron.evaluate.progress import Progress
 from megatron.evaluate.scorer import Scorer
 from megatron.evaluate.task import Subject
 from megatron.inference import loading
+from megatron.inference.source import source_of
 from megatron.launch import distributed
 from megatron.model.gpt2 import GPT2
 from mpu import groups as mpu_groups
@@ -33,17 +34,17 @@ class Setting:
     @classmethod
     def of(cls, flags: argparse.Namespace) -> Setting:
         """The weights are not read yet. Collective."""
-        env, size = distributed.init(), flags.model_parallel_size
+        source = source_of(flags)
+        env, size = distributed.init(), source.model_parallel_size
         require(env.world_size % size == 0, f"--model-parallel-size {size} does not divide the number of ranks, "
                 f"{env.world_size}: start a multiple of {size} with python -m megatron.launch --nproc-per-node")
         groups = mpu_groups.build(size)
-        found = loading.open_hf(flags.load_hf, groups) if flags.load_hf else loading.open_trained(flags.load, groups)
-        tokenizer = loading.tokenizer_of(found, tokenizer_type=flags.tokenizer_type, vocab_file=flags.vocab_file,
-                                         merge_file=flags.merge_file, tokenizer_path=flags.tokenizer_path)
+        found = loading.open_source(source, groups)
+        tokenizer = loading.tokenizer_of(found, source.tokenizer)
         require(tokenizer.eod < found.shape.tokens, f"{found.name} has no token for the end of a document")
         split = found.data.get("split")
         subject = Subject(tokenizer, found.shape.max_position_embeddings, None if split is None else str(split))
-        return cls(found, subject, groups, flags.dtype or found.precision, distributed.device_for(env, None),
+        return cls(found, subject, groups, source.dtype or found.precision, distributed.device_for(env, None),
                    flags.batch_size)
 
     @property

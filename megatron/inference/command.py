@@ -17,6 +17,8 @@ from typing import NoReturn
 from megatron.config.help import typed
 from megatron.config.tree import require
 from megatron.errors import ConfigError
+from megatron.inference import source
+from megatron.inference.request import Sampling, Wish
 
 MODULE = "python -m megatron.generate"
 
@@ -39,8 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
                      formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
     add("prompts", nargs="*", metavar="PROMPT", help="a text to go on from")
-    add("--load", metavar="DIR", help="checkpoint folder of a run; DIR:TAG names a tag")
-    add("--load-hf", metavar="DIR", help="folder of a Hugging Face GPT-2")
+    source.add_flags(parser)
     add("--file", metavar="FILE", help="prompts, one a line; .jsonl: of objects with `prompt` or `text`")
     add("--max-new-tokens", "--out-seq-length", type=int, default=128, metavar="N", help="tokens of an answer (128)")
     add("--num-samples", type=int, default=1, metavar="N", help="answers to each prompt (1)")
@@ -55,25 +56,24 @@ def build_parser() -> argparse.ArgumentParser:
     add("--stop", action="append", default=[], metavar="TEXT", help="an answer ends before this; may be given again")
     add("--past-the-end", choices=("stop", "slide"), default="stop", help="at the end of the position table: stop, or "
         "go on from the last tokens, each read anew")
-    add("--model-parallel-size", "--tensor-model-parallel-size", type=int, default=1, metavar="N",
-        help="split each layer over so many ranks, whatever the model was trained on (1)")
-    add("--dtype", choices=("fp32", "bf16", "fp16"), help="of the weights (default: as it was trained)")
     add("--batch-size", "--micro-batch-size", type=int, default=8, metavar="N", help="texts at a time (8)")
     add("--jsonl", action="store_true", help="one object an answer: prompt, text, tokens, logprobs, ended")
-    for name in ("tokenizer-type", "vocab-file", "merge-file", "tokenizer-path"):
-        add(f"--{name}", help=argparse.SUPPRESS)
     return parser
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    asked = build_parser().parse_args(list(argv))
-    require((asked.load is None) != (asked.load_hf is None), "give one of --load and --load-hf: the model to use")
+def check(asked: argparse.Namespace) -> None:
     require(not (asked.prompts and asked.file), "prompts on the command line and --file: give one of them")
-    for name in ("max_new_tokens", "num_samples", "model_parallel_size", "batch_size"):
+    for name in ("max_new_tokens", "num_samples", "batch_size"):
         require(getattr(asked, name) >= 1, f"--{name.replace('_', '-')} is {getattr(asked, name)}: expected 1 or more")
     require(asked.file is None or Path(asked.file).is_file(), f"--file {asked.file}: no such file")
     require("" not in asked.stop, "--stop is empty: give a text")
-    return asked
+
+
+def wish_of(asked: argparse.Namespace) -> Wish:
+    sampling = Sampling(temperature=asked.temperature, top_k=asked.top_k, top_p=asked.top_p, min_p=asked.min_p,
+                        repetition_penalty=asked.repetition_penalty, greedy=asked.greedy)
+    return Wish(asked.max_new_tokens, sampling, asked.num_samples, asked.seed, tuple(asked.stop),
+                asked.past_the_end == "slide")
 
 
 def prompts_of(asked: argparse.Namespace) -> Iterator[str]:
@@ -110,25 +110,22 @@ def _prompt_in(line: str, where: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    asked = parse(sys.argv[1:] if argv is None else argv)
-    from megatron.inference.sampling import Sampling
-    settings = Sampling(temperature=asked.temperature, top_k=asked.top_k, top_p=asked.top_p, min_p=asked.min_p,
-                        repetition_penalty=asked.repetition_penalty, greedy=asked.greedy)
+    asked = build_parser().parse_args(list(sys.argv[1:] if argv is None else argv))
+    check(asked)
+    model, wish = source.source_of(asked), wish_of(asked)
+    from megatron.inference import loading
     from megatron.inference.answers import Answers
     from megatron.launch import distributed
-    from mpu import groups as mpu_groups
 
     env = distributed.init()
-    require(env.world_size == asked.model_parallel_size,
-            f"--model-parallel-size {asked.model_parallel_size} needs as many ranks, and there are {env.world_size}: "
-            f"start them with python -m megatron.launch --nproc-per-node {asked.model_parallel_size} -m "
-            "megatron.generate ...")
-    groups = mpu_groups.build(asked.model_parallel_size)
     say = _sayer(env.rank)
     began = time.monotonic()
-    answers = Answers.of(asked, settings, groups, distributed.device_for(env, None))
-    say(f"{answers.described}, loaded in {time.monotonic() - began:.1f} s")
-    answers.write(prompts_of(asked) if env.rank == 0 else (), sys.stdout if env.rank == 0 else None)
+    groups = loading.groups_of(model, env.world_size, MODULE)
+    loaded = loading.load(model, groups, distributed.device_for(env, None))
+    say(f"{loaded.described}, loaded in {time.monotonic() - began:.1f} s")
+    answers = Answers(loaded, groups, wish, asked.batch_size)
+    first = env.rank == 0
+    answers.write(prompts_of(asked) if first else (), sys.stdout if first else None, jsonl=asked.jsonl)
     say(answers.speed())
     distributed.shutdown()
     return 0

@@ -21,8 +21,8 @@ from megatron.inference.cache import Cache
 from megatron.model.block import Block
 from megatron.model.gpt2 import GPT2
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""q, k, v of the positions at work, [b, n, s, d] -> [b, n, s, d]."""
+Attend = Callable[[int, Tensor, Tensor], Tensor]
+"""layer, queries [b, s, n, d], keys and values [b, s, 2, n, d] of the positions at work -> [b, n, s, d]"""
 
 
 @final
@@ -32,51 +32,57 @@ class Decoder:
         self._blocks = [cast(Block, block) for block in model.blocks]
         weight, attention = model.wpe.weight, self._blocks[0].attn
         self._device = weight.device
-        self._cache = Cache(len(self._blocks), rows, attention.heads, self.length, attention.head_width,
+        self._cache = Cache(len(self._blocks), rows, self.length, attention.heads, attention.head_width,
                             dtype=weight.dtype, device=weight.device)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def read(self, row: int, tokens: Sequence[int]) -> Tensor:
         """A text from its beginning, in place of what the row held -> [V] logits of what follows."""
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self._cache.fill(layer, row, k[0], v[0])
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:
+            self._cache.fill(layer, row, kv[0])
+            k, v = kv.transpose(1, 3).unbind(2)
+            return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True)
 
         assert 0 < len(tokens) <= self.length
         self._cache.lengths[row] = len(tokens)
         places = torch.arange(len(tokens), device=self._device)
         return self._run(torch.tensor([tokens], device=self._device), places, attend)[0]
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def follow(self, tokens: Sequence[int]) -> Tensor:
         """One token more of each of the first rows -> [b, V]."""
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self._cache.append(layer, places, k[:, :, 0], v[:, :, 0])
-            keys, values = self._cache.first(layer, rows, longest)
-            return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
-
         rows, lengths = len(tokens), self._cache.lengths
-        before, longest = lengths[:rows], max(lengths[:rows]) + 1
+        before = lengths[:rows]
+        longest = max(before) + 1
         assert longest <= self.length, "a text at the end of the position table cannot be followed"
-        places = torch.tensor(before, device=self._device)
-        mask = None  # [b, 1, 1, position]: True where a row has something
-        if min(before) + 1 < longest:
-            mask = (torch.arange(longest, device=self._device) <= places[:, None])[:, None, None, :]
         lengths[:rows] = [length + 1 for length in before]
-        return self._run(torch.tensor(tokens, device=self._device)[:, None], places[:, None], attend)
+        return self._step(torch.tensor(tokens, device=self._device), torch.tensor(before, device=self._device),
+                          longest, equal=min(before) + 1 == longest)
 
     def move(self, source: int, target: int) -> None:
         """The text of one row is the text of another from now on."""
         self._cache.move(source, target)
 
-    def _run(self, tokens: Tensor, places: Tensor, attend: Callable[[int, Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+    def _step(self, tokens: Tensor, places: Tensor, longest: int, equal: bool) -> Tensor:
+        """[b] tokens at [b] places -> [b, V]. `equal`: every row has `longest` positions."""
+        def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:
+            self._cache.append(layer, places, kv[:, 0])
+            keys, values = self._cache.first(layer, len(tokens), longest)
+            return F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=mask)
+
+        mask = None  # [b, 1, 1, position]: True where a row has something
+        if not equal:
+            mask = (torch.arange(longest, device=self._device) <= places[:, None])[:, None, None, :]
+        return self._run(tokens[:, None], places[:, None], attend)
+
+    def _run(self, tokens: Tensor, places: Tensor, attend: Attend) -> Tensor:
         """[b, s] tokens -> [b, V], of the last position."""
         model = self.model
         x = model.wte(tokens) + model.wpe(places)
         for layer, block in enumerate(self._blocks):
             attention = block.attn
-            parts = attention.qkv(block.ln_1(x)).split(attention.heads * attention.head_width, dim=-1)
-            q, k, v = (part.unflatten(-1, (attention.heads, attention.head_width)).transpose(1, 2) for part in parts)
-            x = x + attention.proj(attend(layer, q, k, v).transpose(1, 2).flatten(2))
+            parts = attention.qkv(block.ln_1(x)).unflatten(-1, (3, attention.heads, attention.head_width))
+            found = attend(layer, parts[:, :, 0], parts[:, :, 1:])
+            x = x + attention.proj(found.transpose(1, 2).flatten(2))
             x = x + block.mlp(block.ln_2(x))
         return model.logits(model.ln_f(x[:, -1]))

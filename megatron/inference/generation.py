@@ -1,4 +1,11 @@
-"""Many texts at a time: a row of the decoder for each, and one that ends makes room for the next."""
+"""Many texts at a time: a row of the decoder for each, and one that ends makes room for the next.
+
+    generator.begin(request)     reads a prompt and takes its first token
+    generator.step()             takes a token more of every text
+    generator.run(requests)      both, until all have ended
+
+Every tensor parallel rank does the same in the same order.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +17,11 @@ import torch
 from torch import Tensor
 
 from megatron.inference.decoder import Decoder
-from megatron.inference.sampling import Sampler, Sampling
+from megatron.inference.request import Request, Sampling
+from megatron.inference.sampling import Sampler
 from mpu.collectives import broadcast_into
 
-End = Literal["eod", "stop", "length", "positions"]
-
-
-@dataclass(frozen=True)
-class Request:
-    number: int
-    """Its own stream of random numbers."""
-    prompt: tuple[int, ...]
-    most: int
-    """New tokens; at least one."""
+End = Literal["eod", "stop", "length", "positions", "dropped"]
 
 
 @dataclass
@@ -47,75 +46,116 @@ Stops = Callable[[Text], bool]
 
 @final
 class Generator:
-    def __init__(self, decoder: Decoder, settings: Sampling, *, seed: int, vocabulary: int, eod: int | None,
-                 slides: bool = False, stops: Stops = lambda text: False) -> None:
+    def __init__(self, decoder: Decoder, *, vocabulary: int, eod: int | None, slides: bool = False,
+                 stops: Stops = lambda text: False) -> None:
         """Tokens from `vocabulary` on are never taken. Past the end of the position table a text ends or, with
         `slides`, goes on from its last tokens, which are read anew for each."""
-        self._decoder, self._settings, self._seed = decoder, settings, seed
-        self._vocabulary, self._eod, self._slides, self._stops = vocabulary, eod, slides, stops
+        self._decoder, self._vocabulary, self._eod, self._slides, self._stops = decoder, vocabulary, eod, slides, stops
+        self._rows: list[Text] = []
+        self._samplers: list[Sampler] = []
+
+    @property
+    def room(self) -> int:
+        """Texts that may begin now."""
+        return self._decoder.rows - len(self._rows)
+
+    def begin(self, request: Request) -> Text:
+        """With its first token; it may be over with that."""
+        text, row = Text(request), len(self._rows)
+        assert row < self._decoder.rows, "no row is free"
+        self._rows.append(text)
+        self._samplers.append(Sampler(request.sampling, request.stream))
+        self._take(slice(row, None), self._read(row)[None])
+        self._clear()
+        return text
+
+    def step(self) -> list[Text]:
+        """The texts that got a token, or ended for want of one."""
+        texts = [*self._rows]
+        if texts:
+            self._take(slice(None), self._follow())
+            self._clear()
+        return texts
+
+    def drop(self, number: int) -> None:
+        """A text that nobody waits for any longer; one that has ended already is none."""
+        for text in self._rows:
+            if text.request.number == number:
+                text.ended = "dropped"
+        self._clear()
 
     def run(self, requests: Iterable[Request], on_token: Callable[[Text], None] = lambda text: None) -> Iterator[Text]:
-        """Texts in the order in which they end. Every tensor parallel rank runs all of them."""
-        waiting, rows, samplers = iter(requests), list[Text](), list[Sampler]()
+        """Texts in the order in which they end."""
+        waiting = iter(requests)
         while True:
-            while len(rows) < self._decoder.rows and (request := next(waiting, None)) is not None:
-                rows.append(Text(request))
-                samplers.append(Sampler(self._settings, self._seed, request.number))
-                self._take(rows[-1:], samplers[-1:], self._read(len(rows) - 1, rows[-1].ids)[None], on_token)
-                yield from self._ended(rows, samplers)
-            if not rows:
+            while self.room and (request := next(waiting, None)) is not None:
+                yield from self._told([self.begin(request)], on_token)
+            if not self._rows:
                 return
-            self._take(rows, samplers, self._follow(rows), on_token)
-            yield from self._ended(rows, samplers)
+            yield from self._told(self.step(), on_token)
 
-    def _read(self, row: int, ids: Sequence[int]) -> Tensor:
-        return self._decoder.read(row, ids[-self._decoder.length:])
-
-    def _follow(self, rows: Sequence[Text]) -> Tensor:
-        """[b, V]. Where a text is past the table, its row is read anew after all others have been followed."""
-        length = self._decoder.length
-        past = [row for row, text in enumerate(rows) if len(text.ids) > length]
-        if len(past) == len(rows):
-            return torch.stack([self._read(row, rows[row].ids) for row in past])
-        if not past:
-            return self._decoder.follow([text.tokens[-1] for text in rows])
-        for row in past:  # a place for the token that is not used
-            self._decoder.read(row, rows[row].ids[-1:])
-        logits = self._decoder.follow([text.tokens[-1] for text in rows])
-        for row in past:
-            logits[row] = self._read(row, rows[row].ids)
-        return logits
-
-    def _take(self, rows: Sequence[Text], samplers: Sequence[Sampler], logits: Tensor,
-              on_token: Callable[[Text], None]) -> None:
-        """The next token of each row."""
-        logits = logits[:, : self._vocabulary].float()
-        tokens = torch.tensor([sampler(one, text.ids) for sampler, one, text in zip(samplers, logits, rows)])
-        logprobs = logits.log_softmax(-1).cpu().gather(1, tokens[:, None])[:, 0]
-        tokens = tokens.to(logits.device)
-        broadcast_into(tokens, 0, self._decoder.model.tp).wait()  # logits may differ in their last bits
-        for text, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
-            if token == self._eod:
-                text.ended = "eod"
-                continue
-            text.tokens.append(token)
-            text.logprobs.append(logprob)
+    @staticmethod
+    def _told(texts: Iterable[Text], on_token: Callable[[Text], None]) -> list[Text]:
+        """Those that have ended."""
+        ended = []
+        for text in texts:
             on_token(text)
-            text.ended = self._end_of(text)
+            if text.ended is not None:
+                ended.append(text)
+        return ended
 
-    def _end_of(self, text: Text) -> End | None:
+    def _read(self, row: int) -> Tensor:
+        return self._decoder.read(row, self._rows[row].ids[-self._decoder.length:])
+
+    def _follow(self) -> Tensor:
+        """[b, V]. Where a text is past the table, its row is read anew after all others have been followed."""
+        texts, length = self._rows, self._decoder.length
+        past = [row for row, text in enumerate(texts) if len(text.ids) > length]
+        if len(past) == len(texts):
+            return torch.stack([self._read(row) for row in past])
+        for row in past:  # a place for the token that is not used
+            self._decoder.read(row, texts[row].ids[-1:])
+        logits = self._decoder.follow([text.tokens[-1] for text in texts])
+        anew = {row: self._read(row) for row in past}
+        return torch.stack([anew.get(row, one) for row, one in enumerate(logits)]) if past else logits
+
+    def _take(self, rows: slice, logits: Tensor) -> None:
+        """The next token of each."""
+        texts, samplers = self._rows[rows], self._samplers[rows]
+        logits = logits[:, : self._vocabulary].float()
+        tokens = torch.stack([sampler(one, text.ids) for sampler, one, text in zip(samplers, logits, texts)])
+        broadcast_into(tokens, 0, self._decoder.model.tp).wait()  # logits may differ in their last bits
+        logprobs = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
+        for text, token, logprob in zip(texts, *torch.stack([tokens.double(), logprobs.double()]).tolist(),
+                                        strict=True):  # one wait for both
+            self._append(text, int(token), logprob)
+
+    def _append(self, text: Text, token: int, logprob: float) -> None:
+        if token == self._eod:
+            text.ended = "eod"
+            return
+        text.tokens.append(token)
+        text.logprobs.append(logprob)
         if self._stops(text):
-            return "stop"
-        if len(text.tokens) >= text.request.most:
-            return "length"
-        return "positions" if len(text.ids) > self._decoder.length and not self._slides else None
+            text.ended = "stop"
+        elif len(text.tokens) >= text.request.most:
+            text.ended = "length"
+        elif len(text.ids) > self._decoder.length and not self._slides:
+            text.ended = "positions"
 
-    def _ended(self, rows: list[Text], samplers: list[Sampler]) -> Iterator[Text]:
-        """Those that have; the last row takes the place of each."""
-        for row in reversed(range(len(rows))):
-            if rows[row].ended is not None:
-                yield rows[row]
-                last, sampler = rows.pop(), samplers.pop()
-                if row < len(rows):
-                    rows[row], samplers[row] = last, sampler
-                    self._decoder.move(len(rows), row)
+    def _clear(self) -> None:
+        """The last row takes the place of each that has ended."""
+        for row in reversed(range(len(self._rows))):
+            if self._rows[row].ended is not None:
+                last, sampler = self._rows.pop(), self._samplers.pop()
+                if row < len(self._rows):
+                    self._rows[row], self._samplers[row] = last, sampler
+                    self._decoder.move(len(self._rows), row)
+
+
+def texts_of(generator: Generator, prompts: Iterable[Sequence[int]], most: int, sampling: Sampling,
+             seed: int) -> list[Text]:
+    """A text of each prompt, in order, each with a stream of its own."""
+    requests = (Request(number, tuple(prompt), most, sampling, f"{seed}/{number}")
+                for number, prompt in enumerate(prompts))
+    return sorted(generator.run(requests), key=lambda text: text.request.number)

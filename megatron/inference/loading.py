@@ -18,14 +18,16 @@ import data.tokenizer
 from data.default_corpus import DEFAULT_FOLDER
 from data.tokenizer_base import Tokenizer
 from megatron.checkpoint.agree import agree
-from megatron.checkpoint.choice import locate
+from megatron.checkpoint.choice import locate, tag_of_step
 from megatron.checkpoint.interchange.huggingface import open_folder
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.config.hf_shape import shape_in, tokenizer_in
 from megatron.config.tree import ModelConfig, require
 from megatron.errors import CheckpointError
+from megatron.inference.source import Source
 from megatron.model.gpt2 import GPT2
 from megatron.zero.tiling import tile_linears
+from mpu import groups as mpu_groups
 from mpu.groups import Groups
 from mpu.partition import partition_of
 from mpu.split import Partition
@@ -55,9 +57,44 @@ class Found:
     name: str
 
 
-def open_trained(folder: str, groups: Groups) -> Found:
-    """Of a run: `DIR`, `DIR:TAG` or the folder of a tag. Every byte is checked first. Collective."""
+@dataclass(frozen=True)
+class Loaded:
+    model: GPT2
+    tokenizer: Tokenizer
+    described: str
+    """In a line."""
+
+
+def groups_of(source: Source, ranks: int, module: str) -> Groups:
+    """All ranks share the layers of one model."""
+    size = source.model_parallel_size
+    require(ranks == size, f"--model-parallel-size {size} needs as many ranks, and there are {ranks}: start them with "
+            f"python -m megatron.launch --nproc-per-node {size} -m {module.removeprefix('python -m ')} ...")
+    return mpu_groups.build(size)
+
+
+def open_source(source: Source, groups: Groups) -> Found:
+    """What it names. Collective."""
+    return open_hf(source.load_hf, groups) if source.load_hf else open_trained(source.load or "", groups, source.step)
+
+
+def load(source: Source, groups: Groups, device: torch.device) -> Loaded:
+    """Model and tokenizer. Collective."""
+    found = open_source(source, groups)
+    tokenizer = tokenizer_of(found, source.tokenizer)
+    dtype = source.dtype or found.precision
+    model = build(found, groups, DTYPES[dtype], device)
+    return Loaded(model, tokenizer, f"{found.name}: {found.shape.parameters():,} parameters in {dtype}, "
+                                    f"{tokenizer.name}")
+
+
+def open_trained(folder: str, groups: Groups, step: int | None = None) -> Found:
+    """Of a run: `DIR`, `DIR:TAG` or the folder of a tag; the latest, or that of iteration `step`. Every byte is checked
+    first. Collective."""
     root, tag = locate(folder)
+    if step is not None:
+        require(tag is None, f"--load {folder} names a tag already: leave out --ckpt-step {step}")
+        tag, _ = agree(lambda: tag_of_step(root, step), groups.world)
     found = open_checkpoint(root, tag, world=groups.world)
     precision = next((name for name in ("bf16", "fp16") if found.config["precision"][name]), "fp32")
     return Found(found, ModelConfig(**found.config["model"]), found.config["data"], precision,
@@ -71,9 +108,9 @@ def open_hf(folder: str, groups: Groups) -> Found:
     return Found(found, found.model, tokenizer_in(folder), "fp32", folder)
 
 
-def tokenizer_of(found: Found, **flags: str | None) -> Tokenizer:
+def tokenizer_of(found: Found, flags: Mapping[str, str]) -> Tokenizer:
     """Its tokenizer, with files where `flags` say they are."""
-    said = {**found.data, **{name: value for name, value in flags.items() if value is not None}}
+    said = {**found.data, **flags}
     kind, path = said.get("tokenizer_type") or "GPT2BPETokenizer", said.get("tokenizer_path")
     if path is None and kind == "SentencePieceTokenizer" and "default" in said.get("train_data", ()):
         path = str(DEFAULT_FOLDER / "tokenizer.model")

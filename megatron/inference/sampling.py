@@ -10,52 +10,31 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import final
 
 import torch
 from torch import Tensor
 
-from megatron.config.problems import Problems
+from megatron.inference.request import Sampling
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    temperature: float = 1.0
-    top_k: int = 0
-    """0: all."""
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    greedy: bool = False
-    """Always the likeliest, once repetitions are."""
-
-    def __post_init__(self) -> None:
-        problems = Problems()
-        problems.require(self.temperature > 0, f"--temperature is {self.temperature:g}: expected more than 0; --greedy "
-                         "takes the likeliest token")
-        problems.require(self.top_k >= 0, f"--top-k is {self.top_k}: expected 0 (all) or more")
-        problems.require(0 < self.top_p <= 1, f"--top-p is {self.top_p:g}: expected more than 0, at most 1")
-        problems.require(0 <= self.min_p <= 1, f"--min-p is {self.min_p:g}: expected 0 to 1")
-        problems.require(self.repetition_penalty > 0, f"--repetition-penalty is {self.repetition_penalty:g}: expected "
-                         "more than 0; 1 changes nothing")
-        problems.stop()
-
-
-def probabilities(logits: Tensor, settings: Sampling, seen: Collection[int] = ()) -> Tensor:
-    """[V] -> [V] in fp64, what a token is drawn from."""
+def choices(logits: Tensor, settings: Sampling, seen: Collection[int] = ()) -> tuple[Tensor, Tensor]:
+    """[V] -> probabilities in fp64, and the tokens they are for, in the order of their ids: two that are nearly alike
+    then change places nowhere. What a limit leaves out is not among them, or has probability 0."""
     scores = penalised(logits, settings, seen) / settings.temperature
+    tokens = torch.arange(len(scores), device=scores.device)
     if 0 < settings.top_k < len(scores):
-        kept = scores.topk(settings.top_k).indices
-        scores = torch.full_like(scores, -torch.inf).index_copy(0, kept, scores[kept])
+        scores, tokens = scores.topk(settings.top_k)
+    elif settings.top_p < 1:
+        scores, tokens = scores.sort(descending=True, stable=True)
     found = scores.softmax(-1)
     if settings.top_p < 1:
-        ordered, places = found.sort(descending=True, stable=True)
-        before = ordered.cumsum(-1) - ordered  # of likelier ones
-        found[places[before >= settings.top_p]] = 0
+        before = found.cumsum(-1) - found  # of likelier ones
+        found = found.where(before < settings.top_p, 0.0)
     if settings.min_p > 0:
-        found[found < settings.min_p * found.max()] = 0
-    return found / found.sum()
+        found = found.where(found >= settings.min_p * found.max(), 0.0)
+    order = tokens.argsort() if settings.top_k or settings.top_p < 1 else slice(None)
+    return (found / found.sum())[order], tokens[order]
 
 
 def penalised(logits: Tensor, settings: Sampling, seen: Collection[int]) -> Tensor:
@@ -70,14 +49,18 @@ def penalised(logits: Tensor, settings: Sampling, seen: Collection[int]) -> Tens
 
 @final
 class Sampler:
-    """Of one text: the `number`th of those that `seed` is for."""
+    """Of one text, with a stream of random numbers that `stream` names."""
 
-    def __init__(self, settings: Sampling, seed: int, number: int) -> None:
-        self._settings, self._random = settings, random.Random(f"{seed}/{number}")
+    def __init__(self, settings: Sampling, stream: str) -> None:
+        self._settings, self._random = settings, random.Random(stream)
 
-    def __call__(self, logits: Tensor, seen: Collection[int]) -> int:
-        if self._settings.greedy:
-            return int(penalised(logits, self._settings, seen).argmax())
-        steps = probabilities(logits, self._settings, seen).cumsum(-1)
-        drawn = torch.tensor([self._random.random()], dtype=torch.float64, device=steps.device) * steps[-1]
-        return int(torch.searchsorted(steps, drawn, right=True).clamp_(max=len(steps) - 1))
+    def __call__(self, logits: Tensor, seen: Collection[int]) -> Tensor:
+        """[V] -> one token, where the logits are: nothing waits for it."""
+        settings = self._settings
+        if settings.greedy:
+            penalty = settings.repetition_penalty != 1
+            return (penalised(logits, settings, seen) if penalty else logits).argmax()
+        found, tokens = choices(logits, settings, seen)
+        steps = found.cumsum(-1)
+        place = (steps <= self._random.random() * steps[-1]).sum()  # the first that is larger
+        return tokens[place.clamp(max=len(steps) - 1)]

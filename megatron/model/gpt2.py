@@ -19,6 +19,7 @@ from megatron.model.attention import document_mask
 from megatron.model.block import Block
 from megatron.model.init import GPT2Init
 from mpu.cross_entropy import linear_cross_entropy
+from mpu.few_rows import linear
 from mpu.groups import SOLO, Group
 from mpu.layers import VocabParallelEmbedding
 from mpu.regions import copy_to_region, gather_from_region
@@ -74,7 +75,7 @@ class GPT2(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., V] over the whole real vocabulary, on every rank."""
-        local = F.linear(copy_to_region(x, self.tp), self.wte.weight)
+        local = linear(copy_to_region(x, self.tp), self.wte.weight)
         return gather_from_region(local, self.tp)[..., : self.config.tokens]
 
 

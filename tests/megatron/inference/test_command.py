@@ -96,6 +96,7 @@ def test_nothing_of_what_stops_an_answer_is_printed_before_it_is_known(folder: P
 
 def test_what_runs_is_said_beside_the_text(folder: Path) -> None:
     assert "in bf16, ByteLevelTokenizer, loaded in" in said("--load", folder, "x", "--max-new-tokens", 1)[1]
+    assert "global_step2 of" in said("--load", folder, "--ckpt-step", 2, "x", "--max-new-tokens", 1)[1]
     assert "in fp32" in said("--load", f"{folder}:global_step2", "x", "--max-new-tokens", 1, "--dtype", "fp32")[1]
 
 
@@ -104,7 +105,8 @@ def test_what_runs_is_said_beside_the_text(folder: Path) -> None:
     (["--load", "a", "x", "--file", "b"], "give one of them"), (["--load", "a", "--file", "b"], "no such file"),
     (["--load", "a", "--max-new-tokens", "0"], "--max-new-tokens is 0"), (["--load", "a", "--nonsense"], "--nonsense"),
     (["--load", "a", "--temperature", "0", "x"], "--greedy takes the likeliest"),
-    (["--load", "a", "--model-parallel-size", "2"], "needs as many ranks"), (["--load", "a", "--stop", ""], "--stop"),
+    (["--load", "a", "--model-parallel-size", "2"], "needs as many ranks"), (["--load-hf", "a", "--ckpt-step", "2"],
+                                                                             "--ckpt-step goes with --load"), (["--load", "a", "--stop", ""], "--stop"),
 ])
 def test_what_cannot_be_is_refused_in_words(argv: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
@@ -114,6 +116,8 @@ def test_what_cannot_be_is_refused_in_words(argv: list[str], words: str) -> None
 def test_a_folder_without_a_model_and_a_prompt_that_is_too_long_are_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no committed checkpoint"):
         said("--load", tmp_path, "x")
+    with pytest.raises(CheckpointError, match="no complete checkpoint of it"):
+        said("--load", folder, "--ckpt-step", 3, "x")
     with pytest.raises(ConfigError, match="a prompt of 33 tokens, and the model has 32 positions"):
         said("--load", folder, "x" * 33)
     assert objects("--load", folder, "x" * 33, "--past-the-end", "slide", "--max-new-tokens", 2)

@@ -13,8 +13,8 @@ from megatron.checkpoint.reader import Checkpoint
 from megatron.config.tree import ModelConfig
 from megatron.inference import loading
 from megatron.inference.decoder import Decoder
-from megatron.inference.generation import Generator, Request, Text
-from megatron.inference.sampling import Sampling
+from megatron.inference.generation import Generator, Text, texts_of
+from megatron.inference.request import Request, Sampling
 from megatron.model.gpt2 import GPT2
 from mpu import groups
 from tests.distributed import run_ranks
@@ -35,9 +35,8 @@ def whole(model: GPT2, ids: Sequence[int]) -> torch.Tensor:
 
 def answers(model: GPT2, rows: int, settings: Sampling = GREEDY, most: int = 9, seed: int = 3, slides: bool = False,
             eod: int | None = None) -> list[Text]:
-    generator = Generator(Decoder(model, rows), settings, seed=seed, vocabulary=61, eod=eod, slides=slides)
-    requests = [Request(number, tuple(prompt), most) for number, prompt in enumerate(PROMPTS)]
-    return sorted(generator.run(requests), key=lambda text: text.request.number)
+    generator = Generator(Decoder(model, rows), vocabulary=61, eod=eod, slides=slides)
+    return texts_of(generator, PROMPTS, most, settings, seed)
 
 
 def by_hand(model: GPT2, prompt: Sequence[int], most: int) -> list[int]:
@@ -106,6 +105,27 @@ def test_logprobs_are_the_models() -> None:
             assert logprob == pytest.approx(float(whole(model, before).log_softmax(-1)[token]), abs=1e-4)
 
 
+def test_texts_come_and_go_in_any_order_and_each_is_what_it_is_alone() -> None:
+    """As under a server: one begins when there is room, one is dropped, each has settings of its own."""
+    model, drawn = GPT2(SHAPE), Sampling(temperature=0.9)
+    alone = {number: texts_of(Generator(Decoder(model, 1), vocabulary=61, eod=None), [prompt], 9,
+                              GREEDY if number % 2 else drawn, seed=number)[0].tokens
+             for number, prompt in enumerate(PROMPTS)}
+    generator, waiting, ended = Generator(Decoder(model, 3), vocabulary=61, eod=None), list(range(8)), {}
+    for step in range(200):
+        texts = []
+        if generator.room and waiting and step % 3 != 1:
+            number = waiting.pop()
+            texts = [generator.begin(Request(number, tuple(PROMPTS[number]), 9, GREEDY if number % 2 else drawn,
+                                             f"{number}/0"))]
+        if step == 5:
+            generator.drop(6)
+        for text in texts + generator.step():
+            if text.ended is not None:
+                ended[text.request.number] = text.tokens
+    assert generator.room == 3 and ended == {number: tokens for number, tokens in alone.items() if number != 6}
+
+
 # ---- from checkpoints, at any tensor parallel size ----------------------------------------------------------------
 
 FLAGS = ("--num-layers 3 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 24 --vocab-size 300 "
@@ -122,9 +142,8 @@ def texts(rank: int, world: int, folders: Sequence[Path], dtype: str = "fp32") -
     for folder in folders:
         model = loading.build(loading.open_trained(str(folder), grid), grid, loading.DTYPES[dtype], torch.device("cpu"))
         for rows in (1, 8):
-            generator = Generator(Decoder(model, rows), GREEDY, seed=1, vocabulary=257, eod=256)
-            ended = generator.run(Request(number, tuple(prompt), 9) for number, prompt in enumerate(PROMPTS))
-            found.append([text.tokens for text in sorted(ended, key=lambda text: text.request.number)])
+            generator = Generator(Decoder(model, rows), vocabulary=257, eod=256)
+            found.append([text.tokens for text in texts_of(generator, PROMPTS, 9, GREEDY, 1)])
     return found
 
 

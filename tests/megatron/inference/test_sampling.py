@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Collection
 
 import pytest
 import torch
 
 from megatron.errors import ConfigError
-from megatron.inference.sampling import Sampler, Sampling, probabilities
+from megatron.inference.request import Sampling
+from megatron.inference.sampling import Sampler, choices
 
 LOGITS = torch.randn(40, generator=torch.Generator().manual_seed(2)) * 2
 
@@ -17,6 +19,12 @@ SETTINGS = [
     Sampling(), Sampling(temperature=0.5), Sampling(temperature=3.0, top_k=7), Sampling(top_k=1), Sampling(top_k=40),
     Sampling(top_p=0.6), Sampling(top_p=0.01), Sampling(min_p=0.2), Sampling(repetition_penalty=1.7),
     Sampling(temperature=1.3, top_k=20, top_p=0.8, min_p=0.05, repetition_penalty=0.6)]
+
+
+def probabilities(logits: torch.Tensor, settings: Sampling, seen: Collection[int] = ()) -> torch.Tensor:
+    found, tokens = choices(logits, settings, seen)
+    assert tokens.tolist() == sorted(tokens.tolist())
+    return torch.zeros(len(logits), dtype=torch.float64).scatter(0, tokens, found)
 
 
 def slowly(settings: Sampling, seen: set[int]) -> list[float]:
@@ -49,7 +57,7 @@ def test_probabilities_are_those_of_the_slow_way(settings: Sampling, seen: set[i
 @pytest.mark.parametrize("settings", [SETTINGS[0], SETTINGS[-1]], ids=str)
 def test_tokens_are_drawn_as_often_as_they_are_likely(settings: Sampling) -> None:
     draws, expected = 20_000, probabilities(LOGITS, settings)
-    sampler, counts = Sampler(settings, 5, 0), torch.zeros(len(LOGITS), dtype=torch.float64)
+    sampler, counts = Sampler(settings, "5/0"), torch.zeros(len(LOGITS), dtype=torch.float64)
     for _ in range(draws):
         counts[sampler(LOGITS, ())] += 1
     assert not counts[expected == 0].any()
@@ -60,7 +68,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(settings: Sampling) -> Non
 
 
 def test_the_ends_of_the_line_that_is_drawn_from_are_tokens_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler = Sampler(Sampling(top_k=3), 1, 0)
+    sampler = Sampler(Sampling(top_k=3), "1/0")
     possible = probabilities(LOGITS, Sampling(top_k=3)).nonzero().flatten().tolist()
     for number, token in ((0.0, min(possible)), (1 - 2 ** -53, max(possible))):
         monkeypatch.setattr(random.Random, "random", lambda stream, number=number: number)
@@ -68,7 +76,7 @@ def test_the_ends_of_the_line_that_is_drawn_from_are_tokens_too(monkeypatch: pyt
 
 
 def test_streams_of_texts_and_seeds_differ() -> None:
-    found = [[Sampler(Sampling(), seed, number)(LOGITS, ()) for number in range(30)] for seed in (1, 2)]
+    found = [[int(Sampler(Sampling(), f"{seed}/{number}")(LOGITS, ())) for number in range(30)] for seed in (1, 2)]
     assert found[0] != found[1] and len(set(found[0])) > 5
 
 

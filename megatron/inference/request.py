@@ -1,0 +1,63 @@
+"""What is asked of a model: a prompt, how its tokens are drawn, where the text ends. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.problems import Problems
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    temperature: float = 1.0
+    top_k: int = 0
+    """0: all."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    greedy: bool = False
+    """Always the likeliest, once repetitions are."""
+
+    def __post_init__(self) -> None:
+        problems = Problems()
+        problems.require(0 < self.temperature < float("inf"), f"--temperature is {self.temperature:g}: expected more "
+                         "than 0; --greedy takes the likeliest token")
+        problems.require(self.top_k >= 0, f"--top-k is {self.top_k}: expected 0 (all) or more")
+        problems.require(0 < self.top_p <= 1, f"--top-p is {self.top_p:g}: expected more than 0, at most 1")
+        problems.require(0 <= self.min_p <= 1, f"--min-p is {self.min_p:g}: expected 0 to 1")
+        problems.require(0 < self.repetition_penalty < float("inf"), "--repetition-penalty is "
+                         f"{self.repetition_penalty:g}: expected more than 0; 1 changes nothing")
+        problems.stop()
+
+
+@dataclass(frozen=True)
+class Request:
+    number: int
+    prompt: tuple[int, ...]
+    most: int
+    """New tokens; at least one."""
+    sampling: Sampling = Sampling()
+    stream: str = ""
+    """Names its random numbers."""
+    stops: tuple[str, ...] = ()
+    """Texts that it ends before."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """How prompts are to be answered."""
+
+    most: int
+    """New tokens of an answer."""
+    sampling: Sampling
+    samples: int = 1
+    """Answers to each prompt."""
+    seed: int = 1234
+    stops: tuple[str, ...] = ()
+    slides: bool = False
+    """At the end of the position table: go on from the last tokens."""
+
+    def requests(self, prompt: tuple[int, ...], first: int) -> list[Request]:
+        """The answers to one prompt, numbered from `first` on: each has a stream of random numbers of its own."""
+        return [Request(number, prompt, self.most, self.sampling, f"{self.seed}/{number}", self.stops)
+                for number in range(first, first + self.samples)]

@@ -1,0 +1,46 @@
+"""Which model a program is to use, as its flags say it: of a run or of a Hugging Face folder, in which precision, on
+how many ranks, with which tokenizer files. No torch: flags are checked before it is imported."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field
+
+from megatron.config.tree import require
+
+TOKENIZER_FLAGS = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_path")
+
+
+@dataclass(frozen=True)
+class Source:
+    load: str | None
+    load_hf: str | None
+    step: int | None = None
+    """Of `load`: the checkpoint of this iteration."""
+    dtype: str | None = None
+    """None: as it was trained."""
+    model_parallel_size: int = 1
+    tokenizer: dict[str, str] = field(default_factory=dict)
+    """What flags say of it, in place of what the model's folder says."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--load", metavar="DIR", help="checkpoint folder of a run; DIR:TAG names a tag")
+    add("--ckpt-step", type=int, metavar="N", help="the checkpoint of iteration N (default: the latest)")
+    add("--load-hf", metavar="DIR", help="folder of a Hugging Face GPT-2")
+    add("--model-parallel-size", "--tensor-model-parallel-size", type=int, default=1, metavar="N",
+        help="split each layer over so many ranks, whatever the model was trained on (1)")
+    add("--dtype", choices=("fp32", "bf16", "fp16"), help="of the weights (default: as it was trained)")
+    for name in TOKENIZER_FLAGS:
+        add(f"--{name.replace('_', '-')}", help=argparse.SUPPRESS)
+
+
+def source_of(asked: argparse.Namespace) -> Source:
+    load, step = asked.load, asked.ckpt_step
+    require((load is None) != (asked.load_hf is None), "give one of --load and --load-hf: the model to use")
+    require(step is None or load is not None, "--ckpt-step goes with --load")
+    require(asked.model_parallel_size >= 1, f"--model-parallel-size is {asked.model_parallel_size}: expected 1 or more")
+    said = {name: getattr(asked, name) for name in TOKENIZER_FLAGS}
+    return Source(load, asked.load_hf, step, asked.dtype, asked.model_parallel_size,
+                  {name: value for name, value in said.items() if value is not None})
