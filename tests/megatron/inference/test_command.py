@@ -105,8 +105,8 @@ def test_what_runs_is_said_beside_the_text(folder: Path) -> None:
     (["--load", "a", "x", "--file", "b"], "give one of them"), (["--load", "a", "--file", "b"], "no such file"),
     (["--load", "a", "--max-new-tokens", "0"], "--max-new-tokens is 0"), (["--load", "a", "--nonsense"], "--nonsense"),
     (["--load", "a", "--temperature", "0", "x"], "--greedy takes the likeliest"),
-    (["--load", "a", "--model-parallel-size", "2"], "needs as many ranks"), (["--load-hf", "a", "--ckpt-step", "2"],
-                                                                             "--ckpt-step goes with --load"), (["--load", "a", "--stop", ""], "--stop"),
+    (["--load", "a", "--model-parallel-size", "2"], "needs as many ranks"), (["--load", "a", "--stop", ""], "--stop"),
+    (["--load-hf", "a", "--ckpt-step", "2"], "--ckpt-step goes with --load"),
 ])
 def test_what_cannot_be_is_refused_in_words(argv: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
