@@ -109,9 +109,14 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero.api.names megatron.zero.api.engine megatron.zero.api.meeting
         megatron.zero.api.initialize
         megatron.zero
-        megatron.inference megatron.inference.source megatron.inference.request megatron.inference.cache
+        megatron.inference.source megatron.inference.request megatron.inference.cache
         megatron.inference.decoder megatron.inference.sampling megatron.inference.generation
         megatron.inference.wording megatron.inference.loading megatron.inference.answers megatron.inference.command
+        megatron.inference.api megatron.inference.api.arguments megatron.inference.api.policy megatron.inference.api.cut
+        megatron.inference.api.example megatron.inference.api.proof megatron.inference.api.weights
+        megatron.inference.api.fast megatron.inference.api.answer megatron.inference.api.engine
+        megatron.inference.api.init_inference
+        megatron.inference
         megatron.evaluate megatron.evaluate.request megatron.evaluate.windows megatron.evaluate.pieces
         megatron.evaluate.scorer megatron.evaluate.outcome megatron.evaluate.reading megatron.evaluate.task
         megatron.evaluate.stream megatron.evaluate.detokenise megatron.evaluate.wikitext megatron.evaluate.perplexity
@@ -143,8 +148,8 @@ PLACES = {module: (floor, place)
 
 ROOMS = ("data", "mpu", "megatron.errors", "megatron.version", "megatron.neighbours", "megatron.config",
          "megatron.launch", "megatron.model", "megatron.recompute", "megatron.optim", "megatron.checkpoint",
-         "megatron.zero", "megatron.zero.api", "megatron.inference", "megatron.generate", "megatron.evaluate",
-         "megatron.train", "megatron.plan", "pretrain_gpt2", "megatron.commands")
+         "megatron.zero", "megatron.zero.api", "megatron.inference", "megatron.inference.api", "megatron.generate",
+         "megatron.evaluate", "megatron.train", "megatron.plan", "pretrain_gpt2", "megatron.commands")
 """Every room of the house, from below; a room imports only rooms before it."""
 
 TYPES_OF_DISTRIBUTED = {"ProcessGroup", "Work", "Store"}
@@ -236,9 +241,9 @@ def test_no_import_goes_up():
 
 
 def room_of(module: str) -> str:
-    """The room of a module; `megatron.zero` itself only passes on the names of zero/api."""
-    if module == "megatron.zero":
-        return "megatron.zero.api"
+    """The room of a module; `megatron.zero` and `megatron.inference` only pass on the names of their api."""
+    if module in ("megatron.zero", "megatron.inference"):
+        return f"{module}.api"
     return max((room for room in ROOMS if f"{module}.".startswith(f"{room}.")), key=len)
 
 

@@ -10,4 +10,24 @@
     loading.py      a model from a checkpoint or a Hugging Face folder, at any tensor parallel size: this rank's part
     answers.py      prompts in, text out, in order
     command.py      python -m megatron.generate
+
+`init_inference` is DeepSpeed's call over it (api/). Names are imported on first use: flags are checked without torch.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron.inference.api.engine import InferenceEngine
+    from megatron.inference.api.init_inference import init_inference
+    from megatron.inference.api.policy import Cut
+
+_MODULE_OF = {"init_inference": "init_inference", "InferenceEngine": "engine", "Cut": "policy"}
+
+__all__ = ["Cut", "InferenceEngine", "init_inference"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"megatron.inference.api.{_MODULE_OF[name]}"), name)

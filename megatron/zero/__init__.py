@@ -81,8 +81,8 @@ _ALIASES = {
 """What DeepSpeed calls what: a name of a module, or the module itself."""
 
 _REFUSED = {
-    "init_inference": "this engine trains; megatron.zero has no inference engine",
-    "InferenceEngine": "this engine trains; megatron.zero has no inference engine",
+    "init_inference": "this engine trains; `from megatron.inference import init_inference` (docs/inference.md)",
+    "InferenceEngine": "this engine trains; megatron.inference.InferenceEngine is what init_inference returns",
     "PipelineModule": "there is no pipeline parallelism; stage 3 splits models by parameters",
     "PipelineEngine": "there is no pipeline parallelism; stage 3 splits models by parameters",
     "tp_model_init": "tensor parallelism is the model's: build it of mpu's layers, and give mpu= to initialize",

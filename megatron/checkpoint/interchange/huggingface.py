@@ -43,7 +43,7 @@ NEEDED: Mapping[str, object] = {"model_type": "gpt2", "tie_word_embeddings": Tru
 
 def open_folder(folder: Path) -> Foreign:
     """A folder of theirs; its tensors are views of mapped files."""
-    model = _model(read_config(folder), str(folder / CONFIG))
+    model = our_shape(read_config(folder), str(folder / CONFIG))
     tensors = _tensors(folder)
     found = HUGGING_FACE.translate(tensors.items(), str(folder))
     check_head(tensors, found, str(folder))
@@ -65,7 +65,8 @@ def check_head(theirs: Mapping[str, Tensor], found: Mapping[str, Tensor], where:
                               "this program's GPT-2 does not have")
 
 
-def _model(config: Mapping[str, Any], where: str) -> ModelConfig:
+def our_shape(config: Mapping[str, Any], where: str) -> ModelConfig:
+    """Of a config.json of theirs, if our model computes the same."""
     wrong = [f"{key} is {config[key]!r}, {needed!r} expected" for key, needed in NEEDED.items()
              if config.get(key, needed) != needed]
     if (gelu := config.get("activation_function", SAME_GELU[0])) not in SAME_GELU:

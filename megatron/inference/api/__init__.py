@@ -1,0 +1,13 @@
+"""DeepSpeed's names over inference: `megatron.inference.init_inference`, and the engine it returns.
+
+    arguments.py        every argument of DeepSpeed's call: what it means here, or what to do instead
+    policy.py           which layers of a model that is not ours are cut, and how: the plan of a cut
+    cut.py              the plan done: each rank keeps its part of the layers
+    example.py          inputs that a model takes
+    proof.py            the cut model computes what the whole one did, or is refused
+    weights.py          where the weights of a GPT-2 come from: a checkpoint, or a model in memory
+    fast.py             our GPT-2 out of the layers of transformers' one
+    answer.py           `generate` as transformers types it, over the cache
+    engine.py           what a script holds
+    init_inference.py   the call
+"""

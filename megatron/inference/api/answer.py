@@ -1,0 +1,144 @@
+"""`generate` as transformers types it, over our decoder: token ids in, [rows, length] ids out.
+
+A row is its prompt, as it was given, and what follows it; rows that end earlier are filled up. Prompts of unequal
+lengths are padded on the left, with an attention mask that says where.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from megatron.config.problems import Problems
+from megatron.config.setting import require
+from megatron.inference.decoder import Decoder
+from megatron.inference.generation import Generator, Request, Text
+from megatron.inference.sampling import Sampling
+from megatron.model.gpt2 import GPT2
+from mpu.collectives import all_gather_json, broadcast_json
+from mpu.groups import Group
+
+NEW_TOKENS = 20
+"""Where nobody says how many, as in transformers."""
+
+HARMLESS: Mapping[str, tuple[Any, ...]] = {
+    "use_cache": (None, True, False), "num_beams": (None, 1), "num_beam_groups": (None, 1),
+    "early_stopping": (None, False),
+    "return_dict_in_generate": (None, False), "output_scores": (None, False), "output_logits": (None, False),
+    "output_attentions": (None, False), "output_hidden_states": (None, False), "min_length": (None, 0),
+    "min_new_tokens": (None, 0), "no_repeat_ngram_size": (None, 0), "typical_p": (None, 1.0),
+    "length_penalty": (None, 1.0), "synced_gpus": (None, False), "streamer": (None,), "logits_processor": (None, []),
+    "stopping_criteria": (None, []), "bad_words_ids": (None,), "penalty_alpha": (None,), "token_type_ids": (None,),
+    "bos_token_id": (None,), "decoder_start_token_id": (None,), "generation_config": (None,),
+}
+"""Arguments of transformers' generate that may say what happens anyway. Any `bos_token_id` does."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """The arguments that are understood, with transformers' defaults."""
+
+    max_new_tokens: int | None = None
+    max_length: int | None = None
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 50
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    num_return_sequences: int = 1
+    eos_token_id: int | Sequence[int] | None = None
+    pad_token_id: int | None = None
+    seed: int | None = None
+    """Ours; without it, a number of torch's stream."""
+
+    @classmethod
+    def of(cls, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Wanted:
+        problems, known = Problems(), {field.name for field in fields(cls)}
+        for name, value in given.items():
+            if name in HARMLESS and name != "bos_token_id":
+                problems.require(any(value is one or value == one for one in HARMLESS[name]), f"generate: {name} is "
+                                 f"{value!r:.60}, which is not supported; without replace_with_kernel_inject "
+                                 "transformers' own generate runs")
+            elif name not in known and name not in HARMLESS:
+                near = difflib.get_close_matches(name, [*known, *HARMLESS], n=1)
+                problems.append(f"generate: {name} is unknown; " + (
+                    f"did you mean {near[0]}?" if near else "docs/inference.md lists what is understood"))
+        problems.stop()
+        said = {name: value for name, value in {**defaults, **given}.items() if value is not None and name in known}
+        return cls(**said)
+
+    def sampling(self) -> Sampling:
+        if not self.do_sample:
+            return Sampling(greedy=True, repetition_penalty=self.repetition_penalty)
+        return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p,
+                        repetition_penalty=self.repetition_penalty)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        given = self.eos_token_id
+        return () if given is None else (given,) if isinstance(given, int) else tuple(given)
+
+    def most(self, length: int) -> int:
+        """New tokens after a prompt of `length`."""
+        if self.max_new_tokens is not None or self.max_length is None:
+            return NEW_TOKENS if self.max_new_tokens is None else self.max_new_tokens
+        return self.max_length - length
+
+
+@torch.no_grad()
+def answer(model: GPT2, input_ids: Tensor, mask: Tensor | None, wanted: Wanted, limit: int) -> Tensor:
+    """[b, s] -> [b x num_return_sequences, s + new]. `limit` is of prompt and answer together. Collective over tp."""
+    check_equal(input_ids, mask, model.tp)
+    prompts = _prompts(input_ids, mask)
+    width = input_ids.shape[1]
+    most = wanted.most(width)
+    require(most >= 1, f"generate: max_length is {wanted.max_length}, and the prompt has {width} tokens: give "
+            "max_new_tokens")
+    longest = max(map(len, prompts))
+    require(longest + most <= limit, f"generate: a prompt of {longest} tokens and {most} new ones are more than the "
+            f"{limit} that the engine has room for: shorten the prompt, or give a smaller max_new_tokens")
+    seed = broadcast_json(int(torch.randint(1 << 31, ())) if wanted.seed is None else wanted.seed, model.tp, 0)
+    copies = wanted.num_return_sequences
+    generator = Generator(Decoder(model, len(prompts) * copies), wanted.sampling(), seed=seed,
+                          vocabulary=model.config.tokens, eod=None, stops=_stops(wanted.ends))
+    requests = [Request(number, prompts[number // copies], most) for number in range(len(prompts) * copies)]
+    texts = sorted(generator.run(requests), key=lambda text: text.request.number)
+    new = max(len(text.tokens) for text in texts)
+    pad = wanted.pad_token_id if wanted.pad_token_id is not None else wanted.ends[0] if wanted.ends else 0
+    rows = [text.tokens + [pad] * (new - len(text.tokens)) for text in texts]
+    before = input_ids.repeat_interleave(copies, 0)
+    return torch.cat([before, torch.tensor(rows, dtype=before.dtype, device=before.device)], 1)
+
+
+def _stops(ends: tuple[int, ...]) -> Callable[[Text], bool]:
+    """An end is a token of the answer."""
+    return lambda text: text.tokens[-1] in ends
+
+
+def _prompts(input_ids: Tensor, mask: Tensor | None) -> list[tuple[int, ...]]:
+    require(isinstance(input_ids, Tensor) and input_ids.dim() == 2 and 0 not in input_ids.shape,
+            "generate: input_ids: expected [rows, length] token ids, at least one in a row")
+    if mask is None:
+        return [tuple(row) for row in input_ids.tolist()]
+    require(mask.shape == input_ids.shape, f"generate: attention_mask is {list(mask.shape)}, and input_ids "
+            f"{list(input_ids.shape)}")
+    kept = mask != 0
+    require(bool(kept[:, -1].all() and (kept.int().diff(dim=1) >= 0).all()), "generate: pad prompts on the left: each "
+            "row of attention_mask is zeros, then ones")
+    return [tuple(row[one].tolist()) for row, one in zip(input_ids, kept)]
+
+
+def check_equal(input_ids: Any, mask: Any, tp: Group) -> None:
+    """Every rank asks the same: they work on one answer together."""
+    given = [None if one is None else one.tolist() for one in (input_ids, mask)] if not tp.is_solo else None
+    found = all_gather_json(given, tp)
+    other = next((rank for rank, one in enumerate(found) if one != found[0]), None)
+    require(other is None, f"generate: rank {other} of the tensor parallel group was given other input_ids than rank "
+            "0: give the same to all")

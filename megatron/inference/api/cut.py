@@ -1,0 +1,85 @@
+"""The plan of a cut done: each layer of it becomes a parallel layer that holds this rank's part of the weights."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config.setting import require
+from megatron.inference.api.policy import Place, Plan, is_turned, widths
+from mpu.groups import Group
+from mpu.layers import ColumnParallelLinear, RowParallelLinear
+from mpu.partition import local_slice, mark_partition
+from mpu.split import Partition
+
+
+def check_even(model: nn.Module, plan: Plan, tp: Group) -> None:
+    """Everything that is cut has equal parts, or is refused by name."""
+    for place in plan.places:
+        inside, outside = widths(model.get_submodule(place.path))
+        width, side = (outside // place.parts, "output") if place.side == "column" else (inside, "input")
+        whole = outside % place.parts == 0
+        require(whole, f"injection_policy: the {outside} output features of {place.path} are not {place.parts} equal "
+                "parts")
+        require(width % tp.size == 0, f"{place.path} has {width} {side} features, which {tp.size} ranks cannot share "
+                f"evenly: choose a tp_size that divides {width}")
+    for number in plan.numbers:
+        value = _number(model, number)
+        require(value % tp.size == 0, f"{number} is {value}, which {tp.size} ranks cannot share evenly: choose a "
+                f"tp_size that divides {value}")
+
+
+@torch.no_grad()
+def cut(model: nn.Module, plan: Plan, tp: Group) -> None:
+    """In place. A layer that is in two places is cut once."""
+    made = dict[int, nn.Module]()
+    for place in plan.places:
+        layer = model.get_submodule(place.path)
+        if id(layer) not in made:
+            made[id(layer)] = part = _part(layer, place, tp)
+            made[id(part)] = part
+        owner, _, name = place.path.rpartition(".")
+        setattr(model.get_submodule(owner), name, made[id(layer)])
+    for number in plan.numbers:
+        owner, _, name = number.rpartition(".")
+        setattr(model.get_submodule(owner), name, _number(model, number) // tp.size)
+
+
+def _number(model: nn.Module, path: str) -> int:
+    owner, _, name = path.rpartition(".")
+    return cast(int, vars(model.get_submodule(owner))[name])
+
+
+def _part(layer: nn.Module, place: Place, tp: Group) -> nn.Module:
+    if isinstance(layer, nn.Embedding):
+        table = nn.Embedding(layer.num_embeddings, layer.embedding_dim // tp.size, layer.padding_idx, device="meta")
+        table.weight = _parameter(_mine(layer.weight, Partition(1, place.parts), tp), Partition(1, place.parts))
+        return table
+    inside, outside = widths(layer)
+    weight, bias = cast(nn.Parameter, layer.weight), cast("nn.Parameter | None", layer.bias)
+    made: ColumnParallelLinear | RowParallelLinear
+    if place.side == "column":
+        made = ColumnParallelLinear(inside, outside, bias is not None, gather_output=False, stride=place.parts, tp=tp,
+                                    dtype=weight.dtype, device="meta")
+    else:
+        made = RowParallelLinear(inside, outside, bias is not None, input_is_parallel=True, tp=tp, dtype=weight.dtype,
+                                 device="meta")
+    partition = Partition(0 if place.side == "column" else 1, place.parts)
+    made.weight = _parameter(_mine(weight.t() if is_turned(layer) else weight, partition, tp), partition)
+    if bias is not None:
+        of_bias = partition if place.side == "column" else None
+        made.bias = _parameter(bias.clone() if of_bias is None else _mine(bias, of_bias, tp), of_bias)
+    return made.train(layer.training)
+
+
+def _mine(whole: Tensor, partition: Partition, tp: Group) -> Tensor:
+    """A copy, so that the whole can go."""
+    return local_slice(whole, partition, tp.rank, tp.size).clone(memory_format=torch.contiguous_format)
+
+
+def _parameter(values: Tensor, partition: Partition | None) -> nn.Parameter:
+    made = nn.Parameter(values, requires_grad=False)
+    mark_partition(made, partition)
+    return made

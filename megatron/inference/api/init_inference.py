@@ -1,0 +1,161 @@
+"""`megatron.inference.init_inference`: a model made ready for inference, as DeepSpeed's tutorial types it.
+
+    engine = init_inference(model, tensor_parallel={"tp_size": 2}, dtype=torch.bfloat16)
+    logits = engine(input_ids)
+
+The model is our GPT-2, whole or from a checkpoint, transformers' GPT-2, or any module with an injection policy. A
+module that is not ours is changed in place, as DeepSpeed does. Collective over all ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.checkpoint.agree import agree
+from megatron.config.setting import require
+from megatron.errors import CheckpointError, ConfigError, TrainerError
+from megatron.inference import loading
+from megatron.inference.api import arguments, weights
+from megatron.inference.api.arguments import Asked
+from megatron.inference.api.cut import check_even, cut
+from megatron.inference.api.engine import InferenceEngine, share_random_state
+from megatron.inference.api.fast import HEADED, ours_of
+from megatron.inference.api.policy import plan_of
+from megatron.inference.api.proof import Proof, check_same
+from megatron.launch import distributed, exits
+from megatron.model.gpt2 import GPT2
+from mpu import groups as mpu_groups
+from mpu.groups import Groups
+
+
+def init_inference(model: nn.Module | None = None, config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+                   **kwargs: Any) -> InferenceEngine:
+    """The engine of a model; docs/inference.md lists the arguments, which are DeepSpeed's."""
+    exits.answer_uncaught()
+    asked = arguments.read(config, kwargs)
+    env = distributed.init()
+    groups = _groups(asked)
+    device = distributed.device_for(env)
+    notes = list(asked.notes)
+    require(asked.dtype is not torch.int8, "init_inference: dtype torch.int8 is not supported yet; use torch.bfloat16")
+    if model is None or isinstance(model, GPT2):
+        engine = _of_ours(model, asked, groups, device)
+    else:
+        require(isinstance(model, nn.Module), f"init_inference: model is a {type(model).__name__}: expected a module")
+        engine = _of_theirs(model, asked, groups, device, notes)
+    _say(notes, groups)
+    return engine.eval()
+
+
+def _groups(asked: Asked) -> Groups:
+    """The grid: of the given process groups, or of `tp_size` ranks each."""
+    size, given = asked.tp_size, [one for one in (asked.mpu, asked.tp_group) if one is not None]
+    require(len(given) < 2, "init_inference: give one of tensor_parallel.mpu and tensor_parallel.tp_group")
+    if isinstance(asked.mpu, Groups):
+        groups = asked.mpu
+    elif given:
+        groups = mpu_groups.of_handles(asked.mpu.get_model_parallel_group() if asked.mpu else asked.tp_group, None)
+    else:
+        world = distributed.read_environment().world_size
+        require(world % (size or 1) == 0, f"init_inference: tensor_parallel.tp_size is {size}, and there are {world} "
+                f"ranks: start {size} of them, or a multiple (python -m megatron.launch --nproc-per-node {size} "
+                "SCRIPT)")
+        return mpu_groups.build(size or 1)
+    require(size in (None, groups.tp.size), f"init_inference: tensor_parallel.tp_size is {size}, and the given group "
+            f"has {groups.tp.size} ranks: leave tp_size out")
+    return groups
+
+
+# ---- our GPT-2 ------------------------------------------------------------------------------------------------------
+
+def _of_ours(model: GPT2 | None, asked: Asked, groups: Groups, device: torch.device) -> InferenceEngine:
+    require(asked.policy is None, "init_inference: injection_policy is for models that are not ours: our GPT-2 is cut "
+            "by itself; leave it out")
+    if asked.checkpoint is not None:
+        found = weights.open_checkpoint(asked.checkpoint, asked.base_dir, groups)
+        if model is not None:
+            weights.check_shape(model.config, found)
+    elif model is None:
+        raise ConfigError("init_inference needs a model, or checkpoint=: the folder of one")
+    else:
+        if model.tp.size == groups.tp.size:
+            return _engine(model.to(device, asked.dtype), model, asked, groups)
+        require(model.tp.is_solo, f"init_inference: the given model is split over {model.tp.size} ranks and cannot be "
+                f"for {groups.tp.size}: save it, and give checkpoint=, which loads at any size")
+        check_same(model, groups.tp)
+        found = weights.of_model(model)
+    dtype = asked.dtype or _precision(model, found)
+    made = loading.build(found, groups, dtype, device)
+    return _engine(made, made, asked, groups)
+
+
+def _precision(model: GPT2 | None, found: loading.Found) -> torch.dtype:
+    """As the model is; without one, as it was trained."""
+    return loading.DTYPES[found.precision] if model is None else next(model.parameters()).dtype
+
+
+def _engine(module: nn.Module, gpt2: GPT2, asked: Asked, groups: Groups) -> InferenceEngine:
+    positions = gpt2.config.max_position_embeddings
+    room = min(asked.max_out_tokens or positions, positions)
+    require(asked.min_out_tokens <= room, f"init_inference: min_out_tokens is {asked.min_out_tokens}, and there is "
+            f"room for {room}: the model has {positions} positions"
+            + (f", and max_out_tokens is {asked.max_out_tokens}" if asked.max_out_tokens else ""))
+    return InferenceEngine(module, gpt2.eval(), groups.tp, asked.max_out_tokens)
+
+
+# ---- a model that is not ours ---------------------------------------------------------------------------------------
+
+def _of_theirs(model: nn.Module, asked: Asked, groups: Groups, device: torch.device,
+               notes: list[str]) -> InferenceEngine:
+    is_headed_gpt2 = type(model).__name__ == HEADED and type(model).__module__.startswith("transformers.")
+    if asked.checkpoint is not None:
+        require(is_headed_gpt2, f"init_inference: checkpoint= fills a GPT-2, and the model is a "
+                f"{type(model).__name__}: load its weights first (from_pretrained, or load_state_dict), and leave "
+                "checkpoint out")
+        found = weights.open_checkpoint(asked.checkpoint, asked.base_dir, groups)
+        agree(lambda: weights.fill_transformers(model, found), groups.world)
+    model.eval().requires_grad_(False)
+    agree(lambda: _cut(model, asked, groups), groups.world)
+    _cast(model, asked.dtype, device)
+    share_random_state(groups.tp)
+    if asked.fast and is_headed_gpt2:
+        try:
+            return _engine(model, ours_of(model, groups.tp), asked, groups)
+        except TrainerError as error:
+            notes.append(f"replace_with_kernel_inject has no effect: {error}")
+    elif asked.fast:
+        notes.append(f"replace_with_kernel_inject has no effect: there is no decoder for a {type(model).__name__}")
+    return InferenceEngine(model, None, groups.tp, asked.max_out_tokens)
+
+
+def _cut(model: nn.Module, asked: Asked, groups: Groups) -> None:
+    plan = plan_of(model, asked.policy)
+    require(bool(plan.places) or groups.tp.is_solo, f"init_inference: how a {type(model).__name__} is cut over "
+            f"{groups.tp.size} ranks is not known: give injection_policy={{LayerClass: (names of its row-parallel "
+            "layers,)}} (docs/inference.md)")
+    check_even(model, plan, groups.tp)
+    check_same(model, groups.tp)
+    proof = None if groups.tp.is_solo else Proof(model, plan, asked.example_inputs)
+    cut(model, plan, groups.tp)
+    if proof is not None:
+        proof.check()
+
+
+def _cast(model: nn.Module, dtype: torch.dtype | None, device: torch.device) -> None:
+    model.to(device, dtype)
+    broken = next((name for name, value in model.named_parameters() if not bool(value.isfinite().all())), None)
+    if broken is not None:
+        raise CheckpointError(f"{broken} is not finite in {str(dtype or 'its precision').removeprefix('torch.')}: ask "
+                              "for another dtype")
+
+
+def _say(notes: list[str], groups: Groups) -> None:
+    if groups.world.rank == 0:
+        for note in notes:
+            print(f"note: init_inference: {note}", file=sys.stderr, flush=True)

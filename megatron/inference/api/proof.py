@@ -1,0 +1,143 @@
+"""The cut model computes what the whole one did, or is refused: a wrong policy gives plausible garbage otherwise.
+
+The whole model runs once on an example, and every row layer's output is kept. The cut one runs on the same example,
+and each row layer, once its sum is compared, answers with what it gave in the whole model: so that rounding does not
+add up from layer to layer, and a difference is found in the layer that makes it. A row layer's own output is compared,
+not what is left of it in a residual stream.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config.setting import require
+from megatron.errors import ConfigError
+from megatron.inference.api.example import example_of
+from megatron.inference.api.policy import Plan
+from megatron.launch.exits import is_peer_loss
+from mpu.collectives import all_gather_json
+from mpu.groups import Group
+
+ROUNDINGS = {torch.float32: 64, torch.float64: 64, torch.float16: 16, torch.bfloat16: 8}
+"""By so many last bits of its largest number an output may differ: sums in another order, rounded elsewhere."""
+
+HELP = ("in injection_policy, row layers are those that read what column layers made; megatron.inference.Cut names "
+        "both, fused outputs (q, k, v) and the counts of heads to divide (docs/inference.md)")
+FAILURES = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, AssertionError, NotImplementedError)
+
+
+def check_same(model: nn.Module, tp: Group) -> None:
+    """Every rank was given the same weights: a model that each made from random numbers of its own is not one model."""
+    sums = repr([float(p.detach().sum(dtype=torch.float64)) for p in model.parameters()]) if not tp.is_solo else ""
+    found = all_gather_json(hashlib.sha256(sums.encode()).hexdigest(), tp)
+    other = next((rank for rank, one in enumerate(found) if one != found[0]), None)
+    require(other is None, f"the model of rank {other} of the tensor parallel group has other weights than that of rank "
+            "0: load the same checkpoint on every rank, or set the same seed before the model is made")
+
+
+@final
+class Proof:
+    """Made of the whole model; `check` is of the cut one."""
+
+    def __init__(self, model: nn.Module, plan: Plan, given: Any) -> None:
+        self._plan, self._model, self._kept = plan, model, dict[str, list[Tensor]]()
+        example = example_of(model, given)
+        problem = "its first layer takes neither tokens nor features"
+        if example is not None:
+            self._example = example
+            try:
+                self._outputs = self._run(self._keep)
+                return
+            except FAILURES as error:
+                problem = f"it fails on {'example_inputs' if given is not None else 'made-up inputs'} ({_line(error)})"
+        raise ConfigError(f"whether the cut model computes the same cannot be checked: {problem}; give init_inference "
+                          "inputs that the model takes, example_inputs=(tensor, ...) or {name: tensor}")
+
+    def check(self) -> None:
+        """Or why the policy is wrong."""
+        self._told: str | None = None
+        try:
+            outputs = self._run(self._compare)
+        except FAILURES as error:
+            if is_peer_loss(error):
+                raise
+            raise ConfigError(f"{self._names()} the model fails: {_line(error)}; {HELP}") from error
+        if self._told is None and [one.shape for one in outputs] != [one.shape for one in self._outputs]:
+            self._told = "its outputs have other shapes"
+        for one, whole in zip(outputs, self._outputs):
+            if self._told is None and (off := _off(one, whole)) is not None:
+                self._told = f"its output differs from the whole model's by {off}"
+        require(self._told is None, f"{self._names()} the model computes something else: {self._told}; {HELP}")
+
+    def _run(self, hear: Callable[[str, Tensor], Tensor]) -> list[Tensor]:
+        rows = {place.path: self._model.get_submodule(place.path) for place in self._plan.places if place.side == "row"}
+        with torch.no_grad(), _heard(rows, hear):
+            return list(_tensors(self._model(*self._example.args, **self._example.kwargs)))
+
+    def _keep(self, path: str, output: Tensor) -> Tensor:
+        self._kept.setdefault(path, []).append(output.clone())
+        return output
+
+    def _compare(self, path: str, output: Tensor) -> Tensor:
+        kept = self._kept.get(path)
+        if not kept:
+            self._told = self._told or f"{path} is used more often"
+            return output
+        whole = kept.pop(0)
+        if output.shape != whole.shape:
+            raise ConfigError(f"{self._names()} {path} gives {list(output.shape)} numbers, and not "
+                              f"{list(whole.shape)}; {HELP}")
+        if self._told is None and (off := _off(output, whole)) is not None:
+            self._told = f"the output of {path} differs from the whole model's by {off}"
+        return whole
+
+    def _names(self) -> str:
+        return f"cut as said for {', '.join(dict.fromkeys(self._plan.layers.values()))},"
+
+
+@contextmanager
+def _heard(layers: Mapping[str, nn.Module], hear: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
+    """Outputs of layers pass through `hear`."""
+    def heard(path: str, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *args, **kwargs: hear(path, forward(*args, **kwargs))
+
+    once = {id(layer): (path, layer) for path, layer in layers.items()}
+    for path, layer in once.values():
+        layer.forward = heard(path, layer.forward)
+    try:
+        yield
+    finally:
+        for _, layer in once.values():
+            del layer.forward
+
+
+def _off(one: Tensor, whole: Tensor) -> str | None:
+    """How far apart two tensors are, where rounding does not explain it."""
+    if not whole.is_floating_point():
+        return None if torch.equal(one, whole) else "whole numbers"
+    if not one.numel():
+        return None
+    most, scale = float((one - whole).abs().max()), float(whole.abs().max())
+    allowed = ROUNDINGS[whole.dtype] * torch.finfo(whole.dtype).eps * scale
+    return None if most <= allowed else f"up to {most:.2g}, where its largest number is {scale:.2g}"  # NaN: neither
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _tensors(inner)
+    elif isinstance(value, (tuple, list)):
+        for inner in value:
+            yield from _tensors(inner)
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:240]

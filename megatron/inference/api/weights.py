@@ -1,0 +1,91 @@
+"""Where the weights of a GPT-2 come from: a checkpoint folder, DeepSpeed's description of one, or a model in memory.
+
+All of them are read the same way (inference/loading.py), at any tensor parallel size and in any precision.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.checkpoint.interchange.foreign import Foreign, shapes_of
+from megatron.checkpoint.interchange.names import HUGGING_FACE
+from megatron.checkpoint.recognise import recognise
+from megatron.config.ds_reader import plain
+from megatron.config.hf_shape import CONFIG
+from megatron.config.loose_json import parse
+from megatron.config.setting import require
+from megatron.config.tree import ModelConfig
+from megatron.errors import CheckpointError
+from megatron.inference.loading import Found, open_hf, open_trained
+from megatron.model.gpt2 import GPT2
+from mpu.groups import Groups
+
+SAME = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "tokens", "ffn_size")
+"""What a model and a checkpoint must agree in."""
+
+
+def open_checkpoint(given: str | Mapping[str, Any], base_dir: str, groups: Groups) -> Found:
+    """A folder of ours, or of a Hugging Face GPT-2; or DeepSpeed's description of a folder. Collective."""
+    folder = _folder(given, base_dir)
+    is_hf = (Path(folder) / CONFIG).is_file() and "Hugging Face" in recognise(Path(folder))
+    return open_hf(folder, groups) if is_hf else open_trained(folder, groups)
+
+
+def _folder(given: str | Mapping[str, Any], base_dir: str) -> str:
+    """What `{"type": "ds_model", "checkpoints": FOLDER}` names, or the folder itself."""
+    name = given if isinstance(given, str) else "checkpoint"
+    if isinstance(given, str):
+        path = Path(base_dir, given)
+        if path.suffix != ".json":
+            return os.fspath(path)
+        try:
+            given = plain(parse(path.read_text(encoding="utf-8"), name), name)
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"checkpoint {path}: cannot be read ({error})") from error
+    require(isinstance(given, Mapping), f"{name}: expected an object {{...}}")
+    assert isinstance(given, Mapping)
+    files = given.get("checkpoints")
+    if not isinstance(files, str):
+        raise CheckpointError(f"{name}: a list of files of type {given.get('type')!r} is not read here: make a "
+                              "checkpoint of it with `python -m megatron.checkpoint convert` (docs/checkpoints.md), "
+                              "which loads at any tp_size, and give checkpoint=FOLDER")
+    return os.fspath(Path(base_dir or given.get("base_dir") or "", files))
+
+
+def of_model(model: GPT2) -> Found:
+    """Of a whole model of ours."""
+    shape, whole = model.config, dict(model.named_parameters())
+    tensors = {name: tensor.detach()[: shape.tokens] if name == "wte.weight" else tensor.detach()
+               for name, tensor in whole.items()}
+    weights = Foreign("the given model", shape, {name: lambda tensor=tensor: tensor  # type: ignore[misc]
+                                                 for name, tensor in tensors.items()})
+    return Found(weights, shape, {}, "fp32", "the given model")
+
+
+def check_shape(wanted: ModelConfig, found: Found) -> None:
+    """A model and the checkpoint that is to fill it."""
+    for name in SAME:
+        ours, theirs = getattr(wanted, name), getattr(found.shape, name)
+        require(ours == theirs, f"checkpoint {found.name}: its {name} is {theirs}, and the given model's is {ours}; "
+                "leave the model out, and it is made as the checkpoint says")
+
+
+@torch.no_grad()
+def fill_transformers(model: nn.Module, found: Found) -> None:
+    """A whole GPT-2 of transformers <- the weights."""
+    shapes, parameters = shapes_of(found.shape), dict(model.named_parameters())
+    for name, shape in shapes.items():
+        values = torch.empty(shape)
+        found.weights.read("weight", name, shape=shape, partition=None, tp_rank=0, tp_size=1, offset=0,
+                           out=values.view(-1))
+        parameters[HUGGING_FACE.theirs(name, "transformer.")].copy_(_theirs(name, values))
+
+
+def _theirs(name: str, values: Tensor) -> Tensor:
+    return values.t() if HUGGING_FACE.turned(name) else values
