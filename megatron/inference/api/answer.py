@@ -17,8 +17,8 @@ from torch import Tensor
 from megatron.config.problems import Problems
 from megatron.config.setting import require
 from megatron.inference.decoder import Decoder
-from megatron.inference.generation import Generator, Request, Text
-from megatron.inference.sampling import Sampling
+from megatron.inference.generation import Generator, Text, texts_of
+from megatron.inference.request import Sampling
 from megatron.model.gpt2 import GPT2
 from mpu.collectives import all_gather_json, broadcast_json
 from mpu.groups import Group
@@ -106,10 +106,9 @@ def answer(model: GPT2, input_ids: Tensor, mask: Tensor | None, wanted: Wanted, 
             f"{limit} that the engine has room for: shorten the prompt, or give a smaller max_new_tokens")
     seed = broadcast_json(int(torch.randint(1 << 31, ())) if wanted.seed is None else wanted.seed, model.tp, 0)
     copies = wanted.num_return_sequences
-    generator = Generator(Decoder(model, len(prompts) * copies), wanted.sampling(), seed=seed,
-                          vocabulary=model.config.tokens, eod=None, stops=_stops(wanted.ends))
-    requests = [Request(number, prompts[number // copies], most) for number in range(len(prompts) * copies)]
-    texts = sorted(generator.run(requests), key=lambda text: text.request.number)
+    generator = Generator(Decoder(model, len(prompts) * copies), vocabulary=model.config.tokens, eod=None,
+                          stops=_stops(wanted.ends))
+    texts = texts_of(generator, [prompt for prompt in prompts for _ in range(copies)], most, wanted.sampling(), seed)
     new = max(len(text.tokens) for text in texts)
     pad = wanted.pad_token_id if wanted.pad_token_id is not None else wanted.ends[0] if wanted.ends else 0
     rows = [text.tokens + [pad] * (new - len(text.tokens)) for text in texts]

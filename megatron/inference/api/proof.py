@@ -25,7 +25,7 @@ from mpu.collectives import all_gather_json
 from mpu.groups import Group
 
 ROUNDINGS = {torch.float32: 64, torch.float64: 64, torch.float16: 16, torch.bfloat16: 8}
-"""By so many last bits of its largest number an output may differ: sums in another order, rounded elsewhere."""
+"""By so many last bits of its largest number an output may differ: sums come in another order."""
 
 HELP = ("in injection_policy, row layers are those that read what column layers made; megatron.inference.Cut names "
         "both, fused outputs (q, k, v) and the counts of heads to divide (docs/inference.md)")

@@ -57,8 +57,8 @@ def test_a_folder_of_transformers_fills_our_model_or_theirs(tmp_path: Path) -> N
     with torch.no_grad():
         logits = whole(tokens()).logits[:, -1]
     for world in (1, 2):
-        for ours, text, filled, their_text in run_ranks(from_their_folder, world, tmp_path):
-            torch.testing.assert_close(ours, logits, **CLOSE)
+        for logits_of_ours, text, filled, their_text in run_ranks(from_their_folder, world, tmp_path):
+            torch.testing.assert_close(logits_of_ours, logits, **CLOSE)
             torch.testing.assert_close(filled, logits, **CLOSE)
             assert torch.equal(text, greedy(whole)) and torch.equal(their_text, greedy(whole))
 
