@@ -29,16 +29,16 @@ ROUNDINGS = {torch.float32: 64, torch.float64: 64, torch.float16: 16, torch.bflo
 
 HELP = ("in injection_policy, row layers are those that read what column layers made; megatron.inference.Cut names "
         "both, fused outputs (q, k, v) and the counts of heads to divide (docs/inference.md)")
-FAILURES = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, AssertionError, NotImplementedError)
+FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 
 
 def check_same(model: nn.Module, tp: Group) -> None:
-    """Every rank was given the same weights: a model that each made from random numbers of its own is not one model."""
+    """Every rank was given the same weights: what each made from random numbers of its own is not one model."""
     sums = repr([float(p.detach().sum(dtype=torch.float64)) for p in model.parameters()]) if not tp.is_solo else ""
     found = all_gather_json(hashlib.sha256(sums.encode()).hexdigest(), tp)
     other = next((rank for rank, one in enumerate(found) if one != found[0]), None)
-    require(other is None, f"the model of rank {other} of the tensor parallel group has other weights than that of rank "
-            "0: load the same checkpoint on every rank, or set the same seed before the model is made")
+    require(other is None, f"the model of rank {other} of the tensor parallel group has other weights than that of "
+            "rank 0: load the same checkpoint on every rank, or set the same seed before the model is made")
 
 
 @final
