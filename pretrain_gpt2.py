@@ -55,7 +55,7 @@ def main(stop: StopRequest | None = None) -> int:
     config = build.with_vocabulary(config, tokenizer)
     with explained(config, env.rank, world_size, "cuda" if device.type == "cuda" else "cpu"), ExitStack() as closing:
         on_rank_0(lambda: check_places(config.log), groups.world)
-        checkpoints = closing.enter_context(Checkpoints(config, groups))
+        checkpoints = closing.enter_context(Checkpoints(config, groups, tokenizer.facts))
         datasets = build.datasets(config, tokenizer, groups)
         assert datasets.train is not None, "build.datasets refuses a run without training text"
         build.seed_everything(config.train, groups, device)

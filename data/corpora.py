@@ -111,9 +111,9 @@ class _Opener:
             made_by = corpus.facts and corpus.facts.tokenizer
             if made_by and made_by.fingerprint != self.tokenizer.fingerprint:
                 raise DataError(
-                    f"{corpus.prefix}: made with {made_by.name} {made_by.fingerprint} ({made_by.vocab_size} ids), but "
-                    f"this run uses {self.tokenizer.name} {self.tokenizer.fingerprint} ({self.tokenizer.vocab_size} "
-                    "ids); change --tokenizer-type and its files, or preprocess the text again")
+                    f"{corpus.prefix}: made with {made_by.described}, but this run uses "
+                    f"{self.tokenizer.facts.described}; change --tokenizer-type and its files, or preprocess the text "
+                    "again")
             corpus.check_vocabulary(self.tokenizer.vocab_size)
             self.opened[name] = corpus
         return self.opened[name]

@@ -6,8 +6,9 @@ All of it could be computed from the tokens, or is the name of what made them. C
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from data.storage import DataError
 
@@ -22,6 +23,10 @@ class TokenizerFacts:
     fingerprint: str
     vocab_size: int
     eod: int
+
+    @property
+    def described(self) -> str:
+        return f"{self.name} {self.fingerprint} ({self.vocab_size} ids)"
 
 
 @dataclass(frozen=True)
@@ -44,9 +49,7 @@ def read_facts(path: str) -> Facts | None:
             value = json.load(file)
         origin = value["tokenizer"]
         facts = Facts(_typed(value, "documents", int), _typed(value, "tokens", int), _typed(value, "crc32", str),
-                      _typed(value, "max_token", int), origin and TokenizerFacts(
-                          _typed(origin, "name", str), _typed(origin, "fingerprint", str),
-                          _typed(origin, "vocab_size", int), _typed(origin, "eod", int)))
+                      _typed(value, "max_token", int), origin and _tokenizer_facts(origin))
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -54,6 +57,19 @@ def read_facts(path: str) -> Facts | None:
     except (ValueError, TypeError, KeyError) as error:
         raise DataError(f"{path}: not the facts of a corpus ({error}); remove it or preprocess again") from error
     return facts
+
+
+def tokenizer_facts_in(state: Mapping[str, Any]) -> TokenizerFacts | None:
+    """What a saved state says under `tokenizer`; None where that is nothing, or something of another's."""
+    try:
+        return _tokenizer_facts(state["tokenizer"])
+    except (KeyError, TypeError):
+        return None
+
+
+def _tokenizer_facts(value: dict[str, object]) -> TokenizerFacts:
+    return TokenizerFacts(_typed(value, "name", str), _typed(value, "fingerprint", str),
+                          _typed(value, "vocab_size", int), _typed(value, "eod", int))
 
 
 def _typed(value: dict[str, object], key: str, kind: type[T]) -> T:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import data.tokenizer
 from data.default_corpus import DEFAULT_FOLDER
+from data.facts import TokenizerFacts, tokenizer_facts_in
 from data.tokenizer_base import Tokenizer
 from megatron.checkpoint.agree import agree
 from megatron.checkpoint.choice import locate, tag_of_step
@@ -55,6 +56,8 @@ class Found:
     """The section of its configuration that says the tokenizer."""
     precision: str
     name: str
+    trained_with: TokenizerFacts | None = None
+    """None: it does not say."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ def load(source: Source, groups: Groups, device: torch.device) -> Loaded:
     dtype = source.dtype or found.precision
     model = build(found, groups, DTYPES[dtype], device)
     return Loaded(model, tokenizer, f"{found.name}: {found.shape.parameters():,} parameters in {dtype}, "
-                                    f"{tokenizer.name}")
+                                    f"{tokenizer.facts.described}")
 
 
 def open_trained(folder: str, groups: Groups, step: int | None = None) -> Found:
@@ -98,7 +101,7 @@ def open_trained(folder: str, groups: Groups, step: int | None = None) -> Found:
     found = open_checkpoint(root, tag, world=groups.world)
     precision = next((name for name in ("bf16", "fp16") if found.config["precision"][name]), "fp32")
     return Found(found, ModelConfig(**found.config["model"]), found.config["data"], precision,
-                 f"{found.tag} of {root}")
+                 f"{found.tag} of {root}", tokenizer_facts_in(found.shared_state["client_state"]))
 
 
 def open_hf(folder: str, groups: Groups) -> Found:
@@ -119,6 +122,10 @@ def tokenizer_of(found: Found, flags: Mapping[str, str]) -> Tokenizer:
     require(made.vocab_size <= found.shape.tokens,
             f"{found.name} has {found.shape.tokens} tokens, fewer than the {made.vocab_size} of {made.name}: give the "
             "tokenizer it was trained with, --tokenizer-type with its files (--tokenizer-path or --vocab-file)")
+    if (known := found.trained_with) is not None:
+        require(known == made.facts, f"{found.name} was trained with {known.described}, and this is "
+                f"{made.facts.described}: give its own, --tokenizer-type with its files (--tokenizer-path or "
+                "--vocab-file)")
     return made
 
 

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from data.facts import TokenizerFacts, tokenizer_facts_in
 from megatron.checkpoint.agree import agree, on_rank_0
 from megatron.checkpoint.choice import candidates, is_empty, locate, tag_of_step
 from megatron.checkpoint.commit import Keep, probe, storing, sweep
@@ -55,6 +56,7 @@ class Checkpoints:
 
     config: Config
     groups: Groups
+    tokenizer: TokenizerFacts
     notes: list[str] = field(default_factory=list)
     """What was loaded and what could not carry over, for the log."""
 
@@ -99,6 +101,7 @@ class Checkpoints:
         _check_model(self.config, found)
         optimizer = not (section.finetune or section.no_load_optim)
         saved: dict[str, Any] = found.shared_state["client_state"]
+        self._check_tokenizer(found.tag, saved)
         if not section.finetune and "schedule" not in saved:
             raise CheckpointError(f"{found.tag} of {section.load} holds imported weights, not a run: give --finetune")
         scheduler = _follows(engine)
@@ -121,6 +124,17 @@ class Checkpoints:
                 " warning: --train-data is another corpus than the checkpoint's; the data position carries over"
             )
         return self._start_at(TrainState(saved["iteration"], saved["consumed_samples"]))
+
+    def _check_tokenizer(self, tag: str, saved: Mapping[str, Any]) -> None:
+        """Ids mean something else under another tokenizer, even one of as many."""
+        known = tokenizer_facts_in(saved)
+        if known is None or known == self.tokenizer:
+            return
+        words = f"trained with {known.described}, and the tokenizer here is {self.tokenizer.described}"
+        if not self.config.save.finetune:
+            raise CheckpointError(f"{tag} of {self.config.save.load} was {words}; give its own, --tokenizer-type and its "
+                                  "files, or --finetune")
+        self.notes.append(f" warning: the weights were {words}: they know nothing of its ids")
 
     def _start_at(self, state: TrainState) -> TrainState:
         """`state`, with a line where --save holds later steps: of a branch that this run leaves, or of another run."""
@@ -171,7 +185,8 @@ class Checkpoints:
     def _save(self, engine: Engine, say: Say, state: TrainState) -> None:
         section = self.config.save
         assert section.save is not None
-        position = {**asdict(state), "schedule": asdict(_follows(engine).schedule), "data": self._data_fingerprint}
+        position = {**asdict(state), "schedule": asdict(_follows(engine).schedule), "data": self._data_fingerprint,
+                    "tokenizer": asdict(self.tokenizer)}
         engine.save_checkpoint(section.save, client_state=position, save_optimizer_states=not section.no_save_optim,
                                save_rng_states=not section.no_save_rng,
                                keep=Keep(section.keep_last, section.keep_every), in_background=section.async_save,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
@@ -95,7 +96,8 @@ def test_nothing_of_what_stops_an_answer_is_printed_before_it_is_known(folder: P
 
 
 def test_what_runs_is_said_beside_the_text(folder: Path) -> None:
-    assert "in bf16, ByteLevelTokenizer, loaded in" in said("--load", folder, "x", "--max-new-tokens", 1)[1]
+    assert re.search(r"in bf16, ByteLevelTokenizer \w+ \(257 ids\), loaded in",
+                     said("--load", folder, "x", "--max-new-tokens", 1)[1])
     assert "global_step2 of" in said("--load", folder, "--ckpt-step", 2, "x", "--max-new-tokens", 1)[1]
     assert "in fp32" in said("--load", f"{folder}:global_step2", "x", "--max-new-tokens", 1, "--dtype", "fp32")[1]
 
@@ -132,3 +134,27 @@ def test_a_hugging_face_folder_gives_the_same_text(folder: Path, tmp_path: Path)
 def test_a_tokenizer_that_is_too_large_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="give the tokenizer it was trained with"):
         said("--load", folder, "--tokenizer-type", "GPT2BPETokenizer", "x")
+
+
+def test_a_tokenizer_of_the_same_size_that_it_was_not_trained_with_is_refused(tmp_path: Path) -> None:
+    own, other, made = tmp_path / "own.txt", tmp_path / "other.txt", tmp_path / "run"
+    own.write_text("abcdef")
+    other.write_text("uvwxyz")
+    train([*FLAGS.replace("ByteLevel", "CharacterLevel").split(), "--vocab-file", own, "--save", made])
+    typed = ["--load", made, "--max-new-tokens", 3, "a"]
+    text, beside = said(*typed)
+    assert text.startswith("a") and re.search(r", CharacterLevelTokenizer [0-9a-f]{16} \(8 ids\), loaded", beside)
+    with pytest.raises(ConfigError, match=r"was trained with CharacterLevelTokenizer (\w+) \(8 ids\), and this is "
+                                          r"CharacterLevelTokenizer (?!\1)\w+ \(8 ids\): give its own"):
+        said(*typed, "--vocab-file", other)
+    own.rename(tmp_path / "moved.txt")
+    assert said(*typed, "--vocab-file", tmp_path / "moved.txt")[0] == text
+    other.rename(own)
+    with pytest.raises(ConfigError, match="was trained with"):
+        said(*typed)
+
+
+def test_a_checkpoint_that_does_not_say_its_tokenizer_is_read(folder: Path) -> None:
+    for nothing in ({}, {"tokenizer": "gpt2"}, {"tokenizer": None}, {"tokenizer": {"name": "x"}}):
+        with patch("megatron.checkpoint.reader.Checkpoint.shared_state", {"client_state": nothing}):
+            assert said("--load", folder, "x", "--max-new-tokens", 1)[0]

@@ -375,3 +375,19 @@ def test_a_place_that_cannot_be_used_ends_the_run_before_its_text_is_tokenized(f
     with pytest.raises((StorageError, CheckpointError), match=words):
         train([*TINY, "--train-data", tmp_path / "texts", *(flag.format(there=tmp_path) for flag in flags)])
     assert not (tmp_path / "texts.cache").exists()
+
+
+def test_a_run_does_not_go_on_with_another_tokenizer_of_as_many_ids(tmp_path: Path) -> None:
+    own, other = tmp_path / "own.txt", tmp_path / "other.txt"
+    own.write_text("abcdef")
+    other.write_text("uvwxyz")
+    common = [*TINY, "--tokenizer-type", "CharacterLevelTokenizer", "--mock-data", "--save", tmp_path / "s", "--load",
+              tmp_path / "s"]
+    train([*common, "--vocab-file", own, "--train-iters", 1])
+    with pytest.raises(CheckpointError, match="was trained with CharacterLevelTokenizer .* give its own"):
+        train([*common, "--vocab-file", other, "--train-iters", 2, "--override-lr-scheduler"])
+    assert "they know nothing of its ids" in train([*common, "--vocab-file", other, "--train-iters", 2, "--finetune"])
+    own.rename(tmp_path / "moved.txt")
+    shutil.rmtree(tmp_path / "s" / "global_step2")
+    again = [*common, "--vocab-file", tmp_path / "moved.txt", "--train-iters", 3, "--override-lr-scheduler"]
+    assert "loaded weights and optimizer" in train(again)
