@@ -132,8 +132,8 @@ class Checkpoints:
             return
         words = f"trained with {known.described}, and the tokenizer here is {self.tokenizer.described}"
         if not self.config.save.finetune:
-            raise CheckpointError(f"{tag} of {self.config.save.load} was {words}; give its own, --tokenizer-type and its "
-                                  "files, or --finetune")
+            raise CheckpointError(f"{tag} of {self.config.save.load} was {words}; give its own, --tokenizer-type and "
+                                  "its files, or --finetune")
         self.notes.append(f" warning: the weights were {words}: they know nothing of its ids")
 
     def _start_at(self, state: TrainState) -> TrainState:
