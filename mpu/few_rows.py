@@ -2,7 +2,8 @@
 
 Such a product reads the whole weight for little arithmetic, and torch's ways to it differ by up to two on a CPU: in
 bf16 the weight comes first (a vector of one row has a kernel of its own), in fp32 so from some rows on; other types,
-many rows, gradients and accelerators are F.linear's. Measured by scripts/bench/few_rows.py.
+many rows, gradients, accelerators and weights with a product of their own are F.linear's. Measured by
+scripts/bench/few_rows.py.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import has_torch_function
 
 from mpu.device import on_accelerator
 
@@ -20,7 +22,8 @@ WEIGHT_FIRST = {torch.bfloat16: range(1, 65), torch.float32: range(8, 17)}
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """[..., in], [out, in], [out] -> [..., out]"""
     rows = x.numel() // x.shape[-1]
-    if torch.is_grad_enabled() or rows not in WEIGHT_FIRST.get(x.dtype, ()) or on_accelerator(x):
+    if torch.is_grad_enabled() or rows not in WEIGHT_FIRST.get(x.dtype, ()) or on_accelerator(x) \
+            or has_torch_function((weight,)):
         return F.linear(x, weight, bias)
     if rows == 1:
         row = x.reshape(-1)

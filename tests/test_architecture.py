@@ -86,7 +86,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.launch megatron.launch.streams megatron.launch.signals megatron.launch.supervise
         megatron.launch.distributed megatron.launch.voice megatron.launch.exits megatron.launch.command
         megatron.checkpoint megatron.checkpoint.strict megatron.checkpoint.cut megatron.checkpoint.manifest
-        megatron.checkpoint.stamp megatron.checkpoint.part
+        megatron.checkpoint.stamp megatron.checkpoint.part megatron.checkpoint.int8
         megatron.checkpoint.recognise
         megatron.checkpoint.tags megatron.checkpoint.choice megatron.checkpoint.sink megatron.checkpoint.tensorfile
         megatron.checkpoint.state
@@ -111,7 +111,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero
         megatron.inference.source megatron.inference.request megatron.inference.cache
         megatron.inference.decoder megatron.inference.sampling megatron.inference.generation
-        megatron.inference.wording megatron.inference.loading megatron.inference.answers megatron.inference.command
+        megatron.inference.wording megatron.inference.int8 megatron.inference.loading megatron.inference.answers
+        megatron.inference.command
         megatron.inference.api megatron.inference.api.arguments megatron.inference.api.policy megatron.inference.api.cut
         megatron.inference.api.example megatron.inference.api.proof megatron.inference.api.weights
         megatron.inference.api.fast megatron.inference.api.answer megatron.inference.api.engine

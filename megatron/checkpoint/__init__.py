@@ -18,6 +18,7 @@ Read in this order. The first eleven need no torch, so `list` and `verify` do no
     state.py       nested dicts of JSON values and tensors (random streams, schedules)
     piece.py       what the engine hands over: consecutive elements of one parameter's state
     sink.py        the bytes of a new file on their way to the disk, counted and checksummed
+    int8.py        weights of 8 bits: the rule
     writer.py      save: every rank its own pieces, one commit
     background.py  save while training goes on
     reader.py      open and read, whatever layout wrote it

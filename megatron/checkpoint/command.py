@@ -4,7 +4,8 @@ DIR is a save root, or the folder of one tag. Without a tag `list` and `verify` 
 one that a load uses: what `latest` names, otherwise the newest.
 `convert` writes a Hugging Face GPT-2 folder; where DIR is such a folder, nanoGPT's ckpt.pt, Megatron-LM's folder of
 mp_rank_XX or one state dict of such a model, it writes a save root of ours (start from it with --load OUTPUT
---finetune).
+--finetune). With `--dtype int8` it writes any of these as a save root of ours with int8 weights, for
+`python -m megatron.generate --load OUTPUT`.
 `list` and `verify` import no torch. Exit codes: 0 good, 2 usage, 4 damaged or no checkpoint, 7 output not writable.
 """
 
@@ -62,7 +63,7 @@ def print_digest(root: Path, tag: str | None) -> None:
     from megatron.checkpoint.export import digest
     from megatron.checkpoint.reader import open_checkpoint
 
-    for line in digest(open_checkpoint(root, tag)):
+    for line in digest(open_checkpoint(root, tag, int8=True)):
         print(line, flush=True)
 
 
@@ -95,6 +96,17 @@ def convert(source: Path, tag: str | None, output: Path, vocab_size: int | None,
           f"--layernorm-epsilon {shape.layernorm_epsilon:g} --load {output} --finetune")
 
 
+def quantise(source: Path, tag: str | None, output: Path, vocab_size: int | None, heads: int | None,
+             version: float | None) -> None:
+    from megatron.checkpoint.interchange.convert import open_foreign, quantise_weights
+    from megatron.checkpoint.reader import open_checkpoint
+
+    ours = tag is not None or bool(tag_names(source))
+    found = open_checkpoint(source, tag) if ours else open_foreign(source, vocab_size, heads, version)
+    report = quantise_weights(found, output)
+    print(f"{output}: {report.tag} with int8 weights, {report.bytes} bytes")
+
+
 MODULE = "python -m megatron.checkpoint"
 
 
@@ -120,9 +132,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
                         help="convert from Megatron-LM: where its file does not say")
     parser.add_argument("--checkpoint-version", type=float, metavar="V",
                         help="convert from one state dict of a Megatron GPT-2: order of its query_key_value (0 to 3)")
+    parser.add_argument("--dtype", choices=["int8"], help="convert: int8 weights, for inference alone")
     chosen = parser.parse_args(arguments)
     if (chosen.command in ("merge", "convert")) != (chosen.output is not None):
         parser.error("--output PATH belongs to merge and convert, and they need it")
+    if chosen.dtype is not None and chosen.command != "convert":
+        parser.error("--dtype belongs to convert")
     root, tag = locate(chosen.dir)
     if tag is not None and chosen.tag not in (None, tag):
         parser.error(f"{chosen.dir} is tag {tag}, and --tag says {chosen.tag}")
@@ -135,8 +150,8 @@ def run(arguments: list[str]) -> None:
     if chosen.command == "merge":
         merge_weights(chosen.dir, chosen.tag, chosen.output)
     elif chosen.command == "convert":
-        convert(chosen.dir, chosen.tag, chosen.output, chosen.vocab_size, chosen.num_attention_heads,
-                chosen.checkpoint_version)
+        (convert if chosen.dtype is None else quantise)(chosen.dir, chosen.tag, chosen.output, chosen.vocab_size,
+                                                        chosen.num_attention_heads, chosen.checkpoint_version)
     else:
         {"list": list_tags, "verify": verify_tags, "digest": print_digest}[chosen.command](chosen.dir, chosen.tag)
 

@@ -21,6 +21,7 @@ import torch
 from megatron.checkpoint.agree import agree, on_rank_0, total
 from megatron.checkpoint.choice import candidates, explain_choice, latest_tag
 from megatron.checkpoint.cut import Run
+from megatron.checkpoint.int8 import LEVELS
 from megatron.checkpoint.manifest import Manifest, TensorEntry
 from megatron.checkpoint.part import Part, part_name, read_part
 from megatron.checkpoint.piece import key_of, sharding_of
@@ -34,13 +35,21 @@ from mpu.split import Partition
 
 
 def open_checkpoint(root: str | Path, tag: str | None = None, *, world: Group = SOLO, fallback: bool = False,
-                    say: Say = say_stderr) -> Checkpoint:
+                    say: Say = say_stderr, int8: bool = False) -> Checkpoint:
     """The checkpoint `tag`, or the one that `latest` names, with every byte verified before anything is read from it.
 
     Collective over `world`: the ranks share the verification, and all open the tag or all raise the same error.
-    With `fallback` a damaged tag that was not asked for makes way for an older one, and `say` prints why.
+    With `fallback` a damaged tag that was not asked for makes way for an older one, and `say` prints why. One with int8
+    weights is for those who ask for it with `int8`.
     """
-    root = Path(root)
+    found = _open(Path(root), tag, world, fallback, say)
+    if found.has(LEVELS) and not int8:
+        raise CheckpointError(f"{found.tag} of {root} holds int8 weights, which are for inference alone (`python -m "
+                              "megatron.generate`); give the checkpoint they were made from")
+    return found
+
+
+def _open(root: Path, tag: str | None, world: Group, fallback: bool, say: Say) -> Checkpoint:
     first = str(on_rank_0(lambda: held(root, tag) if tag is not None else latest_tag(root) or candidates(root)[0],
                           world))
     try:

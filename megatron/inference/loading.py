@@ -1,15 +1,18 @@
 """A trained model, whatever wrote it: this rank's part of the weights, in the precision that is asked for.
 
 A parameter is made when its turn comes and read a block at a time, so that no more than a block beside the part itself
-is ever in memory. The tokenizer is the one of the checkpoint, unless flags name its files elsewhere.
+is ever in memory: int8 weights are quantised while they are read. The tokenizer is the one of the checkpoint, unless
+flags name its files elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -20,23 +23,26 @@ from data.facts import TokenizerFacts, tokenizer_facts_in
 from data.tokenizer_base import Tokenizer
 from megatron.checkpoint.agree import agree
 from megatron.checkpoint.choice import locate, tag_of_step
+from megatron.checkpoint.int8 import LEVELS, SCALE, Read, is_quantised, quantised, row_maxima
 from megatron.checkpoint.interchange.huggingface import open_folder
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.config.hf_shape import shape_in, tokenizer_in
 from megatron.config.tree import ModelConfig, require
 from megatron.errors import CheckpointError
+from megatron.inference.int8 import Int8, activations_on
 from megatron.inference.source import Source
 from megatron.model.gpt2 import GPT2
 from megatron.zero.tiling import tile_linears
 from mpu import groups as mpu_groups
-from mpu.groups import Groups
+from mpu.collectives import all_reduce_into
+from mpu.groups import Group, Groups
 from mpu.partition import partition_of
 from mpu.split import Partition
 
 BLOCK = 1 << 18
 """Numbers read at a time."""
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
 
 
 class Weights(Protocol):
@@ -55,9 +61,15 @@ class Found:
     data: Mapping[str, Any]
     """The section of its configuration that says the tokenizer."""
     precision: str
+    """A key of DTYPES."""
     name: str
     trained_with: TokenizerFacts | None = None
     """None: it does not say."""
+
+    @property
+    def is_int8(self) -> bool:
+        """It was quantised before it was written."""
+        return self.precision == "int8"
 
 
 @dataclass(frozen=True)
@@ -98,8 +110,9 @@ def open_trained(folder: str, groups: Groups, step: int | None = None) -> Found:
     if step is not None:
         require(tag is None, f"--load {folder} names a tag already: leave out --ckpt-step {step}")
         tag, _ = agree(lambda: tag_of_step(root, step), groups.world)
-    found = open_checkpoint(root, tag, world=groups.world)
+    found = open_checkpoint(root, tag, world=groups.world, int8=True)
     precision = next((name for name in ("bf16", "fp16") if found.config["precision"][name]), "fp32")
+    precision = "int8" if found.has(LEVELS) else precision
     return Found(found, ModelConfig(**found.config["model"]), found.config["data"], precision,
                  f"{found.tag} of {root}", tokenizer_facts_in(found.shared_state["client_state"]))
 
@@ -130,30 +143,85 @@ def tokenizer_of(found: Found, flags: Mapping[str, str]) -> Tokenizer:
 
 
 @torch.no_grad()
-def build(found: Found, groups: Groups, dtype: torch.dtype, device: torch.device) -> GPT2:
-    """This rank's part of the model. Collective: what one rank cannot read is an error of all."""
+def build(found: Found, groups: Groups, dtype: torch.dtype, device: torch.device,
+          activations: torch.dtype | None = None) -> GPT2:
+    """This rank's part of the model. Of `torch.int8` are the matrices, and `activations` say the rest's precision; left
+    out, the device does. Collective: what one rank cannot read is an error of all."""
+    require(dtype == torch.int8 or not found.is_int8,
+            f"{found.name} holds int8 weights: give --dtype int8, or the checkpoint they were made from")
     tiled = found.shape.memory_centric_tiled_linear
     model = GPT2(found.shape, groups.tp, deferred=not tiled)
     if tiled:
         tile_linears(model.blocks, found.shape.tile_factor, found.shape.hidden_size)
-    agree(lambda: _fill(model, found, groups, dtype, device), groups.world)
+    parts = [_Part(found, name, parameter, groups.tp) for name, parameter in model.named_parameters()]
+    rest = dtype if dtype != torch.int8 else activations_on(device) if activations is None else activations
+    maxima = _maxima_of_rows(parts, groups) if dtype == torch.int8 and not found.is_int8 else {}
+
+    def fill() -> None:
+        for part in parts:
+            if dtype == torch.int8 and is_quantised(part.name, part.shape):
+                levels, scale = part.int8(device, maxima.get(part.name))
+                _put(model, part.name, Int8(levels, scale.to(rest)))
+            else:
+                _put(model, part.name, part.numbers(rest, device))
+
+    agree(fill, groups.world)
     return model.eval().requires_grad_(False)
 
 
-def _fill(model: GPT2, found: Found, groups: Groups, dtype: torch.dtype, device: torch.device) -> None:
-    for name, parameter in model.named_parameters():
-        flat = torch.empty(parameter.numel(), dtype=dtype, device=device)
-        block = torch.empty(min(BLOCK, len(flat)))
-        shape, partition = tuple(parameter.shape), partition_of(parameter)
+def _maxima_of_rows(parts: Sequence[_Part], groups: Groups) -> dict[str, Tensor]:
+    """Of the matrices whose rows are cut: the ranks ask each other once, after each has read its own columns. A rank
+    then reads these matrices twice, and never the columns of others. Collective."""
+    cut = [part for part in parts if is_quantised(part.name, part.shape) and part.has_cut_rows]
+    own = agree(lambda: [row_maxima(part.reader("weight"), part.shape) for part in cut], groups.world)
+    if not cut:
+        return {}
+    flat = torch.cat(own)
+    all_reduce_into(flat, groups.tp, "max").wait()
+    return dict(zip((part.name for part in cut), flat.split([part.shape[0] for part in cut]), strict=True))
+
+
+@final
+class _Part:
+    """This rank's part of a parameter, not yet read."""
+
+    def __init__(self, found: Found, name: str, parameter: Tensor, tp: Group) -> None:
+        self._found, self.name, self._tp = found, name, tp
+        self.shape, self._partition = tuple(parameter.shape), partition_of(parameter)
+
+    @property
+    def has_cut_rows(self) -> bool:
+        return self._partition is not None and self._partition.dim == 1 and not self._tp.is_solo
+
+    def reader(self, kind: str) -> Read:
+        return partial(self._read, kind, self.shape, self._partition)
+
+    def _read(self, kind: str, shape: tuple[int, ...], partition: Partition | None, start: int, out: Tensor) -> None:
+        self._found.weights.read(kind, self.name, shape=shape, partition=partition, tp_rank=self._tp.rank,
+                                 tp_size=self._tp.size, offset=start, out=out)
+
+    def numbers(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        flat = torch.empty(prod(self.shape), dtype=dtype, device=device)
+        block, read = torch.empty(min(BLOCK, len(flat))), self.reader("weight")
         for start in range(0, len(flat), BLOCK):
             part = block[: min(BLOCK, len(flat) - start)]
-            found.weights.read("weight", name, shape=shape, partition=partition, tp_rank=groups.tp.rank,
-                               tp_size=groups.tp.size, offset=start, out=part)
+            read(start, part)
             place = flat[start : start + len(part)].copy_(part)
             if not bool(place.isfinite().all()):
-                raise CheckpointError(f"{found.name}: {name} is not finite in {str(dtype).removeprefix('torch.')}; ask "
-                                      "for another --dtype")
-        _put(model, name, flat.view(shape))
+                raise CheckpointError(f"{self._found.name}: {self.name} is not finite in "
+                                      f"{str(dtype).removeprefix('torch.')}; ask for another --dtype")
+        return flat.view(self.shape)
+
+    def int8(self, device: torch.device, maxima: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(levels, scale in fp32)"""
+        if not self._found.is_int8:
+            where = f"{self._found.name}: {self.name}"
+            return quantised(self.reader("weight"), self.shape, where, maxima, device)
+        levels, scale = torch.empty(self.shape, dtype=torch.int8), torch.empty(self.shape[0])
+        self.reader(LEVELS)(0, levels.view(-1))
+        cut = self._partition if self._partition is not None and self._partition.dim == 0 else None
+        self._read(SCALE, tuple(scale.shape), cut, 0, scale)
+        return levels.to(device), scale.to(device)
 
 
 def _put(model: nn.Module, name: str, value: Tensor) -> None:

@@ -31,7 +31,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--load-hf", metavar="DIR", help="folder of a Hugging Face GPT-2")
     add("--model-parallel-size", "--tensor-model-parallel-size", type=int, default=1, metavar="N",
         help="split each layer over so many ranks, whatever the model was trained on (1)")
-    add("--dtype", choices=("fp32", "bf16", "fp16"), help="of the weights (default: as it was trained)")
+    add("--dtype", choices=("fp32", "bf16", "fp16", "int8"), help="of the weights (default: as it was trained)")
     for name in TOKENIZER_FLAGS:
         add(f"--{name.replace('_', '-')}", help=argparse.SUPPRESS)
 

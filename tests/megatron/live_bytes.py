@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
 STEP = 16 << 10
@@ -33,7 +33,10 @@ class LiveBytes(TorchDispatchMode):
                            kwargs: Mapping[str, Any] | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for value in tree_iter((args, kwargs, result)):
-            if isinstance(value, torch.Tensor):
+            if is_traceable_wrapper_subclass(value):  # it has no memory but that of the tensors it is made of
+                for name in value.__tensor_flatten__()[0]:
+                    self._note(getattr(value, name), func)
+            elif isinstance(value, torch.Tensor):
                 self._note(value, func)
         if self._new >= STEP:  # a peak is reached when something new has come
             self.sample()

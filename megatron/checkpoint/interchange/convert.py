@@ -4,24 +4,28 @@
     Hugging Face folder, nanoGPT's        -> a save root of ours with the one tag `global_step0`, which holds weights
     ckpt.pt, Megatron-LM's mp_rank_XX,       alone: a run starts from it with `--load DIR --finetune`
     one state dict of a Megatron GPT-2
+    any of these, asked for in int8       -> a save root of ours with one tag, for inference alone
 """
 
 from __future__ import annotations
 
 import secrets
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron.checkpoint.commit import probe
+from megatron.checkpoint.int8 import SCALE, LEVELS, Read, is_quantised, quantised, row_maxima, scale_of
 from megatron.checkpoint.interchange import huggingface, megatron_lm, nanogpt
 from megatron.checkpoint.interchange.foreign import Foreign, load_torch
 from megatron.checkpoint.lock import locked
 from megatron.checkpoint.manifest import step_tag
 from megatron.checkpoint.piece import Deferred, Piece
+from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.recognise import recognise
 from megatron.checkpoint.tags import tag_names
 from megatron.checkpoint.writer import SaveReport, save
@@ -53,18 +57,55 @@ def import_weights(found: Foreign, root: Path) -> SaveReport:
     """Write the weights as a checkpoint of ours, one tensor in memory at a time."""
     if tag_names(root):
         raise ConfigError(f"--output {root}: holds checkpoints already; choose another folder")
-    pieces = [Piece(name, "weight", shape, None, 0, 1, 0,
-                    Deferred(prod(shape), torch.float32, partial(_fp32, found, name)))
-              for name, shape in found.shapes.items()]
+    pieces = [_weight(found, name, shape) for name, shape in found.shapes.items()]
+    return _save(root, step_tag(0), pieces, Config(model=found.model).as_dict(), 0)
+
+
+def quantise_weights(found: Checkpoint | Foreign, root: Path) -> SaveReport:
+    """Write the weights with matrices of int8 (int8.py), one tensor in memory at a time; of a run the tag stays."""
+    if tag_names(root):
+        raise ConfigError(f"--output {root}: holds checkpoints already; choose another folder")
+    tag, iteration = (step_tag(0), 0) if isinstance(found, Foreign) else (found.tag, found.iteration)
+    config = Config(model=found.model).as_dict() if isinstance(found, Foreign) else found.config
+    shapes = found.shapes if isinstance(found, Foreign) else \
+        {name: found.shape("weight", name) for name in found.names("weight")}
+    if "wte.weight" not in shapes:
+        raise CheckpointError(f"tag {tag} is not of this program's GPT-2, which is what int8 is for")
+    pieces = [piece for name, shape in shapes.items() for piece in
+              (_int8(found, name, shape) if is_quantised(name, shape) else [_weight(found, name, shape)])]
+    return _save(root, tag, pieces, config, iteration)
+
+
+def _save(root: Path, tag: str, pieces: Sequence[Piece], config: Mapping[str, Any], iteration: int) -> SaveReport:
     run_id = secrets.token_hex(8)
     shared: dict[str, Any] = {"run_id": run_id, "engine": {}, "optimizer": None, "lr_scheduler": None, "buffers": {},
                               "client_state": {}}
-    config = Config(model=found.model)
     probe(root, "--output")
     with locked(root):
-        return save(root, step_tag(0), pieces=pieces, rank_state={}, shared_state=shared, config=config.as_dict(),
-                    layout={"tp": 1, "dp": 1, "zero_stage": 0}, world=SOLO, run_id=run_id, iteration=0)
+        return save(root, tag, pieces=pieces, rank_state={}, shared_state=shared, config=config,
+                    layout={"tp": 1, "dp": 1, "zero_stage": 0}, world=SOLO, run_id=run_id, iteration=iteration)
 
 
-def _fp32(found: Foreign, name: str) -> torch.Tensor:
-    return found.flat(name).float()
+def _weight(found: Checkpoint | Foreign, name: str, shape: tuple[int, ...]) -> Piece:
+    def load() -> Tensor:
+        whole = torch.empty(prod(shape))
+        _reader(found, name, shape)(0, whole)
+        return whole
+    return _piece(name, "weight", shape, torch.float32, load)
+
+
+def _int8(found: Checkpoint | Foreign, name: str, shape: tuple[int, ...]) -> list[Piece]:
+    """Values and scales; the matrix is read twice, as they go to different places of the file."""
+    read, where = _reader(found, name, shape), f"weight {name!r}"
+    return [_piece(name, LEVELS, shape, torch.int8, lambda: quantised(read, shape, where)[0].view(-1)),
+            _piece(name, SCALE, shape[:1], torch.float32, lambda: scale_of(row_maxima(read, shape), where))]
+
+
+def _piece(name: str, kind: str, shape: tuple[int, ...], dtype: torch.dtype, load: Callable[[], Tensor]) -> Piece:
+    return Piece(name, kind, shape, None, 0, 1, 0, Deferred(prod(shape), dtype, load))
+
+
+def _reader(found: Checkpoint | Foreign, name: str, shape: tuple[int, ...]) -> Read:
+    def read(start: int, out: Tensor) -> None:
+        found.read("weight", name, shape=shape, partition=None, tp_rank=0, tp_size=1, offset=start, out=out)
+    return read

@@ -81,6 +81,8 @@ class Tag:
 
     def entries(self, exclude_frozen: bool = False) -> list[Entry]:
         """The weights and the model's buffers, by name; every file they are in is verified."""
+        if any(tensor["kind"] == "int8" for tensor in self.manifest["tensors"]):
+            raise Usage(f"{self.folder.name} holds int8 weights; give the checkpoint they were made from")
         tensors = [tensor for tensor in self.manifest["tensors"] if tensor["kind"] == "weight"]
         if exclude_frozen:
             learnt = {tensor["name"] for tensor in self.manifest["tensors"] if tensor["kind"] != "weight"}

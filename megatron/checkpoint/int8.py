@@ -1,0 +1,82 @@
+"""Weights as int8: the rule, and how a matrix is quantised a block of rows at a time.
+
+    scale = max |row| / 127        in fp32, of the whole row of the logical matrix
+    level = round(number / scale)  to the nearest, ties to even: -127 .. 127
+
+A row is what makes one output (or is one token's embedding), so the int8 model does not depend on how the matrix is cut
+over tensor parallel ranks: a rank that holds some columns alone is told the maxima of whole rows. A row of zeros has
+scale 0. Quantised are the matrices, but for the position table, of which one row is read at a time; biases and
+LayerNorms stay as they are.
+
+In a checkpoint a quantised matrix has two kinds in place of "weight": its levels and the scales of its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.errors import CheckpointError
+
+LEVELS, SCALE = "int8", "scale"
+"""Kinds of tensors; the name is the matrix's."""
+
+LARGEST = 127
+
+BLOCK = 1 << 18
+"""Numbers in memory at a time, but at least a row."""
+
+Read = Callable[[int, Tensor], None]
+"""read(start, out): fill the 1-D `out` with a flattened matrix from `start` on."""
+
+
+def is_quantised(name: str, shape: Sequence[int]) -> bool:
+    """Whether int8 is for this parameter of a GPT-2."""
+    return len(shape) == 2 and name != "wpe.weight"
+
+
+def row_maxima(read: Read, shape: Sequence[int]) -> Tensor:
+    """[rows, columns] -> the largest |number| of each row, fp32."""
+    found = torch.empty(shape[0])
+    for first, block in _blocks(read, shape):
+        found[first : first + len(block)] = _maxima(block)
+    return found
+
+
+def quantised(read: Read, shape: Sequence[int], where: str, maxima: Tensor | None = None,
+              device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+    """(levels [rows, columns], scale [rows] in fp32) on `device`; `maxima` of whole rows, where these are parts.
+    `where` is what an error names."""
+    levels = torch.empty(tuple(shape), dtype=torch.int8, device=device)
+    scale = torch.empty(shape[0])
+    for first, block in _blocks(read, shape):
+        rows = slice(first, first + len(block))
+        scale[rows] = scale_of(_maxima(block) if maxima is None else maxima[rows], where)
+        divisor = torch.where(scale[rows] > 0, scale[rows], torch.inf)
+        levels[rows] = block.div_(divisor[:, None]).round_().clamp_(-LARGEST, LARGEST)
+    return levels, scale.to(device)
+
+
+def scale_of(maxima: Tensor, where: str) -> Tensor:
+    if not bool(maxima.isfinite().all()):
+        raise CheckpointError(f"{where} is not finite: it cannot be quantised to int8")
+    return maxima / LARGEST
+
+
+def _blocks(read: Read, shape: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    """(first row, some rows in fp32); their room is used again for the next ones."""
+    rows, columns = shape
+    each = max(1, min(rows, BLOCK // max(1, columns)))
+    room = torch.empty(each * columns)
+    for first in range(0, rows, each):
+        count = min(each, rows - first)
+        block = room[: count * columns]
+        read(first * columns, block)
+        yield first, block.view(count, columns)
+
+
+def _maxima(block: Tensor) -> Tensor:
+    low, high = block.aminmax(dim=1)
+    return torch.maximum(high, -low)

@@ -1,0 +1,133 @@
+"""An int8 matrix in the place of a layer's weight, and the product with it.
+
+`Int8` is a tensor whose numbers are levels (-127 .. 127) times the scale of their row. The layers of mpu and of torch
+take it as it is: torch asks it for the two functions they use, `linear` and `embedding`. Any other function is given
+the numbers themselves, made for it in the precision of the activations: a copy, so that nothing can be written.
+
+    linear      (x . levels) * scale: the sum over the inputs with the levels as they are, then the scale of the output.
+                Parts of it, of tensor parallel ranks, are added up after that
+    embedding   levels[token] * scale[token]
+
+Activations are bf16 where the device multiplies it as fast as it should, otherwise fp32. On a CPU a few rows are
+multiplied by torch's packed kernel, which reads a byte a weight; it pays in bf16 alone. More rows, and fp32, are
+multiplied by blocks of the matrix that were made numbers of just before: memory moves a byte a weight there too. On an
+accelerator the whole matrix is made numbers of, which torch.compile makes part of the product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from mpu.device import on_accelerator
+
+FEW = 12
+"""Rows up to which the packed kernel is the faster one: its time grows with each (scripts/bench/int8_decode.py)."""
+
+LANES = 16
+"""Numbers that the packed kernel loads at a time, without a look at what is left of a row or where it begins."""
+
+BLOCKS = {torch.float32: 1 << 18, torch.bfloat16: 1 << 20}
+"""Numbers that are made at a time on a CPU: those of fp32 stay in the cache, products in bf16 want larger ones."""
+
+BF16 = ("avx512_bf16", "amx_bf16", "bf16")
+"""What a CPU is asked for: products that torch's kernels use (the last name is ARM's)."""
+
+
+def activations_on(device: torch.device) -> torch.dtype:
+    """bf16 where the device has it."""
+    if device.type == "cuda":
+        has = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        has = device.type != "cpu" or any(torch.cpu.get_capabilities().get(name) for name in BF16)
+    return torch.bfloat16 if has else torch.float32
+
+
+@final
+class Int8(Tensor):
+    levels: Tensor
+    """[rows, columns] int8, in memory of their own."""
+    scale: Tensor
+    """[rows], in the precision of the activations, which is what this tensor says of itself."""
+
+    @staticmethod
+    def __new__(cls, levels: Tensor, scale: Tensor) -> Int8:
+        made: Int8 = Tensor._make_wrapper_subclass(cls, levels.shape, dtype=scale.dtype, device=levels.device)
+        return made
+
+    def __init__(self, levels: Tensor, scale: Tensor) -> None:
+        self.levels, self.scale = levels, scale
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Int8({list(self.levels.shape)}, {self.scale.dtype})"
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        return self.levels.nbytes + self.scale.nbytes
+
+    def numbers(self) -> Tensor:
+        return self.levels.to(self.scale.dtype) * self.scale[:, None]
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (),
+                           kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear and isinstance(args[1], Int8):
+            return _linear(*args, **kwargs)
+        if func is F.embedding and isinstance(args[1], Int8):
+            rows, table = args[0], args[1]
+            return F.embedding(rows, table.levels) * F.embedding(rows, table.scale[:, None])
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+            cls, func: Any, types: Sequence[type], args: Sequence[Any] = (),
+            kwargs: Mapping[str, Any] | None = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].levels, args[0].scale)
+        if func._schema.is_mutable:
+            raise NotImplementedError(f"{func}: an int8 weight cannot be written into")
+        args, kwargs = tree_map(lambda x: x.numbers() if isinstance(x, Int8) else x, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        """For torch.compile."""
+        return ["levels", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Mapping[str, Tensor], meta: None, size: Any, stride: Any) -> Int8:
+        return Int8(inner["levels"], inner["scale"])
+
+
+def _linear(x: Tensor, weight: Int8, bias: Tensor | None = None) -> Tensor:
+    y = product(x.reshape(-1, x.shape[-1]), weight.levels, weight.scale).view(*x.shape[:-1], len(weight.levels))
+    return y if bias is None else y + bias
+
+
+def product(x: Tensor, levels: Tensor, scale: Tensor) -> Tensor:
+    """[n, columns] x [rows, columns] -> [n, rows]."""
+    if on_accelerator(x):
+        return F.linear(x, levels.to(x.dtype)) * scale
+    rows, columns = levels.shape
+    if x.dtype == torch.bfloat16 and len(x) <= FEW and columns % LANES == 0:
+        return torch._weight_int8pack_mm(_aligned(x), levels, scale)
+    each = max(1, BLOCKS[x.dtype] // columns)
+    if rows <= each:
+        return F.linear(x, levels.to(x.dtype)) * scale
+    y = x.new_empty(len(x), rows)
+    for first in range(0, rows, each):
+        torch.mul(F.linear(x, levels[first : first + each].to(x.dtype)), scale[first : first + each],
+                  out=y[:, first : first + each])
+    return y
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """In memory of its own, unless it lies where the packed kernel can load from."""
+    loads = x.is_contiguous() and x.storage_offset() % LANES == 0
+    return x if loads else x.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,174 @@
+"""Quantised is a row at a time, by a rule that a line of NumPy says; written is what would be quantised on the fly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.checkpoint import int8
+from megatron.checkpoint.command import main
+from megatron.checkpoint.interchange.zero_to_fp32 import main as merge
+from megatron.checkpoint.reader import open_checkpoint
+from megatron.config.tree import ModelConfig
+from megatron.errors import CheckpointError
+from megatron.model.gpt2 import GPT2
+from tests.megatron.helpers import train
+
+FLAGS = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 16 --vocab-size 300 "
+         "--tokenizer-type ByteLevelTokenizer --mock-data --train-iters 2 --eval-interval 0 --batch-size 2")
+
+
+def reader(matrix: torch.Tensor) -> int8.Read:
+    def read(start: int, out: torch.Tensor) -> None:
+        out.copy_(matrix.flatten()[start : start + len(out)])
+    return read
+
+
+def by_the_rule(matrix: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """In fp64; a quotient is rounded to fp32 first, as the arithmetic is fp32's (53 bits are enough for that to be the
+    same number)."""
+    rows = matrix.double().numpy()
+    scale = (np.abs(rows).max(1) / 127).astype(np.float32)
+    quotient = (rows / np.where(scale > 0, scale, np.inf).astype(np.float64)[:, None]).astype(np.float32)
+    return np.clip(np.rint(quotient), -127, 127).astype(np.int8), scale
+
+
+@pytest.mark.parametrize("block", [1, 40, 100, 1 << 18])
+def test_levels_and_scales_are_those_of_a_slow_reference_at_any_block(block: int) -> None:
+    matrix = torch.randn(23, 37, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 3, 23)[:, None]
+    matrix[4], matrix[22] = 0, 0
+    matrix[7, 3] = 1e4  # all others are small beside it
+    with patch.object(int8, "BLOCK", block):
+        levels, scale = int8.quantised(reader(matrix), matrix.shape, "it")
+        maxima = int8.row_maxima(reader(matrix), matrix.shape)
+    expected = by_the_rule(matrix)
+    assert np.array_equal(levels.numpy(), expected[0]) and np.array_equal(scale.numpy(), expected[1])
+    assert torch.equal(maxima, matrix.abs().amax(1)) and int(levels.abs().max()) == 127
+    assert not levels[4].any() and scale[4] == 0
+
+
+def test_ties_go_to_the_even_level() -> None:
+    row = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -126.5, 126.5]])
+    assert int8.quantised(reader(row), row.shape, "it")[0].tolist() == [[127, 0, 2, 2, 0, -2, -126, 126]]
+
+
+def test_columns_of_a_matrix_are_quantised_as_in_the_whole_by_maxima_of_the_whole() -> None:
+    matrix = torch.randn(6, 8)
+    whole, scale = int8.quantised(reader(matrix), matrix.shape, "it")
+    for part in (slice(0, 4), slice(4, 8)):
+        columns = matrix[:, part].contiguous()
+        found = int8.quantised(reader(columns), columns.shape, "it", int8.row_maxima(reader(matrix), matrix.shape))
+        assert torch.equal(found[0], whole[:, part]) and torch.equal(found[1], scale)
+
+
+@pytest.mark.parametrize("number", [1e-45, 1e-42, 1e-38, 3e38])
+def test_the_smallest_and_the_largest_numbers_give_no_nan(number: float) -> None:
+    row = torch.tensor([[number, -number / 2, 0.0]])
+    levels, scale = int8.quantised(reader(row), row.shape, "it")
+    error = (levels.double() * scale.double()[:, None] - row.double()).abs().max()
+    # half a level, and what a scale below fp32's normal numbers is off by: half of 2^-149, at 127 levels
+    assert scale.isfinite().all() and float(error) <= 0.501 * float(scale[0]) + 127 * 2.0**-150
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_is_refused_by_name(number: float) -> None:
+    matrix = torch.ones(3, 4)
+    matrix[1, 2] = number
+    with pytest.raises(CheckpointError, match="wte.weight is not finite"):
+        int8.quantised(reader(matrix), matrix.shape, "wte.weight")
+
+
+def test_it_is_for_all_matrices_but_the_position_table() -> None:
+    model = GPT2(ModelConfig(num_layers=1, hidden_size=32, num_attention_heads=4, max_position_embeddings=16,
+                             vocab_size=300), deferred=True)
+    found = {name for name, parameter in model.named_parameters() if int8.is_quantised(name, parameter.shape)}
+    layers = ("attn.qkv", "attn.proj", "mlp.fc", "mlp.proj")
+    assert found == {"wte.weight", *(f"blocks.0.{layer}.weight" for layer in layers)}
+
+
+# ---- written ------------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    made = tmp_path_factory.mktemp("run")
+    train([*FLAGS.split(), "--save", made / "a"])
+    assert main(["convert", str(made / "a"), "--dtype", "int8", "--output", str(made / "q")]) == 0
+    yield made
+
+
+def test_what_is_written_is_quantised_by_the_rule(folder: Path) -> None:
+    source, written = open_checkpoint(folder / "a"), open_checkpoint(folder / "q", int8=True)
+    assert (written.tag, written.iteration, written.config) == (source.tag, source.iteration, source.config)
+    assert written.kinds == ("int8", "scale", "weight")
+    for name in source.names("weight"):
+        shape = source.shape("weight", name)
+        numbers = torch.empty(shape)
+        source.read("weight", name, shape=shape, partition=None, tp_rank=0, tp_size=1, offset=0, out=numbers.view(-1))
+        expected = zip(("int8", "scale"), by_the_rule(numbers)) if int8.is_quantised(name, shape) else \
+            [("weight", numbers.numpy())]
+        for kind, array in expected:
+            found = torch.empty(array.shape, dtype=torch.int8 if kind == "int8" else torch.float32)
+            written.read(kind, name, shape=array.shape, partition=None, tp_rank=0, tp_size=1, offset=0,
+                         out=found.view(-1))
+            assert np.array_equal(found.numpy(), array), (kind, name)
+    assert written.names("int8") == written.names("scale") and len(written.names("int8")) == 9
+
+
+def test_its_bytes_are_checked(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(folder / "q")]) == 0 and main(["digest", str(folder / "q")]) == 0
+    tag = tmp_path / "global_step2"
+    tag.mkdir()
+    for path in (folder / "q" / "global_step2").iterdir():
+        (tag / path.name).write_bytes(path.read_bytes())
+    data = bytearray((tag / "rank0.safetensors").read_bytes())
+    data[-1] ^= 1
+    (tag / "rank0.safetensors").write_bytes(data)
+    with pytest.raises(CheckpointError, match="rank0.safetensors"):
+        open_checkpoint(tmp_path, int8=True)
+    assert main(["verify", str(tmp_path)]) == 4
+
+
+def test_for_anything_but_inference_it_is_refused(folder: Path, tmp_path: Path,
+                                                  capsys: pytest.CaptureFixture[str]) -> None:
+    for typed in (["merge", folder / "q", "--output", tmp_path / "m"], ["convert", folder / "q", "--output",
+                                                                        tmp_path / "hf"],
+                  ["convert", folder / "q", "--dtype", "int8", "--output", tmp_path / "qq"]):
+        assert main([*map(str, typed)]) == 4
+        assert "holds int8 weights, which are for inference alone" in capsys.readouterr().err
+    for more in ([], ["--finetune"]):
+        with pytest.raises(CheckpointError, match="holds int8 weights, which are for inference alone"):
+            train([*FLAGS.split(), "--load", folder / "q", "--train-iters", 4, *more])
+    assert merge([str(folder / "q"), str(tmp_path / "out.bin")]) == 2
+    assert "holds int8 weights" in capsys.readouterr().err
+
+
+def test_a_hugging_face_folder_can_be_the_source(folder: Path, tmp_path: Path) -> None:
+    assert main(["convert", str(folder / "a"), "--output", str(tmp_path / "hf")]) == 0
+    assert main(["convert", str(tmp_path / "hf"), "--dtype", "int8", "--output", str(tmp_path / "q")]) == 0
+    ours, theirs = (open_checkpoint(root, int8=True) for root in (folder / "q", tmp_path / "q"))
+    for kind in ours.kinds:
+        assert theirs.names(kind) == ours.names(kind)
+        for name in ours.names(kind):
+            one, other = (torch.empty(ours.shape(kind, name)) for _ in range(2))
+            for found, out in ((ours, one), (theirs, other)):
+                found.read(kind, name, shape=tuple(out.shape), partition=None, tp_rank=0, tp_size=1, offset=0,
+                           out=out.view(-1))
+            assert torch.equal(one, other), (kind, name)
+
+
+@pytest.mark.parametrize(("typed", "words"), [
+    (["merge", "a", "--dtype", "int8", "--output", "b"], "--dtype belongs to convert"),
+    (["convert", "a", "--dtype", "int4", "--output", "b"], "invalid choice"),
+])
+def test_what_cannot_be_asked_for_is_refused(typed: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(typed) == 2 and words in capsys.readouterr().err
+
+
+def test_a_folder_with_checkpoints_is_not_written_into(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", str(folder / "a"), "--dtype", "int8", "--output", str(folder / "q")]) == 2
+    assert "holds checkpoints already" in capsys.readouterr().err

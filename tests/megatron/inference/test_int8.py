@@ -1,0 +1,311 @@
+"""An int8 model is the same at any tensor parallel size, computes what its numbers say, and has the bytes it should."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from data.indexed import IndexedCorpus
+from megatron.checkpoint.command import main as checkpoint
+from megatron.checkpoint.int8 import BLOCK, is_quantised, quantised
+from megatron.checkpoint.reader import Checkpoint, open_checkpoint
+from megatron.config.presets import PRESETS
+from megatron.config.tree import ModelConfig
+from megatron.errors import CheckpointError, ConfigError
+from megatron.inference import int8, loading
+from megatron.inference.decoder import Decoder
+from megatron.inference.generation import Generator
+from megatron.inference.int8 import Int8
+from megatron.inference.request import Request, Sampling
+from megatron.model.gpt2 import GPT2
+from mpu import groups
+from mpu.partition import join_slices, partition_of
+from tests.distributed import run_ranks
+from tests.megatron.helpers import train, write_corpus
+from tests.megatron.live_bytes import LiveBytes
+
+CPU = torch.device("cpu")
+
+FLAGS = ("--num-layers 3 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 24 --vocab-size 300 "
+         "--tokenizer-type ByteLevelTokenizer --mock-data --train-iters 3 --eval-interval 0 --lr 0.02 "
+         "--lr-warmup-fraction 0 --global-batch-size 4 --batch-size 1 --zero-stage 2")
+
+
+def load(folder: Path, grid: groups.Groups, activations: torch.dtype | None = torch.float32) -> GPT2:
+    return loading.build(loading.open_trained(str(folder), grid), grid, torch.int8, CPU, activations)
+
+
+def matrices(model: nn.Module) -> dict[str, Int8]:
+    found = {name: parameter for name, parameter in model.named_parameters() if is_quantised(name, parameter.shape)}
+    assert all(isinstance(parameter, Int8) for parameter in found.values())
+    return cast(dict[str, Int8], found)
+
+
+def dequantised(model: GPT2) -> GPT2:
+    """The same numbers as plain fp32 weights."""
+    plain = GPT2(model.config)
+    with torch.no_grad():
+        for (name, to), parameter in zip(plain.named_parameters(), model.parameters(), strict=True):
+            numbers = parameter.levels.float() * parameter.scale.float()[:, None] if isinstance(parameter, Int8) else \
+                parameter
+            to.zero_()[: len(numbers)].copy_(numbers[: len(to)])
+    return plain.eval()
+
+
+# ---- the product --------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [0, 1, 2, int8.FEW, int8.FEW + 1, 50])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (7, 5), (64, 48), (301, 16), (129, 200)])
+@pytest.mark.parametrize("at_a_time", [1 << 20, 1000])
+def test_a_product_is_that_of_the_numbers(dtype: torch.dtype, rows: int, outputs: int, inputs: int,
+                                          at_a_time: int) -> None:
+    torch.manual_seed(rows)
+    weight = Int8(torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8), torch.rand(outputs).to(dtype))
+    room, bias = torch.randn(1 + 2 * rows * inputs).to(dtype), torch.randn(outputs).to(dtype)
+    x = room[1:].view(2, rows, inputs)  # not where a kernel could load a vector from
+    with patch.dict(int8.BLOCKS, {dtype: at_a_time}):
+        found = F.linear(x, weight, bias)
+    numbers = weight.levels.double() * weight.scale.double()[:, None]
+    expected, size = x.double() @ numbers.T + bias, x.double().abs() @ numbers.abs().T + bias.abs()
+    # the sum over the inputs in fp32: at most 2**-24 of what is added up, for each addition; three results are rounded
+    # to dtype: the sum, times the scale, plus the bias
+    bound = size * (inputs * 2**-24 + 3 * (2**-24 if dtype == torch.float32 else 2**-8)) * 1.01
+    assert found.dtype == dtype and found.shape == expected.shape and bool(((found - expected).abs() <= bound).all())
+
+
+def test_a_row_is_looked_up_as_its_numbers() -> None:
+    weight = Int8(torch.randint(-127, 128, (9, 4), dtype=torch.int8), torch.rand(9))
+    tokens = torch.tensor([[3, 0], [8, 8]])
+    assert torch.equal(F.embedding(tokens, weight), (weight.levels * weight.scale[:, None])[tokens])
+
+
+def test_any_other_function_sees_the_numbers_and_none_can_write() -> None:
+    weight = Int8(torch.randint(-127, 128, (9, 4), dtype=torch.int8), torch.rand(9))
+    numbers = weight.levels * weight.scale[:, None]
+    assert torch.equal(weight.t() + 1, numbers.t() + 1) and torch.equal(weight[2], numbers[2])
+    for write in (weight.zero_, lambda: weight.copy_(numbers)):
+        with pytest.raises(NotImplementedError, match="cannot be written into"):
+            write()
+
+
+def test_a_compiler_takes_it() -> None:
+    layer = nn.Linear(8, 5)
+    layer.weight = nn.Parameter(Int8(torch.randint(-127, 128, (5, 8), dtype=torch.int8), torch.rand(5)), False)
+    x = torch.randn(3, 8)
+    with torch.no_grad():
+        assert torch.equal(torch.compile(layer, backend="aot_eager", fullgraph=True)(x), layer(x))
+
+
+def test_activations_are_bf16_where_the_device_has_it() -> None:
+    wide, narrow = torch.float32, torch.bfloat16
+    for said, expected in (({}, wide), ({"avx512_bf16": True}, narrow), ({"bf16": True}, narrow),
+                           ({"amx_bf16": False, "avx512_fp16": True}, wide)):
+        with patch("torch.cpu.get_capabilities", lambda: said):
+            assert int8.activations_on(CPU) == expected
+
+
+# ---- a model, at any tensor parallel size -------------------------------------------------------------------------
+
+def trained(rank: int, world: int, tp: int, folder: Path) -> None:
+    train([*FLAGS.split(), "--model-parallel-size", tp, "--save", folder])
+
+
+Cells = list[dict[str, tuple[Tensor, Tensor, Any]]]
+
+
+def parts(rank: int, world: int, folders: Sequence[Path]) -> Cells:
+    """Of each folder: name -> this rank's levels and scales, and how they are cut."""
+    grid, found = groups.build(world), []
+    for folder in folders:
+        model = load(folder, grid)
+        cut = {name: partition_of(parameter) for name, parameter in
+               GPT2(model.config, grid.tp, deferred=True).named_parameters()}
+        found.append({name: (matrix.levels, matrix.scale, cut[name]) for name, matrix in matrices(model).items()})
+    return found
+
+
+def whole(ranks: Sequence[Cells], folder: int) -> dict[str, tuple[Tensor, Tensor]]:
+    found = {}
+    for name, (_, scale, partition) in ranks[0][folder].items():
+        levels = join_slices([cells[folder][name][0] for cells in ranks], partition)
+        scales = [cells[folder][name][1] for cells in ranks]
+        if partition.dim == 0:
+            scale = join_slices(scales, partition)
+        else:
+            assert all(torch.equal(one, scale) for one in scales), name
+        if partition.size is not None:
+            assert not levels[partition.size :].any() and not scale[partition.size :].any()
+            levels, scale = levels[: partition.size], scale[: partition.size]
+        found[name] = levels, scale
+    return found
+
+
+def by_hand(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
+    """Each logical matrix, read whole."""
+    found, made = open_checkpoint(folder), {}
+    for name in found.names("weight"):
+        shape = found.shape("weight", name)
+        if is_quantised(name, shape):
+            def read(start: int, out: Tensor, name: str = name, shape: tuple[int, ...] = shape) -> None:
+                found.read("weight", name, shape=shape, partition=None, tp_rank=0, tp_size=1, offset=start, out=out)
+            made[name] = quantised(read, shape, name)
+    return made
+
+
+def check_cells(folder: Path, sizes: Sequence[int]) -> None:
+    folders = []
+    for tp in sizes:
+        run_ranks(trained, max(2, tp), tp, folder / f"tp{tp}")
+        assert checkpoint(["convert", str(folder / f"tp{tp}"), "--dtype", "int8", "--output",
+                           str(folder / f"int8 of tp{tp}")]) == 0
+        folders += [folder / f"tp{tp}", folder / f"int8 of tp{tp}"]
+    expected = [by_hand(one) for one in folders[::2] for _ in range(2)]
+    for tp in sizes:
+        ranks = run_ranks(parts, tp, folders)
+        for number, one in enumerate(folders):
+            found = whole(ranks, number)
+            assert found.keys() == expected[number].keys() and len(found) == 13
+            for name, (levels, scale) in found.items():
+                assert torch.equal(levels, expected[number][name][0]), (one, tp, name)
+                assert torch.equal(scale, expected[number][name][1]), (one, tp, name)
+
+
+def test_levels_and_scales_are_the_same_at_any_size_read_or_quantised(tmp_path: Path) -> None:
+    check_cells(tmp_path, [1, 2])
+
+
+@pytest.mark.slow
+def test_so_are_those_of_four_ranks(tmp_path: Path) -> None:
+    check_cells(tmp_path, [1, 2, 4])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A model that has learnt something, of `data` beside it."""
+    made = tmp_path_factory.mktemp("int8")
+    write_corpus(made / "data")
+    train(["--preset", "tiny", "--train-data", made / "data", "--train-iters", 300, "--eval-interval", 0,
+           "--lr", "3e-3", "--global-batch-size", 16, "--batch-size", 16, "--save", made / "run"])
+    yield made / "run"
+
+
+def test_logits_are_those_of_the_numbers(folder: Path) -> None:
+    model = load(folder, groups.build(1))
+    plain, tokens = dequantised(model), torch.arange(32)[None] * 3
+    with torch.no_grad():
+        expected, found = plain(tokens), model(tokens)
+        # A product is (x . levels) * scale here and x . (levels * scale) there: it differs by the rounding of a sum of
+        # K <= 256 in fp32, about sqrt(K) * 2**-24 = 1e-6 of its size. Two blocks have eight, all below 9 (the logits).
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+def test_logits_are_those_of_the_real_vocabulary(folder: Path) -> None:
+    """Rows that pad the table are zero, and their logits never seen: drawn evenly, no token beyond is drawn."""
+    model = load(folder, groups.build(1))
+    assert len(model.wte.weight) == 384 and not matrices(model)["wte.weight"].levels[257:].any()
+    decoder = Decoder(model, 1)
+    assert decoder.read(0, [1, 2, 3]).shape == (257,)
+    generator = Generator(decoder, vocabulary=257, eod=None, slides=True)
+    (text,) = generator.run([Request(0, (1,), 400, Sampling(temperature=1e6))])
+    assert max(text.tokens) in range(250, 257)
+
+
+def perplexity(model: GPT2, tokens: Tensor) -> float:
+    with torch.no_grad():
+        logits = model.logits(model.hidden_states(tokens[:, :-1])).double()
+    return float(F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).exp())
+
+
+@pytest.mark.parametrize("activations", [torch.float32, torch.bfloat16])
+def test_perplexity_is_that_of_the_weights_they_were_made_of(folder: Path, activations: torch.dtype) -> None:
+    grid, corpus = groups.build(1), IndexedCorpus(folder.parent / "data")
+    stream = torch.from_numpy(corpus.tokens_of(0, corpus.num_documents).astype("int64"))
+    tokens = stream[: len(stream) // 32 * 32].view(-1, 32)
+    plain = loading.build(loading.open_trained(str(folder), grid), grid, activations, CPU)
+    expected, found = perplexity(plain, tokens), perplexity(load(folder, grid, activations), tokens)
+    assert expected < 3  # of 257: it has learnt
+    assert abs(found / expected - 1) < 0.005
+
+
+def test_a_loss_can_be_taken_of_it(folder: Path) -> None:
+    model, tokens = load(folder, groups.build(1)), torch.arange(64).view(2, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens, tokens), dequantised(model)(tokens, tokens), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("activations", [torch.float32, torch.bfloat16])
+def test_a_text_over_a_cache_is_the_text_of_the_whole_at_any_batch(folder: Path, activations: torch.dtype) -> None:
+    model = load(folder, groups.build(1), activations)
+    decoder = Decoder(model, 2)
+    for row, prompt in enumerate([[5, 6, 7, 8], [1]]):
+        decoder.read(row, prompt)
+    found = decoder.follow([9, 2])
+    for logits, ids in zip(found, [[5, 6, 7, 8, 9], [1, 2]], strict=True):
+        with torch.no_grad():
+            expected = model(torch.tensor([ids]))[0]
+        # bf16 rounds each of some ten results that lead to a logit of about this size
+        close = 1e-5 if activations == torch.float32 else 10 * 2**-8 * float(expected.abs().max())
+        torch.testing.assert_close(logits, expected, atol=close, rtol=0)
+
+
+# ---- bytes --------------------------------------------------------------------------------------------------------
+
+def resident(model: nn.Module, activations: int) -> int:
+    """Bytes, by the shapes: one a number and one scale a row of a matrix, and `activations` a number of the rest."""
+    return sum(parameter.numel() + activations * len(parameter) if is_quantised(name, parameter.shape) else
+               activations * parameter.numel() for name, parameter in model.named_parameters())
+
+
+def loaded(rank: int, world: int, folder: Path) -> tuple[int, int, int]:
+    """(bytes held, expected, at the peak of loading)"""
+    grid = groups.build(world)
+    with LiveBytes() as live, patch.object(Checkpoint, "read", lambda *names, out, **place: out.zero_()):
+        model = load(folder, grid, torch.bfloat16)
+    return sum(parameter.nbytes for parameter in model.parameters()), resident(model, 2), live.peak
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_rank_holds_its_part_and_a_block_at_any_moment(tmp_path: Path, tp: int) -> None:
+    train([*FLAGS.split(), "--save", tmp_path, "--vocab-size", 40_000])
+    for held, expected, peak in run_ranks(loaded, tp, tmp_path):
+        assert held == expected
+        assert held <= peak < 1.01 * held + 3 * 4 * BLOCK, (held, peak)
+
+
+@pytest.mark.parametrize(("preset", "share"), [("124M", 0.53), ("345M", 0.51), ("1.5B", 0.51)])
+def test_the_published_shapes_take_little_more_than_half_of_bf16(preset: str, share: float) -> None:
+    shape = {key: value for key, value in PRESETS[preset].items() if key != "tokenizer_type"}
+    model = GPT2(ModelConfig(**shape, vocab_size=50257), deferred=True)
+    assert resident(model, 2) < share * 2 * sum(parameter.numel() for parameter in model.parameters())
+
+
+# ---- what goes wrong ----------------------------------------------------------------------------------------------
+
+def one_fails(rank: int, world: int, folder: Path) -> str:
+    def read(self: Checkpoint, kind: str, name: str, *, out: Tensor, **place: Any) -> None:
+        if rank == 1 and name == "blocks.1.mlp.proj.weight":
+            raise CheckpointError("a byte is lost")
+        out.zero_()
+
+    with patch.object(Checkpoint, "read", read), pytest.raises(CheckpointError) as caught:
+        load(folder, groups.build(world))
+    return str(caught.value)
+
+
+def test_what_one_rank_cannot_read_is_an_error_of_all(folder: Path) -> None:
+    assert run_ranks(one_fails, 2, folder) == ["a byte is lost"] * 2
+
+
+def test_int8_cannot_be_made_wide_again(folder: Path, tmp_path: Path) -> None:
+    assert checkpoint(["convert", str(folder), "--dtype", "int8", "--output", str(tmp_path / "q")]) == 0
+    grid = groups.build(1)
+    with pytest.raises(ConfigError, match="holds int8 weights: give --dtype int8"):
+        loading.build(loading.open_trained(str(tmp_path / "q"), grid), grid, torch.bfloat16, CPU)
