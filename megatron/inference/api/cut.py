@@ -34,7 +34,7 @@ def check_even(model: nn.Module, plan: Plan, tp: Group) -> None:
 @torch.no_grad()
 def cut(model: nn.Module, plan: Plan, tp: Group) -> None:
     """In place. A layer that is in two places is cut once."""
-    made = dict[int, nn.Module]()
+    made = dict[int, nn.Module]()  # by ids: a layer that some place still has to come to is alive
     for place in plan.places:
         layer = model.get_submodule(place.path)
         if id(layer) not in made:
@@ -42,7 +42,9 @@ def cut(model: nn.Module, plan: Plan, tp: Group) -> None:
             made[id(part)] = part
         owner, _, name = place.path.rpartition(".")
         setattr(model.get_submodule(owner), name, made[id(layer)])
-    for number in plan.numbers:
+    owners = {(id(model.get_submodule(number.rpartition(".")[0])), number.rpartition(".")[2]): number
+              for number in plan.numbers}  # one that is in two places is divided once
+    for number in owners.values():
         owner, _, name = number.rpartition(".")
         setattr(model.get_submodule(owner), name, _number(model, number) // tp.size)
 

@@ -47,7 +47,8 @@ def init_inference(model: nn.Module | None = None, config: str | os.PathLike[str
     if model is None or isinstance(model, GPT2):
         engine = _of_ours(model, asked, groups, device)
     else:
-        require(isinstance(model, nn.Module), f"init_inference: model is a {type(model).__name__}: expected a module")
+        require(isinstance(model, nn.Module), f"init_inference: model is a {type(model).__name__}: expected a module "
+                "(of an engine that trains, save a checkpoint, and give checkpoint=, its folder)")
         engine = _of_theirs(model, asked, groups, device, notes)
     _say(notes, groups)
     return engine.eval()
@@ -85,7 +86,8 @@ def _of_ours(model: GPT2 | None, asked: Asked, groups: Groups, device: torch.dev
         raise ConfigError("init_inference needs a model, or checkpoint=: the folder of one")
     else:
         if model.tp.size == groups.tp.size:
-            return _engine(model.to(device, asked.dtype), model, asked, groups)
+            agree(lambda: _cast(model, asked.dtype, device), groups.world)
+            return _engine(model, model, asked, groups)
         require(model.tp.is_solo, f"init_inference: the given model is split over {model.tp.size} ranks and cannot be "
                 f"for {groups.tp.size}: save it, and give checkpoint=, which loads at any size")
         check_same(model, groups.tp)
@@ -122,7 +124,7 @@ def _of_theirs(model: nn.Module, asked: Asked, groups: Groups, device: torch.dev
         agree(lambda: weights.fill_transformers(model, found), groups.world)
     model.eval().requires_grad_(False)
     agree(lambda: _cut(model, asked, groups), groups.world)
-    _cast(model, asked.dtype, device)
+    agree(lambda: _cast(model, asked.dtype, device), groups.world)
     share_random_state(groups.tp)
     if asked.fast and is_headed_gpt2:
         try:

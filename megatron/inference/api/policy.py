@@ -37,11 +37,19 @@ class Cut:
     """Numbers that become those of a rank: "attention.num_heads"."""
 
 
-GPT2_BLOCK = "transformers.models.gpt2.modeling_gpt2.GPT2Block"
-KNOWN: Mapping[str, Cut] = {
-    GPT2_BLOCK: Cut(column=("mlp.c_fc",), fused={"attn.c_attn": 3}, row=("attn.c_proj", "mlp.c_proj"),
-                    divide=("attn.num_heads", "attn.split_size", "attn.embed_dim")),
+OF_GPT2 = Cut(column=("mlp.c_fc",), fused={"attn.c_attn": 3}, row=("attn.c_proj", "mlp.c_proj"),
+              divide=("attn.num_heads", "attn.split_size", "attn.embed_dim"))
+_OF_TRANSFORMERS: dict[str, Cut | tuple[str, ...]] = {
+    "gpt2.modeling_gpt2.GPT2Block": OF_GPT2,
+    "bert.modeling_bert.BertLayer": ("attention.output.dense", "output.dense"),
+    "t5.modeling_t5.T5Block": ("SelfAttention.o", "EncDecAttention.o", "DenseReluDense.wo"),
+    "llama.modeling_llama.LlamaDecoderLayer": ("self_attn.o_proj", "mlp.down_proj"),
+    "gpt_neo.modeling_gpt_neo.GPTNeoBlock": ("attention.out_proj", "mlp.c_proj"),
+    "gpt_neox.modeling_gpt_neox.GPTNeoXLayer": ("attention.dense", "mlp.dense_4h_to_h"),
+    "gptj.modeling_gptj.GPTJBlock": ("attn.out_proj", "mlp.fc_out"),
+    "opt.modeling_opt.OPTDecoderLayer": ("self_attn.out_proj", "fc2"),
 }
+KNOWN = {f"transformers.models.{name}": cut for name, cut in _OF_TRANSFORMERS.items()}
 """Classes that need no policy."""
 
 HEADS = frozenset("num_heads n_heads n_head num_attention_heads num_attn_heads heads nheads num_key_value_heads "
@@ -72,11 +80,9 @@ class Plan:
 
 def plan_of(model: nn.Module, policy: Mapping[Any, Any] | None) -> Plan:
     """What a policy, or what is known here, says of a model."""
-    cuts: dict[Any, Cut | tuple[str, ...]]
     if policy is None:
-        cuts = {name: cut for name, cut in KNOWN.items() if any(_is(module, name) for module in model.modules())}
-    else:
-        cuts = {key: _checked(key, value) for key, value in policy.items()}
+        policy = {name: cut for name, cut in KNOWN.items() if any(_is(module, name) for module in model.modules())}
+    cuts = {key: _checked(key, value) for key, value in policy.items()}
     places, numbers, layers = dict[str, Place](), list[str](), dict[str, str]()
     for key, cut in cuts.items():
         found = [(path, module) for path, module in model.named_modules() if _is(module, key)]

@@ -53,9 +53,12 @@ class Proof:
             self._example = example
             try:
                 self._outputs = self._run(self._keep)
-                return
+                unused = [path for path in self._rows() if path not in self._kept]
+                if not unused:
+                    return
+                problem = f"{unused[0]} is not used by {_inputs(given)}"
             except FAILURES as error:
-                problem = f"it fails on {'example_inputs' if given is not None else 'made-up inputs'} ({_line(error)})"
+                problem = f"it fails on {_inputs(given)} ({_line(error)})"
         raise ConfigError(f"whether the cut model computes the same cannot be checked: {problem}; give init_inference "
                           "inputs that the model takes, example_inputs=(tensor, ...) or {name: tensor}")
 
@@ -76,9 +79,15 @@ class Proof:
         require(self._told is None, f"{self._names()} the model computes something else: {self._told}; {HELP}")
 
     def _run(self, hear: Callable[[str, Tensor], Tensor]) -> list[Tensor]:
-        rows = {place.path: self._model.get_submodule(place.path) for place in self._plan.places if place.side == "row"}
-        with torch.no_grad(), _heard(rows, hear):
+        with torch.no_grad(), _heard(self._rows(), hear):
             return list(_tensors(self._model(*self._example.args, **self._example.kwargs)))
+
+    def _rows(self) -> dict[str, nn.Module]:
+        """Row layers by their paths; one that is in two places by its first."""
+        paths = [place.path for place in self._plan.places if place.side == "row"]
+        found = {path: self._model.get_submodule(path) for path in paths}
+        first = {id(layer): path for path, layer in reversed(found.items())}
+        return {path: layer for path, layer in found.items() if first[id(layer)] == path}
 
     def _keep(self, path: str, output: Tensor) -> Tensor:
         self._kept.setdefault(path, []).append(output.clone())
@@ -107,13 +116,12 @@ def _heard(layers: Mapping[str, nn.Module], hear: Callable[[str, Tensor], Tensor
     def heard(path: str, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda *args, **kwargs: hear(path, forward(*args, **kwargs))
 
-    once = {id(layer): (path, layer) for path, layer in layers.items()}
-    for path, layer in once.values():
+    for path, layer in layers.items():
         layer.forward = heard(path, layer.forward)
     try:
         yield
     finally:
-        for _, layer in once.values():
+        for layer in layers.values():
             del layer.forward
 
 
@@ -126,6 +134,10 @@ def _off(one: Tensor, whole: Tensor) -> str | None:
     most, scale = float((one - whole).abs().max()), float(whole.abs().max())
     allowed = ROUNDINGS[whole.dtype] * torch.finfo(whole.dtype).eps * scale
     return None if most <= allowed else f"up to {most:.2g}, where its largest number is {scale:.2g}"  # NaN: neither
+
+
+def _inputs(given: Any) -> str:
+    return "made-up inputs" if given is None else "example_inputs"
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron import zero
 from megatron.errors import TrainerError
 from megatron.inference import init_inference
 from tests.distributed import run_ranks
@@ -79,6 +80,15 @@ def test_weights_are_in_the_precision_that_is_asked_for(dtype: torch.dtype) -> N
     large.transformer.h[0].mlp.c_fc.weight.data[0, 0] = 1e5
     with pytest.raises(TrainerError, match=r"c_fc.weight is not finite in float16"):
         init_inference(large, dtype="fp16")
+
+
+def test_an_engine_that_trains_is_not_taken() -> None:
+    model = torch.nn.Linear(4, 4)
+    config = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
+    engine, *_ = zero.initialize(model=model, config=config)
+    with pytest.raises(TrainerError, match="model is a Engine: expected a module .of an engine that trains, save a checkpoint"):
+        init_inference(engine)
+    engine.destroy()
 
 
 # ---- the engine -----------------------------------------------------------------------------------------------------

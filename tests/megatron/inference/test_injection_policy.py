@@ -226,6 +226,49 @@ def test_a_model_whose_inputs_cannot_be_made_up_is_checked_on_given_ones() -> No
             torch.testing.assert_close(output, expected, **CLOSE)
 
 
+class Skipping(Model):
+    """Its example does not come to the second layer."""
+
+    def forward(self, tokens: Tensor, layers: int = 1) -> Tensor:
+        x = self.table(tokens)
+        for layer in self.layers[:layers]:
+            x = layer(x)
+        return x
+
+
+def skipped(rank: int, world: int) -> tuple[str, Tensor]:
+    with pytest.raises(TrainerError) as error:
+        init_inference(Skipping(), mp_size=world, injection_policy={Layer: ROWS})
+    engine = init_inference(Skipping(), mp_size=world, injection_policy={Layer: ROWS}, example_inputs=(TOKENS, 2))
+    return str(error.value), engine(TOKENS, 2)
+
+
+def test_a_layer_that_the_example_does_not_use_is_not_checked_by_it() -> None:
+    for said, output in run_ranks(skipped, 2):
+        assert "cannot be checked: layers.1.attention.out is not used by made-up inputs" in said
+        torch.testing.assert_close(output, Skipping()(TOKENS, 2).detach(), **CLOSE)
+
+
+class Shared(Model):
+    """One layer in two places, and its attention under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1] = self.layers[0]
+        self.layers[0].also = self.layers[0].attention
+
+
+def shared(rank: int, world: int) -> tuple[Tensor, bool]:
+    engine = init_inference(Shared(), mp_size=world, injection_policy={Layer: ROWS})
+    return engine(TOKENS)["scores"][0], engine.layers[0].attention.out is engine.layers[1].attention.out
+
+
+def test_a_layer_in_two_places_is_cut_once() -> None:
+    for output, is_one in run_ranks(shared, 2):
+        torch.testing.assert_close(output, Shared()(TOKENS)["scores"][0].detach(), **CLOSE)
+        assert is_one
+
+
 def without_policy(rank: int, world: int) -> str:
     with pytest.raises(TrainerError) as error:
         init_inference(Model(), mp_size=world)
