@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # What must hold on a GPU, in one call of nine minutes: the tests marked `gpu`, where the host waits for the device, speed
-# and MFU of four models beside the same plain torch model (compiled as a whole), kernels of a step, the planner against
-# the allocator. The table comes last; gpu_check.jsonl holds the numbers. With two GPUs the tests include NCCL.
+# and MFU of four models beside the same plain torch model (compiled as a whole), text a second beside transformers and a
+# compiled loop, kernels of a step, the planner against the allocator. The table comes last; gpu_check.jsonl holds the
+# numbers. With two GPUs the tests include NCCL.
 #
 #   bash scripts/gpu_check.sh                        on a GPU; exit code 0 when everything passed, 1 otherwise, 2 without
 #   bash scripts/gpu_check.sh --device cpu --tiny    every check's code on a CPU, with models of no size: minutes
@@ -11,9 +12,10 @@ WITH_TESTS=1
 . "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
 cd -- "$ROOT"
 
-DRY=() DEVICE=cuda TESTS=(-m gpu)
+DRY=() DECODE=() DEVICE=cuda TESTS=(-m gpu)
 if [[ "$*" == "--device cpu --tiny" ]]; then
     DEVICE=cpu DRY=(--device cpu --tiny --no-compile --steps 2 --warmup 1) TESTS=(-m gpu --accelerator-side)
+    DECODE=(--device cpu --tiny --new 4 --rounds 1 --contenders ours,transformers)
     export CUDA_VISIBLE_DEVICES=
 elif [[ $# -gt 0 ]]; then
     fail "gpu_check.sh takes no arguments but '--device cpu --tiny'"
@@ -48,6 +50,10 @@ report speed 124M plain
 report kernels 350M ours
 report speed 350M ours
 report speed 350M plain
+for batch in 1 8; do
+    check "124M decode x $batch" "$PYTHON" scripts/bench/decode.py --batch $batch --contenders ours,transformers,compiled \
+        --results "$RESULTS" "${DECODE[@]}"
+done
 check "pytest -m gpu" "$PYTHON" -m pytest -q "${TESTS[@]}" tests/gpu
 for model in 774M 1.5B; do
     report speed $model ours

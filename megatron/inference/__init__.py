@@ -4,6 +4,7 @@
     request.py      what is asked of it: prompts, how tokens are drawn, where a text ends
     int8.py         a matrix of 8 bits a number in the place of a weight, and the product with it
     cache.py        keys and values of what has been read
+    recorded.py     a step on an accelerator, recorded once for each size
     decoder.py      the model over a cache: read a prompt, follow with a token of each text
     sampling.py     the next token of one text, from its logits
     generation.py   many texts at a time; one that ends makes room for the next

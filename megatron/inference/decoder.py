@@ -18,8 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.inference.cache import Cache
+from megatron.inference.recorded import Recorded
 from megatron.model.block import Block
 from megatron.model.gpt2 import GPT2
+from mpu.device import on_accelerator
 
 Attend = Callable[[int, Tensor, Tensor], Tensor]
 """layer, queries [b, s, n, d], keys and values [b, s, 2, n, d] of the positions at work -> [b, n, s, d]"""
@@ -34,6 +36,9 @@ class Decoder:
         self._device = weight.device
         self._cache = Cache(len(self._blocks), rows, self.length, attention.heads, attention.head_width,
                             dtype=weight.dtype, device=weight.device)
+        self._recorded = None  # what ranks tell each other is not recorded
+        if on_accelerator(weight) and model.tp.is_solo:
+            self._recorded = Recorded(self._step, rows, self.length, weight.device)
 
     @torch.inference_mode()
     def read(self, row: int, tokens: Sequence[int]) -> Tensor:
@@ -51,28 +56,28 @@ class Decoder:
     @torch.inference_mode()
     def follow(self, tokens: Sequence[int]) -> Tensor:
         """One token more of each of the first rows -> [b, V]."""
-        rows, lengths = len(tokens), self._cache.lengths
-        before = lengths[:rows]
-        longest = max(before) + 1
-        assert longest <= self.length, "a text at the end of the position table cannot be followed"
-        lengths[:rows] = [length + 1 for length in before]
-        return self._step(torch.tensor(tokens, device=self._device), torch.tensor(before, device=self._device),
-                          longest, equal=min(before) + 1 == longest)
+        before = self._cache.lengths[: len(tokens)]
+        assert max(before) < self.length, "a text at the end of the position table cannot be followed"
+        self._cache.lengths[: len(tokens)] = [length + 1 for length in before]
+        if self._recorded is not None:
+            return self._recorded(tokens, before)
+        inputs = torch.tensor([tokens, before], device=self._device)
+        return self._step(inputs[0], inputs[1], max(before) + 1, masked=min(before) < max(before))
 
     def move(self, source: int, target: int) -> None:
         """The text of one row is the text of another from now on."""
         self._cache.move(source, target)
 
-    def _step(self, tokens: Tensor, places: Tensor, longest: int, equal: bool) -> Tensor:
-        """[b] tokens at [b] places -> [b, V]. `equal`: every row has `longest` positions."""
+    def _step(self, tokens: Tensor, places: Tensor, positions: int, masked: bool = True) -> Tensor:
+        """[b] tokens at [b] places -> [b, V]. Unless `masked`, every row has as many positions."""
         def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:
             self._cache.append(layer, places, kv[:, 0])
-            keys, values = self._cache.first(layer, len(tokens), longest)
+            keys, values = self._cache.first(layer, len(tokens), positions)
             return F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=mask)
 
         mask = None  # [b, 1, 1, position]: True where a row has something
-        if not equal:
-            mask = (torch.arange(longest, device=self._device) <= places[:, None])[:, None, None, :]
+        if masked:
+            mask = (torch.arange(positions, device=self._device) <= places[:, None])[:, None, None, :]
         return self._run(tokens[:, None], places[:, None], attend)
 
     def _run(self, tokens: Tensor, places: Tensor, attend: Attend) -> Tensor:
