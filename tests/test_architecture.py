@@ -122,7 +122,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.evaluate.scorer megatron.evaluate.outcome megatron.evaluate.reading megatron.evaluate.task
         megatron.evaluate.stream megatron.evaluate.detokenise megatron.evaluate.wikitext megatron.evaluate.perplexity
         megatron.evaluate.lambada megatron.evaluate.hellaswag megatron.evaluate.tasks megatron.evaluate.published
-        megatron.evaluate.progress megatron.evaluate.report megatron.evaluate.setting megatron.evaluate.command
+        megatron.evaluate.progress megatron.evaluate.report megatron.evaluate.parser megatron.evaluate.writer
+        megatron.evaluate.setting megatron.evaluate.command megatron.evaluate.bridge megatron.evaluate.harness
         megatron.train megatron.train.inputs
         megatron.train.allocator megatron.train.processor megatron.train.compiling megatron.train.flops
         megatron.train.batches

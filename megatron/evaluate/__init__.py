@@ -14,6 +14,10 @@
     published.py    what others found with GPT-2's weights
     progress.py     how far it is
     report.py       what is printed
-    setting.py      the model that flags name, among the ranks
+    parser.py       the flags of the model
+    setting.py      that model among the ranks
     command.py      python -m megatron.evaluate
+    writer.py       texts that end where they are told to
+    bridge.py       lm-eval's face of a model of ours
+    harness.py      python -m megatron.evaluate.harness: lm-eval's tasks
 """

@@ -9,13 +9,11 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import NoReturn
 
 from megatron.config.help import typed
-from megatron.config.tree import require
-from megatron.errors import ConfigError
+from megatron.evaluate.parser import Parser, chosen
 from megatron.evaluate.request import PARTS, PROTOCOLS, Asked
-from megatron.inference import source
+from megatron.inference.source import Source
 
 MODULE = "python -m megatron.evaluate"
 
@@ -29,33 +27,14 @@ docs/evaluate.md says what the protocols are, and where the data comes from."""
 OLD_NAMES = {"wikitext103": "wikitext"}
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see {self.prog} --help")
-
-
 def task_name(word: str) -> str:
     """Megatron's names will do as well."""
     return OLD_NAMES.get(word.lower(), word.lower())
 
 
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Of the model, and how it runs."""
-    source.add_flags(parser)
-    parser.add_argument("--batch-size", "--micro-batch-size", type=int, default=8, metavar="N",
-                        help="windows at a time (8)")
-
-
-def check_model_flags(asked: argparse.Namespace) -> None:
-    source.source_of(asked)
-    require(asked.batch_size >= 1, f"--batch-size is {asked.batch_size}: expected 1 or more")
-
-
 def build_parser() -> argparse.ArgumentParser:
     program = typed(MODULE)
-    parser = _Parser(prog=program, description="What a trained GPT-2 scores.", allow_abbrev=False,
-                     epilog=EXAMPLES.replace(MODULE, program), formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_model_flags(parser)
+    parser = Parser(program, "What a trained GPT-2 scores.", EXAMPLES.replace(MODULE, program))
     add = parser.add_argument
     add("--task", type=task_name, choices=tuple(PROTOCOLS), required=True)
     add("--data", "--valid-data", metavar="FILE", required=True, help="what to score; of perplexity also the prefix of "
@@ -70,17 +49,18 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Asked]:
+def parse(argv: Sequence[str]) -> tuple[tuple[Source, int], Asked, bool]:
+    """The model with its windows at a time, the task, and whether the answer is to be JSON."""
     flags = build_parser().parse_args(list(argv))
-    check_model_flags(flags)
+    model = chosen(flags)
     asked = Asked(task=flags.task, protocol=flags.protocol or PROTOCOLS[flags.task][0], data=flags.data,
                   strict=flags.strict, stride=flags.stride, part=flags.part)
     asked.check_data()
-    return flags, asked
+    return model, asked, flags.json
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    flags, asked = parse(sys.argv[1:] if argv is None else argv)
+    model, asked, as_json = parse(sys.argv[1:] if argv is None else argv)
     from megatron.evaluate.published import published
     from megatron.evaluate.report import Report
     from megatron.evaluate.setting import Setting
@@ -88,17 +68,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron.launch import distributed
 
     began = time.monotonic()
-    setting = Setting.of(flags)
+    setting = Setting.of(*model)
     task = prepare(asked, setting.subject)  # before the weights are read: it may find that the data will not do
     say = _sayer(setting.rank)
     say(f"{asked.task}, protocol {asked.protocol}: {len(task.pieces):,} pieces of up to {setting.subject.length} "
         f"tokens; {setting.described}")
-    scores = setting.scorer()(task.pieces, setting.progress())
+    scores = setting.scorer(setting.model())(task.pieces, setting.progress())
     report = Report(asked=asked, outcome=task.outcome(scores), model=setting.name, window=setting.subject.length,
                     stride=task.stride, seconds=time.monotonic() - began,
                     published=published(setting.shape, asked.task, asked.protocol, asked.strict))
     if setting.rank == 0:
-        print(report.as_json() if flags.json else report.as_text(), flush=True)
+        print(report.as_json() if as_json else report.as_text(), flush=True)
     distributed.shutdown()
     return 0
 

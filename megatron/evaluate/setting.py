@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from typing import final
 
@@ -13,8 +12,9 @@ from megatron.config.tree import require
 from megatron.evaluate.progress import Progress
 from megatron.evaluate.scorer import Scorer
 from megatron.evaluate.task import Subject
+from megatron.evaluate.writer import Writer
 from megatron.inference import loading
-from megatron.inference.source import source_of
+from megatron.inference.source import Source
 from megatron.launch import distributed
 from megatron.model.gpt2 import GPT2
 from mpu import groups as mpu_groups
@@ -32,9 +32,8 @@ class Setting:
     batch_size: int
 
     @classmethod
-    def of(cls, flags: argparse.Namespace) -> Setting:
+    def of(cls, source: Source, batch_size: int) -> Setting:
         """The weights are not read yet. Collective."""
-        source = source_of(flags)
         env, size = distributed.init(), source.model_parallel_size
         require(env.world_size % size == 0, f"--model-parallel-size {size} does not divide the number of ranks, "
                 f"{env.world_size}: start a multiple of {size} with python -m megatron.launch --nproc-per-node")
@@ -45,7 +44,7 @@ class Setting:
         split = found.data.get("split")
         subject = Subject(tokenizer, found.shape.max_position_embeddings, None if split is None else str(split))
         return cls(found, subject, groups, source.dtype or found.precision, distributed.device_for(env, None),
-                   flags.batch_size)
+                   batch_size)
 
     @property
     def rank(self) -> int:
@@ -62,14 +61,17 @@ class Setting:
     @property
     def described(self) -> str:
         return (f"{self.name}: {self.shape.parameters():,} parameters in {self.dtype}, "
-                f"{self.subject.tokenizer.name}")
+                f"{self.subject.tokenizer.facts.described}")
 
     def model(self) -> GPT2:
         """Its weights. Collective."""
         return loading.build(self.found, self.groups, loading.DTYPES[self.dtype], self.device)
 
-    def scorer(self) -> Scorer:
-        return Scorer(self.model(), self.groups, self.batch_size)
+    def scorer(self, model: GPT2) -> Scorer:
+        return Scorer(model, self.groups, self.batch_size)
+
+    def writer(self, model: GPT2) -> Writer:
+        return Writer(model, self.subject.tokenizer, self.groups, self.batch_size)
 
     def progress(self) -> Progress:
         return Progress(self.rank == 0)

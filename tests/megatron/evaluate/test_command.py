@@ -6,7 +6,7 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -43,11 +43,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield made
 
 
-def said(*argv: object) -> tuple[str, str]:
+def said(*argv: object, program: Callable[[list[str]], int] = main) -> tuple[str, str]:
     """(standard output, standard error)"""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err), patch("megatron.launch.distributed.shutdown"):
-        assert main([*map(str, argv)]) == 0
+        assert program([*map(str, argv)]) == 0
     return out.getvalue(), err.getvalue()
 
 

@@ -1,0 +1,127 @@
+"""`python -m megatron.evaluate.harness`: lm-eval's tasks on a checkpoint of ours, through bridge.py.
+
+lm-eval is an extra: nothing else of the project needs it. Its tasks bring their data from the Hugging Face hub; without
+a network, a task of one's own (`--include-path`) can name a local file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from megatron.config.help import typed
+from megatron.config.tree import require
+from megatron.errors import ConfigError
+from megatron.evaluate.parser import Parser, chosen
+from megatron.inference.source import Source
+from megatron.launch.exits import run
+from megatron.neighbours import check_neighbours
+
+MODULE = "python -m megatron.evaluate.harness"
+
+EXAMPLES = """examples:
+  python -m megatron.evaluate.harness --load runs/gpt2 --tasks lambada_openai,hellaswag
+  python -m megatron.evaluate.harness --load runs/gpt2 --tasks my_task --include-path my_tasks/ --limit 100 --json
+
+docs/evaluate.md has a task whose data is a local file."""
+
+THEIRS = (ValueError, KeyError, LookupError, OSError, ImportError)
+"""What lm-eval and its data sets raise for a task that is not there, or whose data is not."""
+
+
+@dataclass(frozen=True)
+class Run:
+    model: tuple[Source, int]
+    """With requests at a time."""
+    tasks: list[str]
+    include_path: str | None
+    num_fewshot: int | None
+    limit: int | None
+    as_json: bool
+
+
+def build_parser() -> Parser:
+    program = typed(MODULE)
+    parser = Parser(program, "lm-eval's tasks on a trained GPT-2.", EXAMPLES.replace(MODULE, program))
+    add = parser.add_argument
+    add("--tasks", required=True, metavar="A,B", help="names of lm-eval's tasks")
+    add("--include-path", "--include_path", metavar="DIR", help="folder with tasks of your own")
+    add("--num-fewshot", "--num_fewshot", type=int, metavar="N", help="examples before each question (the task's own)")
+    add("--limit", type=int, metavar="N", help="only the first so many examples of each task")
+    add("--json", action="store_true", help="lm-eval's results as one JSON object")
+    return parser
+
+
+def parse(argv: Sequence[str]) -> Run:
+    flags = build_parser().parse_args(list(argv))
+    require(flags.include_path is None or os.path.isdir(flags.include_path),
+            f"--include-path {flags.include_path}: no such folder")
+    require(flags.limit is None or flags.limit >= 1, f"--limit is {flags.limit}: expected 1 or more")
+    require(find_spec("lm_eval") is not None, f"{MODULE} needs lm-eval: pip install lm_eval (the extra [eval])")
+    return Run(chosen(flags), flags.tasks.split(","), flags.include_path, flags.num_fewshot, flags.limit, flags.json)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    asked = parse(sys.argv[1:] if argv is None else argv)
+    from lm_eval import simple_evaluate
+    from lm_eval.utils import handle_non_serializable, make_table
+
+    from megatron.evaluate.bridge import MegatronLM
+    from megatron.evaluate.setting import Setting
+    from megatron.launch import distributed
+
+    setting = Setting.of(*asked.model)
+    with _aside(setting.rank == 0), _translated(asked.tasks):
+        manager, tasks = _load(asked)
+    lm = MegatronLM(setting)
+    with _aside(setting.rank == 0):
+        results = simple_evaluate(model=lm, tasks=tasks, task_manager=manager, num_fewshot=asked.num_fewshot,
+                                  limit=asked.limit, log_samples=False)
+    if setting.rank == 0:
+        text = json.dumps(results, default=handle_non_serializable) if asked.as_json else make_table(results)
+        print(text, flush=True)
+    distributed.shutdown()
+    return 0
+
+
+def _load(asked: Run) -> tuple[Any, list[Any]]:
+    """lm-eval's task manager, and the tasks and groups that are asked for, with their data."""
+    from lm_eval.tasks import TaskManager
+
+    manager, found = TaskManager(include_path=asked.include_path), []
+    for name in asked.tasks:
+        loaded = manager.load([name])
+        found += [loaded["groups"][name]] if name in loaded["groups"] else list(loaded["tasks"].values())
+    return manager, found
+
+
+@contextlib.contextmanager
+def _aside(speaks: bool) -> Iterator[None]:
+    """What lm-eval prints on its way goes to standard error, of one rank."""
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(sys.stderr if speaks else nowhere), \
+            contextlib.redirect_stderr(sys.stderr if speaks else nowhere):
+        yield
+
+
+@contextlib.contextmanager
+def _translated(tasks: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except THEIRS as error:
+        raise ConfigError(f"--tasks {','.join(tasks)}: lm-eval cannot load this ({type(error).__name__}: {error}); see "
+                          "its list of tasks, or give --include-path with your own") from error
+
+
+def _checked() -> int:
+    check_neighbours()
+    return main()
+
+
+if __name__ == "__main__":
+    sys.exit(run(_checked))
