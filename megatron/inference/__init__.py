@@ -11,6 +11,8 @@
     wording.py      the words of a text that is being made
     loading.py      a model from a checkpoint or a Hugging Face folder, at any tensor parallel size: this rank's part
     answers.py      prompts in, text out, in order
+    terminal.py     the person at a session: lines, history, Ctrl-C
+    session.py      a prompt typed, its answer as it comes, and the next
     command.py      python -m megatron.generate
 
 `init_inference` is DeepSpeed's call over it (api/). Names are imported on first use: flags are checked without torch.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TextIO, final
 
+from data.tokenizer_base import Tokenizer
 from megatron.config.tree import require
 from megatron.inference.decoder import Decoder
 from megatron.inference.generation import Generator, Text
@@ -39,11 +40,9 @@ class Answers:
         """The same on every rank."""
         world, mine, number = self._groups.world, iter(prompts), 0
         while (prompt := broadcast_json(next(mine, None) if world.rank == 0 else None, world, 0)) is not None:
-            ids = tuple(int(token) for token in self._tokenizer.encode(prompt)) or (self._tokenizer.eod,)
-            length = self._decoder.length
-            require(len(ids) <= length or self._wish.slides,
-                    f"a prompt of {len(ids)} tokens, and the model has {length} positions: shorten it, or give "
-                    "--past-the-end slide, which reads the last ones")
+            ids = ids_of(self._tokenizer, prompt)
+            refusal = too_long(ids, self._decoder.length, self._wish.slides)
+            require(not refusal, refusal)
             for request in self._wish.requests(ids, number):
                 page.expect(number, prompt)
                 number += 1
@@ -52,6 +51,19 @@ class Answers:
     def speed(self) -> str:
         rate = self._tokens / self._seconds if self._seconds else 0.0
         return f"{self._tokens} tokens in {self._seconds:.1f} s, {rate:.1f} a second"
+
+
+def ids_of(tokenizer: Tokenizer, prompt: str) -> tuple[int, ...]:
+    """Of nothing, a text goes on from the end of the document before it."""
+    return tuple(int(token) for token in tokenizer.encode(prompt)) or (tokenizer.eod,)
+
+
+def too_long(ids: Sequence[int], length: int, slides: bool) -> str:
+    """Why a prompt cannot be read; nothing where it can."""
+    if len(ids) <= length or slides:
+        return ""
+    return (f"a prompt of {len(ids)} tokens, and the model has {length} positions: shorten it, or give "
+            "--past-the-end slide, which reads the last ones")
 
 
 def generator_of(loaded: Loaded, decoder: Decoder, wording: Wording, slides: bool) -> Generator:

@@ -1,7 +1,8 @@
 """`python -m megatron.generate`: text from a trained model.
 
 Prompts come from the command line, a file or standard input, one a line; answers go to standard output in the order of
-the prompts, a text as it comes where there is one at a time. Everything else is said on standard error.
+the prompts, a text as it comes where there is one at a time. Everything else is said on standard error. Where a person
+types the prompts, it is a session (session.py).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from megatron.config.tree import require
 from megatron.errors import ConfigError
 from megatron.inference import source
 from megatron.inference.request import Sampling, Wish
+from megatron.inference.terminal import Terminal, is_at_hand
 
 MODULE = "python -m megatron.generate"
 
@@ -27,7 +29,8 @@ EXAMPLES = """examples:
   python -m megatron.generate --load runs/gpt2 --file prompts.txt --greedy --jsonl > answers.jsonl
   python -m megatron.launch --nproc-per-node 2 -m megatron.generate --load runs/gpt2 --model-parallel-size 2 "Once"
 
-Without prompts they are read from standard input, one a line. docs/generate.md explains the rest."""
+Without prompts they are read from standard input, one a line; at a terminal that is a session. docs/generate.md
+explains the rest."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -43,6 +46,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("prompts", nargs="*", metavar="PROMPT", help="a text to go on from")
     source.add_flags(parser)
     add("--file", metavar="FILE", help="prompts, one a line; .jsonl: of objects with `prompt` or `text`")
+    add("--interactive", action="store_true", help="a session: each line that is typed is answered at once (where "
+        "there are no prompts and standard input is a terminal)")
     add("--max-new-tokens", "--out-seq-length", type=int, default=128, metavar="N", help="tokens of an answer (128)")
     add("--num-samples", type=int, default=1, metavar="N", help="answers to each prompt (1)")
     add("--greedy", action="store_true", help="always the likeliest token")
@@ -62,7 +67,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def check(asked: argparse.Namespace) -> None:
-    require(not (asked.prompts and asked.file), "prompts on the command line and --file: give one of them")
+    given = {"prompts on the command line": asked.prompts, "--file": asked.file, "--interactive": asked.interactive}
+    both = [name for name, value in given.items() if value]
+    require(len(both) < 2, f"{' and '.join(both)}: give one of them")
+    require(not (asked.interactive and asked.jsonl), "--interactive is for a person, --jsonl for a program: give one "
+            "of them")
     for name in ("max_new_tokens", "num_samples", "batch_size"):
         require(getattr(asked, name) >= 1, f"--{name.replace('_', '-')} is {getattr(asked, name)}: expected 1 or more")
     require(asked.file is None or Path(asked.file).is_file(), f"--file {asked.file}: no such file")
@@ -74,6 +83,10 @@ def wish_of(asked: argparse.Namespace) -> Wish:
                         repetition_penalty=asked.repetition_penalty, greedy=asked.greedy)
     return Wish(asked.max_new_tokens, sampling, asked.num_samples, asked.seed, tuple(asked.stop),
                 asked.past_the_end == "slide")
+
+
+def is_session(asked: argparse.Namespace) -> bool:
+    return bool(asked.interactive or not (asked.prompts or asked.file or asked.jsonl) and is_at_hand())
 
 
 def prompts_of(asked: argparse.Namespace) -> Iterator[str]:
@@ -91,8 +104,6 @@ def prompts_of(asked: argparse.Namespace) -> Iterator[str]:
 
 class _stdin:
     def __enter__(self) -> Iterable[str]:
-        if sys.stdin.isatty():
-            print("prompts, one a line; Ctrl-D ends", file=sys.stderr)
         return sys.stdin
 
     def __exit__(self, *exception: object) -> None:
@@ -115,7 +126,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     model, wish = source.source_of(asked), wish_of(asked)
     from megatron.inference import loading
     from megatron.inference.answers import Answers
+    from megatron.inference.session import Session
     from megatron.launch import distributed
+    from mpu.collectives import broadcast_json
 
     env = distributed.init()
     say = _sayer(env.rank)
@@ -123,10 +136,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     groups = loading.groups_of(model, env.world_size, MODULE)
     loaded = loading.load(model, groups, distributed.device_for(env, None))
     say(f"{loaded.described}, loaded in {time.monotonic() - began:.1f} s")
-    answers = Answers(loaded, groups, wish, asked.batch_size)
     first = env.rank == 0
-    answers.write(prompts_of(asked) if first else (), sys.stdout if first else None, jsonl=asked.jsonl)
-    say(answers.speed())
+    if broadcast_json(first and is_session(asked), groups.world):
+        Session(loaded, groups, wish, Terminal() if first else None).run()
+    else:
+        answers = Answers(loaded, groups, wish, asked.batch_size)
+        answers.write(prompts_of(asked) if first else (), sys.stdout if first else None, jsonl=asked.jsonl)
+        say(answers.speed())
     distributed.shutdown()
     return 0
 

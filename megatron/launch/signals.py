@@ -17,6 +17,8 @@ from typing import NoReturn
 
 from megatron.errors import EXIT_INTERRUPTED
 
+TAKEN = signal.SIGUSR2
+"""What a rank tells its launcher by: from now on Ctrl-C is that of whoever types at rank 0."""
 GRACEFUL = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 STOPPING = b"stopping after this step (Ctrl-C again ends at once, without saving)\n"
 ERASE_LINE = b"\r\x1b[K"
@@ -52,6 +54,12 @@ class StopRequest:
         if number == signal.SIGINT and is_seen_by_a_person():
             write_lines(STOPPING)
         self.signal = self.signal or signal.Signals(number)
+
+
+def take_interrupts() -> None:
+    """A launcher of ours, if there is one, passes Ctrl-C on to rank 0 alone from now on, and ends nothing for it."""
+    if os.environ.get("MEGATRON_LAUNCHER") == str(os.getppid()):
+        os.kill(os.getppid(), TAKEN)
 
 
 def end_when_asked() -> None:

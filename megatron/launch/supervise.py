@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from megatron.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER
-from megatron.launch.signals import STOPPING, write_lines, write_stderr
+from megatron.launch.signals import STOPPING, TAKEN, write_lines, write_stderr
 
 TICK_SECONDS = 0.2
 STOP_PATIENCE_SECONDS = 1.0
@@ -143,6 +143,7 @@ class Supervisor:
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     _interrupts: int = 0
     _asked: bool = False
+    _interrupts_taken: bool = False
     _requests: list[int] = field(default_factory=list)
     """Signals that have not been passed on yet."""
     _began: float = field(default_factory=time.monotonic)
@@ -164,10 +165,10 @@ class Supervisor:
 
     def _start(self, environment: dict[str, str]) -> None:
         # A session of its own: Ctrl-C on the terminal reaches the launcher alone, and one killpg also reaches data
-        # workers. stdout is inherited, so that a progress bar still sees the terminal.
-        process = subprocess.Popen(
-            self.command, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE,
-            start_new_session=True, preexec_fn=end_with_parent())
+        # workers. stdout is inherited, so that a progress bar still sees the terminal; stdin by the job's first rank.
+        stdin = None if environment["RANK"] == "0" else subprocess.DEVNULL
+        process = subprocess.Popen(self.command, env=environment, stdin=stdin, stderr=subprocess.PIPE,
+                                   start_new_session=True, preexec_fn=end_with_parent())
         assert process.stderr is not None
         rank = Rank(int(environment["RANK"]), process, ErrorRelay(process.stderr.fileno()))
         self._ranks.append(rank)
@@ -189,7 +190,11 @@ class Supervisor:
 
     def _on_signal(self, number: int) -> None:
         if number not in FORWARDED:
+            self._interrupts_taken = self._interrupts_taken or number == TAKEN
             return  # SIGCHLD only wakes the loop
+        if number == signal.SIGINT and self._interrupts_taken:
+            self._ranks[0].process.send_signal(number)
+            return
         self._asked = True
         if number == signal.SIGINT:
             self._interrupts += 1
@@ -269,7 +274,7 @@ class Supervisor:
         receiver, sender = socket.socketpair()
         sender.setblocking(False)
         self._selector.register(receiver, selectors.EVENT_READ, receiver)
-        former = {number: signal.signal(number, lambda *_: None) for number in (*FORWARDED, signal.SIGCHLD)}
+        former = {number: signal.signal(number, lambda *_: None) for number in (*FORWARDED, TAKEN, signal.SIGCHLD)}
         descriptor = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
         try:
             yield

@@ -37,7 +37,8 @@ os.rename(os.path.join(here, f"pid{rank}.tmp"), os.path.join(here, f"pid{rank}")
 class Job:
     """A running launcher and the program of its ranks."""
 
-    def __init__(self, folder: Path, body: str, ranks: int = 2, arguments: tuple[str, ...] = ()) -> None:
+    def __init__(self, folder: Path, body: str, ranks: int = 2, arguments: tuple[str, ...] = (),
+                 stdin: str = "") -> None:
         self.folder = folder
         script = folder / "program.py"
         script.write_text(PRELUDE + body)
@@ -45,7 +46,8 @@ class Job:
         environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
         environment.update(PYTHONPATH=str(ROOT), TMPDIR=str(folder))
         self.process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self._stdin = stdin
 
     def pid(self, rank: int) -> int:
         """The process of a rank, once it has started."""
@@ -55,7 +57,7 @@ class Job:
 
     def end(self, limit: float = 2 * LIMIT) -> tuple[int, str, list[str]]:
         """Exit code, standard output and the lines of standard error."""
-        out, err = self.process.communicate(timeout=limit)
+        out, err = self.process.communicate(self._stdin, timeout=limit)
         return self.process.returncode, out, err.splitlines()
 
 
@@ -125,6 +127,40 @@ def test_arguments_reach_the_script_unchanged(start, ranks):
     job = start("rank or print(json.dumps(sys.argv[1:]))", ranks=ranks, arguments=arguments)
     code, out, _ = job.end()
     assert code == 0 and tuple(json.loads(out)) == arguments
+
+
+def test_standard_input_is_that_of_the_first_rank_alone(start, tmp_path):
+    job = start("open(os.path.join(here, f'read{rank}'), 'w').write(sys.stdin.read())", stdin="typed\n")
+    assert job.end() == (0, "", [])
+    assert [(tmp_path / f"read{rank}").read_text() for rank in range(2)] == ["typed\n", ""]
+
+
+TAKES_INTERRUPTS = """
+from megatron.launch.signals import take_interrupts
+count = 0
+def note(number, frame):
+    global count
+    count += 1
+    open(os.path.join(here, f"got{rank}-{count}"), "w").close()
+signal.signal(signal.SIGINT, note)
+if rank == 0:
+    take_interrupts()
+open(os.path.join(here, f"ready{rank}"), "w").close()
+until = time.monotonic() + 30
+while time.monotonic() < until and not os.path.exists(os.path.join(here, "enough")):
+    time.sleep(0.02)
+"""
+
+
+def test_a_rank_that_takes_interrupts_gets_each_alone_and_nothing_ends(start, tmp_path):
+    job = start(TAKES_INTERRUPTS)
+    wait_until(lambda: (tmp_path / "ready0").exists() and (tmp_path / "ready1").exists())
+    for number in (1, 2, 3):
+        job.process.send_signal(signal.SIGINT)
+        wait_until((tmp_path / f"got0-{number}").exists)
+    (tmp_path / "enough").write_text("")
+    assert job.end() == (0, "", [])
+    assert not [*tmp_path.glob("got1*")]
 
 
 def test_one_rank_is_the_script_in_the_same_process(start):
