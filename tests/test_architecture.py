@@ -114,7 +114,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.inference.generation megatron.inference.wording megatron.inference.int8 megatron.inference.loading
         megatron.inference.answers megatron.inference.terminal megatron.inference.session megatron.inference.command
         megatron.inference.api megatron.inference.api.arguments megatron.inference.api.policy megatron.inference.api.cut
-        megatron.inference.api.example megatron.inference.api.proof megatron.inference.api.weights
+        megatron.inference.api.example megatron.inference.api.same megatron.inference.api.proof
+        megatron.inference.api.quantise megatron.inference.api.weights
         megatron.inference.api.fast megatron.inference.api.answer megatron.inference.api.engine
         megatron.inference.api.init_inference
         megatron.inference

@@ -4,7 +4,9 @@
     policy.py           which layers of a model that is not ours are cut, and how: the plan of a cut
     cut.py              the plan done: each rank keeps its part of the layers
     example.py          inputs that a model takes
+    same.py             whether all ranks were given the same
     proof.py            the cut model computes what the whole one did, or is refused
+    quantise.py         int8 weights for the layers that are cut
     weights.py          where the weights of a GPT-2 come from: a checkpoint, or a model in memory
     fast.py             our GPT-2 out of the layers of transformers' one
     answer.py           `generate` as transformers types it, over the cache

@@ -17,11 +17,11 @@ from torch import Tensor
 from megatron.config.problems import Problems
 from megatron.config.setting import require
 from megatron.inference.decoder import Decoder
+from megatron.inference.api.same import check_tensors
 from megatron.inference.generation import Generator, Text, texts_of
 from megatron.inference.request import Sampling
 from megatron.model.gpt2 import GPT2
-from mpu.collectives import all_gather_json, broadcast_json
-from mpu.groups import Group
+from mpu.collectives import broadcast_json
 
 NEW_TOKENS = 20
 """Where nobody says how many, as in transformers."""
@@ -95,8 +95,8 @@ class Wanted:
 @torch.no_grad()
 def answer(model: GPT2, input_ids: Tensor, mask: Tensor | None, wanted: Wanted, limit: int) -> Tensor:
     """[b, s] -> [b x num_return_sequences, s + new]. `limit` is of prompt and answer together. Collective over tp."""
-    check_equal(input_ids, mask, model.tp)
     prompts = _prompts(input_ids, mask)
+    check_tensors([input_ids] if mask is None else [input_ids, mask], model.tp, "input_ids")
     width = input_ids.shape[1]
     most = wanted.most(width)
     require(most >= 1, f"generate: max_length is {wanted.max_length}, and the prompt has {width} tokens: give "
@@ -132,12 +132,3 @@ def _prompts(input_ids: Tensor, mask: Tensor | None) -> list[tuple[int, ...]]:
     require(bool(kept[:, -1].all() and (kept.int().diff(dim=1) >= 0).all()), "generate: pad prompts on the left: each "
             "row of attention_mask is zeros, then ones")
     return [tuple(row[one].tolist()) for row, one in zip(input_ids, kept)]
-
-
-def check_equal(input_ids: Any, mask: Any, tp: Group) -> None:
-    """Every rank asks the same: they work on one answer together."""
-    given = [None if one is None else one.tolist() for one in (input_ids, mask)] if not tp.is_solo else None
-    found = all_gather_json(given, tp)
-    other = next((rank for rank, one in enumerate(found) if one != found[0]), None)
-    require(other is None, f"generate: rank {other} of the tensor parallel group was given other input_ids than rank "
-            "0: give the same to all")

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from megatron.config.setting import require
 from megatron.errors import ConfigError
-from megatron.inference.api.answer import Wanted, answer, check_equal
+from megatron.inference.api.answer import Wanted, answer
+from megatron.inference.api.same import check_tensors
 from megatron.model.gpt2 import GPT2
 from mpu.collectives import broadcast_into
 from mpu.groups import Group
@@ -47,7 +48,7 @@ class InferenceEngine(nn.Module):
         if own is None:
             raise ConfigError(f"generate: {type(self.module).__name__} has no generate of its own: call the engine "
                               "for its outputs")
-        check_equal(input_ids, mask, self.tp)
+        check_tensors([one for one in (input_ids, mask) if one is not None], self.tp, "input_ids")
         if input_ids is not None and self._most is not None:
             length = input_ids.shape[1]
             asked = given.get("max_length") or length + (given.get("max_new_tokens") or 0)

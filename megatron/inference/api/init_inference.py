@@ -26,8 +26,11 @@ from megatron.inference.api.arguments import Asked
 from megatron.inference.api.cut import check_even, cut
 from megatron.inference.api.engine import InferenceEngine, share_random_state
 from megatron.inference.api.fast import HEADED, ours_of
-from megatron.inference.api.policy import plan_of
-from megatron.inference.api.proof import Proof, check_same
+from megatron.inference.api.policy import Plan, plan_of
+from megatron.inference.api.proof import Proof
+from megatron.inference.api.quantise import quantise
+from megatron.inference.api.same import check_model
+from megatron.inference.int8 import activations_on
 from megatron.launch import distributed, exits
 from megatron.model.gpt2 import GPT2
 from mpu import groups as mpu_groups
@@ -43,7 +46,6 @@ def init_inference(model: nn.Module | None = None, config: str | os.PathLike[str
     groups = _groups(asked)
     device = distributed.device_for(env)
     notes = list(asked.notes)
-    require(asked.dtype is not torch.int8, "init_inference: dtype torch.int8 is not supported yet; use torch.bfloat16")
     if model is None or isinstance(model, GPT2):
         engine = _of_ours(model, asked, groups, device)
     else:
@@ -85,12 +87,13 @@ def _of_ours(model: GPT2 | None, asked: Asked, groups: Groups, device: torch.dev
     elif model is None:
         raise ConfigError("init_inference needs a model, or checkpoint=: the folder of one")
     else:
-        if model.tp.size == groups.tp.size:
+        if model.tp.size == groups.tp.size and asked.dtype is not torch.int8:
             agree(lambda: _cast(model, asked.dtype, device), groups.world)
             return _engine(model, model, asked, groups)
-        require(model.tp.is_solo, f"init_inference: the given model is split over {model.tp.size} ranks and cannot be "
-                f"for {groups.tp.size}: save it, and give checkpoint=, which loads at any size")
-        check_same(model, groups.tp)
+        wanted = "be int8" if asked.dtype is torch.int8 else f"be for {groups.tp.size}"
+        require(model.tp.is_solo, f"init_inference: the given model is split over {model.tp.size} ranks and cannot "
+                f"{wanted}: save it, and give checkpoint=, which loads at any size")
+        check_model(model, groups.tp)
         found = weights.of_model(model)
     dtype = asked.dtype or _precision(model, found)
     made = loading.build(found, groups, dtype, device)
@@ -123,8 +126,11 @@ def _of_theirs(model: nn.Module, asked: Asked, groups: Groups, device: torch.dev
         found = weights.open_checkpoint(asked.checkpoint, asked.base_dir, groups)
         agree(lambda: weights.fill_transformers(model, found), groups.world)
     model.eval().requires_grad_(False)
-    agree(lambda: _cut(model, asked, groups), groups.world)
-    agree(lambda: _cast(model, asked.dtype, device), groups.world)
+    plan = agree(lambda: _cut(model, asked, groups), groups.world)
+    if asked.dtype is torch.int8:
+        quantise(model, plan, groups, activations_on(device), device)
+    else:
+        agree(lambda: _cast(model, asked.dtype, device), groups.world)
     share_random_state(groups.tp)
     if asked.fast and is_headed_gpt2:
         try:
@@ -136,17 +142,18 @@ def _of_theirs(model: nn.Module, asked: Asked, groups: Groups, device: torch.dev
     return InferenceEngine(model, None, groups.tp, asked.max_out_tokens)
 
 
-def _cut(model: nn.Module, asked: Asked, groups: Groups) -> None:
+def _cut(model: nn.Module, asked: Asked, groups: Groups) -> Plan:
+    check_model(model, groups.tp)
     plan = plan_of(model, asked.policy)
     require(bool(plan.places) or groups.tp.is_solo, f"init_inference: how a {type(model).__name__} is cut over "
             f"{groups.tp.size} ranks is not known: give injection_policy={{LayerClass: (names of its row-parallel "
             "layers,)}} (docs/inference.md)")
     check_even(model, plan, groups.tp)
-    check_same(model, groups.tp)
-    proof = None if groups.tp.is_solo else Proof(model, plan, asked.example_inputs)
+    proof = None if groups.tp.is_solo else Proof(model, plan, asked.example_inputs, groups.tp)
     cut(model, plan, groups.tp)
     if proof is not None:
         proof.check()
+    return plan
 
 
 def _cast(model: nn.Module, dtype: torch.dtype | None, device: torch.device) -> None:

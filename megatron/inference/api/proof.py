@@ -8,7 +8,6 @@ not what is left of it in a residual stream.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, final
@@ -20,8 +19,8 @@ from megatron.config.setting import require
 from megatron.errors import ConfigError
 from megatron.inference.api.example import example_of
 from megatron.inference.api.policy import Plan
+from megatron.inference.api.same import check_tensors
 from megatron.launch.exits import is_peer_loss
-from mpu.collectives import all_gather_json
 from mpu.groups import Group
 
 ROUNDINGS = {torch.float32: 64, torch.float64: 64, torch.float16: 16, torch.bfloat16: 8}
@@ -32,25 +31,17 @@ HELP = ("in injection_policy, row layers are those that read what column layers 
 FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 
 
-def check_same(model: nn.Module, tp: Group) -> None:
-    """Every rank was given the same weights: what each made from random numbers of its own is not one model."""
-    sums = repr([float(p.detach().sum(dtype=torch.float64)) for p in model.parameters()]) if not tp.is_solo else ""
-    found = all_gather_json(hashlib.sha256(sums.encode()).hexdigest(), tp)
-    other = next((rank for rank, one in enumerate(found) if one != found[0]), None)
-    require(other is None, f"the model of rank {other} of the tensor parallel group has other weights than that of "
-            "rank 0: load the same checkpoint on every rank, or set the same seed before the model is made")
-
-
 @final
 class Proof:
     """Made of the whole model; `check` is of the cut one."""
 
-    def __init__(self, model: nn.Module, plan: Plan, given: Any) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, given: Any, tp: Group) -> None:
         self._plan, self._model, self._kept = plan, model, dict[str, list[Tensor]]()
         example = example_of(model, given)
         problem = "its first layer takes neither tokens nor features"
         if example is not None:
             self._example = example
+            check_tensors(_tensors([example.args, example.kwargs]), tp, "example_inputs")
             try:
                 self._outputs = self._run(self._keep)
                 unused = [path for path in self._rows() if path not in self._kept]

@@ -1,0 +1,63 @@
+"""int8 weights for the layers of a plan: one scale for each output row of the whole matrix, whoever has which part.
+
+As in a checkpoint (checkpoint/int8.py); so the levels do not depend on the number of ranks. The rest of the model is in
+the precision of the activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.checkpoint.agree import agree
+from megatron.checkpoint.int8 import Read, quantised, row_maxima
+from megatron.config.setting import require
+from megatron.inference.api.policy import Plan
+from megatron.inference.int8 import Int8
+from mpu.collectives import all_reduce
+from mpu.groups import Groups
+from mpu.layers import RowParallelLinear
+
+
+@torch.no_grad()
+def quantise(model: nn.Module, plan: Plan, groups: Groups, activations: torch.dtype, device: torch.device) -> None:
+    """The layers of the plan, which are cut. What is not one of them is cast, and goes to the device. Collective."""
+    layers = {path: layer for path, layer in _once(model, plan) if not isinstance(layer, nn.Embedding)}
+    require(bool(layers), f"init_inference: which layers of a {type(model).__name__} are to be int8 is not known: give "
+            "injection_policy={LayerClass: (names of its row-parallel layers,)}, or another dtype")
+    maxima = {path: all_reduce(row_maxima(_reader(layer.weight), layer.weight.shape), groups.tp, "max")
+              for path, layer in layers.items() if isinstance(layer, RowParallelLinear)}
+
+    def fill() -> None:
+        made = {path: _int8(path, layer, maxima.get(path), activations, device) for path, layer in layers.items()}
+        model.to(device, activations)
+        for path, weight in made.items():
+            layers[path].weight = nn.Parameter(weight, requires_grad=False)
+
+    agree(fill, groups.world)
+
+
+def _once(model: nn.Module, plan: Plan) -> Iterator[tuple[str, Any]]:
+    """Layers by a path of each."""
+    found = {id(layer): (place.path, layer) for place in plan.places for layer in [model.get_submodule(place.path)]}
+    yield from found.values()
+
+
+def _int8(path: str, layer: Any, maxima: Tensor | None, activations: torch.dtype, device: torch.device) -> Int8:
+    """Its numbers are let go."""
+    where = f"{path}.weight"
+    levels, scale = quantised(_reader(layer.weight), tuple(layer.weight.shape), where, maxima, device)
+    layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+    return Int8(levels, scale.to(activations))
+
+
+def _reader(weight: Tensor) -> Read:
+    flat = weight.detach().contiguous().view(-1)
+
+    def read(start: int, out: Tensor) -> None:
+        out.copy_(flat[start : start + len(out)])
+
+    return read
