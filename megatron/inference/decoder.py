@@ -1,16 +1,18 @@
 """The model over a cache: a text is read once, and then followed by one token at a time.
 
     decoder = Decoder(model, rows=8)
-    logits = decoder.read(0, prompt)               # of what follows the prompt: the whole vocabulary, on every rank
-    logits = decoder.follow([token, other])        # the next token of row 0 and of row 1
+    logits = decoder.read([0, 1], [prompt, second])  # of what follows each: the whole vocabulary, on every rank
+    logits = decoder.follow([token, other])          # the next token of row 0 and of row 1
 
-Reading is the forward of training, so a prompt's logits are those of the model; following attends from one position to
-all that its row holds. Shapes: b rows, s positions, n heads of this rank, d width of a head.
+Reading is the forward of training, of several prompts one behind the other, so that nothing is padded; following
+attends from one position to all that its row holds. Shapes: b rows, s positions, n heads of this rank, d width of a
+head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate, chain
 from typing import cast, final
 
 import torch
@@ -41,17 +43,24 @@ class Decoder:
             self._recorded = Recorded(self._step, rows, self.length, weight.device)
 
     @torch.inference_mode()
-    def read(self, row: int, tokens: Sequence[int]) -> Tensor:
-        """A text from its beginning, in place of what the row held -> [V] logits of what follows."""
+    def read(self, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
+        """Texts from their beginnings, in place of what the rows held -> [b, V] logits of what follows."""
         def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:
-            self._cache.fill(layer, row, kv[0])
-            k, v = kv.transpose(1, 3).unbind(2)
-            return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True)
+            found = []
+            for row, one, both in zip(rows, q.split(lengths, dim=1), kv.split(lengths, dim=1), strict=True):
+                self._cache.fill(layer, row, both[0])
+                k, v = both.transpose(1, 3).unbind(2)
+                found.append(F.scaled_dot_product_attention(one.transpose(1, 2), k, v, is_causal=True))
+            return torch.cat(found, dim=2) if len(found) > 1 else found[0]
 
-        assert 0 < len(tokens) <= self.length
-        self._cache.lengths[row] = len(tokens)
-        places = torch.arange(len(tokens), device=self._device)
-        return self._run(torch.tensor([tokens], device=self._device), places, attend)[0]
+        lengths = [len(text) for text in texts]
+        assert 0 < min(lengths) and max(lengths) <= self.length
+        for row, length in zip(rows, lengths, strict=True):
+            self._cache.lengths[row] = length
+        tokens = torch.tensor([list(chain(*texts))], device=self._device)
+        places = torch.tensor(list(chain(*map(range, lengths))), device=self._device)
+        ends = torch.tensor(list(accumulate(lengths)), device=self._device) - 1
+        return self._run(tokens, places, attend, ends)[0]
 
     @torch.inference_mode()
     def follow(self, tokens: Sequence[int]) -> Tensor:
@@ -78,10 +87,10 @@ class Decoder:
         mask = None  # [b, 1, 1, position]: True where a row has something
         if masked:
             mask = (torch.arange(positions, device=self._device) <= places[:, None])[:, None, None, :]
-        return self._run(tokens[:, None], places[:, None], attend)
+        return self._run(tokens[:, None], places[:, None], attend)[:, 0]
 
-    def _run(self, tokens: Tensor, places: Tensor, attend: Attend) -> Tensor:
-        """[b, s] tokens -> [b, V], of the last position."""
+    def _run(self, tokens: Tensor, places: Tensor, attend: Attend, wanted: Tensor | None = None) -> Tensor:
+        """[b, s] tokens -> [b, s, V], or of the `wanted` positions alone."""
         model = self.model
         x = model.wte(tokens) + model.wpe(places)
         for layer, block in enumerate(self._blocks):
@@ -90,4 +99,4 @@ class Decoder:
             found = attend(layer, parts[:, :, 0], parts[:, :, 1:])
             x = x + attention.proj(found.transpose(1, 2).flatten(2))
             x = x + block.mlp(block.ln_2(x))
-        return model.logits(model.ln_f(x[:, -1]))
+        return model.logits(model.ln_f(x if wanted is None else x[:, wanted]))

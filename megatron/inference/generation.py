@@ -1,6 +1,6 @@
 """Many texts at a time: a row of the decoder for each, and one that ends makes room for the next.
 
-    generator.begin(request)     reads a prompt and takes its first token
+    generator.begin(requests)    reads prompts and takes the first token of each
     generator.step()             takes a token more of every text
     generator.run(requests)      both, until all have ended
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Literal, final
 
 import torch
@@ -20,6 +21,9 @@ from megatron.inference.decoder import Decoder
 from megatron.inference.request import Request, Sampling
 from megatron.inference.sampling import Sampler
 from mpu.collectives import broadcast_into
+
+READ = 8192
+"""Tokens of prompts that are read together."""
 
 End = Literal["eod", "stop", "length", "positions", "dropped"]
 
@@ -59,15 +63,27 @@ class Generator:
         """Texts that may begin now."""
         return self._decoder.rows - len(self._rows)
 
-    def begin(self, request: Request) -> Text:
-        """With its first token; it may be over with that."""
-        text, row = Text(request), len(self._rows)
-        assert row < self._decoder.rows, "no row is free"
-        self._rows.append(text)
-        self._samplers.append(Sampler(request.sampling, request.stream))
-        self._take(slice(row, None), self._read(row)[None])
+    def begin(self, requests: Sequence[Request]) -> list[Text]:
+        """With their first tokens; a text may be over with that."""
+        assert len(requests) <= self.room, "no row is free"
+        first, texts = len(self._rows), [Text(request) for request in requests]
+        self._rows += texts
+        self._samplers += [Sampler(request.sampling, request.stream) for request in requests]
+        for rows in self._at_a_time(range(first, len(self._rows))):
+            self._take(slice(rows.start, rows.stop), self._read(rows))
         self._clear()
-        return text
+        return texts
+
+    def _at_a_time(self, rows: range) -> Iterator[range]:
+        """Those whose prompts are read together: as many as have READ tokens, at least one."""
+        start, tokens = rows.start, 0
+        for row in rows:
+            tokens += len(self._rows[row].request.prompt)
+            if tokens > READ and row > start:
+                yield range(start, row)
+                start, tokens = row, len(self._rows[row].request.prompt)
+        if start < rows.stop:
+            yield range(start, rows.stop)
 
     def step(self) -> list[Text]:
         """The texts that got a token, or ended for want of one."""
@@ -88,8 +104,8 @@ class Generator:
         """Texts in the order in which they end."""
         waiting = iter(requests)
         while True:
-            while self.room and (request := next(waiting, None)) is not None:
-                yield from self._told([self.begin(request)], on_token)
+            while self.room and (requests := list(islice(waiting, self.room))):
+                yield from self._told(self.begin(requests), on_token)
             if not self._rows:
                 return
             yield from self._told(self.step(), on_token)
@@ -104,20 +120,20 @@ class Generator:
                 ended.append(text)
         return ended
 
-    def _read(self, row: int) -> Tensor:
-        return self._decoder.read(row, self._rows[row].ids[-self._decoder.length:])
+    def _read(self, rows: Sequence[int]) -> Tensor:
+        """[b, V], of their last tokens where the table has room for no more."""
+        return self._decoder.read(rows, [self._rows[row].ids[-self._decoder.length:] for row in rows])
 
     def _follow(self) -> Tensor:
         """[b, V]. Where a text is past the table, its row is read anew after all others have been followed."""
         texts, length = self._rows, self._decoder.length
         past = [row for row, text in enumerate(texts) if len(text.ids) > length]
         if len(past) == len(texts):
-            return torch.stack([self._read(row) for row in past])
-        for row in past:  # a place for the token that is not used
-            self._decoder.read(row, texts[row].ids[-1:])
+            return self._read(past)
+        if past:  # a place for the token that is not used
+            self._decoder.read(past, [texts[row].ids[-1:] for row in past])
         logits = self._decoder.follow([text.tokens[-1] for text in texts])
-        anew = {row: self._read(row) for row in past}
-        return torch.stack([anew.get(row, one) for row, one in enumerate(logits)]) if past else logits
+        return logits.index_copy(0, torch.tensor(past, device=logits.device), self._read(past)) if past else logits
 
     def _take(self, rows: slice, logits: Tensor) -> None:
         """The next token of each."""

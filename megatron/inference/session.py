@@ -50,7 +50,7 @@ class Session:
 
     def _answer(self, requests: list[Request]) -> None:
         for request in requests:
-            text, interrupted = self._generator.begin(request), False
+            (text,), interrupted = self._generator.begin([request]), False
             shown = self._show(text, 0)
             while text.ended is None and not interrupted:
                 if interrupted := self._is_interrupted():

@@ -70,8 +70,7 @@ def bandwidth() -> float:
 def decode(models: dict[str, GPT2], batch: int, prompt: int, tokens: int, rate: float) -> None:
     decoders = {name: Decoder(model, batch) for name, model in models.items()}
     for decoder in decoders.values():
-        for row in range(batch):
-            decoder.read(row, [7] * prompt)
+        decoder.read(range(batch), [[7] * prompt] * batch)
     found = in_turns({name: partial(decoder.follow, [7] * batch) for name, decoder in decoders.items()}, tokens)
     for name, seconds in found.items():
         weights = sum(parameter.nbytes for parameter in models[name].parameters())
@@ -82,7 +81,7 @@ def decode(models: dict[str, GPT2], batch: int, prompt: int, tokens: int, rate: 
 
 def read(models: dict[str, GPT2], prompt: int, rounds: int) -> None:
     decoders = {name: Decoder(model, 1) for name, model in models.items()}
-    found = in_turns({name: partial(decoder.read, 0, [7] * prompt) for name, decoder in decoders.items()}, rounds)
+    found = in_turns({name: partial(decoder.read, [0], [[7] * prompt]) for name, decoder in decoders.items()}, rounds)
     for name, seconds in found.items():
         print(f"read {prompt} tokens    {name:5} {1000 * seconds:8.1f} ms        {found['bf16'] / seconds:5.2f} x bf16")
 

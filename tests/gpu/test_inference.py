@@ -27,8 +27,7 @@ def test_logits_over_a_cache_are_those_of_the_whole_text(device: torch.device) -
     """With each number of rows there is, past the sizes of several recordings."""
     model = GPT2(SHAPE).to(device)
     decoder, texts = Decoder(model, 7), prompts()
-    for row, text in enumerate(texts):
-        decoder.read(row, text)
+    decoder.read(range(len(texts)), texts)
     for step in range(40):
         if step % 6 == 5:
             texts.pop()

@@ -11,7 +11,7 @@ import torch
 
 from megatron.checkpoint.reader import Checkpoint
 from megatron.config.tree import ModelConfig
-from megatron.inference import loading
+from megatron.inference import generation, loading
 from megatron.inference.decoder import Decoder
 from megatron.inference.generation import Generator, Text, texts_of
 from megatron.inference.request import Request, Sampling
@@ -50,8 +50,8 @@ def by_hand(model: GPT2, prompt: Sequence[int], most: int) -> list[int]:
 def test_logits_over_a_cache_are_those_of_the_whole_text() -> None:
     model, tokens = GPT2(SHAPE), torch.randint(61, (4, 12), generator=torch.Generator().manual_seed(0)).tolist()
     decoder, texts = Decoder(model, 4), [[*prompt] for prompt in PROMPTS[:4]]
-    for row, text in enumerate(texts):
-        torch.testing.assert_close(decoder.read(row, text), whole(model, text), atol=1e-5, rtol=1e-5)
+    expected = torch.stack([whole(model, text) for text in texts])
+    torch.testing.assert_close(decoder.read(range(4), texts), expected, atol=1e-5, rtol=1e-5)
     for step in range(12):
         if step == 6:  # a text ends, and the last one takes its row
             decoder.move(3, 1)
@@ -68,6 +68,19 @@ def test_greedy_text_is_that_of_the_whole_model_at_any_batch(rows: int) -> None:
     model = GPT2(SHAPE)
     for text, prompt in zip(answers(model, rows), PROMPTS, strict=True):
         assert text.tokens == by_hand(model, prompt, 9) and text.ended == "length"
+
+
+@pytest.mark.parametrize("together", [1, 6, 13, 1000])
+def test_prompts_may_be_read_any_number_at_a_time(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, expected = GPT2(SHAPE), [text.tokens for text in answers(GPT2(SHAPE), 1)]
+    monkeypatch.setattr(generation, "READ", together)
+    read = list[int]()
+    whole_read = Decoder.read
+    monkeypatch.setattr(Decoder, "read", lambda self, rows, texts: (read.append(sum(map(len, texts))),
+                                                                    whole_read(self, rows, texts))[1])
+    assert [text.tokens for text in answers(model, 8)] == expected
+    assert sum(read) == sum(map(len, PROMPTS)) and max(read) <= max(together, 11)
+    assert len(read) == {1: 8, 6: 7, 13: 4, 1000: 1}[together]
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -116,8 +129,8 @@ def test_texts_come_and_go_in_any_order_and_each_is_what_it_is_alone() -> None:
         texts = []
         if generator.room and waiting and step % 3 != 1:
             number = waiting.pop()
-            texts = [generator.begin(Request(number, tuple(PROMPTS[number]), 9, GREEDY if number % 2 else drawn,
-                                             f"{number}/0"))]
+            texts = generator.begin([Request(number, tuple(PROMPTS[number]), 9, GREEDY if number % 2 else drawn,
+                                             f"{number}/0")])
         if step == 5:
             generator.drop(6)
         for text in texts + generator.step():

@@ -212,7 +212,7 @@ def test_logits_are_those_of_the_real_vocabulary(folder: Path) -> None:
     model = load(folder, groups.build(1))
     assert len(model.wte.weight) == 384 and not matrices(model)["wte.weight"].levels[257:].any()
     decoder = Decoder(model, 1)
-    assert decoder.read(0, [1, 2, 3]).shape == (257,)
+    assert decoder.read([0], [[1, 2, 3]]).shape == (1, 257)
     generator = Generator(decoder, vocabulary=257, eod=None, slides=True)
     (text,) = generator.run([Request(0, (1,), 400, Sampling(temperature=1e6))])
     assert max(text.tokens) in range(250, 257)
@@ -245,8 +245,7 @@ def test_a_loss_can_be_taken_of_it(folder: Path) -> None:
 def test_a_text_over_a_cache_is_the_text_of_the_whole_at_any_batch(folder: Path, activations: torch.dtype) -> None:
     model = load(folder, groups.build(1), activations)
     decoder = Decoder(model, 2)
-    for row, prompt in enumerate([[5, 6, 7, 8], [1]]):
-        decoder.read(row, prompt)
+    decoder.read([0, 1], [[5, 6, 7, 8], [1]])
     found = decoder.follow([9, 2])
     for logits, ids in zip(found, [[5, 6, 7, 8, 9], [1, 2]], strict=True):
         with torch.no_grad():
