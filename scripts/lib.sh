@@ -27,16 +27,6 @@ fi
 RUNS="${RUNS:-${SOURCES:-$PWD}/runs}"
 NNODES="${NNODES:-1}" NODE_RANK="${NODE_RANK:-0}" MASTER_ADDR="${MASTER_ADDR:-localhost}" MASTER_PORT="${MASTER_PORT:-6000}"
 
-given() {  # FLAG ARGUMENTS...: whether the user gave this flag, spelt with dashes or underscores
-    local flag="$1" word
-    shift
-    for word in "$@"; do
-        word="${word%%=*}"
-        [[ "${word//_/-}" != "$flag" ]] || return 0
-    done
-    return 1
-}
-
 DRY_RUN=""
 if given --dry-run "$@"; then DRY_RUN=yes; fi
 

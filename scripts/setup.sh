@@ -14,6 +14,16 @@ ROOT="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
 say() { printf '%s\n' "$*" >&2; }
 fail() { printf 'error: %s\n' "$*" >&2; exit 2; }
 
+given() {  # FLAG ARGUMENTS...: whether the user gave this flag, spelt with dashes or underscores
+    local flag="$1" word
+    shift
+    for word in "$@"; do
+        word="${word%%=*}"
+        [[ "${word//_/-}" != "$flag" ]] || return 0
+    done
+    return 1
+}
+
 # Ours come first on the path where ROOT is the repository; an installation is on the path already.
 INSTALLED="" SOURCES="$ROOT" PROGRAM=("$ROOT/pretrain_gpt2.py")
 if [[ ! -e "$ROOT/pretrain_gpt2.py" ]]; then INSTALLED=yes SOURCES="" PROGRAM=(-m pretrain_gpt2); fi

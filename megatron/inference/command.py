@@ -131,14 +131,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     from mpu.collectives import broadcast_json
 
     env = distributed.init()
-    say = _sayer(env.rank)
-    began = time.monotonic()
+    first, began = env.rank == 0, time.monotonic()
     groups = loading.groups_of(model, env.world_size, MODULE)
+    session = bool(broadcast_json(first and is_session(asked), groups.world))
+    terminal = Terminal() if first and session else None
+    say = terminal.say if terminal is not None else _sayer(env.rank)
     loaded = loading.load(model, groups, distributed.device_for(env, None))
     say(f"{loaded.described}, loaded in {time.monotonic() - began:.1f} s")
-    first = env.rank == 0
-    if broadcast_json(first and is_session(asked), groups.world):
-        Session(loaded, groups, wish, Terminal() if first else None).run()
+    if session:
+        Session(loaded, groups, wish, terminal).run()
     else:
         answers = Answers(loaded, groups, wish, asked.batch_size)
         answers.write(prompts_of(asked) if first else (), sys.stdout if first else None, jsonl=asked.jsonl)

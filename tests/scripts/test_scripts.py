@@ -254,6 +254,40 @@ def test_what_the_guide_pages_make_is_not_seen_by_git():
     assert kept.returncode == 1, "files of the project are"
 
 
+def trained(repository: Path, *names: str) -> list[Path]:
+    """Folders of runs, each saved later than the one before."""
+    folders = [repository / "runs" / "pretrain_gpt2" / name for name in names]
+    for number, folder in enumerate(folders):
+        folder.mkdir(parents=True)
+        (folder / "latest").write_text("global_step1")
+        os.utime(folder / "latest", (number, number))
+    return folders
+
+
+def test_text_comes_from_the_newest_run_of_the_quick_start_unless_another_is_named(repository):
+    small, tiny = trained(repository, "124M", "tiny")
+    (tiny.parent / "unsaved").mkdir()
+    for settings, folder in (({}, tiny), ({"PRESET": "124M"}, small)):
+        argv = json.loads(run(repository, "generate_text.sh", "--seed", "3", "a  b'$(touch x)", "", **settings).stdout)
+        assert argv["argv"] == ["--nproc-per-node", "1", "-m", "megatron.generate", "--load", str(folder),
+                                "--model-parallel-size", "1", "--seed", "3", "a  b'$(touch x)", ""]
+    for words in (["--load", "mine"], ["--load-hf=mine"], ["--help"]):
+        assert "--load" not in json.loads(run(repository, "generate_text.sh", *words).stdout)["argv"][:-len(words)]
+    argv = json.loads(run(repository, "generate_text.sh", "say --load", GPUS_PER_NODE="2").stdout)["argv"]
+    assert value(argv, "--nproc-per-node") == "2" == value(argv, "--model-parallel-size") and "--load" in argv
+    assert not list(repository.parent.rglob("x"))
+
+
+@pytest.mark.parametrize(("settings", "words"), [({}, "runs/pretrain_gpt2 yet: bash scripts/pretrain_gpt2.sh"),
+                                                 ({"PRESET": "124"}, "with PRESET=124 yet")])
+def test_before_anything_is_trained_a_line_says_how(repository, settings, words):
+    if settings:
+        trained(repository, "124M")
+    result = run(repository, "generate_text.sh", "x", **settings)
+    assert result.returncode == 2 and result.stdout == "" and result.stderr.count("\n") == 1
+    assert result.stderr.startswith("error: nothing is trained in") and words in result.stderr
+
+
 def test_every_script_is_sound_bash():
     for script in [*ROOT.glob("scripts/*.sh"), ROOT / ".ci" / "run"]:
         subprocess.run(["bash", "-n", str(script)], check=True)
@@ -269,3 +303,6 @@ def test_the_shipped_flags_train_and_resume(tmp_path):
     lines = [json.loads(line) for line in
              (tmp_path / "runs here/pretrain_gpt2/tiny/metrics.jsonl").read_text().splitlines()]
     assert [line["iteration"] for line in lines if "iteration" in line and not line.get("eval")] == list(range(1, 31))
+    text = run(ROOT, "generate_text.sh", "The", "--max-new-tokens", "5", **settings)
+    assert text.returncode == 0 and text.stdout.startswith("The"), text.stderr
+    assert "global_step30" in text.stderr

@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Text from what pretrain_gpt2.sh trained: the newest run of it, or that of PRESET. At a terminal without a prompt it is a
+# session: each line that is typed is gone on from.
+#
+#   bash scripts/generate_text.sh "The meaning of life is"
+#   bash scripts/generate_text.sh --file prompts.txt --jsonl      all flags: docs/generate.md, or --help
+#   bash scripts/generate_text.sh --load runs/mine                another run
+#
+#   PRESET          (any) tiny, small, 124M, ...: which of the quick start's models
+#   RUNS            where runs are kept (the repository's runs/; of an installation, runs/ here)
+#   GPUS_PER_NODE   (1) split each layer over so many GPUs, or CPU ranks
+. "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
+RUNS="${RUNS:-${SOURCES:-$PWD}/runs}"
+
+newest_run() {  # the folder of the quick start's run that was saved last
+    local latest newest=""
+    for latest in "$RUNS"/pretrain_gpt2/"${PRESET:-}"*/latest; do
+        [[ -z "${PRESET:-}" || "$latest" == */"$PRESET"/latest ]] || continue
+        if [[ -e "$latest" && ( -z "$newest" || "$latest" -nt "$newest" ) ]]; then newest="$latest"; fi
+    done
+    [[ -n "$newest" ]] && dirname -- "$newest"
+}
+
+MODEL=()
+if ! given --load "$@" && ! given --load-hf "$@" && ! given --help "$@" && ! given -h "$@"; then
+    folder="$(newest_run)" || fail "nothing is trained in $RUNS/pretrain_gpt2${PRESET:+ with PRESET=$PRESET} yet:" \
+        "bash scripts/pretrain_gpt2.sh trains a model in about 3 minutes; or name one with --load DIR"
+    MODEL=(--load "$folder")
+fi
+PYTHONPATH="$(with_sources)"
+export PYTHONPATH
+exec "$PYTHON" -P -m megatron.launch --nproc-per-node "${GPUS_PER_NODE:-1}" -m megatron.generate \
+    "${MODEL[@]}" --model-parallel-size "${GPUS_PER_NODE:-1}" "$@"
