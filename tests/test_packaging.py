@@ -21,7 +21,7 @@ from megatron.version import DISTRIBUTION, __version__
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = ("gpt2-train", "gpt2-launch", "gpt2-plan", "gpt2-checkpoint", "gpt2-generate", "gpt2-evaluate",
             "gpt2-preprocess", "gpt2-webtext")
-SCRIPTS = {"lib.sh", "setup.sh", "preprocess_webtext.sh", "generate_text.sh",
+SCRIPTS = {"lib.sh", "setup.sh", "preprocess_webtext.sh", "generate_text.sh", "evaluate_gpt2.sh",
            *(path.name for pattern in ("pretrain_gpt2*.sh", "ds_*.sh") for path in (ROOT / "scripts").glob(pattern))}
 
 

@@ -31,6 +31,9 @@ EXAMPLES = """examples:
 
 docs/evaluate.md has a task whose data is a local file."""
 
+KEPT = ("results", "groups", "group_subtasks", "versions", "n-shot", "n-samples", "higher_is_better", "lm_eval_version")
+"""Of what lm-eval returns; besides it describes the machine."""
+
 THEIRS = (ValueError, KeyError, LookupError, OSError, ImportError)
 """What lm-eval and its data sets raise for a task that is not there, or whose data is not."""
 
@@ -84,8 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         results = simple_evaluate(model=lm, tasks=tasks, task_manager=manager, num_fewshot=asked.num_fewshot,
                                   limit=asked.limit, log_samples=False)
     if setting.rank == 0:
-        text = json.dumps(results, default=handle_non_serializable) if asked.as_json else make_table(results)
-        print(text, flush=True)
+        kept = {name: results[name] for name in KEPT if name in results}
+        print(json.dumps(kept, default=handle_non_serializable) if asked.as_json else make_table(results), flush=True)
     distributed.shutdown()
     return 0
 

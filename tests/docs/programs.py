@@ -225,4 +225,4 @@ def own_programs() -> list[str]:
     bench = [f"scripts/bench/{path.name}" for path in sorted((ROOT / "scripts" / "bench").glob("*.py"))
              if "ArgumentParser" in path.read_text()]
     return [*INSTALLED.values(), ZERO_TO_FP32, "data.verify", "data.merge", "data.split_json", "data.importers",
-            "data.default_corpus", *bench]
+            "data.default_corpus", "megatron.evaluate.harness", *bench]
