@@ -26,17 +26,33 @@ from mpu.collectives import broadcast_json
 NEW_TOKENS = 20
 """Where nobody says how many, as in transformers."""
 
+_OFF, _NONE = (None, False), (None,)
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
-    "use_cache": (None, True, False), "num_beams": (None, 1), "num_beam_groups": (None, 1),
-    "early_stopping": (None, False),
-    "return_dict_in_generate": (None, False), "output_scores": (None, False), "output_logits": (None, False),
-    "output_attentions": (None, False), "output_hidden_states": (None, False), "min_length": (None, 0),
-    "min_new_tokens": (None, 0), "no_repeat_ngram_size": (None, 0), "typical_p": (None, 1.0),
-    "length_penalty": (None, 1.0), "synced_gpus": (None, False), "streamer": (None,), "logits_processor": (None, []),
-    "stopping_criteria": (None, []), "bad_words_ids": (None,), "penalty_alpha": (None,), "token_type_ids": (None,),
-    "bos_token_id": (None,), "decoder_start_token_id": (None,), "generation_config": (None,),
+    "use_cache": (None, True, False), "num_beams": (None, 1), "num_beam_groups": (None, 1), "early_stopping": _OFF,
+    "length_penalty": (None, 1.0), "diversity_penalty": (None, 0.0), "penalty_alpha": _NONE, "guidance_scale": (None, 1.0),
+    "min_length": (None, 0), "min_new_tokens": (None, 0), "no_repeat_ngram_size": (None, 0), "typical_p": (None, 1.0),
+    "epsilon_cutoff": (None, 0.0), "eta_cutoff": (None, 0.0), "max_time": _NONE, "stop_strings": _NONE,
+    "bad_words_ids": _NONE, "suppress_tokens": _NONE, "begin_suppress_tokens": _NONE, "sequence_bias": _NONE,
+    "forced_bos_token_id": _NONE, "forced_eos_token_id": _NONE, "cache_implementation": _NONE,
+    "return_dict_in_generate": _OFF, "output_scores": _OFF, "output_logits": _OFF, "output_attentions": _OFF,
+    "output_hidden_states": _OFF, "synced_gpus": _OFF, "streamer": _NONE, "logits_processor": (None, []),
+    "stopping_criteria": (None, []), "token_type_ids": _NONE, "generation_config": _NONE,
 }
-"""Arguments of transformers' generate that may say what happens anyway. Any `bos_token_id` does."""
+"""Arguments of transformers' generate that may say what happens anyway."""
+
+UNREAD = frozenset({"bos_token_id", "decoder_start_token_id"})
+"""Of models that begin texts themselves."""
+
+RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("max_new_tokens", "max_length", "num_return_sequences"), (
+        lambda value: type(value) is int and value >= 1, "a whole number, 1 or more")),
+    "top_k": (lambda value: type(value) is int and value >= 0, "a whole number; 0: all"),
+    "temperature": (lambda value: 0 < value < float("inf"), "more than 0; without do_sample, the likeliest token is "
+                    "taken"),
+    "top_p": (lambda value: 0 < value <= 1, "more than 0, at most 1"),
+    "min_p": (lambda value: 0 <= value <= 1, "0 to 1"),
+    "repetition_penalty": (lambda value: 0 < value < float("inf"), "more than 0; 1 changes nothing"),
+}
 
 
 @final
@@ -60,18 +76,23 @@ class Wanted:
 
     @classmethod
     def of(cls, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Wanted:
-        problems, known = Problems(), {field.name for field in fields(cls)}
-        for name, value in given.items():
-            if name in HARMLESS and name != "bos_token_id":
-                problems.require(any(value is one or value == one for one in HARMLESS[name]), f"generate: {name} is "
-                                 f"{value!r:.60}, which is not supported; without replace_with_kernel_inject "
-                                 "transformers' own generate runs")
-            elif name not in known and name not in HARMLESS:
-                near = difflib.get_close_matches(name, [*known, *HARMLESS], n=1)
-                problems.append(f"generate: {name} is unknown; " + (
-                    f"did you mean {near[0]}?" if near else "docs/inference.md lists what is understood"))
+        known = {field.name for field in fields(cls)}
+        said = {name: value for name, value in {**defaults, **given}.items() if value is not None}
+        problems = Problems()
+        for name in given.keys() - known - HARMLESS.keys() - UNREAD:
+            near = difflib.get_close_matches(name, [*known, *HARMLESS], n=1)
+            problems.append(f"generate: {name} is unknown; " + (
+                f"did you mean {near[0]}?" if near else "docs/inference.md lists what is understood"))
+        for name in said.keys() & HARMLESS.keys():
+            problems.require(any(said[name] is one or said[name] == one for one in HARMLESS[name]), f"generate: {name} "
+                             f"is {said[name]!r:.60}, which our decoder does not do: leave it out (transformers' own "
+                             "generate does, without replace_with_kernel_inject)")
+        for name in said.keys() & RANGES.keys():
+            fits, expected = RANGES[name]
+            is_number = isinstance(said[name], (int, float)) and fits(said[name])
+            problems.require(is_number, f"generate: {name} is {said[name]!r:.60}: expected {expected}")
         problems.stop()
-        said = {name: value for name, value in {**defaults, **given}.items() if value is not None and name in known}
+        said = {name: value for name, value in said.items() if name in known}
         return cls(**said)
 
     def sampling(self) -> Sampling:

@@ -98,7 +98,7 @@ class Proof:
         return whole
 
     def _names(self) -> str:
-        return f"cut as said for {', '.join(dict.fromkeys(self._plan.layers.values()))},"
+        return f"cut by the policy for {', '.join(dict.fromkeys(self._plan.layers.values()))},"
 
 
 @contextmanager

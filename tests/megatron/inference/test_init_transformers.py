@@ -80,6 +80,16 @@ def test_what_the_fast_decoder_would_compute_differently_stays_with_transformers
     assert torch.equal(greedy(engine), greedy(theirs(activation_function="relu")))
 
 
+def test_what_the_model_says_of_its_answers_is_done_or_refused() -> None:
+    model = theirs()
+    model.generation_config.max_new_tokens, model.generation_config.repetition_penalty = 5, 1.7
+    engine = init_inference(model, replace_with_kernel_inject=True)
+    assert torch.equal(engine.generate(PROMPTS), greedy(theirs(), repetition_penalty=1.7)[:, :9])
+    model.generation_config.num_beams = 2
+    with pytest.raises(TrainerError, match="num_beams is 2, which our decoder does not do"):
+        engine.generate(PROMPTS)
+
+
 def other_weights(rank: int, world: int) -> str:
     with pytest.raises(TrainerError) as error:
         init_inference(theirs(seed=rank), mp_size=world)

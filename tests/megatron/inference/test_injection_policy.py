@@ -174,7 +174,7 @@ def test_a_scale_that_hardly_matters_at_small_weights_is_seen() -> None:
     torch.manual_seed(1)
     expected = Scaled()(torch.ones(1, 2, 24)).detach()
     for said, output in run_ranks(subtle, 2):
-        assert "cut as said for Scaled, the model computes something else: the output of out differs" in said
+        assert "cut by the policy for Scaled, the model computes something else: the output of out differs" in said
         torch.testing.assert_close(output, expected, **CLOSE)
 
 

@@ -80,7 +80,7 @@ def bloom(rank: int, world: int) -> str:
 
 def test_one_that_counts_heads_outside_of_its_layers_is_refused() -> None:
     for said in run_ranks(bloom, 2):
-        assert "cut as said for BloomBlock, the model fails" in said
+        assert "cut by the policy for BloomBlock, the model fails" in said
 
 
 def test_pipelines_run_over_an_engine() -> None:
