@@ -29,7 +29,8 @@ NEW_TOKENS = 20
 _OFF, _NONE = (None, False), (None,)
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "use_cache": (None, True, False), "num_beams": (None, 1), "num_beam_groups": (None, 1), "early_stopping": _OFF,
-    "length_penalty": (None, 1.0), "diversity_penalty": (None, 0.0), "penalty_alpha": _NONE, "guidance_scale": (None, 1.0),
+    "length_penalty": (None, 1.0), "diversity_penalty": (None, 0.0), "penalty_alpha": _NONE,
+    "guidance_scale": (None, 1.0),
     "min_length": (None, 0), "min_new_tokens": (None, 0), "no_repeat_ngram_size": (None, 0), "typical_p": (None, 1.0),
     "epsilon_cutoff": (None, 0.0), "eta_cutoff": (None, 0.0), "max_time": _NONE, "stop_strings": _NONE,
     "bad_words_ids": _NONE, "suppress_tokens": _NONE, "begin_suppress_tokens": _NONE, "sequence_bias": _NONE,
