@@ -47,16 +47,21 @@ def row_maxima(read: Read, shape: Sequence[int]) -> Tensor:
 
 def quantised(read: Read, shape: Sequence[int], where: str, maxima: Tensor | None = None,
               device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-    """(levels [rows, columns], scale [rows] in fp32) on `device`; `maxima` of whole rows, where these are parts.
-    `where` is what an error names."""
+    """(levels [rows, columns], scale [rows] in fp32) on `device`; see `quantise_into`."""
     levels = torch.empty(tuple(shape), dtype=torch.int8, device=device)
-    scale = torch.empty(shape[0])
-    for first, block in _blocks(read, shape):
+    return levels, quantise_into(levels, read, where, maxima).to(device)
+
+
+def quantise_into(levels: Tensor, read: Read, where: str, maxima: Tensor | None = None) -> Tensor:
+    """Fill `levels`, [rows, columns] int8 on any device; the scales [rows] in fp32. `maxima` are of whole rows, where
+    these are parts. `where` is what an error names."""
+    scale = torch.empty(len(levels))
+    for first, block in _blocks(read, levels.shape):
         rows = slice(first, first + len(block))
         scale[rows] = scale_of(_maxima(block) if maxima is None else maxima[rows], where)
         divisor = torch.where(scale[rows] > 0, scale[rows], torch.inf)
         levels[rows] = block.div_(divisor[:, None]).round_().clamp_(-LARGEST, LARGEST)
-    return levels, scale.to(device)
+    return scale
 
 
 def scale_of(maxima: Tensor, where: str) -> Tensor:

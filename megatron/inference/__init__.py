@@ -3,6 +3,7 @@
     source.py       which model, as flags say it
     request.py      what is asked of it: prompts, how tokens are drawn, where a text ends
     int8.py         a matrix of 8 bits a number in the place of a weight, and the product with it
+    pages.py        where such matrices lie on a CPU
     cache.py        keys and values of what has been read
     recorded.py     a step on an accelerator, recorded once for each size
     decoder.py      the model over a cache: read a prompt, follow with a token of each text

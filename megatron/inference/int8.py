@@ -51,7 +51,7 @@ def activations_on(device: torch.device) -> torch.dtype:
 @final
 class Int8(Tensor):
     levels: Tensor
-    """[rows, columns] int8, in memory of their own."""
+    """[rows, columns] int8, one row after the other from a multiple of LANES bytes on."""
     scale: Tensor
     """[rows], in the precision of the activations, which is what this tensor says of itself."""
 

@@ -23,13 +23,14 @@ from data.facts import TokenizerFacts, tokenizer_facts_in
 from data.tokenizer_base import Tokenizer
 from megatron.checkpoint.agree import agree
 from megatron.checkpoint.choice import locate, tag_of_step
-from megatron.checkpoint.int8 import LEVELS, SCALE, Read, is_quantised, quantised, row_maxima
+from megatron.checkpoint.int8 import LEVELS, SCALE, Read, is_quantised, quantise_into, row_maxima
 from megatron.checkpoint.interchange.huggingface import open_folder
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.config.hf_shape import shape_in, tokenizer_in
 from megatron.config.tree import ModelConfig, require
 from megatron.errors import CheckpointError
 from megatron.inference.int8 import Int8, activations_on
+from megatron.inference.pages import Room
 from megatron.inference.source import Source
 from megatron.model.gpt2 import GPT2
 from megatron.zero.tiling import tile_linears
@@ -155,13 +156,16 @@ def build(found: Found, groups: Groups, dtype: torch.dtype, device: torch.device
         tile_linears(model.blocks, found.shape.tile_factor, found.shape.hidden_size)
     parts = [_Part(found, name, parameter, groups.tp) for name, parameter in model.named_parameters()]
     rest = dtype if dtype != torch.int8 else activations_on(device) if activations is None else activations
-    maxima = _maxima_of_rows(parts, groups) if dtype == torch.int8 and not found.is_int8 else {}
+    matrices = {part.name for part in parts if dtype == torch.int8 and is_quantised(part.name, part.shape)}
+    maxima = {} if found.is_int8 else _maxima_of_rows([part for part in parts if part.name in matrices], groups)
 
     def fill() -> None:
+        room = Room([part.shape for part in parts if part.name in matrices], device)
         for part in parts:
-            if dtype == torch.int8 and is_quantised(part.name, part.shape):
-                levels, scale = part.int8(device, maxima.get(part.name))
-                _put(model, part.name, Int8(levels, scale.to(rest)))
+            if part.name in matrices:
+                levels = room.take(part.shape)
+                scale = part.int8(levels, maxima.get(part.name))
+                _put(model, part.name, Int8(levels, scale.to(device, rest)))
             else:
                 _put(model, part.name, part.numbers(rest, device))
 
@@ -172,7 +176,7 @@ def build(found: Found, groups: Groups, dtype: torch.dtype, device: torch.device
 def _maxima_of_rows(parts: Sequence[_Part], groups: Groups) -> dict[str, Tensor]:
     """Of the matrices whose rows are cut: the ranks ask each other once, after each has read its own columns. A rank
     then reads these matrices twice, and never the columns of others. Collective."""
-    cut = [part for part in parts if is_quantised(part.name, part.shape) and part.has_cut_rows]
+    cut = [part for part in parts if part.has_cut_rows]
     own = agree(lambda: [row_maxima(part.reader("weight"), part.shape) for part in cut], groups.world)
     if not cut:
         return {}
@@ -212,16 +216,15 @@ class _Part:
                                       f"{str(dtype).removeprefix('torch.')}; ask for another --dtype")
         return flat.view(self.shape)
 
-    def int8(self, device: torch.device, maxima: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(levels, scale in fp32)"""
+    def int8(self, levels: Tensor, maxima: Tensor | None) -> Tensor:
+        """Fill `levels`; the scales in fp32."""
         if not self._found.is_int8:
-            where = f"{self._found.name}: {self.name}"
-            return quantised(self.reader("weight"), self.shape, where, maxima, device)
-        levels, scale = torch.empty(self.shape, dtype=torch.int8), torch.empty(self.shape[0])
+            return quantise_into(levels, self.reader("weight"), f"{self._found.name}: {self.name}", maxima)
         self.reader(LEVELS)(0, levels.view(-1))
+        scale = torch.empty(len(levels))
         cut = self._partition if self._partition is not None and self._partition.dim == 0 else None
         self._read(SCALE, tuple(scale.shape), cut, 0, scale)
-        return levels.to(device), scale.to(device)
+        return scale
 
 
 def _put(model: nn.Module, name: str, value: Tensor) -> None:

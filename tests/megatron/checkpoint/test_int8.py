@@ -29,6 +29,10 @@ def reader(matrix: torch.Tensor) -> int8.Read:
     return read
 
 
+def quantised(matrix: torch.Tensor, maxima: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    return int8.quantised(reader(matrix), matrix.shape, "wte.weight", maxima)
+
+
 def by_the_rule(matrix: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     """In fp64; a quotient is rounded to fp32 first, as the arithmetic is fp32's (53 bits are enough for that to be the
     same number)."""
@@ -44,7 +48,7 @@ def test_levels_and_scales_are_those_of_a_slow_reference_at_any_block(block: int
     matrix[4], matrix[22] = 0, 0
     matrix[7, 3] = 1e4  # all others are small beside it
     with patch.object(int8, "BLOCK", block):
-        levels, scale = int8.quantised(reader(matrix), matrix.shape, "it")
+        levels, scale = quantised(matrix)
         maxima = int8.row_maxima(reader(matrix), matrix.shape)
     expected = by_the_rule(matrix)
     assert np.array_equal(levels.numpy(), expected[0]) and np.array_equal(scale.numpy(), expected[1])
@@ -54,22 +58,22 @@ def test_levels_and_scales_are_those_of_a_slow_reference_at_any_block(block: int
 
 def test_ties_go_to_the_even_level() -> None:
     row = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -126.5, 126.5]])
-    assert int8.quantised(reader(row), row.shape, "it")[0].tolist() == [[127, 0, 2, 2, 0, -2, -126, 126]]
+    assert quantised(row)[0].tolist() == [[127, 0, 2, 2, 0, -2, -126, 126]]
 
 
 def test_columns_of_a_matrix_are_quantised_as_in_the_whole_by_maxima_of_the_whole() -> None:
     matrix = torch.randn(6, 8)
-    whole, scale = int8.quantised(reader(matrix), matrix.shape, "it")
+    whole, scale = quantised(matrix)
     for part in (slice(0, 4), slice(4, 8)):
         columns = matrix[:, part].contiguous()
-        found = int8.quantised(reader(columns), columns.shape, "it", int8.row_maxima(reader(matrix), matrix.shape))
+        found = quantised(columns, int8.row_maxima(reader(matrix), matrix.shape))
         assert torch.equal(found[0], whole[:, part]) and torch.equal(found[1], scale)
 
 
 @pytest.mark.parametrize("number", [1e-45, 1e-42, 1e-38, 3e38])
 def test_the_smallest_and_the_largest_numbers_give_no_nan(number: float) -> None:
     row = torch.tensor([[number, -number / 2, 0.0]])
-    levels, scale = int8.quantised(reader(row), row.shape, "it")
+    levels, scale = quantised(row)
     error = (levels.double() * scale.double()[:, None] - row.double()).abs().max()
     # half a level, and what a scale below fp32's normal numbers is off by: half of 2^-149, at 127 levels
     assert scale.isfinite().all() and float(error) <= 0.501 * float(scale[0]) + 127 * 2.0**-150
@@ -80,7 +84,7 @@ def test_what_is_not_finite_is_refused_by_name(number: float) -> None:
     matrix = torch.ones(3, 4)
     matrix[1, 2] = number
     with pytest.raises(CheckpointError, match="wte.weight is not finite"):
-        int8.quantised(reader(matrix), matrix.shape, "wte.weight")
+        quantised(matrix)
 
 
 def test_it_is_for_all_matrices_but_the_position_table() -> None:

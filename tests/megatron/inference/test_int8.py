@@ -255,6 +255,15 @@ def test_a_text_over_a_cache_is_the_text_of_the_whole_at_any_batch(folder: Path,
         torch.testing.assert_close(logits, expected, atol=close, rtol=0)
 
 
+def test_matrices_lie_side_by_side(folder: Path) -> None:
+    """From multiples of a line of the cache on, in one area, and none reaches into the next."""
+    found = [matrix.levels for matrix in matrices(load(folder, groups.build(1))).values()]
+    assert len({levels.untyped_storage().data_ptr() for levels in found}) == 1
+    for one, following in zip(found, found[1:]):
+        assert one.data_ptr() % 64 == 0
+        assert 0 <= following.data_ptr() - one.data_ptr() - one.nbytes < 64
+
+
 # ---- bytes --------------------------------------------------------------------------------------------------------
 
 def resident(model: nn.Module, activations: int) -> int:
