@@ -3,7 +3,8 @@
 The three models take turns, a token at a time, over a cache that a prompt has filled; printed are the tokens a second
 of the quickest steps (the median of the best half), the bytes of the weights, and what share of a step's time reading
 them once would take at the rate at which this machine sums up a table that no cache holds. Then reading the prompt, and
-the time of each product alone. Weights are random: no time depends on them.
+the time of each product alone. Weights are random: no time depends on them. With one thread
+(OMP_NUM_THREADS=1) it is processor time, which other programs on the machine change less.
 """
 
 from __future__ import annotations
@@ -51,13 +52,14 @@ def quickest(times: list[float]) -> float:
 
 def in_turns(work: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
     """Seconds of each."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in work}
     for number in range(rounds + 1):
         for name, one in work.items():
-            begin = time.perf_counter()
+            begin = clock()
             one()
             if number:  # the first sets up kernels
-                times[name].append(time.perf_counter() - begin)
+                times[name].append(clock() - begin)
     return {name: quickest(found) for name, found in times.items()}
 
 
