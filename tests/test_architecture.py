@@ -109,7 +109,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero.api.names megatron.zero.api.engine megatron.zero.api.meeting
         megatron.zero.api.initialize
         megatron.zero
-        megatron.inference.source megatron.inference.request megatron.inference.cache
+        megatron.inference.source megatron.inference.former megatron.inference.request megatron.inference.cache
         megatron.inference.recorded megatron.inference.decoder megatron.inference.sampling
         megatron.inference.generation megatron.inference.wording megatron.inference.int8 megatron.inference.pages
         megatron.inference.loading megatron.inference.answers megatron.inference.terminal megatron.inference.session

@@ -14,6 +14,7 @@
     answers.py      prompts in, text out, in order
     terminal.py     the person at a session: lines, history, Ctrl-C
     session.py      a prompt typed, its answer as it comes, and the next
+    former.py       the flags of Megatron-LM's generate_samples.py
     command.py      python -m megatron.generate
 
 `init_inference` is DeepSpeed's call over it (api/). Names are imported on first use: flags are checked without torch.

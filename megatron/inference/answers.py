@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TextIO, final
 
 from data.tokenizer_base import Tokenizer
@@ -41,7 +41,7 @@ class Answers:
         world, mine, number = self._groups.world, iter(prompts), 0
         while (prompt := broadcast_json(next(mine, None) if world.rank == 0 else None, world, 0)) is not None:
             ids = ids_of(self._tokenizer, prompt)
-            refusal = too_long(ids, self._decoder.length, self._wish.slides)
+            refusal = self._wish.refusal(ids, self._decoder.length)
             require(not refusal, refusal)
             for request in self._wish.requests(ids, number):
                 page.expect(number, prompt)
@@ -56,14 +56,6 @@ class Answers:
 def ids_of(tokenizer: Tokenizer, prompt: str) -> tuple[int, ...]:
     """Of nothing, a text goes on from the end of the document before it."""
     return tuple(int(token) for token in tokenizer.encode(prompt)) or (tokenizer.eod,)
-
-
-def too_long(ids: Sequence[int], length: int, slides: bool) -> str:
-    """Why a prompt cannot be read; nothing where it can."""
-    if len(ids) <= length or slides:
-        return ""
-    return (f"a prompt of {len(ids)} tokens, and the model has {length} positions: shorten it, or give "
-            "--past-the-end slide, which reads the last ones")
 
 
 def generator_of(loaded: Loaded, decoder: Decoder, wording: Wording, slides: bool) -> Generator:

@@ -12,13 +12,16 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
+from data.storage import staged_file
 from megatron.config.help import typed
 from megatron.config.tree import require
 from megatron.errors import ConfigError
-from megatron.inference import source
+from megatron.inference import former, source
 from megatron.inference.request import Sampling, Wish
 from megatron.inference.terminal import Terminal, is_at_hand
 
@@ -45,15 +48,16 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("prompts", nargs="*", metavar="PROMPT", help="a text to go on from")
     source.add_flags(parser)
-    add("--file", metavar="FILE", help="prompts, one a line; .jsonl: of objects with `prompt` or `text`")
+    former.add_flags(parser)
+    add("--file", "--sample-input-file", metavar="FILE", help="prompts, one a line; .jsonl: of objects with `prompt` or `text`")
     add("--interactive", action="store_true", help="a session: each line that is typed is answered at once (where "
         "there are no prompts and standard input is a terminal)")
     add("--max-new-tokens", "--out-seq-length", type=int, default=128, metavar="N", help="tokens of an answer (128)")
     add("--num-samples", type=int, default=1, metavar="N", help="answers to each prompt (1)")
     add("--greedy", action="store_true", help="always the likeliest token")
     add("--temperature", type=float, default=0.8, help="below 1: likely tokens become likelier (0.8)")
-    add("--top-k", "--top_k", type=int, default=40, help="draw from so many likeliest tokens; 0: all (40)")
-    add("--top-p", "--top_p", type=float, default=1.0, help="draw from the likeliest tokens that have this much of the "
+    add("--top-k", type=int, default=40, help="draw from so many likeliest tokens; 0: all (40)")
+    add("--top-p", type=float, default=1.0, help="draw from the likeliest tokens that have this much of the "
         "probability (1)")
     add("--min-p", type=float, default=0.0, help="leave out tokens less likely than this times the likeliest (0)")
     add("--repetition-penalty", type=float, default=1.0, help="above 1: tokens of the text become less likely (1)")
@@ -62,6 +66,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--past-the-end", choices=("stop", "slide"), default="stop", help="at the end of the position table: stop, or "
         "go on from the last tokens, each read anew")
     add("--batch-size", "--micro-batch-size", type=int, default=8, metavar="N", help="texts at a time (8)")
+    add("--output", "--sample-output-file", metavar="FILE", help="answers go there, once all are there (default: "
+        "standard output)")
     add("--jsonl", action="store_true", help="one object an answer: prompt, text, tokens, logprobs, ended")
     return parser
 
@@ -70,23 +76,28 @@ def check(asked: argparse.Namespace) -> None:
     given = {"prompts on the command line": asked.prompts, "--file": asked.file, "--interactive": asked.interactive}
     both = [name for name, value in given.items() if value]
     require(len(both) < 2, f"{' and '.join(both)}: give one of them")
-    require(not (asked.interactive and asked.jsonl), "--interactive is for a person, --jsonl for a program: give one "
-            "of them")
-    for name in ("max_new_tokens", "num_samples", "batch_size"):
+    for flag in ("jsonl", "output"):
+        require(not (asked.interactive and getattr(asked, flag)), f"--interactive is for a person, --{flag} for a "
+                "program: give one of them")
+    for name in ("max_new_tokens", "num_samples", "batch_size", "seq_length"):
+        if getattr(asked, name) is None:
+            continue
         require(getattr(asked, name) >= 1, f"--{name.replace('_', '-')} is {getattr(asked, name)}: expected 1 or more")
     require(asked.file is None or Path(asked.file).is_file(), f"--file {asked.file}: no such file")
     require("" not in asked.stop, "--stop is empty: give a text")
+    folder = Path(asked.output or "x").absolute().parent
+    require(folder.is_dir(), f"--output {asked.output}: {folder} is no folder")
 
 
 def wish_of(asked: argparse.Namespace) -> Wish:
     sampling = Sampling(temperature=asked.temperature, top_k=asked.top_k, top_p=asked.top_p, min_p=asked.min_p,
                         repetition_penalty=asked.repetition_penalty, greedy=asked.greedy)
     return Wish(asked.max_new_tokens, sampling, asked.num_samples, asked.seed, tuple(asked.stop),
-                asked.past_the_end == "slide")
+                asked.past_the_end == "slide", asked.seq_length)
 
 
 def is_session(asked: argparse.Namespace) -> bool:
-    return bool(asked.interactive or not (asked.prompts or asked.file or asked.jsonl) and is_at_hand())
+    return bool(asked.interactive or not (asked.prompts or asked.file or asked.jsonl or asked.output) and is_at_hand())
 
 
 def prompts_of(asked: argparse.Namespace) -> Iterator[str]:
@@ -110,6 +121,10 @@ class _stdin:
         """It stays open."""
 
 
+def output_of(asked: argparse.Namespace) -> AbstractContextManager[TextIO]:
+    return staged_file(asked.output, "w") if asked.output else nullcontext(sys.stdout)
+
+
 def _prompt_in(line: str, where: str) -> str:
     try:
         found = json.loads(line)
@@ -121,9 +136,10 @@ def _prompt_in(line: str, where: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    asked = build_parser().parse_args(list(sys.argv[1:] if argv is None else argv))
+    asked = build_parser().parse_args(former.dashed(sys.argv[1:] if argv is None else argv))
+    notes = former.translate(asked)
     check(asked)
-    model, wish = source.source_of(asked), wish_of(asked)
+    model, wish = replace(source.source_of(asked), shape=former.shape_of(asked)), wish_of(asked)
     from megatron.inference import loading
     from megatron.inference.answers import Answers
     from megatron.inference.session import Session
@@ -136,13 +152,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     session = bool(broadcast_json(first and is_session(asked), groups.world))
     terminal = Terminal() if first and session else None
     say = terminal.say if terminal is not None else _sayer(env.rank)
+    for note in notes:
+        say(note)
     loaded = loading.load(model, groups, distributed.device_for(env, None))
     say(f"{loaded.described}, loaded in {time.monotonic() - began:.1f} s")
     if session:
         Session(loaded, groups, wish, terminal).run()
     else:
         answers = Answers(loaded, groups, wish, asked.batch_size)
-        answers.write(prompts_of(asked) if first else (), sys.stdout if first else None, jsonl=asked.jsonl)
+        with output_of(asked) if first else nullcontext() as out:
+            answers.write(prompts_of(asked) if first else (), out, jsonl=asked.jsonl)
         say(answers.speed())
     distributed.shutdown()
     return 0

@@ -8,7 +8,7 @@ flags name its files elsewhere.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -97,6 +97,7 @@ def open_source(source: Source, groups: Groups) -> Found:
 def load(source: Source, groups: Groups, device: torch.device) -> Loaded:
     """Model and tokenizer. Collective."""
     found = open_source(source, groups)
+    check_shape(found, source.shape)
     tokenizer = tokenizer_of(found, source.tokenizer)
     dtype = source.dtype or found.precision
     model = build(found, groups, DTYPES[dtype], device)
@@ -123,6 +124,14 @@ def open_hf(folder: str, groups: Groups) -> Found:
     agree(lambda: shape_in(folder), groups.world)  # or what is wrong with the folder
     found = agree(lambda: open_folder(Path(folder)), groups.world)
     return Found(found, found.model, tokenizer_in(folder), "fp32", folder)
+
+
+def check_shape(found: Found, said: Mapping[str, float]) -> None:
+    its = {**asdict(found.shape), "intermediate_size": found.shape.ffn_size}
+    differing = [f"--{name.replace('_', '-')} {value}, and its own is {its[name]}" for name, value in said.items()
+                 if value != its[name]]
+    require(not differing, f"{found.name} is another model: {'; '.join(differing)}; leave the flags of its shape out, "
+            "or name another --load")
 
 
 def tokenizer_of(found: Found, flags: Mapping[str, str]) -> Tokenizer:

@@ -56,8 +56,20 @@ class Wish:
     stops: tuple[str, ...] = ()
     slides: bool = False
     """At the end of the position table: go on from the last tokens."""
+    total: int | None = None
+    """Tokens of a text with its prompt, at most."""
+
+    def refusal(self, prompt: tuple[int, ...], positions: int) -> str:
+        """Why a prompt cannot be answered by a model of so many positions; nothing where it can."""
+        if len(prompt) > positions and not self.slides:
+            return (f"a prompt of {len(prompt)} tokens, and the model has {positions} positions: shorten it, or give "
+                    "--past-the-end slide, which reads the last ones")
+        if self.total is not None and len(prompt) >= self.total:
+            return f"a prompt of {len(prompt)} tokens, and --seq-length, a text with its prompt, is {self.total}"
+        return ""
 
     def requests(self, prompt: tuple[int, ...], first: int) -> list[Request]:
         """The answers to one prompt, numbered from `first` on: each has a stream of random numbers of its own."""
-        return [Request(number, prompt, self.most, self.sampling, f"{self.seed}/{number}", self.stops)
+        most = self.most if self.total is None else min(self.most, self.total - len(prompt))
+        return [Request(number, prompt, most, self.sampling, f"{self.seed}/{number}", self.stops)
                 for number in range(first, first + self.samples)]

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import final
 
-from megatron.inference.answers import generator_of, ids_of, too_long
+from megatron.inference.answers import generator_of, ids_of
 from megatron.inference.decoder import Decoder
 from megatron.inference.generation import Text
 from megatron.inference.loading import Loaded
@@ -41,7 +41,7 @@ class Session:
             self._say(f"each line is a prompt; Ctrl-C ends an answer, {HOW_TO_LEAVE}")
             while (prompt := broadcast_json(self._terminal and self._terminal.ask(), self._world, 0)) is not None:
                 ids = ids_of(self._tokenizer, prompt)
-                if refusal := too_long(ids, self._decoder.length, self._wish.slides):
+                if refusal := self._wish.refusal(ids, self._decoder.length):
                     self._say(refusal)
                     continue
                 requests = self._wish.requests(ids, number)

@@ -4,6 +4,7 @@ how many ranks, with which tokenizer files. No torch: flags are checked before i
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megatron.config.tree import require
@@ -22,6 +23,8 @@ class Source:
     model_parallel_size: int = 1
     tokenizer: dict[str, str] = field(default_factory=dict)
     """What flags say of it, in place of what the model's folder says."""
+    shape: Mapping[str, float] = field(default_factory=dict)
+    """What flags say of the model; it has to be so."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

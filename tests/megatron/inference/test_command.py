@@ -109,6 +109,13 @@ def test_what_runs_is_said_beside_the_text(folder: Path) -> None:
     (["--load", "a", "--temperature", "0", "x"], "--greedy takes the likeliest"),
     (["--load", "a", "--model-parallel-size", "2"], "needs as many ranks"), (["--load", "a", "--stop", ""], "--stop"),
     (["--load-hf", "a", "--ckpt-step", "2"], "--ckpt-step goes with --load"),
+    (["--load", "a", "--interactive", "x"], "prompts on the command line and --interactive"),
+    (["--load", "a", "--interactive", "--jsonl"], "for a person"),
+    (["--load", "a", "x", "--fp16", "--dtype", "fp32"], "--fp16 and --fp32: give one precision"),
+    (["--load", "a", "--genfile", "x", "--file", "y"], "without a prompt: leave out --file"),
+    (["--load", "a", "x", "--output", "/no/where"], "--output /no/where: /no is no folder"),
+    (["--load", "a", "x", "--pipeline-model-parallel-size", "2"], "there is no pipeline parallelism"),
+    (["--load", "a", "x", "--num-samples", "-1"], "--num-samples is -1"),
 ])
 def test_what_cannot_be_is_refused_in_words(argv: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
@@ -158,3 +165,54 @@ def test_a_checkpoint_that_does_not_say_its_tokenizer_is_read(folder: Path) -> N
     for nothing in ({}, {"tokenizer": "gpt2"}, {"tokenizer": None}, {"tokenizer": {"name": "x"}}):
         with patch("megatron.checkpoint.reader.Checkpoint.shared_state", {"client_state": nothing}):
             assert said("--load", folder, "x", "--max-new-tokens", 1)[0]
+
+
+OLD = ("--model-parallel-size 1 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 32 "
+       "--seq-length 12 --tokenizer-type ByteLevelTokenizer --bf16 --batch-size 2 --cache-dir cache --no-load-optim "
+       "--out-seq-length 9 --temperature 1.0 --top_k 5 --top_p 0 --recompute --DDP-impl none").split()
+
+
+def test_a_command_line_of_generate_samples_works(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "in").write_text("one\ntwo five\n")
+    out, err = said("--load", folder, *OLD, "--sample_input_file", tmp_path / "in", "--sample_output_file",
+                    tmp_path / "out", "--num-samples", 0)
+    assert out == "" and err.startswith("note: --cache-dir, --no-load-optim, --recompute, --DDP-impl: no effect here\n")
+    ours = objects("--load", folder, "--temperature", 1, "--top-k", 5, "--max-new-tokens", 9, "one", "two five")
+    texts = [answer["prompt"] + bytes(answer["tokens"][: 12 - len(answer["prompt"])]).decode("utf-8", "replace")
+             for answer in ours]
+    assert (tmp_path / "out").read_text() == "\n".join([*texts, ""]), "with --seq-length for text and prompt"
+
+
+def test_texts_without_a_prompt_go_to_genfile(folder: Path, tmp_path: Path) -> None:
+    said("--load", folder, *OLD, "--num-samples", 3, "--genfile", tmp_path / "gen.json")
+    found = [json.loads(line) for line in (tmp_path / "gen.json").read_text().splitlines()]
+    ours = objects("--load", folder, "", "--num-samples", 3, "--temperature", 1, "--top-k", 5, "--max-new-tokens", 9)
+    assert without_logprobs(found) == without_logprobs(ours)
+    assert [answer["prompt"] for answer in found] == [""] * 3 and len({answer["text"] for answer in found}) == 3
+    note = said("--load", folder, "x", "--num-samples", 0, "--genfile", tmp_path / "none")[1]
+    assert "note: --genfile: no effect here" in note and not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(("flag", "words"), [
+    (["--num-layers", 3], "is another model: --num-layers 3, and its own is 2"),
+    (["--hidden_size=64", "--ffn-hidden-size", 128], "another model: --hidden-size 64, and its own is 32; leave"),
+    (["--vocab-size", 50257, "--num-layers", 1], "--num-layers 1, and its own is 2; --vocab-size 50257, and its"),
+    (["--max-position-embeddings", 64], "--max-position-embeddings 64, and its own is 32"),
+])
+def test_a_shape_that_is_not_the_models_is_refused_by_name(folder: Path, flag: list[Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        said("--load", folder, "x", *flag)
+
+
+def test_answers_appear_in_a_file_when_all_are_there(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("before")
+    with pytest.raises(ConfigError, match="33 tokens"):
+        said("--load", folder, "x", "x" * 33, "--output", tmp_path / "out", "--max-new-tokens", 1)
+    assert (tmp_path / "out").read_text() == "before" and len([*tmp_path.iterdir()]) == 1
+    printed = said("--load", folder, "x", "y", "--max-new-tokens", 2)[0]
+    assert said("--load", folder, "x", "y", "--max-new-tokens", 2, "--output", tmp_path / "out")[0] == ""
+    assert (tmp_path / "out").read_text() == printed
+
+
+def test_the_names_of_flags_may_have_underscores_and_prompts_keep_theirs(folder: Path) -> None:
+    assert said("--load", folder, "--max_new_tokens=1", "a_b", "--", "--c_d")[0].split("\n")[1].startswith("--c_d")

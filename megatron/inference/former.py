@@ -1,0 +1,91 @@
+"""The command line of Megatron-LM's `generate_samples.py` works here: what its flags mean in ours.
+
+The model's shape is the checkpoint's; such a script says it again, and what it says is held against that. What it sets
+for training means nothing here, and one line says so. Not here: flags that mean the same under both names, which are
+aliases where they are declared.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.config.tree import require
+
+SHAPE: dict[str, tuple[Any, ...]] = {
+    "num_layers": (int,), "hidden_size": (int,), "num_attention_heads": (int,), "max_position_embeddings": (int,),
+    "vocab_size": (int,), "intermediate_size": (int, "--ffn-hidden-size"), "layernorm_epsilon": (float,)}
+"""Fields of the model that a script may say again: their kind, and other names."""
+
+SWITCHES = (
+    "--recompute", "--no-load-optim", "--no-load-rng", "--finetune", "--checkpoint-activations", "--lazy-mpu-init",
+    "--use-cpu-initialization", "--deepspeed", "--no-masked-softmax-fusion", "--no-bias-gelu-fusion", "--openai-gelu",
+    "--apply-query-key-layer-scaling", "--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss")
+VALUES = (
+    "--cache-dir", "--tokenizer-model-type", "--DDP-impl", "--distributed-backend", "--local-rank", "--data-path",
+    "--attention-dropout", "--hidden-dropout", "--make-vocab-size-divisible-by", "--deepspeed-config", "--split",
+    "--log-interval", "--checkpoint-num-layers", "--global-batch-size")
+"""Without a meaning here."""
+
+
+def dashed(words: Sequence[str]) -> list[str]:
+    """Dashes and underscores are the same in the name of a flag; what comes after `--` is no flag."""
+    end = words.index("--") if "--" in words else len(words)
+    return [*(_dashed(word) for word in words[:end]), *words[end:]]
+
+
+def _dashed(word: str) -> str:
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if word.startswith("--") else word
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    def add(*names: str, **more: Any) -> None:
+        parser.add_argument(*names, help=argparse.SUPPRESS, **more)
+
+    add("--genfile", metavar="FILE")
+    add("--seq-length", type=int, metavar="N")
+    add("--pipeline-model-parallel-size", type=int, default=1)
+    for name in ("--fp16", "--bf16"):
+        add(name, action="append_const", const=name, dest="precisions")
+    for name, (kind, *others) in SHAPE.items():
+        add(f"--{name.replace('_', '-')}", *others, type=kind)
+    for name in SWITCHES:
+        add(name, action="append_const", const=name, dest="meaningless")
+    for name in VALUES:
+        add(name, action=_Meaningless, dest="meaningless")
+
+
+class _Meaningless(argparse.Action):
+    """A flag whose value is not looked at."""
+
+    def __call__(self, parser: argparse.ArgumentParser, asked: argparse.Namespace, values: object,
+                 flag: str | None = None) -> None:
+        asked.meaningless = [*(asked.meaningless or ()), flag]
+
+
+def translate(asked: argparse.Namespace) -> list[str]:
+    """`asked` in our flags; a note on what has no effect."""
+    without_effect, size = list(asked.meaningless or ()), asked.pipeline_model_parallel_size
+    require(size == 1, f"--pipeline-model-parallel-size is {size}: there is no pipeline parallelism; use "
+            "--model-parallel-size")
+    precisions = sorted({*(asked.precisions or ()), *([f"--{asked.dtype}"] if asked.dtype else ())})
+    require(len(precisions) < 2, f"{' and '.join(precisions)}: give one precision")
+    asked.dtype = precisions[0].removeprefix("--") if precisions else None
+    if asked.genfile is not None and asked.num_samples:
+        given = {"prompts": asked.prompts, "--file": asked.file, "--output": asked.output,
+                 "--interactive": asked.interactive}
+        others = [name for name, value in given.items() if value]
+        require(not others, f"--genfile is for texts without a prompt: leave out {' and '.join(others)}")
+        asked.prompts, asked.output, asked.jsonl = [""], asked.genfile, True
+    elif asked.genfile is not None:
+        without_effect.append("--genfile")
+    asked.num_samples = 1 if asked.num_samples == 0 else asked.num_samples
+    asked.top_p = asked.top_p or 1.0
+    return [f"note: {', '.join(without_effect)}: no effect here"] if without_effect else []
+
+
+def shape_of(asked: argparse.Namespace) -> dict[str, float]:
+    """What flags say of the model."""
+    return {name: value for name in SHAPE if (value := getattr(asked, name)) is not None}
