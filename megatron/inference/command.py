@@ -49,15 +49,16 @@ def build_parser() -> argparse.ArgumentParser:
     add("prompts", nargs="*", metavar="PROMPT", help="a text to go on from")
     source.add_flags(parser)
     former.add_flags(parser)
-    add("--file", "--sample-input-file", metavar="FILE", help="prompts, one a line; .jsonl: of objects with `prompt` or `text`")
+    add("--file", "--sample-input-file", metavar="FILE", help="prompts, one a line; .jsonl: of "
+        "objects with `prompt` or `text`")
     add("--interactive", action="store_true", help="a session: each line that is typed is answered at once (where "
         "there are no prompts and standard input is a terminal)")
     add("--max-new-tokens", "--out-seq-length", type=int, default=128, metavar="N", help="tokens of an answer (128)")
     add("--num-samples", type=int, default=1, metavar="N", help="answers to each prompt (1)")
     add("--greedy", action="store_true", help="always the likeliest token")
     add("--temperature", type=float, default=0.8, help="below 1: likely tokens become likelier (0.8)")
-    add("--top-k", type=int, default=40, help="draw from so many likeliest tokens; 0: all (40)")
-    add("--top-p", type=float, default=1.0, help="draw from the likeliest tokens that have this much of the "
+    add("--top-k", "--top_k", type=int, default=40, help="draw from so many likeliest tokens; 0: all (40)")
+    add("--top-p", "--top_p", type=float, default=1.0, help="draw from the likeliest tokens that have this much of the "
         "probability (1)")
     add("--min-p", type=float, default=0.0, help="leave out tokens less likely than this times the likeliest (0)")
     add("--repetition-penalty", type=float, default=1.0, help="above 1: tokens of the text become less likely (1)")
