@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator
-from typing import TextIO, final
+from typing import IO, final
 
 from data.tokenizer_base import Tokenizer
 from megatron.config.tree import require
@@ -28,7 +28,7 @@ class Answers:
         self._generator = generator_of(loaded, self._decoder, self._wording, wish.slides)
         self._tokens, self._seconds = 0, 0.0
 
-    def write(self, prompts: Iterable[str], out: TextIO | None, *, jsonl: bool) -> None:
+    def write(self, prompts: Iterable[str], out: IO[str] | None, *, jsonl: bool) -> None:
         """`prompts` and `out` are rank 0's. Answers that are ready before earlier ones wait for them; the one whose
         turn it is is printed as it comes."""
         begin, page = time.monotonic(), _Page(self._wording, out, jsonl)
@@ -68,7 +68,7 @@ def generator_of(loaded: Loaded, decoder: Decoder, wording: Wording, slides: boo
 class _Page:
     """What is printed: answer after answer, as a line of JSON or as plain text behind its prompt."""
 
-    def __init__(self, wording: Wording, out: TextIO | None, jsonl: bool) -> None:
+    def __init__(self, wording: Wording, out: IO[str] | None, jsonl: bool) -> None:
         self._wording, self._out, self._jsonl = wording, out, jsonl
         self._prompts: dict[int, str] = {}
         self._ready: dict[int, Text] = {}
@@ -91,7 +91,7 @@ class _Page:
             self._turn += 1
         self._out.flush()
 
-    def _print(self, text: Text, out: TextIO) -> None:
+    def _print(self, text: Text, out: IO[str]) -> None:
         prompt = self._prompts[self._turn]
         if self._jsonl:
             if text.ended is not None:

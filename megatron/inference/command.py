@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import IO, NoReturn
 
 from data.storage import staged_file
 from megatron.config.help import typed
@@ -122,7 +122,7 @@ class _stdin:
         """It stays open."""
 
 
-def output_of(asked: argparse.Namespace) -> AbstractContextManager[TextIO]:
+def output_of(asked: argparse.Namespace) -> AbstractContextManager[IO[str]]:
     return staged_file(asked.output, "w") if asked.output else nullcontext(sys.stdout)
 
 
