@@ -126,6 +126,10 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.evaluate.lambada megatron.evaluate.hellaswag megatron.evaluate.tasks megatron.evaluate.published
         megatron.evaluate.progress megatron.evaluate.report megatron.evaluate.parser megatron.evaluate.writer
         megatron.evaluate.setting megatron.evaluate.command megatron.evaluate.bridge megatron.evaluate.harness
+        megatron.serve megatron.serve.refusal megatron.serve.limits megatron.serve.message megatron.serve.door
+        megatron.serve.fields megatron.serve.asked megatron.serve.megatron_api megatron.serve.completions
+        megatron.serve.metrics megatron.serve.orders megatron.serve.leader megatron.serve.desk megatron.serve.exchange
+        megatron.serve.page megatron.serve.answers megatron.serve.front megatron.serve.service megatron.serve.command
         megatron.train megatron.train.inputs
         megatron.train.allocator megatron.train.processor megatron.train.compiling megatron.train.flops
         megatron.train.batches
@@ -140,6 +144,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.plan.__main__
         megatron.generate
         megatron.evaluate.__main__
+        megatron.serve.__main__
         pretrain_gpt2
     """),
     ("6: the commands of an installation", """
@@ -153,7 +158,8 @@ PLACES = {module: (floor, place)
 ROOMS = ("data", "mpu", "megatron.errors", "megatron.version", "megatron.neighbours", "megatron.config",
          "megatron.launch", "megatron.model", "megatron.recompute", "megatron.optim", "megatron.checkpoint",
          "megatron.zero", "megatron.zero.api", "megatron.inference", "megatron.inference.api", "megatron.generate",
-         "megatron.evaluate", "megatron.train", "megatron.plan", "pretrain_gpt2", "megatron.commands")
+         "megatron.evaluate", "megatron.serve", "megatron.train", "megatron.plan", "pretrain_gpt2",
+         "megatron.commands")
 """Every room of the house, from below; a room imports only rooms before it."""
 
 TYPES_OF_DISTRIBUTED = {"ProcessGroup", "Work", "Store"}

@@ -27,7 +27,9 @@ ERASE_LINE = b"\r\x1b[K"
 class StopRequest:
     """Whether this process was asked to stop, and by what first."""
 
-    def __init__(self) -> None:
+    def __init__(self, said: bytes = STOPPING) -> None:
+        """`said` goes to the person who pressed Ctrl-C."""
+        self._said = said
         self.signal: signal.Signals | None = None
         self._interrupts = 0
         self._began = time.monotonic()
@@ -52,7 +54,7 @@ class StopRequest:
         if number == signal.SIGINT and self._interrupts > 1:
             raise KeyboardInterrupt
         if number == signal.SIGINT and is_seen_by_a_person():
-            write_lines(STOPPING)
+            write_lines(self._said)
         self.signal = self.signal or signal.Signals(number)
 
 

@@ -23,14 +23,15 @@ from tests.docs.reader import ROOT
 
 TRAINER = "pretrain_gpt2.py"
 TOOLS = frozenset("""
-    awk cat cd cp cut diff du echo export find git grep gunzip gzip head kill less ln ls mkdir mpirun mv pip printf rm
+    awk cat cd cp curl cut diff du echo export find git grep gunzip gzip head kill
+    less ln ls mkdir mpirun mv pip printf rm
     python3
     sbatch scontrol sed seq set sleep sort source split srun tail tensorboard torchrun touch tree true unzip wait wc
 """.split())
 """Programs that are not ours; their flags are not looked at."""
 INSTALLED = {"gpt2-train": TRAINER, "gpt2-launch": "megatron.launch", "gpt2-plan": "megatron.plan",
              "gpt2-checkpoint": "megatron.checkpoint", "gpt2-generate": "megatron.generate",
-             "gpt2-evaluate": "megatron.evaluate",
+             "gpt2-evaluate": "megatron.evaluate", "gpt2-serve": "megatron.serve",
              "gpt2-preprocess": "data.preprocess", "gpt2-webtext": "data.webtext"}
 """What the commands of an installation start."""
 KEYWORDS = frozenset("do done then fi else if while { } !".split())

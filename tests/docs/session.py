@@ -9,10 +9,12 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from tests.docs.compare import Comparison
@@ -44,11 +46,15 @@ class Session:
         self.folder = folder / "repository"
         shutil.copytree(ROOT, self.folder, ignore=NOT_COPIED)
         self._python: subprocess.Popen[str] | None = None
+        self._groups: list[int] = []
         self.environment = _environment(folder)
 
     def close(self) -> None:
         if self._python is not None:
             self._python.communicate(timeout=60)
+        for group in self._groups:  # what a block began and none ended
+            with suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
 
     def save(self, name: str, text: str) -> None:
         path = self.folder / name
@@ -61,10 +67,12 @@ class Session:
         return good, printed.replace(f"{self.folder}/", "")
 
     def _shell(self, script: str) -> tuple[bool, str]:
-        result = subprocess.run(["bash", "-e", "-c", script], cwd=self.folder, env=self.environment,
-                                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                text=True, errors="replace", timeout=TIMEOUT)
-        return result.returncode == 0, result.stdout
+        shell = subprocess.Popen(["bash", "-e", "-c", script], cwd=self.folder, env=self.environment,
+                                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                 text=True, errors="replace", process_group=0)
+        self._groups.append(shell.pid)
+        printed, _ = shell.communicate(timeout=TIMEOUT)
+        return shell.returncode == 0, printed
 
     def _exec(self, source: str) -> tuple[bool, str]:
         if self._python is None:

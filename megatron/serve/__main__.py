@@ -1,0 +1,16 @@
+"""`python -m megatron.serve`: command.py, unless a package of ours is hidden."""
+
+import sys
+
+from megatron.launch.exits import run
+from megatron.neighbours import check_neighbours
+
+
+def main() -> int:
+    check_neighbours()
+    from megatron.serve.command import main
+    return main()
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

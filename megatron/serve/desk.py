@@ -1,0 +1,122 @@
+"""Requests on their way to the model, and what has come back of them. Everything here belongs to the clients' thread.
+
+A *ticket* is a request of a client, with the texts it is to get; they grow as news of them arrive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import final
+
+from megatron.inference.generation import Text
+from megatron.inference.request import Request
+from megatron.serve.leader import Inbox
+from megatron.serve.metrics import Metrics
+from megatron.serve.orders import Begin, Closed, Drop, News
+from megatron.serve.refusal import Refusal
+
+STOPPING = "the server is stopping"
+
+
+@final
+class Ticket:
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.texts = [Text(request) for request in requests]
+        self.failure: Refusal | None = None
+        self.left = False
+        """Nobody waits for it any longer."""
+        self._changed = asyncio.Event()
+
+    @property
+    def is_done(self) -> bool:
+        return all(text.ended is not None for text in self.texts)
+
+    @property
+    def made(self) -> int:
+        return sum(len(text.tokens) for text in self.texts)
+
+    def touch(self) -> None:
+        self._changed.set()
+
+    async def change(self) -> None:
+        """Wait for news; raises why there will be none."""
+        if not self.is_done:
+            await self._changed.wait()
+            self._changed.clear()
+        if self.left:
+            raise ConnectionResetError
+        if self.failure is not None:
+            raise self.failure
+
+
+@final
+class Desk:
+    def __init__(self, inbox: Inbox, rows: int, waiting: int, metrics: Metrics) -> None:
+        """`rows` texts run at a time, and so many more may wait."""
+        self._inbox, self._rows, self._waiting, self._metrics = inbox, rows, waiting, metrics
+        self._open: dict[int, tuple[Ticket, Text]] = {}
+        self._number = 0
+        self.is_closed = False
+
+    def submit(self, requests: Sequence[Request]) -> Ticket:
+        if self.is_closed:
+            raise Refusal(503, STOPPING, code="stopping", headers=(("Retry-After", "5"),))
+        if len(self._open) + len(requests) > self._rows + self._waiting:
+            raise Refusal(503, f"{len(self._open)} texts are under way, and this request asks for {len(requests)} more "
+                          f"than there is room for: come again", code="queue_full", headers=(("Retry-After", "1"),))
+        numbered = [replace(request, number=self._number + place) for place, request in enumerate(requests)]
+        self._number += len(numbered)
+        ticket = Ticket(numbered)
+        self._open |= {text.request.number: (ticket, text) for text in ticket.texts}
+        self._inbox.put(Begin(tuple(numbered)))
+        self._metrics.tokens_read += sum(len(request.prompt) for request in numbered)
+        self._count()
+        return ticket
+
+    def drop(self, ticket: Ticket) -> None:
+        """The client has left."""
+        ticket.left = True
+        numbers = tuple(text.request.number for text in ticket.texts if text.request.number in self._open)
+        for number in numbers:
+            del self._open[number]
+        if numbers:
+            self._metrics.texts_dropped += len(numbers)
+            self._inbox.put(Drop(numbers))
+        self._count()
+        ticket.touch()
+
+    def deliver(self, news: Iterable[News]) -> None:
+        for one in news:
+            if one.number not in self._open:
+                continue  # its client left meanwhile
+            ticket, text = self._open[one.number]
+            if one.count > len(text.tokens):
+                text.tokens.append(one.token)
+                text.logprobs.append(one.logprob)
+                self._metrics.tokens_made += 1
+            if one.ended is not None:
+                text.ended = one.ended
+                del self._open[one.number]
+            ticket.touch()
+        self._count()
+
+    def close(self) -> None:
+        """Nothing more is taken."""
+        if not self.is_closed:
+            self.is_closed = True
+            self._inbox.put(Closed())
+
+    def fail(self, refusal: Refusal) -> None:
+        """There will be no more news."""
+        self.is_closed = True
+        for ticket, _ in self._open.values():
+            ticket.failure = refusal
+            ticket.touch()
+        self._open.clear()
+        self._count()
+
+    def _count(self) -> None:
+        self._metrics.texts_running = min(len(self._open), self._rows)
+        self._metrics.texts_waiting = len(self._open) - self._metrics.texts_running

@@ -1,0 +1,132 @@
+"""The model's loop. Between two steps texts begin where rows are free, and those go that nobody waits for any longer.
+
+Rank 0 leads: it alone hears the clients, and before each step it tells the others what to do. While there is nothing
+to do they wait for its word, which comes every few seconds, lest a collective times out.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, final
+
+from megatron.inference.generation import Generator, Text
+from megatron.inference.request import Request, Sampling
+from megatron.serve.orders import Begin, Broken, Closed, Drop, News, Order
+from mpu.collectives import broadcast_json
+from mpu.groups import Group
+
+TICK_SECONDS = 0.2
+"""How long a request to stop may go unnoticed while there is nothing to do."""
+HEARTBEAT_SECONDS = 5.0
+"""Between two words to ranks that have nothing to do."""
+
+Inbox = queue.SimpleQueue[Order]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What every rank does next, before a step."""
+
+    drop: tuple[int, ...] = ()
+    begin: tuple[Request, ...] = ()
+    last: bool = False
+
+    @classmethod
+    def of_json(cls, found: dict[str, Any]) -> Turn:
+        return cls(tuple(found["drop"]), tuple(_request(one) for one in found["begin"]), found["last"])
+
+
+def _request(found: dict[str, Any]) -> Request:
+    return Request(**{**found, "prompt": tuple(found["prompt"]), "stops": tuple(found["stops"]),
+                      "sampling": Sampling(**found["sampling"])})
+
+
+def perform(generator: Generator, turn: Turn) -> Iterator[Text]:
+    """The texts that got a token or ended, as they do."""
+    for number in turn.drop:
+        generator.drop(number)
+    yield from generator.begin(turn.begin)
+    yield from generator.step()
+
+
+def follow(generator: Generator, world: Group) -> None:
+    """The loop of every rank but the first."""
+    while not (turn := Turn.of_json(broadcast_json(None, world))).last:
+        for _ in perform(generator, turn):
+            pass
+
+
+@final
+class Leader:
+    def __init__(self, generator: Generator, world: Group, inbox: Inbox, tell: Callable[[list[News]], None]) -> None:
+        self._generator, self._world, self._inbox, self._tell = generator, world, inbox, tell
+        self._running: set[int] = set()
+        self._waiting: deque[Request] = deque()
+        self._drops: list[int] = []
+        self._closed = False
+        self._spoke = time.monotonic()
+
+    @property
+    def _idle(self) -> bool:
+        return not self._waiting and not self._running
+
+    def run(self, asked_to_stop: Callable[[], bool], close: Callable[[], None], grace: float) -> bool:
+        """Until asked to stop, and what has been asked for by then is done, or `grace` seconds have gone: False.
+        `close` makes the thread of the clients say Closed."""
+        until = float("inf")
+        while not (self._closed and self._idle) and time.monotonic() < until:
+            self._listen()
+            self._turn()
+            if until == float("inf") and asked_to_stop():
+                until = time.monotonic() + grace
+                close()
+        self._say(Turn(last=True))
+        return self._idle
+
+    def _listen(self) -> None:
+        """To all that has been said by now; where there is nothing to do, for a moment."""
+        try:
+            order = self._inbox.get(timeout=TICK_SECONDS) if self._idle else self._inbox.get_nowait()
+            while True:
+                self._obey(order)
+                order = self._inbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def _obey(self, order: Order) -> None:
+        match order:
+            case Begin(requests):
+                self._waiting += requests
+            case Drop(numbers):
+                self._waiting = deque(request for request in self._waiting if request.number not in numbers)
+                self._drops += [number for number in numbers if number in self._running]
+            case Closed():
+                self._closed = True
+            case Broken(error):
+                raise error
+
+    def _turn(self) -> None:
+        if self._idle:
+            if self._world.size > 1 and time.monotonic() - self._spoke >= HEARTBEAT_SECONDS:
+                self._say(Turn())
+            return
+        room = self._generator.room + len(self._drops)
+        turn = Turn(tuple(self._drops), tuple(self._waiting.popleft() for _ in range(min(room, len(self._waiting)))))
+        self._drops.clear()
+        self._running.difference_update(turn.drop)
+        self._say(turn)
+        self._tell([self._news(text) for text in perform(self._generator, turn)])
+
+    def _news(self, text: Text) -> News:
+        number, tokens = text.request.number, text.tokens
+        (self._running.add if text.ended is None else self._running.discard)(number)
+        return News(number, len(tokens), tokens[-1] if tokens else 0, text.logprobs[-1] if tokens else 0.0, text.ended)
+
+    def _say(self, turn: Turn) -> None:
+        if self._world.size > 1:
+            broadcast_json(asdict(turn), self._world)
+            self._spoke = time.monotonic()

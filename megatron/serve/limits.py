@@ -1,0 +1,69 @@
+"""How much may be asked for, and how long a client may take. No torch: these are flags."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, fields
+
+from megatron.config.tree import require
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Of one server. The names are those of the flags."""
+
+    max_body_bytes: int = 1 << 20
+    max_header_bytes: int = 16 << 10
+    max_prompt_tokens: int | None = None
+    """None: as many as the model has positions."""
+    max_new_tokens: int | None = None
+    """None: as many as the model has positions."""
+    max_texts: int = 128
+    """Of one request: prompts x samples."""
+    max_waiting: int = 256
+    """Texts that wait for a row of the model."""
+    max_connections: int = 256
+    request_seconds: float = 20.0
+    """For a request to arrive whole."""
+    write_seconds: float = 30.0
+    """For a client to take what it is sent."""
+    grace: float = 30.0
+    """For what is under way, once the server is asked to stop."""
+
+
+HELP = {
+    "max_body_bytes": "largest body of a request (1 MiB)",
+    "max_header_bytes": "largest head of a request (16 KiB)",
+    "max_prompt_tokens": "longest prompt (the model's positions)",
+    "max_new_tokens": "most new tokens of a text (the model's positions)",
+    "max_texts": "most texts of a request, prompts times samples (128, or as many as may wait)",
+    "max_waiting": "most texts that wait for their turn; beyond, requests are answered with 503 (256)",
+    "max_connections": "most connections at a time (256)",
+    "request_seconds": "time for a request to arrive whole (20)",
+    "write_seconds": "time for a client to take what it is sent (30)",
+    "grace": "seconds for what is under way once the server is asked to stop (30)",
+}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("limits")
+    defaults = Limits()
+    for name, text in HELP.items():
+        default = getattr(defaults, name)
+        group.add_argument(f"--{name.replace('_', '-')}", type=float if isinstance(default, float) else int,
+                           default=None if name == "max_texts" else default,
+                           metavar="S" if isinstance(default, float) else "N", help=text)
+
+
+def limits_of(asked: argparse.Namespace) -> Limits:
+    found = {field.name: getattr(asked, field.name) for field in fields(Limits)}
+    for name, value in found.items():
+        least = 0 if name in ("max_waiting", "grace") else 1e-3 if isinstance(value, float) else 1
+        require(value is None or least <= value < float("inf"), f"--{name.replace('_', '-')} is {value}: expected "
+                f"{'0 or more' if not least else 'more than 0'}")
+    room = asked.max_waiting + asked.batch_size
+    if asked.max_texts is None:
+        found["max_texts"] = min(Limits().max_texts, room)
+    require(found["max_texts"] <= room, f"--max-texts {asked.max_texts} is more than --max-waiting and --batch-size "
+            f"have room for together, {room}: such a request could never be taken")
+    return Limits(**found)
