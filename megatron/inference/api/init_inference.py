@@ -33,6 +33,7 @@ from megatron.inference.api.same import check_model
 from megatron.inference.int8 import activations_on
 from megatron.launch import distributed, exits
 from megatron.model.gpt2 import GPT2
+from megatron.zero.api.init import groups_of
 from mpu import groups as mpu_groups
 from mpu.groups import Groups
 
@@ -58,12 +59,12 @@ def init_inference(model: nn.Module | None = None, config: str | os.PathLike[str
 
 def _groups(asked: Asked) -> Groups:
     """The grid: of the given process groups, or of `tp_size` ranks each."""
-    size, given = asked.tp_size, [one for one in (asked.mpu, asked.tp_group) if one is not None]
-    require(len(given) < 2, "init_inference: give one of tensor_parallel.mpu and tensor_parallel.tp_group")
-    if isinstance(asked.mpu, Groups):
-        groups = asked.mpu
-    elif given:
-        groups = mpu_groups.of_handles(asked.mpu.get_model_parallel_group() if asked.mpu else asked.tp_group, None)
+    size = asked.tp_size
+    require(asked.mpu is None or asked.tp_group is None, "init_inference: give one of tensor_parallel.mpu and tensor_parallel.tp_group")
+    if asked.mpu is not None:
+        groups = groups_of(asked.mpu)
+    elif asked.tp_group is not None:
+        groups = mpu_groups.of_handles(asked.tp_group, None)
     else:
         world = distributed.read_environment().world_size
         require(world % (size or 1) == 0, f"init_inference: tensor_parallel.tp_size is {size}, and there are {world} "

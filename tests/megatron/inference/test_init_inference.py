@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron import zero
 from megatron.errors import TrainerError
 from megatron.inference import init_inference
+from mpu import groups
 from tests.distributed import run_ranks
 from tests.megatron.helpers import train
 from tests.megatron.inference.gpt2s import CLOSE, PROMPTS, greedy, ours, theirs, tokens
@@ -80,6 +82,23 @@ def test_weights_are_in_the_precision_that_is_asked_for(dtype: torch.dtype) -> N
     large.transformer.h[0].mlp.c_fc.weight.data[0, 0] = 1e5
     with pytest.raises(TrainerError, match=r"c_fc.weight is not finite in float16"):
         init_inference(large, dtype="fp16")
+
+
+def in_given_groups(rank: int, world: int) -> tuple[list[torch.Tensor], str]:
+    given: list[dict[str, Any]] = [{"mpu": groups.build(world)}, {"tensor_parallel": {"tp_group": dist.group.WORLD}}]
+    with pytest.raises(TrainerError) as error:
+        init_inference(ours(), mp_size=1, **given[0])
+    return [init_inference(ours(), **one)(tokens()) for one in given], str(error.value)
+
+
+def test_groups_that_exist_are_used() -> None:
+    expected = ours()(tokens()).detach()
+    for found, said in run_ranks(in_given_groups, 2):
+        for one in found:
+            torch.testing.assert_close(one, expected, **CLOSE)
+        assert "tensor_parallel.tp_size is 1, and the given group has 2 ranks" in said
+    with pytest.raises(TrainerError, match="without get_model_parallel_rank"):
+        init_inference(ours(), mpu=3)
 
 
 def test_an_engine_that_trains_is_not_taken() -> None:
