@@ -60,7 +60,8 @@ def init_inference(model: nn.Module | None = None, config: str | os.PathLike[str
 def _groups(asked: Asked) -> Groups:
     """The grid: of the given process groups, or of `tp_size` ranks each."""
     size = asked.tp_size
-    require(asked.mpu is None or asked.tp_group is None, "init_inference: give one of tensor_parallel.mpu and tensor_parallel.tp_group")
+    require(asked.mpu is None or asked.tp_group is None,
+            "init_inference: give one of tensor_parallel.mpu and tensor_parallel.tp_group")
     if asked.mpu is not None:
         groups = groups_of(asked.mpu)
     elif asked.tp_group is not None:
