@@ -264,6 +264,16 @@ def test_matrices_lie_side_by_side(folder: Path) -> None:
         assert 0 <= following.data_ptr() - one.data_ptr() - one.nbytes < 64
 
 
+def test_no_step_makes_numbers_of_a_whole_matrix(folder: Path) -> None:
+    for activations in (torch.float32, torch.bfloat16):
+        decoder = Decoder(load(folder, groups.build(1), activations), 3)
+        with patch.object(Int8, "numbers", side_effect=AssertionError("it did")):
+            for row in range(3):
+                decoder.read([row], [[1, 2, 3]])
+            for rows in (1, 2, 3):
+                decoder.follow([4] * rows)
+
+
 # ---- bytes --------------------------------------------------------------------------------------------------------
 
 def resident(model: nn.Module, activations: int) -> int:
