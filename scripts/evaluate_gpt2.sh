@@ -1,29 +1,43 @@
 #!/usr/bin/env bash
-# Perplexity of what scripts/pretrain_gpt2.sh trained, on the documents that its training held out. Trains nothing.
+# Perplexity of what pretrain_gpt2.sh trained, the newest run of it or that of PRESET, on the documents that its training
+# held out. Trains nothing.
 #
-#   bash scripts/evaluate_gpt2.sh                                          seconds
-#   bash scripts/evaluate_gpt2.sh --protocol lm-eval --json                flags of python -m megatron.evaluate win
-#   bash scripts/evaluate_gpt2.sh --task wikitext --data wiki.test.raw     another task, of the same model
-#   GPUS_PER_NODE=4 PRESET=345M bash scripts/evaluate_gpt2.sh --load runs/my_run
-. "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh" --  # without the arguments: their --help is not the trainer's
+#   bash scripts/evaluate_gpt2.sh
+#   bash scripts/evaluate_gpt2.sh --protocol lm-eval --json              all flags: docs/evaluate.md, or --help
+#   bash scripts/evaluate_gpt2.sh --task wikitext --data wiki.test.raw   another task, of the same model
+#   bash scripts/evaluate_gpt2.sh --load runs/mine                       another run
+#
+#   PRESET          (any) tiny, small, 124M, ...: which of the quick start's models
+#   RUNS            where runs are kept (the repository's runs/; of an installation, runs/ here)
+#   GPUS_PER_NODE   (1) GPUs, or CPU ranks, that share out the work
+. "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
+RUNS="${RUNS:-${SOURCES:-$PWD}/runs}"
 
-if given --help "$@" || given -h "$@"; then
-    python -m megatron.evaluate --help
-    exit
+newest_run() {  # the folder of the quick start's run that was saved last
+    local latest newest=""
+    for latest in "$RUNS"/pretrain_gpt2/"${PRESET:-}"*/latest; do
+        [[ -z "${PRESET:-}" || "$latest" == */"$PRESET"/latest ]] || continue
+        if [[ -e "$latest" && ( -z "$newest" || "$latest" -nt "$newest" ) ]]; then newest="$latest"; fi
+    done
+    [[ -n "$newest" ]] && dirname -- "$newest"
+}
+
+asks_for() { ! given --help "$@" && ! given -h "$@"; }  # a model at all
+
+FLAGS=()
+if ! given --load "$@" && ! given --load-hf "$@" && asks_for "$@"; then
+    folder="$(newest_run)" || fail "nothing is trained in $RUNS/pretrain_gpt2${PRESET:+ with PRESET=$PRESET} yet:" \
+        "bash scripts/pretrain_gpt2.sh trains a model in about 3 minutes; or name one with --load DIR"
+    FLAGS+=(--load "$folder")
 fi
-choose_ranks "${GPUS_PER_NODE:-1}" 1
-if ! given --load "$@" && ! given --load-hf "$@"; then
-    FOLDER="$RUNS/pretrain_gpt2/$PRESET"
-    [[ -e "$FOLDER/latest" ]] || fail "no trained model in $FOLDER; train it (bash scripts/pretrain_gpt2.sh), set PRESET, or give --load"
-    FLAGS+=(--load "$FOLDER")
-fi
-if ! given --task "$@"; then FLAGS+=(--task perplexity); fi
-if ! given --task "$@" && ! given --data "$@" && ! given --valid-data "$@"; then
-    python -m data.default_corpus --output-dir "$RUNS/default_corpus" >/dev/null
-    FLAGS+=(--data "$RUNS/default_corpus/corpus.jsonl")
-    if ! given --load-hf "$@"; then FLAGS+=(--part valid); fi
+if ! given --task "$@" && asks_for "$@"; then
+    FLAGS+=(--task perplexity)
+    if ! given --data "$@" && ! given --valid-data "$@"; then
+        python -m data.default_corpus --output-dir "$RUNS/default_corpus" >/dev/null  # is there already
+        FLAGS+=(--data "$RUNS/default_corpus/corpus.jsonl")
+        if ! given --load-hf "$@" && ! given --part "$@"; then FLAGS+=(--part valid); fi
+    fi
 fi
 PYTHONPATH="$(with_sources)"
 export PYTHONPATH
-exec "$PYTHON" -P -m megatron.launch --nproc-per-node "$GPUS_PER_NODE" --nnodes "$NNODES" --node-rank "$NODE_RANK" \
-    --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" -m megatron.evaluate "${FLAGS[@]}" "$@"
+exec "$PYTHON" -P -m megatron.launch --nproc-per-node "${GPUS_PER_NODE:-1}" -m megatron.evaluate "${FLAGS[@]}" "$@"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,15 @@ def test_what_the_user_asks_for_takes_the_place_of_ours(trained: Path) -> None:
     assert asked(trained, "--json", "--stride", "8")[-3:] == ["--json", "--stride", "8"]
 
 
+def test_it_is_the_run_that_was_saved_last_or_that_of_the_preset(trained: Path) -> None:
+    other = trained / "runs" / "pretrain_gpt2" / "124M"
+    other.mkdir()
+    (other / "latest").write_text("global_step9")
+    os.utime(other / "latest", (2e9, 2e9))
+    assert value(asked(trained), "--load") == str(other)
+    assert value(asked(trained, PRESET="small"), "--load").endswith("/small")
+
+
 def test_ranks_come_from_the_environment(trained: Path) -> None:
     assert value(json.loads(run(trained, SCRIPT).stdout)["argv"], "--nproc-per-node") == "1"
     argv = json.loads(run(trained, SCRIPT, GPUS_PER_NODE="3").stdout)["argv"]
@@ -56,7 +66,7 @@ def test_ranks_come_from_the_environment(trained: Path) -> None:
 def test_before_anything_is_trained_it_says_what_to_do(repository: Path) -> None:
     result = run(repository, SCRIPT)
     assert result.returncode == 2 and result.stdout == ""
-    assert "error: no trained model in" in result.stderr and "bash scripts/pretrain_gpt2.sh" in result.stderr
+    assert result.stderr.startswith("error: nothing is trained in") and "bash scripts/pretrain_gpt2.sh" in result.stderr
 
 
 def test_help_is_that_of_the_program() -> None:
