@@ -64,6 +64,14 @@ def test_megatron_is_what_its_description_says(file: Path, stride: int | None) -
     assert found.bits_per_byte == pytest.approx(total / math.log(2) / len(WIKITEXT.encode()), rel=CLOSE)
 
 
+def test_megatron_shows_no_perplexity_above_that_of_a_loss_of_20(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(f"two {'long' * 9} words\n")
+    found, other = (outcome(GPT2(SHAPE), task="wikitext", protocol=protocol, data=tmp_path / "a.txt")
+                    for protocol in ("megatron", "openai"))
+    assert found.adjusted_perplexity == math.exp(20)
+    assert (other.adjusted_perplexity or 0) > 1e10
+
+
 def test_openai_reads_the_file_in_one_after_the_end_of_a_document(file: Path) -> None:
     model = GPT2(SHAPE)
     tokens = [BYTES.eod, *BYTES.encode(detokenised(WIKITEXT))]

@@ -1,0 +1,34 @@
+"""What is printed where a figure is too large, or is none."""
+
+from __future__ import annotations
+
+import json
+import math
+
+from megatron.evaluate.outcome import Outcome
+from megatron.evaluate.report import Report
+from megatron.evaluate.request import Asked
+
+
+def report(outcome: Outcome) -> Report:
+    return Report(asked=Asked(task="perplexity", protocol="megatron", data="a.txt"), outcome=outcome, model="m",
+                  window=8, stride=8, seconds=1.25)
+
+
+def test_what_is_too_large_for_a_number_is_null_in_json() -> None:
+    found = report(Outcome(logprob=-1e6, tokens=100, words=10, bytes=50))
+    values = json.loads(found.as_json(), parse_constant=refuse)
+    assert (values["loss"], values["perplexity"], values["adjusted_perplexity"]) == (1e4, None, None)
+    assert values["bits_per_byte"] == 1e6 / math.log(2) / 50
+    assert "\nperplexity           inf\n" in found.as_text()
+
+
+def refuse(word: str) -> float:
+    raise AssertionError(f"{word} is no JSON")
+
+
+def test_without_words_or_bytes_there_is_nothing_to_divide_by() -> None:
+    found = report(Outcome(logprob=-3.0, tokens=2, words=0, bytes=0))
+    assert found.values()["adjusted_perplexity"] is None and found.values()["bits_per_byte"] is None
+    assert "\nadjusted perplexity  -\nbits per byte        -\n" in found.as_text()
+    assert found.as_text().endswith("\ntime                 1.2 s")
