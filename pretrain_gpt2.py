@@ -72,7 +72,7 @@ def main(stop: StopRequest | None = None) -> int:
         for line in (*engine.notes, *config.notes, *idle, *datasets.notes, *checkpoints.notes, *log.console.notes):
             log.say(config.in_its_words(line))
         trainer = Trainer(config, engine, build.batch_rule(config, groups, tokenizer), device, log,
-                          checkpoints.saver(engine, log.say), stop)
+                          checkpoints.saver(engine, log.say), stop, build.token_bytes(config, tokenizer))
         if state.iteration >= config.train.train_iters > 0:
             log.say(facts.nothing_to_do(config, state.iteration))
             checkpoints.save_finished(engine, log.say, state)

@@ -100,6 +100,13 @@ class GPT2BPETokenizer(Tokenizer):
         ranks = self._engine.ranks(text)
         return ranks if self._id_of_rank is None else self._id_of_rank[ranks]
 
+    def byte_lengths(self) -> NDArray[np.int64]:
+        found = np.zeros(self.vocab_size, np.int64)
+        for token, spelled in self._spelling.items():
+            found[token] = len(spelled)
+        found[self.eod] = 0
+        return found
+
     def decode(self, ids: Iterable[int]) -> str:
         spelling, unknown = self._spelling, REPLACEMENT.encode()
         return b"".join(spelling.get(i, unknown) for i in ids).decode("utf-8", "replace")

@@ -7,8 +7,15 @@ from itertools import groupby
 from pathlib import Path
 from typing import final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from data.storage import DataError, staged_file
 from data.tokenizer_base import END_OF_TEXT, REPLACEMENT, Tokenizer, fingerprint, read
+
+
+PROBES = ("a", " a  b \n", "\ufb01\u2460\u2581")
+"""What models change that are not to: the beginning of a text, white space, characters that have a plain form."""
 
 
 @final
@@ -54,6 +61,16 @@ class SentencePieceTokenizer(Tokenizer):
         for part in rest:
             ids += self._space + self._model.encode(part)
         return ids
+
+    def byte_lengths(self) -> NDArray[np.int64] | None:
+        """None for a model that changes texts: what it adds to them or takes away is in no id."""
+        model, found = self._model, np.zeros(self.vocab_size, np.int64)
+        for token in range(self._pieces):
+            if model.is_byte(token):
+                found[token] = 1
+            elif not (model.is_control(token) or model.is_unknown(token) or model.is_unused(token)):
+                found[token] = len(model.id_to_piece(token).replace(self.SPACE, " ").encode())
+        return found if all(found[self.encode(text)].sum() == len(text.encode()) for text in PROBES) else None
 
     def decode(self, ids: Iterable[int]) -> str:
         def spell(kind: str, run: list[int]) -> str:

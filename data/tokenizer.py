@@ -42,6 +42,9 @@ class ByteLevelTokenizer(Tokenizer):
     def encode_array(self, text: str) -> NDArray[np.uint32]:
         return np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.uint32)
 
+    def byte_lengths(self) -> NDArray[np.int64]:
+        return (np.arange(self.vocab_size) != self.eod).astype(np.int64)
+
     def decode(self, ids: Iterable[int]) -> str:
         def spell(token: int) -> bytes:
             if 0 <= token < 256:
@@ -69,6 +72,9 @@ class CharacterLevelTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         return [self._ids.get(character, self._unknown) for character in text]
+
+    def byte_lengths(self) -> NDArray[np.int64]:
+        return np.array([*(len(character.encode()) for character in self._characters), 0, 0])
 
     def decode(self, ids: Iterable[int]) -> str:
         def spell(token: int) -> str:

@@ -46,6 +46,11 @@ class Tokenizer(ABC):
         """The same ids as an array. Kinds that need no list for it override this."""
         return np.array(self.encode(text), np.uint32)
 
+    def byte_lengths(self) -> NDArray[np.int64] | None:
+        """Of each id: the bytes of the text that it stands for; none for the end of a document and for what is not
+        known. None where the ids of a text do not add up to it."""
+        return None
+
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
         """The text of any sequence of ids."""

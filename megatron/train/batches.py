@@ -35,6 +35,16 @@ class Batch:
     positions: Tensor | None = None
     segments: Tensor | None = None
 
+    @property
+    def counted(self) -> float:
+        """Targets that count in the loss."""
+        return self.targets.numel() if self.loss_weight is None else float(self.loss_weight.sum())
+
+    def sum_counted(self, of_id: Tensor) -> float:
+        """What the targets that count have by their ids, added up."""
+        found = of_id[self.targets]
+        return float((found if self.loss_weight is None else found * self.loss_weight).sum())
+
     def to(self, device: torch.device) -> Batch:
         if device.type == "cpu":
             return self

@@ -48,8 +48,8 @@ class Board:
         self._add({**found, "train/memory_gib": metrics.max_memory_bytes / GIB, **of_drive}, metrics.iteration)
         self._add({"train/lm_loss_by_tokens": metrics.lm_loss}, tokens)
 
-    def evaluation(self, name: str, iteration: int, loss: float, tokens: int) -> None:
-        self._add({f"{name}/lm_loss": loss}, iteration)
+    def evaluation(self, name: str, iteration: int, loss: float, tokens: int, of_text: Mapping[str, float]) -> None:
+        self._add({f"{name}/lm_loss": loss, **{f"{name}/{key}": value for key, value in of_text.items()}}, iteration)
         self._add({f"{name}/lm_loss_by_tokens": loss}, tokens)
 
     def close(self) -> None:

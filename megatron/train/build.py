@@ -132,6 +132,12 @@ def param_groups(model: GPT2, weight_decay: float) -> list[ParamGroup]:
             {"params": [p for p in model.parameters() if len(shape_of(p)) < 2], "weight_decay": 0.0}]
 
 
+def token_bytes(config: Config, tokenizer: Tokenizer) -> torch.Tensor | None:
+    """Of each id, the bytes of the text that it stands for; None where the tokenizer or the data does not say."""
+    found = None if config.data.mock_data else tokenizer.byte_lengths()
+    return None if found is None else torch.from_numpy(found)
+
+
 def batch_rule(config: Config, groups: Groups, tokenizer: Tokenizer) -> BatchRule:
     section = config.data
     return BatchRule(

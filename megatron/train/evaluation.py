@@ -7,7 +7,7 @@ state.
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -23,23 +23,39 @@ class SizedSamples(Samples, Protocol):
     def distinct_samples(self) -> int | None: ...
 
 
+class Score(NamedTuple):
+    loss: float
+    """The mean of the micro-batches, in nats a token."""
+    bits_per_byte: float | None = None
+    """Of the text that the targets stand for; None where that is not known."""
+
+
 @torch.no_grad()
 def evaluate(
-    engine: Engine, samples: SizedSamples, rule: BatchRule, global_batches: int, device: torch.device
-) -> float:
-    """Mean loss over `global_batches`, or over as many whole rounds of all ranks as the dataset has samples for."""
+    engine: Engine, samples: SizedSamples, rule: BatchRule, global_batches: int, device: torch.device,
+    token_bytes: torch.Tensor | None = None,
+) -> Score:
+    """Over `global_batches`, or over as many whole rounds of all ranks as the dataset has samples for. `token_bytes`:
+    of each id, the bytes of the text that it stands for."""
     round_size = rule.micro_batch * rule.dp_size
     rounds = global_batches * rule.accumulation
     if samples.distinct_samples is not None:
         rounds = max(1, min(rounds, samples.distinct_samples // round_size))
     engine.train(False)
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    total, nats = torch.zeros((2,), dtype=torch.float64, device=device)
+    text = 0.0
     for index in range(rounds):
         first = index * round_size + rule.dp_rank * rule.micro_batch
-        total += forward_loss(engine, rule.build(samples, range(first, first + rule.micro_batch)).to(device))
+        batch = rule.build(samples, range(first, first + rule.micro_batch))
+        loss = forward_loss(engine, batch.to(device)).double()
+        total += loss
+        if token_bytes is not None:
+            nats += loss * batch.counted
+            text += batch.sum_counted(token_bytes)
     engine.conclude()  # no rank has received another's blocks
     engine.train(True)
-    return all_reduce(total, engine.groups.dp).item() / (rounds * rule.dp_size)
+    sums = all_reduce(torch.stack([total, nats, torch.full_like(total, text)]), engine.groups.dp).tolist()
+    return Score(sums[0] / (rounds * rule.dp_size), sums[1] / (math.log(2) * sums[2]) if sums[2] else None)
 
 
 def forward_loss(engine: Engine, batch: Batch) -> torch.Tensor:

@@ -64,13 +64,16 @@ class RunLog:
             self._board.step(metrics, self._samples * self._seq_length)
         self.console.step(metrics)
 
-    def evaluation(self, name: str, iteration: int, loss: float) -> None:
+    def evaluation(self, name: str, iteration: int, loss: float, bits_per_byte: float | None = None) -> None:
         self._introduce()
-        self._append({"eval": True, "split": name, "iteration": iteration, "lm_loss": loss, "ppl": perplexity(loss)})
+        of_text = {} if bits_per_byte is None else {"bits_per_byte": bits_per_byte}
+        self._append({"eval": True, "split": name, "iteration": iteration, "lm_loss": loss, "ppl": perplexity(loss),
+                      **of_text})
         if self._board is not None:
-            self._board.evaluation(name, iteration, loss, self._samples * self._seq_length)
+            self._board.evaluation(name, iteration, loss, self._samples * self._seq_length, of_text)
         self.say(
             f" {name} loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E}"
+            + "".join(f" | bits per byte: {value:.3E}" for value in of_text.values())
         )
 
     @property

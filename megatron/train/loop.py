@@ -71,6 +71,8 @@ class Trainer:
     log: RunLog
     save: Callable[[TrainState], None] | None = None
     stop: StopRequest = field(default_factory=StopRequest)
+    token_bytes: torch.Tensor | None = None
+    """Of each id, the bytes of its text: evaluations then say bits per byte."""
 
     def run(self, state: TrainState, samples: Samples, valid: SizedSamples | None) -> bool:
         """Train until --train-iters (True), or until there is a reason to leave (False); saves on the way and at the
@@ -159,8 +161,8 @@ class Trainer:
                 self.evaluate(name, state.iteration, samples)
 
     def evaluate(self, name: str, iteration: int, samples: SizedSamples) -> None:
-        loss = evaluate(self.engine, samples, self.rule, self.config.train.eval_iters, self.device)
-        self.log.evaluation(name, iteration, loss)
+        score = evaluate(self.engine, samples, self.rule, self.config.train.eval_iters, self.device, self.token_bytes)
+        self.log.evaluation(name, iteration, score.loss, score.bits_per_byte)
 
     def _step(self, state: TrainState, batches: list[Batch], watch: Stopwatch) -> Taken:
         """One optimizer step: all its micro-batches."""

@@ -51,6 +51,35 @@ def random_texts(count: int) -> list[str]:
     return ["".join(chr(draw.randint(*draw.choice(ranges))) for _ in range(draw.randint(1, 40))) for _ in range(count)]
 
 
+def test_the_bytes_of_a_text_are_those_of_its_ids(tokenizer: Tokenizer) -> None:
+    lengths = tokenizer.byte_lengths()
+    assert lengths is not None and len(lengths) == tokenizer.vocab_size and lengths[tokenizer.eod] == 0
+    for text in NASTY + random_texts(300):
+        assert lengths[tokenizer.encode(text)].sum() == len(text.encode("utf-8", "replace")), text
+
+
+def test_ids_of_a_model_that_changes_texts_say_no_bytes(tmp_path: Path) -> None:
+    import sentencepiece
+    for number, changes in enumerate([{"normalization_rule_name": "nmt_nfkc"}, {"add_dummy_prefix": True},
+                                      {"remove_extra_whitespaces": True}, {"byte_fallback": False}, {}]):
+        usual = {"normalization_rule_name": "identity", "add_dummy_prefix": False, "remove_extra_whitespaces": False,
+                 "byte_fallback": True, "allow_whitespace_only_pieces": True}
+        with open(tmp_path / f"{number}.model", "wb") as file:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=iter(TRAINING_TEXTS), model_writer=file, model_type="bpe", vocab_size=350,
+                minloglevel=2, **{**usual, **changes})
+        found = SentencePieceTokenizer(str(tmp_path / f"{number}.model")).byte_lengths()
+        assert (found is None) == bool(changes), changes
+
+
+def test_characters_have_the_bytes_of_their_spelling(tmp_path: Path) -> None:
+    (tmp_path / "letters").write_text("ab\u00e9\u65e5")
+    found = tokenizers.build("character", vocab_file=str(tmp_path / "letters"))
+    lengths = found.byte_lengths()
+    assert lengths is not None and lengths[found.encode("ba\u65e5\u00e9")].tolist() == [1, 1, 3, 2]
+    assert lengths[[*found.encode("?"), found.eod]].tolist() == [0, 0], "what is not known, and the end"
+
+
 def test_every_text_comes_back(tokenizer: Tokenizer) -> None:
     for text in NASTY + random_texts(300):
         ids = tokenizer.encode(text)

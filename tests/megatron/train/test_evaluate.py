@@ -43,10 +43,10 @@ def test_evaluation_touches_neither_the_random_streams_nor_the_data_position(tp:
 
 
 class Limited:
-    """The first `distinct` samples of a dataset; any other must not be read."""
+    """The first `distinct` samples of a dataset of `ids`; any other must not be read."""
 
-    def __init__(self, distinct: int | None) -> None:
-        self.distinct_samples, self._all, self.read = distinct, MockDataset(257, 16, 5), set[int]()
+    def __init__(self, distinct: int | None, ids: int = 257) -> None:
+        self.distinct_samples, self._all, self.read = distinct, MockDataset(ids, 16, 5), set[int]()
 
     def __getitem__(self, index: int):
         assert self.distinct_samples is None or index < self.distinct_samples
@@ -76,7 +76,7 @@ def mean_losses(rank: int, world: int, micro: int, accumulation: int, global_bat
     with torch.no_grad():
         logits = engine.module.logits(engine.module.hidden_states(rows[:, :-1]))
         plain = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).item()
-    return found, plain, read
+    return found.loss, plain, read
 
 
 @pytest.mark.parametrize(("world", "micro", "accumulation", "batches", "distinct"), [
@@ -101,7 +101,7 @@ def test_a_validation_set_smaller_than_one_round_of_all_ranks_is_still_evaluated
     config = build.with_vocabulary(config, build.tokenizer(config))
     groups = build_groups(1)
     engine = build.engine(config, build.model(config, groups), groups, torch.device("cpu"))
-    assert math.isfinite(evaluate(engine, Small(3), BatchRule(8, 1, 0, 1, 256), 10, torch.device("cpu")))
+    assert math.isfinite(evaluate(engine, Small(3), BatchRule(8, 1, 0, 1, 256), 10, torch.device("cpu")).loss)
 
 
 def test_evaluations_of_one_run_read_the_same_samples_and_carry_the_perplexity(tmp_path: Path) -> None:
@@ -112,3 +112,44 @@ def test_evaluations_of_one_run_read_the_same_samples_and_carry_the_perplexity(t
                                                                    ("validation", 3), ("test", 3)]
     assert len({e["lm_loss"] for e in evaluations[:3]}) == 1, "the weights do not change, so neither must the figure"
     assert all(e["ppl"] == math.exp(e["lm_loss"]) for e in evaluations)
+
+
+def bits_of(rank: int, world: int, masks: bool) -> tuple[float | None, float]:
+    """(bits per byte of the evaluation, by hand from each target by itself)."""
+    config = parse_args([*TINY, "--mock-data"])
+    config = build.with_vocabulary(config, build.tokenizer(config))
+    groups = build_groups(1)
+    build.seed_everything(config.train, groups, torch.device("cpu"))
+    engine = build.engine(config, build.model(config, groups), groups, torch.device("cpu"))
+    lengths = torch.arange(257) % 4  # of made-up tokens; some stand for nothing
+    rule = BatchRule(2, 1, rank, world, 7, eod_mask_loss=masks)
+    score = evaluate(engine, Limited(12, ids=23), rule, 3, torch.device("cpu"), lengths)
+    engine.module.eval()
+    nats, text = 0.0, 0
+    with torch.no_grad():
+        for index in range(3 * 2 * world):
+            row = torch.from_numpy(Limited(None, ids=23)[index])
+            for place, target in enumerate(row[1:].tolist()):
+                if not (masks and row[place] == 7):
+                    logits = engine.module(row[None, : place + 1])[0]
+                    nats -= logits.log_softmax(-1)[target].item()
+                    text += target % 4
+    return score.bits_per_byte, nats / math.log(2) / text
+
+
+@pytest.mark.parametrize(("world", "masks"), [(1, False), (1, True), (2, False), (2, True)])
+def test_bits_per_byte_are_those_of_each_target_by_itself(world: int, masks: bool) -> None:
+    ranks = run_ranks(bits_of, world, masks)
+    for found, by_hand in ranks:
+        assert found == ranks[0][0] and found == pytest.approx(by_hand, rel=1e-5)  # sums of fp32 losses
+
+
+def test_a_run_says_bits_per_byte_where_its_tokens_are_text(tmp_path: Path) -> None:
+    common = [*TINY, "--train-iters", 1, "--eval-interval", 1, "--eval-iters", 2, "--metrics-file"]
+    said = train([*common, tmp_path / "m", "--train-data", write_corpus(tmp_path / "corpus"), "--split", "6,2,2"])
+    for line in (line for line in records(tmp_path / "m") if line.get("eval")):
+        bits = line["lm_loss"] / math.log(2)
+        assert bits < line["bits_per_byte"] < 1.5 * bits, "a byte a token, and none of the ends"
+        assert f" | lm loss PPL: {line['ppl']:.6E} | bits per byte: {line['bits_per_byte']:.3E}\n" in said
+    said = train([*common, tmp_path / "mock", "--mock-data"])
+    assert "bits per byte" not in said and not any("bits_per_byte" in line for line in records(tmp_path / "mock"))
