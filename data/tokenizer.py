@@ -43,7 +43,9 @@ class ByteLevelTokenizer(Tokenizer):
         return np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.uint32)
 
     def byte_lengths(self) -> NDArray[np.int64]:
-        return (np.arange(self.vocab_size) != self.eod).astype(np.int64)
+        found = np.ones(self.vocab_size, np.int64)
+        found[self.eod] = 0
+        return found
 
     def decode(self, ids: Iterable[int]) -> str:
         def spell(token: int) -> bytes:
