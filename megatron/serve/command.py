@@ -15,6 +15,7 @@ from megatron.config.help import typed
 from megatron.config.tree import require
 from megatron.errors import ConfigError
 from megatron.inference import source
+from megatron.launch import distributed
 from megatron.launch.signals import StopRequest
 from megatron.serve import limits
 from megatron.serve.door import is_loopback
@@ -84,8 +85,12 @@ def listener_of(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(bare, port, type=socket.SOCK_STREAM,
                                                                 flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except BaseException:
+            listener.close()
+            raise
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"cannot listen on {host}, port {port}: {reason}; choose another with --host and --port "
@@ -108,15 +113,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     check(asked)
     model, bounds, key = source.source_of(asked), limits.limits_of(asked), key_of(asked)
     stop = StopRequest(STOPPING).listen()
-    from megatron.checkpoint.agree import agree
+    listener = listener_of(asked.host, asked.port) if distributed.read_environment().rank == 0 else None
     from megatron.inference import loading
-    from megatron.launch import distributed
     from megatron.serve.service import serve, work
 
     env = distributed.init()
     groups = loading.groups_of(model, env.world_size, MODULE)
-    leads = env.rank == 0
-    listener = agree(lambda: listener_of(asked.host, asked.port) if leads else None, groups.world)
     began = time.monotonic()
     loaded = loading.load(model, groups, distributed.device_for(env, None))
     if listener is None:
@@ -127,9 +129,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if key is None and not is_loopback(asked.host):
             _say(f"listening on {asked.host} without a key: whoever reaches this machine can use the model; "
                  "--api-key-file asks for one")
-        print(f"listening on {address_of(listener)}", flush=True)
         serve(loaded, groups, rows=asked.batch_size, name=name_of(asked), listener=listener, host=asked.host, key=key,
-              allowed=asked.allowed_host, limits=bounds, log=say, stop=stop)
+              allowed=asked.allowed_host, limits=bounds, log=say,
+              ready=lambda: print(f"listening on {address_of(listener)}", flush=True),
+              asked_to_stop=lambda: bool(stop))
     distributed.shutdown()
     return 0
 

@@ -11,7 +11,6 @@ from megatron.inference.decoder import Decoder
 from megatron.inference.generation import Generator
 from megatron.inference.loading import Loaded
 from megatron.inference.wording import Wording
-from megatron.launch.signals import StopRequest
 from megatron.serve.answers import Answers
 from megatron.serve.asked import Subject
 from megatron.serve.desk import STOPPING, Desk
@@ -45,16 +44,18 @@ def subject_of(loaded: Loaded, name: str, limits: Limits) -> Subject:
 
 
 def serve(loaded: Loaded, groups: Groups, *, rows: int, name: str, listener: socket.socket, host: str, key: str | None,
-          allowed: Iterable[str], limits: Limits, log: Callable[[str], None], stop: StopRequest) -> None:
-    """The rank that hears the clients; until it is asked to stop."""
+          allowed: Iterable[str], limits: Limits, log: Callable[[str], None], ready: Callable[[], None],
+          asked_to_stop: Callable[[], bool]) -> None:
+    """The rank that hears the clients; until it is asked to stop. `ready` is called when it listens."""
     inbox, metrics = Inbox(), Metrics()
     desk = Desk(inbox, rows, limits.max_waiting, metrics)
     answers = Answers(subject_of(loaded, name, limits), desk, Door(host, key, allowed), metrics, limits)
     front = Front(listener, answers, desk, inbox, metrics, limits, log)
     leader = Leader(generator(loaded, rows), groups.world, inbox, front.tell)
     front.start()
+    ready()
     try:
-        if not leader.run(lambda: bool(stop), front.close, limits.grace):
+        if not leader.run(asked_to_stop, front.close, limits.grace):
             front.fail(Refusal(503, f"{STOPPING}, and this was not done in time", code="stopping"))
     except Exception:
         front.fail(Refusal(500, "the model has failed, and the server ends"))

@@ -1,0 +1,185 @@
+"""How a server begins, whom it lets in, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from megatron.errors import ConfigError
+from megatron.inference import loading
+from megatron.inference.decoder import Decoder
+from megatron.inference.source import Source
+from megatron.serve.command import listener_of, main
+from megatron.serve.limits import Limits
+from megatron.serve.service import serve
+from mpu import groups
+from tests.megatron.helpers import ROOT
+from tests.megatron.serve.server import JSON, Server, served, trained
+
+LONG = {"prompt": "x", "max_tokens": 1500, "temperature": 0}  # the likeliest never ends the document here
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("run"))
+
+
+def under_way(server: Server, pool: ThreadPoolExecutor, count: int, **asked: Any) -> list[Future[tuple[int, Any]]]:
+    found = [pool.submit(server.ask, "/v1/completions", {**LONG, **asked}) for _ in range(count)]
+    deadline = time.monotonic() + 20
+    while server.metric("texts_running") + server.metric("texts_waiting") < count:
+        assert time.monotonic() < deadline
+    return found
+
+
+def test_a_request_to_stop_lets_what_is_under_way_finish(folder: Path, tmp_path: Path) -> None:
+    with served(folder, tmp_path, "--batch-size", 2) as server, ThreadPoolExecutor(4) as pool:
+        answers = under_way(server, pool, 3)  # one of them waits
+        server.process.send_signal(signal.SIGTERM)
+        for answer in answers:
+            status, found = answer.result()
+            assert status == 200 and found["usage"]["completion_tokens"] == 1500
+        assert server.process.wait(10) == 0
+        with pytest.raises(ConnectionRefusedError):
+            server.ask("/health")
+
+
+def test_what_is_not_finished_in_time_is_told_so(folder: Path, tmp_path: Path) -> None:
+    with served(folder, tmp_path, "--batch-size", 1, "--grace", 0.3) as server, ThreadPoolExecutor(9) as pool:
+        answers = under_way(server, pool, 8, n=2)
+        events = server.events(**LONG)
+        server.process.send_signal(signal.SIGINT)
+        results = [answer.result() for answer in answers]
+        assert {status for status, _ in results} <= {200, 503} and results[-1][0] == 503
+        refused = next(found for status, found in results if status == 503)
+        assert refused["error"]["code"] == "stopping"
+        with pytest.raises((ConnectionError, AssertionError)):
+            list(events)
+        assert server.process.wait(10) == 0
+
+
+def test_a_second_interrupt_leaves_at_once(folder: Path, tmp_path: Path) -> None:
+    with served(folder, tmp_path, "--grace", 60) as server, ThreadPoolExecutor(9) as pool:
+        answers = under_way(server, pool, 8, n=8)
+        server.process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        assert server.process.poll() is None
+        began = time.monotonic()
+        assert server.stop(signal.SIGINT) == 130
+        assert time.monotonic() - began < 5
+        for answer in answers:
+            with pytest.raises(Exception):  # noqa: B017 - cut off, or an end of the connection
+                assert answer.result()[0] == 200
+        assert server.said().splitlines()[-1] == "error: interrupted"
+
+
+def test_a_port_that_is_taken_is_one_error_before_the_model_is_loaded(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = subprocess.run([sys.executable, "-m", "megatron.serve", "--load", tmp_path, "--port", str(port)],
+                              cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == (f"error: cannot listen on 127.0.0.1, port {port}: Address already in use; choose another "
+                           "with --host and --port (0: any that is free)\n")
+
+
+def test_an_address_may_be_of_either_family() -> None:
+    for host in ("localhost", "127.0.0.1"):
+        listener_of(host, 0).close()
+    for host in ("no such host", "256.1.1.1", "1.2.3.4", "a" * 300):
+        with pytest.raises(ConfigError, match="cannot listen on"):
+            listener_of(host, 0)
+
+
+@pytest.mark.parametrize(("argv", "words"), [
+    (["--port", "65536"], "--port is 65536"), (["--batch-size", "0"], "--batch-size is 0"),
+    (["--max-waiting", "-1"], "--max-waiting is -1"), (["--request-seconds", "nan"], "--request-seconds is nan"),
+    (["--max-texts", "300"], "could never be taken"), (["--api-key-file", "/no/file"], "--api-key-file /no/file"),
+    (["--model-name", "a\nb"], "--model-name"), (["--nonsense"], "--nonsense"),
+])
+def test_what_cannot_be_is_refused_in_words(argv: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        main(["--load", "a", *argv])
+
+
+def test_only_who_has_the_key_is_let_in(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("s3cret-of-many\nsomething else\n")
+    with served(folder, tmp_path, "--api-key-file", tmp_path / "key") as server:
+        for path, body in (("/v1/completions", {"max_tokens": 1}), ("/api", {"prompts": ["x"]}), ("/v1/models", None),
+                           ("/metrics", None), ("/nowhere", None)):
+            for sent in (None, "", "Bearer", "Bearer ", "Bearer s3cret", "Bearer s3cret-of-manyx", "s3cret-of-many",
+                         "Basic s3cret-of-many", "Bearer s3cret-of-many x", "Bearer \xff"):
+                status, found = server.ask(path, body, headers=JSON | ({} if sent is None else {"Authorization": sent}))
+                assert status == 401, (path, sent)
+        with_key = {**JSON, "Authorization": "Bearer s3cret-of-many"}
+        assert server.ask("/v1/completions", {"max_tokens": 1}, headers=with_key)[0] == 200
+        assert server.ask("/health")[0] == server.ask("/")[0] == 200
+        assert "s3cret" not in server.said()
+
+
+def test_who_listens_to_all_without_a_key_is_told(folder: Path, tmp_path: Path) -> None:
+    with served(folder, tmp_path, "--allowed-host", "proxy.example", "--quiet") as server:
+        assert "without a key" not in server.said()
+        for host, status in (("proxy.example", 200), ("PROXY.example:80", 200), ("other.example", 403)):
+            assert server.ask("/v1/models", headers={"Host": host})[0] == status
+        assert len(server.said().splitlines()) == 1  # which model
+
+
+class Served:
+    """A server of this process, in a thread."""
+
+    def __init__(self, folder: Path) -> None:
+        world = groups.build(1)
+        loaded = loading.load(Source(str(folder), None), world, torch.device("cpu"))
+        listener, ready = listener_of("127.0.0.1", 0), threading.Event()
+        self.host, self.port = listener.getsockname()
+        self.ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self.stop = threading.Event()
+
+        def work() -> None:
+            try:
+                serve(loaded, world, rows=2, name="x", listener=listener, host="127.0.0.1", key=None, allowed=(),
+                      limits=Limits(), log=lambda line: None, ready=ready.set, asked_to_stop=self.stop.is_set)
+                self.ended.put(None)
+            except BaseException as error:
+                self.ended.put(error)
+
+        threading.Thread(target=work, daemon=True).start()
+        assert ready.wait(10)
+
+    ask = Server.ask
+
+
+def test_a_model_that_fails_ends_the_server_and_everyone_is_told(folder: Path) -> None:
+    server, follow, count = Served(folder), Decoder.follow, [0]
+
+    def failing(self: Decoder, tokens: Any) -> torch.Tensor:
+        count[0] += 1
+        if count[0] > 50:
+            raise RuntimeError("planted")
+        return follow(self, tokens)
+
+    with patch.object(Decoder, "follow", failing), ThreadPoolExecutor(5) as pool:
+        answers = [pool.submit(Server.ask, server, path, body) for path, body in [  # type: ignore[arg-type]
+            *[("/v1/completions", LONG)] * 3, ("/api", {"prompts": ["x"], "tokens_to_generate": 1500, "top_k": 1})]]
+        stream = pool.submit(Server.ask, server, "/v1/completions", {**LONG, "stream": True})  # type: ignore[arg-type]
+        for answer in answers:
+            status, found = answer.result(30)
+            assert status == 500 and "the model has failed" in json.dumps(found)
+        status, text = stream.result(30)
+        assert status == 500 or ("the model has failed" in text and "[DONE]" not in text)
+        error = server.ended.get(timeout=30)
+    assert isinstance(error, RuntimeError) and str(error) == "planted"

@@ -1,0 +1,262 @@
+"""Whatever bytes come: a status of 4xx, no traceback, no wait, and the next good request is answered."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.megatron.serve.server import Server, served, trained
+
+GOOD = {"prompt": "x", "max_tokens": 2, "seed": 1}
+BODY = json.dumps(GOOD).encode()
+TYPE = b"Content-Type: application/json\r\n"
+DEEP = 100_000
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = trained(tmp_path_factory.mktemp("run"))
+    with served(folder, tmp_path_factory.mktemp("server"), "--request-seconds", 1.5, "--max-connections", 64,
+                "--max-prompt-tokens", 300, "--max-new-tokens", 50) as found:
+        yield found
+        assert found.ask("/v1/completions", GOOD)[0] == 200
+        assert found.stop() == 0
+        assert "Traceback" not in found.said() and "internal error" not in found.said()
+
+
+def post(body: bytes = BODY, *, path: bytes = b"/v1/completions", more: bytes = b"", length: bytes | None = None,
+         start: bytes | None = None) -> bytes:
+    """A request, with what is wrong in it."""
+    length = b"Content-Length: %d\r\n" % len(body) if length is None else length
+    return (start or b"POST %b HTTP/1.1\r\n" % path) + b"Host: localhost\r\n" + TYPE + length + more + b"\r\n" + body
+
+
+def chunks(body: bytes) -> bytes:
+    return post(body, length=b"Transfer-Encoding: chunked\r\n")
+
+
+GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+WIRE: list[tuple[int, bytes]] = [
+    # request lines
+    *((400, line + b"\r\nHost: localhost\r\n\r\n") for line in (
+        b"", b" ", b"GET", b"GET /", b"GET / HTTP/1.1 x", b"GET  / HTTP/1.1", b" GET / HTTP/1.1", b"GET / HTTP/2.0",
+        b"GET / HTTP/0.9", b"GET / HTTP/1.10", b"GET / http/1.1", b"GET / HTTP/1.1\t", b"G\x00T / HTTP/1.1",
+        b"GET /\x00 HTTP/1.1", b"GET /\xff HTTP/1.1", b"GET /a\tb HTTP/1.1", b"GET health HTTP/1.1",
+        b"GET http://localhost/health HTTP/1.1", b"GET * HTTP/1.1", b"CONNECT localhost:80 HTTP/1.1",
+        b"PRI * HTTP/2.0", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"\x00" * 50, b"\xff\xfe\xfd",
+        b"(GET) / HTTP/1.1",
+        b"GET / HTTP/1.1\rX: y", b"SSH-2.0-OpenSSH_9.2", b"{\"prompt\": 1}")),
+    # methods
+    *((405, method + b" /v1/completions HTTP/1.1\r\nHost: localhost\r\n\r\n") for method in (
+        b"GET", b"HEAD", b"PUT", b"DELETE", b"PATCH", b"OPTIONS", b"TRACE", b"post", b"PROPFIND", b"A" * 100)),
+    *((405, b"%b %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n" % pair) for pair in (
+        (b"POST", b"/"), (b"POST", b"/health"), (b"DELETE", b"/metrics"), (b"POST", b"/v1/models"), (b"GET", b"/api"),
+        (b"DELETE", b"/api"), (b"OPTIONS", b"/api"))),
+    # paths
+    *((404, b"GET %b HTTP/1.1\r\nHost: localhost\r\n\r\n" % path) for path in (
+        b"/..", b"/../../etc/passwd", b"/%2e%2e/%2e%2e/etc/passwd", b"//", b"//health", b"/health/", b"/Health",
+        b"/./health", b"/health%00", b"/health;a", b"/page.html", b"/..%2fpage.html", b"/v1", b"/v1/", b"/v1//models",
+        b"/v1/models/", b"/v1/models/other", b"/" + b"a" * 5000, b"/%", b"/~root", b"/\\..\\..", b"/proc/self/environ",
+        b"/cgi-bin/x.sh", b"/.git/config", b"/health#x")),
+    # headers
+    (400, b"GET /health HTTP/1.1\r\n\r\n"), (400, GET + b"Host: localhost\r\n\r\n"), (400, GET + b"no colon\r\n\r\n"),
+    (400, GET + b" folded: x\r\n\r\n"), (400, GET + b"A: b\r\n folded\r\n\r\n"), (400, GET + b"A : b\r\n\r\n"),
+    (400, GET + b": b\r\n\r\n"), (400, GET + b"A\x00: b\r\n\r\n"), (400, GET + b"A: b\x00c\r\n\r\n"),
+    (400, GET + b"A: b\rc\r\n\r\n"), (400, GET + b"A: b\nC: d\r\n\r\n"), (400, b"GET /health HTTP/1.1\nHost: x\n\n"),
+    (400, GET + b"\xc3\xa9: b\r\n\r\n"), (400, GET + b"A\tb: c\r\n\r\n"),
+    (431, GET + b"A: " + b"b" * 20000 + b"\r\n\r\n"), (431, GET + b"A: b\r\n" * 101 + b"\r\n"),
+    (431, GET + b"A: " + b"b" * 200000), (431, GET + b"A: b\r\n" * 50000), (431, b"G" * 100000),
+    (431, b"GET /" + b"a" * 100000 + b" HTTP/1.1\r\n\r\n"),
+    *((403, b"GET /v1/models HTTP/1.1\r\nHost: " + host + b"\r\n\r\n") for host in (
+        b"evil.example", b"localhost.evil.example", b"127.0.0.1.evil.example", b"", b"10.0.0.1", b"[::2]",
+        b"localhost@evil.example", b"evil.example:5000", b"localhost:x", b"[", b"]", b"[]", b":", b"a:b:c", b"\xff",
+        b"localhost, evil.example", b"0.0.0.0")),
+    # the length of a body
+    (411, post(length=b"")), (400, post(length=b"Content-Length: -1\r\n")),
+    (400, post(length=b"Content-Length: +9\r\n")), (400, post(length=b"Content-Length: 0x10\r\n")),
+    (400, post(length=b"Content-Length: 1e3\r\n")), (400, post(length=b"Content-Length: \r\n")),
+    (400, post(length=b"Content-Length: 10, 10\r\n")), (400, post(length=b"Content-Length: " + b"9" * 500 + b"\r\n")),
+    (400, post(length="Content-Length: \u0661\r\n".encode())), (400, post(length=b"Content-Length: 1 0\r\n")),
+    (413, post(length=b"Content-Length: 999999999999\r\n")), (413, post(length=b"Content-Length: 1048577\r\n")),
+    (400, post(more=b"Content-Length: %d\r\n" % len(BODY))), (400, post(more=b"Content-Length: 1\r\n")),
+    (400, post(more=b"Transfer-Encoding: chunked\r\n")), (400, post(length=b"Transfer-Encoding: gzip\r\n")),
+    (400, post(length=b"Transfer-Encoding: chunked, identity\r\n")),
+    (400, post(length=b"Transfer-Encoding: xchunked\r\n")),
+    (400, post(length=b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n")),
+    (400, post(length=b"Transfer-Encoding : chunked\r\n")), (400, post(length=b"Transfer-Encoding:\x0bchunked\r\n")),
+    (400, post(chunks(BODY), start=b"POST /v1/completions HTTP/1.0\r\n", length=b"Transfer-Encoding: chunked\r\n")),
+    # chunks
+    *((400, chunks(body)) for body in (
+        b"x\r\nab\r\n0\r\n\r\n", b"-1\r\na\r\n0\r\n\r\n", b"+1\r\na\r\n0\r\n\r\n", b"\r\n\r\n", b" 1\r\na\r\n0\r\n\r\n",
+        b"0x1\r\na\r\n0\r\n\r\n", b"1\r\nab\r\n0\r\n\r\n", b"1\na\n0\n\n", b"123456789\r\n", b"2\r\n{}0\r\n\r\n",
+        b"2;a=b\r\n{}\r\n0\r\nx" + b"\n")),
+    (413, chunks(b"fffffff\r\n")), (413, chunks(b"80000\r\n" + b"a" * 0x80000 + b"\r\n80001\r\n")),
+    (431, chunks(b"1;" + b"a" * 20000 + b"\r\n")), (431, chunks(b"0\r\n" + b"A: b\r\n" * 200 + b"\r\n")),
+    # kinds
+    *((415, post(b"{}").replace(TYPE, kind)) for kind in (
+        b"", b"Content-Type: text/plain\r\n", b"Content-Type: application/x-www-form-urlencoded\r\n",
+        b"Content-Type: application/jsonx\r\n", b"Content-Type: multipart/form-data; boundary=x\r\n",
+        b"Content-Type: \xff\r\n", b"Content-Type: ;application/json\r\n")),
+    (400, post(more=TYPE)), (415, post(more=b"Content-Encoding: gzip\r\n")), (417, post(more=b"Expect: 200-ok\r\n")),
+    (413, post(length=b"Content-Length: 99999999\r\n", more=b"Expect: 100-continue\r\n")),
+]
+
+
+def status_of(answer: bytes) -> int:
+    assert answer.startswith(b"HTTP/1.1 ") and answer[12:13] == b" ", answer[:100]
+    return int(answer[9:12])
+
+
+def test_bytes_that_are_no_good_request_are_refused_and_the_next_one_is_answered(server: Server) -> None:
+    assert len(WIRE) >= 130
+    for number, (expected, data) in enumerate(WIRE):
+        began = time.monotonic()
+        assert status_of(server.raw(data)) == expected, data[:200]
+        assert time.monotonic() - began < 4, data[:200]
+        if number % 10 == 0:
+            assert server.complete(**GOOD)["usage"]["completion_tokens"] == 2
+    assert server.text(**GOOD) == server.text(**GOOD)
+
+
+ANY = ["", "x", 0, 1, -1, 1.5, True, [], {}, [[]], [None], {"a": 1}, [1, "x"], "\udc00", "9" * 400]
+BAD = {  # of each key, what it cannot be
+    "prompt": [5, True, {}, [], [[]], [None], [1, "x"], ["x", 1], [-1], [257], [10 ** 30], [1.0], [[1], []], [["x"]],
+               [True], "\ud800", ["a", "\udfff"], "x" * 301, ["x"] * 129, [1] * 301, 0],
+    "max_tokens": [0, -1, 51, 1.5, "5", True, [], {}, 10 ** 40],
+    "n": [0, -1, 129, 1.5, "1", True, 10 ** 30],
+    "temperature": [-1, -0.1, 101, "1", True, [], 1e-9, 1e308],
+    "top_p": [0, -0.5, 1.01, "1", True, []], "top_k": [-1, 1.5, "1", True, 1 << 40],
+    "min_p": [-1, 2, "0"], "repetition_penalty": [0, -1, 1e9, "1"],
+    "seed": ["1", 1.5, True, 10 ** 30, []], "stop": [5, [5], "", [""], ["x"] * 17, "x" * 257, {}, True, "\ud800"],
+    "stream": [1, "true", [], {}], "echo": [1, "yes"], "logprobs": [6, -1, True, "1", 1.0, 1 << 50],
+    "stream_options": [{}, {"include_usage": True}, 5], "model": ["gpt-4", 5, [], "\ud800"], "user": [5, []],
+    "suffix": ["x", 5], "best_of": [2, 5, "1"], "logit_bias": [{"5": 1}, []], "frequency_penalty": [1, 0.5, "0", False],
+    "presence_penalty": [-1, True], "messages": [[{"role": "user", "content": "x"}]], "": [1], "x" * 1000: [1],
+    "\ud800": [1], "__class__": [1],
+}
+BAD_API = {
+    "prompts": ["x", [], [5], [""], ["x"] * 129, {"a": 1}, ["\ud800"], [["x"]], ["x" * 301]],
+    "tokens_to_generate": [-1, 51, "5", True, 2.0], "logprobs": [1, "x"], "temperature": [0, 101, "1", True],
+    "top_k": [-1, 1001, 1.5], "top_p": [-0.1, 1.1, "x"], "top_p_decay": [0.5], "top_p_bound": [0.5, -1],
+    "add_BOS": [1], "stop_on_eol": [1], "stop_on_double_eol": ["x"], "prevent_newline_after_colon": [True, 1],
+    "random_seed": [-1, "x", 1.0], "stop_token": [5, "x"], "length_penalty": [2.0], "beam_width": [1, 4],
+    "max_len": [5], "sentences": [["x"]], "no_log": [1], "unknown": [1],
+}
+TEXTS = [b"", b" ", b"x", b"{", b"}", b"[]", b"5", b'"x"', b"null", b"true", b"NaN", b"{}{}", b"{,}", b'{"a"}',
+         b"{'prompt': 'x'}", b'{"prompt": NaN}', b'{"temperature": Infinity}', b'{"temperature": -Infinity}',
+         b'{"temperature": 1e999}', b'{"seed": ' + b"9" * 100_000 + b"}", b'{"prompt": "x", "prompt": "y"}',
+         b"[" * DEEP, b'{"a":' * DEEP, b'{"prompt": ' + b"[" * DEEP + b"]" * DEEP + b"}", b'{"prompt": "\xff"}',
+         b'{"prompt": "\xed\xa0\x80"}', b'{"prompt": "a\x00b"}', b"\xef\xbb\xbf{}", b'{"prompt": "x"',
+         b"\xff\xfe{\x00}\x00",
+         b'{"prompt": "\\u12"}', b'{"prompt": "a\nb"}', b"\x00" * 1000, b'{"n": 1, "n": 1}', b'{"prompt": "x"} x',
+         b'{"max_tokens": 01}', b'{"max_tokens": .5}', b'{"prompt": "x",}', b"a" * (1 << 20)]
+
+
+def test_json_that_cannot_be_meant_is_refused_by_name(server: Server) -> None:
+    count = 0
+    for key, values in BAD.items():
+        for value in values:
+            status, found = server.ask("/v1/completions", {"max_tokens": 1, key: value})
+            assert status == (404 if key == "model" and isinstance(value, str) and value.isascii() else 400), (
+                key, value, found)
+            assert set(found["error"]) == {"message", "type", "param", "code"} and len(found["error"]["message"]) < 400
+            assert key[:20].encode("ascii", "backslashreplace").decode() in str(found["error"]["param"]), found
+            count += 1
+    for key, values in BAD_API.items():
+        for value in values:
+            status, found = server.ask("/api", {"prompts": ["x"], "tokens_to_generate": 1, key: value}, "PUT")
+            assert status == 400 and isinstance(found, str) and key in found, (key, value, found)
+            count += 1
+    for body in TEXTS:
+        for path in ("/v1/completions", "/api"):
+            assert server.ask(path, body, "POST")[0] == 400, body[:100]
+            count += 1
+    assert count >= 200
+    assert server.complete(**GOOD)["usage"]["completion_tokens"] == 2
+
+
+def test_any_value_under_any_key_is_answered(server: Server) -> None:
+    def ask(one: tuple[str, str, Any]) -> int:
+        path, key, value = one
+        basis: dict[str, Any] = {"prompts": ["x"], "tokens_to_generate": 1} if path == "/api" else {"max_tokens": 1}
+        return server.ask(path, {**basis, key: value})[0] if key != "stream" or value is not True else 200
+
+    asked = [(path, key, value) for path, keys in (("/api", BAD_API), ("/v1/completions", BAD)) for key in keys
+             for value in ANY]
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(ask, asked)) <= {200, 400, 404}
+    assert server.complete(**GOOD)["usage"]["completion_tokens"] == 2
+
+
+def test_a_request_that_is_cut_off_or_slow_is_given_up(server: Server) -> None:
+    whole = post()
+    for end in range(1, len(whole), 7):
+        answer = server.raw(whole[:end], half_closed=True)
+        assert status_of(answer) == 400, whole[:end]
+    wires = []
+    for end in (0, 1, 20, len(whole) - 1, len(whole) - len(BODY) - 1):
+        wire = socket.create_connection((server.host, server.port), timeout=5)
+        wire.sendall(whole[:end])
+        wires.append(wire)
+    trickle = socket.create_connection((server.host, server.port), timeout=5)
+    began = time.monotonic()
+    for byte in whole[:20]:  # a byte at a time, for longer than a request may take
+        try:
+            trickle.sendall(bytes([byte]))
+        except OSError:
+            break
+        time.sleep(0.1)
+    assert server.complete(**GOOD)["usage"]["completion_tokens"] == 2
+    for wire in [*wires, trickle]:
+        assert status_of(wire.recv(1000)) == 408
+        wire.close()
+    assert time.monotonic() - began < 8
+
+
+def test_what_follows_a_request_is_never_one(server: Server) -> None:
+    hidden = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    for data in (GET + b"\r\n" + hidden, post(more=b"Connection: keep-alive\r\n") + hidden, post(BODY + hidden,
+                 length=b"Content-Length: %d\r\n" % len(BODY)), GET + b"Content-Length: 5\r\n\r\n" + hidden):
+        answer = server.raw(data)
+        assert answer.count(b"HTTP/1.1 ") == 1 and status_of(answer) == 200
+
+
+def test_good_requests_in_unusual_clothes_are_answered(server: Server) -> None:
+    half, rest = BODY[: len(BODY) // 2], BODY[len(BODY) // 2:]
+    chunked = b"%x\r\n%b\r\n%X;ext=1\r\n%b\r\n000\r\nTrailer: x\r\n\r\n" % (len(half), half, len(rest), rest)
+    for data in (chunks(chunked), post(more=b"expect: 100-Continue\r\n"),
+                 post(BODY, start=b"POST /v1/completions HTTP/1.0\r\n"),
+                 post().replace(b"application/json", b"Application/JSON; charset=UTF-8"),
+                 post(path=b"/v1/completions?a=b"), post().replace(b"localhost", b"LOCALHOST:1"),
+                 post().replace(b"localhost", b"[::1]:5000"), post().replace(b"localhost", b"127.0.0.2")):
+        answer = server.raw(data).removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
+        assert status_of(answer) == 200 and b'"text"' in answer, data
+    assert server.raw(b"HEAD /health HTTP/1.1\r\nHost: localhost\r\n\r\n").endswith(b"\r\n\r\n")
+    assert status_of(server.raw(b"GET /health HTTP/1.0\r\n\r\n")) == 200
+    null = server.complete(prompt="a\x00b", max_tokens=1, echo=True, stop=None)
+    assert null["choices"][0]["text"].startswith("a\x00b")
+
+
+def test_more_connections_than_allowed_are_turned_away_and_come_in_later(server: Server) -> None:
+    wires = [socket.create_connection((server.host, server.port), timeout=10) for _ in range(80)]
+    answers = [wire.recv(100) for wire in wires]
+    assert {status_of(answer) for answer in answers} == {408, 503}
+    assert sum(status_of(answer) == 503 for answer in answers) >= 16
+    for wire in wires:
+        wire.close()
+    deadline = time.monotonic() + 10
+    while server.ask("/v1/completions", GOOD)[0] != 200:
+        assert time.monotonic() < deadline
+
+
+def test_a_line_of_the_log_is_a_line(server: Server) -> None:
+    server.raw(b"GET /\x1b[31m\r\n\r\n")
+    server.raw(b"GET /a%0d%0aFAKE%1b HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    said = server.said()
+    assert "\x1b" not in said and all(" tokens " in line or "loaded in" in line for line in said.splitlines())
