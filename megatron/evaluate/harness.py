@@ -34,7 +34,7 @@ docs/evaluate.md has a task whose data is a local file."""
 KEPT = ("results", "groups", "group_subtasks", "versions", "n-shot", "n-samples", "higher_is_better", "lm_eval_version")
 """Of what lm-eval returns; besides it describes the machine."""
 
-THEIRS = (ValueError, KeyError, LookupError, OSError, ImportError)
+THEIRS = (ValueError, LookupError, OSError, ImportError)
 """What lm-eval and its data sets raise for a task that is not there, or whose data is not."""
 
 

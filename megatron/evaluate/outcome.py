@@ -60,6 +60,7 @@ class Outcome:
         found: dict[str, float | int | None] = {**self.rates}
         if self.examples is not None:
             found["examples"] = self.examples
-        return found | {"tokens": self.tokens, "original_words": self.words, "loss": self.loss,
-                        "perplexity": self.perplexity, "adjusted_perplexity": self.adjusted_perplexity,
+        return found | {"tokens": self.tokens, "original_words": self.words, "original_bytes": self.bytes,
+                        "loss": self.loss, "perplexity": self.perplexity,
+                        "adjusted_perplexity": self.adjusted_perplexity,
                         "bits_per_byte": self.bits_per_byte}

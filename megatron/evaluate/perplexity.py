@@ -45,7 +45,7 @@ def _texts(asked: Asked, subject: Subject) -> Iterator[Text]:
         found = [reading.whole_text(asked.data)]
     for number in _part(asked, subject, len(found)):
         text = found[number]
-        yield Text(subject.tokenizer.encode_array(text), len(text.split()), len(text.encode("utf-8", "replace")))
+        yield Text(subject.tokenizer.encode_array(text), len(text.split()), len(text.encode()))
 
 
 def _of_corpus(asked: Asked, subject: Subject) -> Iterator[Text]:
@@ -61,7 +61,7 @@ def _of_corpus(asked: Asked, subject: Subject) -> Iterator[Text]:
         if len(ids) and ids[-1] == tokenizer.eod:
             ids = ids[:-1]
         text = tokenizer.decode(ids.tolist())
-        yield Text(ids, len(text.split()), len(text.encode("utf-8", "replace")))
+        yield Text(ids, len(text.split()), len(text.encode()))
 
 
 def _part(asked: Asked, subject: Subject, documents: int) -> range:

@@ -21,13 +21,13 @@ class Line:
 
     def text(self, *keys: str) -> str:
         """Of the first of these keys that it has."""
-        return str(self._of(keys, str, "text"))
+        return self._checked(self._of(keys, str, "text"))
 
     def texts(self, key: str) -> list[str]:
         found: list[str] = self._of((key,), list, "a list of texts")
         if not found or not all(isinstance(text, str) for text in found):
             raise DataError(f"{self.where}: {key!r}: expected a list of texts")
-        return found
+        return [self._checked(text) for text in found]
 
     def number(self, key: str, count: int) -> int:
         """Below `count`; as a text it will do as well."""
@@ -35,6 +35,12 @@ class Line:
         if isinstance(found, bool) or not str(found).isdecimal() or int(found) >= count:
             raise DataError(f"{self.where}: {key!r}: expected a number from 0 to {count - 1}, found {found!r}")
         return int(found)
+
+    def _checked(self, text: str) -> str:
+        """No tokenizer keeps half a surrogate pair."""
+        if not text.isascii() and text.encode("utf-8", "replace").decode() != text:
+            raise DataError(f"{self.where}: a lone surrogate (\\ud800 to \\udfff) is no text")
+        return text
 
     def _of(self, keys: tuple[str, ...], kind: type | tuple[type, ...], what: str) -> Any:
         key = next((key for key in keys if key in self.values), None)

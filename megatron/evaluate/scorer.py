@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.errors import NumericsError, PeerError
+from data.storage import DataError
+from megatron.errors import NumericsError
 from megatron.evaluate.pieces import Piece, Score, digest
 from megatron.model.gpt2 import GPT2
 from mpu.collectives import all_gather_json, all_reduce
@@ -43,6 +44,8 @@ class Scorer:
     def __call__(self, pieces: Sequence[Piece], progress: Progress = lambda done, total: None) -> list[Score]:
         """Of each piece, on every rank. Collective."""
         self._check_agreement(pieces)
+        if not pieces:
+            return []
         dp = self._groups.dp
         mine = batches(pieces, self._batch_size)[dp.rank :: dp.size]
         found = torch.zeros(2, len(pieces), dtype=torch.float64, device=self._device)  # every rank adds zero but one
@@ -60,7 +63,7 @@ class Scorer:
         found = all_gather_json(digest(pieces), self._groups.world)
         for rank, other in enumerate(found):
             if other != found[0]:
-                raise PeerError(f"rank {rank} has other data than rank 0: give all ranks the same file")
+                raise DataError(f"rank {rank} has other data than rank 0: give all ranks the same file")
 
     def _score(self, pieces: Sequence[Piece]) -> Tensor:
         """[2, b]: log-probability, and 1 where each target is the likeliest token."""

@@ -28,7 +28,7 @@ class Text:
 @final
 @dataclass(frozen=True)
 class Stream:
-    """A task: `texts` as they were given, `pieces` as they are read."""
+    """A task: pieces of text, and the words and bytes it had before it was made pieces of."""
 
     pieces: Sequence[Piece]
     words: int

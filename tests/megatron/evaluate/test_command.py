@@ -56,8 +56,8 @@ def values(*argv: object) -> dict[str, Any]:
     return found
 
 
-ALWAYS = {"task", "protocol", "data", "model", "window", "stride", "tokens", "original_words", "loss", "perplexity",
-          "adjusted_perplexity", "bits_per_byte", "published", "seconds"}
+ALWAYS = {"task", "protocol", "data", "model", "window", "stride", "tokens", "original_words", "original_bytes", "loss",
+          "perplexity", "adjusted_perplexity", "bits_per_byte", "published", "seconds"}
 
 
 @pytest.mark.parametrize(("task", "data", "protocols", "more"), [
@@ -108,6 +108,12 @@ def test_a_hugging_face_folder_scores_the_same(folder: Path, tmp_path: Path) -> 
     ours, theirs = values("--load", folder / "run", *typed), values("--load-hf", tmp_path / "hf", *typed)
     assert ours.pop("model") != theirs.pop("model")
     assert without_time(ours) == without_time(theirs)
+
+
+def test_int8_weights_score_nearly_the_same(folder: Path) -> None:
+    typed = ["--load", folder / "run", "--task", "wikitext", "--data", folder / "wiki.txt", "--dtype"]
+    found, expected = values(*typed, "int8")["loss"], values(*typed, "fp32")["loss"]
+    assert found != expected and found == pytest.approx(expected, rel=5e-3)
 
 
 def ranks(rank: int, world: int, argv: list[str]) -> tuple[str, str]:

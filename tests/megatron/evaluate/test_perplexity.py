@@ -98,7 +98,8 @@ def test_a_corpus_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     (b'{"text": "a b"}\n{"txt": 1}\n', "line 2: expected a key 'text', found 'txt'"),
     (b'{"text": "a b"}\n\n[1]\n', "line 3: expected a JSON object, found list"),
     (b'{"text": 3}\n', "line 1: 'text': expected text, found int"), (b'{"text": "\xff"}', "line 1: not UTF-8"),
-    (b'{"text": ""}\n', "no token to score"), (b'{"text": "x"}\n', "1 token: the first one is not scored"),
+    (b'{"text": ""}\n', "no token to score"), (b'{"text": "a\\ud800"}', "line 1: a lone surrogate"),
+    (b'{"text": "x"}\n', "1 token: the first one is not scored"),
 ])
 def test_a_file_that_will_not_do_is_refused_with_its_line(tmp_path: Path, content: bytes, words: str) -> None:
     (tmp_path / "a.jsonl").write_bytes(content)

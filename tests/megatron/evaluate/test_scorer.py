@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.errors import NumericsError, PeerError
+from data.storage import DataError
+from megatron.errors import NumericsError
 from megatron.evaluate import scorer
 from megatron.evaluate.pieces import Piece, Score, windows_of
 from megatron.evaluate.scorer import Scorer
@@ -90,6 +91,14 @@ def test_perplexity_in_windows_is_that_of_each_token_by_itself(stride: int) -> N
     assert found == pytest.approx(expected, abs=TOLERANCE * len(tokens))
 
 
+def nothing(rank: int, world: int) -> list[Score]:
+    return Scorer(GPT2(SHAPE), mpu_groups.build(1), 4)([])
+
+
+def test_nothing_to_score_is_no_score() -> None:
+    assert run_ranks(nothing, 2) == [[], []]
+
+
 def test_a_probability_that_is_no_number_is_an_error() -> None:
     model = GPT2(SHAPE)
     with torch.no_grad():
@@ -145,4 +154,4 @@ def other_data(rank: int, world: int) -> None:
 def test_ranks_with_other_data_are_told_so() -> None:
     with pytest.raises(RankError, match="rank 1 has other data than rank 0") as caught:
         run_ranks(other_data, 2)
-    assert isinstance(caught.value.error, PeerError)
+    assert isinstance(caught.value.error, DataError)
