@@ -127,9 +127,10 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.evaluate.progress megatron.evaluate.report megatron.evaluate.parser megatron.evaluate.writer
         megatron.evaluate.setting megatron.evaluate.command megatron.evaluate.bridge megatron.evaluate.harness
         megatron.serve megatron.serve.refusal megatron.serve.limits megatron.serve.message megatron.serve.door
-        megatron.serve.fields megatron.serve.asked megatron.serve.megatron_api megatron.serve.completions
-        megatron.serve.metrics megatron.serve.orders megatron.serve.leader megatron.serve.desk megatron.serve.exchange
-        megatron.serve.page megatron.serve.answers megatron.serve.front megatron.serve.service megatron.serve.command
+        megatron.serve.fields megatron.serve.judge megatron.serve.asked megatron.serve.megatron_api
+        megatron.serve.completions megatron.serve.metrics megatron.serve.orders megatron.serve.leader
+        megatron.serve.desk megatron.serve.exchange megatron.serve.page megatron.serve.answers megatron.serve.front
+        megatron.serve.service megatron.serve.command
         megatron.train megatron.train.inputs
         megatron.train.allocator megatron.train.processor megatron.train.compiling megatron.train.flops
         megatron.train.batches

@@ -10,6 +10,7 @@
     metrics.py      what is counted
     orders.py       what is said between the model's thread and that of the clients
     desk.py         requests on their way to the model, and what has come back of them
+    judge.py        how likely each token of a text is, by reading it once more
     leader.py       the model's loop: texts begin, go on and are dropped, on all ranks alike
     page.py         the page
     exchange.py     a connection: a request, a response

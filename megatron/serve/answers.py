@@ -125,7 +125,7 @@ class Answers:
         async with asyncio.timeout(self._limits.request_seconds):
             body = await exchange.read_json()
         job = await asyncio.get_running_loop().run_in_executor(self._pool, read, body)
-        ticket = self._desk.submit(job.asked.requests())
+        ticket = self._desk.submit(job.asked.requests(), job.asked.top)
         exchange.read = job.asked.read
         watch = asyncio.create_task(exchange.watch(ticket, self._desk.drop))
         try:
@@ -141,7 +141,7 @@ class Answers:
     async def _wait(exchange: Exchange, job: Job, ticket: Ticket) -> None:
         while not ticket.is_done:
             await ticket.change()
-        await exchange.reply_json(job.whole(ticket.texts))
+        await exchange.reply_json(job.whole(ticket.texts, ticket.verdicts))
 
     @staticmethod
     async def _stream(exchange: Exchange, job: Job, ticket: Ticket) -> None:

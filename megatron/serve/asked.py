@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
@@ -11,6 +11,7 @@ from data.tokenizer_base import Tokenizer
 from megatron.inference.generation import Text
 from megatron.inference.request import Request, Sampling
 from megatron.serve.fields import Fields
+from megatron.serve.judge import Verdict
 from megatron.serve.limits import Limits
 from megatron.serve.refusal import Refusal, wrong
 
@@ -27,6 +28,8 @@ class Asked:
     sampling: Sampling
     seed: int
     stops: tuple[str, ...] = ()
+    top: int | None = None
+    """Asked for: how likely every token is, that of the prompt as well, and so many of the likeliest."""
 
     def requests(self) -> list[Request]:
         """Texts in the order of the prompts, each with a stream of random numbers of its own."""
@@ -48,7 +51,7 @@ class Job(Protocol):
     @property
     def streams(self) -> bool: ...
 
-    def whole(self, texts: Sequence[Text]) -> dict[str, Any]:
+    def whole(self, texts: Sequence[Text], verdicts: Mapping[int, Verdict]) -> dict[str, Any]:
         """The answer."""
 
     def more(self, texts: Sequence[Text]) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -11,8 +11,10 @@ from megatron.inference.generation import End, Text
 from megatron.inference.wording import Wording
 from megatron.serve.asked import (LONGEST_STOP, MOST_STOPS, Asked, Subject, fresh_seed, sampling_of, temperature_of)
 from megatron.serve.fields import Fields, plain
+from megatron.serve.judge import Verdict
 from megatron.serve.refusal import Refusal, wrong
 
+MOST_LOGPROBS = 5
 REASONS: dict[End, str] = {"eod": "stop", "stop": "stop", "length": "length", "positions": "length",
                            "dropped": "length"}
 
@@ -25,7 +27,9 @@ class Completion:
     asked: Asked
     shown: tuple[str, ...]
     """What an answer begins with: the text of each prompt, where it is to be repeated."""
+    echoes: bool
     scored: bool
+    """With the log-probabilities of tokens."""
     streams: bool
     with_usage: bool
     """Of a stream: a last part says how many tokens were read and made."""
@@ -34,9 +38,12 @@ class Completion:
     _tokens: dict[int, int] = field(default_factory=dict)
     _over: set[int] = field(default_factory=set)
 
-    def whole(self, texts: Sequence[Text]) -> dict[str, Any]:
-        return {**self._frame(), "choices": [self._choice(place, text) for place, text in enumerate(texts)],
-                "usage": self._usage(texts)}
+    def whole(self, texts: Sequence[Text], verdicts: Mapping[int, Verdict]) -> dict[str, Any]:
+        choices = [self._choice(place, text) for place, text in enumerate(texts)]
+        for choice, text in zip(choices, texts, strict=True):
+            if text.request.number in verdicts:
+                choice["logprobs"] = self._judged(text, verdicts[text.request.number], len(choice["text"]))
+        return {**self._frame(), "choices": choices, "usage": self._usage(texts)}
 
     def more(self, texts: Sequence[Text]) -> list[dict[str, Any]]:
         choices = [self._choice(place, text) for place, text in enumerate(texts) if place not in self._over]
@@ -64,9 +71,21 @@ class Completion:
         return {"index": place, "text": found[len(sent):], "logprobs": self._scores(place, text, found),
                 "finish_reason": REASONS[text.ended] if text.ended else None}
 
+    def _judged(self, text: Text, verdict: Verdict, length: int) -> dict[str, Any]:
+        """Of all tokens whose text is among the `length` characters of an answer."""
+        decode, skipped = self.subject.tokenizer.decode, 0 if self.echoes else len(text.request.prompt)
+        ids = text.ids[skipped:]
+        starts = [len(decode(ids[:number])) for number in range(len(ids))]
+        kept = sum(start < length for start in starts) if text.ended == "stop" else len(ids)
+        likeliest = [None, *({decode([token]): value for token, value in reversed(place)}
+                             for place in verdict.likeliest)][skipped:] if self.asked.top else None
+        return {"tokens": [decode([token]) for token in ids[:kept]],
+                "token_logprobs": [None, *verdict.logprobs][skipped:][:kept],
+                "top_logprobs": None if likeliest is None else likeliest[:kept], "text_offset": starts[:kept]}
+
     def _scores(self, place: int, text: Text, found: str) -> dict[str, Any] | None:
         """Of the tokens whose text is among what was `found`."""
-        if not self.scored:
+        if not self.scored or self.asked.top is not None:
             return None
         decode, begun = self.subject.tokenizer.decode, len(self.shown[place // self.asked.samples])
         tokens, first = text.tokens, self._tokens.get(place, 0)
@@ -91,17 +110,20 @@ def read(body: dict[str, Any], subject: Subject, identity: str) -> Completion:
     samples = fields.integer("n", 1, 1, subject.limits.max_texts)
     subject.check_texts(len(prompts), samples, "n")
     _refuse(fields, samples)
-    asked = Asked(prompts=prompts, samples=samples, most=fields.integer("max_tokens", min(16, subject.most), 1,
-                                                                        subject.most),
+    echoes, streams, top = fields.flag("echo"), fields.flag("stream"), _top(fields)
+    judged = top is not None and (echoes or top > 0)
+    if judged and streams:
+        raise wrong("stream", "is not possible with the log-probabilities of other tokens, nor with those of a prompt")
+    asked = Asked(prompts=prompts, samples=samples, top=top if judged else None,
+                  most=fields.integer("max_tokens", min(16, subject.most), 0 if judged else 1, subject.most),
                   sampling=sampling_of(temperature_of(fields), top_k=fields.integer("top_k", 0, 0, 1 << 31),
                                        top_p=_top_p(fields), min_p=fields.number("min_p", 0.0, 0.0, 1.0),
                                        repetition_penalty=fields.number("repetition_penalty", 1.0, 0.01, 100.0)),
                   seed=fields.integer("seed", fresh_seed(), -(1 << 63), 1 << 63), stops=_stops(fields.take("stop")))
-    scored, streams = _scored(fields), fields.flag("stream")
-    shown = texts if fields.flag("echo") else ("",) * len(prompts)
+    shown = texts if echoes else ("",) * len(prompts)
     with_usage = _stream_options(fields, streams)
     fields.finish()
-    return Completion(subject, identity, asked, shown, scored, streams, with_usage)
+    return Completion(subject, identity, asked, shown, echoes, top is not None, streams, with_usage)
 
 
 def _prompts(given: Any, subject: Subject) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
@@ -142,11 +164,10 @@ def _stops(given: Any) -> tuple[str, ...]:
     return found
 
 
-def _scored(fields: Fields) -> bool:
-    given = fields.take("logprobs")
-    if given is not None and (type(given) is not int or given != 0):
-        raise wrong("logprobs", "expected 0 (of the tokens that are taken); no others' are given")
-    return given is not None
+def _top(fields: Fields) -> int | None:
+    """Of how many of the likeliest tokens log-probabilities are given, besides those that are taken."""
+    found = fields.integer("logprobs", -1, 0, MOST_LOGPROBS)
+    return None if found < 0 else found
 
 
 def _stream_options(fields: Fields, streams: bool) -> bool:

@@ -12,9 +12,10 @@ from typing import final
 
 from megatron.inference.generation import Text
 from megatron.inference.request import Request
+from megatron.serve.judge import Verdict
 from megatron.serve.leader import Inbox
 from megatron.serve.metrics import Metrics
-from megatron.serve.orders import Begin, Closed, Drop, News
+from megatron.serve.orders import Begin, Closed, Drop, News, Read
 from megatron.serve.refusal import Refusal
 
 STOPPING = "the server is stopping"
@@ -22,8 +23,12 @@ STOPPING = "the server is stopping"
 
 @final
 class Ticket:
-    def __init__(self, requests: Sequence[Request]) -> None:
-        self.texts = [Text(request) for request in requests]
+    def __init__(self, requests: Sequence[Request], top: int | None) -> None:
+        """With a `top`, each text gets a verdict at its end, with so many of the likeliest tokens in each place."""
+        self.texts = [Text(request, ended=None if request.most else "length") for request in requests]
+        self.top = top
+        self.verdicts: dict[int, Verdict] = {}
+        """By the number of a text's request."""
         self.failure: Refusal | None = None
         self.left = False
         """Nobody waits for it any longer."""
@@ -31,7 +36,8 @@ class Ticket:
 
     @property
     def is_done(self) -> bool:
-        return all(text.ended is not None for text in self.texts)
+        ended = all(text.ended is not None for text in self.texts)
+        return ended and (self.top is None or len(self.verdicts) == len(self.texts))
 
     @property
     def made(self) -> int:
@@ -60,7 +66,8 @@ class Desk:
         self._number = 0
         self.is_closed = False
 
-    def submit(self, requests: Sequence[Request]) -> Ticket:
+    def submit(self, requests: Sequence[Request], top: int | None = None) -> Ticket:
+        """Those that ask for no new token are read for a verdict."""
         if self.is_closed:
             raise Refusal(503, STOPPING, code="stopping", headers=(("Retry-After", "5"),))
         if len(self._open) + len(requests) > self._rows + self._waiting:
@@ -68,9 +75,12 @@ class Desk:
                           f"than there is room for: come again", code="queue_full", headers=(("Retry-After", "1"),))
         numbered = [replace(request, number=self._number + place) for place, request in enumerate(requests)]
         self._number += len(numbered)
-        ticket = Ticket(numbered)
+        ticket = Ticket(numbered, top)
         self._open |= {text.request.number: (ticket, text) for text in ticket.texts}
-        self._inbox.put(Begin(tuple(numbered)))
+        if to_begin := tuple(request for request in numbered if request.most):
+            self._inbox.put(Begin(to_begin))
+        for text in ticket.texts:
+            self._after(ticket, text)
         self._metrics.tokens_read += sum(len(request.prompt) for request in numbered)
         self._count()
         return ticket
@@ -87,20 +97,33 @@ class Desk:
         self._count()
         ticket.touch()
 
-    def deliver(self, news: Iterable[News]) -> None:
+    def deliver(self, news: Iterable[News | Verdict]) -> None:
         for one in news:
             if one.number not in self._open:
                 continue  # its client left meanwhile
             ticket, text = self._open[one.number]
-            if one.count > len(text.tokens):
-                text.tokens.append(one.token)
-                text.logprobs.append(one.logprob)
-                self._metrics.tokens_made += 1
-            if one.ended is not None:
-                text.ended = one.ended
+            if isinstance(one, Verdict):
+                ticket.verdicts[one.number] = one
                 del self._open[one.number]
+            else:
+                self._grow(text, one)
+                self._after(ticket, text)
             ticket.touch()
         self._count()
+
+    def _grow(self, text: Text, news: News) -> None:
+        if news.count > len(text.tokens):
+            text.tokens.append(news.token)
+            text.logprobs.append(news.logprob)
+            self._metrics.tokens_made += 1
+        text.ended = news.ended
+
+    def _after(self, ticket: Ticket, text: Text) -> None:
+        """Of a text that has ended: it is done, or to be judged."""
+        if text.ended is not None and ticket.top is None:
+            del self._open[text.request.number]
+        elif text.ended is not None and ticket.top is not None:
+            self._inbox.put(Read(text.request.number, tuple(text.ids), ticket.top))
 
     def close(self) -> None:
         """Nothing more is taken."""

@@ -13,6 +13,7 @@ from typing import Any, final
 from megatron.serve.answers import Answers
 from megatron.serve.desk import Desk
 from megatron.serve.exchange import Exchange
+from megatron.serve.judge import Verdict
 from megatron.serve.leader import Inbox
 from megatron.serve.limits import Limits
 from megatron.serve.metrics import Metrics
@@ -40,7 +41,7 @@ class Front:
         self._listener.listen(128)
         self._thread.start()
 
-    def tell(self, news: list[News]) -> None:
+    def tell(self, news: list[News | Verdict]) -> None:
         self._call(self._desk.deliver, news)
 
     def close(self) -> None:

@@ -15,7 +15,8 @@ from typing import Any, final
 
 from megatron.inference.generation import Generator, Text
 from megatron.inference.request import Request, Sampling
-from megatron.serve.orders import Begin, Broken, Closed, Drop, News, Order
+from megatron.serve.judge import Judge, Verdict
+from megatron.serve.orders import Begin, Broken, Closed, Drop, News, Order, Read
 from mpu.collectives import broadcast_json
 from mpu.groups import Group
 
@@ -33,11 +34,13 @@ class Turn:
 
     drop: tuple[int, ...] = ()
     begin: tuple[Request, ...] = ()
+    read: tuple[Read, ...] = ()
     last: bool = False
 
     @classmethod
     def of_json(cls, found: dict[str, Any]) -> Turn:
-        return cls(tuple(found["drop"]), tuple(_request(one) for one in found["begin"]), found["last"])
+        return cls(tuple(found["drop"]), tuple(_request(one) for one in found["begin"]),
+                   tuple(Read(**{**one, "ids": tuple(one["ids"])}) for one in found["read"]), found["last"])
 
 
 def _request(found: dict[str, Any]) -> Request:
@@ -45,34 +48,44 @@ def _request(found: dict[str, Any]) -> Request:
                       "sampling": Sampling(**found["sampling"])})
 
 
-def perform(generator: Generator, turn: Turn) -> Iterator[Text]:
-    """The texts that got a token or ended, as they do."""
-    for number in turn.drop:
-        generator.drop(number)
-    yield from generator.begin(turn.begin)
-    yield from generator.step()
+@final
+class Hands:
+    """What every rank does in a turn."""
+
+    def __init__(self, generator: Generator, judge: Judge) -> None:
+        self.generator, self._judge = generator, judge
+
+    def __call__(self, turn: Turn) -> Iterator[Text | Verdict]:
+        """The texts that got a token or ended, as they do."""
+        for number in turn.drop:
+            self.generator.drop(number)
+        yield from self.generator.begin(turn.begin)
+        yield from self.generator.step()
+        for one in turn.read:
+            yield self._judge(one.number, one.ids, one.top)
 
 
-def follow(generator: Generator, world: Group) -> None:
+def follow(hands: Hands, world: Group) -> None:
     """The loop of every rank but the first."""
     while not (turn := Turn.of_json(broadcast_json(None, world))).last:
-        for _ in perform(generator, turn):
+        for _ in hands(turn):
             pass
 
 
 @final
 class Leader:
-    def __init__(self, generator: Generator, world: Group, inbox: Inbox, tell: Callable[[list[News]], None]) -> None:
-        self._generator, self._world, self._inbox, self._tell = generator, world, inbox, tell
+    def __init__(self, hands: Hands, world: Group, inbox: Inbox, tell: Callable[[list[News | Verdict]], None]) -> None:
+        self._hands, self._world, self._inbox, self._tell = hands, world, inbox, tell
         self._running: set[int] = set()
         self._waiting: deque[Request] = deque()
         self._drops: list[int] = []
+        self._reads: deque[Read] = deque()
         self._closed = False
         self._spoke = time.monotonic()
 
     @property
     def _idle(self) -> bool:
-        return not self._waiting and not self._running
+        return not self._waiting and not self._running and not self._reads
 
     def run(self, asked_to_stop: Callable[[], bool], close: Callable[[], None], grace: float) -> bool:
         """Until asked to stop, and what has been asked for by then is done, or `grace` seconds have gone: False.
@@ -101,7 +114,10 @@ class Leader:
         match order:
             case Begin(requests):
                 self._waiting += requests
+            case Read():
+                self._reads.append(order)
             case Drop(numbers):
+                self._reads = deque(read for read in self._reads if read.number not in numbers)
                 self._waiting = deque(request for request in self._waiting if request.number not in numbers)
                 self._drops += [number for number in numbers if number in self._running]
             case Closed():
@@ -114,12 +130,13 @@ class Leader:
             if self._world.size > 1 and time.monotonic() - self._spoke >= HEARTBEAT_SECONDS:
                 self._say(Turn())
             return
-        room = self._generator.room + len(self._drops)
-        turn = Turn(tuple(self._drops), tuple(self._waiting.popleft() for _ in range(min(room, len(self._waiting)))))
+        room = self._hands.generator.room + len(self._drops)
+        turn = Turn(tuple(self._drops), tuple(self._waiting.popleft() for _ in range(min(room, len(self._waiting)))),
+                    (self._reads.popleft(),) if self._reads else ())  # one at a time: the others wait for tokens
         self._drops.clear()
         self._running.difference_update(turn.drop)
         self._say(turn)
-        self._tell([self._news(text) for text in perform(self._generator, turn)])
+        self._tell([found if isinstance(found, Verdict) else self._news(found) for found in self._hands(turn)])
 
     def _news(self, text: Text) -> News:
         number, tokens = text.request.number, text.tokens

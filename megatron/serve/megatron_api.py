@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -10,6 +10,7 @@ from megatron.inference.generation import Text
 from megatron.inference.request import Sampling
 from megatron.serve.asked import Asked, Subject, fresh_seed, sampling_of
 from megatron.serve.fields import Fields, plain
+from megatron.serve.judge import Verdict
 from megatron.serve.refusal import wrong
 
 MOST_PROMPTS = 128
@@ -24,15 +25,14 @@ class Generation:
     subject: Subject
     asked: Asked
     shown: tuple[str, ...]
-    scored: bool
     streams: bool = False
 
-    def whole(self, texts: Sequence[Text]) -> dict[str, Any]:
+    def whole(self, texts: Sequence[Text], verdicts: Mapping[int, Verdict]) -> dict[str, Any]:
         """Prompt and what follows, with the end of a line that it stopped at, as there."""
         decode = self.subject.tokenizer.decode
         return {"text": [shown + decode(text.tokens) for shown, text in zip(self.shown, texts, strict=True)],
                 "segments": [[decode([token]) for token in text.ids] for text in texts],
-                "logprobs": [text.logprobs for text in texts] if self.scored else None,
+                "logprobs": [verdicts[text.request.number].logprobs for text in texts] if verdicts else None,
                 "random_seed": self.asked.seed}
 
     def more(self, texts: Sequence[Text]) -> list[dict[str, Any]]:
@@ -53,12 +53,13 @@ def read(body: dict[str, Any], subject: Subject) -> Generation:
         raise wrong("prompts", "one is empty, which needs add_BOS")
     _refuse(fields, subject)
     asked = Asked(prompts=tuple(_tokens(text, begun, subject) for text in shown), samples=1,
-                  most=fields.integer("tokens_to_generate", min(DEFAULT_TOKENS, subject.most), 1, subject.most),
+                  most=fields.integer("tokens_to_generate", min(DEFAULT_TOKENS, subject.most), 0, subject.most),
                   sampling=_sampling(fields), seed=fields.integer("random_seed", fresh_seed(), 0, 1 << 63),
-                  stops=_stops(fields))
-    scored = fields.flag("logprobs")
+                  stops=_stops(fields), top=0 if fields.flag("logprobs") else None)
+    if not asked.most and asked.top is None:
+        raise wrong("tokens_to_generate", "0 needs logprobs: true")
     fields.finish()
-    return Generation(subject, asked, shown, scored)
+    return Generation(subject, asked, shown)
 
 
 def _prompts(fields: Fields, subject: Subject) -> tuple[str, ...]:

@@ -14,6 +14,16 @@ class Begin:
 
 
 @dataclass(frozen=True)
+class Read:
+    """A text that has ended, once more, for a verdict (judge.py)."""
+
+    number: int
+    ids: tuple[int, ...]
+    top: int
+    """How many of the likeliest tokens are wanted in each place."""
+
+
+@dataclass(frozen=True)
 class Drop:
     """Texts that nobody waits for any longer."""
 
@@ -32,7 +42,7 @@ class Broken:
     error: BaseException
 
 
-Order = Begin | Drop | Closed | Broken
+Order = Begin | Read | Drop | Closed | Broken
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 
 from megatron.inference.answers import generator_of
 from megatron.inference.decoder import Decoder
-from megatron.inference.generation import Generator
 from megatron.inference.loading import Loaded
 from megatron.inference.wording import Wording
 from megatron.serve.answers import Answers
@@ -16,7 +15,8 @@ from megatron.serve.asked import Subject
 from megatron.serve.desk import STOPPING, Desk
 from megatron.serve.door import Door
 from megatron.serve.front import Front
-from megatron.serve.leader import Inbox, Leader, follow
+from megatron.serve.judge import Judge
+from megatron.serve.leader import Hands, Inbox, Leader, follow
 from megatron.serve.limits import Limits
 from megatron.serve.metrics import Metrics
 from megatron.serve.refusal import Refusal
@@ -28,13 +28,14 @@ LAST_SECONDS_OF_FAILURE = 1.0
 """Shorter than a launcher waits before it ends all ranks."""
 
 
-def generator(loaded: Loaded, rows: int) -> Generator:
-    return generator_of(loaded, Decoder(loaded.model, rows), Wording(loaded.tokenizer), slides=False)
+def hands_of(loaded: Loaded, rows: int) -> Hands:
+    generator = generator_of(loaded, Decoder(loaded.model, rows), Wording(loaded.tokenizer), slides=False)
+    return Hands(generator, Judge(loaded.model, loaded.tokenizer.vocab_size))
 
 
 def work(loaded: Loaded, groups: Groups, rows: int) -> None:
     """A rank that is told what to do."""
-    follow(generator(loaded, rows), groups.world)
+    follow(hands_of(loaded, rows), groups.world)
 
 
 def subject_of(loaded: Loaded, name: str, limits: Limits) -> Subject:
@@ -51,7 +52,7 @@ def serve(loaded: Loaded, groups: Groups, *, rows: int, name: str, listener: soc
     desk = Desk(inbox, rows, limits.max_waiting, metrics)
     answers = Answers(subject_of(loaded, name, limits), desk, Door(host, key, allowed), metrics, limits)
     front = Front(listener, answers, desk, inbox, metrics, limits, log)
-    leader = Leader(generator(loaded, rows), groups.world, inbox, front.tell)
+    leader = Leader(hands_of(loaded, rows), groups.world, inbox, front.tell)
     front.start()
     ready()
     try:

@@ -23,13 +23,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_two_ranks_serve_the_text_of_one(folder: Path, tmp_path: Path) -> None:
     asked = [{"prompt": f"prompt {number}", "max_tokens": 30 + number, "seed": number, "n": 2} for number in range(6)]
-    texts = []
+    texts: list[object] = []
+    scores: list[list[float]] = []
     for ranks in (1, 2):
         place = tmp_path / str(ranks)
         place.mkdir()
         with served(folder, place, "--batch-size", 3, ranks=ranks) as server, ThreadPoolExecutor(6) as pool:
             found = list(pool.map(lambda one: server.complete(**one)["choices"], asked))
             texts.append([[(choice["text"], choice["finish_reason"]) for choice in choices] for choices in found])
+            scores.append(server.complete(prompt="some words", max_tokens=5, temperature=0, echo=True, logprobs=2)
+                          ["choices"][0]["logprobs"]["token_logprobs"][1:])
             events = server.events(**LONG)
             next(events)
             events.close()  # type: ignore[attr-defined]
@@ -38,6 +41,7 @@ def test_two_ranks_serve_the_text_of_one(folder: Path, tmp_path: Path) -> None:
             assert server.complete(prompt="x", max_tokens=1)
             assert server.stop() == 0
     assert texts[0] == texts[1]
+    assert scores[0] == pytest.approx(scores[1], abs=1e-4)  # sums over two halves
 
 
 def test_a_rank_that_dies_ends_the_server(folder: Path, tmp_path: Path) -> None:

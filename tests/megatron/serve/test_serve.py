@@ -21,7 +21,7 @@ from megatron.inference.wording import Wording
 from mpu import groups
 from tests.megatron.serve.server import Server, served, trained
 
-FOREVER = {"prompt": "x", "max_tokens": 2000}
+FOREVER = {"prompt": "x", "max_tokens": 2000, "temperature": 0}  # the likeliest never ends the document here
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_a_seed_that_is_not_given_is_told(server: Server) -> None:
     assert found["seed"] != server.complete(prompt="x", max_tokens=9)["seed"]
 
 
-@pytest.mark.parametrize("more", [{}, {"n": 3}, {"echo": True, "logprobs": 0}, {"prompt": ["a", "b"], "stop": "e"}])
+@pytest.mark.parametrize("more", [{}, {"n": 3}, {"logprobs": 0}, {"echo": True}, {"prompt": ["a", "b"], "stop": "e"}])
 def test_the_parts_of_a_stream_make_the_whole_answer(server: Server, more: dict[str, object]) -> None:
     asked = {"prompt": "a few words", "max_tokens": 60, "seed": 3, **more}
     whole = server.complete(**asked)
@@ -125,7 +125,7 @@ def test_beyond_what_may_wait_a_request_is_told_to_come_again(server: Server) ->
 
 
 def test_a_client_that_does_not_read_holds_nobody_up(server: Server) -> None:
-    body = json.dumps({**FOREVER, "n": 2, "stream": True, "echo": True, "logprobs": 0}).encode()
+    body = json.dumps({**FOREVER, "n": 2, "stream": True, "logprobs": 0}).encode()
     deaf = socket.socket()
     deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
     deaf.connect((server.host, server.port))
@@ -147,7 +147,7 @@ def test_megatrons_clients_get_prompt_and_text(folder: Path, server: Server) -> 
         text = alone(folder, prompt, 7, Sampling(top_k=9), f"4/{place}")
         assert found["text"][place] == prompt + text
         assert found["segments"][place][:3] == list(prompt) and len(found["segments"][place]) == 10
-        assert len(found["logprobs"][place]) == 7
+        assert len(found["logprobs"][place]) == 9
     again = server.ask("/api", {"prompts": ["one"], "top_k": 1, "tokens_to_generate": 7})[1]["text"]
     assert again == ["one" + alone(folder, "one", 7, Sampling(greedy=True), "")]
 
@@ -162,3 +162,51 @@ def test_what_is_there_is_said(server: Server) -> None:
     assert server.ask("/v1/completions", {"model": "gpt-5"})[0] == 404
     status, page = server.ask("/")
     assert status == 200 and "<textarea" in page
+
+
+def whole_model(folder: Path, ids: list[int]) -> torch.Tensor:
+    """Log-probabilities after each token, by a forward of its own."""
+    loaded = loading.load(Source(str(folder), None, dtype="fp32"), groups.build(1), torch.device("cpu"))
+    with torch.no_grad():
+        return torch.stack([loaded.model(torch.tensor([ids[:end]]))[0, : loaded.tokenizer.vocab_size].log_softmax(-1)
+                            for end in range(1, len(ids) + 1)])
+
+
+@pytest.mark.parametrize(("echo", "most"), [(True, 0), (True, 6), (False, 6)])
+def test_log_probabilities_are_those_of_the_whole_model(folder: Path, server: Server, echo: bool, most: int) -> None:
+    found = server.complete(prompt=["some words", "y"], max_tokens=most, echo=echo, logprobs=3, temperature=0)
+    for prompt, choice in zip(("some words", "y"), found["choices"], strict=True):
+        text = alone(folder, prompt, most, Sampling(greedy=True), "") if most else ""
+        assert choice["text"] == (prompt if echo else "") + text and choice["finish_reason"] == "length"
+        scores, ids = choice["logprobs"], [*f"{prompt}{text}".encode()]
+        logprobs, first = whole_model(folder, ids), 0 if echo else len(prompt)
+        assert scores["tokens"] == [chr(token) for token in ids[first:]]
+        assert scores["text_offset"] == list(range(len(ids) - first))
+        for place, (given, top) in enumerate(zip(scores["token_logprobs"], scores["top_logprobs"], strict=True), first):
+            if place == 0:
+                assert given is None and top is None
+                continue
+            # The same sums in another order: some fp32 roundings of numbers of about 6.
+            assert given == pytest.approx(float(logprobs[place - 1, ids[place]]), abs=1e-4)
+            best = logprobs[place - 1].topk(3).values.tolist()
+            assert sorted(top.values(), reverse=True) == pytest.approx(best[: len(top)], abs=1e-4) or len(top) < 3
+    assert found["usage"]["completion_tokens"] == 2 * most
+
+
+def test_megatrons_clients_may_ask_for_the_scores_of_a_prompt_alone(folder: Path, server: Server) -> None:
+    status, found = server.ask("/api", {"prompts": ["abc"], "tokens_to_generate": 0, "logprobs": True}, "PUT")
+    logprobs = whole_model(folder, [*b"abc"])
+    expected = [float(logprobs[0, ord("b")]), float(logprobs[1, ord("c")])]
+    assert status == 200 and found["text"] == ["abc"] and found["logprobs"] == [pytest.approx(expected, abs=1e-4)]
+    assert server.ask("/api", {"prompts": ["abc"], "tokens_to_generate": 0}, "PUT")[0] == 400
+
+
+def test_scores_end_where_the_answer_does(server: Server) -> None:
+    asked = {"prompt": "some words", "max_tokens": 30, "seed": 2, "logprobs": 1}
+    whole = server.text(**asked)
+    place = next(place for place in range(5, 25) if whole[place].isascii())
+    cut = server.complete(**asked, stop=whole[place])["choices"][0]
+    length = whole.index(whole[place])
+    assert cut["text"] == whole[:length] and cut["finish_reason"] == "stop"
+    assert all(offset < length for offset in cut["logprobs"]["text_offset"])
+    assert len(cut["logprobs"]["tokens"]) == len(cut["logprobs"]["top_logprobs"]) >= length
