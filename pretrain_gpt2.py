@@ -79,7 +79,7 @@ def main(stop: StopRequest | None = None) -> int:
         elif trainer.run(state, datasets.train, datasets.valid):
             trainer.finish(state, datasets.valid, datasets.test)
             if config.log.sample_tokens and not config.data.mock_data:
-                log.say(f" sample: {printable(generate(engine, tokenizer, config, device))}")
+                log.say(f" sample: {printable(generate(engine, tokenizer, config))}")
         log.check_reader(f"saved step {state.iteration} in {config.save.save}")
     engine.core.homes.close()  # before the ranks part, which a rank may not survive: nothing stays on a drive
     distributed.shutdown()

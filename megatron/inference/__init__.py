@@ -11,6 +11,7 @@
     generation.py   many texts at a time; one that ends makes room for the next
     wording.py      the words of a text that is being made
     loading.py      a model from a checkpoint or a Hugging Face folder, at any tensor parallel size: this rank's part
+    live.py         the model of an engine in training
     answers.py      prompts in, text out, in order
     terminal.py     the person at a session: lines, history, Ctrl-C
     session.py      a prompt typed, its answer as it comes, and the next

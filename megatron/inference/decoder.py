@@ -31,7 +31,8 @@ Attend = Callable[[int, Tensor, Tensor], Tensor]
 
 @final
 class Decoder:
-    def __init__(self, model: GPT2, rows: int) -> None:
+    def __init__(self, model: GPT2, rows: int, records: bool = True) -> None:
+        """`records`: steps on an accelerator, which pays for long texts."""
         self.model, self.rows, self.length = model.eval(), rows, model.config.max_position_embeddings
         self._blocks = [cast(Block, block) for block in model.blocks]
         weight, attention = model.wpe.weight, self._blocks[0].attn
@@ -39,7 +40,7 @@ class Decoder:
         self._cache = Cache(len(self._blocks), rows, self.length, attention.heads, attention.head_width,
                             dtype=weight.dtype, device=weight.device)
         self._recorded = None  # what ranks tell each other is not recorded
-        if on_accelerator(weight) and model.tp.is_solo:
+        if records and on_accelerator(weight) and model.tp.is_solo:
             self._recorded = Recorded(self._step, rows, self.length, weight.device)
 
     @torch.inference_mode()

@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Literal, final
+from typing import Literal, Protocol, final
 
 import torch
 from torch import Tensor
 
-from megatron.inference.decoder import Decoder
 from megatron.inference.request import Request, Sampling
 from megatron.inference.sampling import Sampler
+from megatron.model.gpt2 import GPT2
 from mpu.collectives import broadcast_into
 
 READ = 8192
@@ -48,9 +48,23 @@ Stops = Callable[[Text], bool]
 """Whether a text is over with the token it just got."""
 
 
+class Reader(Protocol):
+    """Rows of texts, each read once and followed by a token at a time: what a Decoder is."""
+
+    model: GPT2
+    rows: int
+    length: int
+
+    def read(self, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor: ...
+
+    def follow(self, tokens: Sequence[int]) -> Tensor: ...
+
+    def move(self, source: int, target: int) -> None: ...
+
+
 @final
 class Generator:
-    def __init__(self, decoder: Decoder, *, vocabulary: int, eod: int | None, slides: bool = False,
+    def __init__(self, decoder: Reader, *, vocabulary: int, eod: int | None, slides: bool = False,
                  stops: Stops = lambda text: False) -> None:
         """Tokens from `vocabulary` on are never taken. Past the end of the position table a text ends or, with
         `slides`, goes on from its last tokens, which are read anew for each."""

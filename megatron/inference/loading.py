@@ -159,10 +159,7 @@ def build(found: Found, groups: Groups, dtype: torch.dtype, device: torch.device
     out, the device does. Collective: what one rank cannot read is an error of all."""
     require(dtype == torch.int8 or not found.is_int8,
             f"{found.name} holds int8 weights: give --dtype int8, or the checkpoint they were made from")
-    tiled = found.shape.memory_centric_tiled_linear
-    model = GPT2(found.shape, groups.tp, deferred=not tiled)
-    if tiled:
-        tile_linears(model.blocks, found.shape.tile_factor, found.shape.hidden_size)
+    model = empty(found.shape, groups.tp)
     parts = [_Part(found, name, parameter, groups.tp) for name, parameter in model.named_parameters()]
     rest = dtype if dtype != torch.int8 else activations_on(device) if activations is None else activations
     matrices = {part.name for part in parts if dtype == torch.int8 and is_quantised(part.name, part.shape)}
@@ -174,12 +171,21 @@ def build(found: Found, groups: Groups, dtype: torch.dtype, device: torch.device
             if part.name in matrices:
                 levels = room.take(part.shape)
                 scale = part.int8(levels, maxima.get(part.name))
-                _put(model, part.name, Int8(levels, scale.to(device, rest)))
+                put(model, part.name, Int8(levels, scale.to(device, rest)))
             else:
-                _put(model, part.name, part.numbers(rest, device))
+                put(model, part.name, part.numbers(rest, device))
 
     agree(fill, groups.world)
     return model.eval().requires_grad_(False)
+
+
+def empty(shape: ModelConfig, tp: Group) -> GPT2:
+    """Without room for its parameters, which `put` gives their values."""
+    tiled = shape.memory_centric_tiled_linear
+    model = GPT2(shape, tp, deferred=not tiled)
+    if tiled:
+        tile_linears(model.blocks, shape.tile_factor, shape.hidden_size)
+    return model
 
 
 def _maxima_of_rows(parts: Sequence[_Part], groups: Groups) -> dict[str, Tensor]:
@@ -236,7 +242,7 @@ class _Part:
         return scale
 
 
-def _put(model: nn.Module, name: str, value: Tensor) -> None:
+def put(model: nn.Module, name: str, value: Tensor) -> None:
     """In place of a parameter without room."""
     path, _, last = name.rpartition(".")
     module = model.get_submodule(path)

@@ -1,35 +1,27 @@
-"""A text sample at the end of training: temperature and top-k sampling with a random generator of its own."""
+"""A text sample at the end of training: what `python -m megatron.generate --past-the-end slide` says of the checkpoint."""
 
 from __future__ import annotations
 
-import torch
-
 from data.tokenizer import Tokenizer
 from megatron.config.tree import Config
+from megatron.inference.generation import Generator
+from megatron.inference.live import reader_of
+from megatron.inference.request import Sampling, Wish
 from megatron.zero.api.engine import Engine
 
-TEMPERATURE, TOP_K = 0.8, 40
+SAMPLING = Sampling(temperature=0.8, top_k=40)
+"""As by default there."""
 
 
-@torch.no_grad()
-def generate(engine: Engine, tokenizer: Tokenizer, config: Config, device: torch.device, seed: int = 0) -> str:
-    """The configured prompt continued; the same text on every rank, and for every tensor parallel size."""
-    ids = [int(i) for i in tokenizer.encode(config.log.sample_prompt)] or [tokenizer.eod]
-    generator = torch.Generator().manual_seed(seed)
-    engine.train(False)
-    for _ in range(config.log.sample_tokens):
-        window = torch.tensor([ids[-config.model.max_position_embeddings :]], device=device)
-        token = _draw(engine(window)[0].float().cpu(), generator)
-        if token == tokenizer.eod:
-            break
-        ids.append(token)
-    engine.train(True)
-    return tokenizer.decode(ids)
-
-
-def _draw(logits: torch.Tensor, generator: torch.Generator) -> int:
-    values, choices = (logits / TEMPERATURE).topk(min(TOP_K, logits.numel()))
-    return int(choices[torch.multinomial(values.softmax(-1), 1, generator=generator)])
+def generate(engine: Engine, tokenizer: Tokenizer, config: Config) -> str:
+    """The configured prompt continued; the same text on every rank, and for every layout. No random stream of training
+    is touched. Collective."""
+    prompt = tuple(int(i) for i in tokenizer.encode(config.log.sample_prompt)) or (tokenizer.eod,)
+    wish = Wish(config.log.sample_tokens, SAMPLING, slides=True)
+    with reader_of(engine, rows=1) as reader:
+        generator = Generator(reader, vocabulary=tokenizer.vocab_size, eod=tokenizer.eod, slides=True)
+        (text,) = generator.run(wish.requests(prompt, 0))
+    return tokenizer.decode(text.ids)
 
 
 def printable(text: str) -> str:

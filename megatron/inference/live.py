@@ -1,0 +1,106 @@
+"""The model of an engine in training, to be read from between two steps: text while a model learns.
+
+    with from_engine(engine) as model:
+        decoder = Decoder(model, rows=4)
+
+Where the weights are whole they are the engine's own, and nothing is copied. Where they are split over data parallel
+ranks the model is a copy of this rank's tensor parallel part. `Uncached` reads without a copy: by the engine's forward,
+with no more whole at a time than in training, and from its beginning for every token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import final
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.agree import agree
+from megatron.config.tree import require
+from megatron.inference.decoder import Decoder
+from megatron.inference.loading import empty, put
+from megatron.model.gpt2 import GPT2
+from megatron.zero.api.engine import Engine
+from megatron.zero.api.init import GatheredParameters
+from mpu.collectives import broadcast_into
+
+
+@contextmanager
+def from_engine(engine: Engine) -> Iterator[GPT2]:
+    """Its model in the working precision, good until the block ends; nothing trains inside. Collective."""
+    with _reading(engine) as model:
+        yield model if has_whole_weights(engine) else _copy(engine, model)
+
+
+def has_whole_weights(engine: Engine) -> bool:
+    core = engine.core
+    return not any(bucket.comes_and_goes for bucket in (*core.buckets, *core.frozen))
+
+
+@contextmanager
+def _reading(engine: Engine) -> Iterator[GPT2]:
+    """Its module, with the weights of the last step and without dropout."""
+    core, model, training = engine.core, engine.core.module, engine.training
+    require(isinstance(model, GPT2), f"megatron.inference reads GPT2 models, and this engine has a "
+            f"{type(model).__name__}: use its forward")
+    assert isinstance(model, GPT2)
+    engine.conclude()
+    agree(core.check_before_save, core.groups.world)
+    core.look_at_newest("megatron.inference.live")
+    engine.train(False)
+    try:
+        yield model
+    finally:
+        engine.conclude()
+        engine.train(training)
+
+
+@torch.no_grad()
+def _copy(engine: Engine, model: GPT2) -> GPT2:
+    """One bucket is gathered at a time."""
+    core, made = engine.core, empty(model.config, model.tp)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for bucket in (*core.buckets, *core.frozen):
+        with GatheredParameters(bucket.parameters):
+            for parameter in bucket.parameters:
+                put(made, names[id(parameter)], parameter.detach().to(engine.device, copy=True))
+    return made.eval()
+
+
+@final
+class Uncached:
+    """Rows of texts that are read anew for each token."""
+
+    def __init__(self, engine: Engine, model: GPT2, rows: int) -> None:
+        self.model, self.rows, self.length = model, rows, model.config.max_position_embeddings
+        self._engine, self._texts = engine, [[0] for _ in range(rows)]
+
+    def read(self, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
+        for row, text in zip(rows, texts, strict=True):
+            self._texts[row] = [*text]
+        return self._logits(rows)
+
+    def follow(self, tokens: Sequence[int]) -> Tensor:
+        for row, token in enumerate(tokens):
+            self._texts[row].append(token)
+        return self._logits(range(len(tokens)))
+
+    def move(self, source: int, target: int) -> None:
+        self._texts[target] = self._texts[source]
+
+    @torch.no_grad()
+    def _logits(self, rows: Sequence[int]) -> Tensor:
+        """[b, V]. All ranks go on with the same: the forwards of a rank wait for those of the others."""
+        texts = [torch.tensor([self._texts[row]], device=self._engine.device) for row in rows]
+        found = torch.cat([self._engine(text) for text in texts]).contiguous()
+        broadcast_into(found, 0, self._engine.groups.dp).wait()
+        return found
+
+
+@contextmanager
+def reader_of(engine: Engine, rows: int) -> Iterator[Decoder | Uncached]:
+    """What reads it without a copy. Collective."""
+    with _reading(engine) as model:
+        yield Decoder(model, rows, records=False) if has_whole_weights(engine) else Uncached(engine, model, rows)
