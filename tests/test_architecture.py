@@ -112,7 +112,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.inference.source megatron.inference.former megatron.inference.request megatron.inference.cache
         megatron.inference.recorded megatron.inference.decoder megatron.inference.sampling
         megatron.inference.generation megatron.inference.wording megatron.inference.int8 megatron.inference.pages
-        megatron.inference.loading megatron.inference.live megatron.inference.answers megatron.inference.terminal megatron.inference.session
+        megatron.inference.loading megatron.inference.live megatron.inference.answers megatron.inference.terminal
+        megatron.inference.session
         megatron.inference.command
         megatron.inference.api megatron.inference.api.arguments megatron.inference.api.policy megatron.inference.api.cut
         megatron.inference.api.example megatron.inference.api.same megatron.inference.api.proof

@@ -1,4 +1,4 @@
-"""A text sample at the end of training: what `python -m megatron.generate --past-the-end slide` says of the checkpoint."""
+"""A text sample at the end of training: that of `python -m megatron.generate --past-the-end slide` on its checkpoint."""
 
 from __future__ import annotations
 

@@ -73,6 +73,7 @@ def test_an_interruption_ends_the_answer_and_not_the_session(folder: Path, ranks
             assert "> " not in person.sees_more(50), "it comes as it is made, long before it ends"
             person.presses("C")
             assert person.sees("> ").endswith("\n> ")
+        time.sleep(0.5)  # Python notices no signal between the prompt and its wait for a key, until the next key
         person.presses("C")
         person.sees("Ctrl-D or `stop` leaves\n> ")
         person.presses("D")
