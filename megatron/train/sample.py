@@ -1,4 +1,4 @@
-"""A text sample at the end of training: that of `python -m megatron.generate --past-the-end slide` on its checkpoint."""
+"""A text sample at the end of training: `python -m megatron.generate --past-the-end slide` says it of the checkpoint."""
 
 from __future__ import annotations
 
