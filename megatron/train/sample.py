@@ -1,4 +1,4 @@
-"""A text sample at the end of training: `python -m megatron.generate --past-the-end slide` says it of the checkpoint."""
+"""A text sample at the end of training: the text that `python -m megatron.generate` makes of its checkpoint."""
 
 from __future__ import annotations
 
