@@ -122,7 +122,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.inference.api.init_inference
         megatron.inference
         megatron.evaluate megatron.evaluate.request megatron.evaluate.windows megatron.evaluate.pieces
-        megatron.evaluate.scorer megatron.evaluate.outcome megatron.evaluate.reading megatron.evaluate.task
+        megatron.evaluate.likelihood megatron.evaluate.scorer megatron.evaluate.outcome megatron.evaluate.reading
+        megatron.evaluate.task
         megatron.evaluate.stream megatron.evaluate.detokenise megatron.evaluate.wikitext megatron.evaluate.perplexity
         megatron.evaluate.lambada megatron.evaluate.hellaswag megatron.evaluate.tasks megatron.evaluate.published
         megatron.evaluate.progress megatron.evaluate.report megatron.evaluate.parser megatron.evaluate.writer

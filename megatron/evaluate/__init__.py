@@ -3,6 +3,7 @@
     request.py      what is asked for: task, protocol, data; the protocols of each task
     windows.py      which tokens of a long sequence are read, and which are scored: arithmetic
     pieces.py       a few tokens and the targets among them: what is scored
+    likelihood.py   how likely targets are, of logits that are cut over ranks
     scorer.py       log-probabilities of pieces, in batches, shared out to the ranks
     reading.py      the files of the tasks
     outcome.py      loss, perplexities, bits per byte, accuracies

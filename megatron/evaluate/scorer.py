@@ -2,8 +2,8 @@
 
 Batches are made from all pieces, long ones first, and dealt to the data parallel ranks: what runs together does not
 depend on their number, and neither does a result. Logits are made for the targets alone, a bounded number of rows at a
-time, over the real vocabulary; what is behind it, padding, has no probability. Shapes: b pieces, s positions, h hidden,
-n targets, V vocabulary.
+time; tensor parallel ranks make those of their own columns and ask each other once a batch (likelihood.py). Shapes:
+b pieces, s positions, h hidden, n targets.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from torch import Tensor
 
 from data.storage import DataError
 from megatron.errors import NumericsError
+from megatron.evaluate.likelihood import found_here, of_all
 from megatron.evaluate.pieces import Piece, Score, digest
 from megatron.model.gpt2 import GPT2
 from mpu.collectives import all_gather_json, all_reduce
+from mpu.device import on_accelerator
 from mpu.groups import Groups
 
-CHUNK_BYTES = 64 << 20
-"""Of fp32 logits in a chunk."""
+CHUNK_BYTES, ON_ACCELERATORS = 64 << 20, 256 << 20
+"""Of fp32 logits in a chunk, of this rank's columns."""
 
 Progress = Callable[[int, int], None]
 """Batches done, and all of this rank's."""
@@ -81,14 +83,11 @@ class Scorer:
 
     def _of_targets(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """[n, h], [n] -> fp64 log-probabilities [n], and whether each is the likeliest [n]."""
-        logprobs, greedy = [], []
-        rows = max(1, CHUNK_BYTES // (4 * self._model.config.tokens))
-        for x, target in zip(hidden.split(rows), targets.split(rows), strict=True):
-            logits = self._model.logits(x).float()  # [rows, V]
-            at_target = logits.gather(1, target[:, None])[:, 0]
-            logprobs.append((at_target - logits.logsumexp(1)).double())
-            greedy.append(logits.argmax(1) == target)
-        return torch.cat(logprobs), torch.cat(greedy)
+        tp, tokens = self._model.tp, self._model.config.tokens
+        size = ON_ACCELERATORS if on_accelerator(hidden) else CHUNK_BYTES
+        rows = max(1, size * tp.size // (4 * tokens))
+        return of_all(torch.cat([found_here(self._model.own_logits(x), target, tp, tokens)
+                                 for x, target in zip(hidden.split(rows), targets.split(rows), strict=True)]), tp)
 
 
 def batches(pieces: Sequence[Piece], size: int) -> list[list[int]]:

@@ -75,8 +75,11 @@ class GPT2(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., V] over the whole real vocabulary, on every rank."""
-        local = linear(copy_to_region(x, self.tp), self.wte.weight)
-        return gather_from_region(local, self.tp)[..., : self.config.tokens]
+        return gather_from_region(self.own_logits(x), self.tp)[..., : self.config.tokens]
+
+    def own_logits(self, x: Tensor) -> Tensor:
+        """[..., h] -> [..., V / tp]: this rank's columns, padding among them."""
+        return linear(copy_to_region(x, self.tp), self.wte.weight)
 
 
 def run_in_order(blocks: Sequence[nn.Module], x: Tensor, *args: Any) -> Tensor:

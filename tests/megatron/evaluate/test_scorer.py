@@ -68,13 +68,13 @@ def test_greedy_is_said_of_pieces_whose_every_target_is_the_likeliest() -> None:
 def test_logits_are_made_a_bounded_number_of_rows_at_a_time() -> None:
     model, pieces, rows = GPT2(SHAPE), some_pieces(), list[int]()
     whole = Scorer(model, Groups(), 100)(pieces)
-    made = model.logits
+    made = model.own_logits
 
     def logits(x: torch.Tensor) -> torch.Tensor:
         rows.append(len(x))
         return made(x)
 
-    with patch.object(model, "logits", logits), patch.object(scorer, "CHUNK_BYTES", 4 * 257 * 5):
+    with patch.object(model, "own_logits", logits), patch.object(scorer, "CHUNK_BYTES", 4 * 257 * 5):
         assert_scores_close(Scorer(model, Groups(), 100)(pieces), whole)
     assert max(rows) == 5 and sum(rows) == sum(len(piece.tokens) - piece.first for piece in pieces)
 
