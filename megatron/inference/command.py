@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -81,9 +81,8 @@ def check(asked: argparse.Namespace) -> None:
         require(not (asked.interactive and getattr(asked, flag)), f"--interactive is for a person, --{flag} for a "
                 "program: give one of them")
     for name in ("max_new_tokens", "num_samples", "batch_size", "seq_length"):
-        if getattr(asked, name) is None:
-            continue
-        require(getattr(asked, name) >= 1, f"--{name.replace('_', '-')} is {getattr(asked, name)}: expected 1 or more")
+        value = getattr(asked, name)
+        require(value is None or value >= 1, f"--{name.replace('_', '-')} is {value}: expected 1 or more")
     require(asked.file is None or Path(asked.file).is_file(), f"--file {asked.file}: no such file")
     require("" not in asked.stop, "--stop is empty: give a text")
     folder = Path(asked.output or "x").absolute().parent
@@ -105,21 +104,13 @@ def prompts_of(asked: argparse.Namespace) -> Iterator[str]:
     if asked.prompts:
         yield from asked.prompts
         return
-    with open(asked.file, encoding="utf-8", errors="replace") if asked.file else _stdin() as lines:
+    with open(asked.file, encoding="utf-8", errors="replace") if asked.file else nullcontext(sys.stdin) as lines:
         for number, line in enumerate(lines, 1):
             line = line.rstrip("\n")
             if asked.file is not None and asked.file.endswith(".jsonl"):
                 yield _prompt_in(line, f"{asked.file}, line {number}")
             elif line:
                 yield line
-
-
-class _stdin:
-    def __enter__(self) -> Iterable[str]:
-        return sys.stdin
-
-    def __exit__(self, *exception: object) -> None:
-        """It stays open."""
 
 
 def output_of(asked: argparse.Namespace) -> AbstractContextManager[IO[str]]:

@@ -73,13 +73,15 @@ def quantise_weights(found: Checkpoint | Foreign, root: Path) -> SaveReport:
         raise CheckpointError(f"tag {tag} is not of this program's GPT-2, which is what int8 is for")
     pieces = [piece for name, shape in shapes.items() for piece in
               (_int8(found, name, shape) if is_quantised(name, shape) else [_weight(found, name, shape)])]
-    return _save(root, tag, pieces, config, iteration)
+    said = {} if isinstance(found, Foreign) else found.shared_state["client_state"]
+    return _save(root, tag, pieces, config, iteration, {key: said[key] for key in ("tokenizer",) if key in said})
 
 
-def _save(root: Path, tag: str, pieces: Sequence[Piece], config: Mapping[str, Any], iteration: int) -> SaveReport:
+def _save(root: Path, tag: str, pieces: Sequence[Piece], config: Mapping[str, Any], iteration: int,
+          client_state: Mapping[str, Any] = {}) -> SaveReport:
     run_id = secrets.token_hex(8)
     shared: dict[str, Any] = {"run_id": run_id, "engine": {}, "optimizer": None, "lr_scheduler": None, "buffers": {},
-                              "client_state": {}}
+                              "client_state": dict(client_state)}
     probe(root, "--output")
     with locked(root):
         return save(root, tag, pieces=pieces, rank_state={}, shared_state=shared, config=config,

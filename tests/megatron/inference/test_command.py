@@ -154,6 +154,9 @@ def test_a_tokenizer_of_the_same_size_that_it_was_not_trained_with_is_refused(tm
     with pytest.raises(ConfigError, match=r"was trained with CharacterLevelTokenizer (\w+) \(8 ids\), and this is "
                                           r"CharacterLevelTokenizer (?!\1)\w+ \(8 ids\): give its own"):
         said(*typed, "--vocab-file", other)
+    assert convert(["convert", str(made), "--dtype", "int8", "--output", str(tmp_path / "int8")]) == 0
+    with pytest.raises(ConfigError, match="was trained with"):
+        said("--load", tmp_path / "int8", "--vocab-file", other, "a")
     own.rename(tmp_path / "moved.txt")
     assert said(*typed, "--vocab-file", tmp_path / "moved.txt")[0] == text
     other.rename(own)
