@@ -71,10 +71,10 @@ class Answers:
 
     async def refuse(self, exchange: Exchange, refusal: Refusal) -> None:
         """In the words of the one who asked."""
-        said: Any = refusal.message
+        said: dict[str, Any] = {"message": refusal.message}
         if exchange.head.path != "/api":
             kind = "server_error" if refusal.status >= 500 else "invalid_request_error"
-            said = {"error": {"message": refusal.message, "type": kind, "param": refusal.name, "code": refusal.code}}
+            said = {"error": {**said, "type": kind, "param": refusal.name, "code": refusal.code}}
         if exchange.status:
             await exchange.send_event(json.dumps(said))
             await exchange.end_events()
@@ -127,7 +127,7 @@ class Answers:
         job = await asyncio.get_running_loop().run_in_executor(self._pool, read, body)
         ticket = self._desk.submit(job.asked.requests(), job.asked.top)
         exchange.read = job.asked.read
-        watch = asyncio.create_task(exchange.watch(ticket, self._desk.drop))
+        watch = asyncio.create_task(self._watch(exchange, ticket))
         try:
             await (self._stream if job.streams else self._wait)(exchange, job, ticket)
         finally:
@@ -136,6 +136,10 @@ class Answers:
             exchange.made = ticket.made
             if not ticket.is_done:
                 self._desk.drop(ticket)
+
+    async def _watch(self, exchange: Exchange, ticket: Ticket) -> None:
+        await exchange.until_left()
+        self._desk.drop(ticket)
 
     @staticmethod
     async def _wait(exchange: Exchange, job: Job, ticket: Ticket) -> None:

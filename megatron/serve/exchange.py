@@ -9,7 +9,6 @@ from contextlib import suppress
 from email.utils import formatdate
 from typing import Any, final
 
-from megatron.serve.desk import Ticket
 from megatron.serve.limits import Limits
 from megatron.serve.message import Head, Reader, head_of_response
 from megatron.serve.refusal import Refusal
@@ -65,7 +64,7 @@ class Exchange:
         await self._write(head if self.head.method == "HEAD" else head + body)
 
     async def reply_json(self, value: Any, status: int = 200, headers: Iterable[tuple[str, str]] = ()) -> None:
-        await self.reply(status, json.dumps(value).encode() + b"\n", headers=headers)
+        await self.reply(status, json.dumps(value, allow_nan=False).encode() + b"\n", headers=headers)
 
     async def begin_events(self) -> None:
         """A response that goes on: server-sent events."""
@@ -81,13 +80,11 @@ class Exchange:
         if self._in_chunks:
             await self._write(b"0\r\n\r\n")
 
-    async def watch(self, ticket: Ticket, left: Any) -> None:
-        """Until the client leaves, and then call `left` with the ticket. What it sends meanwhile is not read as
-        anything."""
+    async def until_left(self) -> None:
+        """Until the client leaves. What it sends meanwhile is not read as anything."""
         with suppress(ConnectionError):
             while await self._stream.read(1 << 14):
                 pass
-        left(ticket)
 
     async def close(self) -> None:
         with suppress(OSError, asyncio.TimeoutError):
@@ -96,9 +93,6 @@ class Exchange:
                     self._writer.write_eof()
                 while await self._stream.read(1 << 16):
                     pass
-        self._writer.transport.abort()
-
-    def abort(self) -> None:
         self._writer.transport.abort()
 
     @staticmethod
