@@ -109,12 +109,11 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero.api.names megatron.zero.api.engine megatron.zero.api.meeting
         megatron.zero.api.initialize
         megatron.zero
-        megatron.inference.source megatron.inference.former megatron.inference.request megatron.inference.cache
-        megatron.inference.recorded megatron.inference.decoder megatron.inference.sampling
+        megatron.inference.source megatron.inference.former megatron.inference.request megatron.inference.prompts
+        megatron.inference.cache megatron.inference.recorded megatron.inference.decoder megatron.inference.sampling
         megatron.inference.generation megatron.inference.wording megatron.inference.int8 megatron.inference.pages
         megatron.inference.loading megatron.inference.live megatron.inference.answers megatron.inference.terminal
-        megatron.inference.session
-        megatron.inference.command
+        megatron.inference.session megatron.inference.command
         megatron.inference.api megatron.inference.api.arguments megatron.inference.api.policy megatron.inference.api.cut
         megatron.inference.api.example megatron.inference.api.same megatron.inference.api.proof
         megatron.inference.api.quantise megatron.inference.api.weights

@@ -9,6 +9,7 @@
     decoder.py      the model over a cache: read a prompt, follow with a token of each text
     sampling.py     the next token of one text, from its logits
     generation.py   many texts at a time; one that ends makes room for the next
+    prompts.py      where prompts come from: all at hand, or through a pipe
     wording.py      the words of a text that is being made
     loading.py      a model from a checkpoint or a Hugging Face folder, at any tensor parallel size: this rank's part
     live.py         the model of an engine in training

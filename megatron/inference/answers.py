@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterator
+from datetime import timedelta
 from typing import IO, final
 
 from data.tokenizer_base import Tokenizer
+from megatron.checkpoint.agree import on_rank_0
 from megatron.config.tree import require
+from megatron.errors import NumericsError
 from megatron.inference.decoder import Decoder
 from megatron.inference.generation import Generator, Text
 from megatron.inference.loading import Loaded
+from megatron.inference.prompts import Prompts
 from megatron.inference.request import Request, Wish
 from megatron.inference.wording import Wording
 from mpu.collectives import broadcast_json
-from mpu.groups import Groups
+from mpu.groups import Groups, limit_waits
+
+PATIENCE = timedelta(days=365)
+"""With who types, or writes into a pipe."""
 
 
 @final
@@ -28,25 +36,43 @@ class Answers:
         self._generator = generator_of(loaded, self._decoder, self._wording, wish.slides)
         self._tokens, self._seconds = 0, 0.0
 
-    def write(self, prompts: Iterable[str], out: IO[str] | None, *, jsonl: bool) -> None:
+    def write(self, prompts: Prompts, out: IO[str] | None, *, jsonl: bool) -> None:
         """`prompts` and `out` are rank 0's. Answers that are ready before earlier ones wait for them; the one whose
         turn it is is printed as it comes."""
         begin, page = time.monotonic(), _Page(self._wording, out, jsonl)
-        for text in self._generator.run(self._requests(prompts, page), page.show):
-            self._tokens += len(text.tokens)
+        for text in self._texts(prompts, page):
+            if text.ended == "not finite":
+                raise NumericsError("the model gives logits that are no numbers, or infinite, after "
+                                    f"{len(text.ids)} tokens: ask for --dtype fp32 or bf16")
+            page.show(text)
+            self._tokens += text.ended is not None and len(text.tokens)
         self._seconds += time.monotonic() - begin
 
-    def _requests(self, prompts: Iterable[str], page: _Page) -> Iterator[Request]:
-        """The same on every rank."""
-        world, mine, number = self._groups.world, iter(prompts), 0
-        while (prompt := broadcast_json(next(mine, None) if world.rank == 0 else None, world, 0)) is not None:
-            ids = ids_of(self._tokenizer, prompt)
-            refusal = self._wish.refusal(ids, self._decoder.length)
-            require(not refusal, refusal)
-            for request in self._wish.requests(ids, number):
-                page.expect(number, prompt)
-                number += 1
-                yield request
+    def _texts(self, prompts: Prompts, page: _Page) -> Iterator[Text]:
+        """Those that got a token or ended, after each step. The same on every rank."""
+        generator, world = self._generator, self._groups.world
+        waiting, more, number = deque[Request](), True, 0
+        if broadcast_json(prompts.lasts if world.rank == 0 else None, world, 0):
+            limit_waits(self._groups, PATIENCE)
+        while more or waiting or generator.runs:
+            if more and len(waiting) < generator.room:
+                most, wait = generator.room - len(waiting), not (waiting or generator.runs)
+                found = on_rank_0(lambda: prompts.take(most, wait), world)
+                more = found is not None
+                for prompt in found or ():
+                    requests = self._requests(prompt, number)
+                    page.expect(number, prompt, len(requests))
+                    waiting.extend(requests)
+                    number += len(requests)
+            beginning = [waiting.popleft() for _ in range(min(generator.room, len(waiting)))]
+            yield from generator.begin(beginning) if beginning else []
+            yield from generator.step()
+
+    def _requests(self, prompt: str, number: int) -> list[Request]:
+        ids = ids_of(self._tokenizer, prompt)
+        refusal = self._wish.refusal(ids, self._decoder.length)
+        require(not refusal, refusal)
+        return self._wish.requests(ids, number)
 
     def speed(self) -> str:
         rate = self._tokens / self._seconds if self._seconds else 0.0
@@ -74,9 +100,9 @@ class _Page:
         self._ready: dict[int, Text] = {}
         self._turn, self._printed = 0, ""
 
-    def expect(self, number: int, prompt: str) -> None:
+    def expect(self, first: int, prompt: str, answers: int) -> None:
         if self._out is not None:
-            self._prompts[number] = prompt
+            self._prompts.update(dict.fromkeys(range(first, first + answers), prompt))
 
     def show(self, text: Text) -> None:
         """A text has a token more, or has ended."""

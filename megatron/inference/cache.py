@@ -21,9 +21,9 @@ class Cache:
         self._rows = torch.arange(rows, device=device)
         self.lengths = [0] * rows
 
-    def fill(self, layer: int, row: int, both: Tensor) -> None:
-        """The first places of a row <- [position, 2, head, width]."""
-        self._numbers[layer, row, : len(both)] = both
+    def fill(self, layer: int, first: int, both: Tensor) -> None:
+        """The first places of rows from `first` on <- [row, position, 2, head, width]."""
+        self._numbers[layer, first : first + len(both), : both.shape[1]] = both
 
     def append(self, layer: int, places: Tensor, both: Tensor) -> None:
         """One place of each of the first rows <- [row, 2, head, width]."""
@@ -38,3 +38,7 @@ class Cache:
         length = self.lengths[source]
         self._numbers[:, target, :length] = self._numbers[:, source, :length]
         self.lengths[target] = length
+
+    def clear(self, row: int) -> None:
+        """What is not finite would come through the mask of a later text."""
+        self._numbers[:, row] = 0

@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import stat
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO, NoReturn, TextIO
 
 from data.storage import staged_file
 from megatron.config.help import typed
 from megatron.config.tree import require
 from megatron.errors import ConfigError
 from megatron.inference import former, source
+from megatron.inference.prompts import Arriving, Given, Prompts
 from megatron.inference.request import Sampling, Wish
 from megatron.inference.terminal import Terminal, is_at_hand
 
@@ -100,10 +103,22 @@ def is_session(asked: argparse.Namespace) -> bool:
     return bool(asked.interactive or not (asked.prompts or asked.file or asked.jsonl or asked.output) and is_at_hand())
 
 
-def prompts_of(asked: argparse.Namespace) -> Iterator[str]:
+def prompts_of(asked: argparse.Namespace) -> Prompts:
+    """A pipe may be that of a program which waits for its answers."""
     if asked.prompts:
-        yield from asked.prompts
-        return
+        return Given(asked.prompts)
+    lasts = asked.file is None and stat.S_ISFIFO(_mode(sys.stdin))
+    return Arriving(_lines(asked)) if lasts else Given(_lines(asked))
+
+
+def _mode(stream: TextIO) -> int:
+    try:
+        return os.fstat(stream.fileno()).st_mode
+    except (OSError, ValueError):  # no file of the system's
+        return 0
+
+
+def _lines(asked: argparse.Namespace) -> Iterator[str]:
     with open(asked.file, encoding="utf-8", errors="replace") if asked.file else nullcontext(sys.stdin) as lines:
         for number, line in enumerate(lines, 1):
             line = line.rstrip("\n")
@@ -153,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         answers = Answers(loaded, groups, wish, asked.batch_size)
         with output_of(asked) if first else nullcontext() as out:
-            answers.write(prompts_of(asked) if first else (), out, jsonl=asked.jsonl)
+            answers.write(prompts_of(asked) if first else Given(()), out, jsonl=asked.jsonl)
         say(answers.speed())
     distributed.shutdown()
     return 0

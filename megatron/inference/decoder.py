@@ -11,7 +11,8 @@ head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import cast, final
 
@@ -26,38 +27,43 @@ from megatron.model.gpt2 import GPT2
 from mpu.device import on_accelerator
 
 Attend = Callable[[int, Tensor, Tensor], Tensor]
-"""layer, queries [b, s, n, d], keys and values [b, s, 2, n, d] of the positions at work -> [b, n, s, d]"""
+"""layer, queries [b, s, n, d], keys and values [b, s, 2, n, d] of the positions at work -> [b, s, n, d]"""
 
 
 @final
 class Decoder:
-    def __init__(self, model: GPT2, rows: int, records: bool = True) -> None:
-        """`records`: steps on an accelerator, which pays for long texts."""
-        self.model, self.rows, self.length = model.eval(), rows, model.config.max_position_embeddings
+    def __init__(self, model: GPT2, rows: int, positions: int | None = None, *, records: bool = True) -> None:
+        """Room for `rows` texts, each of as many positions as the model has, or of `positions`. `records`: steps on an
+        accelerator, which pays for long texts."""
+        self.model, self.rows = model.eval(), rows
+        self.length = min(model.config.max_position_embeddings, positions or model.config.max_position_embeddings)
         self._blocks = [cast(Block, block) for block in model.blocks]
         weight, attention = model.wpe.weight, self._blocks[0].attn
-        self._device = weight.device
+        self._device, self._dtype = weight.device, weight.dtype
         self._cache = Cache(len(self._blocks), rows, self.length, attention.heads, attention.head_width,
                             dtype=weight.dtype, device=weight.device)
         self._recorded = None  # what ranks tell each other is not recorded
         if records and on_accelerator(weight) and model.tp.is_solo:
-            self._recorded = Recorded(self._step, rows, self.length, weight.device)
+            self._recorded = Recorded(rows, self.length, weight.device)
 
     @torch.inference_mode()
     def read(self, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
         """Texts from their beginnings, in place of what the rows held -> [b, V] logits of what follows."""
         def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:
             found = []
-            for row, one, both in zip(rows, q.split(lengths, dim=1), kv.split(lengths, dim=1), strict=True):
-                self._cache.fill(layer, row, both[0])
+            for run in runs:
+                one, both = run.of(q), run.of(kv)
+                self._cache.fill(layer, run.row, both)
                 k, v = both.transpose(1, 3).unbind(2)
-                found.append(F.scaled_dot_product_attention(one.transpose(1, 2), k, v, is_causal=True))
-            return torch.cat(found, dim=2) if len(found) > 1 else found[0]
+                y = F.scaled_dot_product_attention(one.transpose(1, 2), k, v, is_causal=True)
+                found.append(y.transpose(1, 2).flatten(0, 1))
+            return torch.cat(found)[None]
 
         lengths = [len(text) for text in texts]
         assert 0 < min(lengths) and max(lengths) <= self.length
         for row, length in zip(rows, lengths, strict=True):
             self._cache.lengths[row] = length
+        runs = list(_runs(rows, lengths))
         tokens = torch.tensor([list(chain(*texts))], device=self._device)
         places = torch.tensor(list(chain(*map(range, lengths))), device=self._device)
         ends = torch.tensor(list(accumulate(lengths)), device=self._device) - 1
@@ -65,12 +71,12 @@ class Decoder:
 
     @torch.inference_mode()
     def follow(self, tokens: Sequence[int]) -> Tensor:
-        """One token more of each of the first rows -> [b, V]."""
+        """One token more of each of the first rows -> [b, V]. Rows behind them hold nothing any longer."""
         before = self._cache.lengths[: len(tokens)]
         assert max(before) < self.length, "a text at the end of the position table cannot be followed"
         self._cache.lengths[: len(tokens)] = [length + 1 for length in before]
         if self._recorded is not None:
-            return self._recorded(tokens, before)
+            return self._recorded(self._step, tokens, before)
         inputs = torch.tensor([tokens, before], device=self._device)
         return self._step(inputs[0], inputs[1], max(before) + 1, masked=min(before) < max(before))
 
@@ -78,16 +84,21 @@ class Decoder:
         """The text of one row is the text of another from now on."""
         self._cache.move(source, target)
 
+    def clear(self, row: int) -> None:
+        """Nothing of what a row held may reach a later text."""
+        self._cache.clear(row)
+
     def _step(self, tokens: Tensor, places: Tensor, positions: int, masked: bool = True) -> Tensor:
         """[b] tokens at [b] places -> [b, V]. Unless `masked`, every row has as many positions."""
         def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:
             self._cache.append(layer, places, kv[:, 0])
             keys, values = self._cache.first(layer, len(tokens), positions)
-            return F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=mask)
+            return F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=mask).transpose(1, 2)
 
-        mask = None  # [b, 1, 1, position]: True where a row has something
+        mask = None  # [b, 1, 1, position], added: 0 where a row has something
         if masked:
-            mask = (torch.arange(positions, device=self._device) <= places[:, None])[:, None, None, :]
+            behind = torch.arange(positions, device=self._device) > places[:, None]
+            mask = torch.zeros_like(behind, dtype=self._dtype).masked_fill_(behind, -torch.inf)[:, None, None, :]
         return self._run(tokens[:, None], places[:, None], attend)[:, 0]
 
     def _run(self, tokens: Tensor, places: Tensor, attend: Attend, wanted: Tensor | None = None) -> Tensor:
@@ -98,6 +109,33 @@ class Decoder:
             attention = block.attn
             parts = attention.qkv(block.ln_1(x)).unflatten(-1, (3, attention.heads, attention.head_width))
             found = attend(layer, parts[:, :, 0], parts[:, :, 1:])
-            x = x + attention.proj(found.transpose(1, 2).flatten(2))
+            x = x + attention.proj(found.flatten(2))
             x = x + block.mlp(block.ln_2(x))
         return model.logits(model.ln_f(x if wanted is None else x[:, wanted]))
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Texts of one length in rows that follow each other: they are attended to together."""
+
+    row: int
+    """The first."""
+    start: int
+    """Where the first one begins among all that is read."""
+    count: int
+    length: int
+
+    def of(self, numbers: Tensor) -> Tensor:
+        """[1, s, ...] -> [count, length, ...]"""
+        part = numbers[0, self.start : self.start + self.count * self.length]
+        return part.view(self.count, self.length, *part.shape[1:])
+
+
+def _runs(rows: Sequence[int], lengths: Sequence[int]) -> Iterator[_Run]:
+    first = start = 0
+    for last in range(len(rows)):
+        goes_on = last + 1 < len(rows) and rows[last + 1] == rows[last] + 1 and lengths[last + 1] == lengths[last]
+        if not goes_on:
+            yield _Run(rows[first], start, last + 1 - first, lengths[last])
+            start += (last + 1 - first) * lengths[last]
+            first = last + 1

@@ -9,23 +9,26 @@ Every tensor parallel rank does the same in the same order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from random import Random
 from typing import Literal, Protocol, final
 
 import torch
 from torch import Tensor
 
 from megatron.inference.request import Request, Sampling
-from megatron.inference.sampling import Sampler
+from megatron.inference.sampling import draw
 from megatron.model.gpt2 import GPT2
 from mpu.collectives import broadcast_into
 
 READ = 8192
 """Tokens of prompts that are read together."""
 
-End = Literal["eod", "stop", "length", "positions", "dropped"]
+End = Literal["eod", "stop", "length", "positions", "dropped", "not finite"]
+"""The last one: the model gave a logit that is no number, or infinite."""
 
 
 @dataclass
@@ -38,6 +41,11 @@ class Text:
     logprobs: list[float] = field(default_factory=list)
     """Of each, under the model itself."""
     ended: End | None = None
+    random: Random = field(init=False, repr=False)
+    """Its own, whatever runs beside it."""
+
+    def __post_init__(self) -> None:
+        self.random = Random(self.request.stream)
 
     @property
     def ids(self) -> list[int]:
@@ -61,6 +69,8 @@ class Reader(Protocol):
 
     def move(self, source: int, target: int) -> None: ...
 
+    def clear(self, row: int) -> None: ...
+
 
 @final
 class Generator:
@@ -70,21 +80,24 @@ class Generator:
         `slides`, goes on from its last tokens, which are read anew for each."""
         self._decoder, self._vocabulary, self._eod, self._slides, self._stops = decoder, vocabulary, eod, slides, stops
         self._rows: list[Text] = []
-        self._samplers: list[Sampler] = []
 
     @property
     def room(self) -> int:
         """Texts that may begin now."""
         return self._decoder.rows - len(self._rows)
 
+    @property
+    def runs(self) -> int:
+        """Texts that have begun and not ended."""
+        return len(self._rows)
+
     def begin(self, requests: Sequence[Request]) -> list[Text]:
         """With their first tokens; a text may be over with that."""
         assert len(requests) <= self.room, "no row is free"
         first, texts = len(self._rows), [Text(request) for request in requests]
         self._rows += texts
-        self._samplers += [Sampler(request.sampling, request.stream) for request in requests]
         for rows in self._at_a_time(range(first, len(self._rows))):
-            self._take(slice(rows.start, rows.stop), self._read(rows))
+            self._take(self._rows[rows.start : rows.stop], self._read(rows))
         self._clear()
         return texts
 
@@ -103,7 +116,7 @@ class Generator:
         """The texts that got a token, or ended for want of one."""
         texts = [*self._rows]
         if texts:
-            self._take(slice(None), self._follow())
+            self._take(texts, self._follow())
             self._clear()
         return texts
 
@@ -149,18 +162,20 @@ class Generator:
         logits = self._decoder.follow([text.tokens[-1] for text in texts])
         return logits.index_copy(0, torch.tensor(past, device=logits.device), self._read(past)) if past else logits
 
-    def _take(self, rows: slice, logits: Tensor) -> None:
+    def _take(self, texts: Sequence[Text], logits: Tensor) -> None:
         """The next token of each."""
-        texts, samplers = self._rows[rows], self._samplers[rows]
         logits = logits[:, : self._vocabulary].float()
-        tokens = torch.stack([sampler(one, text.ids) for sampler, one, text in zip(samplers, logits, texts)])
-        broadcast_into(tokens, 0, self._decoder.model.tp).wait()  # logits may differ in their last bits
+        tokens = _drawn(texts, logits)
         logprobs = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
-        for text, token, logprob in zip(texts, *torch.stack([tokens.double(), logprobs.double()]).tolist(),
-                                        strict=True):  # one wait for both
+        found = torch.stack([tokens.double(), logprobs.double()])
+        broadcast_into(found, 0, self._decoder.model.tp).wait()  # logits may differ in their last bits
+        for text, token, logprob in zip(texts, *found.tolist(), strict=True):  # one wait for both
             self._append(text, int(token), logprob)
 
     def _append(self, text: Text, token: int, logprob: float) -> None:
+        if not math.isfinite(logprob):
+            text.ended = "not finite"
+            return
         if token == self._eod:
             text.ended = "eod"
             return
@@ -177,10 +192,30 @@ class Generator:
         """The last row takes the place of each that has ended."""
         for row in reversed(range(len(self._rows))):
             if self._rows[row].ended is not None:
-                last, sampler = self._rows.pop(), self._samplers.pop()
+                if self._rows[row].ended == "not finite":
+                    self._decoder.clear(row)
+                last = self._rows.pop()
                 if row < len(self._rows):
-                    self._rows[row], self._samplers[row] = last, sampler
+                    self._rows[row] = last
                     self._decoder.move(len(self._rows), row)
+
+
+def _drawn(texts: Sequence[Text], logits: Tensor) -> Tensor:
+    """[b, V] -> [b], those with the same settings together."""
+    numbers = torch.tensor([text.random.random() for text in texts], dtype=torch.float64)
+    if logits.is_cuda:
+        numbers = numbers.pin_memory().to(logits.device, non_blocking=True)
+    alike: dict[Sampling, list[int]] = {}
+    for place, text in enumerate(texts):
+        alike.setdefault(text.request.sampling, []).append(place)
+    tokens = torch.empty(len(texts), dtype=torch.int64, device=logits.device)
+    for settings, places in alike.items():
+        seen = [texts[place].ids for place in places]
+        if len(alike) == 1:
+            return draw(logits, settings, numbers, seen)
+        index = torch.tensor(places, device=logits.device)
+        tokens.index_copy_(0, index, draw(logits[index], settings, numbers[index], seen))
+    return tokens
 
 
 def texts_of(generator: Generator, prompts: Iterable[Sequence[int]], most: int, sampling: Sampling,

@@ -90,6 +90,9 @@ class Uncached:
     def move(self, source: int, target: int) -> None:
         self._texts[target] = self._texts[source]
 
+    def clear(self, row: int) -> None:
+        """Nothing is kept but tokens."""
+
     @torch.no_grad()
     def _logits(self, rows: Sequence[int]) -> Tensor:
         """[b, V]. All ranks go on with the same: the forwards of a rank wait for those of the others."""

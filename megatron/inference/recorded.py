@@ -3,7 +3,8 @@
 A step for a few rows is hundreds of small operations, which a host cannot start as fast as the device ends them. A
 recording (a CUDA graph) is started at once, but its sizes are fixed: so there is one for 1, 2, 4, ... rows and for
 128, 256, 512, ... positions, each made when it is first needed. Rows and positions beyond what is asked for are masked;
-what a row that holds no text gets is never read.
+what a row that holds no text gets is never read. A recording holds on to the tensors of the step and not to
+who made it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import torch
 from torch import Tensor
 
 Run = Callable[[], Tensor]
+Step = Callable[[Tensor, Tensor, int], Tensor]
+"""[b] tokens, [b] places, positions to attend to -> [b, V]"""
+
 Record = Callable[[Run], Run]
 """What runs, on the same tensors each time -> what does it again."""
 
@@ -31,29 +35,26 @@ class _Recording:
 
 @final
 class Recorded:
-    def __init__(self, step: Callable[[Tensor, Tensor, int], Tensor], rows: int, length: int, device: torch.device,
-                 record: Record | None = None) -> None:
-        """`step`: [b] tokens, [b] places, positions to attend to -> [b, V]."""
-        self._step, self._rows, self._length, self._device = step, rows, length, device
-        self._record = record or (Graphs() if device.type == "cuda" else lambda run: run)
+    def __init__(self, rows: int, length: int, device: torch.device, record: Record | None = None) -> None:
+        self._rows, self._length, self._device = rows, length, device
+        self._record = record or (Graphs() if device.type == "cuda" else None)
         self._recordings: dict[tuple[int, int], _Recording] = {}
 
-    def __call__(self, tokens: Sequence[int], places: Sequence[int]) -> Tensor:
-        """The same as the step; the result is good until the next one."""
+    def __call__(self, step: Step, tokens: Sequence[int], places: Sequence[int]) -> Tensor:
+        """The same as the step, which is the same each time; the result is good until the next one."""
         rows = min(self._rows, power_of_two(len(tokens)))
         positions = min(self._length, max(FEWEST_POSITIONS, power_of_two(max(places) + 1)))
         inputs = torch.zeros(2, rows, dtype=torch.int64, pin_memory=self._device.type == "cuda")
         inputs[:, : len(tokens)] = torch.tensor([tokens, places])
+        if self._record is None:
+            return step(inputs[0], inputs[1], positions)[: len(tokens)]
         found = self._recordings.get((rows, positions))
-        if found is None:
-            found = self._recordings[rows, positions] = self._made(inputs, positions)
+        if found is None:  # recording may run the step: with these inputs running it twice changes nothing
+            example = inputs.to(self._device, copy=True)
+            found = _Recording(example, self._record(lambda: step(example[0], example[1], positions)))
+            self._recordings[rows, positions] = found
         found.inputs.copy_(inputs, non_blocking=True)
         return found.run()[: len(tokens)]
-
-    def _made(self, example: Tensor, positions: int) -> _Recording:
-        """With the inputs of the step that needs it: recording may run it, and running a step twice changes nothing."""
-        inputs = example.to(self._device, copy=True)
-        return _Recording(inputs, self._record(lambda: self._step(inputs[0], inputs[1], positions)))
 
 
 def power_of_two(number: int) -> int:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import final
 
-from megatron.inference.answers import generator_of, ids_of
+from megatron.inference.answers import PATIENCE, generator_of, ids_of
 from megatron.inference.decoder import Decoder
 from megatron.inference.generation import Text
 from megatron.inference.loading import Loaded
@@ -21,8 +20,6 @@ from megatron.inference.terminal import HOW_TO_LEAVE, Terminal
 from megatron.inference.wording import Wording
 from mpu.collectives import broadcast_json
 from mpu.groups import Groups, limit_waits
-
-PATIENCE = timedelta(days=365)
 
 
 @final
@@ -59,6 +56,8 @@ class Session:
                     self._generator.step()
                 shown = self._show(text, shown)
             self._show_more("\n")
+            if text.ended == "not finite":
+                self._say("the model gave logits that are no numbers, or infinite: ask for --dtype fp32 or bf16")
             if interrupted:
                 return
 

@@ -16,7 +16,7 @@ from megatron.serve.refusal import Refusal, wrong
 
 MOST_LOGPROBS = 5
 REASONS: dict[End, str] = {"eod": "stop", "stop": "stop", "length": "length", "positions": "length",
-                           "dropped": "length"}
+                           "dropped": "length", "not finite": "error"}
 
 
 @final

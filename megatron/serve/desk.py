@@ -19,6 +19,8 @@ from megatron.serve.orders import Begin, Closed, Drop, News, Read
 from megatron.serve.refusal import Refusal
 
 STOPPING = "the server is stopping"
+NO_NUMBERS = ("the model gives logits that are no numbers, or infinite, after this prompt: whoever runs the server may "
+              "start it with --dtype fp32 or bf16")
 
 
 @final
@@ -88,6 +90,10 @@ class Desk:
     def drop(self, ticket: Ticket) -> None:
         """The client has left."""
         ticket.left = True
+        self._withdraw(ticket)
+
+    def _withdraw(self, ticket: Ticket) -> None:
+        """No more news of it are wanted."""
         numbers = tuple(text.request.number for text in ticket.texts if text.request.number in self._open)
         for number in numbers:
             del self._open[number]
@@ -108,6 +114,9 @@ class Desk:
             else:
                 self._grow(text, one)
                 self._after(ticket, text)
+                if one.ended == "not finite":
+                    ticket.failure = Refusal(500, NO_NUMBERS, code="not_finite")
+                    self._withdraw(ticket)
             ticket.touch()
         self._count()
 

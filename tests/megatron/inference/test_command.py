@@ -15,8 +15,10 @@ from unittest.mock import patch
 import pytest
 
 from megatron.checkpoint.command import main as convert
-from megatron.errors import CheckpointError, ConfigError
+from megatron.errors import CheckpointError, ConfigError, NumericsError
+from megatron.inference import loading
 from megatron.inference.command import main
+from megatron.model.gpt2 import GPT2
 from tests.megatron.helpers import train
 
 FLAGS = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 32 "
@@ -219,3 +221,14 @@ def test_answers_appear_in_a_file_when_all_are_there(folder: Path, tmp_path: Pat
 
 def test_the_names_of_flags_may_have_underscores_and_prompts_keep_theirs(folder: Path) -> None:
     assert said("--load", folder, "--max_new_tokens=1", "a_b", "--", "--c_d")[0].split("\n")[1].startswith("--c_d")
+
+
+def test_a_model_without_numbers_is_an_error_and_not_a_text(folder: Path) -> None:
+    real = loading.build
+
+    def broken(*of: Any, **more: Any) -> GPT2:
+        model = real(*of, **more)
+        model.ln_f.weight.fill_(float("nan"))
+        return model
+    with patch.object(loading, "build", broken), pytest.raises(NumericsError, match="logits that are no numbers"):
+        said("--load", folder, "x")

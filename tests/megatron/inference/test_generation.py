@@ -11,6 +11,7 @@ import torch
 
 from megatron.checkpoint.reader import Checkpoint
 from megatron.config.tree import ModelConfig
+from megatron.inference import decoder as decoders
 from megatron.inference import generation, loading
 from megatron.inference.decoder import Decoder
 from megatron.inference.generation import Generator, Text, texts_of
@@ -137,6 +138,41 @@ def test_texts_come_and_go_in_any_order_and_each_is_what_it_is_alone() -> None:
             if text.ended is not None:
                 ended[text.request.number] = text.tokens
     assert generator.room == 3 and ended == {number: tokens for number, tokens in alone.items() if number != 6}
+
+
+def test_texts_and_seeds_have_random_numbers_of_their_own() -> None:
+    model = GPT2(SHAPE)
+    found = [[text.tokens for text in texts_of(Generator(Decoder(model, 4), vocabulary=61, eod=None), [[5]] * 4, 20,
+                                               Sampling(), seed)] for seed in (1, 2)]
+    assert len({tuple(tokens) for texts in found for tokens in texts}) == 8
+
+
+def test_texts_whose_settings_differ_are_drawn_as_alone() -> None:
+    model = GPT2(SHAPE)
+    requests = [Request(number, tuple(prompt), 9, Sampling(top_k=2 + number % 3, greedy=number == 4), f"7/{number}")
+                for number, prompt in enumerate(PROMPTS)]
+
+    def tokens(rows: int) -> dict[int, list[int]]:
+        generator = Generator(Decoder(model, rows), vocabulary=61, eod=None)
+        return {text.request.number: text.tokens for text in generator.run(requests)}
+    assert tokens(1) == tokens(8)
+
+
+@pytest.mark.parametrize("accelerator", [False, True])
+def test_a_text_without_numbers_ends_as_such_and_leaves_nothing_behind(
+        accelerator: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token 60 stands for what overflows in fp16: from there on keys and values are not finite."""
+    monkeypatch.setattr(decoders, "on_accelerator", lambda where: accelerator)
+    model = GPT2(SHAPE)
+    with torch.no_grad():
+        model.wte.weight[60] = torch.inf
+    generator = Generator(Decoder(model, 2), vocabulary=60, eod=None)
+    fine = texts_of(generator, [[5], [1, 2, 3]], 9, GREEDY, 0)
+    for prompt in ([60] * 12, [3, 60]):
+        bad, other = texts_of(generator, [prompt, [1, 2, 3]], 9, GREEDY, 0)
+        assert (bad.tokens, bad.ended) == ([], "not finite") and other.tokens == fine[1].tokens
+        again = texts_of(generator, [[5], [1, 2, 3]], 9, GREEDY, 0)
+        assert [text.tokens for text in again] == [text.tokens for text in fine]
 
 
 # ---- from checkpoints, at any tensor parallel size ----------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from unittest.mock import patch
 
@@ -56,10 +58,25 @@ def test_there_is_one_recording_for_each_size_of_rows_and_positions() -> None:
     def step(tokens: Tensor, places: Tensor, positions: int) -> Tensor:
         made.append((len(tokens), positions))
         return tokens[:, None] + places[:, None]
-    steps = Recorded(step, 6, 1000, torch.device("cpu"), record=lambda run: (run(), run)[1])
+    steps = Recorded(6, 1000, torch.device("cpu"), record=lambda run: (run(), run)[1])
     for count in (1, 2, 3, 4, 5, 6):
         for place in (0, 127, 128, 600, 999):
             tokens, places = [*range(count)], [place] * count
-            assert steps(tokens, places).flatten().tolist() == [token + place for token in tokens]
+            assert steps(step, tokens, places).flatten().tolist() == [token + place for token in tokens]
     assert set(made) == {(rows, positions) for rows in (1, 2, 4, 6) for positions in (128, 256, 1000)}
     assert len(made) == 6 * 5 + len(set(made))
+
+
+def test_a_decoder_is_gone_with_its_cache_when_nobody_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, not when garbage is looked for: on a GPU it is gigabytes."""
+    monkeypatch.setattr(decoders, "on_accelerator", lambda where: True)
+    decoder = Decoder(GPT2(SHAPE), 2)
+    decoder.read([0, 1], [[1, 2], [3]])
+    decoder.follow([4, 5])
+    cache = weakref.ref(decoder._cache)
+    gc.disable()
+    try:
+        del decoder
+        assert cache() is None
+    finally:
+        gc.enable()

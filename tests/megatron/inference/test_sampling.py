@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Collection
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.errors import ConfigError
 from megatron.inference.request import Sampling
-from megatron.inference.sampling import Sampler, choices
+from megatron.inference.sampling import choices, draw
 
 LOGITS = torch.randn(40, generator=torch.Generator().manual_seed(2)) * 2
 
@@ -22,9 +24,16 @@ SETTINGS = [
 
 
 def probabilities(logits: torch.Tensor, settings: Sampling, seen: Collection[int] = ()) -> torch.Tensor:
-    found, tokens = choices(logits, settings, seen)
-    assert tokens.tolist() == sorted(tokens.tolist())
-    return torch.zeros(len(logits), dtype=torch.float64).scatter(0, tokens, found)
+    found, tokens = choices(logits[None], settings, [seen])
+    assert tokens[0].tolist() == sorted(tokens[0].tolist())
+    return torch.zeros(len(logits), dtype=torch.float64).scatter(0, tokens[0], found[0])
+
+
+def drawn(settings: Sampling, stream: str, count: int) -> torch.Tensor:
+    """So many tokens, in turn."""
+    numbers = random.Random(stream)
+    return draw(LOGITS.expand(count, -1), settings, torch.tensor([numbers.random() for _ in range(count)]).double(),
+                [()] * count)
 
 
 def slowly(settings: Sampling, seen: set[int]) -> list[float]:
@@ -57,9 +66,7 @@ def test_probabilities_are_those_of_the_slow_way(settings: Sampling, seen: set[i
 @pytest.mark.parametrize("settings", [SETTINGS[0], SETTINGS[-1]], ids=str)
 def test_tokens_are_drawn_as_often_as_they_are_likely(settings: Sampling) -> None:
     draws, expected = 20_000, probabilities(LOGITS, settings)
-    sampler, counts = Sampler(settings, "5/0"), torch.zeros(len(LOGITS), dtype=torch.float64)
-    for _ in range(draws):
-        counts[sampler(LOGITS, ())] += 1
+    counts = drawn(settings, "5/0", draws).bincount(minlength=len(LOGITS)).double()
     assert not counts[expected == 0].any()
     likely = expected * draws >= 5
     chi = ((counts - expected * draws).square() / (expected * draws))[likely].sum().item()
@@ -67,17 +74,34 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(settings: Sampling) -> Non
     assert chi < freedom + 4 * math.sqrt(2 * freedom), "more than four deviations away"
 
 
-def test_the_ends_of_the_line_that_is_drawn_from_are_tokens_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler = Sampler(Sampling(top_k=3), "1/0")
+def test_the_ends_of_the_line_that_is_drawn_from_are_tokens_too() -> None:
     possible = probabilities(LOGITS, Sampling(top_k=3)).nonzero().flatten().tolist()
-    for number, token in ((0.0, min(possible)), (1 - 2 ** -53, max(possible))):
-        monkeypatch.setattr(random.Random, "random", lambda stream, number=number: number)
-        assert sampler(LOGITS, ()) == token
+    numbers = torch.tensor([0.0, 1 - 2 ** -53], dtype=torch.float64)
+    assert draw(LOGITS.expand(2, -1), Sampling(top_k=3), numbers, [(), ()]).tolist() == [min(possible), max(possible)]
 
 
-def test_streams_of_texts_and_seeds_differ() -> None:
-    found = [[int(Sampler(Sampling(), f"{seed}/{number}")(LOGITS, ())) for number in range(30)] for seed in (1, 2)]
-    assert found[0] != found[1] and len(set(found[0])) > 5
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_rows_are_drawn_as_each_would_be_alone_and_nothing_waits_for_the_device(settings: Sampling) -> None:
+    made = torch.Generator().manual_seed(3)
+    logits, numbers = torch.randn(5, 40, generator=made), torch.rand(5, generator=made).double()
+    seen = [(), (1, 2), (39,), (0, 0, 5), (7,)]
+    alone = [int(draw(logits[row][None], settings, numbers[row][None], [seen[row]])) for row in range(5)]
+    with Waits() as waits:
+        together = draw(logits, settings, numbers, seen)
+    assert together.tolist() == alone and not waits.found
+
+
+class Waits(TorchDispatchMode):
+    """Operations whose result the host reads, or whose shape it has to learn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(name in str(func) for name in ("_local_scalar_dense", "nonzero", "masked_select", "unique")):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("wrong", [

@@ -183,3 +183,25 @@ def test_a_model_that_fails_ends_the_server_and_everyone_is_told(folder: Path) -
         assert status == 500 or ("the model has failed" in text and "[DONE]" not in text)
         error = server.ended.get(timeout=30)
     assert isinstance(error, RuntimeError) and str(error) == "planted"
+
+
+def test_a_text_without_numbers_is_an_error_of_that_request_alone(folder: Path) -> None:
+    server, read = Served(folder), Decoder.read
+
+    def overflowing(self: Decoder, rows: Any, texts: Any) -> torch.Tensor:
+        found = read(self, rows, texts).clone()
+        for row, text in enumerate(texts):
+            if list(text) == [*b"bad"]:
+                found[row] = torch.nan
+        return found
+
+    good = {"prompt": "good", "max_tokens": 5, "temperature": 0}
+    expected = Server.ask(server, "/v1/completions", good)  # type: ignore[arg-type]
+    with patch.object(Decoder, "read", overflowing):
+        for prompt in ("bad", ["good", "bad", "good"]):
+            status, found = Server.ask(server, "/v1/completions", {**good, "prompt": prompt})  # type: ignore[arg-type]
+            assert status == 500 and "no numbers" in json.dumps(found)
+        again = Server.ask(server, "/v1/completions", good)  # type: ignore[arg-type]
+    assert again[0] == expected[0] == 200 and again[1]["choices"] == expected[1]["choices"]
+    server.stop.set()
+    assert server.ended.get(timeout=30) is None

@@ -1,0 +1,69 @@
+"""Where prompts come from: all are at hand, or one comes after the other while texts are made. No torch."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterable
+from itertools import islice
+from typing import Protocol, final
+
+SILENCE = 0.05
+"""Seconds without a line after which what has come is begun with."""
+
+
+class Prompts(Protocol):
+    lasts: bool
+    """More may come at any time, or none for hours."""
+
+    def take(self, most: int, wait: bool) -> list[str] | None:
+        """Up to `most` of them, none if there is none yet; None: no more will come. With `wait` at least one."""
+
+
+@final
+class Given:
+    """All are at hand."""
+
+    lasts = False
+
+    def __init__(self, prompts: Iterable[str]) -> None:
+        self._prompts = iter(prompts)
+
+    def take(self, most: int, wait: bool) -> list[str] | None:
+        return list(islice(self._prompts, most)) or None
+
+
+@final
+class Arriving:
+    """Lines that another program writes, and may wait for an answer to each. They are read beside the texts."""
+
+    lasts = True
+
+    def __init__(self, prompts: Iterable[str]) -> None:
+        self._arrived: queue.Queue[str | BaseException | None] = queue.Queue()
+        threading.Thread(target=self._read, args=(prompts,), daemon=True).start()
+        self._over = False
+
+    def _read(self, prompts: Iterable[str]) -> None:
+        end: BaseException | None = None
+        try:
+            for prompt in prompts:
+                self._arrived.put(prompt)
+        except BaseException as error:  # raised where prompts are taken
+            end = error
+        self._arrived.put(end)
+
+    def take(self, most: int, wait: bool) -> list[str] | None:
+        found: list[str] = []
+        while len(found) < most and not self._over:
+            try:
+                one = self._arrived.get(wait, None if not found else SILENCE)
+            except queue.Empty:
+                break
+            if isinstance(one, BaseException):
+                raise one
+            if one is None:
+                self._over = True
+            else:
+                found.append(one)
+        return None if self._over and not found else found
