@@ -32,7 +32,7 @@ def main(stop: StopRequest | None = None) -> int:
     from megatron.train.inputs import check_inputs
     check_inputs(config.data)  # and so do names of files that do not exist
 
-    from megatron.checkpoint.agree import on_rank_0
+    from megatron.checkpoint.agree import agree, on_rank_0
     from megatron.launch import distributed
     from megatron.plan.shortage import explained
     from megatron.recompute import notes as recompute_notes
@@ -51,7 +51,7 @@ def main(stop: StopRequest | None = None) -> int:
     if device.type == "cpu":
         keep_freed_memory(but_large_blocks=config.offload.uses_drive)
     groups = mpu_groups.build(config.parallel.model_parallel_size, timedelta(seconds=config.parallel.startup_limit))
-    tokenizer = build.tokenizer(config)
+    tokenizer = agree(lambda: build.tokenizer(config), groups.world)
     config = build.with_vocabulary(config, tokenizer)
     with explained(config, env.rank, world_size, "cuda" if device.type == "cuda" else "cpu"), ExitStack() as closing:
         on_rank_0(lambda: check_places(config.log), groups.world)

@@ -8,26 +8,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from data.storage import DataError, StorageFault, UsageError
 from megatron.errors import CheckpointError, ConfigError, NumericsError, PeerError, StorageError, TrainerError
 from mpu.collectives import agree as reduce_number
 from mpu.collectives import broadcast_json
 from mpu.groups import Group
+from mpu.split import ParallelError
 
 T = TypeVar("T")
 
-_FAMILY = {cls.__name__: cls for cls in (CheckpointError, ConfigError, NumericsError, PeerError, StorageError)}
+_FAMILY: dict[str, type[Exception]] = {cls.__name__: cls for cls in (
+    CheckpointError, ConfigError, NumericsError, PeerError, StorageError, DataError, UsageError, StorageFault,
+    ParallelError)}
+"""Of this package, and of the two that must not import it: all that `errors.exit_code` has a code for."""
 
 
 def agree(action: Callable[[], T], world: Group) -> T:
     """This rank's result of `action` if every rank succeeds; otherwise the first failing rank's error, on every rank.
 
-    One number travels; where a rank failed, its message as well. Only errors of the family are shared. Anything else
-    is a bug: it ends this rank with its traceback, and so the job.
+    One number travels; where a rank failed, its message as well. Only errors that have an exit code are shared.
+    Anything else is a bug: it ends this rank with its traceback, and so the job.
     """
-    failure: TrainerError | None = None
+    failure: Exception | None = None
     try:
         result = action()
-    except TrainerError as error:
+    except (TrainerError, DataError, StorageFault, ParallelError) as error:
         failure = error
     first = int(reduce_number(world.size if failure is None else world.rank, world, "min"))
     if first < world.size:

@@ -61,6 +61,7 @@ def parse(argv: Sequence[str]) -> tuple[tuple[Source, int], Asked, bool]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     model, asked, as_json = parse(sys.argv[1:] if argv is None else argv)
+    from megatron.checkpoint.agree import agree
     from megatron.evaluate.published import published
     from megatron.evaluate.report import Report
     from megatron.evaluate.setting import Setting
@@ -69,7 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     began = time.monotonic()
     setting = Setting.of(*model)
-    task = prepare(asked, setting.subject)  # before the weights are read: it may find that the data will not do
+    # Before the weights are read: it may find that the data will not do.
+    task = agree(lambda: prepare(asked, setting.subject), setting.groups.world)
     say = _sayer(setting.rank)
     say(f"{asked.task}, protocol {asked.protocol}: {len(task.pieces):,} pieces of up to {setting.subject.length} "
         f"tokens; {setting.described}")

@@ -7,6 +7,7 @@ from typing import final
 
 import torch
 
+from megatron.checkpoint.agree import agree
 from megatron.config.model import ModelConfig
 from megatron.config.tree import require
 from megatron.evaluate.progress import Progress
@@ -39,7 +40,7 @@ class Setting:
                 f"{env.world_size}: start a multiple of {size} with python -m megatron.launch --nproc-per-node")
         groups = mpu_groups.build(size)
         found = loading.open_source(source, groups)
-        tokenizer = loading.tokenizer_of(found, source.tokenizer)
+        tokenizer = agree(lambda: loading.tokenizer_of(found, source.tokenizer), groups.world)
         require(tokenizer.eod < found.shape.tokens, f"{found.name} has no token for the end of a document")
         split = found.data.get("split")
         subject = Subject(tokenizer, found.shape.max_position_embeddings, None if split is None else str(split))

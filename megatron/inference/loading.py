@@ -98,7 +98,7 @@ def load(source: Source, groups: Groups, device: torch.device) -> Loaded:
     """Model and tokenizer. Collective."""
     found = open_source(source, groups)
     check_shape(found, source.shape)
-    tokenizer = tokenizer_of(found, source.tokenizer)
+    tokenizer = agree(lambda: tokenizer_of(found, source.tokenizer), groups.world)
     dtype = source.dtype or found.precision
     model = build(found, groups, DTYPES[dtype], device)
     return Loaded(model, tokenizer, f"{found.name}: {found.shape.parameters():,} parameters in {dtype}, "

@@ -14,6 +14,7 @@ import data.tokenizer
 from data.corpora import Datasets, open_datasets
 from data.tokenizer import Tokenizer
 from megatron import recompute
+from megatron.checkpoint.agree import agree
 from megatron.config.tree import Config, TrainConfig, require
 from megatron.model import GPT2
 from megatron.optim.rule import ParamGroup
@@ -62,7 +63,7 @@ def _too_few_tokens(config: Config, tokenizer: Tokenizer) -> str:
 def datasets(config: Config, tokenizer: Tokenizer, groups: Groups) -> Datasets:
     """Training, validation and test samples; every rank must see the same corpus."""
     section = config.data
-    found = open_datasets(
+    found = agree(lambda: open_datasets(
         train_data=section.train_data,
         valid_data=section.valid_data,
         test_data=section.test_data,
@@ -74,7 +75,7 @@ def datasets(config: Config, tokenizer: Tokenizer, groups: Groups) -> Datasets:
         mock=section.mock_data,
         json_key=section.text_key,
         document_separator=section.document_separator,
-    )
+    ), groups.world)
     seen = all_gather_json(found.fingerprint, groups.world)
     strange = [rank for rank, fingerprint in enumerate(seen) if fingerprint != seen[0]]
     require(

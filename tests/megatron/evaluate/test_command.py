@@ -177,6 +177,19 @@ def test_the_program_ends_with_its_code_and_one_line(folder: Path, argv: list[st
         assert len(errors) == 1 and words in errors[0] and result.stdout == "" and "Traceback" not in result.stderr
 
 
+def refused(rank: int, world: int, data: list[str], more: list[str]) -> tuple[str, str]:
+    """The error that a rank ends with, where each has data of its own."""
+    with pytest.raises(Exception) as caught:
+        said(*more, "--data", data[rank])
+    return type(caught.value).__name__, str(caught.value)
+
+
+def test_a_file_that_one_rank_cannot_use_is_the_same_error_on_all(folder: Path) -> None:
+    data, more = [str(folder / name) for name in ("lambada.jsonl", "wiki.txt")], ["--load", str(folder / "run")]
+    found = run_ranks(refused, 2, data, [*more, "--task", "lambada"])
+    assert found == [found[0]] * 2 and found[0][0] == "DataError" and "wiki.txt, line 2: not JSON" in found[0][1]
+
+
 def test_flags_are_checked_before_torch_is_imported() -> None:
     program = ("import sys; from megatron.evaluate.command import parse; parse(['--load', 'a', '--task', 'wikitext', "
                f"'--data', {__file__!r}]); print(sorted({{'torch', 'numpy'}} & set(sys.modules)))")
