@@ -39,7 +39,7 @@ class Answers:
         self._subject, self._desk, self._door, self._metrics, self._limits = subject, desk, door, metrics, limits
         self._page = Page()
         self._pool = ThreadPoolExecutor(1, "requests")
-        """Where requests are read: a long prompt takes a while to become tokens."""
+        """Where requests are read and answers written: many tokens take a while to become text, and the other way."""
         self._routes = {
             "/": Route(READING, self._show_page, is_open=True),
             "/health": Route(READING, self._show_health, is_open=True),
@@ -141,11 +141,11 @@ class Answers:
         await exchange.until_left()
         self._desk.drop(ticket)
 
-    @staticmethod
-    async def _wait(exchange: Exchange, job: Job, ticket: Ticket) -> None:
+    async def _wait(self, exchange: Exchange, job: Job, ticket: Ticket) -> None:
         while not ticket.is_done:
             await ticket.change()
-        await exchange.reply_json(job.whole(ticket.texts, ticket.verdicts))
+        found = await asyncio.get_running_loop().run_in_executor(self._pool, job.whole, ticket.texts, ticket.verdicts)
+        await exchange.reply_json(found)
 
     @staticmethod
     async def _stream(exchange: Exchange, job: Job, ticket: Ticket) -> None:

@@ -16,7 +16,7 @@ from megatron.config.tree import require
 from megatron.errors import ConfigError
 from megatron.inference import source
 from megatron.launch import distributed
-from megatron.launch.signals import StopRequest
+from megatron.launch.signals import StopRequest, write_stderr
 from megatron.serve import limits
 from megatron.serve.door import is_loopback
 
@@ -138,7 +138,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    """Whether or not somebody reads it."""
+    write_stderr(f"{line}\n".encode(errors="backslashreplace"))
 
 
 def _hush(line: str) -> None:

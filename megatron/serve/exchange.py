@@ -15,6 +15,8 @@ from megatron.serve.refusal import Refusal
 
 LINGER_SECONDS = 2.0
 """For a client to read what it was sent and close. Closing while bytes of its request are unread would cut that off."""
+HASTY_SECONDS = 0.1
+"""The same, where there are too many of them."""
 JSON_TYPE = "application/json"
 
 
@@ -86,14 +88,13 @@ class Exchange:
             while await self._stream.read(1 << 14):
                 pass
 
-    async def close(self) -> None:
-        with suppress(OSError, asyncio.TimeoutError):
-            async with asyncio.timeout(LINGER_SECONDS):
+    async def close(self, hastily: bool = False) -> None:
+        with suppress(OSError):
+            async with asyncio.timeout(HASTY_SECONDS if hastily else LINGER_SECONDS):
                 if self._writer.can_write_eof():
                     self._writer.write_eof()
                 while await self._stream.read(1 << 16):
                     pass
-        self._writer.transport.abort()
 
     @staticmethod
     def _headers(kind: str) -> list[tuple[str, str]]:

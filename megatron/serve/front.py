@@ -92,14 +92,13 @@ class Front:
         began, exchange = time.monotonic(), Exchange(stream, writer, self._limits)
         try:
             await self._exchange(exchange)
-        finally:
             if exchange.status:
                 self._note(exchange, time.monotonic() - began)
-            try:
-                await exchange.close()
-            finally:
-                self._tasks.discard(task)
-                self._metrics.connections = len(self._tasks)
+            await exchange.close(hastily=len(self._tasks) > self._limits.max_connections)
+        finally:
+            writer.transport.abort()
+            self._tasks.discard(task)
+            self._metrics.connections = len(self._tasks)
 
     async def _exchange(self, exchange: Exchange) -> None:
         """Whatever happens: one client's failure is nobody else's."""

@@ -71,6 +71,21 @@ def test_what_is_not_finished_in_time_is_told_so(folder: Path, tmp_path: Path) -
         assert server.process.wait(10) == 0
 
 
+def test_a_log_that_nobody_reads_any_more_is_no_reason_to_stop(folder: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megatron.serve", "--load", folder, "--port", "0"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            server = Server(process, tmp_path / "none")
+            assert process.stderr is not None
+            process.stderr.close()
+            for _ in range(3):
+                assert server.ask("/health")[0] == 200
+            assert server.metric("connections") == 1
+            assert server.stop() == 0
+        finally:
+            process.kill()
+
+
 def test_a_second_interrupt_leaves_at_once(folder: Path, tmp_path: Path) -> None:
     with served(folder, tmp_path, "--grace", 60) as server, ThreadPoolExecutor(9) as pool:
         answers = under_way(server, pool, 8, n=8)
