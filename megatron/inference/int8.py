@@ -1,8 +1,9 @@
 """An int8 matrix in the place of a layer's weight, and the product with it.
 
 `Int8` is a tensor whose numbers are levels (-127 .. 127) times the scale of their row. The layers of mpu and of torch
-take it as it is: torch asks it for the two functions they use, `linear` and `embedding`. Any other function is given
-the numbers themselves, made for it in the precision of the activations: a copy, so that nothing can be written.
+take it as it is: torch asks it for the two functions they use, `linear` and `embedding`. A copy, also in another
+precision or on another device, is an `Int8` again. Any other function is given the numbers themselves, made for it in
+the precision of the activations: a copy, so that nothing can be written.
 
     linear      (x . levels) * scale: the sum over the inputs with the levels as they are, then the scale of the output.
                 Parts of it, of tensor parallel ranks, are added up after that
@@ -16,6 +17,7 @@ accelerator the whole matrix is made numbers of, which torch.compile makes part 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
@@ -24,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from megatron.errors import ConfigError
 from mpu.device import on_accelerator
 
 FEW = 12
@@ -32,8 +35,9 @@ FEW = 12
 LANES = 16
 """Numbers that the packed kernel loads at a time, without a look at what is left of a row or where it begins."""
 
-BLOCKS = {torch.float32: 1 << 18, torch.bfloat16: 1 << 20}
-"""Numbers that are made at a time on a CPU: those of fp32 stay in the cache, products in bf16 want larger ones."""
+BLOCKS = {torch.float64: 1 << 17, torch.float32: 1 << 18, torch.bfloat16: 1 << 20}
+"""Numbers that are made at a time on a CPU: those of fp32 stay in the cache, products in bf16 want larger ones. Other
+precisions are refused: sums of levels are beyond the largest number of fp16."""
 
 BF16 = ("avx512_bf16", "amx_bf16", "bf16")
 """What a CPU is asked for: products that torch's kernels use (the last name is ARM's)."""
@@ -77,6 +81,8 @@ class Int8(Tensor):
     def __torch_function__(cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        if func == Tensor.data.__set__:  # type: ignore[attr-defined]
+            raise NotImplementedError("the data of an int8 weight cannot be replaced: give its layer another parameter")
         if func is F.linear and isinstance(args[1], Int8):
             return _linear(*args, **kwargs)
         if func is F.embedding and isinstance(args[1], Int8):
@@ -91,10 +97,19 @@ class Int8(Tensor):
             kwargs: Mapping[str, Any] | None = None) -> Any:
         if func is torch.ops.aten.detach.default:
             return cls(args[0].levels, args[0].scale)
+        if func in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default):
+            return _copied(args[0], **(kwargs or {}))
         if func._schema.is_mutable:
             raise NotImplementedError(f"{func}: an int8 weight cannot be written into")
         args, kwargs = tree_map(lambda x: x.numbers() if isinstance(x, Int8) else x, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Int8:
+        """Of these levels alone, and not of the room that they share with other matrices."""
+        memo[id(self)] = made = _copied(self)
+        rest = {name: value for name, value in vars(self).items() if name not in vars(made)}
+        vars(made).update(copy.deepcopy(rest, memo))  # what makes it a parameter, among others
+        return made
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         """For torch.compile."""
@@ -103,6 +118,19 @@ class Int8(Tensor):
     @staticmethod
     def __tensor_unflatten__(inner: Mapping[str, Tensor], meta: None, size: Any, stride: Any) -> Int8:
         return Int8(inner["levels"], inner["scale"])
+
+
+def _copied(one: Int8, *, dtype: torch.dtype | None = None, device: torch.device | None = None,
+            non_blocking: bool = False, **layout: Any) -> Int8:
+    """A matrix has one layout."""
+    dtype = one.dtype if dtype is None else dtype
+    if dtype not in BLOCKS:
+        said = ", ".join(str(known).removeprefix("torch.") for known in BLOCKS)
+        raise ConfigError(f"an int8 weight cannot be made {str(dtype).removeprefix('torch.')}: its activations are one "
+                          f"of {said}; for another precision, load the model without int8")
+    levels = one.levels.to(device=device, non_blocking=non_blocking, copy=True,
+                           memory_format=torch.contiguous_format)
+    return Int8(levels, one.scale.to(device=device, dtype=dtype, non_blocking=non_blocking, copy=True))
 
 
 def _linear(x: Tensor, weight: Int8, bias: Tensor | None = None) -> Tensor:

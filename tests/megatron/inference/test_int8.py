@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -94,6 +95,53 @@ def test_any_other_function_sees_the_numbers_and_none_can_write() -> None:
     for write in (weight.zero_, lambda: weight.copy_(numbers)):
         with pytest.raises(NotImplementedError, match="cannot be written into"):
             write()
+
+
+def a_layer(dtype: torch.dtype) -> nn.Linear:
+    layer = nn.Linear(32, 5, dtype=dtype)
+    levels = torch.randint(-127, 128, (5, 32), dtype=torch.int8)
+    layer.weight = nn.Parameter(Int8(levels, torch.rand(5).to(dtype)), requires_grad=False)
+    return layer
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_layer_in_another_precision_has_the_same_levels(dtype: torch.dtype) -> None:
+    layer = nn.Sequential(a_layer(torch.bfloat16))
+    weight = cast(Int8, layer[0].weight)
+    levels, scale, x = weight.levels, weight.scale, torch.randn(3, 32)
+    layer.to(dtype)
+    assert isinstance(layer[0].weight, Int8) and isinstance(layer[0].weight, nn.Parameter)
+    assert torch.equal(layer[0].weight.levels, levels) and torch.equal(layer[0].weight.scale, scale.to(dtype))
+    expected = x.to(dtype).double() @ (levels.double() * scale.double()[:, None]).T + layer[0].bias.double()
+    # sums of 32 products of numbers up to about 4 and 127, a few roundings of each result
+    tolerance = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 8.0}[dtype]
+    found = layer(x.to(dtype)).detach()
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), expected.detach(), atol=tolerance, rtol=0)
+
+
+def test_a_layer_goes_whole_to_another_device() -> None:
+    layer = a_layer(torch.float32).to("meta")
+    weight = cast(Int8, layer.weight)
+    assert weight.device == weight.levels.device == weight.scale.device == torch.device("meta")
+    assert layer(torch.empty(3, 32, device="meta")).shape == (3, 5)
+
+
+def test_a_copy_is_of_its_own_matrix_alone() -> None:
+    layer, room = a_layer(torch.float32), torch.zeros(50, 32, dtype=torch.int8)
+    layer.weight = nn.Parameter(Int8(room[10:15], torch.rand(5)), False)
+    for made in (copy.deepcopy(layer).weight, layer.weight.clone()):
+        assert isinstance(made, Int8) and made.levels.untyped_storage().nbytes() == 5 * 32
+        assert torch.equal(made.scale, layer.weight.scale) and made.scale.data_ptr() != layer.weight.scale.data_ptr()
+    assert isinstance(copy.deepcopy(layer).weight, nn.Parameter)
+
+
+def test_what_cannot_be_right_is_refused_by_name() -> None:
+    layer = a_layer(torch.bfloat16)
+    with pytest.raises(ConfigError, match="cannot be made float16: its activations are one of float64, float32, bf"):
+        layer.to(torch.float16)
+    with pytest.raises(NotImplementedError, match="data of an int8 weight cannot be replaced"):
+        layer.weight.data = torch.zeros(5, 32)
 
 
 def test_a_compiler_takes_it() -> None:
