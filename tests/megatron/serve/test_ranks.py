@@ -5,12 +5,23 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
+from megatron.inference.decoder import Decoder
+from megatron.inference.generation import Generator
+from megatron.inference.request import Request, Sampling
+from megatron.model.gpt2 import GPT2
 from megatron.serve import leader
+from megatron.serve.judge import Judge
+from megatron.serve.orders import Begin, Closed, Drop, News, Read
+from mpu import groups
+from tests.distributed import run_ranks
+from tests.megatron.helpers import tiny_model
 from tests.megatron.serve.server import served, trained
 
 LONG = {"prompt": "x", "max_tokens": 1500, "temperature": 0}
@@ -19,6 +30,41 @@ LONG = {"prompt": "x", "max_tokens": 1500, "temperature": 0}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained(tmp_path_factory.mktemp("run"))
+
+
+def lead(rank: int, world: int) -> tuple[int, list[object]]:
+    """(words to the others, what was told) of a leader that has a few orders and then none for a second."""
+    made = groups.build(world)
+    model = GPT2(tiny_model(), made.tp)
+    hands = leader.Hands(Generator(Decoder(model, 2), vocabulary=257, eod=None), Judge(model, 257))
+    inbox, told, words = leader.Inbox(), [], 0
+    say = leader.broadcast_json
+
+    def counted(*arguments: object) -> object:
+        nonlocal words
+        words += 1
+        return say(*arguments)  # type: ignore[arg-type]
+
+    with patch.object(leader, "HEARTBEAT_SECONDS", 0.1), patch.object(leader, "TICK_SECONDS", 0.02), \
+            patch.object(leader, "broadcast_json", counted):
+        if rank > 0:
+            leader.follow(hands, made.world)
+            return words, []
+        texts = [Request(number, (5, 6), 4, Sampling(greedy=True)) for number in range(3)]
+        for order in (Begin(tuple(texts)), Read(7, (5, 6, 7), 2), Drop((2, 99))):
+            inbox.put(order)
+        began = time.monotonic()
+        finished = leader.Leader(hands, made.world, inbox, told.extend).run(
+            lambda: time.monotonic() - began > 1, lambda: inbox.put(Closed()), 5)
+        assert finished
+        return words, [(one.number, one.count, one.ended) if isinstance(one, News) else one.number for one in told]
+
+
+def test_ranks_with_nothing_to_do_hear_that_they_go_on() -> None:
+    (words, told), (heard, _) = run_ranks(lead, 2)
+    assert words == heard and 4 + 5 <= words < 4 + 15  # turns, then a word every tenth of a second
+    ends: Sequence[object] = [one for one in told if isinstance(one, tuple) and one[2]]
+    assert ends == [(0, 4, "length"), (1, 4, "length")] and 7 in told
 
 
 def test_two_ranks_serve_the_text_of_one(folder: Path, tmp_path: Path) -> None:
