@@ -181,10 +181,9 @@ def build(found: Found, groups: Groups, dtype: torch.dtype, device: torch.device
 
 def empty(shape: ModelConfig, tp: Group) -> GPT2:
     """Without room for its parameters, which `put` gives their values."""
-    tiled = shape.memory_centric_tiled_linear
-    model = GPT2(shape, tp, deferred=not tiled)
-    if tiled:
-        tile_linears(model.blocks, shape.tile_factor, shape.hidden_size)
+    model = GPT2(shape, tp, deferred=True)
+    if shape.memory_centric_tiled_linear:
+        tile_linears(model.blocks, shape.tile_factor, shape.hidden_size, deferred=True)
     return model
 
 

@@ -121,9 +121,10 @@ class TiledLinearReturnBias(Tiled):
         return torch.cat(outputs, dim=-1), torch.cat(biases) if self.use_bias else None
 
 
-def tile_linears(module: nn.Module, factor: int, hidden_size: int) -> None:
-    """Replace every mpu linear inside `module` by tiles of about hidden / factor squared, with the same values. For
-    one tensor parallel rank: tiles make splitting over ranks unnecessary."""
+def tile_linears(module: nn.Module, factor: int, hidden_size: int, deferred: bool = False) -> None:
+    """Replace every mpu linear inside `module` by tiles of about hidden / factor squared, with the same values, or
+    (`deferred`) without any: on the meta device, for another parameter to take their place. For one tensor parallel
+    rank: tiles make splitting over ranks unnecessary."""
     for parent in list(module.modules()):
         for name, layer in list(parent.named_children()):
             if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
@@ -131,9 +132,9 @@ def tile_linears(module: nn.Module, factor: int, hidden_size: int) -> None:
                 height, width = layer.weight.shape
                 setattr(parent, name, TiledLinear(
                     width, height, layer.bias is not None, max(1, factor * width // hidden_size),
-                    max(1, factor * height // hidden_size), init_linear=layer,
+                    max(1, factor * height // hidden_size), init_linear=None if deferred else layer,
                     linear_cls=partial(skip_init, nn.Linear),  # drawn once already: no random number is used up
-                    device=layer.weight.device, dtype=layer.weight.dtype))
+                    device="meta" if deferred else layer.weight.device, dtype=layer.weight.dtype))
 
 
 def even_sizes(features: int, splits: int, name: str) -> list[int]:

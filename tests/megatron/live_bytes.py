@@ -36,7 +36,7 @@ class LiveBytes(TorchDispatchMode):
             if is_traceable_wrapper_subclass(value):  # it has no memory but that of the tensors it is made of
                 for name in value.__tensor_flatten__()[0]:
                     self._note(getattr(value, name), func)
-            elif isinstance(value, torch.Tensor):
+            elif isinstance(value, torch.Tensor) and not value.is_meta:  # which has a size and no memory
                 self._note(value, func)
         if self._new >= STEP:  # a peak is reached when something new has come
             self.sample()

@@ -217,10 +217,13 @@ def test_so_do_four_ranks(tmp_path: Path) -> None:
     check_sizes(tmp_path, [1, 2, 4])
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_rank_holds_its_part_and_little_more_at_any_moment(tmp_path: Path, dtype: str) -> None:
+TILED = "--memory-centric-tiled-linear --tile-factor 2 --zero-stage 3 --hidden-size 512".split()
+
+
+@pytest.mark.parametrize(("dtype", "more"), [("fp32", []), ("bf16", []), ("bf16", TILED)])
+def test_a_rank_holds_its_part_and_little_more_at_any_moment(tmp_path: Path, dtype: str, more: list[str]) -> None:
     """Besides the files, which are mapped: some blocks."""
-    train([*FLAGS.split(), "--save", tmp_path, "--vocab-size", 9000])
+    train([*FLAGS.split(), "--save", tmp_path, "--vocab-size", 9000, *more])
     grid = groups.build(1)
     with LiveBytes() as live, patch.object(Checkpoint, "read", lambda *names, out, **place: out.zero_()):
         model = loading.build(loading.open_trained(str(tmp_path), grid), grid, loading.DTYPES[dtype],
