@@ -57,6 +57,16 @@ def test_a_request_to_stop_lets_what_is_under_way_finish(folder: Path, tmp_path:
             server.ask("/health")
 
 
+def test_nobody_waits_for_a_client_that_has_left(folder: Path, tmp_path: Path) -> None:
+    with served(folder, tmp_path, "--batch-size", 1, "--grace", 60) as server:
+        events = server.events(**LONG, n=3)
+        next(events)
+        events.close()  # type: ignore[attr-defined]
+        server.wait_for("texts_running", 0)
+        began = time.monotonic()
+        assert server.stop() == 0 and time.monotonic() - began < 10
+
+
 def test_what_is_not_finished_in_time_is_told_so(folder: Path, tmp_path: Path) -> None:
     with served(folder, tmp_path, "--batch-size", 1, "--grace", 0.3) as server, ThreadPoolExecutor(9) as pool:
         answers = under_way(server, pool, 8, n=2)
