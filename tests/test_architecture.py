@@ -117,8 +117,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.inference.api megatron.inference.api.arguments megatron.inference.api.policy megatron.inference.api.cut
         megatron.inference.api.example megatron.inference.api.same megatron.inference.api.proof
         megatron.inference.api.quantise megatron.inference.api.weights
-        megatron.inference.api.fast megatron.inference.api.answer megatron.inference.api.engine
-        megatron.inference.api.init_inference
+        megatron.inference.api.fast megatron.inference.api.kept megatron.inference.api.answer
+        megatron.inference.api.engine megatron.inference.api.init_inference
         megatron.inference
         megatron.evaluate megatron.evaluate.request megatron.evaluate.windows megatron.evaluate.pieces
         megatron.evaluate.likelihood megatron.evaluate.scorer megatron.evaluate.outcome megatron.evaluate.reading

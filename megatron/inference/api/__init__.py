@@ -9,6 +9,7 @@
     quantise.py         int8 weights for the layers that are cut
     weights.py          where the weights of a GPT-2 come from: a checkpoint, or a model in memory
     fast.py             our GPT-2 out of the layers of transformers' one
+    kept.py             the decoder that stays from answer to answer
     answer.py           `generate` as transformers types it, over the cache
     engine.py           what a script holds
     init_inference.py   the call

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from megatron.config.problems import Problems
 from megatron.config.setting import require
-from megatron.inference.decoder import Decoder
+from megatron.errors import NumericsError
+from megatron.inference.api.kept import Kept
 from megatron.inference.api.same import check_tensors
 from megatron.inference.generation import Generator, Text, texts_of
 from megatron.inference.request import Sampling
-from megatron.model.gpt2 import GPT2
 from mpu.collectives import broadcast_json
 
 NEW_TOKENS = 20
@@ -115,10 +115,12 @@ class Wanted:
 
 
 @torch.no_grad()
-def answer(model: GPT2, input_ids: Tensor, mask: Tensor | None, wanted: Wanted, limit: int) -> Tensor:
-    """[b, s] -> [b x num_return_sequences, s + new]. `limit` is of prompt and answer together. Collective over tp."""
+def answer(kept: Kept, input_ids: Tensor, mask: Tensor | None, wanted: Wanted) -> Tensor:
+    """[b, s] -> [b x num_return_sequences, s + new]. Collective over tp."""
+    model, limit = kept.model, kept.limit
     prompts = _prompts(input_ids, mask)
     check_tensors([input_ids] if mask is None else [input_ids, mask], model.tp, "input_ids")
+    _check_tokens(prompts, model.config.tokens)
     width = input_ids.shape[1]
     most = wanted.most(width)
     require(most >= 1, f"generate: max_length is {wanted.max_length}, and the prompt has {width} tokens: give "
@@ -128,9 +130,13 @@ def answer(model: GPT2, input_ids: Tensor, mask: Tensor | None, wanted: Wanted, 
             f"{limit} that the engine has room for: shorten the prompt, or give a smaller max_new_tokens")
     seed = broadcast_json(int(torch.randint(1 << 31, ())) if wanted.seed is None else wanted.seed, model.tp, 0)
     copies = wanted.num_return_sequences
-    generator = Generator(Decoder(model, len(prompts) * copies), vocabulary=model.config.tokens, eod=None,
-                          stops=_stops(wanted.ends))
-    texts = texts_of(generator, [prompt for prompt in prompts for _ in range(copies)], most, wanted.sampling(), seed)
+    with kept.decoder(len(prompts) * copies, longest + most) as decoder:
+        generator = Generator(decoder, vocabulary=model.config.tokens, eod=None, stops=_stops(wanted.ends))
+        several = [prompt for prompt in prompts for _ in range(copies)]
+        texts = texts_of(generator, several, most, wanted.sampling(), seed)
+    if any(text.ended == "not finite" for text in texts):
+        raise NumericsError("generate: the model gives logits that are no numbers, or infinite: give init_inference "
+                            "dtype=torch.bfloat16 or torch.float32")
     new = max(len(text.tokens) for text in texts)
     pad = wanted.pad_token_id if wanted.pad_token_id is not None else wanted.ends[0] if wanted.ends else 0
     rows = [text.tokens + [pad] * (new - len(text.tokens)) for text in texts]
@@ -154,3 +160,11 @@ def _prompts(input_ids: Tensor, mask: Tensor | None) -> list[tuple[int, ...]]:
     require(bool(kept[:, -1].all() and (kept.int().diff(dim=1) >= 0).all()), "generate: pad prompts on the left: each "
             "row of attention_mask is zeros, then ones")
     return [tuple(row[one].tolist()) for row, one in zip(input_ids, kept)]
+
+
+def _check_tokens(prompts: Sequence[Sequence[int]], vocabulary: int) -> None:
+    """An accelerator would look up what lies beside the table, and say nothing."""
+    for row, prompt in enumerate(prompts):
+        wrong = next((token for token in prompt if not 0 <= token < vocabulary), None)
+        require(wrong is None, f"generate: input_ids: row {row} has the token id {wrong}, and the model has 0 .. "
+                f"{vocabulary - 1}: give ids of its own tokenizer; of padding, attention_mask says where it is")

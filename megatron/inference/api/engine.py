@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megatron.config.setting import require
 from megatron.errors import ConfigError
 from megatron.inference.api.answer import Wanted, answer
+from megatron.inference.api.kept import Kept
 from megatron.inference.api.same import check_tensors
 from megatron.model.gpt2 import GPT2
 from mpu.collectives import broadcast_into
@@ -23,7 +24,10 @@ class InferenceEngine(nn.Module):
         """`gpt2` is the model for our decoder, where there is one."""
         super().__init__()
         self.module, self.tp, self._most = module, tp, max_out_tokens
-        self._gpt2 = (gpt2,)  # not a submodule: its weights are the module's
+        self._kept = None  # no submodule: its weights are the module's
+        if gpt2 is not None:
+            positions = gpt2.config.max_position_embeddings
+            self._kept = Kept(gpt2, min(max_out_tokens or positions, positions))
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -32,15 +36,11 @@ class InferenceEngine(nn.Module):
     def generate(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **given: Any) -> Any:
         """Every rank gives the same prompts, and gets the same answers."""
         input_ids = given.pop("inputs", None) if input_ids is None else input_ids
-        gpt2 = self._gpt2[0]
-        if gpt2 is None:
+        if self._kept is None:
             return self._by_module(input_ids, attention_mask, given)
         require(input_ids is not None, "generate: give input_ids, [rows, length] token ids")
         assert input_ids is not None
-        wanted = Wanted.of(self._defaults(), given)
-        positions = gpt2.config.max_position_embeddings
-        limit = positions if self._most is None else min(self._most, positions)
-        return answer(gpt2, input_ids, attention_mask, wanted, limit)
+        return answer(self._kept, input_ids, attention_mask, Wanted.of(self._defaults(), given))
 
     def _by_module(self, input_ids: Tensor | None, mask: Tensor | None, given: dict[str, Any]) -> Any:
         """By the generate of the module itself, with rank 0's random numbers."""
