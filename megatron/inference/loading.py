@@ -1,16 +1,16 @@
 """A trained model, whatever wrote it: this rank's part of the weights, in the precision that is asked for.
 
 A parameter is made when its turn comes and read a block at a time, so that no more than a block beside the part itself
-is ever in memory: int8 weights are quantised while they are read. The tokenizer is the one of the checkpoint, unless
-flags name its files elsewhere.
+is ever in memory: int8 weights are quantised while they are read. Of data parallel ranks, which hold the same part, the
+first one reads it and sends it on, a parameter at a time. The tokenizer is the one of the checkpoint, unless flags name
+its files elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any, Protocol, final
 
@@ -35,13 +35,16 @@ from megatron.inference.source import Source
 from megatron.model.gpt2 import GPT2
 from megatron.zero.tiling import tile_linears
 from mpu import groups as mpu_groups
-from mpu.collectives import all_reduce_into
+from mpu.collectives import all_reduce_into, broadcast_into
 from mpu.groups import Group, Groups
 from mpu.partition import partition_of
 from mpu.split import Partition
 
 BLOCK = 1 << 18
 """Numbers read at a time."""
+
+SENT = 1 << 24
+"""Numbers sent at a time."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
 
@@ -169,11 +172,13 @@ def build(found: Found, groups: Groups, dtype: torch.dtype, device: torch.device
         room = Room([part.shape for part in parts if part.name in matrices], device)
         for part in parts:
             if part.name in matrices:
-                levels = room.take(part.shape)
-                scale = part.int8(levels, maxima.get(part.name))
-                put(model, part.name, Int8(levels, scale.to(device, rest)))
+                levels, scale = room.take(part.shape), torch.empty(part.shape[0], dtype=rest, device=device)
+                _share(partial(part.int8, levels, scale, maxima.get(part.name)), (levels, scale), groups.dp)
+                put(model, part.name, Int8(levels, scale))
             else:
-                put(model, part.name, part.numbers(rest, device))
+                numbers = torch.empty(part.shape, dtype=rest, device=device)
+                _share(partial(part.numbers, numbers), (numbers,), groups.dp)
+                put(model, part.name, numbers)
 
     agree(fill, groups.world)
     return model.eval().requires_grad_(False)
@@ -187,10 +192,23 @@ def empty(shape: ModelConfig, tp: Group) -> GPT2:
     return model
 
 
+def _share(read: Callable[[], None], made: Sequence[Tensor], dp: Group) -> None:
+    """`read` fills these tensors on the first of the ranks, and is an error of all where it fails; the others are sent
+    them. Collective."""
+    agree(read if dp.rank == 0 else _nothing, dp)
+    for part in (part for tensor in made for part in tensor.view(-1).split(SENT)):
+        broadcast_into(part, 0, dp).wait()
+
+
+def _nothing() -> None:
+    """What is left to do for a rank that is sent what another reads."""
+
+
 def _maxima_of_rows(parts: Sequence[_Part], groups: Groups) -> dict[str, Tensor]:
     """Of the matrices whose rows are cut: the ranks ask each other once, after each has read its own columns. A rank
-    then reads these matrices twice, and never the columns of others. Collective."""
-    cut = [part for part in parts if part.has_cut_rows]
+    then reads these matrices twice, and never the columns of others. Those that read nothing ask for nothing.
+    Collective."""
+    cut = [part for part in parts if part.has_cut_rows and groups.dp.rank == 0]
     own = agree(lambda: [row_maxima(part.reader("weight"), part.shape) for part in cut], groups.world)
     if not cut:
         return {}
@@ -218,8 +236,8 @@ class _Part:
         self._found.weights.read(kind, self.name, shape=shape, partition=partition, tp_rank=self._tp.rank,
                                  tp_size=self._tp.size, offset=start, out=out)
 
-    def numbers(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        flat = torch.empty(prod(self.shape), dtype=dtype, device=device)
+    def numbers(self, out: Tensor) -> None:
+        flat = out.view(-1)
         block, read = torch.empty(min(BLOCK, len(flat))), self.reader("weight")
         for start in range(0, len(flat), BLOCK):
             part = block[: min(BLOCK, len(flat) - start)]
@@ -227,18 +245,18 @@ class _Part:
             place = flat[start : start + len(part)].copy_(part)
             if not bool(place.isfinite().all()):
                 raise CheckpointError(f"{self._found.name}: {self.name} is not finite in "
-                                      f"{str(dtype).removeprefix('torch.')}; ask for another --dtype")
-        return flat.view(self.shape)
+                                      f"{str(out.dtype).removeprefix('torch.')}; ask for another --dtype")
 
-    def int8(self, levels: Tensor, maxima: Tensor | None) -> Tensor:
-        """Fill `levels`; the scales in fp32."""
+    def int8(self, levels: Tensor, scale: Tensor, maxima: Tensor | None) -> None:
         if not self._found.is_int8:
-            return quantise_into(levels, self.reader("weight"), f"{self._found.name}: {self.name}", maxima)
+            where = f"{self._found.name}: {self.name}"
+            scale.copy_(quantise_into(levels, self.reader("weight"), where, maxima))
+            return
         self.reader(LEVELS)(0, levels.view(-1))
-        scale = torch.empty(len(levels))
+        stored = torch.empty(len(levels))
         cut = self._partition if self._partition is not None and self._partition.dim == 0 else None
-        self._read(SCALE, tuple(scale.shape), cut, 0, scale)
-        return scale
+        self._read(SCALE, tuple(stored.shape), cut, 0, stored)
+        scale.copy_(stored)
 
 
 def put(model: nn.Module, name: str, value: Tensor) -> None:
