@@ -115,6 +115,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.inference.loading megatron.inference.live megatron.inference.answers megatron.inference.terminal
         megatron.inference.session megatron.inference.command
         megatron.inference.api megatron.inference.api.arguments megatron.inference.api.policy megatron.inference.api.cut
+        megatron.inference.api.changing
         megatron.inference.api.example megatron.inference.api.same megatron.inference.api.proof
         megatron.inference.api.quantise megatron.inference.api.weights
         megatron.inference.api.fast megatron.inference.api.kept megatron.inference.api.answer

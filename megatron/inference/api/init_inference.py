@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from megatron.errors import CheckpointError, ConfigError, TrainerError
 from megatron.inference import loading
 from megatron.inference.api import arguments, weights
 from megatron.inference.api.arguments import Asked
+from megatron.inference.api.changing import changing, check_unbroken
 from megatron.inference.api.cut import check_even, cut
 from megatron.inference.api.engine import InferenceEngine, share_random_state
 from megatron.inference.api.fast import HEADED, ours_of
@@ -120,6 +122,7 @@ def _engine(module: nn.Module, gpt2: GPT2, asked: Asked, groups: Groups) -> Infe
 
 def _of_theirs(model: nn.Module, asked: Asked, groups: Groups, device: torch.device,
                notes: list[str]) -> InferenceEngine:
+    check_unbroken(model)
     is_headed_gpt2 = type(model).__name__ == HEADED and type(model).__module__.startswith("transformers.")
     if asked.checkpoint is not None:
         require(is_headed_gpt2, f"init_inference: checkpoint= fills a GPT-2, and the model is a "
@@ -128,11 +131,13 @@ def _of_theirs(model: nn.Module, asked: Asked, groups: Groups, device: torch.dev
         found = weights.open_checkpoint(asked.checkpoint, asked.base_dir, groups)
         agree(lambda: weights.fill_transformers(model, found), groups.world)
     model.eval().requires_grad_(False)
-    plan = agree(lambda: _cut(model, asked, groups), groups.world)
-    if asked.dtype is torch.int8:
-        quantise(model, plan, groups, activations_on(device), device)
-    else:
-        agree(lambda: _cast(model, asked.dtype, device), groups.world)
+    plan, proof = agree(lambda: _planned(model, asked, groups), groups.world)
+    with changing(model) if plan.places else nullcontext():
+        agree(lambda: _cut(model, plan, proof, groups), groups.world)
+        if asked.dtype is torch.int8:
+            quantise(model, plan, groups, activations_on(device), device)
+        else:
+            agree(lambda: _cast(model, asked.dtype, device), groups.world)
     share_random_state(groups.tp)
     if asked.fast and is_headed_gpt2:
         try:
@@ -144,18 +149,21 @@ def _of_theirs(model: nn.Module, asked: Asked, groups: Groups, device: torch.dev
     return InferenceEngine(model, None, groups.tp, asked.max_out_tokens)
 
 
-def _cut(model: nn.Module, asked: Asked, groups: Groups) -> Plan:
+def _planned(model: nn.Module, asked: Asked, groups: Groups) -> tuple[Plan, Proof | None]:
+    """Nothing is changed yet."""
     check_model(model, groups.tp)
     plan = plan_of(model, asked.policy)
     require(bool(plan.places) or groups.tp.is_solo, f"init_inference: how a {type(model).__name__} is cut over "
             f"{groups.tp.size} ranks is not known: give injection_policy={{LayerClass: (names of its row-parallel "
             "layers,)}} (docs/inference.md)")
     check_even(model, plan, groups.tp)
-    proof = None if groups.tp.is_solo else Proof(model, plan, asked.example_inputs, groups.tp)
+    return plan, None if groups.tp.is_solo else Proof(model, plan, asked.example_inputs, groups.tp)
+
+
+def _cut(model: nn.Module, plan: Plan, proof: Proof | None, groups: Groups) -> None:
     cut(model, plan, groups.tp)
     if proof is not None:
         proof.check()
-    return plan
 
 
 def _cast(model: nn.Module, dtype: torch.dtype | None, device: torch.device) -> None:

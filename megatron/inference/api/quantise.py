@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron.checkpoint.agree import agree
-from megatron.checkpoint.int8 import Read, quantised, row_maxima
+from megatron.checkpoint.int8 import Read, quantise_into, row_maxima
 from megatron.config.setting import require
 from megatron.inference.api.policy import Plan
 from megatron.inference.int8 import Int8
+from megatron.inference.pages import Room
 from mpu.collectives import all_reduce
 from mpu.groups import Groups
 from mpu.layers import RowParallelLinear
@@ -32,7 +33,8 @@ def quantise(model: nn.Module, plan: Plan, groups: Groups, activations: torch.dt
               for path, layer in layers.items() if isinstance(layer, RowParallelLinear)}
 
     def fill() -> None:
-        made = {path: _int8(path, layer, maxima.get(path), activations, device) for path, layer in layers.items()}
+        room = Room([layer.weight.shape for layer in layers.values()], device)
+        made = {path: _int8(path, layer, maxima.get(path), room, activations) for path, layer in layers.items()}
         model.to(device, activations)
         for path, weight in made.items():
             layers[path].weight = nn.Parameter(weight, requires_grad=False)
@@ -46,12 +48,12 @@ def _once(model: nn.Module, plan: Plan) -> Iterator[tuple[str, Any]]:
     yield from found.values()
 
 
-def _int8(path: str, layer: Any, maxima: Tensor | None, activations: torch.dtype, device: torch.device) -> Int8:
+def _int8(path: str, layer: Any, maxima: Tensor | None, room: Room, activations: torch.dtype) -> Int8:
     """Its numbers are let go."""
-    where = f"{path}.weight"
-    levels, scale = quantised(_reader(layer.weight), tuple(layer.weight.shape), where, maxima, device)
+    levels = room.take(layer.weight.shape)
+    scale = quantise_into(levels, _reader(layer.weight), f"{path}.weight", maxima)
     layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
-    return Int8(levels, scale.to(activations))
+    return Int8(levels, scale.to(levels.device, activations))
 
 
 def _reader(weight: Tensor) -> Read:

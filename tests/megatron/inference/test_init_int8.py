@@ -73,12 +73,22 @@ def test_int8_is_nearly_the_model_in_half_the_bytes() -> None:
 
 
 def test_without_layers_to_quantise_int8_is_refused() -> None:
+    whole = nn.Linear(4, 4)
     with pytest.raises(TrainerError, match="which layers of a Linear are to be int8 is not known: give"):
-        init_inference(nn.Linear(4, 4), dtype=torch.int8)
+        init_inference(whole, dtype=torch.int8)
+    init_inference(whole, dtype=torch.bfloat16)
     broken = theirs()
     broken.transformer.h[1].mlp.c_proj.weight.data[3, 3] = torch.inf
     with pytest.raises(TrainerError, match=r"h.1.mlp.c_proj.weight is not finite: it cannot be quantised"):
         init_inference(broken, dtype=torch.int8)
+    with pytest.raises(TrainerError, match="partly cut: load it again"):
+        broken(tokens())
+
+
+def test_levels_lie_side_by_side_in_large_pages() -> None:
+    found = [level for level, _ in levels(init_inference(theirs(), dtype=torch.int8).module).values()]
+    assert len({level.untyped_storage().data_ptr() for level in found}) == 1
+    assert all(level.data_ptr() % 64 == 0 for level in found)
 
 
 def broken_on_one_rank(rank: int, world: int) -> str:

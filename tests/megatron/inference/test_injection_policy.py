@@ -143,6 +143,27 @@ def test_a_wrong_policy_is_refused_and_says_where() -> None:
             assert expected in one and "\n" not in one, (name, one)
 
 
+def refused(rank: int, world: int) -> list[str]:
+    """Twice; and one that is refused before it is cut."""
+    model, found = Model(), []
+    policy = {Layer: Cut(column=COLUMNS, row=ROWS, divide=NUMBERS[1:])}
+    for work in (lambda: init_inference(model, mp_size=world, injection_policy=policy), lambda: model(TOKENS),
+                 lambda: init_inference(model, mp_size=world, injection_policy={Layer: ROWS})):
+        with pytest.raises(TrainerError) as error:
+            work()
+        found.append(str(error.value))
+    model = Model()
+    with pytest.raises(TrainerError):
+        init_inference(model, mp_size=world, injection_policy={Layer: "oot"})
+    init_inference(model, mp_size=world, injection_policy={Layer: ROWS})
+    return found
+
+
+def test_a_model_that_was_refused_when_it_was_cut_is_of_no_use_and_says_so() -> None:
+    for _, *said in run_ranks(refused, 2):
+        assert all("refused by init_inference and is partly cut: load it again" in one for one in said)
+
+
 class Scaled(SelfAttention):
     """Its scale is of a width that DeepSpeed's form does not know: nothing fails, and the numbers are others."""
 
