@@ -105,6 +105,14 @@ def test_the_readme_is_two_screens_and_leads_to_the_pages() -> None:
     assert all(words in first for words in ("Python 3.11", "bash scripts/pretrain_gpt2.sh", "bash scripts/test.sh"))
 
 
+def test_decisions_have_numbers_of_their_own() -> None:
+    names = [path.name for path in (ROOT / "docs" / "decisions").glob("*.md")]
+    numbers = [name[:3] for name in names if name[:3].isdigit()]
+    assert len(numbers) == len(set(numbers)), sorted(names)
+    for path in (ROOT / "docs" / "decisions").glob("[0-9]*.md"):
+        assert path.name[:3] in path.read_text().splitlines()[0], f"{path.name}: the heading has another number"
+
+
 def paths_in(code: str) -> Iterator[str]:
     """Words that are files of ours: with a folder of the repository before them, or a bare name of a program."""
     for word in re.split(r"[\s,;:()=]+", code):
