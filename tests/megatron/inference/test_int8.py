@@ -111,6 +111,7 @@ def test_a_layer_in_another_precision_has_the_same_levels(dtype: torch.dtype) ->
     levels, scale, x = weight.levels, weight.scale, torch.randn(3, 32)
     layer.to(dtype)
     assert isinstance(layer[0].weight, Int8) and isinstance(layer[0].weight, nn.Parameter)
+    assert layer[0].weight.dtype == layer[0].weight.scale.dtype == dtype
     assert torch.equal(layer[0].weight.levels, levels) and torch.equal(layer[0].weight.scale, scale.to(dtype))
     expected = x.to(dtype).double() @ (levels.double() * scale.double()[:, None]).T + layer[0].bias.double()
     # sums of 32 products of numbers up to about 4 and 127, a few roundings of each result
