@@ -8,6 +8,7 @@ Text is taken as it is. Words are what is between white space.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -17,9 +18,13 @@ from data.sampling import parse_split, split_documents
 from data.storage import DataError
 from megatron.config.tree import require
 from megatron.evaluate import reading
+from megatron.evaluate.pieces import Ids
 from megatron.evaluate.request import PARTS, Asked, is_corpus
-from megatron.evaluate.stream import Stream, Text, in_a_row, one_by_one
+from megatron.evaluate.stream import Stream, Text, ending, in_a_row, one_by_one
 from megatron.evaluate.task import Subject
+
+
+WORD = re.compile(r"\S+")
 
 
 def prepare(asked: Asked, subject: Subject) -> Stream:
@@ -29,7 +34,7 @@ def prepare(asked: Asked, subject: Subject) -> Stream:
     words, size = sum(text.words for text in texts), sum(text.bytes for text in texts)
     if asked.protocol == "lm-eval":
         return Stream(one_by_one((text.ids for text in texts), subject), words, size, examples=len(texts))
-    end = np.array([subject.tokenizer.eod])
+    end = ending(subject, texts[0].ids)
     tokens = np.concatenate([part for text in texts for part in (text.ids, end)][:-1])
     stride = asked.stride_in(subject.length)
     return Stream(in_a_row(tokens, subject, stride, asked.data), words, size, stride, examples=len(texts))
@@ -39,13 +44,20 @@ def _texts(asked: Asked, subject: Subject) -> Iterator[Text]:
     if is_corpus(asked.data):
         yield from _of_corpus(asked, subject)
         return
-    if reading.is_lines(asked.data):
-        found = [line.text("text") for line in reading.lines(asked.data)]
-    else:
-        found = [reading.whole_text(asked.data)]
-    for number in _part(asked, subject, len(found)):
-        text = found[number]
-        yield Text(subject.tokenizer.encode_array(text), len(text.split()), len(text.encode()))
+    whole = asked.part is None
+    meant = range(0) if whole else _part(asked, subject, sum(1 for _ in _documents(asked.data)))
+    for number, text in enumerate(_documents(asked.data)):
+        if whole or number in meant:
+            yield _measured(subject.encode(text), text)
+
+
+def _documents(path: str) -> Iterator[str]:
+    """One by one: none is kept."""
+    if not reading.is_lines(path):
+        yield reading.whole_text(path)
+        return
+    for line in reading.lines(path):
+        yield line.text("text")
 
 
 def _of_corpus(asked: Asked, subject: Subject) -> Iterator[Text]:
@@ -60,8 +72,11 @@ def _of_corpus(asked: Asked, subject: Subject) -> Iterator[Text]:
         ids = corpus.document(number)
         if len(ids) and ids[-1] == tokenizer.eod:
             ids = ids[:-1]
-        text = tokenizer.decode(ids.tolist())
-        yield Text(ids, len(text.split()), len(text.encode()))
+        yield _measured(ids, tokenizer.decode(ids.tolist()))
+
+
+def _measured(ids: Ids, text: str) -> Text:
+    return Text(ids, sum(1 for _ in WORD.finditer(text)), len(text.encode()))
 
 
 def _part(asked: Asked, subject: Subject, documents: int) -> range:

@@ -67,21 +67,18 @@ def whole_text(path: str) -> str:
     return text
 
 
-def lines(path: str) -> list[Line]:
-    """The objects of a file of JSON lines; blank lines are none."""
-    found = list(_lines(path))
-    if not found:
-        raise DataError(f"{path}: the file is empty; expected a JSON object on each line")
-    return found
-
-
-def _lines(path: str) -> Iterator[Line]:
+def lines(path: str) -> Iterator[Line]:
+    """The objects of a file of JSON lines, read one by one; blank lines are none."""
+    is_empty = True
     with reading(path), opened(path) as file:
         for number, raw in enumerate(file, 1):
             where = f"{path}, line {number}"
             line = _decoded(raw, where).removeprefix(BOM if number == 1 else "")
             if line.strip():
+                is_empty = False
                 yield Line(where, _object(line, where))
+    if is_empty:
+        raise DataError(f"{path}: the file is empty; expected a JSON object on each line")
 
 
 def _object(line: str, where: str) -> dict[str, Any]:

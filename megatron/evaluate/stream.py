@@ -60,4 +60,10 @@ def one_by_one(documents: Iterable[Ids], subject: Subject) -> list[Piece]:
 
 def with_start(ids: Ids, subject: Subject) -> Ids:
     """What ends a document, and so comes before the first token of the next, is before these."""
-    return np.concatenate([[subject.tokenizer.eod], ids])
+    return np.concatenate([ending(subject, ids), ids])
+
+
+def ending(subject: Subject, ids: Ids) -> Ids:
+    """What ends a document, in the type of these where it fits."""
+    eod = subject.tokenizer.eod
+    return np.array([eod], np.promote_types(ids.dtype, np.min_scalar_type(eod)))

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from data.tokenizer_base import Tokenizer
 from megatron.evaluate.outcome import Outcome
-from megatron.evaluate.pieces import Piece, Score
+from megatron.evaluate.pieces import Ids, Piece, Score
 
 
 class Task(Protocol):
@@ -31,3 +33,7 @@ class Subject:
     """Positions."""
     split: str | None = None
     """Of the documents it was trained with."""
+
+    def encode(self, text: str) -> Ids:
+        """In the smallest type that holds its tokens: all data is in memory as these."""
+        return self.tokenizer.encode_array(text).astype(np.min_scalar_type(self.tokenizer.vocab_size - 1))

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import re
 
-import numpy as np
-
 from megatron.evaluate import reading
 from megatron.evaluate.detokenise import articles, detokenised
 from megatron.evaluate.request import Asked
@@ -28,14 +26,14 @@ def prepare(asked: Asked, subject: Subject) -> Stream:
     original = "\n".join(pages)
     size = len(original.encode())
     if asked.protocol == "lm-eval":
-        ids = [subject.tokenizer.encode_array(detokenised(page)) for page in pages]
+        ids = [subject.encode(detokenised(page)) for page in pages]
         return Stream(one_by_one(ids, subject), sum(words_of(page, asked.protocol) for page in pages),
                       sum(len(page.encode()) for page in pages), examples=len(pages))
     stride, words = asked.stride_in(subject.length), words_of(original, asked.protocol)
-    tokens = subject.tokenizer.encode_array(detokenised(original))
+    tokens = subject.encode(detokenised(original))
     if asked.protocol == "openai":
         return Stream(in_a_row(with_start(tokens, subject), subject, stride, asked.data), words, size, stride)
-    return Stream(in_a_row(np.asarray(tokens), subject, stride, asked.data), words, size, stride,
+    return Stream(in_a_row(tokens, subject, stride, asked.data), words, size, stride,
                   words_scored=words - 1, most=MOST)
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from data.indexed import CorpusWriter
 from data.storage import DataError
 from megatron.errors import ConfigError
+from megatron.evaluate import perplexity
+from megatron.evaluate.request import Asked
 from megatron.evaluate.task import Subject
+from megatron.evaluate.tasks import prepare
 from megatron.model.gpt2 import GPT2
 from tests.megatron.evaluate.models import BYTES, LENGTH, SHAPE, logprob, outcome, write_lines
 
@@ -91,6 +96,28 @@ def test_a_corpus_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
         writer.add_document([1, 299, 3])
     with pytest.raises(DataError, match="document 0, offset 1: token id 299"):
         outcome(GPT2(SHAPE), task="perplexity", protocol="megatron", data=tmp_path / "d")
+
+
+@pytest.mark.parametrize("part", [None, "train"])
+@pytest.mark.parametrize("protocol", ["megatron", "lm-eval"])
+def test_what_is_kept_of_a_text_is_its_tokens(tmp_path: Path, protocol: str, part: str | None) -> None:
+    text = "a few words " * 200
+    data = write_lines(tmp_path / "a.jsonl", [{"text": text, "other": 3 * text} for _ in range(400)])
+    asked = Asked(task="perplexity", protocol=protocol, data=str(data), part=part)
+    tracemalloc.start()
+    try:
+        task = prepare(asked, Subject(BYTES, 1024, "8,1,1"))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert all(piece.tokens.dtype == np.uint16 for piece in task.pieces)
+    tokens = (320 if part else 400) * len(text)
+    assert 2 * tokens < peak < 5 * tokens  # two bytes each, once more while they are put together, and what is small
+
+
+def test_words_are_what_is_between_white_space() -> None:
+    text = "".join(map(chr, range(0x3100))) + " one\u3000two\x1fthree\u200bfour "
+    assert len(perplexity.WORD.findall(text)) == len(text.split())
 
 
 @pytest.mark.parametrize(("content", "words"), [
