@@ -75,9 +75,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     say = _sayer(setting.rank)
     say(f"{asked.task}, protocol {asked.protocol}: {len(task.pieces):,} pieces of up to {setting.subject.length} "
         f"tokens; {setting.described}")
+    if task.truncated:
+        say(f"warning: {task.truncated:,} examples are longer than the window of {setting.subject.length} tokens: "
+            "their beginning is not read (truncated)")
     scores = setting.scorer(setting.model())(task.pieces, setting.progress())
-    report = Report(asked=asked, outcome=task.outcome(scores), model=setting.name, window=setting.subject.length,
-                    stride=task.stride, seconds=time.monotonic() - began,
+    report = Report(asked=asked, outcome=task.outcome(scores), model=setting.name, dtype=setting.dtype,
+                    tokenizer=setting.subject.tokenizer.facts, ranks=setting.groups.world.size,
+                    model_parallel_size=setting.groups.tp.size, window=setting.subject.length, stride=task.stride,
+                    truncated=task.truncated, seconds=time.monotonic() - began,
                     published=published(setting.shape, asked.task, asked.protocol, asked.strict))
     if setting.rank == 0:
         print(report.as_json() if as_json else report.as_text(), flush=True)

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import final
 
 from megatron.evaluate import reading
@@ -35,6 +36,12 @@ class HellaSwag:
     pieces: Sequence[Piece]
     """Of each ending of each question, in turn."""
     stride: None = None
+
+    @property
+    def truncated(self) -> int:
+        """With one of the endings, or with more of them."""
+        ends = list(accumulate(len(question.endings) for question in self.questions))
+        return sum(any(piece.is_cut for piece in self.pieces[start:end]) for start, end in zip([0, *ends], ends))
 
     def outcome(self, scores: Sequence[Score]) -> Outcome:
         """Loss, words and bytes are those of the right endings."""

@@ -31,6 +31,10 @@ class Lambada:
     bytes: int
     stride: None = None
 
+    @property
+    def truncated(self) -> int:
+        return sum(piece.is_cut for piece in self.pieces)
+
     def outcome(self, scores: Sequence[Score]) -> Outcome:
         correct = sum(score.greedy for score in scores)
         return Outcome(logprob=math.fsum(score.logprob for score in scores),

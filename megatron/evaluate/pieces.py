@@ -21,6 +21,8 @@ class Piece:
     tokens: Ids
     first: int
     """Tokens from here on are targets; the model reads all tokens but the last."""
+    is_cut: bool = False
+    """The beginning of what is before the targets is not read: there is no room for it."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,9 @@ def continuation(context: Sequence[int], targets: Sequence[int], length: int, wh
     if not 0 < len(targets) <= length:
         found = "no token" if not targets else f"{len(targets)} tokens"
         raise DataError(f"{where}: {found} to score, and the model has {length} positions: expected 1 to {length}")
-    tokens = np.array([*context, *targets])[-(length + 1):]
-    return Piece(tokens, len(tokens) - len(targets))
+    whole = np.array([*context, *targets])
+    tokens = whole[-(length + 1):]
+    return Piece(tokens, len(tokens) - len(targets), is_cut=len(tokens) < len(whole))
 
 
 def digest(pieces: Sequence[Piece]) -> int:

@@ -57,6 +57,13 @@ class Asked:
         problems.require(self.part is None or self.task == "perplexity", "--part belongs to --task perplexity")
         problems.stop()
 
+    @property
+    def target(self) -> str | None:
+        """What of an example is scored, where that is a matter of protocol."""
+        if self.task != "lambada":
+            return None
+        return "last word" if self.strict or self.protocol == "lm-eval" else "last token"
+
     def check_data(self) -> None:
         """Refuse data that is not there."""
         if self.task == "perplexity" and is_corpus(self.data):

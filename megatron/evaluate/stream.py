@@ -37,6 +37,7 @@ class Stream:
     examples: int | None = None
     words_scored: int | None = None
     most: float = math.inf
+    truncated: None = None
 
     def outcome(self, scores: Sequence[Score]) -> Outcome:
         return Outcome(logprob=math.fsum(score.logprob for score in scores),

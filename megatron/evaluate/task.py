@@ -21,6 +21,10 @@ class Task(Protocol):
     def stride(self) -> int | None:
         """Between windows that may overlap; None: it has no such windows."""
 
+    @property
+    def truncated(self) -> int | None:
+        """Examples whose beginning the model does not see; None: text runs on from window to window."""
+
     def outcome(self, scores: Sequence[Score]) -> Outcome: ...
 
 

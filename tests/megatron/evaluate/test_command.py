@@ -57,13 +57,14 @@ def values(*argv: object) -> dict[str, Any]:
 
 
 ALWAYS = {"task", "protocol", "data", "model", "window", "stride", "tokens", "original_words", "original_bytes", "loss",
-          "perplexity", "adjusted_perplexity", "bits_per_byte", "published", "seconds"}
+          "perplexity", "adjusted_perplexity", "bits_per_byte", "published", "seconds", "dtype", "tokenizer", "ranks",
+          "model_parallel_size"}
 
 
 @pytest.mark.parametrize(("task", "data", "protocols", "more"), [
     ("wikitext", "wiki.txt", ["megatron", "openai", "lm-eval"], set()),
-    ("lambada", "lambada.jsonl", ["megatron", "openai", "lm-eval"], {"acc", "correct", "strict"}),
-    ("hellaswag", "hellaswag.jsonl", ["lm-eval"], {"acc", "acc_norm"}),
+    ("lambada", "lambada.jsonl", ["megatron", "openai", "lm-eval"], {"acc", "correct", "target", "truncated"}),
+    ("hellaswag", "hellaswag.jsonl", ["lm-eval"], {"acc", "acc_norm", "truncated"}),
     ("perplexity", "corpus", ["megatron", "lm-eval"], set()),
 ])
 def test_every_task_says_its_protocol_and_its_figures(folder: Path, task: str, data: str, protocols: list[str],
@@ -75,8 +76,36 @@ def test_every_task_says_its_protocol_and_its_figures(folder: Path, task: str, d
         assert ALWAYS | more <= set(found) and found["protocol"] == protocol
         assert 0 < found["loss"] < 8 and 0 < found["bits_per_byte"]
         text = said(*typed, "--protocol", protocol)[0]
-        for name in ALWAYS - {"seconds"} | more:
+        for name in ALWAYS | more:
             assert f"\n{name.replace('_', ' ')} " in f"\n{text}", name
+
+
+@pytest.mark.parametrize(("more", "target"), [
+    ([], "last token"), (["--strict"], "last word"), (["--protocol", "openai"], "last token"),
+    (["--protocol", "lm-eval"], "last word"),
+])
+def test_lambada_says_what_it_scored(folder: Path, more: list[str], target: str) -> None:
+    found = values("--load", folder / "run", "--task", "lambada", "--data", folder / "lambada.jsonl", *more)
+    assert found["target"] == target and (found["tokens"] == 2) == (target == "last token")
+
+
+def test_texts_longer_than_the_window_are_counted_and_warned_of(folder: Path, tmp_path: Path) -> None:
+    """32 positions read 32 tokens, and the target is one more."""
+    data = write_lines(tmp_path / "a.jsonl", [{"text": "a" * length} for length in (33, 34, 99)])
+    typed = ["--load", folder / "run", "--task", "lambada"]
+    out, err = said(*typed, "--data", data)
+    assert "\ntruncated            2\n" in out and "warning: 2 examples are longer than the window of 32" in err
+    out, err = said(*typed, "--data", folder / "lambada.jsonl")
+    assert "\ntruncated            0\n" in out and "warning" not in err
+
+
+def test_a_question_that_is_cut_with_one_of_its_endings_counts_once(folder: Path, tmp_path: Path) -> None:
+    room = 33 - len("a: " + "b" * 20 + " C ")
+    questions = [{"activity_label": "a", "ctx_a": "b" * 20, "ctx_b": "c", "label": 0,
+                  "endings": ["d" * first, "e" * second]}
+                 for first, second in ((1, room), (room + 1, 1), (1, room + 1), (room + 1, room + 2))]
+    data = write_lines(tmp_path / "a.jsonl", questions)
+    assert values("--load", folder / "run", "--task", "hellaswag", "--data", data)["truncated"] == 3
 
 
 def test_the_perplexity_of_the_held_out_part_is_what_training_found(folder: Path) -> None:
@@ -95,7 +124,7 @@ def test_old_names_of_flags_and_tasks_will_do(folder: Path) -> None:
     assert without_time(new) == without_time(old)
     strict = values("--load", folder / "run", "--task", "LAMBADA", "--valid-data", folder / "lambada.jsonl",
                     "--strict-lambada")
-    assert strict["strict"] and strict["tokens"] == len(" three" + " four")
+    assert strict["target"] == "last word" and strict["tokens"] == len(" three" + " four")
 
 
 def without_time(found: dict[str, Any]) -> dict[str, Any]:
@@ -127,7 +156,10 @@ def test_rank_0_alone_speaks_and_ranks_share_the_data_and_the_model(folder: Path
     for more in ([], ["--model-parallel-size", "2"]):
         (first, about), *others = run_ranks(ranks, 2, [*typed, *more])
         assert others == [("", "")] and "parameters in fp32, ByteLevelTokenizer" in about
+        assert [json.loads(first)[name] for name in ("ranks", "model_parallel_size")] == [2, 2 if more else 1]
         for name, value in without_time(json.loads(alone)).items():
+            if name in ("ranks", "model_parallel_size"):
+                continue
             close = pytest.approx(value, rel=1e-4) if isinstance(value, float) else value
             assert json.loads(first)[name] == close, name
 
