@@ -175,7 +175,7 @@ def main() -> None:
           f"it); prefill {prefill:.1f} ms ({prefill / found['forward_ms']:.2f} of training's forward)")
     if asked.results is not None:
         with asked.results.open("a") as file:
-            file.write(json.dumps({"check": "decode", "model": model, "dtype": asked.dtype,
+            file.write(json.dumps({"check": "decode", "model": asked.preset, "contender": first, "dtype": asked.dtype,
                                    "batch": asked.batch, **found}) + "\n")
 
 

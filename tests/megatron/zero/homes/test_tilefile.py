@@ -446,13 +446,20 @@ def test_a_file_is_closed_with_its_folder(folder):
     file.close()
 
 
-def test_a_file_keeps_its_folder(tmp_path):
+@pytest.fixture
+def threads():
+    """Names of the threads of tile files that the test has started: another one's may not have ended yet."""
+    former = set(threading.enumerate())
+    return lambda: sorted(thread.name for thread in set(threading.enumerate()) - former
+                          if thread.name.startswith("tiles: "))
+
+
+def test_a_file_keeps_its_folder(tmp_path, threads):
     file = TileFile(SwapFolder(tmp_path, "run", 0, flag=FLAG), "state", SIZES)
     file.write(0, random_bytes(SIZES[0], 0)).wait()
     assert content(file, 0, SIZES[0])
     del file
-    assert list(tmp_path.iterdir()) == []
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("tiles: ")]
+    assert list(tmp_path.iterdir()) == [] and threads() == []
 
 
 def test_the_last_to_have_a_file_may_be_its_own_thread(tmp_path, monkeypatch):
@@ -469,13 +476,12 @@ def test_the_last_to_have_a_file_may_be_its_own_thread(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_files_of_a_folder_share_their_threads(folder):
+def test_the_files_of_a_folder_share_their_threads(folder, threads):
     for number in range(10):
         file = TileFile(folder, f"state{number}", SIZES, settings=AioSettings(intra_op_parallelism=2))
         file.write(0, random_bytes(SIZES[0], 0)).wait()
         assert content(file, 0, SIZES[0])
-    names = [thread.name for thread in threading.enumerate() if thread.name.startswith("tiles: ")]
-    assert sorted(names) == ["tiles: reads"] * 3 + ["tiles: writes"] * 3
+    assert threads() == ["tiles: reads"] * 3 + ["tiles: writes"] * 3
 
 
 def test_a_disk_that_hangs_does_not_hold_the_close_for_ever_nor_lose_its_descriptor(folder, monkeypatch):
