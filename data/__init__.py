@@ -5,7 +5,8 @@ Imports numpy and the standard library only (tokenizer libraries where they are 
 
     storage.py, format.py, facts.py, indexed.py    a corpus on disk
     sampling.py, sample_index.py, gpt2_dataset.py  fixed-length samples of it
-    tokenizer_base.py, bpe_engines.py, gpt2_bpe.py, sentencepiece_model.py, tokenizer.py    text <-> token ids
+    tokenizer_base.py, bpe_engines.py, fast_tokenizer.py, gpt2_bpe.py, sentencepiece_model.py, tokenizer.py
+                                                   text <-> token ids
     inputs.py, compressed.py, chunks.py, jsonl.py, plain_text.py    files of text -> documents
     cli.py, parallel.py                            what commands share; an ordered map over processes
     preprocess.py, importers.py, merge.py, split_json.py, verify.py, default_corpus.py    the commands

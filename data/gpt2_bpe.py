@@ -11,12 +11,13 @@ import importlib.util
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data.bpe_engines import Engine, best_engine
+from data.fast_tokenizer import is_fast, merges_and_vocabulary
 from data.storage import DataError, UsageError
 from data.tokenizer_base import END_OF_TEXT, REPLACEMENT, Tokenizer, fingerprint, read, read_text
 
@@ -59,14 +60,11 @@ class GPT2BPETokenizer(Tokenizer):
 
     def __init__(self, vocab_file: str | None = None, merge_file: str | None = None,
                  engine: Callable[[Sequence[bytes]], Engine] | None = None) -> None:
-        if vocab_file is not None and merge_file is None:
-            raise UsageError("--vocab-file without --merge-file: GPT-2's merges are needed too "
-                             "(without both, the packaged ones are used)")
-        merges = packaged_merges() if merge_file is None else read_text(merge_file, "--merge-file")
-        tokens = parse_merges(merges, merge_file or "vocab.bpe")
+        merges, vocabulary = merges_and_vocabulary_in(vocab_file, merge_file)
+        tokens = parse_merges(merges, merge_file or vocab_file or "vocab.bpe")
         alphabet = byte_alphabet()
         spelled = [bytes(alphabet[character] for character in token) for token in tokens]
-        ids = self._ids(tokens, vocab_file)
+        ids = self._ids(tokens, vocabulary, vocab_file)
         self.eod = ids.pop()
         self.vocab_size = max(*ids, self.eod) + 1
         # Engines give ranks; a vocabulary file may number the tokens in any other way.
@@ -77,14 +75,13 @@ class GPT2BPETokenizer(Tokenizer):
         self.fingerprint = fingerprint(self.name, "\n".join(tokens).encode(), json.dumps([*ids, self.eod]).encode())
 
     @staticmethod
-    def _ids(tokens: Sequence[str], vocab_file: str | None) -> list[int]:
+    def _ids(tokens: Sequence[str], vocabulary: Any, vocab_file: str | None) -> list[int]:
         """The id of each token, and of the end of text last."""
-        if vocab_file is None:
+        if vocabulary is None:
             return list(range(len(tokens) + 1))
         try:
-            vocabulary = json.loads(read(vocab_file, "--vocab-file"))
             ids = [vocabulary[token] for token in (*tokens, END_OF_TEXT)]
-        except (ValueError, TypeError) as error:
+        except TypeError as error:
             raise DataError(f"--vocab-file {vocab_file}: not a JSON object of token: id ({error})") from error
         except KeyError as error:
             raise DataError(f"--vocab-file {vocab_file}: token {error} of the merge file is missing") from error
@@ -110,6 +107,23 @@ class GPT2BPETokenizer(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         spelling, unknown = self._spelling, REPLACEMENT.encode()
         return b"".join(spelling.get(i, unknown) for i in ids).decode("utf-8", "replace")
+
+
+def merges_and_vocabulary_in(vocab_file: str | None, merge_file: str | None) -> tuple[str, Any]:
+    """The text of the merges, and the JSON of the vocabulary; None: tokens are numbered in their order. A
+    tokenizer.json as the vocabulary file says both."""
+    if vocab_file is None:
+        return packaged_merges() if merge_file is None else read_text(merge_file, "--merge-file"), None
+    try:
+        vocabulary = json.loads(read(vocab_file, "--vocab-file"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"--vocab-file {vocab_file}: not a JSON object of token: id ({error})") from error
+    if merge_file is not None:
+        return read_text(merge_file, "--merge-file"), vocabulary
+    if not is_fast(vocabulary):
+        raise UsageError("--vocab-file without --merge-file: GPT-2's merges are needed too "
+                         "(without both, the packaged ones are used; a tokenizer.json has both)")
+    return merges_and_vocabulary(vocabulary, vocab_file, byte_alphabet())
 
 
 def packaged_merges() -> str:

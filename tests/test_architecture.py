@@ -47,7 +47,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         mpu.vocab_share mpu.loss_walk mpu.loss_cpu mpu.loss_kernel mpu.loss_accelerator mpu.cross_entropy
         mpu.random mpu.grads mpu.data mpu.mappings mpu
         data.facts data.indexed data.sample_index data.gpt2_dataset
-        data.tokenizer_base data.bpe_engines data.gpt2_bpe data.sentencepiece_model data.tokenizer
+        data.tokenizer_base data.bpe_engines data.fast_tokenizer data.gpt2_bpe data.sentencepiece_model data.tokenizer
         data.cli data.compressed data.chunks data.inputs data.jsonl data.plain_text data.parallel data.preprocess
         data.default_corpus data.verify data.merge data.split_json data.importers data.cached data.sources
         data.corpora

@@ -102,7 +102,7 @@ def _said_by_hf(values: Mapping[str, Any]) -> dict[str, Any]:
     folder = values.get("load_hf")
     if folder is None or ("load" in values and not Path(folder).exists()):
         return {}
-    own = {"tokenizer_type", "tokenizer_path", "vocab_file"} & values.keys()
+    own = {"tokenizer_type", "tokenizer_path", "vocab_file", "merge_file"} & values.keys()
     return {**shape_in(folder), **({} if own else tokenizer_in(folder))}
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from megatron.errors import CheckpointError, ConfigError
 
 CONFIG = "config.json"
+TOKENIZER_FILES = ("vocab.json", "merges.txt", "tokenizer.model", "tokenizer.json")
 
 FIELDS: Mapping[str, tuple[str, Any]] = {
     "n_layer": ("num_layers", None), "n_embd": ("hidden_size", None), "n_head": ("num_attention_heads", None),
@@ -46,14 +47,17 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def tokenizer_in(folder: str) -> dict[str, Any]:
-    """The fields of the tokenizer beside the weights, where its files say that it is one of ours: a byte-level table,
-    or a SentencePiece model. Nothing for GPT-2's own, which is the default, and for those that are not known here."""
-    model, fast = Path(folder) / "tokenizer.model", Path(folder) / "tokenizer.json"
-    if fast.is_file():
-        return {"tokenizer_type": "ByteLevelTokenizer"} if _is_bytes(read_object(fast).get("model")) else {}
+    """The fields of the tokenizer beside the weights: GPT-2's kind of two files, bytes, a SentencePiece model, or a
+    tokenizer.json, which has to say what two such files would: who builds it refuses another. Nothing where there is no
+    file of one, and GPT-2's own is to be assumed."""
+    vocabulary, merges, model, fast = (Path(folder) / name for name in TOKENIZER_FILES)
+    if vocabulary.is_file() and merges.is_file():
+        return {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": str(vocabulary), "merge_file": str(merges)}
+    if fast.is_file() and _is_bytes(read_object(fast).get("model")):
+        return {"tokenizer_type": "ByteLevelTokenizer"}
     if model.is_file():
         return {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_path": str(model)}
-    return {}
+    return {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": str(fast)} if fast.is_file() else {}
 
 
 def _is_bytes(model: Any) -> bool:

@@ -61,8 +61,7 @@ class Setting:
 
     @property
     def described(self) -> str:
-        return (f"{self.name}: {self.shape.parameters():,} parameters in {self.dtype}, "
-                f"{self.subject.tokenizer.facts.described}")
+        return loading.described(self.found, self.dtype, self.subject.tokenizer)
 
     def model(self) -> GPT2:
         """Its weights. Collective."""

@@ -9,7 +9,7 @@ its files elsewhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, final
@@ -69,6 +69,8 @@ class Found:
     name: str
     trained_with: TokenizerFacts | None = None
     """None: it does not say."""
+    assumes_tokenizer: bool = False
+    """Nothing says which it is: GPT-2's is taken."""
 
     @property
     def is_int8(self) -> bool:
@@ -87,6 +89,8 @@ class Loaded:
 def groups_of(source: Source, ranks: int, module: str) -> Groups:
     """All ranks share the layers of one model."""
     size = source.model_parallel_size
+    require(ranks == size or size > 1, f"there are {ranks} ranks and one model, whose layers they have to share: add "
+            f"--model-parallel-size {ranks}, or start one rank")
     require(ranks == size, f"--model-parallel-size {size} needs as many ranks, and there are {ranks}: start them with "
             f"python -m megatron.launch --nproc-per-node {size} -m {module.removeprefix('python -m ')} ...")
     return mpu_groups.build(size)
@@ -94,7 +98,10 @@ def groups_of(source: Source, ranks: int, module: str) -> Groups:
 
 def open_source(source: Source, groups: Groups) -> Found:
     """What it names. Collective."""
-    return open_hf(source.load_hf, groups) if source.load_hf else open_trained(source.load or "", groups, source.step)
+    if source.load_hf is None:
+        return open_trained(source.load or "", groups, source.step)
+    found = open_hf(source.load_hf, groups)
+    return replace(found, data={}, assumes_tokenizer=False) if source.tokenizer else found
 
 
 def load(source: Source, groups: Groups, device: torch.device) -> Loaded:
@@ -104,8 +111,13 @@ def load(source: Source, groups: Groups, device: torch.device) -> Loaded:
     tokenizer = agree(lambda: tokenizer_of(found, source.tokenizer), groups.world)
     dtype = source.dtype or found.precision
     model = build(found, groups, DTYPES[dtype], device)
-    return Loaded(model, tokenizer, f"{found.name}: {found.shape.parameters():,} parameters in {dtype}, "
-                                    f"{tokenizer.facts.described}")
+    return Loaded(model, tokenizer, described(found, dtype, tokenizer))
+
+
+def described(found: Found, dtype: str, tokenizer: Tokenizer) -> str:
+    """In a line."""
+    doubt = " (assumed: the folder has no file of a tokenizer)" if found.assumes_tokenizer else ""
+    return f"{found.name}: {found.shape.parameters():,} parameters in {dtype}, {tokenizer.facts.described}{doubt}"
 
 
 def open_trained(folder: str, groups: Groups, step: int | None = None) -> Found:
@@ -126,7 +138,8 @@ def open_hf(folder: str, groups: Groups) -> Found:
     """Of a Hugging Face folder. Collective."""
     agree(lambda: shape_in(folder), groups.world)  # or what is wrong with the folder
     found = agree(lambda: open_folder(Path(folder)), groups.world)
-    return Found(found, found.model, tokenizer_in(folder), "fp32", folder)
+    said = agree(lambda: tokenizer_in(folder), groups.world)
+    return Found(found, found.model, said, "fp32", folder, assumes_tokenizer=not said)
 
 
 def check_shape(found: Found, said: Mapping[str, float]) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from data.default_corpus import DEFAULT_FOLDER
-from data.gpt2_bpe import byte_alphabet, packaged_merges, parse_merges
+from data.gpt2_bpe import byte_alphabet, merges_and_vocabulary_in, parse_merges
 from data.storage import DataError
 from data.tokenizer import build
 from data.tokenizer_base import END_OF_TEXT, REPLACEMENT, read, read_text
@@ -56,13 +56,10 @@ def tokenizer_files(section: Mapping[str, Any], model: ModelConfig) -> Tokenizer
 
 
 def _gpt2(section: Mapping[str, Any], path: str | None, eod: int, length: int) -> TokenizerFiles:
-    merges = read_text(section["merge_file"], "--merge-file") if section["merge_file"] else packaged_merges()
-    if section["vocab_file"]:
-        vocabulary = read(section["vocab_file"], "--vocab-file")
-    else:
-        tokens = [*parse_merges(merges, "vocab.bpe"), END_OF_TEXT]
-        vocabulary = json.dumps({token: i for i, token in enumerate(tokens)}).encode()
-    return TokenizerFiles({"vocab.json": vocabulary, "merges.txt": merges.encode(),
+    merges, vocabulary = merges_and_vocabulary_in(section["vocab_file"], section["merge_file"])
+    if vocabulary is None:
+        vocabulary = {token: i for i, token in enumerate([*parse_merges(merges, "vocab.bpe"), END_OF_TEXT])}
+    return TokenizerFiles({"vocab.json": json.dumps(vocabulary).encode(), "merges.txt": merges.encode(),
                            **_settings("GPT2Tokenizer", length)}, eod)
 
 

@@ -14,6 +14,8 @@ from unittest.mock import patch
 
 import pytest
 
+from data.storage import DataError
+from data.tokenizer import ByteLevelTokenizer
 from megatron.checkpoint.command import main as convert
 from megatron.errors import CheckpointError, ConfigError, NumericsError
 from megatron.inference import loading
@@ -138,6 +140,28 @@ def test_a_hugging_face_folder_gives_the_same_text(folder: Path, tmp_path: Path)
     assert convert(["convert", str(folder), "--output", str(tmp_path / "hf")]) == 0
     typed = ["hello", "x", "--greedy", "--max-new-tokens", 8, "--dtype", "fp32"]
     assert objects("--load-hf", tmp_path / "hf", *typed) == objects("--load", folder, *typed)
+
+
+def test_a_hugging_face_folder_says_its_tokenizer(folder: Path, tmp_path: Path) -> None:
+    hf = tmp_path / "hf"
+    assert convert(["convert", str(folder), "--output", str(hf)]) == 0
+    fast = json.loads((hf / "tokenizer.json").read_text())
+    letters = [*fast["model"]["vocab"]]
+    typed = ["--load-hf", hf, "x", "--max-new-tokens", 1]
+    (hf / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match="50257 of GPT2BPETokenizer"):
+        said(*typed)
+    assert "assumed" not in said(*typed, "--tokenizer-type", "ByteLevelTokenizer")[1]
+    with patch.object(loading, "tokenizer_of", lambda *_: ByteLevelTokenizer()):
+        assert "(assumed: the folder has no file of a tokenizer), loaded" in said(*typed)[1]
+    fast["model"] = {**fast["model"], "type": "Unigram"}
+    (hf / "tokenizer.json").write_text(json.dumps(fast))
+    with pytest.raises(DataError, match="its model is Unigram.*; give the tokenizer of the model, --tokenizer-type"):
+        said(*typed)
+    (hf / "merges.txt").write_text("")
+    (hf / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(["<|endoftext|>", *letters])}))
+    (answer,) = objects(*typed, "--greedy")
+    assert "GPT2BPETokenizer" in said(*typed)[1] and answer["tokens"]
 
 
 def test_a_tokenizer_that_is_too_large_is_refused(folder: Path) -> None:
