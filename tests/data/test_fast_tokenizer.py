@@ -1,4 +1,4 @@
-"""A tokenizer.json that says what GPT-2's two files would gives the same tokenizer; any other is refused by its name."""
+"""A tokenizer.json that says what GPT-2's two files would gives the same tokenizer; any other is refused by name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from data.gpt2_bpe import GPT2BPETokenizer, packaged_merges, parse_merges
-from data.storage import DataError
+from data.storage import DataError, UsageError
 from data.tokenizer_base import END_OF_TEXT
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -83,3 +83,8 @@ def test_another_kind_is_refused_with_the_flags_of_the_right_one(
     change(fast)
     with pytest.raises(DataError, match=f"tokenizer.json.*{words}.*--tokenizer-type with its files"):
         GPT2BPETokenizer(written(tmp_path, fast))
+
+
+def test_a_vocabulary_alone_still_wants_its_merges(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--vocab-file without --merge-file"):
+        GPT2BPETokenizer(written(tmp_path, {"a": 0, "model": 1}))

@@ -166,7 +166,7 @@ def test_characters_come_from_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("settings", "message"), [
     ({"kind": "GPT3BPETokenizer"}, "did you mean GPT2BPETokenizer"),
     ({"kind": "sentencpiece"}, "did you mean SentencePieceTokenizer"),
-    ({"kind": "gpt2", "vocab_file": "v.json"}, "--merge-file"),
+    ({"kind": "gpt2", "vocab_file": "/missing/v"}, "--vocab-file /missing/v: no such file"),
     ({"kind": "gpt2", "merge_file": "/missing/m"}, "--merge-file /missing/m: no such file"),
     ({"kind": "gpt2", "merge_file": "/"}, "--merge-file /: a folder; give the path of a file"),
     ({"kind": "sentencepiece", "vocab_file": "/missing/v"}, "--vocab-file /missing/v: no such file"),
