@@ -38,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--task", type=task_name, choices=tuple(PROTOCOLS), required=True)
     add("--data", "--valid-data", metavar="FILE", required=True, help="what to score; of perplexity also the prefix of "
-        "a corpus")
+        "a corpus, or a folder of text")
     add("--protocol", choices=("megatron", "openai", "lm-eval"), help="whose rules (default: megatron; of hellaswag "
         "lm-eval)")
     add("--strict", "--strict-lambada", action="store_true", help="lambada: the whole last word, not its last token")

@@ -1,4 +1,4 @@
-"""Perplexity of any text: JSON lines, a text file, or a corpus.
+"""Perplexity of any text: JSON lines, a text file, a corpus, or a folder that is made into one as training does.
 
     megatron   documents in a row, the end of a document between two of them, in windows that may overlap
     lm-eval    each document for itself, after the end of another
@@ -8,11 +8,13 @@ Text is taken as it is. Words are what is between white space.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 
 import numpy as np
 
+from data.cached import cached_corpus
 from data.indexed import IndexedCorpus
 from data.sampling import parse_split, split_documents
 from data.storage import DataError
@@ -42,7 +44,11 @@ def prepare(asked: Asked, subject: Subject) -> Stream:
 
 def _texts(asked: Asked, subject: Subject) -> Iterator[Text]:
     if is_corpus(asked.data):
-        yield from _of_corpus(asked, subject)
+        yield from _of_corpus(asked.data, asked, subject)
+        return
+    if os.path.isdir(asked.data):
+        prefix, _ = cached_corpus(asked.data, subject.tokenizer, subject.reading, subject.cache_path)
+        yield from _of_corpus(prefix, asked, subject)
         return
     whole = asked.part is None
     meant = range(0) if whole else _part(asked, subject, sum(1 for _ in _documents(asked.data)))
@@ -60,9 +66,9 @@ def _documents(path: str) -> Iterator[str]:
         yield line.text("text")
 
 
-def _of_corpus(asked: Asked, subject: Subject) -> Iterator[Text]:
+def _of_corpus(prefix: str, asked: Asked, subject: Subject) -> Iterator[Text]:
     """Of a corpus the text is what its tokens mean."""
-    corpus, tokenizer = IndexedCorpus(asked.data), subject.tokenizer
+    corpus, tokenizer = IndexedCorpus(prefix), subject.tokenizer
     made_by = corpus.facts.tokenizer if corpus.facts else None
     if made_by is not None and made_by.fingerprint != tokenizer.fingerprint:
         raise DataError(f"{asked.data}: made with another tokenizer ({made_by.name}) than the model's "

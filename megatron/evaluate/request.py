@@ -37,7 +37,7 @@ class Asked:
     task: str
     protocol: str
     data: str
-    """A file, or the prefix of a corpus."""
+    """A file; of perplexity also the prefix of a corpus, or a folder of text."""
     strict: bool = False
     """LAMBADA: the whole last word, not its last token."""
     stride: int | None = None
@@ -66,7 +66,7 @@ class Asked:
 
     def check_data(self) -> None:
         """Refuse data that is not there."""
-        if self.task == "perplexity" and is_corpus(self.data):
+        if self.task == "perplexity" and (is_corpus(self.data) or os.path.isdir(self.data)):
             return
         path = Path(self.data)
         if not path.is_file():

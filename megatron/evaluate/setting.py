@@ -7,6 +7,9 @@ from typing import final
 
 import torch
 
+from data.plain_text import Separator
+from data.preprocess import Reading
+from data.tokenizer_base import Tokenizer
 from megatron.checkpoint.agree import agree
 from megatron.config.model import ModelConfig
 from megatron.config.tree import require
@@ -42,8 +45,7 @@ class Setting:
         found = loading.open_source(source, groups)
         tokenizer = agree(lambda: loading.tokenizer_of(found, source.tokenizer), groups.world)
         require(tokenizer.eod < found.shape.tokens, f"{found.name} has no token for the end of a document")
-        split = found.data.get("split")
-        subject = Subject(tokenizer, found.shape.max_position_embeddings, None if split is None else str(split))
+        subject = _subject(tokenizer, found)
         return cls(found, subject, groups, source.dtype or found.precision, distributed.device_for(env, None),
                    batch_size)
 
@@ -75,3 +77,11 @@ class Setting:
 
     def progress(self) -> Progress:
         return Progress(self.rank == 0)
+
+
+def _subject(tokenizer: Tokenizer, found: loading.Found) -> Subject:
+    """With what its run says of the data that it was trained with; a Hugging Face folder says nothing."""
+    said = found.data
+    reading = Reading(said.get("text_key", Reading.key), Separator.parse(said.get("document_separator")))
+    return Subject(tokenizer, found.shape.max_position_embeddings, said.get("split"), reading,
+                   said.get("data_cache_path"))

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
+from data.preprocess import Reading
 from data.tokenizer_base import Tokenizer
 from megatron.evaluate.outcome import Outcome
 from megatron.evaluate.pieces import Ids, Piece, Score
@@ -37,6 +38,10 @@ class Subject:
     """Positions."""
     split: str | None = None
     """Of the documents it was trained with."""
+    reading: Reading = Reading()
+    """How files became documents there."""
+    cache_path: str | None = None
+    """The folder of the corpora that were made of them; None: beside them."""
 
     def encode(self, text: str) -> Ids:
         """In the smallest type that holds its tokens: all data is in memory as these."""

@@ -117,6 +117,22 @@ def test_the_perplexity_of_the_held_out_part_is_what_training_found(folder: Path
     assert found["loss"] == pytest.approx(line["lm_loss"], rel=0.02)
 
 
+def test_a_folder_is_read_as_training_read_it(folder: Path, tmp_path: Path) -> None:
+    """Its held-out part is that of the corpus which training made of it: here of lines, which are documents."""
+    (tmp_path / "text" / "more").mkdir(parents=True)
+    for number in range(6):
+        lines = (f"Line {number * 10 + line} of a text, {'and ' * line}no more." for line in range(10))
+        (tmp_path / "text" / "more" / f"{number}.txt").write_text("\n".join(lines) + "\n")
+    train([*FLAGS.split(), "--train-data", tmp_path / "text", "--document-separator", "\\n", "--save",
+           tmp_path / "run", "--data-cache-path", tmp_path / "cache"])
+    (made,) = [path.with_suffix("") for path in (tmp_path / "cache").glob("text-*.idx") if "-starts" not in path.name]
+    found, expected = (values("--load", tmp_path / "run", "--task", "perplexity", "--data", data, "--part", "valid")
+                       for data in (tmp_path / "text", made))
+    assert found["examples"] == expected["examples"] == 6
+    assert (found.pop("data"), expected.pop("data")) == (str(tmp_path / "text"), str(made))
+    assert without_time(found) == without_time(expected) and not (tmp_path / "text.cache").exists()
+
+
 def test_old_names_of_flags_and_tasks_will_do(folder: Path) -> None:
     new = values("--load", folder / "run", "--task", "wikitext", "--data", folder / "wiki.txt", "--stride", 5)
     old = values("--load", folder / "run", "--task", "WIKITEXT103", "--valid-data", folder / "wiki.txt",
