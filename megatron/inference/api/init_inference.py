@@ -87,7 +87,8 @@ def _of_ours(model: GPT2 | None, asked: Asked, groups: Groups, device: torch.dev
     if asked.checkpoint is not None:
         found = weights.open_checkpoint(asked.checkpoint, asked.base_dir, groups)
         if model is not None:
-            weights.check_shape(model.config, found)
+            shape = model.config
+            agree(lambda: weights.check_shape(shape, found), groups.world)
     elif model is None:
         raise ConfigError("init_inference needs a model, or checkpoint=: the folder of one")
     else:
@@ -129,6 +130,7 @@ def _of_theirs(model: nn.Module, asked: Asked, groups: Groups, device: torch.dev
                 f"{type(model).__name__}: load its weights first (from_pretrained, or load_state_dict), and leave "
                 "checkpoint out")
         found = weights.open_checkpoint(asked.checkpoint, asked.base_dir, groups)
+        agree(lambda: weights.check_transformers(model, found), groups.world)  # before anything is written
         agree(lambda: weights.fill_transformers(model, found), groups.world)
     model.eval().requires_grad_(False)
     plan, proof = agree(lambda: _planned(model, asked, groups), groups.world)

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron.checkpoint.interchange.foreign import Foreign, shapes_of
+from megatron.checkpoint.interchange.huggingface import NEEDED, SAME_GELU
 from megatron.checkpoint.interchange.names import HUGGING_FACE
 from megatron.checkpoint.recognise import recognise
 from megatron.config.ds_reader import plain
-from megatron.config.hf_shape import CONFIG
+from megatron.config.hf_shape import CONFIG, FIELDS, shape_of
 from megatron.config.loose_json import parse
 from megatron.config.setting import require
 from megatron.config.tree import ModelConfig
@@ -26,8 +27,11 @@ from megatron.inference.loading import Found, open_hf, open_trained
 from megatron.model.gpt2 import GPT2
 from mpu.groups import Groups
 
-SAME = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "tokens", "ffn_size")
+SAME = ("num_layers", "hidden_size", "num_attention_heads", "ffn_size", "tokens", "max_position_embeddings",
+        "layernorm_epsilon")
 """What a model and a checkpoint must agree in."""
+
+THEIR_NAMES = {**{ours: theirs for theirs, (ours, _) in FIELDS.items()}, "ffn_size": "n_inner", "tokens": "vocab_size"}
 
 
 def open_checkpoint(given: str | Mapping[str, Any], base_dir: str, groups: Groups) -> Found:
@@ -69,11 +73,28 @@ def of_model(model: GPT2) -> Found:
 
 
 def check_shape(wanted: ModelConfig, found: Found) -> None:
-    """A model and the checkpoint that is to fill it."""
-    for name in SAME:
-        ours, theirs = getattr(wanted, name), getattr(found.shape, name)
-        require(ours == theirs, f"checkpoint {found.name}: its {name} is {theirs}, and the given model's is {ours}; "
-                "leave the model out, and it is made as the checkpoint says")
+    """A model of ours and the checkpoint in its place."""
+    _refuse_others(found, {name: (getattr(found.shape, name), getattr(wanted, name)) for name in SAME})
+
+
+def check_transformers(model: Any, found: Found) -> None:
+    """A GPT-2 of transformers and the checkpoint that is to fill it: weights of the same names and shapes may be those
+    of another model."""
+    said = model.config.to_dict()
+    wanted = ModelConfig(**shape_of(said))
+    gelu = said.get("activation_function", SAME_GELU[0])
+    _refuse_others(found, {
+        **{THEIR_NAMES[name]: (getattr(found.shape, name), getattr(wanted, name)) for name in SAME},
+        **{name: (value, said.get(name, value)) for name, value in NEEDED.items()},
+        "activation_function": (gelu if gelu in SAME_GELU else SAME_GELU[0], gelu)})
+
+
+def _refuse_others(found: Found, values: Mapping[str, tuple[Any, Any]]) -> None:
+    """`values`: of the checkpoint, and of the model."""
+    differing = [f"its {name} is {its}, and the given model's is {ours}" for name, (its, ours) in values.items()
+                 if its != ours]
+    require(not differing, f"checkpoint {found.name} is another model: {'; '.join(differing)}; leave the model out, and "
+            "it is made as the checkpoint says")
 
 
 @torch.no_grad()
