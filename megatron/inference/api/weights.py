@@ -93,8 +93,8 @@ def _refuse_others(found: Found, values: Mapping[str, tuple[Any, Any]]) -> None:
     """`values`: of the checkpoint, and of the model."""
     differing = [f"its {name} is {its}, and the given model's is {ours}" for name, (its, ours) in values.items()
                  if its != ours]
-    require(not differing, f"checkpoint {found.name} is another model: {'; '.join(differing)}; leave the model out, and "
-            "it is made as the checkpoint says")
+    require(not differing, f"checkpoint {found.name} is another model: {'; '.join(differing)}; leave the model out, "
+            "and it is made as the checkpoint says")
 
 
 @torch.no_grad()
