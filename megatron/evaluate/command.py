@@ -5,15 +5,13 @@ Figures go to standard output, everything else to standard error.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
 
 from megatron.config.help import typed
-from megatron.evaluate.parser import Parser, chosen
+from megatron.evaluate.parser import Chosen, Parser, chosen
 from megatron.evaluate.request import PARTS, PROTOCOLS, Asked
-from megatron.inference.source import Source
 
 MODULE = "python -m megatron.evaluate"
 
@@ -32,7 +30,7 @@ def task_name(word: str) -> str:
     return OLD_NAMES.get(word.lower(), word.lower())
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     program = typed(MODULE)
     parser = Parser(program, "What a trained GPT-2 scores.", EXAMPLES.replace(MODULE, program))
     add = parser.add_argument
@@ -49,9 +47,9 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse(argv: Sequence[str]) -> tuple[tuple[Source, int], Asked, bool]:
-    """The model with its windows at a time, the task, and whether the answer is to be JSON."""
-    flags = build_parser().parse_args(list(argv))
+def parse(argv: Sequence[str]) -> tuple[Chosen, Asked, bool]:
+    """The model, the task, and whether the answer is to be JSON."""
+    flags = build_parser().read(argv)
     model = chosen(flags)
     asked = Asked(task=flags.task, protocol=flags.protocol or PROTOCOLS[flags.task][0], data=flags.data,
                   strict=flags.strict, stride=flags.stride, part=flags.part)
@@ -69,10 +67,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron.launch import distributed
 
     began = time.monotonic()
-    setting = Setting.of(*model)
+    setting = Setting.of(model.source, model.batch_size)
+    say = _sayer(setting.rank)
+    for note in model.notes:
+        say(note)
     # Before the weights are read: it may find that the data will not do.
     task = agree(lambda: prepare(asked, setting.subject), setting.groups.world)
-    say = _sayer(setting.rank)
     say(f"{asked.task}, protocol {asked.protocol}: {len(task.pieces):,} pieces of up to {setting.subject.length} "
         f"tokens; {setting.described}")
     if task.truncated:

@@ -18,8 +18,7 @@ from typing import Any
 from megatron.config.help import typed
 from megatron.config.tree import require
 from megatron.errors import ConfigError
-from megatron.evaluate.parser import Parser, chosen
-from megatron.inference.source import Source
+from megatron.evaluate.parser import Chosen, Parser, chosen
 from megatron.launch.exits import run
 from megatron.neighbours import check_neighbours
 
@@ -40,8 +39,7 @@ THEIRS = (ValueError, LookupError, OSError, ImportError)
 
 @dataclass(frozen=True)
 class Run:
-    model: tuple[Source, int]
-    """With requests at a time."""
+    model: Chosen
     tasks: list[str]
     include_path: str | None
     num_fewshot: int | None
@@ -54,15 +52,15 @@ def build_parser() -> Parser:
     parser = Parser(program, "lm-eval's tasks on a trained GPT-2.", EXAMPLES.replace(MODULE, program))
     add = parser.add_argument
     add("--tasks", required=True, metavar="A,B", help="names of lm-eval's tasks")
-    add("--include-path", "--include_path", metavar="DIR", help="folder with tasks of your own")
-    add("--num-fewshot", "--num_fewshot", type=int, metavar="N", help="examples before each question (the task's own)")
+    add("--include-path", metavar="DIR", help="folder with tasks of your own")
+    add("--num-fewshot", type=int, metavar="N", help="examples before each question (the task's own)")
     add("--limit", type=int, metavar="N", help="only the first so many examples of each task")
     add("--json", action="store_true", help="lm-eval's results as one JSON object")
     return parser
 
 
 def parse(argv: Sequence[str]) -> Run:
-    flags = build_parser().parse_args(list(argv))
+    flags = build_parser().read(argv)
     require(flags.include_path is None or os.path.isdir(flags.include_path),
             f"--include-path {flags.include_path}: no such folder")
     require(flags.limit is None or flags.limit >= 1, f"--limit is {flags.limit}: expected 1 or more")
@@ -79,7 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron.evaluate.setting import Setting
     from megatron.launch import distributed
 
-    setting = Setting.of(*asked.model)
+    setting = Setting.of(asked.model.source, asked.model.batch_size)
+    for note in asked.model.notes if setting.rank == 0 else ():
+        print(note, file=sys.stderr, flush=True)
     with _aside(setting.rank == 0), _translated(asked.tasks):
         manager, tasks = _load(asked)
     lm = MegatronLM(setting)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
@@ -43,6 +44,7 @@ class Setting:
                 f"{env.world_size}: start a multiple of {size} with python -m megatron.launch --nproc-per-node")
         groups = mpu_groups.build(size)
         found = loading.open_source(source, groups)
+        _check_shape(found, source.shape)
         tokenizer = agree(lambda: loading.tokenizer_of(found, source.tokenizer), groups.world)
         require(tokenizer.eod < found.shape.tokens, f"{found.name} has no token for the end of a document")
         subject = _subject(tokenizer, found)
@@ -77,6 +79,14 @@ class Setting:
 
     def progress(self) -> Progress:
         return Progress(self.rank == 0)
+
+
+def _check_shape(found: loading.Found, said: Mapping[str, float]) -> None:
+    """`seq_length` is the window, which is as long as the model's position table."""
+    loading.check_shape(found, {name: value for name, value in said.items() if name != "seq_length"})
+    window = found.shape.max_position_embeddings
+    require(said.get("seq_length", window) == window, f"--seq-length {said.get('seq_length')}: windows are the "
+            f"{window} positions of {found.name}; leave it out")
 
 
 def _subject(tokenizer: Tokenizer, found: loading.Found) -> Subject:

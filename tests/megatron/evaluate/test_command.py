@@ -143,6 +143,29 @@ def test_old_names_of_flags_and_tasks_will_do(folder: Path) -> None:
     assert strict["target"] == "last word" and strict["tokens"] == len(" three" + " four")
 
 
+SCRIPT = ("--num-layers 2 --hidden-size 32 --num_attention_heads 4 --seq-length 32 --max-position-embeddings 32 "
+          "--log-interval 10 --no-load-optim --no-load-rng --activations-checkpoint-method uniform --num-workers 2 "
+          "--micro-batch-size 3 --tensor-model-parallel-size 1")
+
+
+def test_the_command_line_of_megatron_s_evaluation_works(folder: Path) -> None:
+    typed = ["--load", folder / "run", "--task", "LAMBADA", "--valid-data", folder / "lambada.jsonl"]
+    out, err = said(*typed, *SCRIPT.split(), "--fp16", "--json")
+    assert ("\nnote: --log-interval, --no-load-optim, --no-load-rng, --activations-checkpoint-method, --num-workers: "
+            "no effect here\n") in f"\n{err}"
+    assert json.loads(out)["dtype"] == "fp16"
+    assert without_time(json.loads(out)) == without_time(values(*typed, "--dtype", "fp16"))
+
+
+@pytest.mark.parametrize(("flag", "value", "its"), [
+    ("--num-layers", 3, "its own is 2"), ("--ffn-hidden-size", 7, "--intermediate-size 7, and its own is 128"),
+    ("--seq-length", 16, "--seq-length 16: windows are the 32 positions"),
+])
+def test_a_script_that_says_another_shape_is_refused(folder: Path, flag: str, value: int, its: str) -> None:
+    with pytest.raises(ConfigError, match=its):
+        said("--load", folder / "run", "--task", "wikitext", "--data", folder / "wiki.txt", flag, value)
+
+
 def without_time(found: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name != "seconds"}
 
@@ -196,7 +219,11 @@ def test_rank_0_alone_speaks_and_ranks_share_the_data_and_the_model(folder: Path
     (["--load", "a", "--task", "lambada", "--data", "x", "--part", "valid"], "--part belongs to --task perplexity"),
     (["--load", "a", "--task", "wikitext", "--data", "x", "--batch-size", "0"], "--batch-size is 0"),
     (["--load", "a", "--task", "wikitext", "--data", __file__, "--model-parallel-size", "2"], "does not divide"),
-    (["--load", "a", "--task", "wikitext", "--data", "x", "--nonsense"], "--nonsense"),
+    (["--load", "a", "--task", "wikitext", "--data", "x", "--nonsense"], "unknown flag --nonsense; see"),
+    (["--load", "a", "--task", "wikitext", "--data", "x", "--protocl=openai"], "--protocl: did you mean --protocol?"),
+    (["--load", "a", "--task", "wikitext", "--data", "x", "y"], "unexpected argument y"),
+    (["--load", "a", "--task", "wikitext", "--data", "x", "--fp16", "--dtype", "fp32"], "give one precision"),
+    (["--load", "a", "--task", "wikitext", "--data", "x", "--pipeline-model-parallel-size", "2"], "no pipeline"),
 ])
 def test_what_cannot_be_is_refused_in_words(argv: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
