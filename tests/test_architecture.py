@@ -110,6 +110,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero.api.initialize
         megatron.zero
         megatron.inference.source megatron.inference.former megatron.inference.request megatron.inference.prompts
+        megatron.inference.lines
         megatron.inference.cache megatron.inference.recorded megatron.inference.decoder megatron.inference.sampling
         megatron.inference.generation megatron.inference.wording megatron.inference.int8 megatron.inference.pages
         megatron.inference.loading megatron.inference.live megatron.inference.answers megatron.inference.terminal

@@ -10,6 +10,7 @@
     sampling.py     the next token of one text, from its logits
     generation.py   many texts at a time; one that ends makes room for the next
     prompts.py      where prompts come from: all at hand, or through a pipe
+    lines.py        prompts of a file or a pipe, each with its place
     wording.py      the words of a text that is being made
     loading.py      a model from a checkpoint or a Hugging Face folder, at any tensor parallel size: this rank's part
     live.py         the model of an engine in training

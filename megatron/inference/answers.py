@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from itertools import starmap
 from typing import IO, final
 
 from data.tokenizer_base import Tokenizer
@@ -16,7 +17,7 @@ from megatron.errors import NumericsError
 from megatron.inference.decoder import Decoder
 from megatron.inference.generation import Generator, Text
 from megatron.inference.loading import Loaded
-from megatron.inference.prompts import Prompts
+from megatron.inference.prompts import Prompt, Prompts
 from megatron.inference.request import Request, Wish
 from megatron.inference.wording import Wording
 from mpu.collectives import broadcast_json
@@ -39,6 +40,7 @@ class Answers:
     def write(self, prompts: Prompts, out: IO[str] | None, *, jsonl: bool) -> None:
         """`prompts` and `out` are rank 0's. Answers that are ready before earlier ones wait for them; the one whose
         turn it is is printed as it comes."""
+        on_rank_0(lambda: self._check(prompts.ahead), self._groups.world)
         begin, page = time.monotonic(), _Page(self._wording, out, jsonl)
         for text in self._texts(prompts, page):
             if text.ended == "not finite":
@@ -47,6 +49,11 @@ class Answers:
             page.show(text)
             self._tokens += text.ended is not None and len(text.tokens)
         self._seconds += time.monotonic() - begin
+
+    def _check(self, prompts: Sequence[Prompt]) -> None:
+        """Refuse now what could not be answered in hours."""
+        for prompt in prompts:
+            self._ids(prompt)
 
     def _texts(self, prompts: Prompts, page: _Page) -> Iterator[Text]:
         """Those that got a token or ended, after each step. The same on every rank."""
@@ -59,20 +66,20 @@ class Answers:
                 most, wait = generator.room - len(waiting), not (waiting or generator.runs)
                 found = on_rank_0(lambda: prompts.take(most, wait), world)
                 more = found is not None
-                for prompt in found or ():
-                    requests = self._requests(prompt, number)
-                    page.expect(number, prompt, len(requests))
+                for prompt in starmap(Prompt, found or ()):
+                    requests = self._wish.requests(self._ids(prompt), number)
+                    page.expect(number, prompt.text, len(requests))
                     waiting.extend(requests)
                     number += len(requests)
             beginning = [waiting.popleft() for _ in range(min(generator.room, len(waiting)))]
             yield from generator.begin(beginning) if beginning else []
             yield from generator.step()
 
-    def _requests(self, prompt: str, number: int) -> list[Request]:
-        ids = ids_of(self._tokenizer, prompt)
+    def _ids(self, prompt: Prompt) -> tuple[int, ...]:
+        ids = ids_of(self._tokenizer, prompt.text)
         refusal = self._wish.refusal(ids, self._decoder.length)
-        require(not refusal, refusal)
-        return self._wish.requests(ids, number)
+        require(not refusal, f"{prompt.where}: {refusal}")
+        return ids
 
     def speed(self) -> str:
         rate = self._tokens / self._seconds if self._seconds else 0.0

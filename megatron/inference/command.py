@@ -8,12 +8,11 @@ types the prompts, it is a session (session.py).
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from data.storage import staged_file
 from megatron.config.help import typed
 from megatron.config.tree import require
 from megatron.errors import ConfigError
-from megatron.inference import former, source
+from megatron.inference import former, lines, source
 from megatron.inference.prompts import Arriving, Given, Prompts
 from megatron.inference.request import Sampling, Wish
 from megatron.inference.terminal import Terminal, is_at_hand
@@ -53,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     source.add_flags(parser)
     former.add_flags(parser)
     add("--file", "--sample-input-file", metavar="FILE", help="prompts, one a line; .jsonl: of "
-        "objects with `prompt` or `text`")
+        "objects with `prompt` or `text`; also .gz, .xz, .zst")
     add("--interactive", action="store_true", help="a session: each line that is typed is answered at once (where "
         "there are no prompts and standard input is a terminal)")
     add("--max-new-tokens", "--out-seq-length", type=int, default=128, metavar="N", help="tokens of an answer (128)")
@@ -103,12 +102,14 @@ def is_session(asked: argparse.Namespace) -> bool:
     return bool(asked.interactive or not (asked.prompts or asked.file or asked.jsonl or asked.output) and is_at_hand())
 
 
-def prompts_of(asked: argparse.Namespace) -> Prompts:
+def prompts_of(asked: argparse.Namespace, say: Callable[[str], None]) -> Prompts:
     """A pipe may be that of a program which waits for its answers."""
     if asked.prompts:
-        return Given(asked.prompts)
-    lasts = asked.file is None and stat.S_ISFIFO(_mode(sys.stdin))
-    return Arriving(_lines(asked)) if lasts else Given(_lines(asked))
+        return Given(lines.of_arguments(asked.prompts))
+    if asked.file is not None:
+        return Given(lines.of_file(asked.file, say))
+    lasts = stat.S_ISFIFO(_mode(sys.stdin))
+    return (Arriving if lasts else Given)(lines.of_stream(sys.stdin, say))
 
 
 def _mode(stream: TextIO) -> int:
@@ -118,28 +119,8 @@ def _mode(stream: TextIO) -> int:
         return 0
 
 
-def _lines(asked: argparse.Namespace) -> Iterator[str]:
-    with open(asked.file, encoding="utf-8", errors="replace") if asked.file else nullcontext(sys.stdin) as lines:
-        for number, line in enumerate(lines, 1):
-            line = line.rstrip("\n")
-            if asked.file is not None and asked.file.endswith(".jsonl"):
-                yield _prompt_in(line, f"{asked.file}, line {number}")
-            elif line:
-                yield line
-
-
 def output_of(asked: argparse.Namespace) -> AbstractContextManager[IO[str]]:
     return staged_file(asked.output, "w") if asked.output else nullcontext(sys.stdout)
-
-
-def _prompt_in(line: str, where: str) -> str:
-    try:
-        found = json.loads(line)
-        prompt = found["prompt"] if "prompt" in found else found["text"]
-    except (ValueError, TypeError, KeyError):
-        prompt = None
-    require(isinstance(prompt, str), f"{where}: expected an object with a text as `prompt` or `text`")
-    return str(prompt)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -147,6 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     notes = former.translate(asked)
     check(asked)
     model, wish = replace(source.source_of(asked), shape=former.shape_of(asked)), wish_of(asked)
+    from megatron.checkpoint.agree import agree
     from megatron.inference import loading
     from megatron.inference.answers import Answers
     from megatron.inference.session import Session
@@ -161,6 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     say = terminal.say if terminal is not None else _sayer(env.rank)
     for note in notes:
         say(note)
+    prompts = agree(lambda: prompts_of(asked, say) if first and not session else Given(()), groups.world)
     loaded = loading.load(model, groups, distributed.device_for(env, None))
     say(f"{loaded.described}, loaded in {time.monotonic() - began:.1f} s")
     if session:
@@ -168,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         answers = Answers(loaded, groups, wish, asked.batch_size)
         with output_of(asked) if first else nullcontext() as out:
-            answers.write(prompts_of(asked) if first else Given(()), out, jsonl=asked.jsonl)
+            answers.write(prompts, out, jsonl=asked.jsonl)
         say(answers.speed())
     distributed.shutdown()
     return 0

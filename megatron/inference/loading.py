@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from math import gcd
 from pathlib import Path
 from typing import Any, Protocol, final
 
@@ -98,10 +99,10 @@ def groups_of(source: Source, ranks: int, module: str) -> Groups:
 
 def open_source(source: Source, groups: Groups) -> Found:
     """What it names. Collective."""
-    if source.load_hf is None:
-        return open_trained(source.load or "", groups, source.step)
-    found = open_hf(source.load_hf, groups)
-    return replace(found, data={}, assumes_tokenizer=False) if source.tokenizer else found
+    is_hf = source.load_hf is not None
+    found = open_hf(source.load_hf, groups) if source.load_hf else open_trained(source.load or "", groups, source.step)
+    _check_split(found, groups.tp.size)
+    return replace(found, data={}, assumes_tokenizer=False) if is_hf and source.tokenizer else found
 
 
 def load(source: Source, groups: Groups, device: torch.device) -> Loaded:
@@ -156,6 +157,7 @@ def tokenizer_of(found: Found, flags: Mapping[str, str]) -> Tokenizer:
     kind, path = said.get("tokenizer_type") or "GPT2BPETokenizer", said.get("tokenizer_path")
     if path is None and kind == "SentencePieceTokenizer" and "default" in said.get("train_data", ()):
         path = str(DEFAULT_FOLDER / "tokenizer.model")
+    _check_remembered(found, data.tokenizer.canonical_kind(kind), flags)
     made = data.tokenizer.build(kind, vocab_file=said.get("vocab_file"), merge_file=said.get("merge_file"),
                                 tokenizer_path=path)
     require(made.vocab_size <= found.shape.tokens,
@@ -166,6 +168,26 @@ def tokenizer_of(found: Found, flags: Mapping[str, str]) -> Tokenizer:
                 f"{made.facts.described}: give its own, --tokenizer-type with its files (--tokenizer-path or "
                 "--vocab-file)")
     return made
+
+
+def _check_remembered(found: Found, kind: str, flags: Mapping[str, str]) -> None:
+    """Refuse files that have moved since, all at once."""
+    used = {"GPT2BPETokenizer": ("vocab_file", "merge_file"), "CharacterLevelTokenizer": ("vocab_file",),
+            "SentencePieceTokenizer": ("tokenizer_path",)}.get(kind, ())
+    gone = {f"--{name.replace('_', '-')}": path for name in used if name not in flags
+            and (path := found.data.get(name)) is not None and not Path(path).is_file()}
+    require(not gone, f"{found.name} remembers the files of its {kind}, and {' and '.join(map(str, gone.values()))} "
+            f"{'are' if len(gone) > 1 else 'is'} not there: say where now, with "
+            f"{' '.join(f'{flag} FILE' for flag in gone)}")
+
+
+def _check_split(found: Found, tp: int) -> None:
+    shape = found.shape
+    widths = shape.num_attention_heads, shape.hidden_size, shape.ffn_size
+    *most, last = [str(size) for size in range(1, gcd(*widths) + 1) if gcd(*widths) % size == 0]
+    allowed = f"{', '.join(most)} and {last}" if most else last
+    require(gcd(*widths) % tp == 0, f"--model-parallel-size {tp} does not divide {found.name}, which has {widths[0]} "
+            f"attention heads, hidden size {widths[1]} and MLP width {widths[2]}: it can be {allowed}")
 
 
 @torch.no_grad()

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterable
-from itertools import islice
-from typing import Protocol, final
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol, final
 
 SILENCE = 0.05
 """Seconds without a line after which what has come is begun with."""
+
+
+class Prompt(NamedTuple):
+    text: str
+    where: str
+    """Its place, for what is said of it."""
 
 
 class Prompts(Protocol):
     lasts: bool
     """More may come at any time, or none for hours."""
 
-    def take(self, most: int, wait: bool) -> list[str] | None:
+    @property
+    def ahead(self) -> Sequence[Prompt]:
+        """Those that are known already, to be looked at before the first is answered."""
+
+    def take(self, most: int, wait: bool) -> list[Prompt] | None:
         """Up to `most` of them, none if there is none yet; None: no more will come. With `wait` at least one."""
 
 
@@ -26,11 +35,14 @@ class Given:
 
     lasts = False
 
-    def __init__(self, prompts: Iterable[str]) -> None:
-        self._prompts = iter(prompts)
+    def __init__(self, prompts: Iterable[Prompt]) -> None:
+        self.ahead: Sequence[Prompt] = list(prompts)
+        self._taken = 0
 
-    def take(self, most: int, wait: bool) -> list[str] | None:
-        return list(islice(self._prompts, most)) or None
+    def take(self, most: int, wait: bool) -> list[Prompt] | None:
+        found = list(self.ahead[self._taken : self._taken + most])
+        self._taken += len(found)
+        return found or None
 
 
 @final
@@ -38,13 +50,14 @@ class Arriving:
     """Lines that another program writes, and may wait for an answer to each. They are read beside the texts."""
 
     lasts = True
+    ahead: Sequence[Prompt] = ()
 
-    def __init__(self, prompts: Iterable[str]) -> None:
-        self._arrived: queue.Queue[str | BaseException | None] = queue.Queue()
+    def __init__(self, prompts: Iterable[Prompt]) -> None:
+        self._arrived: queue.Queue[Prompt | BaseException | None] = queue.Queue()
         threading.Thread(target=self._read, args=(prompts,), daemon=True).start()
         self._over = False
 
-    def _read(self, prompts: Iterable[str]) -> None:
+    def _read(self, prompts: Iterable[Prompt]) -> None:
         end: BaseException | None = None
         try:
             for prompt in prompts:
@@ -53,8 +66,8 @@ class Arriving:
             end = error
         self._arrived.put(end)
 
-    def take(self, most: int, wait: bool) -> list[str] | None:
-        found: list[str] = []
+    def take(self, most: int, wait: bool) -> list[Prompt] | None:
+        found: list[Prompt] = []
         while len(found) < most and not self._over:
             try:
                 one = self._arrived.get(wait, None if not found else SILENCE)

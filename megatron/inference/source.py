@@ -9,7 +9,11 @@ from dataclasses import dataclass, field
 
 from megatron.config.tree import require
 
-TOKENIZER_FLAGS = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_path")
+TOKENIZER_FLAGS = {
+    "tokenizer_type": ("KIND", "GPT2BPETokenizer, SentencePieceTokenizer, ByteLevelTokenizer, CharacterLevelTokenizer"),
+    "vocab_file": ("FILE", "vocab.json or a tokenizer.json of GPT-2's kind; the text of CharacterLevelTokenizer"),
+    "merge_file": ("FILE", "merges.txt"), "tokenizer_path": ("FILE", "a SentencePiece model")}
+"""With what stands for the value, and its meaning."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +39,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--model-parallel-size", "--tensor-model-parallel-size", type=int, default=1, metavar="N",
         help="split each layer over so many ranks, whatever the model was trained on (1)")
     add("--dtype", choices=("fp32", "bf16", "fp16", "int8"), help="of the weights (default: as it was trained)")
-    for name in TOKENIZER_FLAGS:
-        add(f"--{name.replace('_', '-')}", help=argparse.SUPPRESS)
+    group = parser.add_argument_group("tokenizer", "that of the model, as its folder says it; these say another, or "
+                                      "where its files are now")
+    for name, (metavar, text) in TOKENIZER_FLAGS.items():
+        group.add_argument(f"--{name.replace('_', '-')}", metavar=metavar, help=text)
 
 
 def source_of(asked: argparse.Namespace) -> Source:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import re
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,8 +21,10 @@ from data.tokenizer import ByteLevelTokenizer
 from megatron.checkpoint.command import main as convert
 from megatron.errors import CheckpointError, ConfigError, NumericsError
 from megatron.inference import loading
-from megatron.inference.command import main
+from megatron.inference.command import build_parser, main
+from megatron.inference.source import Source
 from megatron.model.gpt2 import GPT2
+from mpu import groups as mpu_groups
 from tests.megatron.helpers import train
 
 FLAGS = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 32 "
@@ -72,6 +76,67 @@ def test_prompts_come_from_a_file_or_standard_input_as_well(folder: Path, tmp_pa
     for given in (["--file", tmp_path / "a.txt"], ["--file", tmp_path / "a.jsonl"]):
         assert objects(*typed, *given) == expected
     assert objects(*typed, stdin="one\n\ntwo") == expected
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_the_first_answer(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(f"one\n\n{'x' * 33}\n")
+    out = io.StringIO()
+    with redirect_stdout(out), pytest.raises(ConfigError, match=r"a\.txt, line 3: a prompt of 33 tokens"):
+        main(["--load", str(folder), "--file", str(tmp_path / "a.txt"), "--batch-size", "1"])
+    assert out.getvalue() == ""
+    with pytest.raises(ConfigError, match="prompt 2 of the command line: a prompt of 33"):
+        said("--load", folder, "x", "x" * 33)
+    with pytest.raises(ConfigError, match="standard input, line 2: a prompt of 33"):
+        said("--load", folder, stdin=f"\n{'x' * 33}\n")
+
+
+def test_blank_lines_are_skipped_and_counted_and_a_compressed_file_is_read(folder: Path, tmp_path: Path) -> None:
+    typed = ["--load", folder, "--greedy", "--max-new-tokens", 3]
+    expected = objects(*typed, "one", "two")
+    for name, text in (("a.txt", "one\r\n\n  \ntwo"), ("a.jsonl", '{"prompt": "one"}\n\n \n{"text": "two"}\n')):
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(text.encode()))
+        out, err = said(*typed, "--jsonl", "--file", tmp_path / f"{name}.gz")
+        assert [json.loads(line) for line in out.splitlines()] == expected
+        assert err.count(f"note: {tmp_path}/{name}.gz: 2 blank lines skipped") == 1
+
+
+@pytest.mark.parametrize(("name", "content", "words"), [
+    ("a.txt", b"one\n\xff\n", r"a\.txt, line 2: not UTF-8 text"), ("a.txt", b"", "the file is empty"),
+    ("a.jsonl", b"\n \n", "the file is empty"), ("a.txt", gzip.compress(b"one"), "line 1: not UTF-8"),
+    ("a.txt.gz", gzip.compress(b"one" * 99)[:-9], "cannot read")])
+def test_a_file_of_no_prompts_is_refused(folder: Path, tmp_path: Path, name: str, content: bytes, words: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=words):
+        said("--load", folder, "--file", tmp_path / name)
+
+
+def test_bytes_that_are_no_text_on_standard_input_are_refused_by_their_line(folder: Path) -> None:
+    stdin = io.TextIOWrapper(io.BytesIO(b"one\n\xff\n"), "utf-8")
+    with pytest.raises(DataError, match="standard input, line 2: not UTF-8"), patch.object(sys, "stdin", stdin):
+        main(["--load", str(folder), "--jsonl"])
+
+
+def test_help_names_the_flags_of_the_tokenizer() -> None:
+    for flag in ("--tokenizer-type KIND", "--vocab-file FILE", "--merge-file FILE", "--tokenizer-path FILE"):
+        assert flag in build_parser().format_help()
+
+
+def test_files_of_a_tokenizer_that_moved_are_named_at_once(folder: Path) -> None:
+    groups = mpu_groups.build(1)
+    found = replace(loading.open_trained(str(folder), groups), data={"vocab_file": "/no/v", "merge_file": "/no/m"})
+    with pytest.raises(ConfigError, match="remembers the files of its GPT2BPETokenizer, and /no/v and /no/m are not "
+                                          "there: say where now, with --vocab-file FILE --merge-file FILE"):
+        loading.tokenizer_of(found, {})
+
+
+def test_ranks_that_cannot_share_the_model_learn_how_many_can(folder: Path) -> None:
+    source = Source(str(folder), None)
+    with pytest.raises(ConfigError, match="2 ranks and one model.*add --model-parallel-size 2"):
+        loading.groups_of(source, 2, "x")
+    groups = mpu_groups.build(1)
+    with pytest.raises(ConfigError, match="-size 3 does not divide .* 4 attention heads, hidden size 32 "
+                                          "and MLP width 128: it can be 1, 2 and 4"):
+        loading.open_source(source, replace(groups, tp=replace(groups.tp, size=3)))
 
 
 def test_one_at_a_time_a_text_is_printed_as_it_comes(folder: Path) -> None:
@@ -131,7 +196,7 @@ def test_a_folder_without_a_model_and_a_prompt_that_is_too_long_are_refused(fold
         said("--load", tmp_path, "x")
     with pytest.raises(CheckpointError, match="no complete checkpoint of it"):
         said("--load", folder, "--ckpt-step", 3, "x")
-    with pytest.raises(ConfigError, match="a prompt of 33 tokens, and the model has 32 positions"):
+    with pytest.raises(ConfigError, match="prompt 1 .* line: a prompt of 33 tokens, and the model has 32 positions"):
         said("--load", folder, "x" * 33)
     assert objects("--load", folder, "x" * 33, "--past-the-end", "slide", "--max-new-tokens", 2)
 

@@ -5,23 +5,27 @@ from __future__ import annotations
 import queue
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
-from megatron.inference.prompts import Arriving, Given
+from megatron.inference.prompts import Arriving, Given, Prompt
 from tests.megatron.helpers import train
 
 
-def lines_of(source: queue.Queue[str | None]) -> Iterator[str]:
+def lines_of(source: queue.Queue[str | None]) -> Iterator[Prompt]:
     while (line := source.get()) is not None:
-        yield line
+        yield Prompt(line, "")
+
+
+def given(texts: Iterable[str]) -> list[Prompt]:
+    return [Prompt(text, "") for text in texts]
 
 
 def test_what_is_at_hand_is_taken_in_order_and_then_ends() -> None:
-    prompts = Given(str(number) for number in range(5))
-    assert [prompts.take(2, True) for _ in range(4)] == [["0", "1"], ["2", "3"], ["4"], None]
+    prompts = Given(given("01234"))
+    assert [prompts.take(2, True) for _ in range(4)] == [given("01"), given("23"), given("4"), None]
 
 
 def test_what_arrives_is_taken_as_it_comes() -> None:
@@ -30,20 +34,20 @@ def test_what_arrives_is_taken_as_it_comes() -> None:
     assert prompts.take(4, False) == []  # nothing yet, and nobody waits
     for line in ("a", "b", "c"):
         source.put(line)
-    assert prompts.take(2, True) == ["a", "b"] and prompts.take(2, True) == ["c"]
+    assert prompts.take(2, True) == given("ab") and prompts.take(2, True) == given("c")
     source.put("d")
     source.put(None)
-    assert prompts.take(2, True) == ["d"] and prompts.take(2, True) is None and prompts.take(2, False) is None
+    assert prompts.take(2, True) == given("d") and prompts.take(2, True) is None and prompts.take(2, False) is None
 
 
 def test_what_arrives_together_is_taken_together() -> None:
     """As many as there is room for: so that texts which come at once are computed alike every time."""
-    assert Arriving(iter("abcdefghij")).take(8, True) == [*"abcdefgh"]
+    assert Arriving(iter(given("abcdefghij"))).take(8, True) == given("abcdefgh")
 
 
 def test_an_error_of_who_reads_them_is_that_of_who_takes_them() -> None:
-    def lines() -> Iterator[str]:
-        yield "a"
+    def lines() -> Iterator[Prompt]:
+        yield Prompt("a", "")
         raise OSError("gone")
     prompts = Arriving(lines())
     with pytest.raises(OSError, match="gone"):
