@@ -55,6 +55,9 @@ class Text:
 Stops = Callable[[Text], bool]
 """Whether a text is over with the token it just got."""
 
+Bars = Callable[[Text], Sequence[int]]
+"""Tokens that a text may not have next."""
+
 
 class Reader(Protocol):
     """Rows of texts, each read once and followed by a token at a time: what a Decoder is."""
@@ -75,10 +78,11 @@ class Reader(Protocol):
 @final
 class Generator:
     def __init__(self, decoder: Reader, *, vocabulary: int, eod: int | None, slides: bool = False,
-                 stops: Stops = lambda text: False) -> None:
+                 stops: Stops = lambda text: False, bars: Bars = lambda text: ()) -> None:
         """Tokens from `vocabulary` on are never taken. Past the end of the position table a text ends or, with
         `slides`, goes on from its last tokens, which are read anew for each."""
-        self._decoder, self._vocabulary, self._eod, self._slides, self._stops = decoder, vocabulary, eod, slides, stops
+        self._decoder, self._vocabulary, self._eod, self._slides = decoder, vocabulary, eod, slides
+        self._stops, self._bars = stops, bars
         self._rows: list[Text] = []
 
     @property
@@ -165,12 +169,20 @@ class Generator:
     def _take(self, texts: Sequence[Text], logits: Tensor) -> None:
         """The next token of each."""
         logits = logits[:, : self._vocabulary].float()
-        tokens = _drawn(texts, logits)
+        tokens = _drawn(texts, self._allowed(texts, logits))
         logprobs = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
         found = torch.stack([tokens.double(), logprobs.double()])
         broadcast_into(found, 0, self._decoder.model.tp).wait()  # logits may differ in their last bits
         for text, token, logprob in zip(texts, *found.tolist(), strict=True):  # one wait for both
             self._append(text, int(token), logprob)
+
+    def _allowed(self, texts: Sequence[Text], logits: Tensor) -> Tensor:
+        barred = [(row, token) for row, text in enumerate(texts) for token in self._bars(text)
+                  if 0 <= token < logits.shape[1]]
+        if not barred:
+            return logits
+        rows, tokens = torch.tensor(barred, device=logits.device).unbind(1)
+        return logits.index_put((rows, tokens), logits.new_tensor(-math.inf))
 
     def _append(self, text: Text, token: int, logprob: float) -> None:
         if not math.isfinite(logprob):

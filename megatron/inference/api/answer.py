@@ -7,6 +7,7 @@ lengths are padded on the left, with an attention mask that says where.
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, final
@@ -31,15 +32,19 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "use_cache": (None, True, False), "num_beams": (None, 1), "num_beam_groups": (None, 1), "early_stopping": _OFF,
     "length_penalty": (None, 1.0), "diversity_penalty": (None, 0.0), "penalty_alpha": _NONE,
     "guidance_scale": (None, 1.0),
-    "min_length": (None, 0), "min_new_tokens": (None, 0), "no_repeat_ngram_size": (None, 0), "typical_p": (None, 1.0),
+    "no_repeat_ngram_size": (None, 0), "typical_p": (None, 1.0),
     "epsilon_cutoff": (None, 0.0), "eta_cutoff": (None, 0.0), "max_time": _NONE, "stop_strings": _NONE,
     "bad_words_ids": _NONE, "suppress_tokens": _NONE, "begin_suppress_tokens": _NONE, "sequence_bias": _NONE,
     "forced_bos_token_id": _NONE, "forced_eos_token_id": _NONE, "cache_implementation": _NONE,
     "return_dict_in_generate": _OFF, "output_scores": _OFF, "output_logits": _OFF, "output_attentions": _OFF,
     "output_hidden_states": _OFF, "synced_gpus": _OFF, "streamer": _NONE, "logits_processor": (None, []),
-    "stopping_criteria": (None, []), "token_type_ids": _NONE, "generation_config": _NONE,
+    "stopping_criteria": (None, []), "token_type_ids": _NONE,
 }
 """Arguments of transformers' generate that may say what happens anyway."""
+
+PIPELINES_OWN = 256
+"""New tokens that a pipeline of transformers asks for where its caller says nothing. They come as an argument, like a
+caller's."""
 
 UNREAD = frozenset({"bos_token_id", "decoder_start_token_id"})
 """Of models that begin texts themselves."""
@@ -47,6 +52,8 @@ UNREAD = frozenset({"bos_token_id", "decoder_start_token_id"})
 RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("max_new_tokens", "max_length", "num_return_sequences"), (
         lambda value: type(value) is int and value >= 1, "a whole number, 1 or more")),
+    **dict.fromkeys(("min_length", "min_new_tokens"), (
+        lambda value: type(value) is int and value >= 0, "a whole number, 0 or more")),
     "top_k": (lambda value: type(value) is int and value >= 0, "a whole number; 0: all"),
     "temperature": (lambda value: 0 < value < float("inf"), "more than 0; without do_sample, the likeliest token is "
                     "taken"),
@@ -63,6 +70,8 @@ class Wanted:
 
     max_new_tokens: int | None = None
     max_length: int | None = None
+    min_new_tokens: int = 0
+    min_length: int = 0
     do_sample: bool = False
     temperature: float = 1.0
     top_k: int = 50
@@ -74,10 +83,12 @@ class Wanted:
     pad_token_id: int | None = None
     seed: int | None = None
     """Ours; without it, a number of torch's stream."""
+    insists: bool = False
+    """The caller said how long; what only a default says ends where the room does."""
 
     @classmethod
     def of(cls, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Wanted:
-        known = {field.name for field in fields(cls)}
+        known = {field.name for field in fields(cls)} - {"insists"}
         said = {name: value for name, value in {**defaults, **given}.items() if value is not None}
         problems = Problems()
         for name in given.keys() - known - HARMLESS.keys() - UNREAD:
@@ -94,7 +105,9 @@ class Wanted:
             problems.require(is_number, f"generate: {name} is {said[name]!r:.60}: expected {expected}")
         problems.stop()
         said = {name: value for name, value in said.items() if name in known}
-        return cls(**said)
+        length = "max_length" if "max_length" in said and "max_new_tokens" not in said else "max_new_tokens"
+        insists = given.get(length) not in ((None,) if length == "max_length" else (None, PIPELINES_OWN))
+        return cls(**said, insists=insists)
 
     def sampling(self) -> Sampling:
         if not self.do_sample:
@@ -113,6 +126,10 @@ class Wanted:
             return NEW_TOKENS if self.max_new_tokens is None else self.max_new_tokens
         return self.max_length - length
 
+    def least(self, length: int) -> int:
+        """New tokens before an end."""
+        return self.min_new_tokens or max(0, self.min_length - length)
+
 
 @torch.no_grad()
 def answer(kept: Kept, input_ids: Tensor, mask: Tensor | None, wanted: Wanted) -> Tensor:
@@ -121,17 +138,13 @@ def answer(kept: Kept, input_ids: Tensor, mask: Tensor | None, wanted: Wanted) -
     prompts = _prompts(input_ids, mask)
     check_tensors([input_ids] if mask is None else [input_ids, mask], model.tp, "input_ids")
     _check_tokens(prompts, model.config.tokens)
-    width = input_ids.shape[1]
-    most = wanted.most(width)
-    require(most >= 1, f"generate: max_length is {wanted.max_length}, and the prompt has {width} tokens: give "
-            "max_new_tokens")
     longest = max(map(len, prompts))
-    require(longest + most <= limit, f"generate: a prompt of {longest} tokens and {most} new ones are more than the "
-            f"{limit} that the engine has room for: shorten the prompt, or give a smaller max_new_tokens")
+    least, most = _lengths(wanted, input_ids.shape[1], longest, limit, model.tp.rank == 0)
     seed = broadcast_json(int(torch.randint(1 << 31, ())) if wanted.seed is None else wanted.seed, model.tp, 0)
     copies = wanted.num_return_sequences
     with kept.decoder(len(prompts) * copies, longest + most) as decoder:
-        generator = Generator(decoder, vocabulary=model.config.tokens, eod=None, stops=_stops(wanted.ends))
+        generator = Generator(decoder, vocabulary=model.config.tokens, eod=None, stops=_stops(wanted.ends),
+                              bars=lambda text: wanted.ends if len(text.tokens) < least else ())
         several = [prompt for prompt in prompts for _ in range(copies)]
         texts = texts_of(generator, several, most, wanted.sampling(), seed)
     if any(text.ended == "not finite" for text in texts):
@@ -142,6 +155,24 @@ def answer(kept: Kept, input_ids: Tensor, mask: Tensor | None, wanted: Wanted) -
     rows = [text.tokens + [pad] * (new - len(text.tokens)) for text in texts]
     before = input_ids.repeat_interleave(copies, 0)
     return torch.cat([before, torch.tensor(rows, dtype=before.dtype, device=before.device)], 1)
+
+
+def _lengths(wanted: Wanted, width: int, longest: int, limit: int, says: bool) -> tuple[int, int]:
+    """New tokens, at least and at most, of rows of `width`, the `longest` of which has so many real tokens."""
+    least, most, room = wanted.least(width), wanted.most(width), limit - longest
+    require(most >= 1, f"generate: max_length is {wanted.max_length}, and the prompt has {width} tokens: give "
+            "max_new_tokens")
+    require(most <= room or not wanted.insists and room >= 1, f"generate: a prompt of {longest} tokens and {most} new "
+            f"ones are more than the {limit} that the engine has room for: shorten the prompt, or give a smaller "
+            "max_new_tokens")
+    if most > room and says:
+        print(f"note: generate: after a prompt of {longest} tokens there is room for {room} new ones, not for the "
+              f"default of {most}", file=sys.stderr, flush=True)
+    most = min(most, room)
+    name = f"min_new_tokens is {least}" if wanted.min_new_tokens else f"min_length is {wanted.min_length}"
+    require(least <= most, f"generate: {name}, and after a prompt of {width} tokens an answer has {most} at most: give "
+            "a smaller one, or a larger max_new_tokens where there is room")
+    return least, most
 
 
 def _stops(ends: tuple[int, ...]) -> Callable[[Text], bool]:

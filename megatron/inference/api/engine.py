@@ -40,7 +40,8 @@ class InferenceEngine(nn.Module):
             return self._by_module(input_ids, attention_mask, given)
         require(input_ids is not None, "generate: give input_ids, [rows, length] token ids")
         assert input_ids is not None
-        return answer(self._kept, input_ids, attention_mask, Wanted.of(self._defaults(), given))
+        defaults = {**self._defaults(), **_said(given.pop("generation_config", None))}
+        return answer(self._kept, input_ids, attention_mask, Wanted.of(defaults, given))
 
     def _by_module(self, input_ids: Tensor | None, mask: Tensor | None, given: dict[str, Any]) -> Any:
         """By the generate of the module itself, with rank 0's random numbers."""
@@ -76,6 +77,17 @@ class InferenceEngine(nn.Module):
             if name == "module":
                 raise
             return getattr(self.module, name)
+
+
+def _said(config: Any) -> dict[str, Any]:
+    """By a GenerationConfig that is given in a call, over the model's."""
+    if config is None:
+        return {}
+    as_dict = getattr(config, "to_dict", None)
+    require(as_dict is not None, f"generate: generation_config is a {type(config).__name__}: expected a "
+            "GenerationConfig of transformers")
+    assert as_dict is not None
+    return {name: value for name, value in as_dict().items() if value is not None}
 
 
 def share_random_state(tp: Group) -> None:
