@@ -36,6 +36,10 @@ KEPT = ("results", "groups", "group_subtasks", "versions", "n-shot", "n-samples"
 THEIRS = (ValueError, LookupError, OSError, ImportError)
 """What lm-eval and its data sets raise for a task that is not there, or whose data is not."""
 
+UNREACHED = frozenset({"ConnectionError", "ConnectError", "TimeoutError", "TimeoutException", "Timeout", "gaierror",
+                       "OfflineModeIsEnabled", "LocalEntryNotFoundError"})
+"""Names of errors, of several libraries, for data that no network brought."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -80,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     setting = Setting.of(asked.model.source, asked.model.batch_size)
     for note in asked.model.notes if setting.rank == 0 else ():
         print(note, file=sys.stderr, flush=True)
-    with _aside(setting.rank == 0), _translated(asked.tasks):
+    with _aside(setting.rank == 0), translated(asked.tasks):
         manager, tasks = _load(asked)
     lm = MegatronLM(setting)
     with _aside(setting.rank == 0):
@@ -113,12 +117,32 @@ def _aside(speaks: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _translated(tasks: list[str]) -> Iterator[None]:
+def translated(tasks: list[str]) -> Iterator[None]:
     try:
         yield
-    except THEIRS as error:
-        raise ConfigError(f"--tasks {','.join(tasks)}: lm-eval cannot load this ({type(error).__name__}: {error}); see "
-                          "its list of tasks, or give --include-path with your own") from error
+    except Exception as error:
+        if not (isinstance(error, THEIRS) or is_unreached(error)):
+            raise
+        raise ConfigError(f"--tasks {','.join(tasks)}: {_why(error)}") from error
+
+
+def _why(error: Exception) -> str:
+    theirs = f"({type(error).__name__}: {error})"
+    if is_unreached(error):
+        return (f"the data of this cannot be fetched; is there a network? {theirs}; without one, give --include-path "
+                "with a task of your own that names a local file (docs/evaluate.md has one)")
+    return (f"lm-eval cannot load this {theirs}; `lm-eval ls tasks` lists its tasks, or give --include-path with your "
+            "own")
+
+
+def is_unreached(error: BaseException) -> bool:
+    """It, or one that it came of, says that there was no network."""
+    at: BaseException | None = error
+    while at is not None:
+        if UNREACHED & {kind.__name__ for kind in type(at).__mro__}:
+            return True
+        at = at.__cause__ or at.__context__
+    return False
 
 
 def _checked() -> int:
