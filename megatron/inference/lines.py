@@ -35,7 +35,8 @@ def of_stream(stream: TextIO, say: Callable[[str], None]) -> Iterator[Prompt]:
     """Of standard input."""
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="surrogateescape")  # else the line is not known where bytes are no text
-    return _without_blanks(_mended(stream), "standard input", say)
+    raw = (line.encode("utf-8", "surrogateescape") for line in stream)
+    return _without_blanks(_decoded(raw, "standard input"), "standard input", say)
 
 
 def _decoded(lines: Iterable[bytes], name: str) -> Iterator[Prompt]:
@@ -45,17 +46,6 @@ def _decoded(lines: Iterable[bytes], name: str) -> Iterator[Prompt]:
             yield Prompt(raw.decode("utf-8").removeprefix(BOM if number == 1 else ""), where)
         except UnicodeDecodeError as error:
             raise DataError(f"{where}: not UTF-8 text ({error})") from error
-
-
-def _mended(lines: Iterable[str]) -> Iterator[Prompt]:
-    """What could not be read as text is half of a surrogate pair, and refused."""
-    for number, line in enumerate(lines, 1):
-        where = f"standard input, line {number}"
-        try:
-            line.encode()
-        except UnicodeEncodeError as error:
-            raise DataError(f"{where}: not UTF-8 text ({error.reason})") from error
-        yield Prompt(line, where)
 
 
 def _without_blanks(lines: Iterable[Prompt], name: str, say: Callable[[str], None]) -> Iterator[Prompt]:
