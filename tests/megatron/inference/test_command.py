@@ -112,7 +112,7 @@ def test_a_file_of_no_prompts_is_refused(folder: Path, tmp_path: Path, name: str
 
 def test_bytes_that_are_no_text_on_standard_input_are_refused_by_their_line(folder: Path) -> None:
     stdin = io.TextIOWrapper(io.BytesIO(b"one\n\xff\n"), "utf-8")
-    with pytest.raises(DataError, match="standard input, line 2: not UTF-8 text .*0xff"), patch.object(sys, "stdin", stdin):
+    with pytest.raises(DataError, match="input, line 2: not UTF-8 text .*0xff"), patch.object(sys, "stdin", stdin):
         main(["--load", str(folder), "--jsonl"])
 
 
