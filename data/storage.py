@@ -78,9 +78,16 @@ def staged_file(path: str | os.PathLike[str], mode: Literal["w"]) -> AbstractCon
 def staged_file(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[Any]]:
     """Write a file that appears under its name complete and durable, or not at all.
 
-    Mode "wb" or "w" (UTF-8). The folder must exist. Concurrent writers of one name do not meet: the last rename wins.
+    Mode "wb" or "w" (UTF-8). The folder must exist. Concurrent writers of one name do not meet: the last rename wins. A
+    link stays one: what it leads to is written. What is no file, a pipe or a device, is written as it comes.
     """
-    target = Path(path)
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file() and not target.is_dir():
+        with writing(target):
+            stream = open(target, mode, encoding=None if "b" in mode else "utf-8")
+        with stream:
+            yield stream
+        return
     temporary = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     with writing(target):
         file = open(temporary, mode.replace("w", "x"), encoding=None if "b" in mode else "utf-8")

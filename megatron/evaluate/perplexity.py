@@ -51,19 +51,19 @@ def _texts(asked: Asked, subject: Subject) -> Iterator[Text]:
         yield from _of_corpus(prefix, asked, subject)
         return
     whole = asked.part is None
-    meant = range(0) if whole else _part(asked, subject, sum(1 for _ in _documents(asked.data)))
-    for number, text in enumerate(_documents(asked.data)):
+    meant = range(0) if whole else _part(asked, subject, sum(1 for _ in _documents(asked.data, subject)))
+    for number, text in enumerate(_documents(asked.data, subject)):
         if whole or number in meant:
             yield _measured(subject.encode(text), text)
 
 
-def _documents(path: str) -> Iterator[str]:
-    """One by one: none is kept."""
+def _documents(path: str, subject: Subject) -> Iterator[str]:
+    """One by one: none is kept. Of an object it is what training took, or else its `text`."""
     if not reading.is_lines(path):
         yield reading.whole_text(path)
         return
     for line in reading.lines(path):
-        yield line.text("text")
+        yield line.text(*dict.fromkeys((subject.reading.key, "text")))
 
 
 def _of_corpus(prefix: str, asked: Asked, subject: Subject) -> Iterator[Text]:
@@ -91,6 +91,8 @@ def _part(asked: Asked, subject: Subject, documents: int) -> range:
         return range(documents)
     require(subject.split is not None, f"--part {asked.part}: the model does not say how its text was split: --load "
             "a run of ours")
+    require(asked.part not in subject.apart, f"--part {asked.part}: the run took other data for it than its --split, "
+            f"--{asked.part}-data {' '.join(subject.apart.get(asked.part, ()))}: give that as --data, without --part")
     found = split_documents(parse_split(str(subject.split)), documents)[PARTS.index(asked.part)]
     if not found:
         raise DataError(f"--part {asked.part}: --split {subject.split} leaves it no document of the {documents} in "

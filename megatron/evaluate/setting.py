@@ -93,5 +93,6 @@ def _subject(tokenizer: Tokenizer, found: loading.Found) -> Subject:
     """With what its run says of the data that it was trained with; a Hugging Face folder says nothing."""
     said = found.data
     reading = Reading(said.get("text_key", Reading.key), Separator.parse(said.get("document_separator")))
-    return Subject(tokenizer, found.shape.max_position_embeddings, said.get("split"), reading,
+    apart = {part: said[f"{part}_data"] for part in ("valid", "test") if said.get(f"{part}_data")}
+    return Subject(tokenizer, found.shape.max_position_embeddings, said.get("split"), apart, reading,
                    said.get("data_cache_path"))

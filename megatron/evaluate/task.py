@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -38,6 +38,8 @@ class Subject:
     """Positions."""
     split: str | None = None
     """Of the documents it was trained with."""
+    apart: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Parts that had data of their own."""
     reading: Reading = Reading()
     """How files became documents there."""
     cache_path: str | None = None

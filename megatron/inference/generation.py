@@ -214,9 +214,9 @@ class Generator:
 
 def _drawn(texts: Sequence[Text], logits: Tensor) -> Tensor:
     """[b, V] -> [b], those with the same settings together."""
-    numbers = torch.tensor([text.random.random() for text in texts], dtype=torch.float64)
+    keys = torch.tensor([text.random.getrandbits(64) - (1 << 63) for text in texts])
     if logits.is_cuda:
-        numbers = numbers.pin_memory().to(logits.device, non_blocking=True)
+        keys = keys.pin_memory().to(logits.device, non_blocking=True)
     alike: dict[Sampling, list[int]] = {}
     for place, text in enumerate(texts):
         alike.setdefault(text.request.sampling, []).append(place)
@@ -224,9 +224,9 @@ def _drawn(texts: Sequence[Text], logits: Tensor) -> Tensor:
     for settings, places in alike.items():
         seen = [texts[place].ids for place in places]
         if len(alike) == 1:
-            return draw(logits, settings, numbers, seen)
+            return draw(logits, settings, keys, seen)
         index = torch.tensor(places, device=logits.device)
-        tokens.index_copy_(0, index, draw(logits[index], settings, numbers[index], seen))
+        tokens.index_copy_(0, index, draw(logits[index], settings, keys[index], seen))
     return tokens
 
 

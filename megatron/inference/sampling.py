@@ -2,8 +2,10 @@
 
 In this order: tokens that the text has are made less likely (`repetition_penalty`), the temperature, then all but the
 `top_k` likeliest go, all but the smallest set of likeliest ones that has `top_p` of the probability, all that have less
-than `min_p` of the likeliest one's. What is left is drawn from by one number between 0 and 1, of a stream that belongs
-to the text: neither the texts beside it nor the number of ranks change it.
+than `min_p` of the likeliest one's. Each token that is left gets a random number of its own, which a key of the text
+and its id make, and the largest sum with its log-probability wins. So neither the texts beside it nor the number of
+ranks change a text: another last digit, even of a token at the border of a limit, matters only to a token that would
+have won.
 """
 
 from __future__ import annotations
@@ -16,20 +18,30 @@ from torch import Tensor
 from megatron.inference.request import Sampling
 
 
-def draw(logits: Tensor, settings: Sampling, numbers: Tensor, seen: Sequence[Collection[int]]) -> Tensor:
-    """[b, V] logits of texts with these settings, a number between 0 and 1 for each -> [b] tokens. Nothing waits for
-    the device."""
+def draw(logits: Tensor, settings: Sampling, keys: Tensor, seen: Sequence[Collection[int]]) -> Tensor:
+    """[b, V] logits of texts with these settings, a 64-bit key for each -> [b] tokens. Nothing waits for the device."""
     if settings.greedy:
         return penalised(logits, settings, seen).argmax(-1)
     found, tokens = choices(logits, settings, seen)
-    steps = found.cumsum(-1)
-    places = (steps <= numbers[:, None] * steps[:, -1:]).sum(-1, keepdim=True)  # the first that is larger
-    return tokens.gather(-1, places.clamp(max=steps.shape[-1] - 1))[:, 0]
+    return tokens.gather(-1, (found.log() + noise(keys[:, None], tokens)).argmax(-1, keepdim=True))[:, 0]
+
+
+def noise(keys: Tensor, tokens: Tensor) -> Tensor:
+    """Gumbel's, of each token under a key: the largest sum of it and a logarithm is drawn as its probability says."""
+    x = tokens * -7046029254386353131 + keys  # splitmix64: multiplications wrap, shifts fill with zeros
+    x = (x ^ _shifted(x, 30)) * -4658895280553007687
+    x = (x ^ _shifted(x, 27)) * -7723592293110705685
+    x = _shifted(x ^ _shifted(x, 31), 11)
+    return -(-((x.double() + 0.5) * 2.0 ** -53).log()).log()
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def choices(logits: Tensor, settings: Sampling, seen: Sequence[Collection[int]]) -> tuple[Tensor, Tensor]:
-    """[b, V] -> probabilities in fp64, and the tokens they are for, in the order of their ids: two that are nearly
-    alike then change places nowhere. What a limit leaves out is not among them, or has probability 0."""
+    """[b, V] -> probabilities in fp64, and the tokens they are for. What a limit leaves out is not among them, or has
+    probability 0."""
     scores = penalised(logits, settings, seen).double() / settings.temperature
     if 0 < settings.top_k < scores.shape[-1]:
         scores, tokens = scores.topk(settings.top_k)
@@ -43,11 +55,7 @@ def choices(logits: Tensor, settings: Sampling, seen: Sequence[Collection[int]])
         found = found.where(before < settings.top_p, 0.0)
     if settings.min_p > 0:
         found = found.where(found >= settings.min_p * found.amax(-1, keepdim=True), 0.0)
-    found = found / found.sum(-1, keepdim=True)
-    if settings.top_k or settings.top_p < 1:
-        order = tokens.argsort()
-        return found.gather(-1, order), tokens.gather(-1, order)
-    return found, tokens
+    return found / found.sum(-1, keepdim=True), tokens
 
 
 def penalised(logits: Tensor, settings: Sampling, seen: Sequence[Collection[int]]) -> Tensor:

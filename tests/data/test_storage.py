@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import zlib
 from pathlib import Path
 
@@ -75,3 +76,23 @@ def test_json_refuses_what_json_cannot_say(tmp_path: Path) -> None:
 
 def test_data_errors_and_storage_faults_stay_apart() -> None:
     assert not issubclass(DataError, StorageFault) and not issubclass(StorageFault, DataError)
+
+
+def test_a_link_stays_one_and_a_pipe_gets_what_is_written(tmp_path: Path) -> None:
+    (tmp_path / "real").write_text("before")
+    (tmp_path / "link").symlink_to("real")
+    with staged_file(tmp_path / "link", "w") as file:
+        file.write("after")
+        assert (tmp_path / "real").read_text() == "before"
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_text() == "after"
+    (tmp_path / "new").symlink_to("absent")
+    with staged_file(tmp_path / "new", "w") as file:
+        file.write("made")
+    assert (tmp_path / "new").is_symlink() and (tmp_path / "absent").read_text() == "made"
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    with staged_file(tmp_path / "pipe") as stream:
+        stream.write(b"words")
+    assert os.read(reader, 10) == b"words" and stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+    os.close(reader)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["absent", "link", "new", "pipe", "real"]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from data.indexed import CorpusWriter
+from data.preprocess import Reading
 from data.storage import DataError
 from megatron.errors import ConfigError
 from megatron.evaluate import perplexity
@@ -132,3 +133,20 @@ def test_a_file_that_will_not_do_is_refused_with_its_line(tmp_path: Path, conten
     (tmp_path / "a.jsonl").write_bytes(content)
     with pytest.raises(DataError, match=words):
         outcome(GPT2(SHAPE), task="perplexity", protocol="megatron", data=tmp_path / "a.jsonl")
+
+
+def test_of_an_object_it_is_the_text_that_training_took(tmp_path: Path) -> None:
+    """Or its `text`, where the file is another one."""
+    model, other = GPT2(SHAPE), Subject(BYTES, LENGTH, reading=Reading("body"))
+    both = write_lines(tmp_path / "a.jsonl", [{"text": "title", "body": text} for text in TEXTS])
+    bodies = write_lines(tmp_path / "b.jsonl", [{"text": text} for text in TEXTS])
+    expected = outcome(model, task="perplexity", protocol="lm-eval", data=bodies)
+    for data in (both, bodies):
+        assert outcome(model, task="perplexity", protocol="lm-eval", data=data, subject=other) == expected
+
+
+def test_a_part_that_had_data_of_its_own_is_not_looked_for_in_the_split(lines: Path) -> None:
+    subject = Subject(BYTES, LENGTH, "2,1,1", {"valid": ("mine.jsonl",)})
+    with pytest.raises(ConfigError, match="--valid-data mine.jsonl: give that as --data, without --part"):
+        outcome(GPT2(SHAPE), task="perplexity", protocol="lm-eval", data=lines, part="valid", subject=subject)
+    assert outcome(GPT2(SHAPE), task="perplexity", protocol="lm-eval", data=lines, part="test", subject=subject)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.errors import ConfigError
 from megatron.inference.request import Sampling
-from megatron.inference.sampling import choices, draw
+from megatron.inference.sampling import choices, draw, noise
 
 LOGITS = torch.randn(40, generator=torch.Generator().manual_seed(2)) * 2
 
@@ -25,15 +25,17 @@ SETTINGS = [
 
 def probabilities(logits: torch.Tensor, settings: Sampling, seen: Collection[int] = ()) -> torch.Tensor:
     found, tokens = choices(logits[None], settings, [seen])
-    assert tokens[0].tolist() == sorted(tokens[0].tolist())
     return torch.zeros(len(logits), dtype=torch.float64).scatter(0, tokens[0], found[0])
 
 
 def drawn(settings: Sampling, stream: str, count: int) -> torch.Tensor:
     """So many tokens, in turn."""
+    return draw(LOGITS.expand(count, -1), settings, keys(stream, count), [()] * count)
+
+
+def keys(stream: str, count: int) -> torch.Tensor:
     numbers = random.Random(stream)
-    return draw(LOGITS.expand(count, -1), settings, torch.tensor([numbers.random() for _ in range(count)]).double(),
-                [()] * count)
+    return torch.tensor([numbers.getrandbits(64) - (1 << 63) for _ in range(count)])
 
 
 def slowly(settings: Sampling, seen: set[int]) -> list[float]:
@@ -74,20 +76,38 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(settings: Sampling) -> Non
     assert chi < freedom + 4 * math.sqrt(2 * freedom), "more than four deviations away"
 
 
-def test_the_ends_of_the_line_that_is_drawn_from_are_tokens_too() -> None:
-    possible = probabilities(LOGITS, Sampling(top_k=3)).nonzero().flatten().tolist()
-    numbers = torch.tensor([0.0, 1 - 2 ** -53], dtype=torch.float64)
-    assert draw(LOGITS.expand(2, -1), Sampling(top_k=3), numbers, [(), ()]).tolist() == [min(possible), max(possible)]
+def test_random_numbers_of_neighbours_in_key_and_token_are_as_good_as_any() -> None:
+    """Their mean and deviation, that of products of neighbours, and the shares below some bounds: four deviations."""
+    found = noise(torch.arange(500)[:, None], torch.arange(1000)[None])
+    uniform = (-(-found).exp()).exp()
+    count = uniform.numel()
+    assert bool(found.isfinite().all()) and abs(uniform.mean().item() - 0.5) < 4 * (12 * count) ** -0.5
+    for bound in (0.001, 0.1, 0.5, 0.9, 0.999):
+        share = (uniform < bound).double().mean().item()
+        assert abs(share - bound) < 4 * (bound * (1 - bound) / count) ** 0.5
+    for first, second in ((uniform[:, 1:], uniform[:, :-1]), (uniform[1:], uniform[:-1])):
+        assert abs(((first - 0.5) * (second - 0.5)).mean().item()) < 4 / 12 * first.numel() ** -0.5
+
+
+def test_last_digits_change_a_draw_only_where_it_was_near() -> None:
+    """Of a flat distribution, whose border of top-p moves with them."""
+    made = torch.Generator().manual_seed(5)
+    logits, count = torch.randn(20000, generator=made).double() * 0.01, 200
+    for settings in (Sampling(top_p=0.5), Sampling(top_k=5000), Sampling(min_p=0.99), Sampling()):
+        first = draw(logits.expand(count, -1), settings, keys("a", count), [()] * count)
+        moved = logits * (1 + 1e-6 * torch.randn(20000, generator=made))
+        again = draw(moved.expand(count, -1), settings, keys("a", count), [()] * count)
+        assert (first != again).sum() <= 1 and len(first.unique()) > 20
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_rows_are_drawn_as_each_would_be_alone_and_nothing_waits_for_the_device(settings: Sampling) -> None:
     made = torch.Generator().manual_seed(3)
-    logits, numbers = torch.randn(5, 40, generator=made), torch.rand(5, generator=made).double()
+    logits, own = torch.randn(5, 40, generator=made), keys("b", 5)
     seen = [(), (1, 2), (39,), (0, 0, 5), (7,)]
-    alone = [int(draw(logits[row][None], settings, numbers[row][None], [seen[row]])) for row in range(5)]
+    alone = [int(draw(logits[row][None], settings, own[row][None], [seen[row]])) for row in range(5)]
     with Waits() as waits:
-        together = draw(logits, settings, numbers, seen)
+        together = draw(logits, settings, own, seen)
     assert together.tolist() == alone and not waits.found
 
 
