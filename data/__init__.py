@@ -3,7 +3,8 @@
 Imports numpy and the standard library only (tokenizer libraries where they are used), never torch and nothing of
 `megatron` or `mpu`. From below upwards:
 
-    storage.py, format.py, facts.py, indexed.py    a corpus on disk
+    storage.py, lock.py, held.py, identity.py, format.py, facts.py, indexed.py    a corpus on disk
+    draft.py, writer.py                            writing one
     sampling.py, sample_index.py, gpt2_dataset.py  fixed-length samples of it
     tokenizer_base.py, bpe_engines.py, fast_tokenizer.py, gpt2_bpe.py, sentencepiece_model.py, tokenizer.py
                                                    text <-> token ids

@@ -23,7 +23,7 @@ from data.indexed import IndexedCorpus
 from data.inputs import CACHE_SUFFIX, Found, find, kind_of
 from data.preprocess import Reading, build_corpus
 from data.sample_index import digest
-from data.storage import DataError, crc32_file, exclusive, make_folder, write_json_atomic
+from data.storage import DataError, check_is_file, crc32_file, exclusive, make_folder, write_json_atomic
 from data.tokenizer import Tokenizer
 
 TOKENS_SUFFIX = ".bin"
@@ -60,6 +60,7 @@ def _contents(files: Sequence[str], sums: Sums) -> tuple[list[str], int]:
     contents, total = [], 0
     with sums:
         for path in files:
+            check_is_file(path)
             try:
                 size = os.path.getsize(path)
                 contents.append(f"{kind_of(path)}-{size}-{sums.of(path)}")

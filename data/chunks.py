@@ -13,34 +13,14 @@ from data.compressed import reading
 from data.storage import DataError
 
 CHUNK_BYTES = 1 << 20
+
+LONGEST = 1 << 26
+"""Bytes of a line, or of text in which no place to cut it is found, unless more are allowed. Memory follows from it."""
+
+UTF16 = (b"\xff\xfe", b"\xfe\xff")
+FROM_UTF16 = "convert the file (iconv -f UTF-16 -t UTF-8)"
 BOM = b"\xef\xbb\xbf"
 """The byte order mark of UTF-8. At the start of a file it is no part of the text."""
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Some bytes of a file, or where they are in it: then whoever works on the chunk reads them."""
-
-    path: str
-    offset: int
-    """Bytes before it in the file (in the decompressed file, where it is compressed)."""
-    size: int
-    data: bytes | None = None
-    """The bytes, where the file is compressed or a pipe, and can only be read from its start."""
-    continues: bool = False
-    """It begins inside a document."""
-    unfinished: bool = False
-    """It ends inside a document."""
-
-    def read(self) -> bytes:
-        if self.data is not None:
-            return self.data
-        with reading(self.path), open(self.path, "rb") as file:
-            file.seek(self.offset)
-            data = file.read(self.size)
-        if len(data) < self.size:
-            raise DataError(f"{self.path}: cannot read: the file became shorter meanwhile")
-        return data
 
 
 @dataclass(frozen=True)
@@ -57,6 +37,53 @@ class Malformed:
         """For a chunk that begins after so many lines."""
         return DataError(f"{self.path}:{before + self.number + 1} {self.reason} "
                          f"(the line begins at byte {self.offset})")
+
+
+def too_long(path: str, number: int, offset: int, limit: int, what: str = "in this line") -> Malformed:
+    return Malformed(path, number, offset, f"more than {limit} bytes {what}, which would have to be held in memory; "
+                     "--max-document-bytes of data.preprocess allows more")
+
+
+class Damage(Malformed):
+    """All the rest of a file, which cannot be decompressed. It counts as one document."""
+
+    def error(self, before: int) -> DataError:
+        return DataError(f"{self.path}: cannot read: {self.reason}; it is in line {before + self.number + 1}")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some bytes of a file, or where they are in it: then whoever works on the chunk reads them."""
+
+    path: str
+    offset: int
+    """Bytes before it in the file (in the decompressed file, where it is compressed)."""
+    size: int
+    data: bytes | None = None
+    """The bytes, where the file is compressed or a pipe, and can only be read from its start."""
+    continues: bool = False
+    """It begins inside a document."""
+    unfinished: bool = False
+    """It ends inside a document."""
+    passed_over: int = 0
+    """Bytes that follow in the file, belong to its last line, and are too many to be held."""
+    damage: Damage | None = None
+    """What comes after all that."""
+
+    @property
+    def end(self) -> int:
+        """Where the next one begins."""
+        return self.offset + self.size + self.passed_over
+
+    def read(self) -> bytes:
+        if self.data is not None:
+            return self.data
+        with reading(self.path), open(self.path, "rb") as file:
+            file.seek(self.offset)
+            data = file.read(self.size)
+        if len(data) < self.size:
+            raise DataError(f"{self.path}: cannot read: the file became shorter meanwhile")
+        return data
 
 
 def count_lines(data: bytes) -> int:

@@ -10,12 +10,17 @@ import argparse
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
+from types import FrameType
 from typing import NoReturn
 
 from data.storage import DataError, StorageFault, UsageError
 
+
+REQUESTS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+"""What would end a program without a word: from people, terminals that close and batch systems."""
 
 CODES = ((UsageError, 2), (DataError, 3), (StorageFault, 7), (KeyboardInterrupt, 130))
 
@@ -47,6 +52,15 @@ def positive(text: str) -> int:
     return value
 
 
+SIZES = {"k": 10, "m": 20, "g": 30, "t": 40}
+
+
+def size(text: str) -> int:
+    """Bytes: `67108864` or `64M`."""
+    unit = SIZES.get(text[-1:].lower())
+    return positive(text) if unit is None else positive(text[:-1]) << unit
+
+
 def counted(number: int, what: str) -> str:
     """`1 file`, `1,234 files`."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
@@ -61,8 +75,23 @@ def _open_closed_streams() -> None:
             os.set_inheritable(getattr(sys, name).fileno(), True)  # for programs that it starts
 
 
+def _interrupt_when_asked() -> None:
+    """These signals are as Ctrl-C from now on; one is enough, and what is tidied up then is not interrupted."""
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        for other in heard:
+            signal.signal(other, signal.SIG_IGN)
+        raise KeyboardInterrupt(f"interrupted by {signal.Signals(number).name}")
+
+    if threading.current_thread() is threading.main_thread():  # no other can listen
+        is_deaf = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # nohup
+        heard = [number for number in REQUESTS if not (is_deaf and number == signal.SIGHUP)]
+        for number in heard:
+            signal.signal(number, interrupt)
+
+
 def run(main: Callable[[], None]) -> NoReturn:
     """Run a command and leave with its exit code."""
+    _interrupt_when_asked()
     _open_closed_streams()
     code = 0
     try:
@@ -76,7 +105,7 @@ def run(main: Callable[[], None]) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 128 + signal.SIGPIPE
     except (DataError, StorageFault, KeyboardInterrupt) as error:
-        message = "interrupted" if isinstance(error, KeyboardInterrupt) else " ".join(str(error).split())
+        message = " ".join(str(error).split()) or "interrupted"
         print(f"error: {message}", file=sys.stderr)
         code = next(code for kind, code in CODES if isinstance(error, kind))
     sys.exit(code)
@@ -85,10 +114,12 @@ def run(main: Callable[[], None]) -> NoReturn:
 class Progress:
     """Counts documents and bytes, and says how fast they go."""
 
-    def __init__(self, interval: int) -> None:
-        self._interval, self._next = interval, interval
+    def __init__(self, interval: int, documents: int = 0, size: int = 0) -> None:
+        """`documents` and `size` were made before, by another process."""
+        self._interval, self._next = interval, documents + interval
         self._start = time.monotonic()
-        self.documents, self.bytes = 0, 0
+        self._before = documents, size
+        self.documents, self.bytes = documents, size
 
     def add(self, documents: int, size: int) -> None:
         """Prints a line whenever another `interval` documents are complete (0: never)."""
@@ -100,5 +131,6 @@ class Progress:
 
     def __str__(self) -> str:
         seconds = max(time.monotonic() - self._start, 1e-9)
-        return (f"{self.documents} documents in {seconds:.1f} s: {self.documents / seconds:.0f} documents/s, "
-                f"{self.bytes / seconds / 1e6:.2f} MB/s")
+        documents, size = self.documents - self._before[0], self.bytes - self._before[1]
+        return (f"{self.documents} documents in {seconds:.1f} s: {documents / seconds:.0f} documents/s, "
+                f"{size / seconds / 1e6:.2f} MB/s")

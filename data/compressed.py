@@ -1,21 +1,29 @@
-"""Reading a file through its compression, which its name says: `.gz`, `.xz`, `.zst`. Not what the file holds."""
+"""Reading a file through its compression, which its name says: `.gz`, `.xz`, `.zst`. Not what the file holds.
+
+A compressed file is a row of streams (members of gzip, frames of zstd). What can be decompressed before a damaged place
+is given, to the last byte; the read after that raises `Damaged`. So `readline` gives every whole line before it raises,
+and `before_damage` everything; `read(n)` of a buffer forgets what it holds when it raises. Checksums come last in a
+stream: where one does not match, some of what was given before it may be changed, and nobody can know which.
+"""
 
 from __future__ import annotations
 
-import gzip
 import io
 import lzma
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType
-from typing import Any, BinaryIO, cast
+from typing import Any, Protocol, cast
 
 from data.storage import DataError
 
 COMPRESSED = (".gz", ".xz", ".zst")
 
 BLOCK = 1 << 16
+"""Bytes of a file that are decompressed at a time."""
+BUFFER = 1 << 18
 
 
 def _zstandard() -> ModuleType | None:
@@ -30,9 +38,12 @@ def _zstandard() -> ModuleType | None:
 
 
 ZSTD = _zstandard()
-DAMAGED: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error, lzma.LZMAError,
-                                        *((ZSTD.ZstdError,) if ZSTD else ()))
-"""What reading a compressed file that is truncated or damaged can raise."""
+REFUSALS: tuple[type[Exception], ...] = (zlib.error, lzma.LZMAError, *((ZSTD.ZstdError,) if ZSTD else ()))
+"""What a decompressor raises."""
+
+
+class Damaged(OSError):
+    """A compressed file cannot be read on. The message says where, in the file and in what is in it, and why."""
 
 
 def is_compressed(path: str) -> bool:
@@ -45,47 +56,135 @@ def without_compression(name: str) -> str:
     return name[:name.rindex(".")] if name.endswith(COMPRESSED) else name
 
 
-class _Xz(io.RawIOBase):
-    """The streams of a file, with zeros between them in fours. Anything else after a stream is an error: `lzma.open`
-    takes it for the end of the file, and so loses a second stream that is damaged, without a word."""
+class Decompressor(Protocol):
+    """Of one stream, as `lzma` and `zstd` have them."""
 
-    def __init__(self, file: io.RawIOBase) -> None:
-        self._file = file
-        self._stream = lzma.LZMADecompressor()
+    @property
+    def eof(self) -> bool: ...
+    @property
+    def needs_input(self) -> bool: ...
+    @property
+    def unused_data(self) -> bytes: ...
+    def decompress(self, data: bytes, max_length: int = ..., /) -> bytes: ...
+
+
+class _Gzip:
+    """`zlib`, which keeps no input for the next call."""
+
+    def __init__(self) -> None:
+        self._inflate = zlib.decompressobj(wbits=31)
+        self.needs_input = True
+
+    @property
+    def eof(self) -> bool:
+        return self._inflate.eof
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._inflate.unused_data
+
+    def decompress(self, data: bytes, max_length: int = 0, /) -> bytes:
+        found = self._inflate.decompress(self._inflate.unconsumed_tail + data, max_length)
+        self.needs_input = len(found) < max_length and not self._inflate.unconsumed_tail
+        return found
+
+
+class _Streams(io.RawIOBase):
+    """The streams of a file, with zeros between and after them: any number for gzip, fours for xz, none for zstd."""
+
+    def __init__(self, file: io.RawIOBase, begin: Callable[[], Decompressor], zeros: int) -> None:
+        self._file, self._begin, self._zeros = file, begin, zeros
+        self._stream = begin()
+        self._start = 0
+        """Of the present stream in the file."""
+        self._block = self._read = 0
+        """Where the last block that was read begins and ends in the file."""
         self._ahead = b""
-        """What was read and not decompressed yet."""
+        """The end of that block, as far as it was not given to the decompressor."""
+        self._before = self._given = 0
+        """Bytes decompressed from the streams before, and from the present one."""
+        self._ended = False
+        self._salvaged = b""
+        self._damage: Damaged | None = None
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
-        while not self._stream.eof or self._next_stream():
-            if self._stream.needs_input:
-                self._ahead = self._ahead or self._file.read(BLOCK) or b""
-                if not self._ahead:
-                    raise EOFError("Compressed file ended before the end-of-stream marker was reached")
-            data = self._stream.decompress(self._ahead, len(view))
+        data = self._next(min(len(view), BUFFER)) if self._damage is None else b""
+        if self._damage is not None:
+            data, self._salvaged = self._salvaged[:len(view)], self._salvaged[len(view):]
+            if not data:
+                raise self._damage
+        view[:len(data)] = data
+        return len(data)
+
+    def _next(self, most: int) -> bytes:
+        """At least one byte; none at the end, or where there is damage."""
+        while not self._ended and (not self._stream.eof or self._next_stream()):
+            if self._stream.needs_input and not self._ahead and not self._fill():
+                self._damage = self._damaged(self._read, self._given, "it ends too early")
+                return b""
+            try:
+                data = self._stream.decompress(self._ahead, most)
+            except REFUSALS as error:
+                self._salvage(error)
+                return b""
             self._ahead = b""
+            self._given += len(data)
             if data:
-                view[:len(data)] = data
-                return len(data)
-        return 0
+                return data
+        return b""
+
+    def _fill(self) -> bool:
+        self._ahead = self._file.read(BLOCK) or b""
+        self._block, self._read = self._read, self._read + len(self._ahead)
+        return bool(self._ahead)
 
     def _next_stream(self) -> bool:
         """Begin the one after the present one, if there is one."""
-        rest, zeros = self._stream.unused_data or self._file.read(BLOCK) or b"", 0
-        while rest:
-            self._ahead = rest.lstrip(b"\0")
-            zeros += len(rest) - len(self._ahead)
-            if self._ahead:
+        self._ahead = self._stream.unused_data
+        end, zeros = self._read - len(self._ahead), 0
+        while self._ahead or self._fill():
+            rest = self._ahead.lstrip(b"\0") if self._zeros else self._ahead
+            zeros += len(self._ahead) - len(rest)
+            self._ahead = rest
+            if rest:
                 break
-            rest = self._file.read(BLOCK) or b""
-        if zeros % 4:
-            raise lzma.LZMAError(f"{zeros} zero bytes after a stream, which must be a multiple of 4")
-        if rest:
-            self._stream = lzma.LZMADecompressor(lzma.FORMAT_XZ)
-        return bool(rest)
+        if self._zeros and zeros % self._zeros:
+            self._damage = self._damaged(end, self._given, f"{zeros} zero bytes after a stream, expected a multiple of "
+                                         f"{self._zeros}")
+            return False
+        self._ended = not self._ahead
+        if self._ahead:
+            self._before, self._given, self._start = self._before + self._given, 0, self._read - len(self._ahead)
+            self._stream = self._begin()
+        return bool(self._ahead)
+
+    def _damaged(self, place: int, given: int, why: str) -> Damaged:
+        return Damaged(f"the compressed data is damaged at byte {place} (after {self._before + given} bytes of what is "
+                       f"in it): {why}")
+
+    def _salvage(self, error: Exception) -> None:
+        """What the call that was refused had decompressed by then is lost. Another decompressor is given the same bytes
+        one by one, so that only what belongs to the last of them can be."""
+        place, found = self._read - len(self._ahead), 0
+        if self._file.seekable():  # a pipe gives nothing twice
+            again, salvaged = self._begin(), bytearray()
+            self._file.seek(self._start)
+            place = self._start
+            try:
+                while not again.eof and (data := self._file.read(min(BLOCK, max(1, self._block - place)))):
+                    place += len(data)
+                    while data or not (again.needs_input or again.eof):
+                        part, data = again.decompress(data, max(1, min(BUFFER, self._given - found))), b""
+                        salvaged += part[max(0, self._given - found):]
+                        found += len(part)
+            except REFUSALS as refusal:
+                error = refusal
+            self._salvaged = bytes(salvaged)
+        self._damage = self._damaged(place, max(found, self._given), str(error))
 
     def close(self) -> None:
         self._file.close()
@@ -93,22 +192,46 @@ class _Xz(io.RawIOBase):
 
 
 @contextmanager
-def opened(path: str) -> Iterator[BinaryIO]:
+def opened(path: str) -> Iterator[io.BufferedReader]:
     """The bytes of a file, decompressed by its name."""
-    file: object
-    name = path.lower()
-    if name.endswith(".gz"):
-        file = gzip.open(path)
-    elif name.endswith(".xz"):
-        file = _Xz(open(path, "rb", buffering=0))
-    elif name.endswith(".zst"):
-        if ZSTD is None:
-            raise DataError(f"{path}: reading .zst needs a package: pip install backports.zstd")
-        file = ZSTD.open(path)
-    else:
-        file = open(path, "rb", buffering=0)
-    with io.BufferedReader(cast(io.RawIOBase, file), 1 << 18) as buffered:
-        yield cast(BinaryIO, buffered)
+    file: io.RawIOBase = open(path, "rb", buffering=0)
+    with file:
+        name = path.lower()
+        if name.endswith(".gz"):
+            file = _Streams(file, _Gzip, 1)
+        elif name.endswith(".xz"):
+            file = _Streams(file, partial(lzma.LZMADecompressor, lzma.FORMAT_XZ), 4)
+        elif name.endswith(".zst"):
+            if ZSTD is None:
+                raise DataError(f"{path}: reading .zst needs a package: pip install backports.zstd")
+            file = _Streams(file, ZSTD.ZstdDecompressor, 0)
+        with io.BufferedReader(cast(Any, file), BUFFER) as buffered:
+            yield buffered
+
+
+def before_damage(file: io.BufferedReader, size: int) -> tuple[bytes, Damaged | None]:
+    """`file.read(size)` of an `opened` file; with less than that before damage comes the damage."""
+    parts: list[bytes] = []
+    try:
+        while size > 0 and (part := file.read1(size)):
+            parts.append(part)
+            size -= len(part)
+    except Damaged as damage:
+        return b"".join(parts), damage
+    return b"".join(parts), None
+
+
+def line_before_damage(file: io.BufferedReader, size: int) -> tuple[bytes, Damaged | None]:
+    """`file.readline(size)` of one, in the same way."""
+    parts, last = [], b""
+    try:
+        while size > 0 and not last.endswith(b"\n") and (ahead := file.peek(1)[:size]):
+            last = file.read(ahead.find(b"\n") + 1 or len(ahead))
+            parts.append(last)
+            size -= len(last)
+    except Damaged as damage:
+        return b"".join(parts), damage
+    return b"".join(parts), None
 
 
 @contextmanager
@@ -116,5 +239,5 @@ def reading(path: str) -> Iterator[None]:
     """Any failure to read in the block is a DataError that names the file."""
     try:
         yield
-    except DAMAGED as error:
-        raise DataError(f"{path}: cannot read: {getattr(error, 'strerror', None) or error}") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot read: {error.strerror or error}") from error

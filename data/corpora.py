@@ -24,7 +24,7 @@ from data.preprocess import Reading
 from data.sample_index import digest, samples_in
 from data.sampling import parse_split, split_documents
 from data.sources import NAMED, check_sources, parse_sources
-from data.storage import DataError
+from data.storage import DataError, named_by
 from data.tokenizer import Tokenizer
 
 PARTS = ("train", "valid", "test")
@@ -127,7 +127,9 @@ class _Opener:
         if os.path.exists(f"{name}.idx"):
             return name
         if os.path.isdir(name) or name.endswith(TOKENS_SUFFIX) or kind_of(name):
-            prefix, note = cached_corpus(name, self.tokenizer, self.reading, self.cache_path)
+            with named_by("--data-cache-path" if self.cache_path else f"the cache beside {name}, which a folder given "
+                          "with --data-cache-path replaces"):
+                prefix, note = cached_corpus(name, self.tokenizer, self.reading, self.cache_path)
             self.notes.append(note)
             return prefix
         if os.path.isfile(name):

@@ -40,6 +40,8 @@ class Facts:
     max_token: int
     tokenizer: TokenizerFacts | None = None
     """None: not known."""
+    identity: str | None = None
+    """Of both files (`identity`). None: written before there was one."""
 
 
 def read_facts(path: str) -> Facts | None:
@@ -49,7 +51,8 @@ def read_facts(path: str) -> Facts | None:
             value = json.load(file)
         origin = value["tokenizer"]
         facts = Facts(_typed(value, "documents", int), _typed(value, "tokens", int), _typed(value, "crc32", str),
-                      _typed(value, "max_token", int), origin and _tokenizer_facts(origin))
+                      _typed(value, "max_token", int), origin and _tokenizer_facts(origin),
+                      _typed(value, "identity", str) if value.get("identity") is not None else None)
     except FileNotFoundError:
         return None
     except OSError as error:

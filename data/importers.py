@@ -3,23 +3,28 @@
 nanoGPT's `.bin` is uint16 ids and nothing else; in llm.c's a header of 256 int32 (magic, version 1, number of tokens)
 comes before them. Neither says where documents end or which tokenizer made them: documents are cut at the
 end-of-document id of the tokenizer that is named, and its vocabulary must hold every id. nanoGPT writes that id after
-each document and llm.c before it; whether a file begins with it shows which it is, and no token moves.
+each document and llm.c before it; whether the first file begins with it shows which it is, and no token moves. Files of
+one import are one stream, as llm.c's shards are, which end wherever they are full: name them in their order.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from data import tokenizer as tokenizers
 from data.cli import Parser, run
-from data.indexed import BLOCK, CorpusWriter
+from data.compressed import is_compressed, reading
+from data.indexed import BLOCK
+from data.inputs import kind_of
 from data.preprocess import add_tokenizer_arguments
-from data.storage import DataError, make_folder
+from data.storage import DataError, check_is_file, make_folder, watched
 from data.tokenizer import Tokenizer
+from data.writer import CorpusWriter
 
 LLMC_MAGIC, LLMC_VERSION, LLMC_HEADER = 20240520, 1, 256
 """No GPT-2 file of nanoGPT's begins like this: 55448, the lower half of the magic, is not an id of GPT-2's."""
@@ -30,17 +35,24 @@ DTYPE = np.dtype("<u2")
 def import_tokens(inputs: Sequence[str | os.PathLike[str]], prefix: str | os.PathLike[str],
                   tokenizer: Tokenizer) -> str:
     """Write the corpus of some token files, one after the other; says what became of it."""
-    starts = [tokens_at(path) for path in inputs]  # every file is looked at before anything is written
+    check_unchanged = watched(inputs)
+    files = [(path, *tokens_at(path)) for path in inputs]  # every file is looked at before anything is written
     make_folder(Path(prefix).parent)
     with CorpusWriter(prefix, tokenizer=tokenizer.facts) as writer:
-        for path, start in zip(inputs, starts):
-            _copy(path, start, writer, tokenizer.eod)
+        _copy(files, writer, tokenizer.eod)
+        check_unchanged()
     return f"{os.fspath(prefix)}: {writer.documents} documents, {writer.tokens} tokens"
 
 
-def tokens_at(path: str | os.PathLike[str]) -> int:
-    """Bytes before the first token of a file: a header's, or none. Refuses what cannot be a token file."""
+def tokens_at(path: str | os.PathLike[str]) -> tuple[int, int]:
+    """Bytes before the first token of a file, a header's or none, and how many tokens there are. Refuses what cannot
+    be a token file."""
     name = os.fspath(path)
+    check_is_file(name)
+    if kind_of(name) or is_compressed(name):
+        raise DataError(f"{name}: expected a file of tokens, found " + (
+            "text by its name; python -m data.preprocess tokenizes text" if kind_of(name) else
+            "a compressed one; decompress it first"))
     try:
         size = os.path.getsize(name)
         head = np.fromfile(name, "<i4", LLMC_HEADER)
@@ -51,28 +63,36 @@ def tokens_at(path: str | os.PathLike[str]) -> int:
         if len(head) < LLMC_HEADER or head[1] != LLMC_VERSION or size != expected:
             raise DataError(f"{name}: a header of llm.c, but not a whole file of version {LLMC_VERSION}: version "
                             f"{head[1] if len(head) > 1 else 'missing'}, expected {expected} bytes, found {size}")
-        return 4 * LLMC_HEADER
+        return 4 * LLMC_HEADER, int(head[2])
     if size == 0 or size % DTYPE.itemsize:
         raise DataError(f"{name}: size: expected uint16 tokens, found {size} bytes")
-    return 0
+    return 0, size // DTYPE.itemsize
 
 
-def _copy(path: str | os.PathLike[str], start: int, writer: CorpusWriter, eod: int) -> None:
-    """The tokens of one file in blocks, and the sizes of the documents that end in each."""
+def _copy(files: Sequence[tuple[str | os.PathLike[str], int, int]], writer: CorpusWriter, eod: int) -> None:
+    """The tokens of all files, which are one stream: a document may go on in the next one. And the sizes of the
+    documents, as they end."""
     read = begun = 0  # tokens read; where the document that is being read began
     after = 1  # tokens from an end-of-document id to the cut
-    with open(path, "rb") as file:
-        file.seek(start)
-        while len(ids := np.fromfile(file, DTYPE, BLOCK)):
-            if read == 0:
-                after = 0 if ids[0] == eod else 1
-            cuts = read + after + np.flatnonzero(ids == eod)
-            cuts = cuts[cuts > begun]
-            writer.add_tokens(ids)
-            writer.add_sizes(np.diff(cuts, prepend=begun))
-            read += len(ids)
-            begun = int(cuts[-1]) if len(cuts) else begun
+    for ids in _blocks(files):
+        if read == 0:
+            after = 0 if ids[0] == eod else 1
+        cuts = read + after + np.flatnonzero(ids == eod)
+        cuts = cuts[cuts > begun]
+        writer.add_tokens(ids)
+        writer.add_sizes(np.diff(cuts, prepend=begun))
+        read += len(ids)
+        begun = int(cuts[-1]) if len(cuts) else begun
     writer.add_sizes([read - begun] if read > begun else [])
+
+
+def _blocks(files: Sequence[tuple[str | os.PathLike[str], int, int]]) -> Iterator[NDArray[np.uint16]]:
+    for path, start, left in files:
+        with reading(os.fspath(path)), open(path, "rb") as file:
+            file.seek(start)
+            while len(ids := np.fromfile(file, DTYPE, min(BLOCK, left))):
+                left -= len(ids)
+                yield ids
 
 
 def main(argv: Sequence[str] | None = None) -> None:

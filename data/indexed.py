@@ -1,95 +1,95 @@
-"""A corpus on disk: reading it memory-mapped, writing it in one pass.
+"""A corpus on disk, read where it is. Writing one: `writer`.
 
 A *corpus* is `PREFIX.bin` and `PREFIX.idx` (see `format`) and, when we wrote it, `PREFIX.json`: its *facts*, which
 say what the two cannot (tokenizer, checksum, largest id). Corpora written by Megatron-LM have no facts and work
-too. A corpus is trusted only after `IndexedCorpus(prefix)` compared every number of the index with the files.
+too. A corpus is trusted only after `IndexedCorpus(prefix)` compared every number of the index with the files, and the
+files with each other.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-from contextlib import ExitStack
-from dataclasses import asdict
+from collections.abc import Iterator
 from functools import cached_property
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from data.facts import Facts, TokenizerFacts, read_facts
-from data.format import HEADER, Header, read_header, token_dtype
+from data.facts import read_facts
+from data.format import HEADER, Header, read_header
+from data.held import HeldFile
+from data.identity import identity
 from data.sampling import index_dtype
-from data.storage import DataError, crc32, staged_file, writing
+from data.storage import DataError, crc32
 
 BLOCK = 1 << 20
 """Entries looked at together when a whole file is scanned: bounds the memory, not the corpus."""
-
-MAX_LENGTH = 2**31 - 1
-"""Tokens of one document: its length is an int32 in the index."""
 
 SCAN_LIMIT = 1 << 28
 """A corpus without facts is scanned for its largest id when opened, up to this many tokens (about 0.2 s)."""
 
 
 class IndexedCorpus:
-    """A read-only, memory-mapped corpus. Opening it checks everything but the token values."""
+    """A read-only corpus. Opening it checks everything but the token values."""
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
         self.prefix = os.fspath(prefix)
-        index, self._name = self._map(".idx"), f"{self.prefix}.idx"
-        header = read_header(index[:HEADER.size].tobytes(), len(index), self._name)
+        self._index, self._name = self._open(".idx"), f"{self.prefix}.idx"
+        first = self._index.read(0, min(HEADER.size, self._index.size), "u1").tobytes()
+        header = read_header(first, self._index.size, self._name)
         self.dtype = header.dtype
-        tokens = self._map(".bin")
-        self._check_bin_size(header, index, len(tokens))
-        self._tokens: NDArray[Any] = tokens.view(header.dtype)
-        self.num_tokens = len(self._tokens)
+        self._bin = self._open(".bin")
+        starts = self._starts_of_sequences(header)
+        self.num_tokens = int(starts[-1])
         self.num_documents = header.boundaries - 1
-        self._starts = self._check_index(header, index)
-        self._index = index
+        self._starts = self._check_index(header, starts)
         self.facts = read_facts(f"{self.prefix}.json")
         if self.facts and (self.facts.documents, self.facts.tokens) != (self.num_documents, self.num_tokens):
             raise DataError(f"{self.prefix}.json: expected {self.num_documents} documents and {self.num_tokens} tokens "
                             f"(the index), found {self.facts.documents} and {self.facts.tokens}")
+        self._check_identity()
 
     def __reduce__(self) -> tuple[type[IndexedCorpus], tuple[str]]:
-        return IndexedCorpus, (self.prefix,)  # a worker process maps the files again instead of receiving them
+        return IndexedCorpus, (self.prefix,)  # a worker process opens the files again instead of receiving them
 
-    def _map(self, suffix: str) -> NDArray[np.uint8]:
+    def _open(self, suffix: str) -> HeldFile:
         path = self.prefix + suffix
         try:
-            size = os.path.getsize(path)
-            if size == 0:
-                raise DataError(f"{path}: size: the file is empty")
-            return np.memmap(path, dtype=np.uint8, mode="r")
+            file = HeldFile(path)
         except OSError as error:
             raise DataError(f"{path}: cannot read: {error.strerror or error}; a corpus is {self.prefix}.bin and "
                             f"{self.prefix}.idx (python -m data.preprocess builds one)") from error
+        if file.size == 0:
+            raise DataError(f"{path}: size: the file is empty")
+        return file
 
-    def _check_bin_size(self, header: Header, index: NDArray[np.uint8], found: int) -> None:
-        lengths = np.frombuffer(index, "<i4", header.sequences, header.lengths_at)
-        if (lengths < 0).any():
-            where = int((lengths < 0).argmax())
-            raise DataError(f"{self._name}: lengths[{where}]: expected 0 or more, found {lengths[where]}")
-        expected = int(lengths.sum(dtype=np.int64)) * header.dtype.itemsize
-        if found != expected:
-            raise DataError(f"{self.prefix}.bin: size: the index says {expected} bytes, found {found}")
-
-    def _check_index(self, header: Header, index: NDArray[np.uint8]) -> NDArray[np.int64]:
-        """Compare pointers and boundaries with the lengths; return the first token of each document, then the end."""
-        lengths = np.frombuffer(index, "<i4", header.sequences, header.lengths_at)
-        pointers = np.frombuffer(index, "<i8", header.sequences, header.pointers_at)
-        documents = np.frombuffer(index, "<i8", header.boundaries, header.documents_at)
+    def _starts_of_sequences(self, header: Header) -> NDArray[np.int64]:
+        """The first token of each, then the end, which has to be that of the tokens."""
         starts = np.zeros(header.sequences + 1, np.int64)
-        np.cumsum(lengths, dtype=np.int64, out=starts[1:])
-        wrong = pointers != starts[:-1] * self.dtype.itemsize
-        if wrong.any():
-            where = int(wrong.argmax())
-            raise DataError(f"{self._name}: pointers[{where}]: expected {starts[where] * self.dtype.itemsize} "
-                            f"(the lengths before it), found {pointers[where]}")
+        for at, lengths in self._numbers(header.lengths_at, header.sequences, "<i4"):
+            if (lengths < 0).any():
+                where = int((lengths < 0).argmax())
+                raise DataError(f"{self._name}: lengths[{at + where}]: expected 0 or more, found {lengths[where]}")
+            np.cumsum(lengths, dtype=np.int64, out=starts[at + 1:at + 1 + len(lengths)])
+            starts[at + 1:at + 1 + len(lengths)] += starts[at]
+        expected = int(starts[-1]) * header.dtype.itemsize
+        if self._bin.size != expected:
+            raise DataError(f"{self.prefix}.bin: size: the index says {expected} bytes, found {self._bin.size}")
+        return starts
+
+    def _check_index(self, header: Header, starts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Compare pointers and boundaries with the lengths; return the first token of each document, then the end."""
+        for at, pointers in self._numbers(header.pointers_at, header.sequences, "<i8"):
+            expected = starts[at:at + len(pointers)] * self.dtype.itemsize
+            if (pointers != expected).any():
+                where = int((pointers != expected).argmax())
+                raise DataError(f"{self._name}: pointers[{at + where}]: expected {expected[where]} "
+                                f"(the lengths before it), found {pointers[where]}")
+        documents = np.empty(header.boundaries, np.int64)
+        for at, some in self._numbers(header.documents_at, header.boundaries, "<i8"):
+            documents[at:at + len(some)] = some
         if documents[0] != 0 or documents[-1] != header.sequences:
             raise DataError(f"{self._name}: documents: expected 0 to {header.sequences}, "
                             f"found {documents[0]} to {documents[-1]}")
@@ -99,6 +99,22 @@ class IndexedCorpus:
                             f"found {documents[where + 1]}")
         return starts if header.boundaries == header.sequences + 1 and _is_range(documents) else starts[documents]
 
+    def _check_identity(self) -> None:
+        """The three files are of one corpus, and were while they were opened."""
+        if not self._index.is_in_place():  # a writer takes the old index away before it touches the tokens
+            raise DataError(f"{self._name}: was replaced while the corpus was opened; start again")
+        expected = self.facts and self.facts.identity
+        if expected and (found := identity(self._index, self._bin)) != expected:
+            suffix = ".idx" if found[:8] != expected[:8] else ".bin"
+            raise DataError(f"{self.prefix}{suffix}: not the one that {self.prefix}.json was written with (identity: "
+                            f"expected {expected}, found {found}): damaged, or of another corpus; copy all three files "
+                            "again, or make the corpus again")
+
+    def _numbers(self, offset: int, count: int, dtype: str) -> Iterator[tuple[int, NDArray[Any]]]:
+        """Of the index, a block at a time, each with its place."""
+        for at in range(0, count, BLOCK):
+            yield at, self._index.read(offset + at * np.dtype(dtype).itemsize, min(BLOCK, count - at), dtype)
+
     @cached_property
     def sizes(self) -> NDArray[np.integer]:
         """Tokens of each document."""
@@ -106,7 +122,7 @@ class IndexedCorpus:
         return sizes.astype(index_dtype(int(sizes.max())))
 
     def document(self, number: int) -> NDArray[Any]:
-        """The ids of one document, a view of the file."""
+        """The ids of one document."""
         return self.read(number)
 
     def read(self, number: int, start: int = 0, stop: int | None = None) -> NDArray[Any]:
@@ -114,25 +130,38 @@ class IndexedCorpus:
         if not 0 <= number < self.num_documents:
             raise IndexError(f"document {number} of {self.num_documents}")
         first, end = int(self._starts[number]), int(self._starts[number + 1])
-        return self._tokens[first:end][start:stop]
+        chosen = range(first, end)[start:stop]
+        return self._tokens(chosen.start, chosen.stop)
 
     def tokens_of(self, first: int, stop: int) -> NDArray[Any]:
-        """The ids of the neighbouring documents `first` to `stop`, a view of the file."""
-        return self._tokens[int(self._starts[first]):int(self._starts[stop])]
+        """The ids of the neighbouring documents `first` to `stop`."""
+        return self._tokens(int(self._starts[first]), int(self._starts[stop]))
+
+    def _tokens(self, first: int, stop: int) -> NDArray[Any]:
+        """Of the whole corpus, as a slice would."""
+        first, stop, _ = slice(first, stop).indices(self.num_tokens)
+        return self._bin.read(first * self.dtype.itemsize, max(0, stop - first), self.dtype)
 
     @cached_property
     def fingerprint(self) -> str:
         """The same on every rank that opened the same corpus: the index and both ends of the tokens."""
-        digest = hashlib.sha256(crc32(self._index.data).to_bytes(4, "little"))
-        digest.update(self._tokens[:BLOCK].tobytes())
-        digest.update(self._tokens[-BLOCK:].tobytes())
+        crc = 0
+        for _, block in self._numbers(0, self._index.size, "u1"):
+            crc = crc32(block.data, crc)
+        digest = hashlib.sha256(crc.to_bytes(4, "little"))
+        digest.update(self._tokens(0, BLOCK).data)
+        digest.update(self._tokens(-min(BLOCK, self.num_tokens), self.num_tokens).data)
         return digest.hexdigest()[:16]
+
+    def blocks(self) -> Iterator[tuple[int, NDArray[Any]]]:
+        """The whole corpus, BLOCK tokens at a time, each with the number of its first."""
+        for at in range(0, self.num_tokens, BLOCK):
+            yield at, self._tokens(at, at + BLOCK)
 
     def scan_range(self) -> tuple[int, int]:
         """The smallest and the largest id, read from the whole file."""
         lowest, highest = 0, -1
-        for at in range(0, self.num_tokens, BLOCK):
-            block = self._tokens[at:at + BLOCK]
+        for _, block in self.blocks():
             lowest, highest = min(lowest, int(block.min())), max(highest, int(block.max()))
         return lowest, highest
 
@@ -153,121 +182,16 @@ class IndexedCorpus:
 
     def refuse_token(self, vocab_size: int) -> None:
         """Raise for the first id outside the vocabulary, if there is one."""
-        for at in range(0, self.num_tokens, BLOCK):
-            block = self._tokens[at:at + BLOCK]
+        for at, block in self.blocks():
             bad = (block >= vocab_size) | (block < 0)
             if bad.any():
                 where = at + int(bad.argmax())
                 number = int(np.searchsorted(self._starts, where, side="right")) - 1
                 raise DataError(f"{self.prefix}.bin: document {number}, offset {where - self._starts[number]}: "
-                                f"token id {self._tokens[where]} is outside the vocabulary of {vocab_size}; "
+                                f"token id {block[bad.argmax()]} is outside the vocabulary of {vocab_size}; "
                                 "was the corpus made with another tokenizer?")
 
 
 def _is_range(values: NDArray[np.int64]) -> bool:
     return all(np.array_equal(values[at:at + BLOCK], np.arange(at, min(at + BLOCK, len(values))))
                for at in range(0, len(values), BLOCK))
-
-
-class CorpusWriter:
-    """Writes a corpus in one pass and bounded memory; nothing appears under its names unless the block ends well.
-
-    The index is renamed last: it is what makes a corpus exist.
-    """
-
-    def __init__(self, prefix: str | os.PathLike[str], *, tokenizer: TokenizerFacts | None = None,
-                 vocab_size: int | None = None, dtype: np.dtype[Any] | None = None) -> None:
-        if tokenizer is not None:
-            vocab_size = tokenizer.vocab_size
-        if dtype is None and vocab_size is None:
-            raise TypeError("a tokenizer, a vocabulary size or a dtype is needed")
-        self.prefix = os.fspath(prefix)
-        self.dtype = token_dtype(vocab_size or 0) if dtype is None else np.dtype(dtype)
-        self._tokenizer = tokenizer
-        self._limit = int(np.iinfo(self.dtype).max) + 1 if vocab_size is None else vocab_size
-        self.documents = self.tokens = 0
-        self._max_token, self._crc, self._tokens_of_documents = -1, 0, 0
-
-    def __enter__(self) -> CorpusWriter:
-        with ExitStack() as stack:  # left in reverse order: .bin is renamed first, .idx last
-            self._idx = stack.enter_context(staged_file(self.prefix + ".idx"))
-            self._json = stack.enter_context(staged_file(self.prefix + ".json", "w"))
-            self._bin = stack.enter_context(staged_file(self.prefix + ".bin"))
-            self._stack = stack.pop_all()
-        self._idx.seek(HEADER.size)  # lengths go there as they come; the header needs their number
-        return self
-
-    def add_document(self, tokens: ArrayLike) -> None:
-        ids = np.asarray(tokens)
-        self.add_documents(ids, [len(ids)])
-
-    def add_documents(self, tokens: ArrayLike, sizes: ArrayLike) -> None:
-        """Several documents, joined, and how many tokens each has."""
-        self.add_tokens(tokens)
-        self.add_sizes(sizes)
-
-    def add_tokens(self, tokens: ArrayLike) -> None:
-        """The next tokens of the corpus; `add_sizes` says, before or after, to which documents they belong."""
-        ids = np.asarray(tokens)
-        if len(ids):
-            lowest, highest = int(ids.min()), int(ids.max())
-            if lowest < 0 or highest >= self._limit:
-                raise DataError(f"{self.prefix}: token id {lowest if lowest < 0 else highest} at document "
-                                f"{self.documents} or after: expected 0 to {self._limit - 1}")
-            self._max_token = max(self._max_token, highest)
-            raw = np.ascontiguousarray(ids, self.dtype).data
-            self._crc = crc32(raw, self._crc)
-            self._bin.write(raw)
-            self.tokens += len(ids)
-
-    def add_sizes(self, sizes: ArrayLike) -> None:
-        """The tokens of each of the next documents."""
-        lengths = np.asarray(sizes, np.int64)
-        if len(lengths) and int(lengths.max()) > MAX_LENGTH:
-            raise DataError(f"{self.prefix}: a document has {lengths.max()} tokens; an index counts "
-                            f"to {MAX_LENGTH}: cut it (a .txt file: --document-separator)")
-        self._idx.write(lengths.astype("<i4").data)
-        self.documents += len(lengths)
-        self._tokens_of_documents += int(lengths.sum())
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 traceback: TracebackType | None) -> None:
-        if error is not None:
-            self._stack.__exit__(kind, error, traceback)
-        else:
-            with self._stack:
-                self._finish()
-
-    def _finish(self) -> None:
-        if not self.tokens:
-            raise DataError(f"{self.prefix}: no tokens: the input holds {self.documents} documents and no text")
-        assert self.tokens == self._tokens_of_documents
-        json.dump(asdict(self._facts()), self._json, indent=1)
-        self._json.write("\n")
-        with writing(self.prefix):
-            self._finish_index(Header(self.dtype, self.documents, self.documents + 1))
-            for file in (self._bin, self._json, self._idx):  # a full disk shows here, while the old corpus is whole
-                file.flush()
-                os.fsync(file.fileno())
-            # The old index beside the new tokens would be a corpus, and a wrong one, if we died between two renames.
-            for suffix in (".idx", ".json"):
-                Path(self.prefix + suffix).unlink(missing_ok=True)
-
-    def _finish_index(self, header: Header) -> None:
-        """What follows from the lengths, which are read back: pointers and boundaries; then the header."""
-        self._idx.flush()
-        first = 0
-        with open(self._idx.name, "rb") as written:
-            written.seek(header.lengths_at)
-            for at in range(0, header.sequences, BLOCK):
-                lengths = np.fromfile(written, "<i4", min(BLOCK, header.sequences - at))
-                ends = first + np.cumsum(lengths, dtype="<i8")
-                self._idx.write(((ends - lengths) * self.dtype.itemsize).data)
-                first = int(ends[-1])
-        for at in range(0, header.boundaries, BLOCK):
-            self._idx.write(np.arange(at, min(at + BLOCK, header.boundaries), dtype="<i8").data)
-        self._idx.seek(0)
-        self._idx.write(header.pack())
-
-    def _facts(self) -> Facts:
-        return Facts(self.documents, self.tokens, f"{self._crc:08x}", self._max_token, self._tokenizer)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +27,8 @@ CACHE_SUFFIX = ".cache"
 
 NAMES_SHOWN = 3
 
-OF_OURS = re.compile(r"\.?(?:.*-)?[0-9a-f]{16}(?:\.(?:bin|idx|json|lock)|-(?:documents|starts)\.npy)|\..*\.tmp|\.lock")
+OF_OURS = re.compile(r"\.?(?:.*-)?[0-9a-f]{16}(?:\.(?:bin|idx|json|lock)|-(?:documents|starts)\.npy)|"
+                     r"\..*\.(?:tmp|writing)|\.lock")
 """Files that this program keeps in a cache, which may be a folder of text (--data-cache-path), and their locks."""
 
 
@@ -67,7 +68,7 @@ def find(inputs: Iterable[str | os.PathLike[str]], suffixes: Sequence[str] = IN_
             found.files.append(name)
             continue
         before = len(found.files)
-        for path in sorted(_inside(Path(name), found, ())):
+        for path in sorted(files_in(Path(name), found, _is_ours)):
             wanted = Path(without_compression(path.name)).suffix in suffixes
             (found.files if wanted else found.unknown).append(str(path))
         if len(found.files) == before:
@@ -76,7 +77,8 @@ def find(inputs: Iterable[str | os.PathLike[str]], suffixes: Sequence[str] = IN_
     return found
 
 
-def _inside(folder: Path, found: Found, around: tuple[tuple[int, int], ...]) -> Iterator[Path]:
+def files_in(folder: Path, found: Found, passed_over: Callable[[os.DirEntry[str]], bool] = lambda _: False,
+             around: tuple[tuple[int, int], ...] = ()) -> Iterator[Path]:
     """Every file in a folder and in those inside it; symbolic links are followed, but not round and round."""
     try:
         status = folder.stat()
@@ -89,12 +91,12 @@ def _inside(folder: Path, found: Found, around: tuple[tuple[int, int], ...]) -> 
         return
     for entry in entries:
         path = Path(entry.path)
-        if _is_ours(entry):
+        if passed_over(entry):
             continue
         if entry.name.startswith("."):
             found.hidden += 1
         elif entry.is_dir():
-            yield from _inside(path, found, (*around, here))
+            yield from files_in(path, found, passed_over, (*around, here))
         elif entry.is_file() or not path.exists():  # a dangling link is an error where it is opened
             yield path
         else:  # a pipe or a socket

@@ -1,7 +1,7 @@
 """Loose JSON: one object per line, one text per object. Strict reading, with the place of every fault.
 
 Chunks are runs of whole lines. Blank lines are not documents, and a byte order mark at the start of a file is no part
-of the first. What counts as malformed is listed in `parse_text`.
+of the first. What counts as malformed is listed in `parse_text`; and a line that is too long to be held is.
 """
 
 from __future__ import annotations
@@ -9,45 +9,98 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from io import BytesIO
+from io import BufferedReader, BytesIO
 from stat import S_ISREG
-from typing import NoReturn
+from typing import BinaryIO, NoReturn
 
-from data.chunks import BOM, CHUNK_BYTES, Chunk, Malformed
-from data.compressed import is_compressed, opened, reading
+from data.chunks import BOM, CHUNK_BYTES, FROM_UTF16, LONGEST, UTF16, Chunk, Damage, Malformed, count_lines, too_long
+from data.compressed import before_damage, is_compressed, line_before_damage, opened, reading
 
 
-def read_chunks(path: str | os.PathLike[str], size: int = CHUNK_BYTES) -> Iterator[Chunk]:
-    """The lines of a file in order, about `size` bytes (and at least one line) at a time."""
+AT_A_TIME = 1 << 20
+
+
+def read_chunks(path: str | os.PathLike[str], size: int = CHUNK_BYTES, *, limit: int = LONGEST) -> Iterator[Chunk]:
+    """The lines of a file in order, about `size` bytes (and at least one line) at a time. What is left of a line after
+    that, if it is more than `limit`, is passed over."""
     name, offset = os.fspath(path), 0
     with reading(name), opened(name) as file:
         status = os.stat(name)
         if is_compressed(name) or not S_ISREG(status.st_mode):
-            while data := file.read(size):
-                data += file.readline()
-                yield Chunk(name, offset, len(data), data)
-                offset += len(data)
+            yield from _streamed(name, file, size, limit)
         else:
             while offset < status.st_size:
-                file.seek(min(offset + size, status.st_size))
-                file.readline()
-                yield Chunk(name, offset, file.tell() - offset)
-                offset = file.tell()
+                end = file.seek(min(offset + size, status.st_size))
+                rest_size = _skip_line(file)
+                chunk = Chunk(name, offset, end - offset, passed_over=rest_size) if rest_size > limit \
+                    else Chunk(name, offset, end - offset + rest_size)
+                yield chunk
+                offset = chunk.end
 
 
-def lines_of(chunk: Chunk, data: bytes, key: str) -> Iterator[tuple[bytes, str | Malformed]]:
+def _streamed(name: str, file: BufferedReader, size: int, limit: int) -> Iterator[Chunk]:
+    """Of what can only be read from its start."""
+    offset, damage = 0, None
+    while damage is None:
+        data, damage = before_damage(file, size)
+        passed_over = 0
+        if data and damage is None:
+            rest, damage = line_before_damage(file, limit + 1)
+            if len(rest) <= limit:
+                data += rest
+            else:
+                passed_over = len(rest)
+                while rest and not rest.endswith(b"\n"):
+                    rest, damage = line_before_damage(file, AT_A_TIME)
+                    passed_over += len(rest)
+        if not data and damage is None:
+            break
+        at = offset + len(data) + passed_over
+        fault = Damage(name, count_lines(data), at, str(damage)) if damage else None
+        chunk = Chunk(name, offset, len(data), data, passed_over=passed_over, damage=fault)
+        yield chunk
+        offset = chunk.end
+
+
+def _skip_line(file: BinaryIO) -> int:
+    """Read to the end of the line; how many bytes that was."""
+    skipped = 0
+    while part := file.readline(AT_A_TIME):
+        skipped += len(part)
+        if part.endswith(b"\n"):
+            break
+    return skipped
+
+
+def lines_of(chunk: Chunk, data: bytes, key: str, limit: int = LONGEST) -> Iterator[tuple[bytes, str | Malformed]]:
     """Each line of a chunk that was read which is not blank, without its end, and its text or why it has none."""
-    offset = chunk.offset
+    offset, number = chunk.offset, -1
+    held = data.rfind(b"\n") + 1 if chunk.passed_over else len(data)
+    beginning = data[held:]
+    data = data[:held]
     if offset == 0 and data.startswith(BOM):
         data, offset = data.removeprefix(BOM), len(BOM)
     for number, whole in enumerate(BytesIO(data)):
-        if not whole.isspace():
+        if len(whole) > limit:
+            yield whole, too_long(chunk.path, number, offset, limit)
+        elif not whole.isspace():
             line = whole.removesuffix(b"\n")
             try:
                 yield line, parse_text(line, key)
             except (ValueError, RecursionError) as error:
-                yield line, Malformed(chunk.path, number, offset, str(error))
+                reason = str(error)
+                if offset == 0 and whole.startswith(UTF16):
+                    reason = f"not UTF-8 but UTF-16, by its first bytes; {FROM_UTF16}"
+                if whole.endswith(b"\n") or not chunk.damage:  # else cut short: a part of the damage
+                    yield line, Malformed(chunk.path, number, offset, reason)
         offset += len(whole)
+    if chunk.passed_over:
+        yield beginning, too_long(chunk.path, number + 1, offset, limit)
+    if chunk.damage:
+        yield b"", chunk.damage
+
+
+SEVERAL_LINES = "python -m data.webtext read --format json FILE --output DIR makes lines of an object or an array"
 
 
 def parse_text(line: bytes, key: str) -> str:
@@ -63,9 +116,13 @@ def parse_text(line: bytes, key: str) -> str:
     try:
         value = _json(decoded)
     except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from error
+        hint = ""
+        if error.pos >= len(decoded.rstrip()) and decoded.lstrip()[:1] in ("{", "["):
+            hint = f" (is it JSON over several lines? {SEVERAL_LINES})"
+        raise ValueError(f"not JSON: {error.msg} at column {error.colno}{hint}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"expected a JSON object, found {_kind(value)}")
+        hint = f" ({SEVERAL_LINES})" if isinstance(value, list) else ""
+        raise ValueError(f"expected a JSON object, found {_kind(value)}{hint}")
     if key not in value:
         raise ValueError(f"no key {key!r}; found {', '.join(map(repr, value)) or 'no keys'} (see --json-key)")
     text = value[key]

@@ -14,8 +14,9 @@ import numpy as np
 
 from data.cli import Parser, run
 from data.facts import TokenizerFacts
-from data.indexed import BLOCK, CorpusWriter, IndexedCorpus
+from data.indexed import IndexedCorpus
 from data.storage import DataError, crc32, make_folder
+from data.writer import CorpusWriter
 
 
 def merge(prefixes: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> str:
@@ -48,12 +49,11 @@ def _tokenizer(corpus: IndexedCorpus) -> TokenizerFacts | None:
 
 
 def _copy(corpus: IndexedCorpus, writer: CorpusWriter) -> None:
-    """All documents, by plain reads: pages of a memory map would count as ours until someone wants them back."""
+    """All documents."""
     crc = 0
-    with open(f"{corpus.prefix}.bin", "rb") as file:
-        while len(tokens := np.fromfile(file, corpus.dtype, BLOCK)):
-            crc = crc32(tokens.data, crc)
-            writer.add_tokens(tokens)
+    for _, tokens in corpus.blocks():
+        crc = crc32(tokens.data, crc)
+        writer.add_tokens(tokens)
     if corpus.facts and f"{crc:08x}" != corpus.facts.crc32:
         raise DataError(f"{corpus.prefix}.bin: crc32: expected {corpus.facts.crc32} ({corpus.prefix}.json), "
                         f"found {crc:08x}; make this corpus again")

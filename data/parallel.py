@@ -14,7 +14,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
-from data.storage import DataError
+from data.storage import Unfinished
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -101,8 +101,8 @@ def _receive(pipe: Connection) -> Answer:
     return answer
 
 
-def _died() -> DataError:
-    return DataError("a worker process died; out of memory, perhaps: fewer --workers need less")
+def _died() -> Unfinished:
+    return Unfinished("a worker process died; out of memory, perhaps: fewer --workers need less")
 
 
 def _work(pipe: Connection) -> None:

@@ -6,7 +6,7 @@ dropped, and `\r\n` becomes `\n`. Anything else is kept as it is.
 
 A long document is cut into parts that are tokenized one by one, at places where that does not change the tokens: a
 tokenizer names the white space before which it always begins a token anew (`Tokenizer.cuts_before`). Where it names
-none, or where a document has no such place, the document is held in memory as a whole.
+none, the document is held in memory as a whole; where it does, a document without such a place is soon malformed.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from stat import S_ISREG
 
-from data.chunks import BOM, CHUNK_BYTES, Chunk, Malformed
-from data.compressed import is_compressed, opened, reading
+from data.chunks import BOM, CHUNK_BYTES, FROM_UTF16, LONGEST, UTF16, Chunk, Damage, Malformed, too_long
+from data.compressed import before_damage, is_compressed, opened, reading
 
-UTF16 = (b"\xff\xfe", b"\xfe\xff")
 BLANK_LINE = "blank-line"
 NOT_UNICODE_SPACE = (rb"(?<!\xc2[\x85\xa0])(?<!\xe1\x9a\x80)(?<!\xe2\x80[\x80-\x8f\xa8-\xaf])"
                      rb"(?<!\xe2\x81[\x9f-\xa0])(?<!\xe3\x80\x80)(?<!\xef\xbb\xbf)")
@@ -55,8 +54,9 @@ class Separator:
 
 
 def read_parts(path: str | os.PathLike[str], separator: Separator | None = None, cuts_before: str = "",
-               size: int = CHUNK_BYTES) -> Iterator[Chunk]:
-    """The documents of a file in order, about `size` bytes at a time: whole ones, or parts of one that is longer."""
+               size: int = CHUNK_BYTES, *, limit: int = LONGEST) -> Iterator[Chunk]:
+    """The documents of a file in order, about `size` bytes at a time: whole ones, or parts of one that is longer. A
+    file ends, for us, where a part of more than `limit` bytes cannot be cut though the tokenizer could."""
     name = os.fspath(path)
     offset, held, continues = 0, bytearray(), False
     with reading(name), opened(name) as file:
@@ -66,14 +66,24 @@ def read_parts(path: str | os.PathLike[str], separator: Separator | None = None,
             data = None if seekable else bytes(held[:length])
             return Chunk(name, offset, length, data, continues, unfinished)
 
-        while more := file.read(max(size, len(held))):  # what could not be cut is looked at again half as often
+        while True:
+            more, damage = before_damage(file, max(size, len(held)))  # what was not cut is looked at half as often
             held += more
+            if damage or not more:
+                break
             end, unfinished = _last_cut(held, separator, cuts_before)
             if end:
                 yield chunk(end, unfinished)
                 offset, continues = offset + end, unfinished
                 del held[:end]
-        if held or continues:
+            elif cuts_before and len(held) > limit:
+                yield Chunk(name, offset, 0, b"", continues, passed_over=len(held))
+                return
+        if damage:  # the document in which it is goes with it
+            found = _last(separator.pattern, held, len(held)) if separator else None
+            at_fault = Damage(name, held.count(b"\n"), offset + len(held), str(damage))
+            yield replace(chunk(found.end() if found else 0, False), damage=at_fault)
+        elif held or continues:
             yield chunk(len(held), False)
 
 
@@ -107,9 +117,15 @@ def _last(pattern: re.Pattern[bytes], data: bytearray, stop: int) -> re.Match[by
         near *= 8
 
 
-def texts_of(chunk: Chunk, data: bytes, separator: Separator | None = None) -> Iterator[str | Malformed]:
+def texts_of(chunk: Chunk, data: bytes, separator: Separator | None = None,
+             limit: int = LONGEST) -> Iterator[str | Malformed]:
     """The documents of a chunk that was read, or its parts of one; what is not UTF-8 is refused."""
+    if chunk.passed_over:
+        yield too_long(chunk.path, 0, chunk.offset, limit, "without white space to cut at")
+        return
     pieces = list(_pieces(data, separator))
+    if chunk.damage and not chunk.size:  # a document that began before is not whole
+        pieces = []
     for number, (start, stop) in enumerate(pieces):
         first = number == 0
         begins = not (first and chunk.continues)
@@ -127,6 +143,8 @@ def texts_of(chunk: Chunk, data: bytes, separator: Separator | None = None) -> I
             text = text.rstrip("\n") if ends else text
         if not begins or (text and not text.isspace()):
             yield text
+    if chunk.damage:
+        yield chunk.damage
 
 
 def _pieces(data: bytes, separator: Separator | None) -> Iterator[tuple[int, int]]:
@@ -143,5 +161,5 @@ def _malformed(chunk: Chunk, data: bytes, at: int) -> Malformed:
     begin = data.rfind(b"\n", 0, at) + 1
     reason = f"not UTF-8: byte 0x{data[at]:02x} at column {at - begin + 1}; convert the file (iconv -t UTF-8)"
     if chunk.offset == 0 and data.startswith(UTF16):
-        reason = "not UTF-8 but UTF-16, by its first bytes; convert it (iconv -f UTF-16 -t UTF-8)"
+        reason = f"not UTF-8 but UTF-16, by its first bytes; {FROM_UTF16}"
     return Malformed(chunk.path, data.count(b"\n", 0, at), chunk.offset + begin, reason)

@@ -10,24 +10,33 @@ import os
 import sys
 from argparse import ArgumentTypeError
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data import tokenizer as tokenizers
-from data.chunks import Chunk, Malformed, count_lines
-from data.cli import Parser, Progress, counted, positive, run
+from data.chunks import CHUNK_BYTES, LONGEST, Chunk, Damage, Malformed, count_lines
+from data.cli import Parser, Progress, counted, positive, run, size
 from data.format import token_dtype
-from data.indexed import CorpusWriter
 from data.inputs import PLAIN_TEXT, find, kind_of
 from data.jsonl import lines_of, read_chunks
 from data.parallel import ordered_map
 from data.plain_text import Separator, read_parts, texts_of
-from data.storage import DataError, make_folder
+from data.sample_index import digest
+from data.storage import DataError, make_folder, state_of, watched
 from data.tokenizer import Tokenizer
+from data.writer import CorpusWriter
+
+
+MARK_BYTES = 1 << 28
+"""Of text, between the places from which an interrupted run can go on: half a minute of work, perhaps."""
+
+REVISION = 2
+"""Raised whenever the same text would be cut into other chunks, or give other tokens."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,8 @@ class Reading:
     separator: Separator | None = None
     """Between the documents of a plain text file."""
     append_eod: bool = True
+    max_bytes: int = LONGEST
+    """Of a line, and of text in which no place to cut it is found."""
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -57,6 +68,10 @@ class Encoded:
     chunk: Chunk
     lines: int
     refused: list[Malformed]
+    refuses_first: bool
+    """What goes on from the chunk before, and the document with it."""
+    refuses_last: bool
+    """What goes on in the next chunk."""
 
 
 def encode_chunk(chunk: Chunk, tokenizer: Tokenizer, reading: Reading) -> Encoded:
@@ -65,7 +80,9 @@ def encode_chunk(chunk: Chunk, tokenizer: Tokenizer, reading: Reading) -> Encode
     pieces: list[NDArray[np.uint32]] = [end[:0]]  # so that there is one
     sizes, refused = [], []
     data = chunk.read()
+    are_good = []
     for text in _texts(chunk, data, reading):
+        are_good.append(not isinstance(text, Malformed))
         if isinstance(text, Malformed):
             refused.append(text)
         else:
@@ -76,46 +93,106 @@ def encode_chunk(chunk: Chunk, tokenizer: Tokenizer, reading: Reading) -> Encode
         pieces.pop()
         sizes.pop()
     tokens: NDArray[np.integer] = np.concatenate(pieces, dtype=token_dtype(tokenizer.vocab_size))
-    return Encoded(tokens, np.array(sizes, np.int64), replace(chunk, data=None), count_lines(data), refused)
+    return Encoded(tokens, np.array(sizes, np.int64), replace(chunk, data=None), count_lines(data), refused,
+                   chunk.continues and not are_good[0], chunk.unfinished and are_good[-1:] == [False])
 
 
 def _texts(chunk: Chunk, data: bytes, reading: Reading) -> Iterator[str | Malformed]:
     if kind_of(chunk.path) == PLAIN_TEXT:
-        return texts_of(chunk, data, reading.separator)
-    return (text for _, text in lines_of(chunk, data, reading.key))
+        return texts_of(chunk, data, reading.separator, reading.max_bytes)
+    return (text for _, text in lines_of(chunk, data, reading.key, reading.max_bytes))
 
 
 def build_corpus(inputs: Iterable[str | Path], prefix: str | Path, tokenizer: Tokenizer, reading: Reading = Reading(),
                  *, workers: int = 1, skip_malformed: bool = False, log_interval: int = 0) -> tuple[Progress, int]:
     """Write the corpus of some files. Returns the progress made and how many documents were skipped.
 
-    A malformed document is an error that names its line, unless `skip_malformed`.
+    A malformed document is an error that names its line, unless `skip_malformed`; so is the rest of a damaged file.
     """
     make_folder(Path(prefix).parent)
+    inputs = list(inputs)
+    key = _key(inputs, tokenizer, reading, skip_malformed)
+    check_unchanged = watched(inputs)
     encode = partial(encode_chunk, tokenizer=tokenizer, reading=reading)
-    # What may be skipped is read whole: tokens that were written cannot be taken back.
-    cuts_before = "" if skip_malformed else tokenizer.cuts_before
-    chunks = (chunk for path in inputs for chunk in _chunks(path, reading.separator, cuts_before))
-    progress, skipped, lines, begun = Progress(log_interval), 0, 0, 0
-    with CorpusWriter(prefix, tokenizer=tokenizer.facts) as writer:
-        for encoded in ordered_map(encode, chunks, workers):
-            lines *= encoded.chunk.offset > 0  # lines of its file before this chunk
+    chunks = (chunk for path in inputs for chunk in _chunks(path, reading, tokenizer.cuts_before))
+    with CorpusWriter(prefix, tokenizer=tokenizer.facts, key=key) as writer:
+        at = Position(**writer.taken_up) if writer.taken_up else Position()
+        if at.chunks:
+            print(f"{os.fspath(prefix)}: going on after {counted(at.documents, 'document')} of an interrupted run",
+                  file=sys.stderr, flush=True)
+        progress, marked = Progress(log_interval, at.documents, at.bytes), at.bytes
+        for encoded in ordered_map(encode, islice(chunks, at.chunks, None), workers):
+            at.lines *= encoded.chunk.offset > 0
             if encoded.refused and not skip_malformed:
-                raise encoded.refused[0].error(lines)
-            lines += encoded.lines
-            skipped += len(encoded.refused)
-            rest = len(encoded.tokens) - int(encoded.sizes.sum())
-            encoded.sizes[:1] += begun  # tokens of the first document before this chunk
-            begun = rest + begun * (len(encoded.sizes) == 0)
-            writer.add_documents(encoded.tokens, encoded.sizes)
-            progress.add(len(encoded.sizes), encoded.chunk.size)
-    return progress, skipped
+                raise encoded.refused[0].error(at.lines)
+            at.damaged += [str(fault.error(at.lines)) for fault in encoded.refused if isinstance(fault, Damage)]
+            at.lines += encoded.lines
+            progress.add(at.write(encoded, writer), encoded.chunk.end - encoded.chunk.offset)
+            at.chunks, at.documents, at.bytes = at.chunks + 1, progress.documents, progress.bytes
+            if at.bytes - marked >= MARK_BYTES:
+                writer.mark(asdict(at))
+                marked = at.bytes
+        check_unchanged()
+    for damage in at.damaged:
+        print(f"skipped the rest of a file: {damage}", file=sys.stderr)
+    return progress, at.skipped
 
 
-def _chunks(path: str | os.PathLike[str], separator: Separator | None, cuts_before: str) -> Iterator[Chunk]:
+@dataclass
+class Position:
+    """How far a corpus has come: what a process needs to know that goes on with it."""
+
+    chunks: int = 0
+    """Of all files, which are always cut alike."""
+    documents: int = 0
+    bytes: int = 0
+    skipped: int = 0
+    lines: int = 0
+    """Of the present file, before the next chunk."""
+    begun: int = 0
+    """Tokens of a document that goes on in the next chunk."""
+    before: tuple[int, ...] = ()
+    """Where the corpus was when that document began."""
+    is_refused: bool = False
+    """Something in that document is malformed: its other parts are left out as well, and it counted already."""
+    damaged: list[str] = field(default_factory=list)
+    """What to say at the end: each file of which the rest was skipped."""
+
+    def write(self, encoded: Encoded, writer: CorpusWriter) -> int:
+        """The documents of a chunk, or its part of one, but for what is refused. Returns how many end in it."""
+        tokens, sizes = encoded.tokens, encoded.sizes
+        self.skipped += len(encoded.refused) - (encoded.refuses_first and self.is_refused)
+        if encoded.refuses_first and self.begun:
+            writer.back_to(self.before)
+            self.begun = 0
+        elif self.is_refused and encoded.chunk.continues and not encoded.refuses_first:  # a good part of a bad document
+            first = int(sizes[0]) if len(sizes) else len(tokens)
+            tokens, sizes = tokens[first:], sizes[1:]
+        ended = int(sizes.sum())
+        sizes[:1] += self.begun
+        writer.add_documents(tokens[:ended], sizes)
+        if not (encoded.chunk.continues and encoded.chunk.unfinished):
+            self.begun, self.before, self.is_refused = 0, writer.place(), False
+        self.is_refused |= encoded.refuses_last
+        writer.add_tokens(tokens[ended:])
+        self.begun += len(tokens) - ended
+        return len(sizes)
+
+
+def _key(inputs: Sequence[str | Path], tokenizer: Tokenizer, reading: Reading, skip_malformed: bool) -> str | None:
+    """All that decides the tokens, files by their size and times; None: a pipe, which gives nothing twice."""
+    states = [state_of(path) for path in inputs]
+    if None in states:
+        return None
+    words = (str(REVISION), str(CHUNK_BYTES), repr(tokenizer.facts), *reading.words, str(reading.max_bytes),
+             str(skip_malformed), *(f"{os.path.abspath(path)} {state}" for path, state in zip(inputs, states)))
+    return digest(map(os.fsencode, words))
+
+
+def _chunks(path: str | os.PathLike[str], reading: Reading, cuts_before: str) -> Iterator[Chunk]:
     if kind_of(path) == PLAIN_TEXT:
-        return read_parts(path, separator, cuts_before)
-    return read_chunks(path)
+        return read_parts(path, reading.separator, cuts_before, limit=reading.max_bytes)
+    return read_chunks(path, limit=reading.max_bytes)
 
 
 @dataclass(frozen=True)
@@ -168,6 +245,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                         help="process the I-th of N parts of the files, from 0; join the corpora with data.merge")
     parser.add_argument("--on-error", choices=("strict", "skip"), default="strict",
                         help="a malformed document ends the run, or is left out and counted")
+    parser.add_argument("--max-document-bytes", type=size, default=LONGEST, metavar="SIZE",
+                        help="a longer line, or text without white space, is malformed (default: 64M)")
     parser.add_argument("--log-interval", type=int, default=10_000, metavar="N", help="documents per progress line")
     args = parser.parse_args(argv)
     tokenizer = tokenizers.build(args.tokenizer_type, args.vocab_file, args.merge_file, args.tokenizer_path)
@@ -177,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(found.left_out, file=sys.stderr)
     progress, skipped = build_corpus(
         files, args.output_prefix, tokenizer,
-        Reading(args.json_key, Separator.parse(args.document_separator), args.append_eod),
+        Reading(args.json_key, Separator.parse(args.document_separator), args.append_eod, args.max_document_bytes),
         workers=args.workers, skip_malformed=args.on_error == "skip", log_interval=args.log_interval)
     print(f"{args.output_prefix}: {counted(len(files), 'file')}, {progress}; {skipped} malformed documents skipped",
           file=sys.stderr)

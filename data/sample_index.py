@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data.sampling import epoch_permutation, index_dtype
-from data.storage import exclusive, make_folder, staged_file
+from data.storage import exclusive, make_folder, named_by, staged_file
 
 BLOCK = 1 << 20
 STORE_FROM = 1 << 16
@@ -117,7 +117,7 @@ class EpochStore:
     def _stored(self, epoch: int, folder: Path) -> EpochIndex:
         paths = [folder / f"{self._name}-{epoch}-{what}.npy" for what in ("documents", "starts")]
         if not all(path.exists() for path in paths):
-            with exclusive(folder / f".{self._name}.lock"):
+            with named_by("--data-cache-path"), exclusive(folder / f".{self._name}.lock"):
                 if not all(path.exists() for path in paths):
                     self._store(epoch, paths)
         return EpochIndex(*(np.load(path, mmap_mode="r", allow_pickle=False) for path in paths))

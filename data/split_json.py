@@ -8,6 +8,7 @@ assignment: 1 % of 10,000 documents is 100, give or take 20. Lines are kept to t
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -16,12 +17,13 @@ from fractions import Fraction
 from itertools import accumulate
 from pathlib import Path
 
-from data.chunks import Malformed, count_lines
-from data.cli import Parser, run
+from data.chunks import LONGEST, Damage, Malformed, count_lines
+from data.cli import Parser, run, size
 from data.inputs import find
 from data.jsonl import lines_of, read_chunks
+from data.lock import alone, remove_leftovers
 from data.sampling import parse_split
-from data.storage import make_folder, staged_file
+from data.storage import leftovers, make_folder, staged_file, watched, writing
 
 PARTS = ("train", "valid", "test")
 
@@ -33,27 +35,41 @@ def part_of(text: str, ends: Sequence[int], seed: int) -> int:
 
 
 def split_json(inputs: Iterable[str], prefix: str, shares: Sequence[Fraction], *, key: str = "text", seed: int = 0,
-               skip_malformed: bool = False) -> tuple[dict[str, int], int]:
+               skip_malformed: bool = False, max_bytes: int = LONGEST) -> tuple[dict[str, int], int]:
     """Write `PREFIX.train.jsonl` and its sisters; none for a share of 0. Documents of each, and lines skipped."""
     make_folder(Path(prefix).parent)
     ends = [int(end * 2**64) for end in accumulate(shares)]
+    inputs = list(inputs)
+    check_unchanged = watched(inputs)
     counts = {name: 0 for name, share in zip(PARTS, shares) if share}
     skipped = before = 0
+    paths = {name: f"{prefix}.{name}.jsonl" for name in counts}
     with ExitStack() as stack:  # a file appears when all are written
-        files = {name: stack.enter_context(staged_file(f"{prefix}.{name}.jsonl")) for name in counts}
-        for chunk in (chunk for path in inputs for chunk in read_chunks(path)):
+        if stack.enter_context(alone(f"{prefix}.jsonl")):
+            remove_leftovers(prefix, [left for path in paths.values() for left in leftovers(path)])
+        files = {name: stack.enter_context(staged_file(path)) for name, path in paths.items()}
+        for chunk in (chunk for path in inputs for chunk in read_chunks(path, limit=max_bytes)):
             data = chunk.read()
             before = before * (chunk.offset > 0)
-            for line, text in lines_of(chunk, data, key):
+            for line, text in lines_of(chunk, data, key, max_bytes):
                 if not isinstance(text, Malformed):
                     name = PARTS[part_of(text, ends, seed)]
                     files[name].write(line + b"\n")
                     counts[name] += 1
                 elif skip_malformed:
                     skipped += 1
+                    if isinstance(text, Damage):
+                        print(f"skipped the rest of a file: {text.error(before)}", file=sys.stderr)
                 else:
                     raise text.error(before)
             before += count_lines(data)
+        check_unchanged()
+        with writing(prefix):
+            for file in files.values():  # a full disk shows here, while the old files are whole
+                file.flush()
+                os.fsync(file.fileno())
+            for path in paths.values():  # a part of each split would be a mixture, if we died between two renames
+                Path(os.path.realpath(path)).unlink(missing_ok=True)
     return counts, skipped
 
 
@@ -67,12 +83,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N",
                         help="another seed draws other lots; a part that is split again needs one")
     parser.add_argument("--on-error", choices=("strict", "skip"), default="strict", help="what a malformed line does")
+    parser.add_argument("--max-document-bytes", type=size, default=LONGEST, metavar="SIZE",
+                        help="a longer line is malformed (default: 64M)")
     args = parser.parse_args(argv)
     found = find(args.input, (".jsonl", ".ndjson"))
     if found.left_out:
         print(found.left_out, file=sys.stderr)
-    counts, skipped = split_json(found.files, args.output_prefix, parse_split(args.split),
-                                 key=args.json_key, seed=args.seed, skip_malformed=args.on_error == "skip")
+    counts, skipped = split_json(
+        found.files, args.output_prefix, parse_split(args.split), key=args.json_key, seed=args.seed,
+        skip_malformed=args.on_error == "skip", max_bytes=args.max_document_bytes)
     parts = ", ".join(f"{count} in {args.output_prefix}.{name}.jsonl" for name, count in counts.items())
     print(f"{sum(counts.values())} documents: {parts}; {skipped} malformed lines skipped")
 

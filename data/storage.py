@@ -10,10 +10,12 @@ import errno
 import fcntl
 import json
 import os
+import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
+from stat import S_ISREG
 from typing import IO, Any, Literal, overload
 
 try:
@@ -21,7 +23,7 @@ try:
 except ImportError:
     from zlib import crc32 as crc32
 
-DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS}
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS, errno.ESTALE}
 """What a write can meet; any other OSError raised inside a `staged_file` block has nothing to do with the target."""
 
 CHUNK = 1 << 20
@@ -36,19 +38,34 @@ class UsageError(DataError):
     """A flag whose value cannot be used, whatever the data is. Exit code 2."""
 
 
+class Unfinished(DataError):
+    """Work that ended early through no fault of the data, and may be taken up again as it is."""
+
+
 class StorageFault(OSError):
     """A disk or folder that cannot be written. Exit code 7."""
 
 
 @contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Any OSError of the block means that `path` cannot be written."""
+    """Any OSError of the block means that `path` cannot be written, but lack of memory."""
     try:
         yield
     except StorageFault:
         raise
     except OSError as error:
+        if error.errno == errno.ENOMEM:
+            raise
         raise StorageFault(f"{os.fspath(path)}: cannot write: {error.strerror or error}") from error
+
+
+@contextmanager
+def named_by(flag: str) -> Iterator[None]:
+    """What cannot be written in the block has its name from this flag, and the error says so."""
+    try:
+        yield
+    except StorageFault as error:
+        raise StorageFault(f"{flag}: {error}") from error
 
 
 def fsync_file(path: str | os.PathLike[str]) -> None:
@@ -110,6 +127,16 @@ def staged_file(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[A
             os.unlink(temporary)
 
 
+def leftovers(path: str | os.PathLike[str]) -> list[Path]:
+    """The temporary files beside `path` that staging it can have left, if no process is about it now."""
+    target = Path(os.path.realpath(path))
+    temporary = re.compile(re.escape(f".{target.name}") + r"(\.\d+\.[0-9a-f]{8})?\.tmp")
+    try:
+        return sorted(Path(entry.path) for entry in os.scandir(target.parent) if temporary.fullmatch(entry.name))
+    except OSError:
+        return []
+
+
 def write_json_atomic(path: str | os.PathLike[str], value: object) -> None:
     """One JSON document, indented, keys in the order given."""
     with staged_file(path, "w") as file:
@@ -124,6 +151,37 @@ def crc32_file(path: str | os.PathLike[str]) -> str:
         while count := file.readinto(buffer):
             crc = crc32(buffer[:count], crc)
     return f"{crc:08x}"
+
+
+def watched(paths: Iterable[str | os.PathLike[str]]) -> Callable[[], None]:
+    """To be called before files are read; what it returns, afterwards, raises a DataError where one has another size or
+    time by then, and was perhaps not whole. (A pipe is read as it comes.)"""
+    before = {os.fspath(path): state_of(path) for path in paths}
+
+    def check() -> None:
+        for path, state in before.items():
+            if state_of(path) != state:
+                raise DataError(f"{path}: changed while it was read; start again when it is complete")
+
+    return check
+
+
+def state_of(path: str | os.PathLike[str]) -> tuple[int, int, int] | None:
+    """What changes when a file does. None: no file, which whoever opens it will say, or none that has a size."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return (status.st_ino, status.st_size, status.st_mtime_ns) if S_ISREG(status.st_mode) else None
+
+
+def check_is_file(path: str | os.PathLike[str]) -> None:
+    """For whoever reads it more than once."""
+    if os.path.isdir(path):
+        raise DataError(f"{os.fspath(path)}: expected a file, found a folder")
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise DataError(f"{os.fspath(path)}: is no file but a pipe or a device, which can be read only once; write "
+                        "what comes from it to a file first")
 
 
 def make_folder(path: str | os.PathLike[str]) -> Path:

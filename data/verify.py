@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from data.cli import Parser, positive, run
+from data.compressed import reading
 from data.indexed import IndexedCorpus
 from data.storage import DataError, crc32_file
 
@@ -14,7 +15,8 @@ def verify(prefix: str, vocab_size: int | None = None) -> str:
     corpus = IndexedCorpus(prefix)
     facts = corpus.facts
     if facts:
-        found = crc32_file(f"{prefix}.bin")
+        with reading(f"{prefix}.bin"):
+            found = crc32_file(f"{prefix}.bin")
         if found != facts.crc32:
             raise DataError(f"{prefix}.bin: crc32: expected {facts.crc32} ({prefix}.json), found {found}; "
                             "preprocess the text again")

@@ -40,7 +40,13 @@ class AtTerminal:
     def __exit__(self, *exception: object) -> None:
         self.process.kill()
         self.process.wait()
-        os.close(self._ours)
+        self.hangs_up()
+
+    def hangs_up(self) -> None:
+        """The terminal is gone."""
+        if self._ours >= 0:
+            os.close(self._ours)
+            self._ours = -1
 
     def types(self, text: str) -> None:
         os.write(self._ours, text.encode())

@@ -67,6 +67,8 @@ class Keys:
 
 
 OURS = Keys()
+DEEPEST = 100
+"""What is nested deeper than this no stage passes on: each goes down it by calls."""
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -85,6 +87,8 @@ def read_line(line: bytes, keys: Keys = OURS, mend: bool = False) -> tuple[Docum
     value = _load(decode(line, repairs if mend else None), repairs if mend else None)
     if not isinstance(value, dict):
         raise Fault("not an object", f"expected a JSON object, found {_kind(value)}")
+    if line.count(b"[") + line.count(b"{") > DEEPEST and _depth(value) > DEEPEST:
+        raise Fault("not JSON", f"not JSON we can read: nested more than {DEEPEST} deep")
     if _ESCAPED_SURROGATE.search(line):  # nothing else can put one into a string
         value = _mend_surrogates(value, repairs if mend else None)
     if keys.text not in value:
@@ -151,6 +155,17 @@ def _load(text: str, repairs: list[str] | None) -> Any:
         raise Fault("not JSON", f"not JSON: {error.msg} at column {error.colno}") from error
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits; nested too deeply
         raise Fault("not JSON", f"not JSON we can read: {error}") from error
+
+
+def _depth(value: Any) -> int:
+    """Of lists and objects in each other, one more than that at most."""
+    level, depth = [value], 0
+    while level and depth <= DEEPEST:
+        inner: list[Any] = []
+        for item in level:
+            inner += item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+        level, depth = inner, depth + 1
+    return depth
 
 
 def _mend_surrogates(value: Any, repairs: list[str] | None) -> Any:

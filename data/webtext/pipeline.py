@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from data.facts import read_facts
+from data.lock import alone
 from data.preprocess import build_corpus
 from data.storage import DataError, make_folder, write_json_atomic, writing
 from data.tokenizer import Tokenizer
@@ -81,25 +82,26 @@ def tokenise(stage: Path, part: str, prefix: Path, tokenizer: Tokenizer, workers
         return None
     made_from = marker_of(prefix)
     key = make_key("tokens", {"tokenizer": tokenizer.fingerprint}, [{"sha256": shard.sha256} for shard in shards])
-    facts = read_facts(f"{prefix}.json") if read_json(made_from) == key else None
-    if facts is None:
+    facts, said = read_facts(f"{prefix}.json"), read_json(made_from)
+    if facts is None or said not in (key | {"identity": facts.identity}, key):  # an earlier version wrote the key alone
         remove_corpus(prefix)
         build_corpus([shard.path for shard in shards], prefix, tokenizer, workers=workers)
-        write_json_atomic(made_from, key)
         facts = read_facts(f"{prefix}.json")
-        assert facts, "just written"
+        if facts is None:
+            raise DataError(f"{prefix}.json: is gone as soon as it was written; give every run a prefix of its own")
+        write_json_atomic(made_from, key | {"identity": facts.identity})
     return {"name": prefix.name, "documents": facts.documents, "tokens": facts.tokens, "tokenizer": tokenizer.name}
 
 
 def marker_of(prefix: Path) -> Path:
-    """What a corpus of ours was made from; written after it."""
+    """What a corpus of ours was made from, and which one that was; written after it."""
     return prefix.with_name(f"{prefix.name}.made_from.json")
 
 
 def remove_corpus(prefix: Path) -> None:
     """If it is one that an earlier run made."""
     if marker_of(prefix).exists():
-        with writing(prefix):
+        with alone(prefix), writing(prefix):
             for ending in (".idx", ".json", ".bin"):
                 prefix.with_name(prefix.name + ending).unlink(missing_ok=True)
             marker_of(prefix).unlink()

@@ -18,7 +18,7 @@ from data.webtext.counts import Counts
 from data.webtext.inputs import STAGE_FILE
 
 WHOLE = (0, 1)
-REVISION = 1
+REVISION = 2
 """Raised whenever the same inputs and parameters would give another output."""
 
 

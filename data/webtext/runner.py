@@ -18,12 +18,12 @@ from typing import Any, NoReturn
 from tqdm import tqdm
 
 from data.parallel import ordered_map
-from data.storage import DataError, crc32_file, make_folder, staged_file, write_json_atomic
+from data.storage import DataError, crc32_file, make_folder, staged_file, watched, write_json_atomic
 from data.webtext.counts import Counts
 from data.webtext.document import Document, Drop, Fault, Function
 from data.webtext.folder import building, publish, written
 from data.webtext.inputs import Source, Unit, find, plan, shards_of, total_size
-from data.webtext.reading import Read, Reading, read_unit
+from data.webtext.reading import UNREADABLE, Read, Reading, read_unit
 from data.webtext.record import WHOLE, Output, Record, make_key, read_json
 from data.webtext.shards import share, shard_name
 
@@ -79,6 +79,16 @@ class Job:
     target: Path
 
 
+@dataclass(frozen=True)
+class Part:
+    """What became of a job."""
+
+    shard: Output
+    counts: Counts
+    notes: tuple[str, ...] = ()
+    """Each file that could not be read to its end."""
+
+
 def run_map(stage: MapStage, inputs: Sequence[str | Path], output: Path, reading: Reading = Reading(),
             work: Work = Work()) -> Record:
     """Bring a map stage to its end, from wherever it stopped."""
@@ -90,12 +100,15 @@ def run_map(stage: MapStage, inputs: Sequence[str | Path], output: Path, reading
     parameters = asdict(stage.options) | {
         "reading": asdict(reading), "shard_bytes": work.shard_bytes, "then": then and {then.name: asdict(then.options)},
         "files": checksums(stage.files)}
+    check_unchanged = watched(source.path for source in used)
     key = make_key(stage.name, parameters, fingerprints(used, work.workers), work.shard)
     with building(output, key) as (record, folder):
         if record:
             return record
         parts = finish([Job(units[k], folder / shard_name(k)) for k in mine], stage, reading, work)
-        counts, shards = sum((counts for _, counts in parts), Counts()), tuple(shard for shard, _ in parts)
+        check_unchanged()
+        counts, shards = sum((part.counts for part in parts), Counts()), tuple(part.shard for part in parts)
+        notes += [note for part in parts for note in part.notes]
         if then:
             first, folder = folder, make_folder(folder / "then")
             counts = counts.then(run_all(then, [first / shard.name for shard in shards], folder, work))
@@ -166,8 +179,8 @@ def checksums(paths: Sequence[str], workers: int = 1) -> list[str]:
         raise DataError(f"{error.filename}: cannot read: {error.strerror}") from error
 
 
-def finish(jobs: Sequence[Job], stage: MapStage, reading: Reading, work: Work) -> list[tuple[Output, Counts]]:
-    """Shard and counts of every job, made now or before."""
+def finish(jobs: Sequence[Job], stage: MapStage, reading: Reading, work: Work) -> list[Part]:
+    """What became of every job, now or before."""
     done = {job.target: part for job in jobs if (part := read_part(job.target))}
     left = [job for job in jobs if job.target not in done]
     made = ordered_map(partial(make_part, stage=stage, reading=reading), left, min(work.workers, len(left)))
@@ -179,14 +192,16 @@ def finish(jobs: Sequence[Job], stage: MapStage, reading: Reading, work: Work) -
     return [done[job.target] for job in jobs]
 
 
-def make_part(job: Job, stage: MapStage, reading: Reading) -> tuple[Output, Counts]:
+def make_part(job: Job, stage: MapStage, reading: Reading) -> Part:
     """Run the stage over one unit; the shard first, then the record beside it that says so."""
     function = function_of(stage, tuple(checksums(stage.files)))
-    counts, sha256 = Counts(), hashlib.sha256()
+    counts, sha256, notes = Counts(), hashlib.sha256(), list[str]()
     with staged_file(job.target) as file:
         for record in read_unit(job.unit, reading):
             counts.repaired.update(record.repairs)
             kept = apply(function, record, reading)
+            if isinstance(record.value, Fault) and record.value.reason == UNREADABLE:
+                notes.append(f"{record.piece.source.name}: {record.value}")
             if isinstance(kept, Drop):
                 counts.drop(kept.reason, record.size)
             else:
@@ -196,16 +211,18 @@ def make_part(job: Job, stage: MapStage, reading: Reading) -> tuple[Output, Coun
                 file.write(line)
         size = file.tell()
     shard = Output(job.target.name, counts.documents_kept, size, sha256.hexdigest())
-    write_json_atomic(job.target.with_suffix(".json"), {"shard": asdict(shard), "counts": counts.to_json()})
-    return shard, counts
+    part = Part(shard, counts, tuple(notes))
+    write_json_atomic(job.target.with_suffix(".json"), {
+        "shard": asdict(shard), "counts": counts.to_json(), "notes": part.notes})
+    return part
 
 
-def read_part(target: Path) -> tuple[Output, Counts] | None:
+def read_part(target: Path) -> Part | None:
     """What `make_part` left, if it came to its end (and was not moved away by a `publish` that did not)."""
     value = read_json(target.with_suffix(".json"))
     if value is None or not target.is_file():
         return None
-    return Output(**value["shard"]), Counts.from_json(value["counts"])
+    return Part(Output(**value["shard"]), Counts.from_json(value["counts"]), tuple(value["notes"]))
 
 
 @cache

@@ -14,7 +14,8 @@ import pytest
 
 from data import sample_index
 from data.gpt2_dataset import BlendedDataset, GPT2Dataset, MockDataset
-from data.indexed import CorpusWriter, IndexedCorpus
+from data.indexed import IndexedCorpus
+from data.writer import CorpusWriter
 from data.sample_index import sample_starts, samples_in
 from data.sampling import epoch_permutation
 from data.storage import DataError

@@ -55,8 +55,22 @@ def test_documents_end_after_the_id_in_nanogpt_and_begin_with_it_in_llmc(tmp_pat
     import_tokens([llmc(tmp_path / "b.bin", [EOD, 1, 2, EOD, EOD, 3])], tmp_path / "b", BYTE)
     assert documents_of(tmp_path / "b") == [[EOD, 1, 2], [EOD], [EOD, 3]]
     import_tokens([llmc(tmp_path / "c.bin", [5, EOD, 1]), llmc(tmp_path / "d.bin", [2, EOD])], tmp_path / "cd", BYTE)
-    assert documents_of(tmp_path / "cd") == [[5, EOD], [1], [2, EOD]]
+    assert documents_of(tmp_path / "cd") == [[5, EOD], [1, 2, EOD]]
     assert "5 tokens (uint16), ids 0 to 256 of 257" in verify(str(tmp_path / "cd"))
+
+
+@pytest.mark.parametrize("begins", [True, False])
+@pytest.mark.parametrize("shards", [1, 2, 7, 40])
+def test_documents_that_lie_across_shards_stay_whole(tmp_path: Path, shards: int, begins: bool) -> None:
+    """llm.c ends a shard where it is full."""
+    draw = np.random.default_rng(shards)
+    texts = [[int(token) for token in draw.integers(0, EOD, draw.integers(1, 60))] for _ in range(100)]
+    documents = [[EOD, *text] if begins else [*text, EOD] for text in texts]
+    stream = [token for document in documents for token in document]
+    edges = [len(stream) * k // shards for k in range(shards + 1)]
+    files = [llmc(tmp_path / f"{k}.bin", stream[edges[k]:edges[k + 1]]) for k in range(shards)]
+    import_tokens(files, tmp_path / "all", BYTE)
+    assert documents_of(tmp_path / "all") == documents
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 1000])

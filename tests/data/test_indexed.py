@@ -12,10 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import indexed
+from data import identity
+from data import writer as writing
 from data.facts import TokenizerFacts
 from data.format import token_dtype
-from data.indexed import CorpusWriter, IndexedCorpus
+from data.indexed import IndexedCorpus
+from data.writer import CorpusWriter
 from data.storage import DataError
 
 DOCUMENTS = [[1, 2, 3], [], [4], [5, 6]]
@@ -143,7 +145,7 @@ def test_a_token_outside_the_vocabulary_is_named(tmp_path: Path, with_facts: boo
     raw[3] = bad
     raw.tofile(f"{prefix}.bin")
     facts = json.loads(Path(f"{prefix}.json").read_text())
-    Path(f"{prefix}.json").write_text(json.dumps(facts | {"max_token": max(bad, 4)}))
+    Path(f"{prefix}.json").write_text(json.dumps(facts | {"max_token": max(bad, 4), "identity": None}))
     if bad < 0 or not with_facts:
         os.unlink(f"{prefix}.json")  # facts of negative ids cannot be written by us
     corpus = IndexedCorpus(prefix)
@@ -194,7 +196,7 @@ def test_the_files_do_not_depend_on_how_tokens_and_sizes_come(tmp_path: Path, mo
     tokens = draw.integers(0, 10, sizes.sum())
     documents = [part.tolist() for part in np.split(tokens, np.cumsum(sizes)[:-1])]
     expected = write(tmp_path / "a", documents)
-    monkeypatch.setattr(indexed, "BLOCK", 7)  # the index is finished in blocks
+    monkeypatch.setattr(writing, "BLOCK", 7)  # the index is finished in blocks
     with CorpusWriter(tmp_path / "b", vocab_size=10) as writer:
         for part in np.array_split(tokens, 9):
             writer.add_tokens(part)
@@ -205,7 +207,8 @@ def test_the_files_do_not_depend_on_how_tokens_and_sizes_come(tmp_path: Path, mo
 
 
 def test_memory_does_not_grow_with_the_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(indexed, "BLOCK", 1 << 10)
+    monkeypatch.setattr(writing, "BLOCK", 1 << 10)
+    monkeypatch.setattr(identity, "CHUNK", 1 << 10)
     piece, peaks = np.ones(10_000, np.int64), []
     for pieces in (2, 50):
         tracemalloc.start()

@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import merge as merging
+from data import indexed, writer
 from data.facts import TokenizerFacts
-from data.indexed import CorpusWriter, IndexedCorpus
+from data.indexed import IndexedCorpus
+from data.writer import CorpusWriter
 from data.merge import main, merge
 from data.storage import DataError
 from tests.data.test_indexed import DOCUMENTS, write
@@ -24,7 +25,8 @@ def files_of(prefix: Path) -> list[bytes]:
 
 
 def test_merging_equals_writing_everything_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merging, "BLOCK", 2)  # documents lie across blocks
+    for module in (indexed, writer):
+        monkeypatch.setattr(module, "BLOCK", 2)  # documents lie across blocks
     parts = [DOCUMENTS, [[7], [8, 9]], [[0]], [[], [3, 1, 4, 1, 5]]]
     prefixes = [write(tmp_path / f"part{i}", part, tokenizer=MADE_BY) for i, part in enumerate(parts)]
     whole = write(tmp_path / "whole", sum(parts, []), tokenizer=MADE_BY)
@@ -56,9 +58,9 @@ def test_different_origins_are_refused_before_anything_is_written(tmp_path: Path
 
 
 def test_a_corpus_that_changed_since_it_was_made_is_refused(tmp_path: Path) -> None:
-    a, b = write(tmp_path / "a", DOCUMENTS), write(tmp_path / "b", DOCUMENTS)
+    a, b = write(tmp_path / "a", DOCUMENTS), write(tmp_path / "b", [[1] * 100_000])
     raw = bytearray(Path(f"{b}.bin").read_bytes())
-    raw[4] ^= 1
+    raw[5000] ^= 1  # between the places that opening looks at
     Path(f"{b}.bin").write_bytes(raw)
     before = sorted(os.listdir(tmp_path))
     with pytest.raises(DataError, match="b.bin: crc32: expected .* found .* make this corpus again"):

@@ -167,7 +167,7 @@ def test_what_is_not_utf8_is_named_by_file_and_line_or_skipped_whole(
 
 def test_utf16_is_recognized(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes("text".encode("utf-16"))
-    with pytest.raises(DataError, match="a.txt:1 not UTF-8 but UTF-16, by its first bytes; convert it"):
+    with pytest.raises(DataError, match="a.txt:1 not UTF-8 but UTF-16, by its first bytes; convert the file"):
         documents_in([tmp_path / "a.txt"])
 
 

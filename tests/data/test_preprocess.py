@@ -25,7 +25,7 @@ from data.merge import merge
 from data.parallel import AHEAD, ordered_map
 from data.preprocess import Reading, build_corpus
 from data.preprocess import main as preprocess
-from data.storage import DataError
+from data.storage import DataError, Unfinished
 from data.tokenizer import ByteLevelTokenizer
 from data.verify import main as verify
 
@@ -191,7 +191,7 @@ def test_a_damaged_or_missing_input_is_a_data_error(tmp_path: Path) -> None:
     for name, content in (("cut.gz", whole[:-20]), ("no.gz", b"plain"), ("flip.gz", flipped)):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(DataError, match=f"{name}: cannot read"):
-            list(read_chunks(tmp_path / name))
+            build_corpus([tmp_path / name], tmp_path / "c", ByteLevelTokenizer())
     with pytest.raises(DataError, match="missing: cannot read: No such file"):
         list(read_chunks(tmp_path / "missing"))
 
@@ -216,12 +216,14 @@ def test_what_follows_a_compressed_stream_is_read_or_refused(compress: Callable[
     for whole, lines in ((first + second, 2), *((first + zeros + second, 2) for zeros in padded),
                          *((first + zeros, 1) for zeros in padded)):
         path.write_bytes(whole)
-        assert sum(chunk.read().count(b"\n") for chunk in read_chunks(path)) == 9999 * lines
+        chunks = list(read_chunks(path))
+        assert sum(chunk.read().count(b"\n") for chunk in chunks) == 9999 * lines
+        assert not any(chunk.damage for chunk in chunks)
     misfits = [flipped(second, 1), flipped(second, len(second) // 2), second[:-5], second[:3], b"x", b"garbage" * 9]
     for after in misfits + ([bytes(3), bytes(3) + second, bytes(4) + b"x"] if compress is lzma.compress else []):
         path.write_bytes(first + after)
-        with pytest.raises(DataError, match=f"{path.name}: cannot read: "):
-            list(read_chunks(path))
+        *_, last = read_chunks(path)
+        assert last.damage and f"{path}: cannot read: " in str(last.damage.error(0))
 
 
 def test_a_byte_order_mark_at_the_start_of_a_file_is_no_part_of_a_line(tmp_path: Path) -> None:
@@ -248,6 +250,10 @@ def test_the_command_line_works_and_verify_agrees(tmp_path: Path, capsys: pytest
     raw = bytearray(Path(f"{prefix}.bin").read_bytes())
     raw[2] ^= 1
     Path(f"{prefix}.bin").write_bytes(raw)
+    with pytest.raises(DataError, match="c.bin: not the one that .*c.json was written with"):
+        verify([prefix])
+    facts = json.loads(Path(f"{prefix}.json").read_text())
+    Path(f"{prefix}.json").write_text(json.dumps(facts | {"identity": None}))  # of an earlier version
     with pytest.raises(DataError, match="crc32: expected .* found"):
         verify([prefix])
 
@@ -305,7 +311,7 @@ def test_the_map_gives_the_next_item_to_whoever_is_free_and_waits_for_the_slow_o
 
 
 def test_a_killed_worker_is_an_error_not_a_hang() -> None:
-    with pytest.raises(DataError, match="a worker process died"):
+    with pytest.raises(Unfinished, match="a worker process died"):  # so what was done is kept
         list(ordered_map(_pid_or_die, range(100), workers=2))
 
 
@@ -326,11 +332,11 @@ def test_a_build_killed_at_any_moment_can_be_repeated(tmp_path: Path, moment: st
 @pytest.fixture
 def dying() -> Iterator[Callable[[str], str]]:
     """A program's first lines that kill it in its second write, fsync or rename."""
-    where = {"write": "data.indexed.CorpusWriter, 'add_documents'", "fsync": "os, 'fsync'", "replace": "os, 'replace'"}
+    where = {"write": "data.writer.CorpusWriter, 'add_documents'", "fsync": "os, 'fsync'", "replace": "os, 'replace'"}
 
     def lines(moment: str) -> str:
         return f"""
-import os, signal, data.indexed
+import os, signal, data.writer
 def wrap(owner, name, calls=[]):
     original = getattr(owner, name)
     def call(*arguments):

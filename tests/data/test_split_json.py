@@ -90,3 +90,24 @@ def test_the_command_reads_folders_and_names_what_is_malformed(tmp_path: Path,
     out = capsys.readouterr().out
     assert out.startswith("51 documents: ") and out.endswith("1 malformed lines skipped\n")
     assert sorted(os.listdir(tmp_path / "out")) == ["p.train.jsonl", "p.valid.jsonl"]
+
+
+@pytest.mark.parametrize("renames", [0, 1, 2])
+def test_dying_between_two_renames_leaves_no_parts_of_two_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                                 renames: int) -> None:
+    content = lines(300)
+    split(tmp_path, content, shares=parse_split("1,1,1"))
+    really, left = os.replace, [renames]
+
+    def die(source: str, target: str) -> None:
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        really(source, target)
+
+    monkeypatch.setattr(os, "replace", die)
+    with pytest.raises(KeyboardInterrupt):
+        split(tmp_path, content, shares=parse_split("1,1,1"), seed=1)
+    found = [line for path in tmp_path.glob("p.*.jsonl") for line in path.read_bytes().splitlines()]
+    assert len(found) == len(set(found)), "a document is in two parts"
+    assert len([*tmp_path.glob("p.*.jsonl")]) == renames

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from data.storage import DataError, StorageFault, crc32_file, make_folder, staged_file, write_json_atomic
+from data.corpora import open_datasets
+from data.storage import DataError, StorageFault, crc32_file, make_folder, named_by, staged_file, write_json_atomic
+from data.tokenizer import ByteLevelTokenizer
 
 
 def test_a_staged_file_appears_only_at_the_end(tmp_path: Path) -> None:
@@ -96,3 +98,35 @@ def test_a_link_stays_one_and_a_pipe_gets_what_is_written(tmp_path: Path) -> Non
     assert os.read(reader, 10) == b"words" and stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
     os.close(reader)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["absent", "link", "new", "pipe", "real"]
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT, errno.ESTALE])
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_cache_that_cannot_be_written_is_named_with_its_flag(call: str, number: int, tmp_path: Path,
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    source, cache = tmp_path / "text.jsonl", tmp_path / "cache"
+    source.write_text('{"text": "some words of a text"}\n' * 9)
+
+    def fail(*arguments: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, call, fail)
+    beside = f"the cache beside {source}, which a folder given with --data-cache-path replaces: "
+    for given, begins in ((cache, "--data-cache-path: "), (None, beside)):
+        with pytest.raises(StorageFault) as caught:
+            open_datasets(train_data=[str(source)], split="1,0,0", seq_length=4, seed=1,
+                          tokenizer=ByteLevelTokenizer(), cache_path=given and str(given))
+        folder = given or f"{source}.cache"
+        assert str(caught.value).startswith(f"{begins}{folder}/"), caught.value
+        assert str(caught.value).endswith(f": cannot write: {os.strerror(number)}")
+
+
+def test_lack_of_memory_is_no_fault_of_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError) as caught, named_by("--output"), staged_file(tmp_path / "x") as file:
+        file.write(b"x")
+    assert not isinstance(caught.value, StorageFault) and caught.value.errno == errno.ENOMEM
+    assert list(tmp_path.iterdir()) == []

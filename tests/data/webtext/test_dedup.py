@@ -121,6 +121,25 @@ def test_the_same_goes_as_when_every_pair_is_compared(threshold: float, tmp_path
     assert sum(found[d] != expected[d] for d in found if d in expected) <= 2 * len(missed)
 
 
+@pytest.mark.parametrize(("threshold", "shared", "more"), [
+    (0.3, 30, 70), (0.5, 50, 50), (0.6, 12, 8), (0.7, 70, 30), (0.75, 75, 25), (0.8, 80, 20), (0.8, 8, 2),
+    (0.9, 90, 10), (0.95, 190, 10), (1.0, 100, 0)])
+def test_a_document_exactly_at_the_threshold_goes_and_one_below_it_stays(threshold: float, shared: int, more: int,
+                                                                         tmp_path: Path) -> None:
+    """Each second page is the one before it and some words more."""
+    texts = []
+    for family in range(40):
+        first, at, below = (" ".join(f"w{family}x{number}" for number in range(shared + 4 + extra))
+                            for extra in (0, more, more + 1))
+        sets = shingle_sets([first, at, below])
+        assert jaccard(sets[0], sets[1]) == threshold > jaccard(sets[0], sets[2])
+        texts += [first, at.upper() if family < 20 else below]  # upper case: where `more` is 0, it is no exact copy
+    deduplicate(write([Page(text, "") for text in texts], tmp_path / "in"), tmp_path / "out", threshold=threshold)
+    kept = set(kept_of(tmp_path / "out"))
+    assert kept.issuperset(texts[::2]) and kept.issuperset(texts[41::2])
+    assert len(kept.intersection(texts[1:40:2])) <= 6  # 2 are to be expected: bands find such a pair 9 times in 10
+
+
 def test_output_is_the_same_for_any_workers_and_memory(tmp_path: Path) -> None:
     shards = write(plant(2, originals=15, words=150), tmp_path / "in")
     for workers, memory in [(1, 1 << 30), (2, 1 << 17)]:

@@ -1,4 +1,4 @@
-"""urls, extract, clean, language: what each drops, what it changes, and that it leaves alone what is right."""
+"""urls, extract, clean: what each drops, what it changes, and that it leaves alone what is right."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from data.webtext.clean import CleanOptions
 from data.webtext.counts import Counts
 from data.webtext.document import Document, Drop
 from data.webtext.extract import ExtractOptions
-from data.webtext.language import LanguageOptions
 from data.webtext.urls import UniqueOptions, UrlOptions
 
 ftfy = pytest.importorskip("ftfy")
@@ -114,7 +113,8 @@ def test_only_pages_are_touched(extractor: str) -> None:
     function = extract.make(ExtractOptions(extractor))
     for text in (GOOD, "a < b and <b>bold</b>", "html", "<p>a fragment in an article about HTML</p>", ""):
         assert function(Document(text)) == Document(text)
-    for page in (Document("<p>x", None, {"file": "a/B.HTML.gz"}), Document("\ufeff \n<!doctype HTML><p>x"),
+    assert function(Document("<p>x", None, {"file": "b", "format": "html"})) == Document("x", None, {"file": "b"})
+    for page in (Document("\ufeff \n<!doctype HTML><p>x"),
                  Document("<html lang=en><body>x"), Document('<?xml version="1.0"?>\n<html><body>x</body></html>')):
         assert function(page) == Document("x", None, page.meta)
     assert function(Document("<html><script>1</script></html>")) == Drop("no text in the page")
@@ -207,24 +207,3 @@ def test_length_is_counted_in_gpt2_tokens() -> None:
 def test_no_text_takes_long(hostile: str) -> None:
     """What is quadratic in any of these does not come to its end here."""
     clean.make(CleanOptions())(Document(hostile))
-
-
-# ------------------------------------------------------------------------------------------------------ language
-
-FOREIGN = {
-    "de": "Der Kater schlief den ganzen Tag auf dem warmen Dach und kam erst am Abend zum Essen zur\u00fcck. ",
-    "fr": "Le march\u00e9 du samedi commence t\u00f4t le matin, et les tomates sont vendues avant dix heures. ",
-    "ru": "\u041a\u043e\u0442 \u0441\u043f\u0430\u043b \u0432\u0435\u0441\u044c \u0434\u0435\u043d\u044c. ",
-}
-
-
-@pytest.mark.parametrize("detector", language.DETECTORS)
-def test_languages_are_told_apart(detector: str) -> None:
-    pytest.importorskip(language.DETECTORS[detector])
-    english = language.make(LanguageOptions(("en",), detector))
-    assert english(Document(GOOD)) == Document(GOOD)
-    for code, text in FOREIGN.items():
-        assert english(Document(text * 5)) == Drop(f"language {code}")
-        assert language.make(LanguageOptions(("en", code), detector))(Document(text * 5)) == Document(text * 5)
-    for text in ("", "\n", "1 2 3", "\0", "\U0001f600" * 100):
-        english(Document(text))

@@ -15,13 +15,15 @@ import pytest
 
 from data.corpora import open_datasets
 from data.indexed import IndexedCorpus
-from data.storage import DataError
+from data.lock import alone
+from data.storage import DataError, StorageFault
 from data.tokenizer import ByteLevelTokenizer
 from data.webtext.__main__ import main
+from data.webtext.pipeline import marker_of, tokenise
 from data.webtext.sample import build as build_sample
 from tests.data.webtext import planted
 from tests.data.webtext.killing import in_a_fork
-from tests.data.webtext.test_map_stages import FOREIGN
+from tests.data.webtext.test_language import TEXTS
 from tests.data.webtext.test_runner import contents
 
 pytest.importorskip("ftfy")
@@ -46,7 +48,7 @@ def write_raw(folder: Path) -> Path:
     documents += [{"text": article(0), "url": "http://example.net/copy"},
                   {"text": article(50), "url": "http://imgur.com/a"},
                   {"text": article(51), "url": "http://example.org/1"},
-                  {"text": FOREIGN["de"] * 10}, {"text": "short"},
+                  {"text": TEXTS["de"] * 4}, {"text": "short"},
                   {"text": f"<html><body><p>{article(60)}</p></body></html>"}]
     lines = [json.dumps(document).encode() + b"\n" for document in documents]
     (folder / "a.jsonl").write_bytes(b"".join(lines[:25]) + b'{"text": 1}\n')
@@ -264,3 +266,32 @@ def test_the_sample_is_the_same_every_time_and_full_of_dirt(tmp_path: Path) -> N
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
     with pytest.raises(DataError, match="crawl-0.jsonl:"):
         main(["read", str(tmp_path / "a"), "--output", str(tmp_path / "out"), "--workers", "1"])
+
+
+def test_a_corpus_that_another_run_put_there_is_not_taken_for_ours(tmp_path: Path) -> None:
+    prefix, tokenizer = tmp_path / "corpus", ByteLevelTokenizer()
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": f"text {name}"}) + "\n")
+        main(["read", str(tmp_path / f"{name}.jsonl"), "--output", str(tmp_path / name)])
+    tokenise(tmp_path / "a", "train", prefix, tokenizer, 1)
+    ours = Path(f"{prefix}.bin").read_bytes()
+    mark = marker_of(prefix).read_bytes()
+    tokenise(tmp_path / "b", "train", prefix, tokenizer, 1)  # as large as ours
+    marker_of(prefix).write_bytes(mark)  # the run that began first came to this point last
+    assert Path(f"{prefix}.bin").read_bytes() != ours
+    tokenise(tmp_path / "a", "train", prefix, tokenizer, 1)
+    assert Path(f"{prefix}.bin").read_bytes() == ours
+    before = Path(f"{prefix}.idx").stat().st_mtime_ns
+    tokenise(tmp_path / "a", "train", prefix, tokenizer, 1)
+    assert Path(f"{prefix}.idx").stat().st_mtime_ns == before, "what is there is made again"
+
+
+def test_a_corpus_that_is_being_written_is_not_removed(tmp_path: Path) -> None:
+    prefix, tokenizer = tmp_path / "corpus", ByteLevelTokenizer()
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": f"text {name}"}) + "\n")
+        main(["read", str(tmp_path / f"{name}.jsonl"), "--output", str(tmp_path / name)])
+    tokenise(tmp_path / "a", "train", prefix, tokenizer, 1)
+    with alone(prefix), pytest.raises(StorageFault, match="is writing under this name now"):
+        tokenise(tmp_path / "b", "train", prefix, tokenizer, 1)
+    assert IndexedCorpus(prefix).num_documents == 1

@@ -6,15 +6,17 @@ import gzip
 import io
 import json
 import lzma
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from data.storage import DataError
-from data.webtext import inputs
-from data.webtext.document import Document, Fault
+from data.webtext import extract, inputs
+from data.webtext.document import Document, Fault, read_line
 from data.webtext.inputs import Piece, find, plan
 from data.webtext.jsonarray import elements
 from data.webtext.reading import Read, Reading, read_unit
@@ -51,9 +53,9 @@ def test_every_format_is_read_compressed_or_not(tmp_path: Path, compression: str
         "e.json": (json.dumps(objects[1], indent=2).encode(), expected[1:]),
         "f.ndjson": (lines[:-1], expected), "g.jsonl": (b"", []), "h.json": (b"[]", []),
         "i.txt": ("\ufeffa\r\nb\u2028".encode(), [Document("a\r\nb\u2028", None, {"file": f"i.txt{compression}"})]),
-        "j.html": (b"<p>\xc3\xa4", [Document("<p>\u00e4", None, {"file": f"j.html{compression}"})]),
+        "j.html": (b"<p>\xc3\xa4", [Document("<p>\u00e4", None, {"file": f"j.html{compression}", "format": "html"})]),
         "k.html": (b'<meta charset="latin-1">\xe4', [Document('<meta charset="latin-1">\u00e4', None,
-                                                              {"file": f"k.html{compression}"})]),
+                                                              {"file": f"k.html{compression}", "format": "html"})]),
     }
     for name, (content, documents_in) in contents.items():
         path = tmp_path / (name + compression)
@@ -175,7 +177,7 @@ def test_names_that_say_nothing_are_refused_alone_and_left_out_of_folders(tmp_pa
         (tmp_path / name).write_text('{"text": "a"}\n')
     sources, notes = find([tmp_path])
     assert [source.name for source in sources] == ["a.jsonl", "c.JSONL"]
-    assert notes == [f"{tmp_path.name}: 1 of 3 files left out, of unknown kind"]
+    assert notes == [f"{tmp_path.name}: left out: 1 hidden, 1 of unknown kind (b.dat)"]
     with pytest.raises(DataError, match="b.dat: its name does not say what it holds.*--format"):
         find([tmp_path / "b.dat"])
     assert find([tmp_path / "b.dat"], "jsonl")[0][0].format == "jsonl"
@@ -192,3 +194,68 @@ def test_zst_without_its_package_is_an_error_that_says_what_to_install(tmp_path:
     monkeypatch.setattr("data.compressed.ZSTD", None)
     with pytest.raises(DataError, match="pip install backports.zstd"):
         read_all([tmp_path / "a.jsonl.zst"])
+
+
+# ---- what is read once, and what is a page -----------------------------------------------------------------------
+
+
+def test_a_pipe_is_refused_where_a_file_is_read_twice(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "p.jsonl")
+    with pytest.raises(DataError, match="p.jsonl: is no file but a pipe or a device"):
+        find([tmp_path / "p.jsonl"])
+    with pytest.raises(DataError, match="is no file but a pipe or a device"):
+        find([Path("/dev/zero")], "jsonl")
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    sources, notes = find([tmp_path])
+    assert [source.name for source in sources] == ["a.jsonl"]
+    assert notes == [f"{tmp_path.name}: left out: 1 of unknown kind ({tmp_path}/p.jsonl)"]
+
+
+def test_folders_behind_links_are_read_and_loops_are_named(tmp_path: Path) -> None:
+    for name in ("in", "elsewhere/deep"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "elsewhere" / "deep" / "b.jsonl").write_text('{"text": "b"}\n')
+    (tmp_path / "in" / "a.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "in" / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "in" / "round").symlink_to(tmp_path / "in")
+    (tmp_path / "in" / "0123456789abcdef.json").write_text('{"text": "c"}\n')  # no cache of ours here
+    sources, notes = find([tmp_path / "in"])
+    assert [source.name for source in sources] == ["0123456789abcdef.json", "a.jsonl", "link/deep/b.jsonl"]
+    assert len(notes) == 1 and "1 links to a folder around them" in notes[0] and "round" in notes[0]
+
+
+@pytest.mark.parametrize("line", [
+    b'{"text": "a", "x": ' + b"[" * depth + b'"' + inner + b'"' + b"]" * depth + b"}"
+    for depth in (120, 700, 5000, 100_000) for inner in (b"y", b"\\ud800")] + [
+    b'{"text": "a", "x": ' + b'{"k":' * depth + b'"\\ud800"' + b"}" * (depth + 1) for depth in (200, 900, 20_000)])
+@pytest.mark.parametrize("mend", [False, True])
+def test_what_is_nested_too_deeply_is_a_fault(line: bytes, mend: bool) -> None:
+    with pytest.raises(Fault, match="not JSON we can read"):
+        read_line(line, mend=mend)
+
+
+def test_what_is_nested_as_people_do_is_read() -> None:
+    wide = b'{"text": "a", "x": [' + b"[1]," * 5000 + b"[1]]}"
+    assert len(read_line(wide)[0].meta["x"]) == 5001
+    deep = b'{"text": "a", "x": ' + b"[" * 90 + b'"\\ud800"' + b"]" * 90 + b"}"
+    assert read_line(deep, mend=True)[1] == ("lone surrogate",)
+
+
+TEXT = "a <b> c, and 1 < 2 > 0"
+
+
+@pytest.mark.parametrize("meta", [{"file": "x.html"}, {"file": "a/b.htm.gz"}, {"meta": {"file": "x.xhtml"}}, {}])
+def test_a_record_is_no_page_for_the_name_of_a_file_in_it(tmp_path: Path, meta: dict[str, Any]) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": TEXT, **meta}) + "\n")
+    document = documents(read_all([tmp_path / "a.jsonl"]))[0]
+    assert extract.make(extract.ExtractOptions())(document) == document
+
+
+def test_a_page_is_what_its_format_says_and_once_only(tmp_path: Path) -> None:
+    (tmp_path / "a.html").write_text("<p>one &lt;b&gt; two")
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "<p>one", "format": "html"}) + "\n")
+    stage = extract.make(extract.ExtractOptions())
+    page, record = (stage(document) for document in documents(read_all([tmp_path / "a.html", tmp_path / "b.jsonl"])))
+    assert isinstance(page, Document) and isinstance(record, Document)
+    assert (page.text, page.meta, record.text) == ("one <b> two", {"file": "a.html"}, "one")
+    assert stage(page) == page

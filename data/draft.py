@@ -1,0 +1,160 @@
+"""The files of a corpus while they are written: `Draft`. What is in them is the business of `writer`.
+
+They have hidden names beside those they will get, and only one process writes them (`lock`). So what is found there at
+the start was left by a process that is gone: it is taken up again where it has a *mark* with the right key, else
+removed. A mark says how far both files had come, on the disk, and what the writer needs to know to go on from there.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, NoReturn
+
+from data.lock import alone, remove_leftovers
+from data.storage import (DISK_ERRORS, StorageFault, Unfinished, crc32, crc32_file, fsync_directory, leftovers,
+                          write_json_atomic, writing)
+
+SUFFIXES = (".bin", ".json", ".idx")
+"""In the order in which they get their names: the index is what makes a corpus exist."""
+
+
+class Growing:
+    """A file that is written from its beginning to its end, and the checksum of what was written."""
+
+    def __init__(self, file: IO[bytes], crc: int = 0) -> None:
+        self.file, self.crc = file, crc
+
+    def write(self, raw: bytes | memoryview) -> None:
+        self.crc = crc32(raw, self.crc)
+        self.file.write(raw)
+
+    def cut(self, size: int, crc: int) -> None:
+        """Take back what was written after so many bytes, whose checksum was this."""
+        self.crc = crc
+        self.file.seek(size)
+        self.file.truncate()
+
+    def sync(self) -> None:
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+
+class Draft:
+    """`with` it, `bin` and `idx` can be written; `publish` gives all their names. Otherwise nothing is left, but what
+    an interrupted process had marked."""
+
+    bin: Growing
+    idx: Growing
+    state: dict[str, Any] | None
+    """Of the mark that is gone on from."""
+
+    def __init__(self, prefix: str, key: str | None = None) -> None:
+        """`key` is what must be the same for a process that takes up the work of another; None: that is never done."""
+        self._prefix, self._key = prefix, key
+        self._targets = {suffix: Path(os.path.realpath(prefix + suffix)) for suffix in SUFFIXES}
+        self._mark = Path(prefix).with_name(f".{Path(prefix).name}.mark.tmp")
+        self.state = None
+
+    def __enter__(self) -> Draft:
+        with ExitStack() as stack, writing(self._prefix):
+            is_locked = stack.enter_context(alone(self._prefix))
+            unique = "" if is_locked else f".{os.getpid()}.{secrets.token_hex(4)}"
+            self._drafts = {suffix: target.with_name(f".{target.name}{unique}.tmp")
+                            for suffix, target in self._targets.items()}
+            self._may_mark = is_locked and self._key is not None
+            if is_locked:
+                self._take_up()
+                self._sweep()
+            mode = "xb" if self.state is None else "r+b"
+            self.bin, self.idx = (Growing(stack.enter_context(open(self._drafts[suffix], mode)), crc)
+                                  for suffix, crc in zip((".bin", ".idx"), self._crcs))
+            for growing in (self.bin, self.idx):
+                growing.file.seek(0, os.SEEK_END)
+            self._stack = stack.pop_all()
+        return self
+
+    _crcs: tuple[int, ...] = (0, 0)
+
+    def _take_up(self) -> None:
+        """Go on from a mark, if there is one with this key and both files hold what it says; they end there then."""
+        try:
+            found = json.loads(self._mark.read_bytes())
+            if not self._may_mark or found["key"] != self._key:
+                return
+            sizes, crcs = zip(*(found["files"][suffix] for suffix in (".bin", ".idx")))
+            for suffix, size, crc in zip((".bin", ".idx"), sizes, crcs):
+                draft = self._drafts[suffix]
+                if draft.stat().st_size < size:
+                    return
+                os.truncate(draft, size)
+                if crc32_file(draft) != f"{crc:08x}":
+                    return
+            self._crcs, self.state = crcs, found["state"]
+        except (OSError, ValueError, KeyError, TypeError):  # none, or not whole: as if there was none
+            return
+
+    def _sweep(self) -> None:
+        """Remove what nobody writes any more."""
+        found = [path for target in (*self._targets.values(), self._mark) for path in leftovers(target)]
+        found += [self._mark] if self._mark.exists() else []
+        if self.state is not None:
+            found = [path for path in found if path not in (*self._drafts.values(), self._mark)]
+        why = ", which has other inputs or settings" if self._key and self._mark in found else ""
+        remove_leftovers(self._prefix, found, why)
+
+    def mark(self, state: dict[str, Any]) -> None:
+        """From here another process can go on."""
+        if self._may_mark:
+            with writing(self._prefix):
+                self.bin.sync()
+                self.idx.sync()
+            files = {suffix: (growing.file.tell(), growing.crc)
+                     for suffix, growing in ((".bin", self.bin), (".idx", self.idx))}
+            write_json_atomic(self._mark, {"key": self._key, "files": files, "state": state})
+
+    def paths(self) -> tuple[str, str]:
+        """Of the index and of the tokens, as they are now."""
+        self.bin.file.flush()
+        self.idx.file.flush()
+        return str(self._drafts[".idx"]), str(self._drafts[".bin"])
+
+    def publish(self, facts: dict[str, Any]) -> None:
+        """Everything under its name. From the first step to the last there is no index, and so no corpus."""
+        with writing(self._prefix):
+            with open(self._drafts[".json"], "w", encoding="utf-8") as file:
+                json.dump(facts, file, indent=1)
+                file.write("\n")
+                file.flush()
+                os.fsync(file.fileno())
+            self.bin.sync()  # a full disk shows here, while the old corpus is whole
+            self.idx.sync()
+            # The old index beside the new tokens would be a corpus, and a wrong one, if we died between two renames.
+            for suffix in (".idx", ".json"):
+                self._targets[suffix].unlink(missing_ok=True)
+            fsync_directory(self._targets[".idx"].parent)
+            for suffix in SUFFIXES:
+                os.replace(self._drafts[suffix], self._targets[suffix])
+                fsync_directory(self._targets[suffix].parent)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 traceback: TracebackType | None) -> None:
+        with self._stack:
+            for growing in (self.bin, self.idx):
+                with suppress(OSError):  # a full disk fails once more, when the buffer is flushed
+                    growing.file.close()
+            if not (isinstance(error, KeyboardInterrupt | Unfinished) and self._may_mark and self._mark.exists()):
+                for path in (*self._drafts.values(), *([self._mark] if self._may_mark else [])):
+                    with suppress(OSError):
+                        path.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno in DISK_ERRORS and not isinstance(error, StorageFault):
+            _cannot_write(self._prefix, error)
+
+
+def _cannot_write(prefix: str, error: OSError) -> NoReturn:
+    raise StorageFault(f"{prefix}: cannot write: {os.strerror(error.errno or errno.EIO)}") from error

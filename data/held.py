@@ -1,0 +1,58 @@
+"""A file that is read, a piece at a time, for as long as a program runs, and has to stay what it was.
+
+It is read by position and not through a memory map: where a file is cut off under a map, the kernel ends the process
+without a word, or gives it zeros up to the end of a page. Here it is an error with the name of the file.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data.storage import DataError
+
+AT_A_TIME = 1 << 30
+"""Bytes; the kernel gives no more than two gigabytes."""
+
+
+@final
+class HeldFile:
+    def __init__(self, path: str) -> None:
+        """OSError where it cannot be opened."""
+        self._path = path
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # a file that is renamed or deleted can be read on
+        weakref.finalize(self, os.close, self._file)
+        status = os.fstat(self._file)
+        self.size = status.st_size
+        self._written = status.st_mtime_ns
+
+    def is_in_place(self) -> bool:
+        """Whether its name still leads to it."""
+        try:
+            return os.path.samestat(os.stat(self._path), os.fstat(self._file))
+        except OSError:
+            return False
+
+    def read(self, offset: int, count: int, dtype: np.dtype[Any] | str) -> NDArray[Any]:
+        """`count` numbers from byte `offset` on."""
+        found = np.empty(count, dtype)
+        left = found.data.cast("B") if count else memoryview(b"")
+        try:
+            while left:
+                got = os.preadv(self._file, [left[:AT_A_TIME]], offset)
+                if not got:
+                    break
+                left, offset = left[got:], offset + got
+            status = os.fstat(self._file)
+        except OSError as error:
+            raise DataError(f"{self._path}: cannot read: {error.strerror or error}") from error
+        if status.st_size != self.size:
+            raise DataError(f"{self._path}: size: {self.size} bytes when it was opened, {status.st_size} now; put the "
+                            "whole file there again, under another name while a program reads this one")
+        if status.st_mtime_ns != self._written or left:
+            raise DataError(f"{self._path}: was written to while it was read; give each corpus a name of its own")
+        return found

@@ -1,0 +1,83 @@
+"""One process at a time writes what belongs to a name: `alone`. A second one is refused (`storage.exclusive` waits).
+
+The lock is the kernel's (flock) on a hidden file beside the name: it goes with the process that holds it, so a dead one
+blocks nobody, and whatever temporary files are found under the lock belong to nobody. What the file says only names the
+holder, for people; it is deleted when the lock is given back.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from data.storage import StorageFault, writing
+
+
+@contextmanager
+def alone(path: str | os.PathLike[str]) -> Iterator[bool]:
+    """Nobody else is alone with this name meanwhile. False: the file system has no locks, so that is not known."""
+    name = os.fspath(path)
+    lock = Path(name).with_name(f".{Path(name).name}.writing")
+    with writing(name):
+        file, is_locked = _take(lock, name)
+    with file:
+        try:
+            yield is_locked
+        finally:
+            with suppress(OSError):
+                if is_locked:
+                    os.unlink(lock)  # before the lock goes: whoever opened the file meanwhile finds that it is gone
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)  # for a forked child too, which has a copy of the descriptor
+
+
+def remove_leftovers(name: str, paths: Iterable[Path], why: str = "") -> None:
+    """Files that nobody writes any more, found while alone with this name; says so."""
+    found = [(path, path.lstat().st_size) for path in paths]
+    for path, _ in found:
+        path.unlink()
+    if found:
+        print(f"{name}: removed what a process that ended early had left{why} "
+              f"({sum(size for _, size in found) / 1e6:.1f} MB)", file=sys.stderr, flush=True)
+
+
+def _take(lock: Path, name: str) -> tuple[IO[str], bool]:
+    """The lock file, and whether it is locked."""
+    while True:
+        file = open(lock, "a+", encoding="utf-8", errors="replace", opener=_no_link)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            with file:
+                file.seek(0)
+                holder = " ".join(file.read(200).split()) or "another process"
+            raise StorageFault(f"{name}: {holder} is writing under this name now; wait for its end, or choose another "
+                               "name") from error
+        except OSError:  # no such locks here
+            with suppress(OSError):
+                os.unlink(lock)
+            return file, False
+        if _is_there(lock, file):
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
+            return file, True
+        file.close()  # of a holder that has just ended
+
+
+def _no_link(path: str, flags: int) -> int:
+    """The file is emptied: a symbolic link in its place must not lead to another one."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
+def _is_there(lock: Path, file: IO[str]) -> bool:
+    try:
+        return os.path.samestat(os.stat(lock), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
