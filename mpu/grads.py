@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import cache
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -16,14 +18,18 @@ from mpu.classic import current_groups
 from mpu.collectives import all_reduce
 from mpu.device import on_accelerator
 from mpu.groups import Groups
+from mpu.kernels import working
 from mpu.partition import partition_of
 
-_CPU_BLOCK = 1 << 20
+_BLOCK = 1 << 20
 """Elements squared at a time on CPU: bounds the memory; small enough for the cache, large enough for two threads."""
+
+_FP64_BLOCK = 1 << 23
+"""Elements that an accelerator without the kernel copies into fp64 at a time: 64 MiB."""
 
 
 NORM_ROW = 128
-"""Elements whose squares are summed in fp32 before fp64 takes over; see row_norms."""
+"""Elements whose squares are summed at a time, in fp32 on CPU, before fp64 takes over; see row_norms."""
 
 
 def row_norms(flat: Tensor, out: Tensor | None = None) -> Tensor:
@@ -31,17 +37,39 @@ def row_norms(flat: Tensor, out: Tensor | None = None) -> Tensor:
 
     torch's own fp32 norm adds all terms in one chain on CPU and is off by 0.5% at 40 million elements. Rows of a fixed
     length are summed in fp32, what they sum to in fp64: 1e-9 there, and cutting a buffer at a row gives the same rows.
+
+    In fp32 the square of an element above 1e19 is infinite. A CPU looks, and takes such a row again in fp64; an
+    accelerator must not be asked: its kernel never squares a large number.
     """
     rows = flat.detach().view(-1, NORM_ROW)
     out = torch.empty(len(rows), dtype=torch.float32, device=flat.device) if out is None else out
-    if on_accelerator(flat):
-        rows = rows.float() if rows.dtype == torch.float64 else rows
-        torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32, out=out)
-        return out
-    at_a_time = _CPU_BLOCK // NORM_ROW
+    if not on_accelerator(flat):
+        _by_cpu(rows, out)
+    elif (kernel := _kernel_on(flat.device)) is not None and kernel.serves(rows):
+        kernel.norms_into(out, rows)
+    else:
+        at_a_time = _FP64_BLOCK // NORM_ROW
+        for block, place in zip(rows.split(at_a_time), out.split(at_a_time), strict=True):
+            place.copy_(torch.linalg.vector_norm(block, dim=1, dtype=torch.float64))
+    return out
+
+
+def _by_cpu(rows: Tensor, out: Tensor) -> None:
+    at_a_time = _BLOCK // NORM_ROW
     for block, place in zip(rows.split(at_a_time), out.split(at_a_time), strict=True):
         torch.linalg.vector_norm(block.float(), dim=1, out=place)
-    return out
+        if not math.isfinite(place.sum()):
+            large = place.isinf()
+            place[large] = torch.linalg.vector_norm(block[large].double(), dim=1).float()
+
+
+@cache
+def _kernel_on(device: torch.device) -> ModuleType | None:
+    def load() -> ModuleType:
+        from mpu import norm_kernel
+        return norm_kernel
+
+    return working(load, device, "no kernel for the norms of gradients, which are copied to fp64 without it")
 
 
 def sum_of_squares(x: Tensor) -> Tensor:
@@ -50,7 +78,7 @@ def sum_of_squares(x: Tensor) -> Tensor:
     whole = len(flat) // NORM_ROW * NORM_ROW
     total = row_norms(flat[:whole]).double().square().sum()
     if whole < len(flat):
-        total = total + torch.linalg.vector_norm(flat[whole:].float()).double().square()
+        total = total + torch.linalg.vector_norm(flat[whole:].double()).square()
     return total
 
 

@@ -21,10 +21,12 @@ second way to contradict another: each of two ranks waits for what the other, wh
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
+
+from megatron.ranges import ranges
 
 KEPT = 1024
 """Entries that are kept: ranks are never that far apart. An accelerator's host runs ahead by two steps at most, and no
@@ -223,18 +225,6 @@ def describe(places: Mapping[int, tuple[str, str]]) -> str:
         by_text.setdefault(f"{what} ({purpose})" if purpose else what, []).append(rank)
     return ", ".join(f"{ranges(ranks)} {'is' if len(ranks) == 1 else 'are'} at {text}"
                      for text, ranks in by_text.items())
-
-
-def ranges(ranks: Iterable[int]) -> str:
-    """"rank 3", or "ranks 0-2, 5"."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1] = [runs[-1][0], rank]
-        else:
-            runs.append([rank])
-    word = "rank" if len(runs) == 1 and len(runs[0]) == 1 else "ranks"
-    return f"{word} {', '.join('-'.join(map(str, run)) for run in runs)}"
 
 
 def _know_nothing(error: BaseException) -> None:

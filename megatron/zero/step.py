@@ -22,7 +22,8 @@ from torch import Tensor
 from megatron.errors import ConfigError, NumericsError
 from megatron.optim.loss_scale import LossScaleRule
 from megatron.optim.rule import ParamGroup, Rule, StepScalars
-from megatron.zero.exchanges import AFTER_A_STEP, STEP, ExchangeLog, ranges
+from megatron.ranges import ranges
+from megatron.zero.exchanges import AFTER_A_STEP, STEP, ExchangeLog
 from megatron.zero.forwards import different_blocks
 from megatron.zero.homes.shelf import Homes
 from megatron.zero.norm import GradNorm

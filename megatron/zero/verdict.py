@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mpu.collectives import all_reduce_into
 from mpu.groups import Group
+from mpu.wire import waits
 
 _OWN = 4
 """Numbers of the exchange before the riders: squares, digests, squares of digests, objections."""
@@ -103,6 +104,8 @@ class HostCopy:
 
     def values(self) -> list[float]:
         if self._arrived is not None:
+            waits.begin()  # behind the device, which may wait for other ranks
             self._arrived.synchronize()
+            waits.end()
         values: list[float] = self._host.tolist()
         return values

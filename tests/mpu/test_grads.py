@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from mpu.grads import clip_grad_norm, sum_of_squares
+from mpu import grads
+from mpu.grads import NORM_ROW, clip_grad_norm, row_norms, sum_of_squares
 from mpu.groups import Groups, build
 from mpu.partition import local_slice, mark_partition
 from mpu.split import Partition
@@ -28,6 +30,54 @@ def test_sum_of_squares_is_the_float64_one(dtype: torch.dtype, size: int) -> Non
 @pytest.mark.slow
 def test_forty_million_equal_numbers_do_not_drift() -> None:
     assert sum_of_squares(torch.full((40_000_000,), 1e-3)).item() == pytest.approx(40.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("large", [1e19, 1e20, -1e30, 3e36])
+@pytest.mark.parametrize(("size", "places"), [(1, [0]), (128, [5]), (1000, [0, 300, 999]), (300_001, [7, 300_000])])
+def test_squares_beyond_fp32_do_not_overflow(dtype: torch.dtype, large: float, size: int, places: list[int]) -> None:
+    x = torch.ones(size, dtype=dtype)
+    x[places] = large
+    expected = math.fsum(value * value for value in x.double().tolist())
+    assert sum_of_squares(x).item() == pytest.approx(expected, rel=1e-6)
+    whole = size // NORM_ROW * NORM_ROW
+    rows = row_norms(x[:whole])
+    assert rows.dtype == torch.float32
+    torch.testing.assert_close(rows, x[:whole].double().view(-1, NORM_ROW).norm(dim=1).float(), rtol=1e-6, atol=0)
+
+
+def test_rows_are_told_apart_whatever_lies_beside_them() -> None:
+    x = torch.zeros(3000, NORM_ROW)
+    sizes = torch.logspace(-18, 36, 3000, dtype=torch.float64).float()
+    x[torch.arange(3000), torch.arange(3000) % NORM_ROW] = -sizes
+    x[::7] = 0
+    torch.testing.assert_close(row_norms(x.flatten()), x.abs().amax(1), rtol=1e-6, atol=0)
+
+
+def test_an_accelerator_copies_a_bounded_part_to_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grads, "on_accelerator", lambda where: True)
+    monkeypatch.setattr(grads, "_kernel_on", lambda device: None)
+    monkeypatch.setattr(grads, "_FP64_BLOCK", 4 * NORM_ROW)
+    x = torch.randn(10 * NORM_ROW, generator=torch.Generator().manual_seed(0)) * 1e25
+    longest: list[int] = []
+    norm = torch.linalg.vector_norm
+
+    def noted(rows: Tensor, **chosen: Any) -> Tensor:
+        longest.append(rows.numel())
+        result: Tensor = norm(rows, **chosen)
+        return result
+
+    monkeypatch.setattr(torch.linalg, "vector_norm", noted)
+    torch.testing.assert_close(row_norms(x), norm(x.double().view(-1, NORM_ROW), dim=1).float(), rtol=1e-6, atol=0)
+    assert longest == [4 * NORM_ROW, 4 * NORM_ROW, 2 * NORM_ROW]
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_stays_so_beside_large_numbers(value: float) -> None:
+    x = torch.ones(4 * NORM_ROW)
+    x[3], x[NORM_ROW + 1], x[-1] = 1e30, value, -1e25
+    assert row_norms(x).isfinite().tolist() == [True, False, True, True]
+    assert not math.isfinite(sum_of_squares(x).item())
 
 
 def test_squares_beyond_fp16_do_not_overflow() -> None:

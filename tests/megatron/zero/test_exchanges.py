@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from megatron.zero import exchanges
+from megatron.ranges import ranges
 from megatron.zero.exchanges import (
     ENDED,
     KEPT,
@@ -21,7 +22,6 @@ from megatron.zero.exchanges import (
     describe,
     first_difference,
     places_of,
-    ranges,
 )
 
 

@@ -271,3 +271,44 @@ def test_without_a_loss_scale_a_sample_of_bad_numbers_ends_the_run(stage: int, t
 @pytest.mark.parametrize("stage", STAGES)
 def test_without_a_loss_scale_any_bad_number_ends_the_run(stage: int, tp: int, precision: str) -> None:
     check_end(stage, tp, precision, every_case(stage, tp))
+
+
+@dataclass(frozen=True)
+class Large:
+    """What one rank saw of a step whose gradients are large, and finite."""
+
+    norm: float
+    applied: bool
+    finite: bool
+    whole: str
+
+
+def step_with_large(rank: int, world: int, stage: int, tp: int, precision: str, values: list[float]) -> list[Large]:
+    grid, seen = groups.build(tp), []
+    for value in values:
+        engine = gpt2_engine(config(stage, tp, grid.dp.size, precision), grid)
+        report = take_step(engine, grid, 0, Case("positions", 0, value, 0))
+        engine.conclude()
+        held = weights(engine)
+        seen.append(Large(float(report.grad_norm), report.applied, all(bool(weight.isfinite().all()) for weight in
+                                                                       held.values()), digest(list(held.values()))))
+    return seen
+
+
+VALUES = [1e18, 1e20, 1e30, -3e36]
+"""Squares of the last three are infinite in fp32."""
+
+
+@pytest.mark.parametrize(("stage", "tp", "precision"), [
+    (0, 1, "fp32"), (1, 1, "bf16"), (2, 1, "fp32"), (3, 1, "bf16"), (3, 2, "fp32"),
+    *(pytest.param(stage, tp, precision, marks=pytest.mark.slow)
+      for stage, tp, precision in product(STAGES, (1, 2), ("fp32", "bf16")))])
+def test_large_gradients_have_a_norm_and_are_clipped(stage: int, tp: int, precision: str) -> None:
+    by_rank = run_ranks(step_with_large, 2 * tp, stage, tp, precision, VALUES)
+    positions = config(stage, tp, 2, precision).model.max_position_embeddings
+    for value, seen in zip(VALUES, zip(*by_rank), strict=True):
+        held = torch.tensor(value).to(torch.bfloat16 if precision == "bf16" else torch.float32).item()
+        expected = abs(held) * math.sqrt(positions) / 2  # a column of the table, on one of two ranks
+        assert all(rank.applied and rank.finite for rank in seen), value
+        assert seen[0].norm == pytest.approx(expected, rel=1e-2) and len({rank.norm for rank in seen}) == 1
+        assert seen[0].whole == seen[tp].whole, "replicas differ"
