@@ -1,13 +1,18 @@
 """Checkpoints: pieces of logical tensors and a manifest, readable by any layout; no pickle anywhere.
 
-Read in this order. The first eleven need no torch, so `list` and `verify` do not either.
+Read in this order. The first sixteen need no torch, so `list` and `verify` do not either.
 
+    signature.py   a key, and what is signed with it
     strict.py      JSON records whose every field is expected: a missing or unknown one is a CheckpointError
     cut.py         local index <-> logical index under any tensor-parallel cut, and which shard holds an element
     manifest.py    what a checkpoint is: logical tensors and how they are cut
+    origin.py      which checkpoint a file is of
     part.py        what one rank says about its own files: sizes, checksums
     stamp.py       tag, time and checksum of a manifest, without parsing it
+    header.py      what is in a safetensors file, and where
+    content.py     is a file what its manifest and its part say
     recognise.py   what a folder of another program is, and which command reads it
+    strangers.py   links that lead out of a save root, and files that no save wrote
     tags.py        which checkpoints there are under a folder, and are they intact
     choice.py      which of them a load uses: the one named by the user or by `latest`, or the newest
     flock.py       which folder a save holds, and one save at a time commits

@@ -5,21 +5,27 @@ Without it a full disk on rank 3 would leave the others waiting in the next coll
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import json
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from data.storage import DataError, StorageFault, UsageError
-from megatron.errors import CheckpointError, ConfigError, NumericsError, PeerError, StorageError, TrainerError
+from megatron.checkpoint.signature import FLAG, Key, read_key
+from megatron.errors import (CheckpointError, ConfigError, MemoryLack, NumericsError, PeerError, StorageError,
+                             TrainerError)
+from megatron.launch.alike import difference
+from megatron.launch.exits import is_lack_of_memory
 from mpu.collectives import agree as reduce_number
-from mpu.collectives import broadcast_json
+from mpu.collectives import all_gather_json, broadcast_json
 from mpu.groups import Group
 from mpu.split import ParallelError
 
 T = TypeVar("T")
 
 _FAMILY: dict[str, type[Exception]] = {cls.__name__: cls for cls in (
-    CheckpointError, ConfigError, NumericsError, PeerError, StorageError, DataError, UsageError, StorageFault,
-    ParallelError)}
+    CheckpointError, ConfigError, MemoryLack, NumericsError, PeerError, StorageError, DataError, UsageError,
+    StorageFault, ParallelError)}
 """Of this package, and of the two that must not import it: all that `errors.exit_code` has a code for."""
 
 
@@ -40,6 +46,39 @@ def agree(action: Callable[[], T], world: Group) -> T:
         said = broadcast_json(report, world, first)
         raise _FAMILY.get(said["error"], PeerError)(said["message"]) from failure
     return result
+
+
+def with_memory(action: Callable[[], T], world: Group, doing: str) -> T:
+    """The result of `action`; lack of memory in it is an error that ranks agree on, as `agree` does not share it."""
+    try:
+        return action()
+    except Exception as error:
+        if not is_lack_of_memory(error):
+            raise
+        reason = (str(error) or type(error).__name__).strip().splitlines()[0]
+        raise MemoryLack(f"rank {world.rank} is out of memory, while {doing}: {reason}; earlier checkpoints are "
+                         "untouched; free memory on its machine, or use a smaller --batch-size, and start the same "
+                         "command to resume") from error
+
+
+def alike(facts: Mapping[str, Any], world: Group, what: str) -> None:
+    """Every rank has these facts, or each raises a ConfigError that names where they differ: `what` is so. One number
+    travels where all is well."""
+    text = json.dumps(facts, sort_keys=True, default=str)
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6])  # a float of 64 bits holds it
+    if reduce_number(number, world, "min") != reduce_number(number, world, "max"):
+        told = [(found, [rank]) for rank, found in enumerate(all_gather_json(json.loads(text), world))]
+        raise ConfigError(difference(told, what))
+
+
+def same_key(path: str | None, world: Group) -> Key | None:
+    """What checkpoints are signed with, the same on all ranks, which may have its file each in a place of its own."""
+    if path is None:
+        return None
+    key = agree(lambda: read_key(path), world)
+    assert key is not None
+    alike({f"content of {FLAG}": key.mark}, world, "the ranks would sign checkpoints with different keys")
+    return key
 
 
 def on_rank_0(action: Callable[[], Any], world: Group) -> Any:

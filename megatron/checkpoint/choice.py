@@ -22,7 +22,8 @@ from pathlib import Path
 from megatron.checkpoint.manifest import LATEST, MANIFEST, Manifest, is_safe_name, step_of
 from megatron.checkpoint.recognise import nothing_under, recognise
 from megatron.checkpoint.stamp import seal_of, stamp_of
-from megatron.checkpoint.strict import Record, parse_json
+from megatron.checkpoint.strangers import check_latest_inside, target_outside
+from megatron.checkpoint.strict import Record, parse_json, read_bytes
 from megatron.checkpoint.tags import complete, folder_of, steps_of, tag_names
 from megatron.errors import CheckpointError
 
@@ -73,10 +74,10 @@ def tag_of_step(root: Path, step: int) -> tuple[str, str | None]:
 # ---- latest ---------------------------------------------------------------------------------------------------------
 
 def read_latest(root: Path) -> str | None:
-    """What the file says; None where there is none."""
+    """What the file says; None where there is none. A link that leads out of the root is not followed."""
     path = root / LATEST
     try:
-        if not path.is_file():  # a pipe in its place would never end
+        if target_outside(path, root) is not None or not path.is_file():  # a pipe in its place would never end
             return None
         with open(path, "rb") as file:
             return file.read(256).decode("utf-8", "replace").strip()
@@ -86,7 +87,7 @@ def read_latest(root: Path) -> str | None:
 
 def read_pending(root: Path) -> Pending | None:
     try:
-        record = Record(parse_json((root / PENDING).read_bytes(), PENDING), PENDING)
+        record = Record(parse_json(read_bytes(root / PENDING, PENDING), PENDING), PENDING)
         was = record.fields.pop("was", None)
         return Pending(record.take("tag", str), record.take("seal", str), was if isinstance(was, str) else None)
     except (OSError, CheckpointError):
@@ -118,6 +119,8 @@ def steps_oldest_first(root: Path) -> list[tuple[str, int]]:
     """(tag, step) of all complete tags named by their step, in the order of their commits. Nothing is parsed."""
     found = []
     for tag, step in steps_of(root).items():
+        if target_outside(folder_of(root, tag), root) is not None:
+            continue  # of somebody else's
         stamp = stamp_of(folder_of(root, tag))
         if step_of(tag) is not None and stamp is not None and stamp.tag == tag:
             found.append((stamp.saved_at, step, tag))
@@ -135,6 +138,7 @@ def _order(root: Path, manifest: Manifest) -> tuple[int, int, int]:
 
 def is_empty(root: Path) -> bool:
     """No checkpoint is here, and none of another program either: that is an error which says whose it is."""
+    check_latest_inside(root)
     empty = not tag_names(root) and latest_tag(root) is None
     if empty and recognise(root):
         raise CheckpointError(nothing_under(root))
@@ -143,6 +147,7 @@ def is_empty(root: Path) -> bool:
 
 def all_tags(root: Path) -> list[str]:
     """Every folder that is, or should be, a checkpoint, by step; at least one."""
+    check_latest_inside(root)
     latest, found = latest_tag(root), [tag for tag in tag_names(root) if _holds_files(folder_of(root, tag))]
     if not found and latest is None:
         raise CheckpointError(nothing_under(root))

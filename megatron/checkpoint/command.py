@@ -19,6 +19,7 @@ from typing import NoReturn
 from megatron.checkpoint.choice import all_tags, candidates, explain_choice, latest_tag, locate
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.recognise import nothing_under
+from megatron.checkpoint.signature import Key, read_key
 from megatron.checkpoint.tags import complete, held, manifest_of, tag_names, verify
 from megatron.config.help import typed
 from megatron.errors import EXIT_STORAGE, CheckpointError, ConfigError, TrainerError, exit_code
@@ -45,12 +46,12 @@ def _bytes(manifest: Manifest) -> int:
     return manifest.nbytes if manifest.has_parts else sum(entry.size for entry in manifest.files.values())
 
 
-def verify_tags(root: Path, tag: str | None) -> None:
+def verify_tags(root: Path, tag: str | None, key: Key | None) -> None:
     """Check every tag, then fail with the first that is damaged."""
     damaged: list[CheckpointError] = []
     for name in [held(root, tag)] if tag is not None else all_tags(root):
         try:
-            manifest = verify(root, name)
+            manifest = verify(root, name, key)
             print(f"{name}: ok, {len(manifest.files)} files, {_bytes(manifest)} bytes", flush=True)
         except CheckpointError as error:
             damaged.append(error)
@@ -59,30 +60,30 @@ def verify_tags(root: Path, tag: str | None) -> None:
         raise CheckpointError(f"{damaged[0]}{more}")
 
 
-def print_digest(root: Path, tag: str | None) -> None:
+def print_digest(root: Path, tag: str | None, key: Key | None) -> None:
     from megatron.checkpoint.export import digest
     from megatron.checkpoint.reader import open_checkpoint
 
-    for line in digest(open_checkpoint(root, tag, int8=True)):
+    for line in digest(open_checkpoint(root, tag, int8=True, key=key)):
         print(line, flush=True)
 
 
-def merge_weights(root: Path, tag: str | None, output: Path) -> None:
+def merge_weights(root: Path, tag: str | None, output: Path, key: Key | None) -> None:
     from megatron.checkpoint.export import merge
     from megatron.checkpoint.reader import open_checkpoint
 
-    checkpoint = open_checkpoint(root, tag)
+    checkpoint = open_checkpoint(root, tag, key=key)
     print(f"{output}: weights of {checkpoint.tag} as fp32, {merge(checkpoint, output)} bytes")
 
 
 def convert(source: Path, tag: str | None, output: Path, vocab_size: int | None, heads: int | None,
-            version: float | None) -> None:
+            version: float | None, key: Key | None) -> None:
     from megatron.checkpoint.interchange.convert import import_weights, open_foreign
     from megatron.checkpoint.interchange.huggingface import export
     from megatron.checkpoint.reader import open_checkpoint
 
     if tag is not None or tag_names(source):
-        for path in export(open_checkpoint(source, tag), output, say=lambda line: print(f"note: {line}")):
+        for path in export(open_checkpoint(source, tag, key=key), output, say=lambda line: print(f"note: {line}")):
             print(f"{path}: {path.stat().st_size} bytes")
         return
     found = open_foreign(source, vocab_size, heads, version)
@@ -97,12 +98,12 @@ def convert(source: Path, tag: str | None, output: Path, vocab_size: int | None,
 
 
 def quantise(source: Path, tag: str | None, output: Path, vocab_size: int | None, heads: int | None,
-             version: float | None) -> None:
+             version: float | None, key: Key | None) -> None:
     from megatron.checkpoint.interchange.convert import open_foreign, quantise_weights
     from megatron.checkpoint.reader import open_checkpoint
 
     ours = tag is not None or bool(tag_names(source))
-    found = open_checkpoint(source, tag) if ours else open_foreign(source, vocab_size, heads, version)
+    found = open_checkpoint(source, tag, key=key) if ours else open_foreign(source, vocab_size, heads, version)
     report = quantise_weights(found, output)
     print(f"{output}: {report.tag} with int8 weights, {report.bytes} bytes")
 
@@ -133,11 +134,15 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--checkpoint-version", type=float, metavar="V",
                         help="convert from one state dict of a Megatron GPT-2: order of its query_key_value (0 to 3)")
     parser.add_argument("--dtype", choices=["int8"], help="convert: int8 weights, for inference alone")
+    parser.add_argument("--checkpoint-key", metavar="FILE",
+                        help="take only what is signed with the key in this file")
     chosen = parser.parse_args(arguments)
     if (chosen.command in ("merge", "convert")) != (chosen.output is not None):
         parser.error("--output PATH belongs to merge and convert, and they need it")
     if chosen.dtype is not None and chosen.command != "convert":
         parser.error("--dtype belongs to convert")
+    if chosen.checkpoint_key is not None and chosen.command == "list":
+        parser.error("--checkpoint-key: list checks no signature; verify does")
     root, tag = locate(chosen.dir)
     if tag is not None and chosen.tag not in (None, tag):
         parser.error(f"{chosen.dir} is tag {tag}, and --tag says {chosen.tag}")
@@ -147,13 +152,16 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def run(arguments: list[str]) -> None:
     chosen = parse(arguments)
+    key = read_key(chosen.checkpoint_key)
     if chosen.command == "merge":
-        merge_weights(chosen.dir, chosen.tag, chosen.output)
+        merge_weights(chosen.dir, chosen.tag, chosen.output, key)
     elif chosen.command == "convert":
         (convert if chosen.dtype is None else quantise)(chosen.dir, chosen.tag, chosen.output, chosen.vocab_size,
-                                                        chosen.num_attention_heads, chosen.checkpoint_version)
+                                                        chosen.num_attention_heads, chosen.checkpoint_version, key)
+    elif chosen.command == "list":
+        list_tags(chosen.dir, chosen.tag)
     else:
-        {"list": list_tags, "verify": verify_tags, "digest": print_digest}[chosen.command](chosen.dir, chosen.tag)
+        (verify_tags if chosen.command == "verify" else print_digest)(chosen.dir, chosen.tag, key)
 
 
 def main(arguments: list[str]) -> int:

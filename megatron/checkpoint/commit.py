@@ -34,6 +34,7 @@ from megatron.checkpoint.choice import (
 from megatron.checkpoint.flock import abandoned, alone, held
 from megatron.checkpoint.manifest import LATEST, MANIFEST, safe_name
 from megatron.checkpoint.stamp import saved_at_of, seal_of
+from megatron.checkpoint.strangers import named, no_link, of_no_save
 from megatron.checkpoint.tags import ASIDE, Say, folder_of, manifest_of, say_stderr
 from megatron.errors import CheckpointError, StorageError
 
@@ -53,10 +54,13 @@ class Keep:
 
 @contextmanager
 def storing(path: Path, needed: int, flag: str = "--save") -> Iterator[None]:
-    """An OSError inside is a StorageError naming flag, path, reason, bytes needed and bytes free."""
+    """An OSError inside is a StorageError naming flag, path, reason, bytes needed and bytes free. Lack of memory is no
+    matter of the disk."""
     try:
         yield
     except OSError as error:
+        if error.errno == errno.ENOMEM:
+            raise
         reason = error.strerror or str(error)
         kept = "; earlier checkpoints are untouched" if flag == "--save" else ""
         raise StorageError(f"{flag}: cannot write {path}: {reason}; {needed} bytes needed, {_free(path)} free"
@@ -190,10 +194,10 @@ def commit(staging: Path, root: Path, tag: str, latest: bool = True) -> None:
         try:
             if latest:
                 pending = Pending(tag, str(seal_of(staging)), read_latest(root))
-                write_json_atomic(root / PENDING, pending.as_dict())
+                write_json_atomic(no_link(root / PENDING), pending.as_dict())
             if folder.exists() and aside.exists():
                 discard(folder)  # `sweep` kept the aside copy because this one is damaged
-            elif folder.exists():
+            elif os.path.lexists(folder):
                 os.rename(folder, aside)
             os.rename(staging, folder)
         except OSError:
@@ -202,12 +206,12 @@ def commit(staging: Path, root: Path, tag: str, latest: bool = True) -> None:
         fsync_directory(root)
         if latest:
             _write_latest(root, tag)
-        if aside.exists():
+        if os.path.lexists(aside):
             discard(aside)
 
 
 def _write_latest(root: Path, tag: str) -> None:
-    with staged_file(root / LATEST, "w") as file:
+    with staged_file(no_link(root / LATEST), "w") as file:
         file.write(f"{tag}\n")
     (root / PENDING).unlink(missing_ok=True)
 
@@ -221,8 +225,8 @@ def time_of_commit(root: Path) -> int:
 def _place_script(root: Path) -> None:
     """The script that reads the tags of this format, if it is not there."""
     text, path = (Path(__file__).with_name("interchange") / SCRIPT).read_bytes(), root / SCRIPT
-    if not path.is_file() or path.read_bytes() != text:
-        with staged_file(path) as file:
+    if path.is_symlink() or not path.is_file() or path.read_bytes() != text:
+        with staged_file(no_link(path)) as file:
             file.write(text)
 
 
@@ -243,12 +247,13 @@ def _delete(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def prune(root: Path, keep: Keep, saved: int | None = None) -> list[str]:
+def prune(root: Path, keep: Keep, saved: int | None = None, say: Say = say_stderr) -> list[str]:
     """Delete the complete step tags that `keep` does not name; the names deleted.
 
     The newest are those committed last, so after going back to an older tag the abandoned branch goes first. Never
     deleted: what `latest` names, tags of the user's own, and those after step `saved` (another run's, or of a branch
-    that this one has not reached yet), which do not count either.
+    that this one has not reached yet), which do not count either; nor do links to elsewhere. `say` is told of what goes
+    with a tag and is of no save.
     """
     if keep.last is None:
         return []
@@ -257,5 +262,7 @@ def prune(root: Path, keep: Keep, saved: int | None = None) -> list[str]:
     doomed = [tag for step, tag in own[:-keep.last] if tag != latest and not (keep.every and step % keep.every == 0)]
     with storing(root, 0):
         for tag in doomed:
+            if others := of_no_save(folder_of(root, tag)):
+                say(f"warning: --keep-last deletes {root / tag}, and what no save wrote with it: {named(others)}")
             discard(folder_of(root, tag))
     return doomed

@@ -7,9 +7,12 @@ Vocabulary
     part    what one rank says about its own files, in `rank<k>.json` (part.py)
 
 The manifest is as long for four thousand ranks as for one: it says how each tensor is cut, and which rank holds which
-elements is arithmetic (cut.py). Files and their checksums are in the parts. Manifest and parts hold the same `save_id`
-and end with the crc32 of every byte before, so one flipped bit anywhere in a tag is found, and a file of another save
-as well. Formats 1 and 2 have no parts: the manifest lists every file and every piece, and is read as it was.
+elements is arithmetic (cut.py). Files and their checksums are in the parts. Manifest and parts end with the crc32 of
+every byte before, so one flipped bit anywhere in a tag is found. They hold the same `save_id`, as every file does
+(origin.py), and it ends with a digest of what the manifest says: nothing of another save, tag or step fits.
+
+Format 3 has no origins outside manifest and parts, and no digest. Formats 1 and 2 have no parts: the manifest lists
+every file and every piece. They are read as they were.
 
 The partition is kept as plain numbers (not mpu's record), so that verifying needs neither mpu nor torch.
 """
@@ -20,16 +23,18 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from hashlib import sha256
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.cut import Sharding, Spread
+from megatron.checkpoint.signature import Key
 from megatron.checkpoint.strict import Record, read_bytes, seal, unseal
 from megatron.errors import CheckpointError
 
-FORMAT = 3
-"""What is written. Formats 1 (without `saved_at`) and 2 list all files and pieces; they are read as well."""
+FORMAT = 4
+"""What is written. Formats 1 (without `saved_at`) and 2 list all files and pieces; they and 3 are read as well."""
 MANIFEST = "manifest.json"
 LATEST = "latest"
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
@@ -64,6 +69,11 @@ class FileEntry:
     size: int
     crc32: str
     """8 hexadecimal digits, as data.storage.crc32_file writes them."""
+    sha256: str = ""
+    """In signed checkpoints."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if value != ""}
 
 
 @dataclass(frozen=True, order=True)
@@ -124,6 +134,11 @@ class TensorEntry:
                                   f"rank {rank} of {ranks}")
 
 
+def key_of(tensor: TensorEntry, tp_rank: int, offset: int) -> str:
+    """The key of a piece, as `Piece.key` has it."""
+    return f"{tensor.kind}/{tensor.name}/{tp_rank}/{offset}"
+
+
 @dataclass(frozen=True)
 class Manifest:
     """One checkpoint: who wrote it, under which config and layout, in which files, holding which tensors."""
@@ -142,11 +157,18 @@ class Manifest:
     nbytes: int = 0
     """Of all other files of the tag."""
     files: Mapping[str, FileEntry] = field(default_factory=dict)
-    """Formats 1 and 2: every other file of the tag. Format 3: empty, unless `tags.verify` has filled it in."""
+    """Formats 1 and 2: every other file of the tag. Later: empty, unless `tags.verify` has filled it in."""
+    format: int = FORMAT
+    key: Key | None = field(default=None, repr=False, compare=False)
+    """What it was signed with, and its parts are: not in the file."""
 
     @property
     def has_parts(self) -> bool:
-        return self.save_id != ""
+        return self.format > 2
+
+    @property
+    def has_origins(self) -> bool:
+        return self.format > 3
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -179,13 +201,19 @@ class Manifest:
         """What is said about the tensors."""
         return json.dumps([_tensor_to_json(tensor) for tensor in self.tensors], separators=(",", ":")).encode()
 
+    def digest(self) -> str:
+        """Of what makes it this checkpoint and no other. The end of its `save_id`."""
+        said = {name: getattr(self, name) for name in ("run_id", "tag", "iteration", "layout", "config")}
+        said["tensors"] = [_tensor_to_json(tensor) for tensor in self.tensors]
+        return sha256(json.dumps(said, separators=(",", ":")).encode()).hexdigest()[:32]
+
     def to_bytes(self) -> bytes:
-        """In format 3. The tag is at the beginning and the time at the end, for stamp.py."""
+        """The tag is at the beginning and the time at the end, for stamp.py."""
         body = {"format": FORMAT, **{name: getattr(self, name) for name in
                 ("run_id", "tag", "iteration", "layout", "config", "save_id", "nbytes")}}
         body["tensors"] = [_tensor_to_json(tensor) for tensor in self.tensors]
         body["saved_at"] = self.saved_at
-        return seal(body)
+        return seal(body, self.key)
 
     def check(self) -> None:
         """What no single field can promise: tensors named once and whole, their pieces in listed files."""
@@ -204,29 +232,38 @@ class Manifest:
                 raise CheckpointError(f"tag {self.tag}: {MANIFEST}: {error}") from error
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path, key: Key | None = None) -> Manifest:
     where = f"tag {folder.name}: {MANIFEST}"
-    return from_bytes(read_bytes(folder / MANIFEST, where), where)
+    return from_bytes(read_bytes(folder / MANIFEST, where), where, key)
 
 
-def from_bytes(data: bytes, where: str = MANIFEST) -> Manifest:
+def from_bytes(data: bytes, where: str = MANIFEST, key: Key | None = None) -> Manifest:
     """The manifest in `data`, or a CheckpointError naming what is wrong with it."""
-    record = Record(unseal(data, where), where)
-    if (version := record.count("format")) not in (1, 2, FORMAT):
+    record = Record(unseal(data, where, key), where)
+    if (version := record.count("format")) not in range(1, FORMAT + 1):
         raise CheckpointError(f"{where}: format {version}, this program reads formats 1 to {FORMAT}")
     manifest = Manifest(run_id=record.take("run_id", str), tag=safe_name(record.take("tag", str), f"{where}: tag"),
                         iteration=record.count("iteration"), layout=record.take("layout", dict),
                         config=record.take("config", dict),
                         tensors=tuple(_tensor(value, where, version < 3) for value in record.take("tensors", list)),
-                        saved_at=record.count("saved_at") if version > 1 else 0,
+                        saved_at=record.count("saved_at", 10**18) if version > 1 else 0,
                         save_id=record.take("save_id", str) if version > 2 else "",
                         nbytes=record.count("nbytes") if version > 2 else 0,
-                        files=files_from_json(record.take("files", dict), where) if version < 3 else {})
+                        files=files_from_json(record.take("files", dict), where) if version < 3 else {},
+                        format=version, key=key)
     record.done()
-    if version > 2 and not manifest.save_id:
-        raise CheckpointError(f"{where}: field 'save_id' is empty")
     manifest.check()
+    _check_save_id(manifest, where)
     return manifest
+
+
+def _check_save_id(manifest: Manifest, where: str) -> None:
+    random, dash, digest = manifest.save_id.partition("-")
+    if manifest.has_parts and not random:
+        raise CheckpointError(f"{where}: field 'save_id' is empty")
+    if manifest.has_origins != bool(dash) or manifest.has_origins and digest != manifest.digest():
+        raise CheckpointError(f"{where}: is of another checkpoint, or was changed: its save_id {manifest.save_id!r:.80}"
+                              " was given for other content")
 
 
 def files_from_json(values: dict[str, object], where: str) -> dict[str, FileEntry]:
@@ -235,7 +272,8 @@ def files_from_json(values: dict[str, object], where: str) -> dict[str, FileEntr
 
 
 def _file(record: Record) -> FileEntry:
-    entry = FileEntry(record.count("size"), record.take("crc32", str))
+    entry = FileEntry(record.count("size"), record.take("crc32", str),
+                      record.take("sha256", str) if "sha256" in record.fields else "")
     record.done()
     return entry
 

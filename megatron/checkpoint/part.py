@@ -1,23 +1,27 @@
 """The part of a manifest that one rank writes, `rank<k>.json`: its files with size and checksum, and its own state.
 
 Nobody reads them all: a rank that verifies a checkpoint reads its share of them, and a rank that loads one those of
-the ranks whose files hold what it needs. A part that was copied from another save is known by its `save_id`. No torch.
+the ranks whose files hold what it needs. A part that was copied from another save is known by its origin. No torch.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from data.storage import crc32
 from megatron.checkpoint.manifest import FORMAT, FileEntry, Manifest, files_from_json
+from megatron.checkpoint.origin import Origin, check_origin, origin_of
+from megatron.checkpoint.signature import Key
 from megatron.checkpoint.strict import Record, read_bytes, seal, unseal
 from megatron.errors import CheckpointError
 
-SHARED = ("shared.json", "config.json")
+CONFIG = "config.json"
+SHARED_STATE = "shared.json"
+SHARED = (SHARED_STATE, CONFIG)
 """Files that rank 0 writes beside its own."""
 
 
@@ -25,8 +29,7 @@ SHARED = ("shared.json", "config.json")
 class Part:
     """What one rank wrote."""
 
-    save_id: str
-    rank: int
+    origin: Origin
     files: Mapping[str, FileEntry]
     """This file is not among them: it ends with its own checksum."""
     state: Any
@@ -36,10 +39,9 @@ class Part:
     def tensor_files(self) -> list[str]:
         return [name for name in self.files if name not in SHARED]
 
-    def to_bytes(self) -> bytes:
-        files = {name: asdict(entry) for name, entry in self.files.items()}
-        return seal({"format": FORMAT, "save_id": self.save_id, "rank": self.rank, "files": files,
-                     "state": self.state})
+    def to_bytes(self, key: Key | None) -> bytes:
+        files = {name: entry.as_dict() for name, entry in self.files.items()}
+        return seal({"format": FORMAT, "origin": self.origin.as_dict(), "files": files, "state": self.state}, key)
 
 
 def part_name(rank: int) -> str:
@@ -63,15 +65,17 @@ def read_part(folder: Path, manifest: Manifest, rank: int) -> tuple[Part, FileEn
     if not (folder / name).is_file():
         raise CheckpointError(f"tag {manifest.tag}: shard file {name} (rank {rank} of {manifest.ranks}) missing")
     data = read_bytes(folder / name, where)
-    record = Record(unseal(data, where), where)
-    if (version := record.count("format")) != FORMAT:
-        raise CheckpointError(f"{where}: format {version}, expected {FORMAT}")
-    part = Part(record.take("save_id", str), record.count("rank"), files_from_json(record.take("files", dict), where),
-                record.fields.pop("state", None))
+    record = Record(unseal(data, where, manifest.key), where)
+    if (version := record.count("format")) != manifest.format:
+        raise CheckpointError(f"{where}: format {version}, expected {manifest.format}")
+    origin = origin_of(manifest, rank)
+    if manifest.has_origins:
+        check_origin(record.take("origin", dict), origin, where)
+    elif (found := (record.take("save_id", str), record.count("rank"))) != (origin.save_id, rank):
+        raise CheckpointError(f"{where}: expected rank {rank} of save {origin.save_id}, found rank {found[1]} of "
+                              f"save {found[0]:.40}: it is of another checkpoint")
+    part = Part(origin, files_from_json(record.take("files", dict), where), record.fields.pop("state", None))
     record.done()
-    if (part.save_id, part.rank) != (manifest.save_id, rank):
-        raise CheckpointError(f"{where}: expected rank {rank} of save {manifest.save_id}, found rank {part.rank} of "
-                              f"save {part.save_id:.40}: it is of another checkpoint")
     if strange := [file for file in part.files if file == name or writer_of(file) != rank]:
         raise CheckpointError(f"{where}: lists {strange[0]!r}, which rank {rank} does not write")
     return part, FileEntry(len(data), f"{crc32(data):08x}")

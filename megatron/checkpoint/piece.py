@@ -68,11 +68,6 @@ class Piece:
                            sharding_of(self.shape, self.partition, self.tp_size), Spread(0, prod(self.shape)))
 
 
-def key_of(tensor: TensorEntry, tp_rank: int, offset: int) -> str:
-    """The key of a piece, as `Piece.key` has it."""
-    return f"{tensor.kind}/{tensor.name}/{tp_rank}/{offset}"
-
-
 def sharding_of(shape: tuple[int, ...], partition: Partition | None, tp_size: int) -> Sharding:
     """mpu's description of a cut in the manifest's words."""
     if partition is None:

@@ -20,14 +20,18 @@ import torch
 
 from megatron.checkpoint.agree import agree, on_rank_0, total
 from megatron.checkpoint.choice import candidates, explain_choice, latest_tag
+from megatron.checkpoint.content import state_in
 from megatron.checkpoint.cut import Run
 from megatron.checkpoint.int8 import LEVELS
-from megatron.checkpoint.manifest import Manifest, TensorEntry
-from megatron.checkpoint.part import Part, part_name, read_part
-from megatron.checkpoint.piece import key_of, sharding_of
+from megatron.checkpoint.manifest import Manifest, TensorEntry, key_of
+from megatron.checkpoint.origin import origin_of
+from megatron.checkpoint.part import SHARED_STATE, Part, part_name, read_part
+from megatron.checkpoint.piece import sharding_of
+from megatron.checkpoint.signature import Key
 from megatron.checkpoint.state import decode
-from megatron.checkpoint.strict import parse_json, read_bytes
-from megatron.checkpoint.tags import Say, check_names, check_share, folder_of, held, manifest_of, say_stderr
+from megatron.checkpoint.strict import parse_json, read_bytes, sense_of
+from megatron.checkpoint.strangers import unread
+from megatron.checkpoint.tags import Say, check_share, folder_of, held, manifest_of, other_names, say_stderr
 from megatron.checkpoint.tensorfile import TensorFile
 from megatron.errors import CheckpointError
 from mpu.groups import SOLO, Group
@@ -35,65 +39,69 @@ from mpu.split import Partition
 
 
 def open_checkpoint(root: str | Path, tag: str | None = None, *, world: Group = SOLO, fallback: bool = False,
-                    say: Say = say_stderr, int8: bool = False) -> Checkpoint:
+                    say: Say = say_stderr, int8: bool = False, key: Key | None = None) -> Checkpoint:
     """The checkpoint `tag`, or the one that `latest` names, with every byte verified before anything is read from it.
 
     Collective over `world`: the ranks share the verification, and all open the tag or all raise the same error.
     With `fallback` a damaged tag that was not asked for makes way for an older one, and `say` prints why. One with int8
-    weights is for those who ask for it with `int8`.
+    weights is for those who ask for it with `int8`. With a `key` it must be signed with it.
     """
-    found = _open(Path(root), tag, world, fallback, say)
+    found = _open(Path(root), tag, world, fallback, say, key)
     if found.has(LEVELS) and not int8:
         raise CheckpointError(f"{found.tag} of {root} holds int8 weights, which are for inference alone (`python -m "
                               "megatron.generate`); give the checkpoint they were made from")
     return found
 
 
-def _open(root: Path, tag: str | None, world: Group, fallback: bool, say: Say) -> Checkpoint:
+def _open(root: Path, tag: str | None, world: Group, fallback: bool, say: Say, key: Key | None) -> Checkpoint:
     first = str(on_rank_0(lambda: held(root, tag) if tag is not None else latest_tag(root) or candidates(root)[0],
                           world))
     try:
-        found = _open_verified(root, first, world)
+        found = _open_verified(root, first, world, say, key)
     except CheckpointError as error:
         others = [] if tag is not None else on_rank_0(lambda: candidates(root)[1:], world)
         if not fallback or not others:
             advice = "; --resume-fallback takes the newest good one before it" if others else ""
             raise CheckpointError(f"{error}{advice}") from error
-        return _fall_back(root, error, others, world, say)
+        return _fall_back(root, error, others, world, say, key)
     if tag is None and world.rank == 0 and (warning := explain_choice(root, first)):
         say(warning)
     return found
 
 
-def _fall_back(root: Path, error: CheckpointError, others: list[str], world: Group, say: Say) -> Checkpoint:
+def _fall_back(root: Path, error: CheckpointError, others: list[str], world: Group, say: Say,
+               key: Key | None) -> Checkpoint:
     """The first of the other tags that is good; the last one's error where none is."""
     for name in others:
         if world.rank == 0:
             say(f"warning: {error}; falling back to an older tag, {name}")
         try:
-            return _open_verified(root, name, world)
+            return _open_verified(root, name, world, say, key)
         except CheckpointError as found:
             error = found
     raise error
 
 
-def _open_verified(root: Path, tag: str, world: Group) -> Checkpoint:
-    """Every rank checks its share of the files, and the first one that there are no others. Collective."""
-    manifest, checked = agree(partial(_check_share, root, tag, world), world)
+def _open_verified(root: Path, tag: str, world: Group, say: Say, key: Key | None) -> Checkpoint:
+    """Every rank checks its share of the files, and the first one whether there are others. Collective."""
+    manifest, checked = agree(partial(_check_share, root, tag, world, key), world)
     count = total(checked, world)
-    agree(partial(_check_names, root, tag, manifest, count) if world.rank == 0 else _nothing, world)
+    if others := agree(partial(_other_names, root, tag, manifest, count if world.rank == 0 else None), world):
+        say(unread(tag, others))
     return Checkpoint(folder_of(root, tag), manifest)
 
 
-def _check_share(root: Path, tag: str, world: Group) -> tuple[Manifest, int]:
+def _check_share(root: Path, tag: str, world: Group, key: Key | None) -> tuple[Manifest, int]:
     with _reading(root, tag):
-        manifest = manifest_of(root, tag)
+        manifest = manifest_of(root, tag, key)
         return manifest, len(check_share(folder_of(root, tag), manifest, world.rank, world.size))
 
 
-def _check_names(root: Path, tag: str, manifest: Manifest, count: int) -> None:
+def _other_names(root: Path, tag: str, manifest: Manifest, count: int | None) -> list[str]:
+    if count is None:
+        return []
     with _reading(root, tag):
-        check_names(folder_of(root, tag), manifest, count)
+        return other_names(folder_of(root, tag), manifest, count)
 
 
 @contextmanager
@@ -104,10 +112,6 @@ def _reading(root: Path, tag: str) -> Iterator[None]:
     except OSError as error:
         where = error.filename or root / tag
         raise CheckpointError(f"tag {tag}: {where}: cannot be read ({error.strerror})") from error
-
-
-def _nothing() -> None:
-    """What the other ranks do."""
 
 
 class Checkpoint:
@@ -153,7 +157,7 @@ class Checkpoint:
 
     @cached_property
     def shared_state(self) -> dict[str, Any]:
-        return self._state("shared", 0)
+        return self._state(SHARED_STATE, 0)
 
     def rank_state(self, rank: int, layout: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
         """What `rank` saved; None when it was not a rank of that run, or when tp or dp of `layout` are others."""
@@ -161,7 +165,7 @@ class Checkpoint:
         if differs:
             return None
         if not self.manifest.has_parts:
-            return self._state(f"rank{rank}", rank) if part_name(rank) in self.manifest.files else None
+            return self._state(part_name(rank), rank) if part_name(rank) in self.manifest.files else None
         if rank >= self.manifest.ranks:
             return None
         return self._decoded(self._part(rank).state, f"tag {self.tag}: file {part_name(rank)}", rank)
@@ -187,7 +191,10 @@ class Checkpoint:
         """Copy a run of the stored local tensor of one rank, piece by piece."""
         done = 0
         for holder, key, start, count in stored.find(run):
-            self._file_with(holder, key).read(key, start, out[done:done + count])
+            file = self._file_with(holder, key)
+            if (dtype := file.places[key].dtype) != stored.entry.dtype:
+                raise CheckpointError(f"{file.where}: {key!r} is {dtype}, and the manifest says {stored.entry.dtype}")
+            file.read(key, start, out[done:done + count])
             done += count
 
     def _stored(self, kind: str, name: str) -> _Stored:
@@ -206,7 +213,7 @@ class Checkpoint:
             return self._file(holder)
         names = self._files_of(holder)
         for file in map(self._file, names):
-            if key in file.entries:
+            if key in file.places:
                 return file
         raise CheckpointError(f"tag {self.tag}: tensor {key!r} is in none of {names}")
 
@@ -220,13 +227,17 @@ class Checkpoint:
             return self._part(rank).tensor_files
         return [name for name in self.manifest.files if name.startswith((f"rank{rank}.s", f"rank{rank}-"))]
 
-    def _state(self, stem: str, writer: int) -> dict[str, Any]:
-        """The state in `<stem>.json`; its tensors are in the files of the rank that wrote it."""
-        where = f"tag {self.tag}: file {stem}.json"
-        return self._decoded(parse_json(read_bytes(self.folder / f"{stem}.json", where), where), where, writer)
+    def _state(self, name: str, writer: int) -> dict[str, Any]:
+        """The state in a file of JSON; its tensors are in the files of the rank that wrote it."""
+        where = f"tag {self.tag}: file {name}"
+        value = parse_json(read_bytes(self.folder / name, where), where)
+        if self.manifest.has_origins:
+            value = state_in(value, origin_of(self.manifest, writer), where)
+        return self._decoded(value, where, writer)
 
     def _decoded(self, value: Any, where: str, writer: int) -> dict[str, Any]:
-        state = decode(value, lambda key: self._file_with(writer, key).tensor(key).clone())
+        with sense_of(where):
+            state = decode(value, lambda key: self._file_with(writer, key).tensor(key).clone())
         if not isinstance(state, dict):
             raise CheckpointError(f"{where}: expected an object, found {type(state).__name__}")
         return state

@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.checkpoint.manifest import MANIFEST
-from megatron.checkpoint.strict import CHECKSUM, ending
+from megatron.checkpoint.strict import CHECKSUM, ending, read_bytes
+from megatron.errors import CheckpointError
 
 _BEGIN = re.compile(rb'\{"format":[0-9]+,"run_id":"[^"]*","tag":"([^"\\\\]*)"')
-_END = re.compile(rb'"saved_at":([0-9]{1,18}),"crc32":"[0-9a-f]{8}"}\n\Z')
+_END = re.compile(rb'"saved_at":([0-9]{1,18})(?:,"hmac":"[0-9a-f]{64}")?,"crc32":"[0-9a-f]{8}"}\n\Z')
+_LAST = 200
+"""Bytes that hold the end."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +33,12 @@ class Stamp:
 def stamp_of(folder: Path) -> Stamp | None:
     """None where there is no manifest, or a damaged one. It is read, and not parsed."""
     try:
-        data = (folder / MANIFEST).read_bytes()
-    except OSError:
+        data = read_bytes(folder / MANIFEST, MANIFEST)
+    except CheckpointError:
         return None
-    text, mark, rest = data.rpartition(CHECKSUM)
-    begin, end = _BEGIN.match(data), _END.search(data[-100:])
-    if mark + rest != ending(text) or begin is None:
+    text = memoryview(data)[:max(data.rfind(CHECKSUM), 0)]
+    begin, end = _BEGIN.match(data), _END.search(data[-_LAST:])
+    if data[len(text):] != ending(text) or begin is None:
         return None
     return Stamp(begin[1].decode("utf-8", "replace"), int(end[1]) if end else 0)
 
@@ -54,7 +57,7 @@ def saved_at_of(folder: Path) -> int:
     """The time of the commit of the manifest in `folder`, from its last bytes alone. 0 where there is none."""
     try:
         with open(folder / MANIFEST, "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 100))
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST))
             found = _END.search(file.read())
     except OSError:
         return 0

@@ -152,6 +152,8 @@ def decode(value: Any, fetch: Fetch) -> Any:
         return value
     if len(value) == 1 and (mark := next(iter(value))) in READERS:
         return READERS[mark](value[mark], fetch)
+    if strange := [key for key in value if key.startswith("$")]:
+        raise ValueError(f"{strange[0]!r:.40} marks nothing that is known here")
     return {key: decode(child, fetch) for key, child in value.items()}
 
 

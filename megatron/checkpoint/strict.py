@@ -1,6 +1,7 @@
 """JSON records read strictly: every field is expected, typed and used, or the error names it and its file.
 
-A *sealed* record is one whose last field is the crc32 of every byte before it.
+A *sealed* record is one whose last field is the crc32 of every byte before it; a signed one (signature.py) has its
+signature before that.
 
 Not a schema language: a few dozen lines that the manifest needs.
 """
@@ -8,19 +9,38 @@ Not a schema language: a few dozen lines that the manifest needs.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 from data.storage import crc32
-from megatron.errors import CheckpointError
+from megatron.checkpoint.signature import Key
+from megatron.errors import CheckpointError, ConfigError
 
 T = TypeVar("T")
 
 CHECKSUM = b',"crc32":"'
+LONGEST = 256 << 20
+"""Bytes of a file of JSON: the longest that was ever written, a manifest of format 2 of many ranks, has half of it. A
+longer one, sparse or not, is not read into memory."""
 
 
-def parse_json(data: bytes, where: str) -> object:
+MOST = 10**15
+"""Steps, samples, elements, bytes: no count is as large."""
+
+
+@contextmanager
+def sense_of(where: str) -> Iterator[None]:
+    """Whatever the block, which talks to no other rank, makes of values from a checkpoint: an error of it is theirs."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, ConfigError) as error:
+        raise CheckpointError(f"{where}: cannot be used ({type(error).__name__}: {error!s:.200})") from error
+
+
+def parse_json(data: bytes | str, where: str) -> object:
     """The JSON value in `data`; whatever else the bytes are (a pickle, say), they are only ever parsed as text."""
     try:
         value: object = json.loads(data)
@@ -31,26 +51,49 @@ def parse_json(data: bytes, where: str) -> object:
 
 def read_bytes(path: Path, where: str) -> bytes:
     try:
-        return path.read_bytes()
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            data = file.read(LONGEST + 1) if size <= LONGEST else b""
     except OSError as error:
         raise CheckpointError(f"{where}: cannot be read ({error.strerror})") from error
+    if max(size, len(data)) > LONGEST:
+        raise CheckpointError(f"{where}: has {max(size, len(data))} bytes, and no file of its kind more than {LONGEST}")
+    return data
 
 
-def seal(fields: Mapping[str, Any]) -> bytes:
-    """The record as JSON, sealed."""
+def seal(fields: Mapping[str, Any], key: Key | None = None) -> bytes:
+    """The record as JSON, sealed, and signed where there is a key."""
     text = json.dumps(fields, separators=(",", ":")).encode()[:-1]
-    return text + ending(text)
+    if key is not None:
+        text += key.sign(text)
+    return readable(text + ending(text))
 
 
-def unseal(data: bytes, where: str) -> object:
-    """The record in `data`, without its seal, which must be good."""
-    text, mark, rest = data.rpartition(CHECKSUM)
-    if mark + rest != ending(text):
+def readable(data: bytes) -> bytes:
+    """`data`, which a reader will take: what is too long for that is refused when it is saved."""
+    if len(data) > LONGEST:
+        raise CheckpointError(f"a state of {len(data)} bytes of JSON is not saved, as no more than {LONGEST} would be "
+                              "read; hold large values in tensors")
+    return data
+
+
+def unseal(data: bytes, where: str, key: Key | None = None) -> object:
+    """The record in `data`, without its seal, which must be good, and the signature, which counts if there is a key."""
+    text = memoryview(data)[:max(data.rfind(CHECKSUM), 0)]
+    if data[len(text):] != ending(text):
         raise CheckpointError(f"{where}: damaged: its {len(data)} bytes do not match its own checksum")
-    return parse_json(text + b"}", where)
+    if key is not None:
+        key.check(text, where)
+    try:
+        record = parse_json(str(text, "utf-8") + "}", where)
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{where}: not JSON ({error})") from error
+    if isinstance(record, dict):
+        record.pop("hmac", None)
+    return record
 
 
-def ending(text: bytes) -> bytes:
+def ending(text: bytes | memoryview) -> bytes:
     """The end of a sealed record whose other bytes are `text`."""
     return CHECKSUM + b'%08x"}\n' % crc32(text)
 
@@ -73,11 +116,22 @@ class Record:
             raise CheckpointError(f"{self.where}: field {name!r} must be {kind.__name__}, found {value!r:.80}")
         return value
 
-    def count(self, name: str) -> int:
+    def count(self, name: str, most: int = MOST) -> int:
         """A non-negative integer."""
         value = self.take(name, int)
         if value < 0:
             raise CheckpointError(f"{self.where}: field {name!r} must not be negative, found {value}")
+        if value >= most:
+            raise CheckpointError(f"{self.where}: field {name!r} is {value:.3e}, which nothing here can be"
+                                  if value < 1e300 else f"{self.where}: field {name!r} is beyond all bounds")
+        return value
+
+    def number(self, name: str, above: float = float("-inf")) -> float:
+        """A finite number."""
+        value = self.fields.pop(name, None)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < float("inf"):
+            raise CheckpointError(f"{self.where}: field {name!r} must be a finite number"
+                                  f"{'' if above == float('-inf') else f' above {above:g}'}, found {value!r:.80}")
         return value
 
     def optional_count(self, name: str) -> int | None:

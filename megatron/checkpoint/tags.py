@@ -8,16 +8,17 @@ an error, and silently choosing an older one would lose work, unless the caller 
 from __future__ import annotations
 
 import os
-import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from data.storage import crc32_file
+from megatron.checkpoint.content import check_files, check_pieces
 from megatron.checkpoint.manifest import MANIFEST, FileEntry, Manifest, read_manifest, safe_name, step_of
 from megatron.checkpoint.part import part_name, read_part, writer_of
 from megatron.checkpoint.recognise import nothing_under, recognise
+from megatron.checkpoint.signature import Key
+from megatron.checkpoint.strangers import check_tag_inside, unread
 from megatron.errors import CheckpointError
 
 Say = Callable[[str], None]
@@ -45,12 +46,13 @@ def held(root: Path, tag: str) -> str:
     return tag
 
 
-def manifest_of(root: Path, tag: str) -> Manifest:
-    """The valid manifest of one tag."""
+def manifest_of(root: Path, tag: str, key: Key | None = None) -> Manifest:
+    """The valid manifest of one tag, which with a key must be signed with it."""
     folder = folder_of(root, tag)
+    check_tag_inside(folder, root, tag)
     if not (folder / MANIFEST).is_file():
         raise CheckpointError(f"tag {tag}: {MANIFEST} missing in {folder}{recognise(folder)}")
-    manifest = read_manifest(folder)
+    manifest = read_manifest(folder, key)
     if manifest.tag != tag:
         raise CheckpointError(f"tag {tag}: {MANIFEST} is of tag {manifest.tag}")
     return manifest
@@ -104,12 +106,14 @@ def complete(root: Path) -> list[Manifest]:
     return manifests
 
 
-def verify(root: Path, tag: str) -> Manifest:
-    """Every byte of the tag against its manifest and its parts, and no file too many; the manifest with all files."""
-    manifest = manifest_of(root, tag)
+def verify(root: Path, tag: str, key: Key | None = None, say: Say = say_stderr) -> Manifest:
+    """Every byte of the tag against its manifest and its parts; the manifest with all files. `say` is told of others.
+    """
+    manifest = manifest_of(root, tag, key)
     folder = folder_of(root, tag)
     files = check_share(folder, manifest)
-    check_names(folder, manifest, len(files))
+    if others := other_names(folder, manifest, len(files)):
+        say(unread(tag, others))
     return replace(manifest, files=files)
 
 
@@ -120,28 +124,21 @@ def check_share(folder: Path, manifest: Manifest, share: int = 0, shares: int = 
         found: dict[str, FileEntry] = {}
         for rank in range(share, manifest.ranks, shares):
             part, itself = read_part(folder, manifest, rank)
-            _check_all(folder, part.files, manifest)
+            check_files(folder, part.files, manifest)
+            check_pieces(folder, rank, part.tensor_files, manifest)
             found |= {part_name(rank): itself, **part.files}
         return found
     mine = {name: manifest.files[name] for name in sorted(manifest.files)[share::shares]}
-    _check_all(folder, mine, manifest)
+    check_files(folder, mine, manifest)
     return mine
 
 
-def _check_all(folder: Path, files: Mapping[str, FileEntry], manifest: Manifest) -> None:
-    for name, entry in files.items():
-        _check_size(folder / name, entry.size, manifest)
-    for name, entry in files.items():
-        _check_content(folder / name, entry.crc32, manifest)
-
-
-def check_names(folder: Path, manifest: Manifest, count: int) -> None:
-    """No file is there beside the manifest and the `count` files that all shares together have checked."""
+def other_names(folder: Path, manifest: Manifest, count: int) -> list[str]:
+    """What is there beside the manifest and the `count` files that all shares together have checked."""
     names = set(os.listdir(folder)) - {MANIFEST}
     if len(names) == count and (manifest.has_parts or names == set(manifest.files)):
-        return
-    if extra := sorted(names - set(_expected(folder, manifest, names))):
-        raise CheckpointError(f"tag {manifest.tag}: file {extra[0]!r} does not belong to this checkpoint")
+        return []
+    return sorted(names - set(_expected(folder, manifest, names)))
 
 
 def _expected(folder: Path, manifest: Manifest, names: Iterable[str]) -> Iterator[str]:
@@ -152,27 +149,3 @@ def _expected(folder: Path, manifest: Manifest, names: Iterable[str]) -> Iterato
     for rank in {rank for name in names if (rank := writer_of(name)) is not None and rank < manifest.ranks}:
         yield part_name(rank)
         yield from read_part(folder, manifest, rank)[0].files
-
-
-def _check_size(path: Path, expected: int, manifest: Manifest) -> None:
-    if not path.is_file():
-        raise CheckpointError(f"tag {manifest.tag}: {_describe(path.name, manifest)} missing")
-    if (found := path.stat().st_size) != expected:
-        raise CheckpointError(f"tag {manifest.tag}: file {path.name}: size expected {expected} bytes, found {found}")
-
-
-def _check_content(path: Path, crc: str, manifest: Manifest) -> None:
-    try:
-        found = crc32_file(path)
-    except OSError as error:
-        raise CheckpointError(f"tag {manifest.tag}: file {path.name}: cannot be read ({error.strerror})") from error
-    if found != crc:
-        raise CheckpointError(f"tag {manifest.tag}: file {path.name}: damaged, crc32 expected {crc}, found {found}")
-
-
-def _describe(name: str, manifest: Manifest) -> str:
-    """A file, with its rank where it is one rank's shard."""
-    shard = re.match(r"rank([0-9]+)[-.]", name)
-    world = manifest.ranks if manifest.has_parts else \
-        sum(re.fullmatch(r"rank[0-9]+\.json", other) is not None for other in manifest.files)
-    return f"shard file {name} (rank {shard[1]} of {world})" if shard else f"file {name}"

@@ -1,16 +1,15 @@
 """Safetensors files, written tensor by tensor and read through a memory map.
 
-A file is an 8-byte little-endian header length, a JSON header (dtype, shape and byte range of each key), and the bytes.
-Any safetensors library reads it. We write it ourselves because the library wants every tensor in memory at once and
-returns no checksum; ours holds one tensor at a time, wherever it comes from, and sink.py computes the crc32 on the way.
+Any safetensors library reads them (header.py says what they are). We write them ourselves because the library wants
+every tensor in memory at once and returns no checksum; ours holds one tensor at a time, wherever it comes from, and
+sink.py computes the crc32 on the way.
 """
 
 from __future__ import annotations
 
-import json
 import mmap
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,9 +17,9 @@ from typing import IO
 
 import torch
 
+from megatron.checkpoint.header import header_bytes, read_header
 from megatron.checkpoint.manifest import FileEntry
 from megatron.checkpoint.sink import Sink
-from megatron.checkpoint.strict import Record, parse_json
 from megatron.errors import CheckpointError
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -64,35 +63,30 @@ def split_files(items: Sequence[Item], limit: int | None = None) -> Iterator[lis
         yield batch
 
 
-def write_file(path: Path, items: Sequence[Item]) -> FileEntry:
+def write_file(path: Path, items: Sequence[Item], metadata: Mapping[str, str] = {}, signed: bool = False) -> FileEntry:
     """Write and fsync a new safetensors file."""
     with open(path, "xb", buffering=0) as file:
-        return write_items(file, items)
+        return write_items(file, items, metadata, signed)
 
 
-def write_items(file: IO[bytes], items: Sequence[Item]) -> FileEntry:
-    with Sink(file) as sink:
-        sink.write(_header(items))
+def write_items(file: IO[bytes], items: Sequence[Item], metadata: Mapping[str, str] = {},
+                signed: bool = False) -> FileEntry:
+    with Sink(file, signed) as sink:
+        sink.write(_header(items, metadata))
         for item in items:
             sink.write(_bytes_of(item))
         return sink.finish()
 
 
-def write_blob(path: Path, data: bytes) -> FileEntry:
+def write_blob(path: Path, data: bytes, signed: bool = False) -> FileEntry:
     """Write and fsync a new file of other content."""
-    with open(path, "xb", buffering=0) as file, Sink(file) as sink:
+    with open(path, "xb", buffering=0) as file, Sink(file, signed) as sink:
         sink.write(data)
         return sink.finish()
 
 
-def _header(items: Sequence[Item]) -> bytes:
-    entries, end = {}, 0
-    for item in items:
-        start, end = end, end + item.nbytes
-        entries[item.key] = {"dtype": DTYPE_NAMES[item.dtype], "shape": list(item.shape), "data_offsets": [start, end]}
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # data starts aligned
-    return len(text).to_bytes(8, "little") + text
+def _header(items: Sequence[Item], metadata: Mapping[str, str]) -> bytes:
+    return header_bytes({item.key: (DTYPE_NAMES[item.dtype], item.shape) for item in items}, metadata)
 
 
 def _bytes_of(item: Item) -> memoryview:
@@ -108,39 +102,28 @@ class TensorFile:
 
     def __init__(self, path: Path, where: str) -> None:
         self.where = where
-        with open(path, "rb") as file:
-            # Not writable: a private, writable map of the file would be charged to RLIMIT_DATA, all of it.
-            self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        length = int.from_bytes(self.map[:8], "little")
-        self.start = 8 + length
-        if self.start > len(self.map):
-            raise CheckpointError(f"{where}: header of {length} bytes in a file of {len(self.map)}")
-        header = Record(parse_json(self.map[8:self.start], where), where)
-        self.entries = {key: self._entry(header, key) for key in list(header.fields) if key != "__metadata__"}
+        try:
+            with open(path, "rb") as file:
+                self.places = read_header(file, where).places
+                # Not writable: a private, writable map of the file would be charged to RLIMIT_DATA, all of it.
+                self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise CheckpointError(f"{where}: cannot be read ({error.strerror or error})") from error
         self._flat: dict[str, torch.Tensor] = {}
         """Views already made: a resharding reads the same tensor row by row."""
         self._touched = 0  # bytes, since pages were dropped
 
-    def _entry(self, header: Record, key: str) -> tuple[torch.dtype, tuple[int, ...], int]:
-        """(dtype, shape, first byte) of a tensor, checked against the file."""
-        entry = Record(header.take(key, dict), f"{self.where}: {key!r}")
-        name, shape, offsets = entry.take("dtype", str), entry.counts("shape"), entry.counts("data_offsets")
-        entry.done()
-        if name not in DTYPES or len(offsets) != 2 or offsets[1] - offsets[0] != prod(shape) * DTYPES[name].itemsize \
-                or self.start + offsets[1] > len(self.map):
-            raise CheckpointError(f"{entry.where}: {name} {list(shape)} at {list(offsets)} does not fit the file")
-        return DTYPES[name], shape, self.start + offsets[0]
-
     def tensor(self, key: str) -> torch.Tensor:
         """The whole tensor, as a view of the map."""
-        if key not in self.entries:
+        if key not in self.places:
             raise CheckpointError(f"{self.where}: no tensor {key!r}")
-        dtype, shape, start = self.entries[key]
-        if prod(shape) == 0:
+        place = self.places[key]
+        dtype, shape = DTYPES[place.dtype], place.shape
+        if place.nbytes == 0:
             return torch.empty(shape, dtype=dtype)
         with warnings.catch_warnings():  # torch warns of a buffer that cannot be written to
             warnings.simplefilter("ignore", UserWarning)
-            return torch.frombuffer(self.map, dtype=dtype, count=prod(shape), offset=start).view(shape)
+            return torch.frombuffer(self.map, dtype=dtype, count=prod(shape), offset=place.start).view(shape)
 
     def read(self, key: str, start: int, out: torch.Tensor) -> None:
         """Fill the 1-D `out` with the elements from `start` on of the flattened tensor; copy_ converts dtype and

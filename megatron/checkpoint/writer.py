@@ -26,6 +26,7 @@ manifest.
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import shutil
 import time
@@ -37,14 +38,18 @@ from pathlib import Path
 from typing import Any
 
 from data.storage import crc32
-from megatron.checkpoint.agree import agree, on_rank_0, total
+from megatron.checkpoint.agree import agree, on_rank_0, total, with_memory
 from megatron.checkpoint.commit import Keep, commit, prune, stage, storing, time_of_commit
 from megatron.checkpoint.flock import alone
 from megatron.checkpoint.manifest import MANIFEST, FileEntry, Manifest, TensorEntry
-from megatron.checkpoint.part import Part, part_name, tensor_file_name
+from megatron.checkpoint.origin import Origin, origin_of
+from megatron.checkpoint.part import CONFIG, SHARED_STATE, Part, part_name, tensor_file_name
 from megatron.checkpoint.piece import Piece
+from megatron.checkpoint.signature import FLAG, Key
 from megatron.checkpoint.stamp import stamp_of
 from megatron.checkpoint.state import encode
+from megatron.checkpoint.strangers import named, of_no_save
+from megatron.checkpoint.strict import readable
 from megatron.checkpoint.tags import Say, folder_of, say_stderr
 from megatron.checkpoint.tensorfile import Item, split_files, write_blob, write_file
 from megatron.errors import CheckpointError
@@ -99,38 +104,42 @@ def answer(steps: Saving, job: Job, world: Group) -> Job:
 def saving(root: str | Path, tag: str, *, pieces: Iterable[Piece], rank_state: Mapping[str, Any],
            shared_state: Mapping[str, Any], config: Mapping[str, Any], layout: Mapping[str, Any], world: Group,
            run_id: str, iteration: int, tensors: Iterable[TensorEntry] | None = None, place: int | None = None,
-           say: Say = say_stderr, keep: Keep = Keep(), hold: Hold | None = None, latest: bool = True) -> Saving:
+           say: Say = say_stderr, keep: Keep = Keep(), hold: Hold | None = None, latest: bool = True,
+           key: Key | None = None) -> Saving:
     """Write the checkpoint `tag` under `root`, then delete the older ones that `keep` does not name.
 
     `tensors` is everything that the ranks together write, the same on all of them; left out, every piece is a whole
     local tensor, and each rank has pieces of them all. `rank_state` is this rank's (random streams); `shared_state` and
     `config` are taken from rank 0. States are nested dicts of JSON values and tensors. `layout` holds at least "tp" and
     "dp". `place` is this rank's in that grid, tensor-parallel rank + tp * data-parallel rank, which its files are named
-    by; left out, it is the rank. A save without `latest` is loaded only by its name.
+    by; left out, it is the rank. A save without `latest` is loaded only by its name. With a `key`, the same on all
+    ranks, it is signed.
     """
     begin = time.perf_counter()
     root, place = Path(root), world.rank if place is None else place
     own = [piece for piece in pieces if piece.partition is not None or piece.tp_rank == 0]
     whole = sorted((piece.tensor() for piece in own) if tensors is None else tensors, key=lambda t: (t.kind, t.name))
-    manifest = Manifest(run_id, tag, iteration, layout, config, tuple(whole))
+    manifest = Manifest(run_id, tag, iteration, layout, config, tuple(whole), key=key)
     manifest = replace(manifest, save_id=_agree_on(manifest, own, place, world))
-    common = {"shared": shared_state, "config": config}  # config.json is for people: the manifest has it too
-    share = agree(lambda: _share(manifest.save_id, place, own, rank_state, common, hold), world)
+    fits = partial(with_memory, world=world, doing=f"saving {tag}")
+    share = agree(lambda: fits(lambda: _share(manifest, place, own, rank_state, shared_state, hold)),
+                  world)
     needed = total(share.nbytes, world)
     with ExitStack() as until_saved:  # rank 0 holds the staging folder
-        staging = Path(on_rank_0(lambda: str(until_saved.enter_context(stage(root, tag, run_id, say, needed))), world))
+        staging = Path(on_rank_0(lambda: fits(lambda: str(until_saved.enter_context(
+            stage(root, tag, run_id, say, needed)))), world))
 
         def publish() -> int:
             with alone(root):
                 if replaced := _replaced(root, tag):
                     say(replaced)
                 size = _commit(staging, root, replace(manifest, nbytes=written, saved_at=time_of_commit(root)), latest)
-                prune(root, keep, iteration)
+                prune(root, keep, iteration, say)
                 return size
 
         try:
-            written = yield partial(_write_rank, staging, share)
-            size = yield publish if world.rank == 0 else _nothing
+            written = yield partial(fits, partial(_write_rank, staging, share))
+            size = yield partial(fits, publish) if world.rank == 0 else _nothing
         except Exception:  # not when the save is abandoned: a thread may be writing still, and the next save sweeps
             if world.rank == 0:
                 shutil.rmtree(staging, ignore_errors=True)
@@ -141,14 +150,17 @@ def saving(root: str | Path, tag: str, *, pieces: Iterable[Piece], rank_state: M
 def _agree_on(manifest: Manifest, own: Sequence[Piece], place: int, world: Group) -> str:
     """The name of this save, which all ranks know, once all have the same tensors in mind and the pieces they should
     have. Collective."""
-    mind = f"{crc32(manifest.tensor_bytes()):08x}"
-    save_id, first = on_rank_0(lambda: [secrets.token_hex(8), mind], world)
+    mind, key = f"{crc32(manifest.tensor_bytes()):08x}", manifest.key.mark if manifest.key else ""
+    save_id, first, first_key = on_rank_0(lambda: [f"{secrets.token_hex(8)}-{manifest.digest()}", mind, key], world)
 
     def check() -> None:
         manifest.check_grid(world.size)
         if mind != first:
             raise CheckpointError(f"rank {world.rank} and rank 0 disagree about what tensors there are to save, or how "
                                   "they are cut")
+        if key != first_key:
+            raise CheckpointError(f"rank {world.rank} and rank 0 have different keys to sign with; {FLAG} is a file "
+                                  "with the same content on all nodes")
         _check_pieces(manifest, own, place)
 
     agree(check, world)
@@ -173,14 +185,18 @@ def _elements(piece: tuple[int, int] | None) -> str:
 
 def _replaced(root: Path, tag: str) -> str | None:
     """What to say about the tag of this name that the save replaces."""
-    if not (root / tag).exists():
+    if not os.path.lexists(root / tag):
         return None
+    if (root / tag).is_symlink():
+        return f"replacing {root / tag}, a link; what it leads to stays as it is"
+    others = of_no_save(root / tag)
+    lost = f", and what no save wrote with it: {named(others)}" if others else ""
     stamp = stamp_of(folder_of(root, tag))
     if stamp is None or stamp.tag != tag:
-        return f"replacing {root / tag}, which is damaged"
+        return f"replacing {root / tag}, which is damaged{lost}"
     saved_at = stamp.saved_at
     when = f" of {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(saved_at / 1e6))}" if saved_at else ""
-    return f"replacing {root / tag}: an earlier save{when} of the same name"
+    return f"replacing {root / tag}: an earlier save{when} of the same name{lost}"
 
 
 def _nothing() -> int:
@@ -192,8 +208,8 @@ def _nothing() -> int:
 class _Share:
     """What one rank is to write."""
 
-    save_id: str
-    rank: int
+    origin: Origin
+    key: Key | None
     items: list[Item]
     """In files of tensors."""
     texts: Mapping[str, bytes]
@@ -206,27 +222,32 @@ class _Share:
         return sum(item.nbytes for item in self.items) + sum(map(len, self.texts.values()))
 
 
-def _share(save_id: str, rank: int, pieces: Iterable[Piece], rank_state: Mapping[str, Any],
-           common: Mapping[str, Mapping[str, Any]], hold: Hold | None) -> _Share:
-    """Tensors of the states are in the same files as the pieces. What is in `common` rank 0 writes."""
+def _share(manifest: Manifest, rank: int, pieces: Iterable[Piece], rank_state: Mapping[str, Any],
+           shared_state: Mapping[str, Any], hold: Hold | None) -> _Share:
+    """Tensors of the states are in the same files as the pieces."""
     items: list[Item] = []
+    origin = origin_of(manifest, rank)
     own = encode(rank_state, f"rank{rank}", items)
-    texts = {f"{stem}.json": _text(encode(state, stem, items)) for stem, state in common.items() if rank == 0}
+    texts = {}
+    if rank == 0:
+        shared = {"origin": origin.as_dict(), "state": encode(shared_state, "shared", items)}
+        texts = {SHARED_STATE: _text(shared), CONFIG: _text(encode(manifest.config, "config", items))}
     items += [piece.item() for piece in pieces]
-    return _Share(save_id, rank, items if hold is None else hold(items), texts, own)
+    return _Share(origin, manifest.key, items if hold is None else hold(items), texts, own)
 
 
 def _write_rank(staging: Path, share: _Share) -> int:
     """Write a rank's share, and then what it was; the bytes."""
     files: dict[str, FileEntry] = {}
+    rank, signed = share.origin.rank, share.key is not None
     for index, batch in enumerate(split_files(share.items)):
-        name = tensor_file_name(share.rank, index)
+        name = tensor_file_name(rank, index)
         with storing(staging / name, share.nbytes):
-            files[name] = write_file(staging / name, batch)
+            files[name] = write_file(staging / name, batch, share.origin.as_metadata(), signed)
     for name, text in share.texts.items():
         with storing(staging / name, share.nbytes):
-            files[name] = write_blob(staging / name, text)
-    name, text = part_name(share.rank), Part(share.save_id, share.rank, files, share.state).to_bytes()
+            files[name] = write_blob(staging / name, text, signed)
+    name, text = part_name(rank), Part(share.origin, files, share.state).to_bytes(share.key)
     with storing(staging / name, len(text)):
         write_blob(staging / name, text)
     return sum(entry.size for entry in files.values()) + len(text)
@@ -242,4 +263,4 @@ def _commit(staging: Path, root: Path, manifest: Manifest, latest: bool) -> int:
 
 
 def _text(value: object) -> bytes:
-    return json.dumps(value, indent=1).encode() + b"\n"
+    return readable(json.dumps(value, indent=1).encode() + b"\n")

@@ -102,7 +102,7 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
         file = TensorFile(path, str(path))
     except (OSError, ValueError) as error:  # an empty file cannot be mapped
         raise CheckpointError(f"{path}: cannot be read ({error})") from error
-    return {key: file.tensor(key) for key in file.entries}
+    return {key: file.tensor(key) for key in file.places}
 
 
 def _torch(path: Path) -> dict[str, Tensor]:

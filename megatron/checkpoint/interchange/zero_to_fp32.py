@@ -2,7 +2,7 @@
 """The fp32 weights of a checkpoint as one state dict, whatever ZeRO stage and tensor parallel size it was saved with.
 
     python zero_to_fp32.py . pytorch_model.bin [-t TAG] [--max_shard_size 5GB] [--safe_serialization]
-                                               [--exclude_frozen_parameters] [-d]
+                                               [--exclude_frozen_parameters] [--checkpoint-key FILE] [-d]
 
 The first argument is the folder of the tags, or one tag's; the second a file, or a folder that gets a
 `pytorch_model.bin` (`model.safetensors` with --safe_serialization). Larger than --max_shard_size, the output is several
@@ -14,12 +14,13 @@ for `.safetensors` no more than one tensor.
 
 A *piece* is a number of consecutive elements of one tensor parallel rank's flattened part of a tensor. The manifest
 says how each tensor is cut: from that follows who holds which piece. `rank<k>.json` lists that rank's files. (Formats 1
-and 2: the manifest lists all.)
+and 2: the manifest lists all.) Each file says which checkpoint it is of. With a key they must be signed with it.
 """
 
 from __future__ import annotations
 
 import argparse
+import hmac
 import json
 import os
 import re
@@ -27,6 +28,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
+from hashlib import file_digest, sha256
 from math import prod
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
@@ -44,7 +46,11 @@ BLOCK = 1 << 18
 """Bytes or elements read at a time."""
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 SAFE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
-FORMATS = (1, 2, 3)
+FORMATS = (1, 2, 3, 4)
+LONGEST = 256 << 20
+"""Bytes of a file of JSON."""
+ORIGIN = ("save_id", "rank", "run_id", "tag", "iteration")
+"""What a file says of the checkpoint that it is of."""
 
 
 class Damaged(Exception):
@@ -53,6 +59,15 @@ class Damaged(Exception):
 
 class Usage(Exception):
     """Arguments that cannot be honoured."""
+
+
+@contextmanager
+def making_sense(path: Path) -> Iterator[None]:
+    """What is whole and yet senseless is damage, however it shows: a field missing, of another type, too big."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
+        raise Damaged(f"{path}: not a checkpoint of this format ({type(error).__name__}: {error})") from error
 
 
 class Entry(NamedTuple):
@@ -73,14 +88,19 @@ class Entry(NamedTuple):
 class Tag:
     """One checkpoint, its manifest read and checked."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.manifest = folder, read_manifest(folder)
+    def __init__(self, folder: Path, key: bytes | None = None) -> None:
+        with making_sense(folder):
+            self.folder, self.key, self.manifest = folder, key, read_manifest(folder, key)
         self.files: dict[str, Any] = self.manifest.get("files", {})
         self._parts: dict[int, list[str]] = {}
         self._headers: dict[str, tuple[int, dict[str, Any]]] = {}
 
     def entries(self, exclude_frozen: bool = False) -> list[Entry]:
         """The weights and the model's buffers, by name; every file they are in is verified."""
+        with making_sense(self.folder):
+            return self._entries(exclude_frozen)
+
+    def _entries(self, exclude_frozen: bool) -> list[Entry]:
         if any(tensor["kind"] == "int8" for tensor in self.manifest["tensors"]):
             raise Usage(f"{self.folder.name} holds int8 weights; give the checkpoint they were made from")
         tensors = [tensor for tensor in self.manifest["tensors"] if tensor["kind"] == "weight"]
@@ -104,6 +124,10 @@ class Tag:
 
     def weight(self, tensor: Mapping[str, Any]) -> Array:
         """The whole tensor as fp32, put together from its pieces a block at a time."""
+        with making_sense(self.folder):
+            return self._weight(tensor)
+
+    def _weight(self, tensor: Mapping[str, Any]) -> Array:
         cut, shape = tensor["sharding"], logical_shape(tensor["sharding"])
         out, filled = np.empty(prod(shape), "<f4"), 0
         for piece in self._pieces(tensor):
@@ -145,19 +169,35 @@ class Tag:
         """The files of tensors of one rank; what its part of the manifest says becomes known."""
         if rank not in self._parts:
             path = self.folder / f"rank{rank}.json"
-            part = read_sealed(path)
-            if (part["save_id"], part["rank"]) != (self.manifest["save_id"], rank):
+            part = read_sealed(path, self.key)
+            if self.manifest["format"] > 3:
+                self._check_origin(path, part["origin"], rank)
+            elif (part["save_id"], part["rank"]) != (self.manifest["save_id"], rank):
                 raise Damaged(f"{path}: is of another checkpoint; choose another tag with -t")
+            if any(not re.fullmatch(r"rank%d(-\d+)?\.safetensors" % rank, name) for name in part["files"]
+                   if rank or name not in ("shared.json", "config.json")):
+                raise Damaged(f"{path}: lists files that rank {rank} does not write")
             self.files |= part["files"]
             self._parts[rank] = sorted(name for name in part["files"] if name.endswith(".safetensors"))
         return self._parts[rank]
+
+    def _check_origin(self, path: Path, found: Mapping[str, Any], rank: int) -> None:
+        for name in ORIGIN:
+            expected = rank if name == "rank" else self.manifest[name]
+            if str(found.get(name)) != str(expected):
+                raise Damaged(f"{path}: is of another checkpoint: {name} expected {expected}, found "
+                              f"{str(found.get(name)):.80}; choose another tag with -t")
 
     def _buffers(self) -> Iterator[Entry]:
         """What the model registers besides parameters; whole numbers stay what they are."""
         if self.manifest["format"] >= 3:
             self._files_of(0)
         self.verify("shared.json")
-        buffers = json.loads((self.folder / "shared.json").read_bytes()).get("buffers", {})
+        shared = json.loads(content_of(self.folder / "shared.json"))
+        if self.manifest["format"] > 3:
+            self._check_origin(self.folder / "shared.json", shared["origin"], 0)
+            shared = shared["state"]
+        buffers = shared.get("buffers", {})
         files = sorted(name for name in self.files if re.fullmatch(r"rank0(-\d+)?\.safetensors", name))
         for name in files if buffers else ():
             self.verify(name)
@@ -189,13 +229,18 @@ class Tag:
         if (size, f"{crc:08x}") != (said["size"], said["crc32"]):
             raise Damaged(f"{path}: damaged: expected {said['size']} bytes of crc32 {said['crc32']}, found {size} of "
                           f"{crc:08x}; choose another tag with -t")
+        if self.key is not None:
+            with reading(path), open(path, "rb") as file:
+                if file_digest(file, "sha256").hexdigest() != said.get("sha256"):
+                    raise Damaged(f"{path}: is not the file that was signed")
+        if self.manifest["format"] > 3 and path.suffix == ".safetensors":
+            rank = re.match(r"rank(\d+)", name)
+            self._check_origin(path, read_header(path)[2], int(rank[1]) if rank else 0)
 
     def _header(self, name: str) -> tuple[int, dict[str, Any]]:
         """(first byte of the data, key -> dtype, shape, data_offsets) of a safetensors file."""
         if name not in self._headers:
-            with reading(self.folder / name), open(self.folder / name, "rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                self._headers[name] = 8 + length, json.loads(file.read(length))
+            self._headers[name] = read_header(self.folder / name)[:2]
         return self._headers[name]
 
     def _read(self, name: str, key: str, start: int, count: int) -> tuple[Array, str]:
@@ -211,32 +256,52 @@ class Tag:
         return data, said["dtype"]
 
 
-def open_tag(folder: Path, tag: str | None = None) -> Tag:
+def open_tag(folder: Path, tag: str | None = None, key: bytes | None = None) -> Tag:
     """`folder` is one tag's own, or the root of the tags: there the one that `latest` names is taken, otherwise the one
     saved last."""
     if tag is None and (folder / "manifest.json").exists():
-        return Tag(folder)
+        return Tag(folder, key)
     found = tags_under(folder)
     if tag is not None:
         if tag not in found:
             raise Damaged(f"no tag {tag!r:.80} under {folder}, found {', '.join(found) or 'none'}")
-        return Tag(found[tag])
+        return tag_in(folder, found, tag, key)
     latest = latest_tag(folder, found)
     if latest is not None:
-        return Tag(found[latest])
-    tags = [Tag(path) for name, path in found.items() if (path / "manifest.json").exists()
+        return tag_in(folder, found, latest, key)
+    tags = [tag_in(folder, found, name, key) for name, path in found.items() if (path / "manifest.json").exists()
             or re.fullmatch(r"global_step\d{1,18}", name) and any(path.iterdir())]
     if not tags:
         raise Damaged(f"no committed checkpoint under {folder}")
     return max(tags, key=lambda other: (int(other.manifest.get("saved_at", 0)), int(other.manifest["iteration"])))
 
 
+def tag_in(folder: Path, found: Mapping[str, Path], name: str, key: bytes | None) -> Tag:
+    """The tag, which is in this folder, and whose manifest is that of this name."""
+    check_inside(found[name], folder)
+    tag = Tag(found[name], key)
+    if tag.manifest["tag"] != name:
+        raise Damaged(f"{tag.folder}: its manifest is of tag {tag.manifest['tag']!r:.80}")
+    return tag
+
+
+def check_inside(path: Path, folder: Path) -> None:
+    """No link that leads out of the folder."""
+    target, home = os.path.realpath(path), os.path.realpath(folder)
+    if path.is_symlink() and os.path.commonpath([target, home]) != home:
+        raise Damaged(f"{path} is a link to {target}, outside {folder}, and is not followed")
+
+
 def latest_tag(folder: Path, found: Mapping[str, Path]) -> str | None:
     """The tag that `latest` names, or was about to name when the save was interrupted after its commit."""
     path = folder / "latest"
-    said = path.read_bytes()[:256].decode("utf-8", "replace").strip() if path.is_file() else None
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        pending = json.loads((folder / ".latest-pending").read_bytes())
+    check_inside(path, folder)
+    said = None
+    if path.is_file():
+        with reading(path), open(path, "rb") as file:
+            said = file.read(256).decode("utf-8", "replace").strip()
+    with suppress(OSError, Damaged, ValueError, KeyError, TypeError):
+        pending = json.loads(content_of(folder / ".latest-pending"))
         if pending["was"] == said and (found[pending["tag"]] / "manifest.json").read_bytes().endswith(
                 b'%s"}\n' % pending["seal"].encode()):
             return str(pending["tag"])
@@ -251,23 +316,63 @@ def tags_under(folder: Path) -> dict[str, Path]:
             and SAFE_NAME.fullmatch(tag := name.removeprefix(".aside-"))}
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path, key: bytes | None = None) -> dict[str, Any]:
     path = folder / "manifest.json"
-    manifest = read_sealed(path)
+    manifest = read_sealed(path, key)
     if manifest["format"] not in FORMATS:
-        raise Damaged(f"{path}: format {manifest['format']}, this script reads formats {FORMATS[0]} to {FORMATS[-1]}")
+        raise Damaged(f"{path}: format {manifest['format']!r:.20}, this script reads formats {FORMATS[0]} to "
+                      f"{FORMATS[-1]}")
+    if ("-" in manifest.get("save_id", "")) != (manifest["format"] > 3) or manifest["format"] > 3 and (
+            manifest["save_id"].partition("-")[2] != digest(manifest)):
+        raise Damaged(f"{path}: is of another checkpoint, or was changed; choose another tag with -t")
     return manifest
 
 
-def read_sealed(path: Path) -> dict[str, Any]:
-    """A JSON file that ends with the checksum of what is before."""
-    with reading(path):
-        data = path.read_bytes()
+def digest(manifest: Mapping[str, Any]) -> str:
+    """Of what the manifest says; its save_id ends with it."""
+    said = {name: manifest[name] for name in ("run_id", "tag", "iteration", "layout", "config", "tensors")}
+    return sha256(json.dumps(said, separators=(",", ":")).encode()).hexdigest()[:32]
+
+
+def read_sealed(path: Path, key: bytes | None = None) -> dict[str, Any]:
+    """A JSON file that ends with the checksum of what is before, and before that with its signature."""
+    data = content_of(path)
     text, mark, rest = data.rpartition(b',"crc32":"')
     if not mark or rest != b'%08x"}\n' % crc32(text):
         raise Damaged(f"{path}: damaged: its {len(data)} bytes do not match its checksum; choose another tag with -t")
+    signed, mark, rest = text.rpartition(b',"hmac":"')
+    if key is not None and not (mark and hmac.compare_digest(
+            rest, hmac.new(key, signed, sha256).hexdigest().encode() + b'"')):
+        raise Damaged(f"{path}: is not signed with the key of --checkpoint-key")
     record: dict[str, Any] = json.loads(text + b"}")
     return record
+
+
+def content_of(path: Path) -> bytes:
+    """Of a file of JSON."""
+    with reading(path):
+        if (size := path.stat().st_size) > LONGEST:
+            raise Damaged(f"{path}: has {size} bytes, and no file of its kind more than {LONGEST}")
+        return path.read_bytes()
+
+
+def read_header(path: Path) -> tuple[int, dict[str, Any], dict[str, str]]:
+    """(first byte of the data, key -> dtype, shape, data_offsets, metadata) of a safetensors file, whose tensors follow
+    one another to its end."""
+    with reading(path), open(path, "rb") as file:
+        size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length)) if length <= min(size - 8, LONGEST) else None
+    if not isinstance(header, dict):
+        raise Damaged(f"{path}: its header is damaged; choose another tag with -t")
+    metadata, end = header.pop("__metadata__", {}), 0
+    for key, said in sorted(header.items(), key=lambda entry: tuple(entry[1]["data_offsets"])):
+        start, stop = said["data_offsets"]
+        if start != end or stop - start != prod(said["shape"]) * np.dtype(DTYPES[said["dtype"]]).itemsize:
+            raise Damaged(f"{path}: {key!r:.80} is not where its header says; choose another tag with -t")
+        end = stop
+    if 8 + length + end != size:
+        raise Damaged(f"{path}: holds more or less than its header says; choose another tag with -t")
+    return 8 + length, header, metadata
 
 
 def logical_shape(cut: Mapping[str, Any]) -> tuple[int, ...]:
@@ -410,13 +515,27 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--max_shard_size", default="5GB", help="of one file (default: 5GB)")
     parser.add_argument("--safe_serialization", action="store_true", help="write safetensors")
     parser.add_argument("--exclude_frozen_parameters", action="store_true", help="only what was trained")
+    parser.add_argument("--checkpoint-key", metavar="FILE", type=Path, help="take only what is signed with this key")
     parser.add_argument("-d", "--debug", action="store_true", help="name every tensor; traceback at an error")
     return parser.parse_args(arguments)
 
 
+def read_key(path: Path | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        key = path.read_bytes().rstrip(b"\r\n")
+    except OSError as error:
+        raise Usage(f"--checkpoint-key {path}: cannot be read ({error.strerror})") from error
+    if not 16 <= len(key) <= 1 << 16:
+        raise Usage(f"--checkpoint-key {path}: a key has 16 to 65536 bytes, this file has {len(key)}")
+    return key
+
+
 def convert(chosen: argparse.Namespace) -> None:
-    tag = open_tag(chosen.checkpoint_dir, chosen.tag)
-    layout, limit = tag.manifest["layout"], byte_count(chosen.max_shard_size)
+    key, limit = read_key(chosen.checkpoint_key), byte_count(chosen.max_shard_size)
+    tag = open_tag(chosen.checkpoint_dir, chosen.tag, key)
+    layout = tag.manifest["layout"]
     world = layout.get("tp", 1) * layout.get("dp", 1)
     print(f"{tag.folder}: iteration {tag.manifest['iteration']}, ZeRO stage {layout.get('zero_stage', 'unknown')}, "
           f"world size {world} (tp {layout.get('tp', 1)}, dp {layout.get('dp', 1)})", flush=True)

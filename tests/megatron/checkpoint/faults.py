@@ -95,8 +95,8 @@ def dying(death: Death) -> Iterator[None]:
     """
     made = tensorfile.Sink.__init__
 
-    def limited(new: Any, file: Any) -> None:
-        made(new, file)
+    def limited(new: Any, file: Any, *rest: Any) -> None:
+        made(new, file, *rest)
         if Path(file.name).name == death.name:
             signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

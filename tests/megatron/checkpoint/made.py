@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from hashlib import sha256
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,12 @@ import torch
 from data.storage import crc32
 from megatron.checkpoint import agree, writer
 from megatron.checkpoint.cut import Spread
-from megatron.checkpoint.manifest import MANIFEST, FileEntry, Manifest, PieceEntry, TensorEntry, read_manifest
+from megatron.checkpoint.manifest import (
+    MANIFEST, FileEntry, Manifest, PieceEntry, TensorEntry, key_of, read_manifest)
 from megatron.checkpoint.part import part_name, read_part
-from megatron.checkpoint.piece import Piece, key_of, sharding_of
-from megatron.checkpoint.strict import ending
+from megatron.checkpoint.piece import Piece, sharding_of
+from megatron.checkpoint.signature import Key
+from megatron.checkpoint.strict import ending, seal, unseal
 from megatron.checkpoint.tags import verify
 from megatron.checkpoint.tensorfile import TensorFile
 from megatron.zero.layout import FlatLayout, Slot
@@ -147,7 +150,8 @@ def tensors(grid: Grid) -> Iterator[TensorEntry]:
                               Spread(slot.offset, layout.shard_numel))
 
 
-def save_grid(root: Path, grid: Grid, step: int = 1, seed: int = 0, padding: float = 0) -> list[Any]:
+def save_grid(root: Path, grid: Grid, step: int = 1, seed: int = 0, padding: float = 0, run: str = "made",
+              key: Key | None = None, config: Mapping[str, Any] = {"hidden": 8}) -> list[Any]:
     """Save as tp x dp ranks; what `save` returned or raised on each. The engine skips no replicated copies here."""
     values = logical(seed)
 
@@ -156,8 +160,8 @@ def save_grid(root: Path, grid: Grid, step: int = 1, seed: int = 0, padding: flo
         return writer.save(root, f"global_step{step}", pieces=runs(values, grid, tp_rank, dp_rank, padding),
                            tensors=tensors(grid),
                            rank_state={"seed": world.rank, "stream": torch.arange(8, dtype=torch.uint8) + world.rank},
-                           shared_state={"scale": 2.0, "position": [1, step]}, config={"hidden": 8},
-                           layout={"tp": grid.tp, "dp": grid.dp}, world=world, run_id="made", iteration=step)
+                           shared_state={"scale": 2.0, "position": [1, step]}, config=config, key=key,
+                           layout={"tp": grid.tp, "dp": grid.dp}, world=world, run_id=run, iteration=step)
 
     return ThreadWorld(grid.tp * grid.dp).run(work)
 
@@ -170,13 +174,82 @@ def save_solo(root: Path, step: int, seed: int | None = None, tag: str | None = 
                 layout={"tp": 1, "dp": 1}, world=SOLO, run_id="solo", iteration=step, say=lambda line: None)
 
 
-# ---- checkpoints of format 2, which list every file and piece in the manifest ----------------------------------------
+# ---- tags whose content is changed, with checksums that are right afterwards ----------------------------------------
+
+def rewrite(path: Path, change: Callable[[Any], Any], key: Key | None = None) -> None:
+    """Change a file of JSON, sealed or not; what `change` returns, if anything, takes its place."""
+    data = path.read_bytes()
+    sealed = path.name == MANIFEST or path.name.startswith("rank")
+    value = unseal(data, path.name) if sealed else json.loads(data)
+    changed = change(value)
+    value = value if changed is None else changed
+    path.write_bytes(seal(value, key) if sealed else json.dumps(value).encode())
+
+
+def redigest(body: dict[str, Any]) -> None:
+    """Give a manifest the save_id of what it says now."""
+    said = {name: body[name] for name in ("run_id", "tag", "iteration", "layout", "config", "tensors")}
+    digest = sha256(json.dumps(said, separators=(",", ":")).encode()).hexdigest()[:32]
+    body["save_id"] = f"{body['save_id'].partition('-')[0]}-{digest}"
+
+
+def rejoin(folder: Path) -> None:
+    """Let all files of a tag be of what its manifest says now, by digest, origin and checksums."""
+    rewrite(folder / MANIFEST, redigest)
+    body = json.loads((folder / MANIFEST).read_bytes())
+    now = {name: body[name] for name in ("save_id", "run_id", "tag", "iteration")}
+    for name in ("shared.json", *(path.name for path in folder.glob("rank*.json"))):
+        rewrite(folder / name, lambda value: value["origin"].update(now))
+    for path in folder.glob("*.safetensors"):
+        set_header(path, lambda header: header["__metadata__"].update({key: str(value) for key, value in now.items()}))
+    rewrite(folder / "config.json", lambda value: body["config"])
+    reseal(folder)
+
+
+def reseal(folder: Path, key: Key | None = None) -> None:
+    """Sizes and checksums in every part as the files are now."""
+    def renew(part: dict[str, Any]) -> None:
+        for name in list(part["files"]):
+            data = (folder / name).read_bytes()
+            part["files"][name] = {"size": len(data), "crc32": f"{crc32(data):08x}",
+                                   **({"sha256": sha256(data).hexdigest()} if key else {})}
+
+    for path in folder.glob("rank*.json"):
+        rewrite(path, renew, key)
+
+
+def set_header(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the header of a safetensors file."""
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:8 + length])
+    changed = change(header)
+    text = json.dumps(header if changed is None else changed).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length:])
+
+
+# ---- checkpoints of older formats ------------------------------------------------------------------------------------
+
+def make_format_3(root: Path, tag: str) -> None:
+    """Turn a tag into what the same save was in format 3: no origins, no digest."""
+    folder = root / tag
+    rewrite(folder / "shared.json", lambda shared: shared["state"])
+    for path in folder.glob("rank*.json"):
+        rewrite(path, lambda part: {"format": 3, "save_id": part["origin"]["save_id"].partition("-")[0],
+                                    "rank": part["origin"]["rank"], "files": part["files"], "state": part["state"]})
+    for path in folder.glob("*.safetensors"):
+        set_header(path, lambda header: header.pop("__metadata__") and None)
+    reseal(folder)
+    rewrite(folder / MANIFEST, lambda body: body.update(format=3, save_id=body["save_id"].partition("-")[0]))
+
+
+# Format 2 lists every file and piece in the manifest.
 
 def format_2(manifest: Manifest) -> bytes:
     """A manifest as format 2 wrote it."""
     body = {"format": 2, **{name: getattr(manifest, name) for name in
                             ("run_id", "tag", "iteration", "layout", "config")},
-            "files": {name: asdict(entry) for name, entry in manifest.files.items()},
+            "files": {name: entry.as_dict() for name, entry in manifest.files.items()},
             "tensors": [{key: value for key, value in asdict(tensor).items() if key != "spread"}
                         for tensor in manifest.tensors],
             "saved_at": manifest.saved_at}
@@ -190,11 +263,13 @@ def make_format_2(root: Path, tag: str) -> None:
     manifest = read_manifest(folder)
     files = dict(verify(root, tag).files)
     file_of = {key: name for name in files if name.endswith(".safetensors")
-               for key in TensorFile(folder / name, name).entries}
-    for rank in range(manifest.ranks):
-        state = json.dumps(read_part(folder, manifest, rank)[0].state, indent=1).encode() + b"\n"
-        (folder / part_name(rank)).write_bytes(state)
-        files[part_name(rank)] = FileEntry(len(state), f"{crc32(state):08x}")
+               for key in TensorFile(folder / name, name).places}
+    shared = json.loads((folder / "shared.json").read_bytes())["state"]
+    states = {part_name(rank): read_part(folder, manifest, rank)[0].state for rank in range(manifest.ranks)}
+    for name, state in {**states, "shared.json": shared}.items():
+        text = json.dumps(state, indent=1).encode() + b"\n"
+        (folder / name).write_bytes(text)
+        files[name] = FileEntry(len(text), f"{crc32(text):08x}")
     listed = tuple(replace(tensor, spread=None, pieces=tuple(_pieces(manifest, tensor, file_of)))
                    for tensor in manifest.tensors)
     (folder / MANIFEST).write_bytes(format_2(replace(manifest, tensors=listed, files=files)))

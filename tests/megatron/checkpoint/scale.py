@@ -261,12 +261,12 @@ def save(root: Path, size: int, step: int, keep: writer.Keep = writer.Keep()) ->
 
 
 def _write_the_others(folder: Path, size: int) -> None:
-    save_id, models = read_manifest(folder).save_id, [Model(size // TP, tp) for tp in range(TP)]
+    manifest, models = read_manifest(folder), [Model(size // TP, tp) for tp in range(TP)]
     with mock.patch.object(os, "fsync", lambda descriptor: None):
         for rank in sorted({*range(1, size)} - {size // 2}):
             pieces = [piece for piece in models[rank % TP].pieces(rank // TP)
                       if piece.partition is not None or piece.tp_rank == 0]
-            writer._write_rank(folder, writer._share(save_id, rank, pieces, {"seed": rank}, {}, None))
+            writer._write_rank(folder, writer._share(manifest, rank, pieces, {"seed": rank}, {}, None))
 
 
 def open_and_read(root: Path, size: int) -> tuple[dict[int, Cost], dict[int, Cost], int]:

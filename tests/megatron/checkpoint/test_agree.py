@@ -10,15 +10,15 @@ import pytest
 
 from data.storage import DataError, StorageFault, UsageError
 from megatron.checkpoint.agree import agree
-from megatron.errors import (CODES_BY_NAME, CheckpointError, ConfigError, NumericsError, StorageError, TrainerError,
-                             exit_code)
+from megatron.errors import (CODES_BY_NAME, CheckpointError, ConfigError, MemoryLack, NumericsError, StorageError,
+                             TrainerError, exit_code)
 from mpu import groups as mpu_groups
 from mpu.split import ParallelError
 from tests.distributed import RankError, run_ranks
 from tests.megatron.helpers import TINY, train, write_corpus
 
-KINDS: list[type[Exception]] = [CheckpointError, ConfigError, DataError, NumericsError, ParallelError, StorageError,
-                                StorageFault, UsageError]
+KINDS: list[type[Exception]] = [CheckpointError, ConfigError, DataError, MemoryLack, NumericsError, ParallelError,
+                                StorageError, StorageFault, UsageError]
 
 
 def raised(action: Callable[[], object]) -> tuple[str, str, int | None]:

@@ -110,10 +110,14 @@ def test_a_folder_gets_the_name_its_loaders_look_for_and_the_latest_tag_is_taken
 def test_a_tag_that_stands_aside_counts_until_its_successor_is_there(tmp_path: Path) -> None:
     for step in (1, 2):
         save_grid(tmp_path, Grid(1, 1), step=step, seed=step)
+    save_grid(tmp_path / "new", Grid(1, 1), step=2, run="new")
     (tmp_path / "global_step2").rename(tmp_path / ".aside-global_step2")
-    assert zero_to_fp32.open_tag(tmp_path).manifest["iteration"] == 2
-    (tmp_path / "global_step1").rename(tmp_path / "global_step2")
-    assert zero_to_fp32.open_tag(tmp_path).manifest["iteration"] == 1
+    assert zero_to_fp32.open_tag(tmp_path).manifest["run_id"] == "made"
+    (tmp_path / "new" / "global_step2").rename(tmp_path / "global_step2")
+    assert zero_to_fp32.open_tag(tmp_path).manifest["run_id"] == "new"
+    (tmp_path / "global_step2").rename(tmp_path / "new" / "global_step3")
+    with pytest.raises(zero_to_fp32.Damaged, match="its manifest is of tag 'global_step2'"):
+        zero_to_fp32.open_tag(tmp_path / "new", "global_step3")
 
 
 @pytest.mark.parametrize(("file", "position"), [("rank1.safetensors", 700), ("rank0.safetensors", -1),

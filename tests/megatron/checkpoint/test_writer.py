@@ -231,7 +231,7 @@ def test_everything_is_on_the_disk_before_the_rename(tmp_path: Path) -> None:
 def test_a_replicated_tensor_is_written_once(tmp_path: Path) -> None:
     save_grid(tmp_path, Grid(4, 1))
     holders = {rank for rank in range(4) for key in
-               TensorFile(tmp_path / "global_step1" / f"rank{rank}.safetensors", "").entries if "norm.weight" in key}
+               TensorFile(tmp_path / "global_step1" / f"rank{rank}.safetensors", "").places if "norm.weight" in key}
     assert holders == {0}
 
 

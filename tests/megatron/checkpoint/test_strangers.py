@@ -1,0 +1,216 @@
+"""Links that lead out of a save root are not followed, by readers or writers; files of nobody's are named and left."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint import choice, command
+from megatron.checkpoint.commit import Keep, prune, sweep
+from megatron.checkpoint.export import digest
+from megatron.checkpoint.interchange import zero_to_fp32
+from megatron.checkpoint.reader import open_checkpoint
+from megatron.checkpoint.strangers import named
+from megatron.checkpoint.tags import manifest_of, verify
+from megatron.errors import CheckpointError
+from tests.megatron.checkpoint.made import Grid, save_grid
+
+GRID = Grid(1, 2)
+OUTSIDE = "is a link to .*/elsewhere/.*, outside "
+
+
+def content(folder: Path) -> dict[str, bytes | str]:
+    """All of it, and where its links lead."""
+    return {str(path.relative_to(folder)): os.readlink(path) if path.is_symlink() else path.read_bytes()
+            for path in sorted(folder.rglob("*")) if path.is_symlink() or path.is_file()}
+
+
+@pytest.fixture
+def roots(tmp_path: Path) -> tuple[Path, Path]:
+    """A save root whose step 2 has moved elsewhere, and a link is left."""
+    root, other = tmp_path / "root", tmp_path / "elsewhere"
+    for step in (1, 2):
+        save_grid(root, GRID, step=step, seed=step)
+    other.mkdir()
+    shutil.move(root / "global_step2", other / "global_step2")
+    (root / "global_step2").symlink_to(other / "global_step2")
+    return root, other
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "load": open_checkpoint, "load by name": lambda root: open_checkpoint(root, "global_step2"),
+    "verify": lambda root: verify(root, "global_step2"), "manifest": lambda root: manifest_of(root, "global_step2"),
+    "verify all": lambda root: command.verify_tags(root, None, None),
+    "list": lambda root: command.list_tags(root, "global_step2"),
+    "digest": lambda root: digest(open_checkpoint(root, "global_step2")),
+    "zero_to_fp32.py": lambda root: zero_to_fp32.open_tag(root),
+    "zero_to_fp32.py -t": lambda root: zero_to_fp32.open_tag(root, "global_step2"),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("kind", ["absolute", "relative", "chain", "another name", "a copy in a folder beside"])
+def test_a_tag_that_is_a_link_out_of_the_root_is_refused(reader: str, kind: str, roots: tuple[Path, Path]) -> None:
+    root, other = roots
+    link = root / "global_step2"
+    link.unlink()
+    if kind == "another name":
+        (other / "global_step2").rename(other / "mine")
+    if kind == "chain":
+        (root / "between").symlink_to(other / "global_step2")
+    link.symlink_to({"absolute": other / "global_step2", "relative": "../elsewhere/global_step2", "chain": "between",
+                     "another name": other / "mine", "a copy in a folder beside": "../root/../elsewhere/global_step2",
+                     }[kind])
+    with pytest.raises((CheckpointError, zero_to_fp32.Damaged), match=OUTSIDE) as caught:
+        READERS[reader](root)
+    assert str(link) in str(caught.value) and "not followed" in str(caught.value)
+
+
+def test_a_damaged_latest_makes_way_for_an_older_one_if_that_is_wanted(roots: tuple[Path, Path]) -> None:
+    said: list[str] = []
+    assert open_checkpoint(roots[0], fallback=True, say=said.append).tag == "global_step1"
+    assert "outside the save root" in said[0]
+
+
+def test_links_that_stay_inside_and_roots_that_are_links_are_followed(tmp_path: Path) -> None:
+    save_grid(tmp_path / "root", GRID, step=1)
+    (tmp_path / "root" / ".shelf").mkdir()
+    shutil.move(tmp_path / "root" / "global_step1", tmp_path / "root" / ".shelf" / "global_step1")
+    (tmp_path / "root" / "global_step1").symlink_to(".shelf/global_step1")
+    (tmp_path / "link").symlink_to("root")
+    for root in (tmp_path / "root", tmp_path / "link"):
+        assert open_checkpoint(root, say=pytest.fail).tag == "global_step1"
+        assert zero_to_fp32.open_tag(root).entries()
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_neither_a_save_nor_its_pruning_touches_what_a_link_leads_to(keep: int, roots: tuple[Path, Path]) -> None:
+    root, other = roots
+    before = content(other)
+    for step in (3, 4, 5):
+        save_grid(root, GRID, step=step, seed=step)
+        prune(root, Keep(keep), step)
+    assert content(other) == before
+    assert sorted(choice.tag_names(root)) == ["global_step2", *(f"global_step{step}" for step in range(6 - keep, 6))]
+    assert (root / "global_step2").is_symlink()
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_save_of_the_name_replaces_the_link_alone(
+        is_there: bool, roots: tuple[Path, Path], capfd: pytest.CaptureFixture[str]) -> None:
+    root, other = roots
+    before = content(other)
+    if not is_there:
+        shutil.rmtree(other / "global_step2")
+        before = {}
+    save_grid(root, GRID, step=2, seed=9)
+    assert "global_step2, a link; what it leads to stays as it is" in capfd.readouterr().err
+    assert content(other) == before and not (root / "global_step2").is_symlink()
+    assert open_checkpoint(root).tag == "global_step2"
+    assert not [name for name in os.listdir(root) if name.startswith(".")]
+
+
+@pytest.mark.parametrize("name", [".aside-global_step2", ".staging-global_step2-x", ".trash-x"])
+def test_what_a_killed_save_left_is_swept_without_what_links_lead_to(name: str, roots: tuple[Path, Path]) -> None:
+    root, other = roots
+    before = content(other)
+    (root / "global_step2").rename(root / name)
+    sweep(root, say=list)
+    assert content(other) == before
+    with pytest.raises((CheckpointError), match="outside the save root|no tag global_step2"):
+        open_checkpoint(root, "global_step2")
+
+
+# ---- latest ---------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def with_latest(tmp_path: Path) -> Path:
+    save_grid(tmp_path / "root", GRID, step=1)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "thesis").write_text("global_step1\n")
+    return tmp_path / "root"
+
+
+@pytest.mark.parametrize("reader", ["load", "verify all", "zero_to_fp32.py"])
+@pytest.mark.parametrize("target", ["thesis", "nowhere"])
+def test_a_latest_that_is_a_link_out_of_the_root_is_refused(reader: str, target: str, with_latest: Path) -> None:
+    (with_latest / "latest").unlink()
+    (with_latest / "latest").symlink_to(f"../elsewhere/{target}")
+    with pytest.raises((CheckpointError, zero_to_fp32.Damaged), match=OUTSIDE) as caught:
+        READERS[reader](with_latest)
+    assert f"{with_latest}/latest" in str(caught.value)
+    assert open_checkpoint(with_latest, "global_step1").tag == "global_step1"
+
+
+def test_a_save_root_with_nothing_but_such_a_latest_is_no_fresh_start(tmp_path: Path) -> None:
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "latest").symlink_to(tmp_path / "elsewhere" / "latest")
+    with pytest.raises(CheckpointError, match=OUTSIDE):
+        choice.is_empty(tmp_path / "root")
+
+
+@pytest.mark.parametrize("name", ["latest", ".latest-pending", "zero_to_fp32.py"])
+def test_a_save_writes_no_file_through_a_link(name: str, with_latest: Path) -> None:
+    target = with_latest.parent / "elsewhere" / "thesis"
+    (with_latest / name).unlink(missing_ok=True)
+    (with_latest / name).symlink_to(target)
+    save_grid(with_latest, GRID, step=2, seed=2)
+    assert target.read_text() == "global_step1\n" and not (with_latest / name).is_symlink()
+    assert (with_latest / "latest").read_text() == "global_step2\n"
+    assert open_checkpoint(with_latest, say=pytest.fail).tag == "global_step2"
+
+
+# ---- files of nobody's ----------------------------------------------------------------------------------------------
+
+STRANGE = ["notes.txt", ".DS_Store", ".nfs000000001", "rank9.json", "rank2.safetensors", "rank1-1.safetensors",
+           "manifest.json.bak", "line\nbreak"]
+
+
+def put(folder: Path, name: str) -> Path:
+    (folder / name).write_bytes(b"mine")
+    return folder / name
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_a_file_of_nobodys_is_a_warning_and_stays(
+        name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    save_grid(tmp_path, GRID, step=1)
+    own = put(tmp_path / "global_step1", name)
+    expected = f"warning: tag global_step1: not part of this checkpoint, and not read: {name!r}"
+    said: list[str] = []
+    assert open_checkpoint(tmp_path, say=said.append).tag == "global_step1" and said == [expected]
+    verify(tmp_path, "global_step1", say=said.append)
+    assert said == 2 * [expected]
+    command.verify_tags(tmp_path, None, None)
+    shown = capfd.readouterr()
+    assert shown.err == f"{expected}\n" and shown.out.startswith("global_step1: ok, ")
+    assert own.read_bytes() == b"mine"
+
+
+def test_a_folder_of_nobodys_and_many_files_are_one_line(tmp_path: Path) -> None:
+    save_grid(tmp_path, GRID, step=1)
+    (tmp_path / "global_step1" / ".ipynb_checkpoints").mkdir()
+    for number in range(5):
+        put(tmp_path / "global_step1", f"x{number}")
+    said: list[str] = []
+    open_checkpoint(tmp_path, say=said.append)
+    assert len(said) == 1 and said[0].endswith("not read: '.ipynb_checkpoints', 'x0', 'x1' and 3 more")
+    assert named(["b", "a"]) == "'a', 'b'"
+
+
+def test_what_goes_with_a_tag_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for step in (1, 2, 3):
+        save_grid(tmp_path, GRID, step=step, seed=step)
+    put(tmp_path / "global_step1", "notes.txt")
+    said: list[str] = []
+    assert prune(tmp_path, Keep(1), 3, said.append) == ["global_step1", "global_step2"]
+    assert said == [f"warning: --keep-last deletes {tmp_path}/global_step1, and what no save wrote with it: "
+                    "'notes.txt'"]
+    put(tmp_path / "global_step3", "notes.txt")
+    capfd.readouterr()
+    save_grid(tmp_path, GRID, step=3, seed=4)
+    assert ", and what no save wrote with it: 'notes.txt'" in capfd.readouterr().err
