@@ -4,25 +4,36 @@ from __future__ import annotations
 
 import sys
 
-from megatron.launch.signals import StopRequest
+from megatron.launch.leaving import end_when_asked
 
-if __name__ == "__main__":  # before the rest, which takes a while: a request to stop during it is kept
-    stop = StopRequest().listen()
+if __name__ == "__main__":
+    end_when_asked()  # before the rest, which takes a while
 
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
+from signal import SIGHUP
 
 from megatron.config.flags import asks_for_plan, parse_args
-from megatron.launch.distributed import read_environment
-from megatron.launch.exits import run
+from megatron.launch.distributed import read_environment, show_place
+from megatron.launch.exits import end_by_request, is_debugged, run
+from megatron.launch.signals import NOTHING_LOST, StopRequest
 from megatron.neighbours import check_neighbours
+from megatron.whereabouts import HERE, START_UP
+
+
+def program() -> int:
+    """The exit code of this process."""
+    stop = StopRequest(starting=NOTHING_LOST).listen(end_by_request, stacks=is_debugged())
+    return run(partial(main, stop), is_job=True)
 
 
 def main(stop: StopRequest | None = None) -> int:
     stop = StopRequest().listen() if stop is None else stop
     place = read_environment()
     world_size = place.world_size
+    show_place(place)
+    HERE.do(START_UP)
     if asks_for_plan(sys.argv[1:]):
         from megatron.plan.command import plan
         return plan(sys.argv[1:], place.world_size, place.local_world_size, summary=True) if place.rank == 0 else 0
@@ -46,7 +57,7 @@ def main(stop: StopRequest | None = None) -> int:
     from megatron.zero.policy import notes as zero_notes
     from mpu import groups as mpu_groups
 
-    env = distributed.init(config.parallel.distributed_backend, config.parallel.startup_limit)
+    env = distributed.init(config.parallel.distributed_backend, config.parallel.startup_limit, told=config.told())
     device = distributed.device_for(env, config.parallel.distributed_backend)
     if device.type == "cpu":
         keep_freed_memory(but_large_blocks=config.offload.uses_drive)
@@ -77,14 +88,15 @@ def main(stop: StopRequest | None = None) -> int:
             log.say(facts.nothing_to_do(config, state.iteration))
             checkpoints.save_finished(engine, log.say, state)
         elif trainer.run(state, datasets.train, datasets.valid):
-            trainer.finish(state, datasets.valid, datasets.test)
-            if config.log.sample_tokens and not config.data.mock_data:
+            is_complete = trainer.finish(state, datasets.valid, datasets.test)
+            if is_complete and config.log.sample_tokens and not config.data.mock_data:
                 log.say(f" sample: {printable(generate(engine, tokenizer, config))}")
-        log.check_reader(f"saved step {state.iteration} in {config.save.save}")
+        if stop.signal != SIGHUP:  # the terminal has gone with its reader
+            log.check_reader(f"saved step {state.iteration} in {config.save.save}")
     engine.core.homes.close()  # before the ranks part, which a rank may not survive: nothing stays on a drive
     distributed.shutdown()
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(run(partial(main, stop), is_job=True))
+    sys.exit(program())

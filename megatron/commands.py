@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 
+from megatron.launch.leaving import end_when_asked
 from megatron.launch.exits import run, write_error
 from megatron.launch.streams import open_closed_streams
 from megatron.neighbours import HiddenPackage, check_neighbours
@@ -30,6 +31,7 @@ def _command(start: Callable[[], int]) -> Callable[[], int]:
     @wraps(start)
     def command() -> int:
         open_closed_streams()
+        end_when_asked()  # until the command listens by itself
         if sys.argv[1:] == ["--version"]:
             return run(_version)
         try:
@@ -43,8 +45,8 @@ def _command(start: Callable[[], int]) -> Callable[[], int]:
 
 @_command
 def train() -> int:
-    from pretrain_gpt2 import main
-    return run(main, is_job=True)
+    from pretrain_gpt2 import program
+    return program()
 
 
 @_command

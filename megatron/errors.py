@@ -46,6 +46,12 @@ class StorageError(TrainerError):
     code = EXIT_STORAGE
 
 
+class MemoryLack(TrainerError):
+    """A rank has too little memory for what all ranks do together: they leave with the same line."""
+
+    code = EXIT_PEER
+
+
 class Interrupted(TrainerError):
     """Asked to stop, without a place to save to."""
 

@@ -14,7 +14,8 @@
     loss_accelerator.py          the same on an accelerator; loss_kernel.py, the softmax in Triton
     kernels.py                   whether Triton's kernels work here
     random.py                    random streams
-    grads.py, data.py            norm and clipping of split gradients; one batch for all ranks of a group
+    grads.py, norm_kernel.py     norm and clipping of split gradients; the norms of rows in Triton
+    data.py                      one batch for all ranks of a group
     classic.py, mappings.py      the classic names over one global layout
 
 The modules are the interface (`mpu.layers`, `mpu.groups`, ...); this file adds the classic flat names, for

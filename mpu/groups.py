@@ -30,6 +30,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import GroupName
 
 from mpu.split import ParallelError, rank_grid
+from mpu.wire.waits import exchanging
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,7 @@ def _join(groups: list[tuple[int, ...]], world: Group, timeout: timedelta | None
     return _group(world.rank, mine, _made(groups, mine, timeout) if len(mine) > 1 else None, timeout)
 
 
+@exchanging
 def _made(groups: list[tuple[int, ...]], mine: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup | None:
     """torch's process group of `mine`. A world that is connected already is split once for all `groups`; otherwise the
     ranks of a group meet among themselves."""
@@ -161,6 +163,7 @@ def _serves_host(handle: dist.ProcessGroup) -> bool:
     return "nccl" not in backend or "gloo" in backend
 
 
+@exchanging
 def _control_of(handle: dist.ProcessGroup, ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup:
     purpose = f"control of {handle.group_name}"
     for known in distributed_c10d._world.pg_map:

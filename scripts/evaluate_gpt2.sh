@@ -10,27 +10,14 @@
 #   PRESET          (any) tiny, small, 124M, ...: which of the quick start's models
 #   RUNS            where runs are kept (the repository's runs/; of an installation, runs/ here)
 #   GPUS_PER_NODE   (1) GPUs, or CPU ranks, that share out the work
-. "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
-RUNS="${RUNS:-${SOURCES:-$PWD}/runs}"
-
-newest_run() {  # the folder of the quick start's run that was saved last
-    local latest newest=""
-    for latest in "$RUNS"/pretrain_gpt2/"${PRESET:-}"*/latest; do
-        [[ -z "${PRESET:-}" || "$latest" == */"$PRESET"/latest ]] || continue
-        if [[ -e "$latest" && ( -z "$newest" || "$latest" -nt "$newest" ) ]]; then newest="$latest"; fi
-    done
-    [[ -n "$newest" ]] && dirname -- "$newest"
-}
-
-asks_for() { ! given --help "$@" && ! given -h "$@"; }  # a model at all
+. "$(dirname -- "${BASH_SOURCE[0]}")/trained.sh"
 
 FLAGS=()
-if ! given --load "$@" && ! given --load-hf "$@" && asks_for "$@"; then
-    folder="$(newest_run)" || fail "nothing is trained in $RUNS/pretrain_gpt2${PRESET:+ with PRESET=$PRESET} yet:" \
-        "bash scripts/pretrain_gpt2.sh trains a model in about 3 minutes; or name one with --load DIR"
+if ! names_a_model "$@" && ! asks_for_help "$@"; then
+    folder="$(trained_model)"
     FLAGS+=(--load "$folder")
 fi
-if ! given --task "$@" && asks_for "$@"; then
+if ! given --task "$@" && ! asks_for_help "$@"; then
     FLAGS+=(--task perplexity)
     if ! given --data "$@" && ! given --valid-data "$@"; then
         python -m data.default_corpus --output-dir "$RUNS/default_corpus" >/dev/null  # is there already

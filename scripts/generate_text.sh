@@ -9,22 +9,11 @@
 #   PRESET          (any) tiny, small, 124M, ...: which of the quick start's models
 #   RUNS            where runs are kept (the repository's runs/; of an installation, runs/ here)
 #   GPUS_PER_NODE   (1) split each layer over so many GPUs, or CPU ranks
-. "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
-RUNS="${RUNS:-${SOURCES:-$PWD}/runs}"
-
-newest_run() {  # the folder of the quick start's run that was saved last
-    local latest newest=""
-    for latest in "$RUNS"/pretrain_gpt2/"${PRESET:-}"*/latest; do
-        [[ -z "${PRESET:-}" || "$latest" == */"$PRESET"/latest ]] || continue
-        if [[ -e "$latest" && ( -z "$newest" || "$latest" -nt "$newest" ) ]]; then newest="$latest"; fi
-    done
-    [[ -n "$newest" ]] && dirname -- "$newest"
-}
+. "$(dirname -- "${BASH_SOURCE[0]}")/trained.sh"
 
 MODEL=()
-if ! given --load "$@" && ! given --load-hf "$@" && ! given --help "$@" && ! given -h "$@"; then
-    folder="$(newest_run)" || fail "nothing is trained in $RUNS/pretrain_gpt2${PRESET:+ with PRESET=$PRESET} yet:" \
-        "bash scripts/pretrain_gpt2.sh trains a model in about 3 minutes; or name one with --load DIR"
+if ! names_a_model "$@" && ! asks_for_help "$@"; then
+    folder="$(trained_model)"
     MODEL=(--load "$folder")
 fi
 PYTHONPATH="$(with_sources)"

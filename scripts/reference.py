@@ -87,6 +87,7 @@ TOPICS: dict[str, Callable[[str], bool]] = {
     "zero": lambda path: path.startswith("zero_optimization.") and ".offload_" not in path,
     "offload": _under("zero_optimization.offload_", "aio."),
     "activation checkpointing": _under("activation_checkpointing."),
+    "checkpoint": _under("checkpoint."),
 }
 
 

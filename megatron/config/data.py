@@ -14,28 +14,32 @@ class DataConfig:
 
     train_data: tuple[str, ...] = setting(
         (), "corpus prefix, .jsonl or .txt file, folder of them, `webtext`, `default`; or weights and names in turn",
-        "data-path", "train-data-path", "train-file", newcomer=True)
+        "data-path", "train-data-path", "train-file", newcomer=True, place=True)
     valid_data: tuple[str, ...] = setting(
-        (), "validation corpus (default: the second part of --split)", "val-data-path", "validation-file")
-    test_data: tuple[str, ...] = setting((), "test corpus (default: the third part of --split)", "test-data-path")
+        (), "validation corpus (default: the second part of --split)", "val-data-path", "validation-file",
+        place=True)
+    test_data: tuple[str, ...] = setting(
+        (), "test corpus (default: the third part of --split)", "test-data-path", place=True)
     split: str = setting("949,50,1", "shares of --train-data for training, validation and test, by document",
                          metavar="SHARES")
     seq_length: int | None = setting(None, "tokens per sample (default: --max-position-embeddings)", newcomer=True)
     tokenizer_type: str | None = setting(
         None, "GPT2BPETokenizer, SentencePieceTokenizer, ByteLevelTokenizer or CharacterLevelTokenizer", metavar="NAME",
         newcomer=True)
-    vocab_file: str | None = setting(None, "GPT-2 encoder.json (default: the packaged one)")
-    merge_file: str | None = setting(None, "GPT-2 vocab.bpe (default: the packaged one)")
-    tokenizer_path: str | None = setting(None, "SentencePiece model or character vocabulary", newcomer=True)
+    vocab_file: str | None = setting(None, "GPT-2 encoder.json (default: the packaged one)", place=True)
+    merge_file: str | None = setting(None, "GPT-2 vocab.bpe (default: the packaged one)", place=True)
+    tokenizer_path: str | None = setting(None, "SentencePiece model or character vocabulary", newcomer=True,
+                                         place=True)
     mock_data: bool = setting(False, "random tokens instead of a corpus, for benchmarks")
-    data_cache_path: str | None = setting(None, "folder for sample indices and for the corpora made of text files")
+    data_cache_path: str | None = setting(None, "folder for sample indices and for the corpora made of text files",
+                                          place=True)
     text_key: str = setting("text", "key of the text in .jsonl files", "json-key", metavar="KEY")
     document_separator: str | None = setting(
         None, "what ends a document inside a .txt file: blank-line, or a text such as '<|endoftext|>' "
         "(default: the end of the file)", metavar="TEXT")
     num_workers: int = setting(2, "data loading workers; 0 loads in the training thread",
                                "dataloader-num-workers")
-    lazy_loader: bool = setting(False, "accepted for old scripts: corpora are always memory-mapped")
+    lazy_loader: bool = setting(False, "accepted for old scripts: corpora are always read where they are")
     reset_position_ids: bool = setting(False, "restart position numbers at each document")
     reset_attention_mask: bool = setting(False, "attend only within a document")
     eod_mask_loss: bool = setting(False, "ignore the loss of the token after an end-of-document token")

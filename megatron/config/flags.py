@@ -55,7 +55,7 @@ def parse_args(argv: Sequence[str], world_size: int = 1, *, planning: bool = Fal
     `world_size` is what the batch sizes of a `--deepspeed_config` are solved with; `planning`: nothing is to be run.
     """
     parser = build_parser()
-    words, problems = switches(parser, [_dashed(word) for word in argv])
+    words, problems = switches(parser, [dashed(word) for word in argv])
     table = foreign.OF_PLANNER if planning else foreign.FOREIGN
     ours, foreigners, notes = foreign.answers(words, table)
     problems += foreigners
@@ -93,7 +93,7 @@ def _built(values: dict[str, Any], preset: dict[str, Any], world_size: int) -> C
 
 def asks_for_plan(argv: Sequence[str]) -> bool:
     """The run is not to be started, but planned: --dry-run."""
-    return "--dry-run" in switches(build_parser(), [_dashed(word) for word in argv])[0]
+    return "--dry-run" in switches(build_parser(), [dashed(word) for word in argv])[0]
 
 
 def _said_by_hf(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,7 +174,8 @@ def _one_of(flag: str, words: tuple[str, ...]) -> Callable[[str], str]:
     return convert
 
 
-def _dashed(word: str) -> str:
+def dashed(word: str) -> str:
+    """Dashes and underscores are the same in the name of a flag."""
     if not word.startswith("--"):
         return word
     name, equals, value = word.partition("=")

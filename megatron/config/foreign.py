@@ -132,7 +132,7 @@ FOREIGN: dict[str, Foreign] = {
     # data, checkpoints, logs
     "dataset": Foreign("use --train-data"),
     "dataset-name": Foreign("use --train-data with files of your own; nothing is downloaded"),
-    "data-impl": Foreign(_LEAVE_OUT + "corpora are always memory-mapped", ("mmap",)),
+    "data-impl": Foreign(_LEAVE_OUT + "corpora are always read where they are", ("mmap",)),
     "out-dir": Foreign(_SAVE),
     "output-dir": Foreign(_SAVE),
     "overwrite-output-dir": Foreign(_LEAVE_OUT + "without --load a run starts anew"),

@@ -18,7 +18,8 @@ class OffloadConfig:
 
     offload_optimizer_device: Literal["none", "cpu", "nvme"] = setting(
         "none", "where master weights and moments are kept", json=_OPTIMIZER + "device")
-    offload_optimizer_nvme_path: str | None = setting(None, "folder on the NVMe drive", json=_OPTIMIZER + "nvme_path")
+    offload_optimizer_nvme_path: str | None = setting(
+        None, "folder on the NVMe drive", json=_OPTIMIZER + "nvme_path", place=True)
     offload_optimizer_buffer_count: int = setting(4, "host buffers in front of the NVMe drive",
                                                   json=_OPTIMIZER + "buffer_count")
     offload_optimizer_pin_memory: bool = setting(
@@ -39,7 +40,8 @@ class OffloadConfig:
         "faster, and inexact", json=_OPTIMIZER + "delayed_param_update")
     offload_param_device: Literal["none", "cpu", "nvme"] = setting(
         "none", "where parameters are kept; stage 3 only", json=_PARAM + "device")
-    offload_param_nvme_path: str | None = setting(None, "folder on the NVMe drive", json=_PARAM + "nvme_path")
+    offload_param_nvme_path: str | None = setting(
+        None, "folder on the NVMe drive", json=_PARAM + "nvme_path", place=True)
     offload_param_buffer_count: int = setting(5, "host buffers in front of the NVMe drive",
                                               json=_PARAM + "buffer_count")
     offload_param_buffer_size: int = setting(100_000_000, "elements per buffer", json=_PARAM + "buffer_size")

@@ -23,6 +23,9 @@ class SaveConfig:
     save_interval: int = setting(1000, "steps between checkpoints; 0 saves at the end only", "save-steps",
                                  newcomer=True)
     async_save: bool = setting(False, "train on while a copy of the state is written")
+    checkpoint_key: str | None = setting(
+        None, "file of a secret: checkpoints are signed with it, and only signed ones are loaded", metavar="FILE",
+        json="checkpoint.key_file", place=True)
     keep_last: int | None = setting(None, "keep only this many of the newest checkpoints", "save-total-limit")
     keep_every: int | None = setting(None, "with --keep-last: also keep those of steps divisible by this")
     no_save_optim: bool = setting(False, "leave the optimizer state out of checkpoints")

@@ -58,13 +58,15 @@ class Setting:
     metavar: str | None = None
     newcomer: bool = False
     """Listed by `--help`; the others are listed by `--help-all` only."""
+    place: bool = False
+    """Where something lies, which may differ from node to node: ranks compare what is found there."""
 
 
 def setting(default: Any, help: str, *aliases: str, json: str | Key | tuple[Key, ...] = (),
-            metavar: str | None = None, newcomer: bool = False) -> Any:
+            metavar: str | None = None, newcomer: bool = False, place: bool = False) -> Any:
     """A field that is also a flag: `aliases` are further spellings of it, `json` names the keys that set it."""
     keys = (Key(json),) if isinstance(json, str) else (json,) if isinstance(json, Key) else json
-    return field(default=default, metadata={"setting": Setting(help, aliases, keys, metavar, newcomer)})
+    return field(default=default, metadata={"setting": Setting(help, aliases, keys, metavar, newcomer, place)})
 
 
 def declared(item: Field[Any]) -> Setting:

@@ -25,7 +25,7 @@ from megatron.config.problems import Problems
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.save import SaveConfig
 from megatron.config.schedule import ScheduleConfig
-from megatron.config.setting import flag_name, require
+from megatron.config.setting import declared, flag_name, require
 from megatron.config.train import TrainConfig
 from megatron.config.words import Words
 from megatron.config.zero import ZeroConfig
@@ -124,6 +124,11 @@ class Config:
     def in_its_words(self, message: str) -> str:
         """A message that speaks of flags, with the names of the keys that were given instead."""
         return self.words.of(message)
+
+    def told(self) -> dict[str, Any]:
+        """Flag -> value, of all that every rank has to be told alike."""
+        return {flag_name(item.name): getattr(getattr(self, name), item.name)
+                for name, section in SECTIONS.items() for item in fields(section) if not declared(item).place}
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """Plain JSON values, section by section (saved in every checkpoint)."""

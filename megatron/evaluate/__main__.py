@@ -2,6 +2,11 @@
 
 import sys
 
+from megatron.launch.leaving import end_when_asked
+
+if __name__ == "__main__":
+    end_when_asked()  # before the rest, which takes a while
+
 from megatron.launch.exits import run
 from megatron.neighbours import check_neighbours
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from megatron.config.help import typed
-from megatron.evaluate.parser import Chosen, Parser, chosen
+from megatron.evaluate.parser import Chosen, chosen, parser_of
 from megatron.evaluate.request import PARTS, PROTOCOLS, Asked
+from megatron.inference.parser import Parser
 
 MODULE = "python -m megatron.evaluate"
 
@@ -31,8 +31,7 @@ def task_name(word: str) -> str:
 
 
 def build_parser() -> Parser:
-    program = typed(MODULE)
-    parser = Parser(program, "What a trained GPT-2 scores.", EXAMPLES.replace(MODULE, program))
+    parser = parser_of(MODULE, "What a trained GPT-2 scores.", EXAMPLES)
     add = parser.add_argument
     add("--task", type=task_name, choices=tuple(PROTOCOLS), required=True)
     add("--data", "--valid-data", metavar="FILE", required=True, help="what to score; of perplexity also the prefix of "
@@ -67,8 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron.launch import distributed
 
     began = time.monotonic()
-    setting = Setting.of(model.source, model.batch_size)
-    say = _sayer(setting.rank)
+    setting = Setting.of(model.source, model.batch_size, model.told)
+    say = distributed.sayer(setting.rank)
     for note in model.notes:
         say(note)
     # Before the weights are read: it may find that the data will not do.
@@ -88,10 +87,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(report.as_json() if as_json else report.as_text(), flush=True)
     distributed.shutdown()
     return 0
-
-
-def _sayer(rank: int) -> Callable[[str], None]:
-    def say(line: str) -> None:
-        if rank == 0:
-            print(line, file=sys.stderr, flush=True)
-    return say

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from megatron.config.help import typed
 from megatron.config.tree import require
 from megatron.errors import ConfigError
-from megatron.evaluate.parser import Chosen, Parser, chosen
+from megatron.evaluate.parser import Chosen, chosen, parser_of
+from megatron.inference.parser import Parser
 from megatron.launch.exits import run
 from megatron.neighbours import check_neighbours
 
@@ -52,8 +52,7 @@ class Run:
 
 
 def build_parser() -> Parser:
-    program = typed(MODULE)
-    parser = Parser(program, "lm-eval's tasks on a trained GPT-2.", EXAMPLES.replace(MODULE, program))
+    parser = parser_of(MODULE, "lm-eval's tasks on a trained GPT-2.", EXAMPLES)
     add = parser.add_argument
     add("--tasks", required=True, metavar="A,B", help="names of lm-eval's tasks")
     add("--include-path", metavar="DIR", help="folder with tasks of your own")
@@ -81,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron.evaluate.setting import Setting
     from megatron.launch import distributed
 
-    setting = Setting.of(asked.model.source, asked.model.batch_size)
+    setting = Setting.of(asked.model.source, asked.model.batch_size, asked.model.told)
     for note in asked.model.notes if setting.rank == 0 else ():
         print(note, file=sys.stderr, flush=True)
     with _aside(setting.rank == 0), translated(asked.tasks):

@@ -37,9 +37,9 @@ class Setting:
     batch_size: int
 
     @classmethod
-    def of(cls, source: Source, batch_size: int) -> Setting:
-        """The weights are not read yet. Collective."""
-        env, size = distributed.init(), source.model_parallel_size
+    def of(cls, source: Source, batch_size: int, told: Mapping[str, object] | None = None) -> Setting:
+        """The weights are not read yet. Collective, of ranks that were `told` the same."""
+        env, size = distributed.init(told=told), source.model_parallel_size
         require(env.world_size % size == 0, f"--model-parallel-size {size} does not divide the number of ranks, "
                 f"{env.world_size}: start a multiple of {size} with python -m megatron.launch --nproc-per-node")
         groups = mpu_groups.build(size)

@@ -1,6 +1,7 @@
 """What a trained model is for: text from it.
 
     source.py       which model, as flags say it
+    parser.py       the command line of such a program
     request.py      what is asked of it: prompts, how tokens are drawn, where a text ends
     int8.py         a matrix of 8 bits a number in the place of a weight, and the product with it
     pages.py        where such matrices lie on a CPU

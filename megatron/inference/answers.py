@@ -23,6 +23,9 @@ from megatron.inference.wording import Wording
 from mpu.collectives import broadcast_json
 from mpu.groups import Groups, limit_waits
 
+BETWEEN = "-" * 15 + "\n"
+"""Answers, each of any number of lines."""
+
 PATIENCE = timedelta(days=365)
 """With who types, or writes into a pipe."""
 
@@ -99,13 +102,14 @@ def generator_of(loaded: Loaded, decoder: Decoder, wording: Wording, slides: boo
 
 @final
 class _Page:
-    """What is printed: answer after answer, as a line of JSON or as plain text behind its prompt."""
+    """What is printed: answer after answer, as a line of JSON or as plain text behind its prompt, with a line
+    between them."""
 
     def __init__(self, wording: Wording, out: IO[str] | None, jsonl: bool) -> None:
         self._wording, self._out, self._jsonl = wording, out, jsonl
         self._prompts: dict[int, str] = {}
         self._ready: dict[int, Text] = {}
-        self._turn, self._printed = 0, ""
+        self._turn, self._begun, self._printed = 0, 0, ""
 
     def expect(self, first: int, prompt: str, answers: int) -> None:
         if self._out is not None:
@@ -130,6 +134,9 @@ class _Page:
             if text.ended is not None:
                 out.write(self._line(prompt, text) + "\n")
             return
+        if self._begun < self._turn:
+            out.write(BETWEEN)
+            self._begun = self._turn
         found = prompt + self._wording.settled(text)
         out.write(found[len(self._printed):])
         self._printed = found

@@ -12,19 +12,19 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, NoReturn, TextIO
+from typing import IO, TextIO
 
-from data.storage import staged_file
-from megatron.config.help import typed
+from data.storage import named_by, staged_file
 from megatron.config.tree import require
-from megatron.errors import ConfigError
-from megatron.inference import former, lines, source
+from megatron.inference import former, lines
+from megatron.inference.parser import Parser
 from megatron.inference.prompts import Arriving, Given, Prompts
 from megatron.inference.request import Sampling, Wish
+from megatron.inference.source import source_of, told
 from megatron.inference.terminal import Terminal, is_at_hand
 
 MODULE = "python -m megatron.generate"
@@ -38,19 +38,12 @@ Without prompts they are read from standard input, one a line; at a terminal tha
 explains the rest."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see {self.prog} --help")
-
-
-def build_parser() -> argparse.ArgumentParser:
-    program = typed(MODULE)
-    parser = _Parser(prog=program, description="Text from a trained GPT-2.", epilog=EXAMPLES.replace(MODULE, program),
-                     formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+def build_parser() -> Parser:
+    parser = Parser(MODULE, "Text from a trained GPT-2.", EXAMPLES)
     add = parser.add_argument
     add("prompts", nargs="*", metavar="PROMPT", help="a text to go on from")
-    source.add_flags(parser)
     former.add_flags(parser)
+    add("--genfile", metavar="FILE", help=argparse.SUPPRESS)
     add("--file", "--sample-input-file", metavar="FILE", help="prompts, one a line; .jsonl: of "
         "objects with `prompt` or `text`; also .gz, .xz, .zst")
     add("--interactive", action="store_true", help="a session: each line that is typed is answered at once (where "
@@ -119,15 +112,20 @@ def _mode(stream: TextIO) -> int:
         return 0
 
 
-def output_of(asked: argparse.Namespace) -> AbstractContextManager[IO[str]]:
-    return staged_file(asked.output, "w") if asked.output else nullcontext(sys.stdout)
+@contextmanager
+def output_of(asked: argparse.Namespace) -> Iterator[IO[str]]:
+    if asked.output:
+        with named_by("--output"), staged_file(asked.output, "w") as file:
+            yield file
+    else:
+        yield sys.stdout
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    asked = build_parser().parse_args(former.dashed(sys.argv[1:] if argv is None else argv))
-    notes = former.translate(asked)
+    asked = build_parser().read(sys.argv[1:] if argv is None else argv)
+    notes = former.translate_samples(asked)
     check(asked)
-    model, wish = replace(source.source_of(asked), shape=former.shape_of(asked)), wish_of(asked)
+    model, wish = replace(source_of(asked), shape=former.shape_of(asked)), wish_of(asked)
     from megatron.checkpoint.agree import agree
     from megatron.inference import loading
     from megatron.inference.answers import Answers
@@ -135,12 +133,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron.launch import distributed
     from mpu.collectives import broadcast_json
 
-    env = distributed.init()
+    env = distributed.init(told=told(asked))
     first, began = env.rank == 0, time.monotonic()
     groups = loading.groups_of(model, env.world_size, MODULE)
     session = bool(broadcast_json(first and is_session(asked), groups.world))
     terminal = Terminal() if first and session else None
-    say = terminal.say if terminal is not None else _sayer(env.rank)
+    say = terminal.say if terminal is not None else distributed.sayer(env.rank)
     for note in notes:
         say(note)
     prompts = agree(lambda: prompts_of(asked, say) if first and not session else Given(()), groups.world)
@@ -155,10 +153,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(answers.speed())
     distributed.shutdown()
     return 0
-
-
-def _sayer(rank: int) -> Callable[[str], None]:
-    def say(line: str) -> None:
-        if rank == 0:
-            print(line, file=sys.stderr, flush=True)
-    return say

@@ -29,31 +29,20 @@ VALUES = (
 """Without a meaning here."""
 
 
-def dashed(words: Sequence[str]) -> list[str]:
-    """Dashes and underscores are the same in the name of a flag; what comes after `--` is no flag."""
-    end = words.index("--") if "--" in words else len(words)
-    return [*(_dashed(word) for word in words[:end]), *words[end:]]
-
-
-def _dashed(word: str) -> str:
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value if word.startswith("--") else word
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser, switches: Sequence[str] = (), values: Sequence[str] = ()) -> None:
+    """With `switches` and `values` of one program, without a meaning here as well."""
     def add(*names: str, **more: Any) -> None:
         parser.add_argument(*names, help=argparse.SUPPRESS, **more)
 
-    add("--genfile", metavar="FILE")
     add("--seq-length", type=int, metavar="N")
     add("--pipeline-model-parallel-size", type=int, default=1)
     for name in ("--fp16", "--bf16"):
         add(name, action="append_const", const=name, dest="precisions")
     for name, (kind, *others) in SHAPE.items():
         add(f"--{name.replace('_', '-')}", *others, type=kind)
-    for name in SWITCHES:
+    for name in (*SWITCHES, *switches):
         add(name, action="append_const", const=name, dest="meaningless")
-    for name in VALUES:
+    for name in (*VALUES, *values):
         add(name, action=_Meaningless, dest="meaningless")
 
 
@@ -67,12 +56,17 @@ class _Meaningless(argparse.Action):
 
 def translate(asked: argparse.Namespace) -> list[str]:
     """`asked` in our flags; a note on what has no effect."""
-    without_effect, size = list(asked.meaningless or ()), asked.pipeline_model_parallel_size
+    size = asked.pipeline_model_parallel_size
     require(size == 1, f"--pipeline-model-parallel-size is {size}: there is no pipeline parallelism; use "
             "--model-parallel-size")
     precisions = sorted({*(asked.precisions or ()), *([f"--{asked.dtype}"] if asked.dtype else ())})
     require(len(precisions) < 2, f"{' and '.join(precisions)}: give one precision")
     asked.dtype = precisions[0].removeprefix("--") if precisions else None
+    return [f"note: {', '.join(asked.meaningless)}: no effect here"] if asked.meaningless else []
+
+
+def translate_samples(asked: argparse.Namespace) -> list[str]:
+    """Of generate_samples.py: a zero may mean that it is not given, and `--genfile` asks for texts without a prompt."""
     if asked.genfile is not None and asked.num_samples:
         given = {"prompts": asked.prompts, "--file": asked.file, "--output": asked.output,
                  "--interactive": asked.interactive}
@@ -80,10 +74,10 @@ def translate(asked: argparse.Namespace) -> list[str]:
         require(not others, f"--genfile is for texts without a prompt: leave out {' and '.join(others)}")
         asked.prompts, asked.output, asked.jsonl = [""], asked.genfile, True
     elif asked.genfile is not None:
-        without_effect.append("--genfile")
+        asked.meaningless = [*(asked.meaningless or ()), "--genfile"]
     asked.num_samples = 1 if asked.num_samples == 0 else asked.num_samples
     asked.top_p = asked.top_p or 1.0
-    return [f"note: {', '.join(without_effect)}: no effect here"] if without_effect else []
+    return translate(asked)
 
 
 def shape_of(asked: argparse.Namespace) -> dict[str, float]:

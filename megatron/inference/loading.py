@@ -22,11 +22,14 @@ import data.tokenizer
 from data.default_corpus import DEFAULT_FOLDER
 from data.facts import TokenizerFacts, tokenizer_facts_in
 from data.tokenizer_base import Tokenizer
-from megatron.checkpoint.agree import agree
+from megatron.checkpoint.agree import agree, same_key
 from megatron.checkpoint.choice import locate, tag_of_step
 from megatron.checkpoint.int8 import LEVELS, SCALE, Read, is_quantised, quantise_into, row_maxima
 from megatron.checkpoint.interchange.huggingface import open_folder
+from megatron.checkpoint.manifest import MANIFEST
+from megatron.checkpoint.part import SHARED_STATE
 from megatron.checkpoint.reader import open_checkpoint
+from megatron.checkpoint.strict import Record, sense_of
 from megatron.config.hf_shape import shape_in, tokenizer_in
 from megatron.config.tree import ModelConfig, require
 from megatron.errors import CheckpointError
@@ -100,7 +103,8 @@ def groups_of(source: Source, ranks: int, module: str) -> Groups:
 def open_source(source: Source, groups: Groups) -> Found:
     """What it names. Collective."""
     is_hf = source.load_hf is not None
-    found = open_hf(source.load_hf, groups) if source.load_hf else open_trained(source.load or "", groups, source.step)
+    found = open_hf(source.load_hf, groups) if source.load_hf else \
+        open_trained(source.load or "", groups, source.step, source.key_file)
     _check_split(found, groups.tp.size)
     return replace(found, data={}, assumes_tokenizer=False) if is_hf and source.tokenizer else found
 
@@ -121,18 +125,21 @@ def described(found: Found, dtype: str, tokenizer: Tokenizer) -> str:
     return f"{found.name}: {found.shape.parameters():,} parameters in {dtype}, {tokenizer.facts.described}{doubt}"
 
 
-def open_trained(folder: str, groups: Groups, step: int | None = None) -> Found:
+def open_trained(folder: str, groups: Groups, step: int | None = None, key_file: str | None = None) -> Found:
     """Of a run: `DIR`, `DIR:TAG` or the folder of a tag; the latest, or that of iteration `step`. Every byte is checked
     first. Collective."""
     root, tag = locate(folder)
     if step is not None:
         require(tag is None, f"--load {folder} names a tag already: leave out --ckpt-step {step}")
         tag, _ = agree(lambda: tag_of_step(root, step), groups.world)
-    found = open_checkpoint(root, tag, world=groups.world, int8=True)
-    precision = next((name for name in ("bf16", "fp16") if found.config["precision"][name]), "fp32")
+    found = open_checkpoint(root, tag, world=groups.world, int8=True, key=same_key(key_file, groups.world))
+    with sense_of(f"tag {found.tag}: {MANIFEST}: config"):
+        precision = next((name for name in ("bf16", "fp16") if found.config["precision"][name]), "fp32")
+        shape, data = ModelConfig(**found.config["model"]), dict(found.config["data"])
     precision = "int8" if found.has(LEVELS) else precision
-    return Found(found, ModelConfig(**found.config["model"]), found.config["data"], precision,
-                 f"{found.tag} of {root}", tokenizer_facts_in(found.shared_state["client_state"]))
+    said = agree(lambda: Record(found.shared_state, f"tag {found.tag}: file {SHARED_STATE}").take("client_state", dict),
+                 groups.world)
+    return Found(found, shape, data, precision, f"{found.tag} of {root}", tokenizer_facts_in(said))
 
 
 def open_hf(folder: str, groups: Groups) -> Found:

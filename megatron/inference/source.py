@@ -27,6 +27,8 @@ class Source:
     model_parallel_size: int = 1
     tokenizer: dict[str, str] = field(default_factory=dict)
     """What flags say of it, in place of what the model's folder says."""
+    key_file: str | None = None
+    """Of `load`: it must be signed with the key in it."""
     shape: Mapping[str, float] = field(default_factory=dict)
     """What flags say of the model; it has to be so."""
 
@@ -35,6 +37,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--load", metavar="DIR", help="checkpoint folder of a run; DIR:TAG names a tag")
     add("--ckpt-step", type=int, metavar="N", help="the checkpoint of iteration N (default: the latest)")
+    add("--checkpoint-key", metavar="FILE", help="take only a checkpoint of --load that is signed with this key")
     add("--load-hf", metavar="DIR", help="folder of a Hugging Face GPT-2")
     add("--model-parallel-size", "--tensor-model-parallel-size", type=int, default=1, metavar="N",
         help="split each layer over so many ranks, whatever the model was trained on (1)")
@@ -45,11 +48,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         group.add_argument(f"--{name.replace('_', '-')}", metavar=metavar, help=text)
 
 
+def told(asked: argparse.Namespace) -> dict[str, object]:
+    """Flag -> value, of all that every rank has to be told alike; files may lie elsewhere on each node."""
+    return {f"--{name.replace('_', '-')}": value for name, value in vars(asked).items()
+            if name not in (*TOKENIZER_FLAGS, "checkpoint_key")}
+
+
 def source_of(asked: argparse.Namespace) -> Source:
     load, step = asked.load, asked.ckpt_step
     require((load is None) != (asked.load_hf is None), "give one of --load and --load-hf: the model to use")
     require(step is None or load is not None, "--ckpt-step goes with --load")
+    require(asked.checkpoint_key is None or load is not None, "--checkpoint-key goes with --load")
     require(asked.model_parallel_size >= 1, f"--model-parallel-size is {asked.model_parallel_size}: expected 1 or more")
     said = {name: getattr(asked, name) for name in TOKENIZER_FLAGS}
     return Source(load, asked.load_hf, step, asked.dtype, asked.model_parallel_size,
-                  {name: value for name, value in said.items() if value is not None})
+                  {name: value for name, value in said.items() if value is not None},
+                  key_file=asked.checkpoint_key)

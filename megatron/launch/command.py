@@ -17,16 +17,23 @@ import importlib.util
 import os
 import socket
 import sys
-import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NoReturn
 
-from megatron.errors import EXIT_CONFIG, EXIT_PEER, ConfigError
+from megatron.errors import EXIT_PEER, ConfigError, TrainerError
+from megatron.launch.blame import Sight
+from megatron.launch.folders import private_folder
+from megatron.launch.meeting import meet
+from megatron.launch.nodes import Nodes, Place
+from megatron.launch.room import making_room, reserve
 from megatron.launch.signals import write_stderr
 from megatron.launch.streams import open_closed_streams
 from megatron.launch.supervise import Supervisor
+from megatron.whereabouts import PLACES_VARIABLE, Places
 
 DEFAULT_PORT = 29500
+MEETING_SECONDS = 600.0
 WITHOUT_VALUE = ("-h", "--help", "-m", "--module")
 
 
@@ -53,6 +60,8 @@ def parser() -> Parser:
     p.add_argument("--node-rank", type=int, default=0, metavar="R", help="number of this node, from 0 (0)")
     p.add_argument("--master-addr", metavar="A", help="address of node 0; needed with several nodes")
     p.add_argument("--master-port", type=int, metavar="P", help=f"free port on node 0 ({DEFAULT_PORT})")
+    p.add_argument("--meeting-timeout-seconds", type=float, default=MEETING_SECONDS, metavar="S",
+                   help=f"how long nodes wait for each other before a rank is started ({MEETING_SECONDS:g})")
     return p
 
 
@@ -90,6 +99,9 @@ def check(options: argparse.Namespace, command: list[str]) -> None:
                           f"expected 0 to {options.nnodes - 1}")
     if options.master_port is not None and not 0 < options.master_port < 65536:
         raise ConfigError(f"launcher: --master-port {options.master_port} is not a port; expected 1 to 65535")
+    if not 0 < options.meeting_timeout_seconds < float("inf"):
+        raise ConfigError(f"launcher: --meeting-timeout-seconds is {options.meeting_timeout_seconds:g}; expected more "
+                          "than 0")
     if options.nnodes > 1 and not options.master_addr:
         raise ConfigError("launcher: --nnodes is above 1 but --master-addr is missing; give the address of node 0")
 
@@ -140,23 +152,38 @@ def shared_environment(options: argparse.Namespace, store_file: str | None) -> d
 def launch(options: argparse.Namespace, command: list[str]) -> int:
     if options.nnodes * options.nproc_per_node == 1:
         replace_this_process(interpreter_arguments(options, command))
-    if options.nnodes > 1 and options.node_rank == 0:
-        where = f"{options.master_addr}:{options.master_port or DEFAULT_PORT}"
-        write_stderr(f"warning: the ranks meet at {where}, a port open on all interfaces of this node; "
-                     "use a private network\n".encode())
-    with tempfile.TemporaryDirectory(prefix="megatron-launch-") as private:
-        store_file = os.path.join(private, "store") if options.nnodes == 1 else None
+    with ExitStack() as files:
+        with making_room():
+            private = files.enter_context(private_folder())
+            store_file = os.path.join(private, "store") if options.nnodes == 1 else None
+            if store_file:
+                reserve(store_file)
+            path = os.path.join(private, "places")
+            places = Places(path, options.nproc_per_node)
+        nodes = company_of(options)
         shared = shared_environment(options, store_file)
         first = options.node_rank * options.nproc_per_node
         environments = [{**shared, "RANK": str(first + local), "LOCAL_RANK": str(local)}
                         for local in range(options.nproc_per_node)]
-        return Supervisor(interpreter_arguments(options, command), environments).run()
+        sight = Sight(places, len(environments))
+        environments = [{**one, PLACES_VARIABLE: path} for one in environments]
+        return Supervisor(interpreter_arguments(options, command), environments, nodes, sight).run()
+
+
+def company_of(options: argparse.Namespace) -> Nodes:
+    """The launchers of the other nodes, once all are there."""
+    own = Place(options.node_rank, options.nnodes, options.nproc_per_node, socket.gethostname())
+    if own.nodes == 1:
+        return Nodes(own)
+    return meet(own, options.master_addr, options.master_port or DEFAULT_PORT, options.meeting_timeout_seconds,
+                lambda line: write_stderr(f"{line}\n".encode(errors="backslashreplace")))
 
 
 def replace_this_process(command: list[str]) -> NoReturn:
     """A job of one rank needs no launcher. Its numbers are set nevertheless: a batch system may have left others."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-    os.environ.pop("MEGATRON_STORE_FILE", None)
+    for name in ("MEGATRON_STORE_FILE", PLACES_VARIABLE):
+        os.environ.pop(name, None)
     os.execv(command[0], command)
 
 
@@ -167,9 +194,9 @@ def main(argv: list[str]) -> int:
         options = parser().parse_args(head)
         check(options, command)
         return launch(options, command)
-    except ConfigError as error:
+    except TrainerError as error:
         write_stderr(f"error: {error}\n".encode(errors="backslashreplace"))
-        return EXIT_CONFIG
+        return error.code
     except OSError as error:
         write_stderr(f"error: launcher: cannot start the ranks: {error}; check limits on processes and the temporary "
                      "folder\n".encode(errors="backslashreplace"))

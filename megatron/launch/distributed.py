@@ -18,13 +18,16 @@ import re
 import resource
 import socket
 import sys
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron.errors import ConfigError
+from megatron.launch.alike import check_alike, facts_of_code
+from megatron.whereabouts import HERE, PLACES_VARIABLE, START_UP, UNKNOWN
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +41,9 @@ PORT_REFUSALS = {errno.EADDRINUSE: "is in use: another job or program listens th
 """Why rank 0 cannot listen; torch has the name of the number in its text."""
 SHARED_BY_RANKS = ("MEGATRON_LAUNCHER", "TORCHELASTIC_RUN_ID")
 """Set by launchers that give all ranks of a node one environment, and so one list of GPUs."""
+_ENDS: list[weakref.WeakMethod[Callable[[], None]]] = []
+_EARLY: list[Callable[[], None]] = []
+"""Of the process, as its group is."""
 
 SOURCES: tuple[tuple[str, tuple[str, ...], str, tuple[str, ...]], ...] = (
     # rank, world size (first name that is set), local rank, ranks on this node (first name that is set)
@@ -117,21 +123,23 @@ def _is_shown_its_own_gpu() -> bool:
     return by_task or os.environ.get("CUDA_VISIBLE_DEVICES", "0") != "0"
 
 
-def init(backend: str | None = None, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> Environment:
+def init(backend: str | None = None, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS, *,
+         told: Mapping[str, Any] | None = None) -> Environment:
     """Read the environment and meet the other ranks; may be called again."""
     env = read_environment()
-    init_process_group(env, backend, timeout_seconds)
+    init_process_group(env, backend, timeout_seconds, told=told)
     return env
 
 
 def init_process_group(env: Environment, backend: str | None = None,
                        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS, *, init_method: str | None = None,
-                       also_alone: bool = False) -> None:
+                       also_alone: bool = False, told: Mapping[str, Any] | None = None) -> None:
     """Choose this rank's device and create torch's default process group; idempotent. One rank needs none, and gets
     one only `also_alone`, for scripts that ask torch.distributed for their rank.
 
     `backend` None means nccl with GPUs, gloo without; `timeout_seconds` is how long to wait for a silent peer;
-    `init_method` is torch's, in place of the launcher's address.
+    `init_method` is torch's, in place of the launcher's address; `told` is what all ranks have to be told alike
+    (alike.py).
     """
     import torch
 
@@ -144,6 +152,8 @@ def init_process_group(env: Environment, backend: str | None = None,
         torch.cuda.set_device(device)
     elif backend == "nccl":
         raise ConfigError("--distributed-backend nccl needs a GPU, but torch sees none; leave the flag out or use gloo")
+    if env.world_size > 1:
+        show_place(env)
     if torch.distributed.is_initialized() or env.world_size == 1 and not also_alone:
         return
     # Its default arguments name the default group, and would keep it alive after `shutdown`; imported before there is
@@ -162,13 +172,39 @@ def init_process_group(env: Environment, backend: str | None = None,
                                              world_size=env.world_size, timeout=timeout)
         return
     try:
-        torch.distributed.init_process_group(
-            chosen, store=_store(env, timeout), rank=env.rank, world_size=env.world_size, timeout=timeout,
-            # Naming the device lets NCCL connect here, where a failure is easy to place, not in the first step.
-            device_id=device if chosen == "nccl" else None)
+        with HERE.doing(f"{START_UP}, meeting the other ranks"):
+            _meet(env, timeout, chosen, device, told)
     except (OSError, RuntimeError) as error:
         _explain_port(error)
         raise
+
+
+def show_place(env: Environment | None = None) -> None:
+    """From now on our launcher, if there is one, sees where this rank is; may be called again. No torch, unless it is
+    here already."""
+    path = os.environ.get(PLACES_VARIABLE)
+    HERE.show_in(path, (env or read_environment()).local_rank)
+    if HERE.place.state == UNKNOWN:
+        HERE.begin()
+    if "torch" in sys.modules:
+        importlib.import_module("mpu.wire.waits").show_in(HERE.waits)
+
+
+def _meet(env: Environment, timeout: timedelta, backend: str, device: torch.device, told: Mapping[str, Any] | None
+          ) -> None:
+    import torch
+
+    from mpu.wire import waits
+
+    waits.begin()
+    store = _store(env, timeout)
+    facts = {**(told or {}), **facts_of_code(torch.__version__), "backend": backend}
+    check_alike(store, env.rank, env.world_size, facts, timeout)
+    torch.distributed.init_process_group(
+        backend, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout,
+        # Naming the device lets NCCL connect here, where a failure is easy to place, not in the first step.
+        device_id=device if backend == "nccl" else None)
+    waits.end()
 
 
 def _make_room_for_connections() -> None:
@@ -189,8 +225,8 @@ def _explain_port(error: OSError | RuntimeError) -> None:
                 "one with --master-port of megatron.launch, or in MASTER_PORT, the same on every node") from error
 
 
-def _store(env: Environment, timeout: timedelta) -> torch.distributed.Store | None:
-    """Where the ranks find each other: our launcher's file, or rank 0's address; None leaves the latter to torch."""
+def _store(env: Environment, timeout: timedelta) -> torch.distributed.Store:
+    """Where the ranks find each other: our launcher's file, or rank 0's address."""
     import torch.distributed as dist
 
     path = os.environ.get("MEGATRON_STORE_FILE")
@@ -205,7 +241,9 @@ def _store(env: Environment, timeout: timedelta) -> torch.distributed.Store | No
             "0's node and a free port there (docs/launch.md), or start with megatron.launch")
     address, port = os.environ["MASTER_ADDR"], _number(os.environ, "MASTER_PORT")
     if address not in LOOPBACK or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves it
-        return None
+        met: dist.Store = next(dist.rendezvous("env://", env.rank, env.world_size, timeout=timeout))[0]
+        met.set_timeout(timeout)
+        return met
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if env.rank > 0:
         return dist.TCPStore(address, port, env.world_size, False, timeout)
@@ -221,10 +259,40 @@ def keeps_store(environ: Mapping[str, str] = os.environ) -> bool:
     return read_environment(environ).rank == 0 and not outlives
 
 
+def sayer(rank: int) -> Callable[[str], None]:
+    """Lines for the person at the terminal, from one rank, beside what a program prints."""
+    def say(line: str) -> None:
+        if rank == 0:
+            print(line, file=sys.stderr, flush=True)
+    return say
+
+
+def before_shutdown(end: Callable[[], None]) -> None:
+    """Call this method, while its object lives, before this process leaves the others after success."""
+    _ENDS.append(weakref.WeakMethod(end))
+
+
+def take_leave() -> None:
+    """Each of these once."""
+    while _ENDS:
+        method = _ENDS.pop()()
+        if method is not None:
+            method()
+
+
+def on_early_exit(answer: Callable[[], None]) -> None:
+    """Call this where a script ends with exit code 0 in the middle of a step."""
+    if answer not in _EARLY:
+        _EARLY.append(answer)
+
+
 def _shutdown_at_exit() -> None:
     """For scripts that just end: a thread of gloo's that lets go of a tensor aborts an interpreter that winds down
     around it. Not after an error, when a peer that is gone could be waited for."""
     if sys.exc_info()[0] is None and getattr(sys, "last_value", None) is None:
+        if HERE.place.is_inside:
+            for answer in _EARLY:
+                answer()
         shutdown()
 
 
@@ -232,5 +300,7 @@ def shutdown() -> None:
     """Leave the process group after success. After a failure leave the process (`exits.py`): this could hang then."""
     import torch
 
+    take_leave()
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    HERE.take_leave()

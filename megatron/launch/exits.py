@@ -20,6 +20,7 @@ import os
 import re
 import select
 import signal
+import socket
 import sys
 import traceback
 import weakref
@@ -30,17 +31,22 @@ from itertools import takewhile
 from types import TracebackType
 from typing import NamedTuple, NoReturn
 
+from megatron.launch.leaving import Asked, raise_when_asked
 from megatron.errors import (EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER, EXIT_STORAGE, ConfigError, PeerError,
                              exit_code)
-from megatron.launch.distributed import read_environment
+from megatron.launch.distributed import on_early_exit, read_environment, take_leave
 from megatron.launch.streams import open_closed_streams
 from megatron.launch.voice import is_ours_to_say, let_others_come
+from megatron.whereabouts import HERE, RUNNING
 
 EXIT_OWN_FAILURE_OF_RANK = 1
 """A bug or lack of memory under our launcher, which makes it 5; from a rank itself, 5 means a victim: a lost peer."""
 
 EXIT_READER_LEFT = 128 + signal.SIGPIPE
 """What a shell reports of a program that writes to a pipe nobody reads any more (`| head`)."""
+
+STORE_VARIABLE = "MEGATRON_STORE_FILE"
+"""Where the ranks of one node meet."""
 
 TEXT_FLAGS = frozenset({"-h", "--help", "--help-all", "--version"})
 """With one of these a job does not begin: it prints a text."""
@@ -55,11 +61,10 @@ MEMORY_TEXTS = ("can't allocate memory", "not enough memory", "CUDA out of memor
 PEER_CLASSES = frozenset({"DistError", "DistBackendError", "DistNetworkError", "DistStoreError"})
 PEER_TEXTS = ("gloo/", "Connection closed by peer", "Connection reset by peer", "NCCL", "wait timeout after",
               "Socket Timeout")
-STORAGE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EPIPE})
+STORAGE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EPIPE, errno.EFBIG, errno.ESTALE})
 
 
 _FAREWELLS: list[weakref.WeakMethod[Callable[[], None]]] = []
-_ENDS: list[weakref.WeakMethod[Callable[[], None]]] = []
 _LAST: list[Callable[[], None]] = []
 """Of the process, as the exit code is."""
 
@@ -82,6 +87,8 @@ def run(main: Callable[[], int | None], debug: bool | None = None, *, is_job: bo
     A reader of standard output that has seen enough ends a command quietly; a job (`is_job`) says why it stops, unless
     it was asked for its help."""
     open_closed_streams()
+    if not is_job:  # a job listens by itself, and saves
+        raise_when_asked()
     is_job = is_job and not TEXT_FLAGS.intersection(word.replace("_", "-") for word in sys.argv[1:])
     try:
         code = _code(main)
@@ -91,9 +98,11 @@ def run(main: Callable[[], int | None], debug: bool | None = None, *, is_job: bo
         if is_job or among_ranks() or not (isinstance(error, BrokenPipeError) and has_no_reader()):
             failure = explain(error, is_job=is_job)
             code = _report(error, failure, is_debugged() if debug is None else debug)
+        if among_ranks():
+            leave_now(code)  # from here, where the traceback still holds the store: to close one that is cut off hangs
     if among_ranks():
         if code == EXIT_OK:
-            _call(_ENDS)
+            take_leave()
         leave_now(code)
     if not flush():
         discard_output()
@@ -104,7 +113,7 @@ def _report(error: BaseException, failure: Failure, debug: bool) -> int:
     if debug and not failure.is_peer_loss:  # of a lost peer only the peer's own traceback helps
         traceback.print_exception(error, file=sys.__stderr__)  # torch's hook would catch it in sys.stderr
     write_error(failure.text)
-    if not failure.is_peer_loss:  # the peers of a victim hear it from the culprit
+    if not (failure.is_peer_loss or is_store_cut_off(error)):  # the peers of a victim hear it from the culprit
         _call(_FAREWELLS)
     return failure.code
 
@@ -116,6 +125,7 @@ def is_debugged() -> bool:
 
 def answer_uncaught() -> None:
     """From now on an error of ours that a script does not catch ends it as `run` would. May be called again."""
+    on_early_exit(_answer_early_exit)
     if not (isinstance(sys.excepthook, partial) and sys.excepthook.func is _uncaught):
         sys.excepthook = partial(_uncaught, sys.excepthook)
 
@@ -147,11 +157,6 @@ def before_failing(farewell: Callable[[], None]) -> None:
     _FAREWELLS.append(weakref.WeakMethod(farewell))
 
 
-def before_ending(end: Callable[[], None]) -> None:
-    """Call this method, while its object lives, when this process ends well, but without the end of its interpreter."""
-    _ENDS.append(weakref.WeakMethod(end))
-
-
 def before_leaving(last: Callable[[], None]) -> None:
     """Call this function when this process leaves at once, whatever for: nothing else of what is left for the end of a
     program is done then."""
@@ -171,9 +176,29 @@ def _code(main: Callable[[], int | None]) -> int:
     try:
         return main() or EXIT_OK
     except SystemExit as leaving:
+        if isinstance(leaving, Asked):
+            raise
         if isinstance(leaving.code, str):
             write_error(leaving.code)
+        if leaving.code in (None, EXIT_OK) and among_ranks() and HERE.place.state == RUNNING:
+            raise LeftEarly(_early()) from leaving
         return leaving.code if isinstance(leaving.code, int) else EXIT_CONFIG if leaving.code else EXIT_OK
+
+
+class LeftEarly(Exception):
+    """An exit with code 0 that other ranks know nothing of."""
+
+
+def _early() -> str:
+    who = f"rank {read_environment().rank} (pid {os.getpid()} on {socket.gethostname()})"
+    return f"{who} left with exit code 0 at {HERE.place}, without the others; look for the sys.exit() in its program"
+
+
+def _answer_early_exit() -> NoReturn:
+    """Of a script, in the middle of a step."""
+    failure = explain(LeftEarly(_early()))
+    write_error(failure.text)
+    leave_now(failure.code)
 
 
 def explain(error: BaseException, environ: Mapping[str, str] = os.environ, *, is_job: bool = True) -> Failure:
@@ -184,6 +209,10 @@ def explain(error: BaseException, environ: Mapping[str, str] = os.environ, *, is
     known = exit_code(error)
     if known is not None:
         return Failure(known, message, isinstance(error, PeerError))
+    if isinstance(error, Asked):
+        return Failure(EXIT_INTERRUPTED, error.text)
+    if isinstance(error, LeftEarly):
+        return Failure(own_failure, message)
     if isinstance(error, KeyboardInterrupt):
         remedy = " before training could save; start the same command to resume" if is_job else ""
         return Failure(EXIT_INTERRUPTED, "interrupted" + remedy)
@@ -192,6 +221,10 @@ def explain(error: BaseException, environ: Mapping[str, str] = os.environ, *, is
         what = message if explained else (f"{message.strip().splitlines()[0]}; use a smaller --batch-size, "
                                           "--checkpoint-activations or a higher --zero-stage")
         return Failure(own_failure, f"{rank} is out of memory: {what}")
+    if is_store_cut_off(error, environ):
+        return Failure(EXIT_STORAGE, f"{rank} cannot write {environ[STORE_VARIABLE]}, where the ranks of this node "
+                                     f"meet: {message.splitlines()[0]}; free space there or name another folder in "
+                                     "TMPDIR, then start the same command to resume")
     if is_peer_loss(error):
         # The rest of gloo's message is advice and a greeting.
         what = re.sub(r"^\[.*?\] ", "", message).partition(". This is typically")[0]
@@ -209,16 +242,26 @@ def explain(error: BaseException, environ: Mapping[str, str] = os.environ, *, is
 
 def is_lack_of_memory(error: BaseException) -> bool:
     names = {cls.__name__ for cls in type(error).__mro__}
-    if MEMORY_CLASSES & names:
+    if MEMORY_CLASSES & names or isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in MEMORY_TEXTS)
+
+
+def is_store_cut_off(error: BaseException, environ: Mapping[str, str] = os.environ) -> bool:
+    """A note for the other ranks did not fit in our launcher's file: who reads it, or writes another, hangs (room.py).
+    """
+    return (STORE_VARIABLE in environ and any(cls.__name__ == "DistStoreError" for cls in type(error).__mro__)
+            and any(os.strerror(number) in str(error) for number in STORAGE_ERRNOS))
 
 
 def is_peer_loss(error: BaseException) -> bool:
     names = {cls.__name__ for cls in type(error).__mro__}
     if PEER_CLASSES & names:
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in PEER_TEXTS)
+    if not isinstance(error, RuntimeError):
+        return False
+    # Out of an exchange comes what became of the others, in many words; but a device fails there as well.
+    return any(text in str(error) for text in PEER_TEXTS) or HERE.place.in_exchange and "CUDA" not in str(error)
 
 
 def write_error(text: str) -> None:
@@ -250,6 +293,12 @@ def leave_now(code: int) -> NoReturn:
     flush()
     let_others_come(code)
     os._exit(code)
+
+
+def end_by_request(text: str) -> NoReturn:
+    """For a thread whose main thread does not hear that the program was asked to end."""
+    write_error(text)
+    leave_now(EXIT_INTERRUPTED)
 
 
 def flush() -> bool:

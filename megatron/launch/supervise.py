@@ -23,7 +23,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from megatron.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER
+from megatron.launch.blame import AGAIN, Late, Sight
+from megatron.launch.leaving import REQUESTS, heard
+from megatron.launch.nodes import Nodes
 from megatron.launch.signals import STOPPING, TAKEN, write_lines, write_stderr
+from megatron.whereabouts import DONE, UNKNOWN, Place
 
 TICK_SECONDS = 0.2
 STOP_PATIENCE_SECONDS = 1.0
@@ -35,11 +39,13 @@ TERM_SECONDS = 1.0
 DEAF_SECONDS = 1.0
 """From the start of the ranks until a request to stop is passed on: at first Python itself starts, which a signal would
 end, with a traceback."""
+OTHERS_SECONDS = GRACE_SECONDS + TERM_SECONDS + 1.0
+"""For the launchers of other nodes to find out which of their ranks was the first."""
 HELD_LINES = 16
-PASSED_THROUGH = frozenset(range(2, 8))
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+PASSED_THROUGH = frozenset({*range(2, 8), EXIT_INTERRUPTED})
 PR_SET_PDEATHSIG = 1
-RESUME = "start the same command to resume from the last checkpoint"
+INTERRUPTED = b"error: interrupted twice, so the ranks were ended at once; earlier checkpoints are intact\n"
+RESUME = AGAIN
 
 
 @dataclass(frozen=True)
@@ -52,11 +58,25 @@ class Ending:
     signal: int | None = None
     stopped: bool = False
     asked: bool = False
-    """The launcher had passed on a request to stop before this ending."""
+    """The launcher, or this rank itself, had got a request to stop before this ending."""
+    place: Place = Place()
+    """Where the rank was."""
+    said: bool = False
+    """It wrote an error line."""
 
     @property
     def failed(self) -> bool:
         return self.code != EXIT_OK
+
+    @property
+    def left_early(self) -> bool:
+        """With exit code 0, in the middle of something."""
+        return self.code == EXIT_OK and self.place.is_inside
+
+    @property
+    def left_the_others(self) -> bool:
+        """With exit code 0, and without taking leave, as a program of ours does."""
+        return self.code == EXIT_OK and self.place.state != DONE
 
     @property
     def is_victim(self) -> bool:
@@ -64,26 +84,37 @@ class Ending:
 
     @property
     def job_exit_code(self) -> int:
-        if self.asked and (self.code == EXIT_INTERRUPTED or self.signal in FORWARDED):
+        if self.asked and self.signal in REQUESTS:
             return EXIT_INTERRUPTED
-        return self.code if self.code in PASSED_THROUGH else EXIT_PEER
+        return EXIT_PEER if self.code is None or self.code not in PASSED_THROUGH else self.code
 
     def describe(self, others: Sequence[int] = ()) -> str:
         """The job's error line for a rank that could not write its own. Of `others` that failed like it, any may have
         been the first: a program of somebody else's may end slowly."""
-        who = f"error: rank {self.rank} (pid {self.pid})"
+        who, at = f"error: {self.who}", "" if self.place.state == UNKNOWN else f" at {self.place}"
+        if self.code == EXIT_OK:
+            return f"{who} left with exit code 0{at}, without the others; look for what ends its program; {RESUME}"
         if self.signal is None:
             so_did = f" (so did {'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others))})"
-            return f"{who} ended with exit code {self.code}{so_did if others else ''}; its own output above says why"
+            also = so_did if others else ""
+            return f"{who} ended with exit code {self.code}{at}{also}; its own output above says why"
         name = f"signal {self.signal} ({signal.Signals(self.signal).name})"
         if self.stopped:
-            return f"{who} was stopped by {name} and did not go on, so the job was ended; {RESUME}"
+            return f"{who} was stopped by {name}{at} and did not go on, so the job was ended; {RESUME}"
         if self.asked:
-            return f"{who} ended by {name} before it could save; {RESUME}"
+            return f"{who} ended by {name}{at} before it could save; {RESUME}"
         if self.signal == signal.SIGKILL:
-            return (f"{who} ended by {name}: killed from outside, often by the kernel for lack of memory; "
+            return (f"{who} ended by {name}{at}: killed from outside, often by the kernel for lack of memory; "
                     "start the same command to resume, with a smaller --batch-size if memory was short")
-        return f"{who} ended by {name}; {RESUME}"
+        return f"{who} ended by {name}{at}; {RESUME}"
+
+    @property
+    def who(self) -> str:
+        return described(self.rank, self.pid)
+
+
+def described(rank: int, pid: int) -> str:
+    return f"rank {rank} (pid {pid} on {socket.gethostname()})"
 
 
 class ErrorRelay:
@@ -125,6 +156,7 @@ class Rank:
     """A child process and what is known about it."""
 
     rank: int
+    local: int
     process: subprocess.Popen[bytes]
     relay: ErrorRelay
     ending: Ending | None = None
@@ -137,6 +169,9 @@ class Supervisor:
 
     command: list[str]
     environments: list[dict[str, str]]
+    nodes: Nodes
+    """The other ones of the job."""
+    sight: Sight
     _ranks: list[Rank] = field(default_factory=list)
     _running: list[Rank] = field(default_factory=list)
     _endings: list[Ending] = field(default_factory=list)
@@ -148,10 +183,16 @@ class Supervisor:
     """Signals that have not been passed on yet."""
     _began: float = field(default_factory=time.monotonic)
     _failed_at: float | None = None
+    _left_at: float | None = None
+    """The first rank left in the middle of something, with exit code 0."""
+    _late: list[Late] = field(default_factory=list)
+    _left: list[Ending] = field(default_factory=list)
+    """Whom the others missed when the first rank failed."""
     _terminated: bool = False
 
     def run(self) -> int:
         with self._signals_as_bytes():
+            self._selector.register(self.nodes, selectors.EVENT_READ, self.nodes)
             try:
                 for environment in self.environments:
                     self._start(environment)
@@ -170,7 +211,7 @@ class Supervisor:
         process = subprocess.Popen(self.command, env=environment, stdin=stdin, stderr=subprocess.PIPE,
                                    start_new_session=True, preexec_fn=end_with_parent())
         assert process.stderr is not None
-        rank = Rank(int(environment["RANK"]), process, ErrorRelay(process.stderr.fileno()))
+        rank = Rank(int(environment["RANK"]), len(self._ranks), process, ErrorRelay(process.stderr.fileno()))
         self._ranks.append(rank)
         self._running.append(rank)
         self._selector.register(process.stderr, selectors.EVENT_READ, rank.relay)
@@ -180,16 +221,31 @@ class Supervisor:
             if isinstance(key.data, ErrorRelay):
                 if not key.data.pump():
                     self._selector.unregister(key.fileobj)
+            elif isinstance(key.data, Nodes):
+                self._hear_of_others()
             else:
                 for number in key.data.recv(256):
                     self._on_signal(number)
         self._pass_on_requests()
+        self.sight.look()
         for rank in list(self._running):
             self._look_at(rank)
         self._enforce_deadlines()
 
+    def _hear_of_others(self) -> None:
+        self.nodes.hear()
+        if self.nodes.are_failing:
+            self._begin_to_end(time.monotonic())
+
+    def _begin_to_end(self, since: float) -> None:
+        """A rank has failed, here or on another node."""
+        if self._failed_at is None:
+            self._failed_at = since
+            self._late = self.sight.late([rank.local for rank in self._running if rank.ending is None])
+            self._left = [ending for ending in self._endings if ending.left_the_others]
+
     def _on_signal(self, number: int) -> None:
-        if number not in FORWARDED:
+        if number not in REQUESTS:
             self._interrupts_taken = self._interrupts_taken or number == TAKEN
             return  # SIGCHLD only wakes the loop
         if number == signal.SIGINT and self._interrupts_taken:
@@ -219,7 +275,8 @@ class Supervisor:
         elif status.si_code == os.CLD_STOPPED:
             rank.stopped_since = rank.stopped_since or time.monotonic()
             if rank.ending is None and time.monotonic() - rank.stopped_since >= STOP_PATIENCE_SECONDS:
-                self._record(rank, Ending(rank.rank, rank.process.pid, signal=status.si_status, stopped=True))
+                self._record(rank, Ending(rank.rank, rank.process.pid, signal=status.si_status, stopped=True,
+                                          place=self.sight.place(rank.local)))
                 kill_group(rank, signal.SIGKILL)
         else:
             kill_group(rank, signal.SIGKILL)
@@ -227,16 +284,25 @@ class Supervisor:
             rank.relay.finish()
             self._running.remove(rank)
             code, number = (result, None) if result >= 0 else (None, -result)
-            if rank.ending is None and not (self._terminated and number is not None):
-                self._record(rank, Ending(rank.rank, rank.process.pid, code, number, asked=self._asked))
+            asked = self._asked or not self._terminated and number in REQUESTS
+            is_ended_here = self._terminated and (number is not None or code == EXIT_INTERRUPTED and not asked)
+            if rank.ending is None and not is_ended_here:
+                self._record(rank, Ending(rank.rank, rank.process.pid, code, number, asked=asked,
+                                          place=self.sight.place(rank.local), said=bool(rank.relay.held)))
 
     def _record(self, rank: Rank, ending: Ending) -> None:
         rank.ending = ending
         self._endings.append(ending)
-        if ending.failed and self._failed_at is None:
-            self._failed_at = time.monotonic()
+        if ending.failed:
+            self._begin_to_end(time.monotonic())
+            self.nodes.warn(is_victim=ending.is_victim)
+        if ending.left_early and self._left_at is None:
+            self._left_at = time.monotonic()
 
     def _enforce_deadlines(self) -> None:
+        if self._left_at is not None and time.monotonic() - self._left_at >= GRACE_SECONDS:
+            self._begin_to_end(self._left_at)  # the others have not left as well
+            self.nodes.warn(is_victim=False)
         if self._failed_at is None:
             return
         waited = time.monotonic() - self._failed_at
@@ -252,18 +318,49 @@ class Supervisor:
 
     def _verdict(self) -> int:
         if self._interrupts >= 2:
-            write_stderr(b"error: interrupted twice, so the ranks were ended at once; earlier checkpoints are intact\n")
-            return EXIT_INTERRUPTED
+            return self._end(EXIT_INTERRUPTED, INTERRUPTED)
         failures = [ending for ending in self._endings if ending.failed]
-        if not failures:
-            write_stderr(b"".join(line for rank in self._ranks for line in rank.relay.held))
-            return EXIT_OK
-        culprit = next((ending for ending in failures if not ending.is_victim), failures[0])
+        culprit: Ending | Late | None = next((end for end in self._endings if self._is_own_failure(end)), None)
+        if culprit is None and not self.nodes.has_culprit:
+            culprit = self._missed()
+        if isinstance(culprit, Late):
+            rank = self._ranks[culprit.local]
+            return self._end(EXIT_PEER, culprit.describe(described(rank.rank, rank.process.pid)).encode() + b"\n")
+        if culprit is None and (failures or self.nodes.are_failing):
+            other = self.nodes.culprit(OTHERS_SECONDS)
+            if other is None and not failures and self.nodes.failed:
+                other = self.nodes.failed[0]
+            if other is not None:
+                return self._end(other.code, other.describe().encode(errors="backslashreplace") + b"\n", is_victim=True)
+        culprit = culprit or (failures[0] if failures else None)
+        if culprit is None:
+            return self._end(EXIT_OK, b"".join(line for rank in self._ranks for line in rank.relay.held))
         held = self._held_of(culprit)
         others = [ending.rank for ending in failures
                   if ending is not culprit and not ending.is_victim and not self._held_of(ending)]
-        write_stderr(held[0] if held else culprit.describe(others).encode() + b"\n")
-        return culprit.job_exit_code
+        return self._end(culprit.job_exit_code, held[0] if held else culprit.describe(others).encode() + b"\n",
+                         is_victim=culprit.is_victim)
+
+    def _is_own_failure(self, ending: Ending) -> bool:
+        """Not for the sake of another rank."""
+        return ending.failed and not ending.is_victim or ending.left_early and self._failed_at is not None
+
+    def _missed(self) -> Ending | Late | None:
+        """The rank of this node that the victims waited for: it has left with exit code 0, or does not come."""
+        ended = {self._local_of(ending) for ending in self._endings if not ending.stopped}
+        found: list[Ending | Late] = [ending for ending in self._left if ending.place.state != UNKNOWN]
+        found += [one for one in self._late if one.local not in ended]
+        return next(iter([*found, *self._left]), None)
+
+    def _local_of(self, ending: Ending) -> int:
+        return next(rank.local for rank in self._ranks if rank.rank == ending.rank)
+
+    def _end(self, code: int, line: bytes, *, is_victim: bool = False) -> int:
+        """The last word, to whoever started this launcher and to those of other nodes."""
+        write_stderr(line)
+        self.nodes.tell(code, line.decode(errors="replace").strip() if code != EXIT_OK else "", is_victim=is_victim)
+        self.nodes.close()
+        return code
 
     def _held_of(self, ending: Ending) -> list[bytes]:
         return next(rank.relay.held for rank in self._ranks if rank.rank == ending.rank)
@@ -274,14 +371,16 @@ class Supervisor:
         receiver, sender = socket.socketpair()
         sender.setblocking(False)
         self._selector.register(receiver, selectors.EVENT_READ, receiver)
-        former = {number: signal.signal(number, lambda *_: None) for number in (*FORWARDED, TAKEN, signal.SIGCHLD)}
+        numbers = (*filter(heard, REQUESTS), TAKEN, signal.SIGCHLD)
+        for number in numbers:
+            signal.signal(number, lambda *_: None)
         descriptor = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
         try:
             yield
         finally:
             signal.set_wakeup_fd(descriptor)
-            for number, handler in former.items():
-                signal.signal(number, handler)
+            for number in numbers:
+                signal.signal(number, signal.SIG_DFL if number == signal.SIGCHLD else signal.SIG_IGN)  # the job is over
             self._selector.close()
             receiver.close()
             sender.close()

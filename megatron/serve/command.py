@@ -9,12 +9,11 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from megatron.config.help import typed
 from megatron.config.tree import require
 from megatron.errors import ConfigError
-from megatron.inference import source
+from megatron.inference.parser import Parser
+from megatron.inference.source import source_of, told
 from megatron.launch import distributed
 from megatron.launch.signals import StopRequest, write_stderr
 from megatron.serve import limits
@@ -32,17 +31,9 @@ EXAMPLES = """examples:
 docs/serve.md explains the rest."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see {self.prog} --help")
-
-
-def build_parser() -> argparse.ArgumentParser:
-    program = typed(MODULE)
-    parser = _Parser(prog=program, description="A trained GPT-2 behind HTTP: PUT /api, POST /v1/completions, and a "
-                     "page to try it.", epilog=EXAMPLES.replace(MODULE, program),
-                     formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    source.add_flags(parser)
+def build_parser() -> Parser:
+    parser = Parser(MODULE, "A trained GPT-2 behind HTTP: PUT /api, POST /v1/completions, and a page to try it.",
+                    EXAMPLES)
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine only)")
     add("--port", type=int, default=5000, metavar="N", help="0: any that is free (5000)")
@@ -109,18 +100,19 @@ def name_of(asked: argparse.Namespace) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    asked = build_parser().parse_args(list(sys.argv[1:] if argv is None else argv))
+    asked = build_parser().read(sys.argv[1:] if argv is None else argv)
     check(asked)
-    model, bounds, key = source.source_of(asked), limits.limits_of(asked), key_of(asked)
-    stop = StopRequest(STOPPING).listen()
+    model, bounds, key = source_of(asked), limits.limits_of(asked), key_of(asked)
+    stop = StopRequest(STOPPING, starting="before the model was loaded; start the same command again").listen()
     listener = listener_of(asked.host, asked.port) if distributed.read_environment().rank == 0 else None
     from megatron.inference import loading
     from megatron.serve.service import serve, work
 
-    env = distributed.init()
+    env = distributed.init(told=told(asked))
     groups = loading.groups_of(model, env.world_size, MODULE)
     began = time.monotonic()
     loaded = loading.load(model, groups, distributed.device_for(env, None))
+    stop.begin()
     if listener is None:
         work(loaded, groups, asked.batch_size)
     else:

@@ -6,7 +6,7 @@
     batches.py      samples -> micro-batches
     loop.py         the loop; evaluation.py: loss on held-out text; rate.py: is a learning rate left
     log.py          what a run reports: metrics.py (numbers), console.py, board.py (tensorboard), flops.py
-    resume.py       the state of a run <-> a checkpoint
+    resume.py       the state of a run <-> a checkpoint; position.py: where a saved run was
     sample.py       text from the model at the end
     allocator.py, processor.py    what a CPU run should know about its machine
 """

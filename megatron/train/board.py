@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.errors import StorageError
 from megatron.train.metrics import StepMetrics
+from megatron.zero.api.curves import Curves
 
 STEP_SCALARS = ("lm_loss", "grad_norm", "learning_rate", "loss_scale", "step_ms", "tokens_per_s", "tflops", "mfu")
 GIB = 2**30
@@ -21,25 +21,20 @@ class Board:
     """A folder of events; a resumed run appends to it."""
 
     def __init__(self, folder: str) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # heavy: only where asked for
-
-        try:
-            self._writer = SummaryWriter(folder)
-            self._events: Any = self._writer.file_writer
-        except OSError as error:
-            raise StorageError(
-                f"--tensorboard-dir {folder} cannot be written: {error.strerror}; name a writable folder") from error
+        self._curves = Curves("--tensorboard-dir", folder)
 
     def configuration(self, sections: Mapping[str, Mapping[str, Any]], facts: str, iteration: int) -> None:
         from torch.utils.tensorboard.summary import hparams
 
         values = {f"{section}.{key}": value for section, fields in sections.items() for key, value in fields.items()}
         rows = "\n".join(f"| {name} | {value} |" for name, value in values.items())
-        self._writer.add_text("configuration", f"{facts}\n\n| | |\n|---|---|\n{rows}", iteration)
+        text = f"{facts}\n\n| | |\n|---|---|\n{rows}"
         given = {name: value if isinstance(value, (bool, int, float, str)) else str(value)
                  for name, value in values.items() if value is not None}
-        for summary in hparams(given, {"train/lm_loss": 0, "validation/lm_loss": 0}):
-            self._events.add_summary(summary)
+        with self._curves.storing():
+            self._curves.writer.add_text("configuration", text, iteration)
+            for summary in hparams(given, {"train/lm_loss": 0, "validation/lm_loss": 0}):
+                self._curves.events.add_summary(summary)
 
     def step(self, metrics: StepMetrics, tokens: int) -> None:
         """`tokens` is what the run has consumed: the second axis of the loss."""
@@ -53,10 +48,11 @@ class Board:
         self._add({f"{name}/lm_loss_by_tokens": loss}, tokens)
 
     def close(self) -> None:
-        self._writer.close()
+        self._curves.close()
 
     def _add(self, values: Mapping[str, float | None], step: int) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         scalars = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items() if value is not None]
-        self._events.add_summary(Summary(value=scalars), step)
+        with self._curves.storing():
+            self._curves.events.add_summary(Summary(value=scalars), step)

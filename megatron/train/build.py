@@ -14,7 +14,7 @@ import data.tokenizer
 from data.corpora import Datasets, open_datasets
 from data.tokenizer import Tokenizer
 from megatron import recompute
-from megatron.checkpoint.agree import agree
+from megatron.checkpoint.agree import agree, alike
 from megatron.config.tree import Config, TrainConfig, require
 from megatron.model import GPT2
 from megatron.optim.rule import ParamGroup
@@ -22,13 +22,13 @@ from megatron.recompute import Recomputation
 from megatron.train.batches import BatchRule
 from megatron.train.compiling import compile_model, set_products
 from megatron.train.inputs import DEFAULT_TOKENIZER, tokenizer_path
+from megatron.whereabouts import HERE, START_UP
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.initialize import initialize
 from megatron.zero.api.schedule import schedule_of
 from megatron.zero.drawn import draw_later
 from megatron.zero.holders import shape_of
 from megatron.zero.tiling import tile_linears
-from mpu.collectives import all_gather_json
 from mpu.groups import Groups
 from mpu.random import model_parallel_cuda_manual_seed
 
@@ -62,6 +62,7 @@ def _too_few_tokens(config: Config, tokenizer: Tokenizer) -> str:
 
 def datasets(config: Config, tokenizer: Tokenizer, groups: Groups) -> Datasets:
     """Training, validation and test samples; every rank must see the same corpus."""
+    HERE.do(f"{START_UP}, building of the index")
     section = config.data
     found = agree(lambda: open_datasets(
         train_data=section.train_data,
@@ -76,13 +77,11 @@ def datasets(config: Config, tokenizer: Tokenizer, groups: Groups) -> Datasets:
         json_key=section.text_key,
         document_separator=section.document_separator,
     ), groups.world)
-    seen = all_gather_json(found.fingerprint, groups.world)
-    strange = [rank for rank, fingerprint in enumerate(seen) if fingerprint != seen[0]]
-    require(
-        not strange,
-        f"--train-data differs between ranks: ranks {strange} do not see the corpus of rank 0; "
-        "copy the same files to every node",
-    )
+    parts = {"training": found.train, "validation": found.valid, "test": found.test}
+    alike({"the tokenizer": tokenizer.fingerprint,
+           **{f"the {name} corpus": part and part.fingerprint for name, part in parts.items()}}, groups.world,
+          "the files of --train-data, or of what goes with it, differ between ranks")
+    HERE.do(f"{START_UP}, building of the model")
     return found
 
 

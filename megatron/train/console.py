@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from tqdm import tqdm
@@ -77,11 +78,10 @@ class Console:
                               ncols=max(1, width), disable=not (writes and sys.stdout.isatty()))
 
     def step(self, metrics: StepMetrics) -> None:
+        self._draw()
         if not self._writes or not self._interval:
-            self._bar.update()
             return
         self._window.append(metrics)
-        self._bar.update()
         if metrics.iteration % self._interval == 0 or self._ends_with_a_line and metrics.iteration == self._train_iters:
             self.say(console_line(self._window, self._train_iters))
             self._window.clear()
@@ -90,19 +90,32 @@ class Console:
 
     def say(self, line: str) -> None:
         """One line, above the progress bar."""
-        if not self._writes:
-            return
-        try:
-            _Bar.write(line, file=sys.stdout)
-            sys.stdout.flush()
-        except OSError as error:
-            if not self._outlives_reader:
-                raise
-            self.lost, self._writes = error, False
-            discard_output()
+        if self._writes:
+            with self._reader():
+                _Bar.write(line, file=sys.stdout)
+                sys.stdout.flush()
 
     def close(self) -> None:
-        self._bar.close()
+        if self.lost is None:
+            with self._reader():
+                self._bar.close()
+
+    def _draw(self) -> None:
+        """The bar, a step further."""
+        if self.lost is None:
+            with self._reader():
+                self._bar.update()
+
+    @contextmanager
+    def _reader(self) -> Iterator[None]:
+        """Of what the block writes."""
+        try:
+            yield
+        except OSError as error:  # it has left, and its terminal may have gone with it
+            if not self._outlives_reader:
+                raise
+            self.lost, self._writes, self._bar.disable = error, False, True
+            discard_output()
 
 
 def console_line(window: Sequence[StepMetrics], train_iters: int) -> str:

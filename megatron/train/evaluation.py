@@ -7,6 +7,8 @@ state.
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 import torch
@@ -14,6 +16,15 @@ import torch
 from megatron.train.batches import Batch, BatchRule, Samples
 from megatron.zero.api.engine import Engine
 from mpu.collectives import all_reduce
+
+
+ASK_SECONDS = 0.5
+"""How long an evaluation goes on without asking whether it shall, about."""
+
+
+GoesOn = Callable[[float], float]
+"""All ranks ask it after the same round, with the seconds that one takes on theirs; it says how many it takes on the
+slowest, the same on all. Infinitely many: the evaluation shall end here."""
 
 
 class SizedSamples(Samples, Protocol):
@@ -33,10 +44,10 @@ class Score(NamedTuple):
 @torch.no_grad()
 def evaluate(
     engine: Engine, samples: SizedSamples, rule: BatchRule, global_batches: int, device: torch.device,
-    token_bytes: torch.Tensor | None = None,
-) -> Score:
+    token_bytes: torch.Tensor | None = None, goes_on: GoesOn = float,
+) -> Score | None:
     """Over `global_batches`, or over as many whole rounds of all ranks as the dataset has samples for. `token_bytes`:
-    of each id, the bytes of the text that it stands for."""
+    of each id, the bytes of the text that it stands for. None: `goes_on` ended it early."""
     round_size = rule.micro_batch * rule.dp_size
     rounds = global_batches * rule.accumulation
     if samples.distinct_samples is not None:
@@ -44,7 +55,8 @@ def evaluate(
     engine.train(False)
     total, nats = torch.zeros((2,), dtype=torch.float64, device=device)
     text = 0.0
-    for index in range(rounds):
+    done = 0
+    for index in _rounds(rounds, goes_on, total.item):
         first = index * round_size + rule.dp_rank * rule.micro_batch
         batch = rule.build(samples, range(first, first + rule.micro_batch))
         loss = forward_loss(engine, batch.to(device)).double()
@@ -52,10 +64,27 @@ def evaluate(
         if token_bytes is not None:
             nats += loss * batch.counted
             text += batch.sum_counted(token_bytes)
+        done += 1
     engine.conclude()  # no rank has received another's blocks
     engine.train(True)
+    if done < rounds:
+        return None
     sums = all_reduce(torch.stack([total, nats, torch.full_like(total, text)]), engine.groups.dp).tolist()
     return Score(sums[0] / (rounds * rule.dp_size), sums[1] / (math.log(2) * sums[2]) if sums[2] else None)
+
+
+def _rounds(rounds: int, goes_on: GoesOn, wait: Callable[[], object]) -> Iterator[int]:
+    """Their numbers; fewer, where the evaluation shall end. `wait` returns when an accelerator has done what it was
+    given: only then is it known how long that takes."""
+    asked_at, ask_next, began = 0, 1, time.monotonic()
+    for index in range(rounds):
+        if index == ask_next:
+            wait()
+            seconds = goes_on((time.monotonic() - began) / (index - asked_at))
+            if seconds == math.inf:
+                return
+            asked_at, ask_next, began = index, index + max(1, int(ASK_SECONDS / seconds)), time.monotonic()
+        yield index
 
 
 def forward_loss(engine: Engine, batch: Batch) -> torch.Tensor:

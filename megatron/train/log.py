@@ -8,12 +8,14 @@ may differ between two equal runs.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from megatron.config.tree import Config, LogConfig
 from megatron.errors import StorageError
@@ -21,6 +23,7 @@ from megatron.train.board import Board
 from megatron.train.console import Console
 from megatron.train.evaluation import perplexity
 from megatron.train.metrics import StepMetrics
+from megatron.zero.api.curves import storing
 
 
 class RunLog:
@@ -32,7 +35,7 @@ class RunLog:
         self._introduction: Callable[[], None] | None = None
         self.console = Console(config.log_interval, train_iters, start, writes=writes, aside=aside,
                                outlives_reader=outlives_reader)
-        self._file = _open_for_append(config.metrics_file) if writes and config.metrics_file else None
+        self._file = MetricsFile(config.metrics_file) if writes and config.metrics_file else None
         self._board = Board(config.tensorboard_dir) if writes and config.tensorboard_dir else None
         self.say = self.console.say
 
@@ -89,20 +92,54 @@ class RunLog:
     def __enter__(self) -> RunLog:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *exception: object) -> None:
+        with suppress(*([StorageError] if kind is not None else [])):  # the first error is the one to report
+            self.close()
 
     def close(self) -> None:
         self.console.close()
-        if self._file is not None:
-            self._file.close()
-        if self._board is not None:
-            self._board.close()
+        with ExitStack() as closing:
+            for file in (self._board, self._file):
+                if file is not None:
+                    closing.callback(file.close)
 
     def _append(self, record: dict[str, Any]) -> None:
         if self._file is not None:
-            self._file.write(json.dumps({key: _finite(value) for key, value in record.items()}) + "\n")
-            self._file.flush()
+            self._file.append(json.dumps({key: _finite(value) for key, value in record.items()}))
+
+
+class MetricsFile:
+    """Lines, each whole or absent, that are in the file when `append` returns and on the disk when it is closed."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        try:
+            self._file = open(path, "ab", buffering=0)
+        except OSError as error:
+            raise StorageError(f"--metrics-file {path} cannot be opened for appending: {error.strerror}; name a file "
+                               "in a writable folder") from error
+
+    def append(self, line: str) -> None:
+        left = memoryview(f"{line}\n".encode())
+        with storing("--metrics-file", self._path):
+            size = os.fstat(self._file.fileno()).st_size
+            try:
+                while left:
+                    left = left[self._file.write(left):]
+            except OSError:
+                with suppress(OSError):  # a pipe
+                    os.ftruncate(self._file.fileno(), size)
+                raise
+
+    def close(self) -> None:
+        with storing("--metrics-file", self._path):
+            try:
+                os.fsync(self._file.fileno())
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # a pipe, a device
+                    raise
+            finally:
+                self._file.close()
 
 
 def _finite(value: Any) -> Any:
@@ -122,12 +159,3 @@ def check_places(config: LogConfig) -> None:
         if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
             raise StorageError(f"--tensorboard-dir {config.tensorboard_dir} cannot be written: {there} is not a "
                                "folder that can be written; name one that is")
-
-
-def _open_for_append(path: str) -> IO[str]:
-    try:
-        return open(path, "a", encoding="utf-8")
-    except OSError as error:
-        raise StorageError(
-            f"--metrics-file {path} cannot be opened for appending: {error.strerror}; name a file in a writable folder"
-        ) from error

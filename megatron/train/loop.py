@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from math import inf
 from signal import SIGINT
 from typing import NamedTuple
 
@@ -26,9 +27,11 @@ from megatron.train.flops import flops_per_token, peak_tflops
 from megatron.train.log import RunLog
 from megatron.train.metrics import Lap, Rates, StepMetrics, Stopwatch, max_memory_bytes
 from megatron.train.rate import RateWatch, idle_steps
+from megatron.whereabouts import EVALUATION, HERE, TRAINING
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.schedule import FollowSchedule
 from megatron.zero.step import StepReport
+from mpu.collectives import agree
 from mpu.groups import limit_waits
 
 
@@ -38,6 +41,8 @@ class TrainState:
 
     iteration: int = 0
     consumed_samples: int = 0
+    owes_evaluation: bool = False
+    """The one that was due at this iteration was left early."""
 
 
 class Asked(NamedTuple):
@@ -77,6 +82,8 @@ class Trainer:
     def run(self, state: TrainState, samples: Samples, valid: SizedSamples | None) -> bool:
         """Train until --train-iters (True), or until there is a reason to leave (False); saves on the way and at the
         end."""
+        HERE.do(TRAINING)
+        HERE.at_step(state.iteration + 1)
         try:
             reason = self._run(state, samples, valid)
             self.engine.finish_save()
@@ -95,6 +102,8 @@ class Trainer:
         began, limit = state.iteration, self.config.parallel.distributed_timeout_seconds
         stream = self._stream(samples, state)
         self.engine.train()
+        if state.owes_evaluation and due(state.iteration, self.config.train.eval_interval):
+            state.owes_evaluation = not self._evaluates("validation", state, valid)
         try:
             for batches in stream:
                 untold.append(self._step(state, batches, watch))
@@ -102,20 +111,22 @@ class Trainer:
                 if state.iteration - len(untold) == began + 1:  # a step is known, so all ranks have taken it
                     limit_waits(self.engine.groups, timedelta(seconds=limit))
                 if state.iteration < self.config.train.train_iters:  # at the end `finish` evaluates
-                    if valid is not None and due(state.iteration, self.config.train.eval_interval):
-                        self.evaluate("validation", state.iteration, valid)
+                    if due(state.iteration, self.config.train.eval_interval):
+                        if not self._evaluates("validation", state, valid):
+                            asked, state.owes_evaluation = self._to_stop(), True
                     reason = self._reason_to_leave(state.iteration, asked)
                     if asked.stop and self.save is None:
-                        raise Interrupted(
-                            f"asked to stop at step {state.iteration}, and nothing was saved: give --save"
-                        )
+                        raise Interrupted(_unsaved(state.iteration))
                 if reason:
                     self._tell(untold, rates, rate, all_of_them=True)
                 if self.save and (reason or due(state.iteration, self.config.save.save_interval)):
                     self.save(state)
                     saved_at = state.iteration
+                    if not reason and self._goes_on(0.0) == inf:  # what is saved need not be saved again a step later
+                        reason = self._reason_to_leave(state.iteration, self._to_stop())
                 if reason:
                     break
+                HERE.at_step(state.iteration + 1)  # the next one
                 watch.lap()  # evaluating and saving are not training time
         finally:
             stream.close()
@@ -154,15 +165,35 @@ class Trainer:
         interval = self.config.train.exit_interval
         return f"leaving after iteration {iteration} (--exit-interval {interval})" if due(iteration, interval) else ""
 
-    def finish(self, state: TrainState, valid: SizedSamples | None, test: SizedSamples | None) -> None:
-        """The evaluations at the end of training."""
+    def finish(self, state: TrainState, valid: SizedSamples | None, test: SizedSamples | None) -> bool:
+        """The evaluations at the end of training; False: asked to stop before they were complete."""
         for name, samples in (("validation", valid), ("test", test)):
-            if samples is not None and self.config.train.eval_interval:
-                self.evaluate(name, state.iteration, samples)
+            if self.config.train.eval_interval and not self._evaluates(name, state, samples):
+                if self.save is None:
+                    raise Interrupted(_unsaved(state.iteration))
+                self.log.say(f" {self._reason_to_leave(state.iteration, self._to_stop())}, saved "
+                             f"{self.config.save.save}; the evaluations after the last step are not complete")
+                return False
+        return True
 
-    def evaluate(self, name: str, iteration: int, samples: SizedSamples) -> None:
-        score = evaluate(self.engine, samples, self.rule, self.config.train.eval_iters, self.device, self.token_bytes)
-        self.log.evaluation(name, iteration, score.loss, score.bits_per_byte)
+    def _evaluates(self, name: str, state: TrainState, samples: SizedSamples | None) -> bool:
+        """False: a rank was asked to stop before the evaluation was complete."""
+        if samples is None:
+            return True
+        with HERE.doing(EVALUATION):
+            score = evaluate(self.engine, samples, self.rule, self.config.train.eval_iters, self.device,
+                             self.token_bytes, self._goes_on)
+        if score is not None:
+            self.log.evaluation(name, state.iteration, score.loss, score.bits_per_byte)
+        return score is not None
+
+    def _goes_on(self, seconds: float) -> float:
+        """The most that any rank says; infinitely many where one was asked to stop. Collective."""
+        return agree(inf if self._asked().stop else seconds, self.engine.groups.world)
+
+    def _to_stop(self) -> Asked:
+        """One rank was asked to; by what is known of all. Collective."""
+        return Asked(stop=True, by_keyboard=agree(self.stop.signal == SIGINT, self.engine.groups.world) > 0)
 
     def _step(self, state: TrainState, batches: list[Batch], watch: Stopwatch) -> Taken:
         """One optimizer step: all its micro-batches."""
@@ -204,6 +235,7 @@ class Trainer:
             taken = untold.pop(0)
             if not untold and self.engine.core.is_deferred:  # the newest: no step has raised yet what was wrong with it
                 self.engine.conclude()
+            self.stop.begin()  # all ranks have taken a step
             loss, *requests = taken.report.riders
             asked = Asked(*(count > 0 for count in requests))
             metrics = self._metrics(taken, loss, rates)
@@ -232,6 +264,10 @@ class Trainer:
             self.engine.groups.world.size,
             peak,
         )
+
+
+def _unsaved(iteration: int) -> str:
+    return f"asked to stop at step {iteration}, and nothing was saved: give --save"
 
 
 def due(iteration: int, interval: int) -> bool:

@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from data.facts import TokenizerFacts, tokenizer_facts_in
-from megatron.checkpoint.agree import agree, on_rank_0
+from megatron.checkpoint.agree import agree, on_rank_0, same_key
 from megatron.checkpoint.choice import candidates, is_empty, locate, tag_of_step
 from megatron.checkpoint.commit import Keep, probe, storing, sweep
 from megatron.checkpoint.interchange.foreign import Foreign
 from megatron.checkpoint.interchange.huggingface import open_folder
 from megatron.checkpoint.lock import locked
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron.checkpoint.manifest import step_tag
+from megatron.checkpoint.manifest import MANIFEST, step_tag
+from megatron.checkpoint.strict import sense_of
 from megatron.checkpoint.tags import held, steps_of, tag_names
 from megatron.checkpoint.writer import SaveReport
 from megatron.config.hf_shape import shape_in
@@ -29,9 +30,11 @@ from megatron.config.tree import Config, flag_name
 from megatron.errors import CheckpointError, ConfigError
 from megatron.optim.schedule import Schedule
 from megatron.train.loop import TrainState
+from megatron.train.position import position_in
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.saved import LoadOptions, load_foreign_weights
 from megatron.zero.api.schedule import FollowSchedule
+from megatron.zero.api.shared import check_shared, where_of
 from mpu.groups import Groups
 
 MUST_MATCH = (
@@ -63,6 +66,7 @@ class Checkpoints:
     def __post_init__(self) -> None:
         self._held = ExitStack()
         self._loaded: Path | None = None
+        same_key(self.config.save.checkpoint_key, self.groups.world)  # or why it cannot be used
         if self.config.save.save is not None:
             root = Path(self.config.save.save)
             on_rank_0(lambda: self._claim(root), self.groups.world)
@@ -97,16 +101,20 @@ class Checkpoints:
                               "yet")
             return self._start(engine)
         self._loaded = Path(root)
-        found = open_checkpoint(root, tag, world=self.groups.world, fallback=section.resume_fallback)
-        _check_model(self.config, found)
+        found = open_checkpoint(root, tag, world=self.groups.world, fallback=section.resume_fallback,
+                                key=engine.key)
+        with sense_of(f"tag {found.tag}: {MANIFEST}: config"):
+            _check_model(self.config, found)
+        agree(lambda: check_shared(found), self.groups.world)
         optimizer = not (section.finetune or section.no_load_optim)
         saved: dict[str, Any] = found.shared_state["client_state"]
         self._check_tokenizer(found.tag, saved)
         if not section.finetune and "schedule" not in saved:
             raise CheckpointError(f"{found.tag} of {section.load} holds imported weights, not a run: give --finetune")
         scheduler = _follows(engine)
-        if not section.finetune:  # the rate is set by the schedule in force: it has to be chosen before
-            scheduler.schedule = _agreed_schedule(self.config, Schedule(**saved["schedule"]), scheduler.schedule)
+        position = None if section.finetune else position_in(saved, f"{where_of(found)}: field 'client_state'")
+        if position is not None:  # the rate is set by the schedule in force: it has to be chosen before
+            scheduler.schedule = _agreed_schedule(self.config, position.schedule, scheduler.schedule)
         same_precision = _precision(found.config) == self.config.precision.name
         engine.restore(found, LoadOptions(optimizer, counters=not section.finetune, scheduler=not section.finetune,
                                           rng=not (section.finetune or section.no_load_rng),
@@ -114,16 +122,16 @@ class Checkpoints:
                                           hyper=False))  # the flags' own
         what = "weights" if section.finetune else "weights and optimizer" if optimizer else "weights, without optimizer"
         self.notes.append(f" loaded {what} of {found.tag} from {section.load}")
-        if section.finetune:
+        if position is None:
             return self._start_at(TrainState())
         self.notes += _relaid(engine, found, self.config.precision.name)
         if engine.rng_note is not None:
             self.notes.append(engine.rng_note)
-        if saved["data"] != self._data_fingerprint:
+        if position.data != self._data_fingerprint:
             self.notes.append(
                 " warning: --train-data is another corpus than the checkpoint's; the data position carries over"
             )
-        return self._start_at(TrainState(saved["iteration"], saved["consumed_samples"]))
+        return self._start_at(position.state)
 
     def _check_tokenizer(self, tag: str, saved: Mapping[str, Any]) -> None:
         """Ids mean something else under another tokenizer, even one of as many."""
@@ -185,7 +193,8 @@ class Checkpoints:
     def _save(self, engine: Engine, say: Say, state: TrainState) -> None:
         section = self.config.save
         assert section.save is not None
-        position = {**asdict(state), "schedule": asdict(_follows(engine).schedule), "data": self._data_fingerprint,
+        place = {key: value for key, value in asdict(state).items() if key != "owes_evaluation" or value}
+        position = {**place, "schedule": asdict(_follows(engine).schedule), "data": self._data_fingerprint,
                     "tokenizer": asdict(self.tokenizer)}
         engine.save_checkpoint(section.save, client_state=position, save_optimizer_states=not section.no_save_optim,
                                save_rng_states=not section.no_save_rng,

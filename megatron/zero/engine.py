@@ -22,6 +22,7 @@ from megatron.config.tree import PrecisionConfig, ZeroConfig
 from megatron.errors import ConfigError
 from megatron.optim.loss_scale import LossScaleState
 from megatron.optim.rule import ParamGroup, Rule
+from megatron.whereabouts import HERE, OPTIMIZER_STEP
 from megatron.zero.aside import WEIGHTS, Aside
 from megatron.zero.exchanges import ExchangeLog
 from megatron.zero.forwards import ForwardCheck
@@ -89,7 +90,8 @@ class ZeroEngine:
         reductions = ReductionOrder(self._units, 0 if at_once else 1 if one_by_one else None, self.log)
         self.passes = Passes(self._units, self.residency, reductions, self.log,
                              ForwardCheck(groups.dp, device, self.log), allows_unused=zero.ignore_unused_parameters,
-                             splits_parameters=self._policy.split_params)
+                             splits_parameters=self._policy.split_params,
+                             step_under_way=lambda: self.state.counters.global_steps + 1)
         if self.homes.delays:
             self.passes.before_evaluation = partial(self.look_at_newest, "a forward of an evaluation")
         self._handles = attach(self._units, self.passes)
@@ -139,6 +141,7 @@ class ZeroEngine:
             return None
         for group in self.param_groups if lr is not None else ():
             group["lr"] = lr
+        HERE.enter(OPTIMIZER_STEP)
         self.residency.done_with_all()  # a forward may have run since the backward
         self.finish_update()
         try:
@@ -151,6 +154,7 @@ class ZeroEngine:
         self.state.counters.micro_steps += 1
         self._micro_batches = 0
         self.passes.weights += not self.last_report.is_known or self.last_report.applied
+        HERE.enter("")
         return self.last_report
 
     def _set_by_hand(self) -> str | None:

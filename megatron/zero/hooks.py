@@ -35,6 +35,11 @@ class Unit:
         return self.index == 0
 
     @cached_property
+    def shown(self) -> str:
+        """What a person reads of it; nothing of the root."""
+        return "" if self.is_root else self.name
+
+    @cached_property
     def numel(self) -> int:
         """Elements that come and go."""
         return sum(bucket.layout.numel for bucket in self.buckets if bucket.comes_and_goes)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron.errors import ConfigError
+from megatron.whereabouts import BACKWARD, FORWARD, HERE
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.forwards import ForwardCheck
 from megatron.zero.gradients import UNSEEN
@@ -33,9 +34,11 @@ class Passes:
     """Receives the events of hooks.py, and runs a backward pass from its loss to the last reduction."""
 
     def __init__(self, units: Sequence[Unit], residency: Resident, reductions: ReductionOrder, log: ExchangeLog,
-                 check_forward: ForwardCheck, *, allows_unused: bool, splits_parameters: bool) -> None:
+                 check_forward: ForwardCheck, *, allows_unused: bool, splits_parameters: bool,
+                 step_under_way: Callable[[], int]) -> None:
         self._residency, self._reductions, self._allows_unused = residency, reductions, allows_unused
         self._log, self._splits_parameters, self.check_forward = log, splits_parameters, check_forward
+        self._step_under_way = step_under_way
         self._buckets = [bucket for unit in units for bucket in unit.buckets if bucket.trainable]
         self.in_backward = False
         self.weights = 0
@@ -61,6 +64,7 @@ class Passes:
         """Make the gradients of `loss`. With `reduces` they are summed over data parallel when this returns; with
         `ends_step` no other backward adds to them."""
         self.in_backward, self._reduces = True, reduces
+        HERE.enter(BACKWARD)
         try:
             for bucket in self._buckets:
                 bucket.grads.heed()
@@ -90,6 +94,7 @@ class Passes:
         if not retain_graph and max(self._calls.values(), default=0) <= 1:
             self._calls.clear()  # otherwise it is not known which forwards are left
         self._residency.done_with_all()
+        HERE.enter("")
 
     def _abandon(self) -> None:
         """A backward failed half way: what has been accumulated is incomplete, and is discarded."""
@@ -136,12 +141,15 @@ class Passes:
     # ---- events (hooks.py) --------------------------------------------------------------------------------------
 
     def before_forward(self, unit: Unit) -> None:
+        HERE.enter(BACKWARD if self.in_backward else FORWARD, unit.shown)
         for bucket in unit.buckets:
             if bucket.is_set_aside:
                 bucket.check_here("a forward")
         if unit.is_root and not self.in_backward:
             if self.before_evaluation is not None and not (torch.is_grad_enabled() and unit.module.training):
                 self.before_evaluation()
+            if torch.is_grad_enabled():
+                HERE.at_step(self._step_under_way())
             self._residency.start()
             self._trace_before = self._residency.trace
             self._running.clear()  # of a forward that failed
@@ -154,6 +162,7 @@ class Passes:
             raise
 
     def after_forward(self, unit: Unit) -> None:
+        HERE.enter(BACKWARD if self.in_backward else "" if unit.is_root else FORWARD)
         while self._running and self._running.pop() is not unit:
             pass
         learns = torch.is_grad_enabled()
@@ -170,6 +179,7 @@ class Passes:
             raise ConfigError("backward of a forward that ran before the weights changed (a step, a loaded checkpoint, "
                               "or a delayed update that somebody waited for): its gradients would mix old and new; run "
                               "the forward again after it")
+        HERE.enter(BACKWARD, unit.shown)
         if call in self._seen:  # by another output; and one that the unit was given, and returns, belongs to others
             return
         if self.in_backward:

@@ -42,9 +42,10 @@ from typing import Any
 
 from megatron.errors import ConfigError, PeerError, TrainerError
 from megatron.launch import distributed, exits
+from megatron.ranges import ranges
 from megatron.zero.engine import ZeroEngine
-from megatron.zero.exchanges import (ENDED, FAILED, INTERRUPTED, ExchangeLog, Record, contradict, describe, places_of,
-                                     ranges)
+from megatron.zero.exchanges import (ENDED, FAILED, INTERRUPTED, ExchangeLog, Record, contradict, describe,
+                                     places_of)
 from mpu.collectives import broadcast_json
 from mpu.groups import Groups
 from mpu.wire.abort import hold_off_abort
@@ -56,6 +57,8 @@ PATIENCE = 3
 RAREST = 8
 """Looks between two questions, at most."""
 POLL_SECONDS = 0.2
+END_SECONDS = 1.5
+"""At a good end, for the other ranks to come to theirs."""
 FAILURES = 5
 """Looks in a row that fail before a rank gives its watch up."""
 SPEAKER_POLLS, LISTENER_POLLS, EXPLAIN_POLLS = 25, 40, 6
@@ -87,7 +90,7 @@ def watch_over(engine: ZeroEngine) -> None:
     watch = Watch(engine.log, groups, board)
     engine.log.explain = watch.explain
     weakref.finalize(engine, watch.close)
-    exits.before_ending(watch.close)
+    distributed.before_shutdown(watch.close)
     exits.before_failing(watch.farewell)
     watch.start()
 
@@ -146,7 +149,10 @@ class Watch:
                 try:
                     self._leave_with(self.look())
                     failures = 0
-                except RuntimeError:  # the store is gone, or only the connection
+                except RuntimeError as error:  # the store is gone, or only the connection
+                    if self._board.is_cut_off and not self._log.is_over:
+                        exits.write_error(exits.explain(error).text)
+                        exits.leave_now(exits.explain(error).code)
                     failures += 1
                     if self._fault_is_known:
                         self._leave_with(PeerError(f"{_LOST}: {_RESUME}"))
@@ -156,7 +162,7 @@ class Watch:
                         self._board.reconnect()
         with suppress(RuntimeError):
             self.look()  # tells the others that nothing follows
-            self._board.count("heard")
+            self._keep_store(self._board.count("heard"), END_SECONDS)
 
     def _leave_with(self, error: TrainerError | None) -> None:
         if error is not None and not self._log.is_over and self._floor.acquire(blocking=False):
@@ -168,10 +174,14 @@ class Watch:
         """This rank knows the error (0: it has said before that it ends). Where it keeps the store, it waits until
         every rank that stands still has looked."""
         with suppress(RuntimeError):
-            heard, waited = self._board.count("heard", more), 0.0
-            while distributed.keeps_store() and heard < self._ranks_in_all and waited < (RAREST + 2) * LOOK_SECONDS:
-                time.sleep(POLL_SECONDS)
-                heard, waited = self._board.count("heard", 0), waited + POLL_SECONDS
+            self._keep_store(self._board.count("heard", more), (RAREST + 2) * LOOK_SECONDS)
+
+    def _keep_store(self, heard: int, seconds: float) -> None:
+        """Where it ends with this rank, the others may look first."""
+        waited = 0.0
+        while distributed.keeps_store() and heard < self._ranks_in_all and waited < seconds:
+            time.sleep(POLL_SECONDS)
+            heard, waited = self._board.count("heard", 0), waited + POLL_SECONDS
 
     # ---- what the board says ------------------------------------------------------------------------------------
 
@@ -202,6 +212,8 @@ class Watch:
             packed = self._board.read(key)
             if packed is not None:
                 furthest = Record.unpack(packed)
+                if furthest == mine:
+                    return None  # a store that is a file grows with all that is written
                 if contradict(mine, furthest):
                     return [self._group, [mine.pack(), packed]]
                 if furthest.count > mine.count or furthest.count == mine.count and furthest.rank != mine.rank:

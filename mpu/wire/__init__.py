@@ -5,6 +5,7 @@
     gloo.py         for the CPU: broadcasts, and sends with a sum taken here in rank order
     functional.py   torch's functional collectives: a new tensor from an old one, inside autograd and compiled code
     control.py      words rather than tensors: JSON, flags, errors, barriers
+    waits.py        whether this process is in an exchange, for who looks from outside
     board.py        notes that ranks leave for each other without meeting
     abort.py        how gloo ends a process, and how to be faster
 

@@ -15,8 +15,10 @@ import torch.distributed as dist
 from mpu.groups import Group
 from mpu.wire.interface import Op
 from mpu.wire.native import OPS, all_gather_of
+from mpu.wire.waits import exchanging
 
 
+@exchanging
 def agree(number: float, group: Group, op: Op = "max") -> float:
     """The reduction of one number per rank, on the host of every rank (exact for integers below 2**53)."""
     value = torch.tensor([number], dtype=torch.float64)
@@ -30,6 +32,7 @@ def barrier(group: Group) -> None:
     agree(0.0, group)
 
 
+@exchanging
 def all_gather_json(value: Any, group: Group) -> list[Any]:
     """Every rank's value, by way of JSON: tuples come back as lists, and nothing on the wire can run code."""
     text = json.dumps(value).encode()
@@ -44,6 +47,7 @@ def all_gather_json(value: Any, group: Group) -> list[Any]:
     return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows.split(longest), sizes.tolist())]
 
 
+@exchanging
 def broadcast_json(value: Any, group: Group, src: int = 0) -> Any:
     """The value of the group's rank `src` on every rank, by way of JSON; those of the others are not asked for."""
     text = json.dumps(value).encode() if group.rank == src else b""

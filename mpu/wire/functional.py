@@ -14,6 +14,7 @@ import torch.distributed._functional_collectives  # what the operations return w
 from torch import Tensor
 
 from mpu.groups import Group
+from mpu.wire import waits
 from mpu.wire.interface import Op
 from mpu.wire.native import widened
 
@@ -34,4 +35,9 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
 
 
 def _arrived(x: Tensor) -> Tensor:
-    return cast(Tensor, torch.ops._c10d_functional.wait_tensor(x))
+    if torch.compiler.is_compiling():
+        return cast(Tensor, torch.ops._c10d_functional.wait_tensor(x))
+    waits.begin()
+    arrived = torch.ops._c10d_functional.wait_tensor(x)
+    waits.end()
+    return cast(Tensor, arrived)

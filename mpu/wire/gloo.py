@@ -12,6 +12,7 @@ What peers send needs a place until it is summed: `at_a_time` bounds it, and `wa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -20,12 +21,14 @@ from torch import Tensor
 from mpu.groups import Group
 from mpu.wire.interface import Op, Pending
 from mpu.wire.native import OPS, widened
+from mpu.wire.waits import sending
 
 SUM_BLOCK = 1 << 17
 """Elements summed at a time: the fp32 accumulator stays in the cache."""
 
 
 class GlooWire:
+    @sending
     def all_gather(self, full: Tensor, shard: Tensor, group: Group, at_a_time: int | None) -> Pending:
         parts = full.view(group.size, -1)
         if parts[group.rank].data_ptr() != shard.data_ptr():
@@ -33,6 +36,7 @@ class GlooWire:
         return Pending([self.broadcast(piece, rank, group) for rank, part in enumerate(parts)
                         for piece in _pieces(part, at_a_time)])
 
+    @sending
     def reduce_scatter(self, shard: Tensor, full: Tensor, group: Group, sum_in: torch.dtype | None,
                        at_a_time: int | None) -> Pending:
         own, mine = full.view(group.size, -1), shard.view(-1)
@@ -45,11 +49,13 @@ class GlooWire:
 
         return Pending([_exchange(mine[:width], own[:, :width], group)], one_by_one)
 
+    @sending
     def all_reduce(self, flat: Tensor, group: Group, op: Op, sum_in: torch.dtype | None,
                    at_a_time: int | None) -> Pending:
         return Pending([dist.all_reduce(piece, OPS[op], group=group.control_handle, async_op=True)
                         for piece in _pieces(flat, at_a_time)])
 
+    @sending
     def broadcast(self, x: Tensor, src: int, group: Group) -> Pending:
         return Pending([dist.broadcast(x, group.ranks[src], group=group.control_handle, async_op=True)])
 
@@ -68,7 +74,14 @@ def _exchange(mine: Tensor, own: Tensor, group: Group) -> Pending:
     exchange = [dist.P2POp(dist.irecv, part, group.ranks[peer], handle) for peer, part in zip(peers, received)]
     exchange += [dist.P2POp(dist.isend, own[peer], group.ranks[peer], handle) for peer in peers]
     parts = [*received[:group.rank], own[group.rank], *received[group.rank:]]  # in rank order
-    return Pending(dist.batch_isend_irecv(exchange), lambda: _sum_in_rank_order(parts, mine))
+    return Pending(dist.batch_isend_irecv(exchange), lambda: _sum_in_rank_order(parts, mine), _limit_of(handle))
+
+
+def _limit_of(handle: dist.ProcessGroup | None) -> timedelta | None:
+    """How long to wait for a peer. Sends and receives of gloo's keep to what it was when the group was made."""
+    assert handle is not None, "a group of one sends nothing"
+    options = getattr(handle._get_backend(torch.device("cpu")), "options", None)
+    return getattr(options, "_timeout", None)
 
 
 def _sum_in_rank_order(parts: Sequence[Tensor], out: Tensor) -> None:

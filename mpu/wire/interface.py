@@ -7,6 +7,7 @@ way: they are started, and waited for, in the same order on every rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Literal, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from mpu.groups import Group
+from mpu.wire import waits
 
 Op = Literal["sum", "max", "min"]
 
@@ -21,17 +23,22 @@ Op = Literal["sum", "max", "min"]
 class Pending:
     """An operation under way. On an accelerator `wait` makes the current stream wait, never the host."""
 
-    def __init__(self, works: Sequence[Work | Pending | None] = (), finish: Callable[[], None] | None = None) -> None:
-        self._works = works
-        self._finish = finish
+    def __init__(self, works: Sequence[Work | Pending | None] = (), finish: Callable[[], None] | None = None,
+                 limit: timedelta | None = None) -> None:
+        """`limit`: how long to wait, for works that do not know it themselves."""
+        self._works, self._finish, self._limit = works, finish, limit
 
     def wait(self) -> None:
         """Complete the operation; again: nothing. `finish` (a local sum, a conversion) runs here, once."""
         works, finish = self._works, self._finish
         self._works, self._finish = (), None
         for work in works:
-            if work is not None:
+            if isinstance(work, Pending):
                 work.wait()
+            elif work is not None:
+                waits.begin()
+                work.wait() if self._limit is None else work.wait(self._limit)
+                waits.end()
         if finish is not None:
             finish()
 

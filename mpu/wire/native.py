@@ -16,14 +16,17 @@ from torch import Tensor
 
 from mpu.groups import Group
 from mpu.wire.interface import Op, Pending
+from mpu.wire.waits import sending
 
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 class NativeWire:
+    @sending
     def all_gather(self, full: Tensor, shard: Tensor, group: Group, at_a_time: int | None) -> Pending:
         return Pending([all_gather_of(full, shard, group.handle)])
 
+    @sending
     def reduce_scatter(self, shard: Tensor, full: Tensor, group: Group, sum_in: torch.dtype | None,
                        at_a_time: int | None) -> Pending:
         wide = full.to(sum_in or widened(full.dtype))
@@ -31,12 +34,14 @@ class NativeWire:
         work = reduce_scatter_of(mine, wide, group.handle)
         return Pending([work], None if mine is shard else lambda: _fill(shard, mine))
 
+    @sending
     def all_reduce(self, flat: Tensor, group: Group, op: Op, sum_in: torch.dtype | None,
                    at_a_time: int | None) -> Pending:
         wide = flat.to(sum_in or flat.dtype)
         work = dist.all_reduce(wide, OPS[op], group=group.handle, async_op=True)
         return Pending([work], None if wide is flat else lambda: _fill(flat, wide))
 
+    @sending
     def broadcast(self, x: Tensor, src: int, group: Group) -> Pending:
         return Pending([dist.broadcast(x, group.ranks[src], group=group.handle, async_op=True)])
 

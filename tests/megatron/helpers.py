@@ -20,12 +20,12 @@ import numpy as np
 import torch
 
 import pretrain_gpt2
-from data.indexed import CorpusWriter
+from data.writer import CorpusWriter
 from data.tokenizer import ByteLevelTokenizer
 from megatron.checkpoint.export import digest
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.config.tree import ModelConfig, build_config
-from megatron.launch.signals import GRACEFUL
+from megatron.launch.leaving import REQUESTS
 from megatron.model import GPT2
 from megatron.train import build
 from megatron.zero.engine import ZeroEngine
@@ -84,7 +84,7 @@ def train(argv: Sequence[object]) -> str:
 @contextmanager
 def own_signals() -> Iterator[None]:
     """Give SIGTERM and Ctrl-C back to the test process afterwards: the program listens to them."""
-    handlers = {number: signal.getsignal(number) for number in GRACEFUL}
+    handlers = {number: signal.getsignal(number) for number in REQUESTS}
     try:
         yield
     finally:

@@ -5,7 +5,9 @@
     engine.py       `Engine`, what it returns; status.py: what it says of itself; names.py: DeepSpeed's further names
     optimizer.py, schedule.py, loading.py    the optimizer, the scheduler and the loader beside it
     batching.py, casting.py, monitor.py      batch sizes, inputs in fp16, what is reported
+    curves.py       tensorboard's writer, whose errors name the flag
     weights.py, saved.py                     the weights as a state dict; the engine's state in a checkpoint
+    shared.py                                what the state in a checkpoint must be to be used
     hyper.py        the hyper-parameters of the param groups there
     init.py         `zero.Init`, `zero.GatheredParameters`; meanwhile.py: where parameters wait for `zero.initialize`
 """

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from megatron.checkpoint.agree import on_rank_0
+from megatron.checkpoint.agree import on_rank_0, same_key
 from megatron.checkpoint.background import Background, HostCopy
 from megatron.checkpoint.choice import is_empty
 from megatron.checkpoint.commit import Keep, probe
@@ -32,6 +32,7 @@ from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.writer import SaveReport, complete
 from megatron.config.tree import Config
 from megatron.errors import ConfigError
+from megatron.whereabouts import HERE
 from megatron.zero.api.batching import Batching
 from megatron.zero.api.casting import cast_inputs
 from megatron.zero.api.loading import Collate, EpochLoader, make_loader
@@ -74,6 +75,8 @@ class Engine(EngineStatus):
         self.reads_weights_between_steps = True
         """New weights are complete when `step` returns. A loop that looks at them only through this engine may switch
         it off: they then travel during the forward that follows."""
+        self.key = same_key(config.save.checkpoint_key, core.groups.world)
+        """What checkpoints are signed with; usually nothing."""
         self._run_id: str = broadcast_json(secrets.token_hex(8), core.groups.world)
         self._on_trust: Moved | None = None
         self._untold: StepReport | None = None
@@ -90,7 +93,7 @@ class Engine(EngineStatus):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.config.precision.auto_cast:
             args, kwargs = cast_inputs((args, kwargs), torch.float16)
-        with self.config.words.speaking(), self.monitor.phase("forward"):
+        with self.config.words.speaking(), HERE, self.monitor.phase("forward"):
             return self.core.module(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -98,7 +101,7 @@ class Engine(EngineStatus):
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Gradients of the loss; returns the loss divided by the number of micro-batches of a step."""
-        with self.config.words.speaking(), self.monitor.phase("backward"):
+        with self.config.words.speaking(), HERE, self.monitor.phase("backward"):
             part = self.core.backward(loss, retain_graph, scale_wrt_gas)
         self.monitor.add_loss(part)
         return part
@@ -108,7 +111,7 @@ class Engine(EngineStatus):
         """Once per micro-batch, after `backward`. At the accumulation boundary: clip, update, forget the gradients, and
         move the learning rate on, unless the step was skipped for an overflow. `lr_kwargs` go to the scheduler;
         `riders` are summed over all ranks on the way (`StepReport.riders`)."""
-        with self.config.words.speaking(), self.monitor.phase("step"):
+        with self.config.words.speaking(), HERE, self.monitor.phase("step"):
             self.conclude()
             report = self.core.step(riders=riders, aside=self._background.progress)
             if self.reads_weights_between_steps:
@@ -315,6 +318,7 @@ class Engine(EngineStatus):
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
+    @HERE.doing(SAVE)
     def save_checkpoint(self, save_dir: str | os.PathLike[str], tag: str | int | None = None,
                         client_state: Mapping[str, Any] | None = None, save_latest: bool = True,
                         exclude_frozen_parameters: bool = False, *, save_optimizer_states: bool = True,
@@ -340,7 +344,7 @@ class Engine(EngineStatus):
             loop={**self._batching.state(),
                   "epoch": epochs.next_epoch() if isinstance(epochs, EpochLoader) else None},
             optimizer=save_optimizer_states, rng=save_rng_states, frozen=not exclude_frozen_parameters, keep=keep,
-            hold=self._host_copy.hold if in_background else None, latest=save_latest)
+            hold=self._host_copy.hold if in_background else None, latest=save_latest, key=self.key)
         self._background.start(steps, partial(self._saved, then), f"{name} of {root}") if in_background else \
             self._saved(then, complete(steps, self.groups.world))
         return True
@@ -376,13 +380,14 @@ class Engine(EngineStatus):
                 print(f"warning: {root} holds no checkpoint: nothing was loaded, weights are the initial ones",
                       file=sys.stderr)
             return None, None
-        found = open_checkpoint(root, None if tag is None else str(tag), world=self.groups.world)
+        found = open_checkpoint(root, None if tag is None else str(tag), world=self.groups.world, key=self.key)
         state = self.restore(found, LoadOptions(
             optimizer=load_optimizer_states and not load_module_only, counters=not load_module_only,
             scheduler=load_lr_scheduler_states and not load_module_only, strict=load_module_strict,
             rng=not load_module_only))
         return str(found.folder), state
 
+    @HERE.doing(LOAD)
     def restore(self, found: Checkpoint, options: LoadOptions = LoadOptions()) -> dict[str, Any]:
         """`load_checkpoint` for one that is open already; the client_state."""
         self.conclude()

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from megatron.checkpoint.agree import alike
 from megatron.config import ds_file, ds_together
 from megatron.config.ds_batch import BATCH
 from megatron.config.ds_reader import Found
@@ -77,6 +78,8 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
     groups = groups_of(mpu)
     settings = _settings(source, argument, groups)
     config = settings.config
+    with config.words.speaking():
+        alike(config.told(), groups.world, "the ranks give zero.initialize different configurations")
     device = device or distributed.device_for(distributed.read_environment())
     if device.type == "cuda":
         torch.cuda.set_device(device)  # also where the script has met by itself: control messages go by way of it
@@ -84,6 +87,7 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
     with config.words.speaking():
         rule, param_groups, defaults, client = _rule_and_groups(settings, model, model_parameters, optimizer)
         _check_groups(model, param_groups)
+        alike(_numbers(rule, param_groups), groups.world, "the ranks give zero.initialize different optimizers")
         moved = meanwhile_notes(model, config, device.type)
         homes, told = homes_of(config, rule, model, device, groups)
     try:
@@ -106,6 +110,15 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
     return engine, wrapped, engine.training_dataloader, scheduler
+
+
+def _numbers(rule: Rule, param_groups: Iterable[ParamGroup]) -> dict[str, Any]:
+    """What an optimizer calculates with."""
+    found: dict[str, Any] = {"the rule": type(rule).__name__}
+    for number, group in enumerate(param_groups):
+        found |= {f"{name} of param group {number}": value for name, value in group.items()
+                  if isinstance(value, (bool, int, float, str, tuple))}
+    return found
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

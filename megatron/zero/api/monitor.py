@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megatron.errors import ConfigError, StorageError
 from megatron.zero.accelerator import peak_resident_bytes
+from megatron.zero.api.curves import Curves, storing
 from megatron.zero.homes.used import DriveUse
 
 DEFAULT_STEPS_PER_PRINT = 10
@@ -213,19 +214,19 @@ class Sink(Protocol):
 class Tensorboard:
     def __init__(self, folder: str) -> None:
         try:
-            from torch.utils.tensorboard import SummaryWriter  # heavy: only where asked for
+            self._curves = Curves("tensorboard.output_path:", folder)
         except ImportError as error:
             raise ConfigError(f"tensorboard.enabled needs the package tensorboard ({error}); install it, or use "
                               "csv_monitor") from None
-        self._writer: Any = _opened("tensorboard.output_path", folder, lambda: SummaryWriter(folder))
-        atexit.register(self._writer.close)  # its thread would take the last scalars along
+        atexit.register(self._curves.writer.close)  # its thread would take the last scalars along
 
     def write(self, events: Sequence[Event]) -> None:
-        for name, value, samples in events:
-            self._writer.add_scalar(name, value, samples)
+        with self._curves.storing():
+            for name, value, samples in events:
+                self._curves.writer.add_scalar(name, value, samples)
 
     def close(self) -> None:
-        self._writer.close()
+        self._curves.close()
 
 
 class CsvFiles:
@@ -233,12 +234,13 @@ class CsvFiles:
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
-        _opened("csv_monitor.output_path", folder, lambda: os.makedirs(folder, exist_ok=True))
+        with storing("csv_monitor.output_path:", folder):
+            os.makedirs(folder, exist_ok=True)
 
     def write(self, events: Sequence[Event]) -> None:
         for name, value, samples in events:
             path = os.path.join(self._folder, name.replace("/", "_").replace(" ", "_") + ".csv")
-            with _opened("csv_monitor.output_path", path, lambda: open(path, "a", newline="")) as file:
+            with storing("csv_monitor.output_path:", path), open(path, "a", newline="") as file:
                 rows = csv.writer(file)
                 if file.tell() == 0:
                     rows.writerow(["step", name.rpartition("/")[2]])
@@ -246,14 +248,6 @@ class CsvFiles:
 
     def close(self) -> None:
         """Nothing is held open."""
-
-
-def _opened(key: str, path: str, make: Callable[[], Any]) -> Any:
-    try:
-        return make()
-    except OSError as error:
-        raise StorageError(f"{key}: {path} cannot be written: {error.strerror or error}; name a writable folder"
-                           ) from error
 
 
 def _bytes_in_use(device: torch.device) -> int:

@@ -24,12 +24,16 @@ from megatron.checkpoint.commit import Keep
 from megatron.checkpoint.cut import Spread
 from megatron.checkpoint.interchange.foreign import Foreign
 from megatron.checkpoint.manifest import TensorEntry
+from megatron.checkpoint.part import part_name
 from megatron.checkpoint.piece import Deferred, Piece, sharding_of
 from megatron.checkpoint.reader import Checkpoint
+from megatron.checkpoint.signature import Key
+from megatron.checkpoint.strict import sense_of
 from megatron.checkpoint.tensorfile import DTYPE_NAMES
 from megatron.checkpoint.writer import Hold, Saving, saving
 from megatron.errors import CheckpointError, ConfigError
 from megatron.zero.api.hyper import SCHEDULED, check_groups, hyper_parameters, restore_groups
+from megatron.zero.api.shared import check_shared, check_values, where_of
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.exchanges import LOAD, SAVE
 from megatron.zero.homes.shelf import Run
@@ -93,7 +97,8 @@ def check_client_state(client_state: Mapping[str, Any]) -> None:
 
 def saving_engine(engine: ZeroEngine, root: Path, tag: str, who: Identity, *, client_state: Mapping[str, Any],
                   scheduler: Stateful | None, loop: Mapping[str, Any] = {}, optimizer: bool = True, rng: bool = True,
-                  frozen: bool = True, keep: Keep = Keep(), hold: Hold | None = None, latest: bool = True) -> Saving:
+                  frozen: bool = True, keep: Keep = Keep(), hold: Hold | None = None, latest: bool = True,
+                  key: Key | None = None) -> Saving:
     """The save of the checkpoint `tag` under `root`, to be driven to its end. Collective over the world."""
     check_client_state(client_state)
     engine.meet(SAVE)
@@ -115,7 +120,7 @@ def saving_engine(engine: ZeroEngine, root: Path, tag: str, who: Identity, *, cl
     return saving(root, tag, pieces=pieces, tensors=_tensors(engine, kinds, frozen), place=_place(engine.groups),
                   rank_state={"rng": capture_rng()} if rng else {}, shared_state=shared, config=who.config,
                   layout=who.layout, world=engine.groups.world, run_id=who.run_id, iteration=engine.global_steps,
-                  keep=keep, hold=hold, latest=latest)
+                  keep=keep, hold=hold, latest=latest, key=key)
 
 
 def _data_of(run: Run) -> Tensor | Deferred:
@@ -144,7 +149,11 @@ def load_engine(engine: ZeroEngine, found: Checkpoint, scheduler: Stateful | Non
     scale unless that is switched off. What does not fit is refused before anything is changed."""
     engine.meet(LOAD)
     agree(engine.check_before_load, engine.groups.world)
-    optimizer, shared = options.optimizer, found.shared_state
+    agree(lambda: check_shared(found), engine.groups.world)
+    optimizer, shared, where = options.optimizer, found.shared_state, where_of(found)
+    if options.counters and not shared["engine"]:
+        raise CheckpointError(f"{found.tag} of {found.folder.parent} holds imported weights, not a run: load them with "
+                              "load_module_only=True, or --finetune")
     if optimizer:
         _check_optimizer(engine, found)
     _check_names(engine, found, options.strict)
@@ -152,16 +161,20 @@ def load_engine(engine: ZeroEngine, found: Checkpoint, scheduler: Stateful | Non
     wanted, groups = _wanted_of_groups(shared, scheduler, options), shared.get("param_groups")
     if wanted and groups is not None:
         check_groups(groups, engine.param_groups, f"{found.tag} of {found.folder.parent}")
+        check_values([{name: group[name] for name in group if name in wanted} for group in groups],
+                     engine.param_groups, where)
     _load_tensors(engine, found, optimizer)
     if options.counters:
         own = {} if options.loss_scale else {key: value for key, value in engine.counters().items() if key in SCALER}
-        engine.restore_counters({**shared["engine"], **own})
+        with sense_of(f"{where}: field 'engine'"):
+            engine.restore_counters({**shared["engine"], **own})
     if not optimizer:
         agree(engine.forget_optimizer_steps, engine.groups.world)
     if wanted and groups is not None:  # one of an older version holds none
         restore_groups(engine.param_groups, groups, wanted.__contains__)
     if options.counters and options.scheduler and scheduler is not None and shared["lr_scheduler"] is not None:
-        scheduler.load_state_dict(shared["lr_scheduler"])  # one of ours sets the rates anew
+        with sense_of(f"{where}: field 'lr_scheduler'"):
+            scheduler.load_state_dict(shared["lr_scheduler"])  # one of ours sets the rates anew
 
 
 def _load_tensors(engine: ZeroEngine, found: Checkpoint, optimizer: bool) -> None:
@@ -245,12 +258,17 @@ def _check_shapes(engine: ZeroEngine, found: Checkpoint, optimizer: bool) -> Non
 
 
 def restore_streams(found: Checkpoint, groups: Groups, layout: Mapping[str, int], seed: int) -> str | None:
-    """Random streams of this rank; a note if they could not go on."""
+    """Random streams of this rank; a note if they could not go on. Collective."""
+    return agree(lambda: _restore_streams(found, groups, layout, seed), groups.world)
+
+
+def _restore_streams(found: Checkpoint, groups: Groups, layout: Mapping[str, int], seed: int) -> str | None:
     saved = found.rank_state(_place(groups)) if same_ranks(found.layout, layout) else None
-    moved = saved and ("cuda" in saved["rng"]) != ("cuda" in capture_rng())
-    if saved and not moved:
-        restore_rng(saved["rng"])
-        return None
+    with sense_of(f"tag {found.tag}: file {part_name(_place(groups))}: its random streams"):
+        moved = saved and ("cuda" in saved["rng"]) != ("cuda" in capture_rng())
+        if saved and not moved:
+            restore_rng(saved["rng"])
+            return None
     # Another layout has other streams: derive them from what both know.
     model_parallel_cuda_manual_seed(seed + SEED_STRIDE * found.iteration, groups, vary_over_dp=True)
     if not found.rank_state(0):

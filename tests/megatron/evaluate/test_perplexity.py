@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.indexed import CorpusWriter
+from data.writer import CorpusWriter
 from data.preprocess import Reading
 from data.storage import DataError
 from megatron.errors import ConfigError

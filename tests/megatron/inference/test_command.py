@@ -78,6 +78,15 @@ def test_prompts_come_from_a_file_or_standard_input_as_well(folder: Path, tmp_pa
     assert objects(*typed, stdin="one\n\ntwo") == expected
 
 
+def test_answers_as_text_are_what_the_objects_say_with_a_line_between_two(folder: Path) -> None:
+    typed = ["--load", folder, "--max-new-tokens", 5, "--num-samples", 2, "", "one"]
+    found = objects(*typed)
+    for size in (1, 3, 8):
+        assert said(*typed, "--batch-size", size)[0] == f"{'-' * 15}\n".join(
+            f"{answer['prompt']}{answer['text']}\n" for answer in found)
+    assert "---" not in said(*typed[:4], "one")[0]
+
+
 def test_a_prompt_that_is_too_long_is_refused_before_the_first_answer(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(f"one\n\n{'x' * 33}\n")
     out = io.StringIO()
@@ -274,7 +283,8 @@ def test_a_command_line_of_generate_samples_works(folder: Path, tmp_path: Path) 
     ours = objects("--load", folder, "--temperature", 1, "--top-k", 5, "--max-new-tokens", 9, "one", "two five")
     texts = [answer["prompt"] + bytes(answer["tokens"][: 12 - len(answer["prompt"])]).decode("utf-8", "replace")
              for answer in ours]
-    assert (tmp_path / "out").read_text() == "\n".join([*texts, ""]), "with --seq-length for text and prompt"
+    found = (tmp_path / "out").read_text()
+    assert found == f"{texts[0]}\n{'-' * 15}\n{texts[1]}\n", "with --seq-length for text and prompt"
 
 
 def test_texts_without_a_prompt_go_to_genfile(folder: Path, tmp_path: Path) -> None:
@@ -309,7 +319,7 @@ def test_answers_appear_in_a_file_when_all_are_there(folder: Path, tmp_path: Pat
 
 
 def test_the_names_of_flags_may_have_underscores_and_prompts_keep_theirs(folder: Path) -> None:
-    assert said("--load", folder, "--max_new_tokens=1", "a_b", "--", "--c_d")[0].split("\n")[1].startswith("--c_d")
+    assert said("--load", folder, "--max_new_tokens=1", "a_b", "--", "--c_d")[0].split("\n")[2].startswith("--c_d")
 
 
 def test_a_model_without_numbers_is_an_error_and_not_a_text(folder: Path) -> None:

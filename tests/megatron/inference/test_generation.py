@@ -64,6 +64,18 @@ def test_logits_over_a_cache_are_those_of_the_whole_text() -> None:
             torch.testing.assert_close(logits, whole(model, text), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("settings", [GREEDY, Sampling(temperature=2.0, top_k=0)], ids=["greedy", "drawn"])
+def test_no_token_comes_that_the_tokenizer_does_not_have(settings: Sampling) -> None:
+    """Neither padding (61 are padded to 128) nor an entry of the model that the tokenizer lacks, however likely."""
+    model = GPT2(SHAPE)
+    with torch.no_grad():
+        model.wte.weight[50:] = 9 * model.wte.weight[0]
+    likely = int(whole(model, PROMPTS[1]).abs().argmax())
+    assert likely >= 50 and len(model.wte.weight) == 128
+    texts = texts_of(Generator(Decoder(model, 3), vocabulary=50, eod=None), PROMPTS, 9, settings, 3)
+    assert all(len(text.tokens) == 9 and max(text.tokens) < 50 for text in texts)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 11])
 def test_greedy_text_is_that_of_the_whole_model_at_any_batch(rows: int) -> None:
     model = GPT2(SHAPE)

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 import pretrain_gpt2
-from data.indexed import CorpusWriter, IndexedCorpus
+from data.indexed import IndexedCorpus
+from data.writer import CorpusWriter
 from megatron.checkpoint.export import digest, logical
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.launch import exits

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from data.gpt2_dataset import GPT2Dataset
-from data.indexed import CorpusWriter, IndexedCorpus
+from data.indexed import IndexedCorpus
+from data.writer import CorpusWriter
 from megatron.model import GPT2
 from megatron.train.batches import BatchRule, BatchStream, document_numbers, positions_in_document, samples_digest
 from tests.distributed import run_ranks

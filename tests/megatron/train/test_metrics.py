@@ -286,7 +286,7 @@ def test_tensorboard_costs_a_step_two_events_and_no_file_operation(tmp_path: Pat
     """All scalars of a step are one event, handed to the thread that writes."""
     log = RunLog(LogConfig(tensorboard_dir=str(tmp_path / "board"), log_interval=0), 1, 0, writes=True)
     assert log._board is not None
-    with patch.object(log._board, "_events") as events:
+    with patch.object(log._board._curves, "events") as events:
         log.step(StepMetrics(1, 1.0, 1.0, 1.0, 1.0, False, 4, "00", 1.0, 1.0, 1.0, None, 1))
         assert events.add_summary.call_count == 2 == len(events.method_calls)
     log.close()

@@ -1,0 +1,112 @@
+"""Before the ranks connect: were they all told the same, and do they run the same code?
+
+Each rank leaves a checksum of its *facts* in the store where the ranks meet; only where they differ are facts read, of
+one rank for each checksum. A rank waits for one note, whatever their number; rank 0 reads all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.errors import EXIT_CONFIG, ConfigError, PeerError
+from megatron.ranges import ranges
+from megatron.version import __version__
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+PACKAGES = ("megatron", "mpu", "data")
+MOST_KINDS, MOST_FACTS = 16, 12
+"""Different ranks whose facts are read, and facts that are named."""
+SLACK = timedelta(seconds=10)
+"""For rank 0 to say who did not come."""
+LINGER_SECONDS = 5.0
+"""For every rank to read what is wrong, before the one that keeps the store leaves."""
+
+
+def facts_of_code(torch_version: str) -> dict[str, str]:
+    return {"version": __version__, "code": code_digest(), "torch": torch_version}
+
+
+def code_digest() -> str:
+    """Of every module of ours, where they lie side by side: some hundred small files, read in milliseconds."""
+    home, found = Path(__file__).resolve().parents[2], hashlib.sha256()
+    for path in sorted(path for package in PACKAGES for path in (home / package).rglob("*.py")):
+        found.update(f"{path.relative_to(home)}\n".encode() + path.read_bytes())
+    return found.hexdigest()[:12]
+
+
+def check_alike(store: Store, rank: int, ranks: int, facts: Mapping[str, Any], limit: timedelta) -> None:
+    """The same ConfigError on every rank where their facts differ; a PeerError where a rank does not come in time."""
+    text = json.dumps(facts, sort_keys=True, default=str)
+    store.set(_key("facts", rank), text)
+    store.set(_key("digest", rank), hashlib.sha256(text.encode()).hexdigest())
+    if rank == 0:
+        found = _verdict(store, ranks, limit)
+        store.set(_key("verdict"), json.dumps(found))
+    else:
+        try:
+            store.wait([_key("verdict")], limit + SLACK)
+        except RuntimeError as error:
+            raise PeerError(f"rank 0 did not say within {limit.total_seconds():g} s that the job may begin: look for "
+                            "its error, then start the same command again") from error
+        found = json.loads(store.get(_key("verdict")))
+    store.add(_key("heard"), 1)
+    if found is None:
+        return
+    if rank == 0:
+        _wait_for_all(store, ranks)
+    raise (ConfigError if found["code"] == EXIT_CONFIG else PeerError)(found["error"])
+
+
+def _key(*words: object) -> str:
+    return "/".join(map(str, ("alike", *words)))
+
+
+def _verdict(store: Store, ranks: int, limit: timedelta) -> dict[str, Any] | None:
+    """Rank 0's: None where all is well."""
+    keys = [_key("digest", rank) for rank in range(ranks)]
+    try:
+        store.wait(keys, limit)
+    except RuntimeError:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        error = PeerError(f"{ranges(missing)} of {ranks} did not come within {limit.total_seconds():g} s: look for "
+                          "the first error among the ranks, and whether all were started with the same WORLD_SIZE")
+        return {"error": str(error), "code": error.code}
+    digests = store.multi_get(keys)
+    if len(set(digests)) == 1:
+        return None
+    kinds = [[rank for rank in range(ranks) if digests[rank] == digest] for digest in dict.fromkeys(digests)]
+    told = [(json.loads(store.get(_key("facts", kind[0]))), kind) for kind in kinds[:MOST_KINDS]]
+    return {"error": difference(told), "code": EXIT_CONFIG}
+
+
+def difference(told: Sequence[tuple[Mapping[str, Any], Sequence[int]]], what: str = "the ranks were started "
+               "differently") -> str:
+    """What some ranks were told and others not: each fact, its values and their ranks."""
+    lines = []
+    for name in dict.fromkeys(name for facts, _ in told for name in facts):
+        values: dict[str, list[int]] = {}
+        for facts, ranks in told:
+            values.setdefault(_shown(facts[name]) if name in facts else "not there", []).extend(ranks)
+        if len(values) > 1:
+            lines.append(f"{name} is " + ", ".join(f"{value} on {ranges(who)}" for value, who in values.items()))
+    more = f"; and {len(lines) - MOST_FACTS} more" if len(lines) > MOST_FACTS else ""
+    return (f"{what}: {'; '.join(lines[:MOST_FACTS])}{more}. Start all with the same command, the same code and the "
+            "same files (docs/launch.md)")
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _wait_for_all(store: Store, ranks: int) -> None:
+    until = time.monotonic() + LINGER_SECONDS
+    while store.add(_key("heard"), 0) < ranks and time.monotonic() < until:
+        time.sleep(0.05)

@@ -1,0 +1,75 @@
+"""What the shared state of a checkpoint must be to be used: every field by its type and range, before anything changes.
+
+Its bytes are known to be those that were saved; whether they mean something is another question. A field that does not
+is an error of the checkpoint that names it, and not whatever the code that uses it happens to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from megatron.checkpoint.part import SHARED_STATE
+from megatron.checkpoint.reader import Checkpoint
+from megatron.checkpoint.strict import Record
+from megatron.errors import CheckpointError
+
+COUNTERS = ("global_steps", "skipped_steps", "micro_steps", "optimizer_steps", "clean_steps", "hysteresis_left")
+LOOP = ("global_samples", "train_batch_size", "epoch")
+
+
+def where_of(found: Checkpoint) -> str:
+    return f"tag {found.tag}: file {SHARED_STATE}"
+
+
+def check_shared(found: Checkpoint) -> None:
+    """All of it but the client's own, and what a scheduler or an optimizer makes of its part."""
+    where = where_of(found)
+    state = Record(found.shared_state, where)
+    state.take("run_id", str)
+    engine = Record(state.take("engine", dict), f"{where}: field 'engine'")
+    if engine.fields:  # imported weights come from no engine
+        for name in COUNTERS:
+            engine.count(name)
+        engine.number("loss_scale", above=0)
+        engine.take("rule", dict)
+        engine.done()
+    if state.fields.get("optimizer") is not None:
+        state.take("optimizer", str)
+    for index, group in enumerate(state.take("param_groups", list) if "param_groups" in state.fields else ()):
+        Record(group, f"{where}: param_groups[{index}]")
+    if state.fields.get("lr_scheduler") is not None:
+        state.take("lr_scheduler", dict)
+    for name, value in state.take("buffers", dict).items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(f"{where}: buffer {name!r:.80}: expected a tensor, found {type(value).__name__}")
+    loop = Record(state.take("loop", dict) if "loop" in state.fields else {}, f"{where}: field 'loop'")
+    for name in LOOP:
+        if loop.fields.get(name) is not None:
+            loop.count(name)
+    state.take("client_state", dict)
+    state.fields = {name: value for name, value in state.fields.items() if value is not None}
+    state.done()
+
+
+def check_values(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], where: str) -> None:
+    """Hyper-parameters are what those of the groups are: numbers, texts, pairs of numbers."""
+    for index, (values, group) in enumerate(zip(saved, groups, strict=True)):
+        for name, value in values.items():
+            if name in group and not _alike(group[name], value):
+                raise CheckpointError(f"{where}: param_groups[{index}]: field {name!r:.80}: {value!r:.80} in the place "
+                                      f"of {group[name]!r:.80}")
+
+
+def _alike(kept: Any, value: Any) -> bool:
+    if kept is None or value is None:
+        return True
+    if isinstance(kept, list | tuple):
+        return isinstance(value, list | tuple) and len(value) == len(kept) and all(map(_alike, kept, value))
+    if isinstance(kept, str):
+        return isinstance(value, str)
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, int | float) and value == value and abs(value) != float("inf")

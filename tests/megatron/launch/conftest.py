@@ -1,0 +1,18 @@
+"""Programs that tests start hear SIGHUP, also where the tests themselves run under `nohup`: what a process ignores its
+children ignore, but what it listens to they do not inherit."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def hears_hang_ups() -> Iterator[None]:
+    former = signal.getsignal(signal.SIGHUP)
+    if former == signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)
+    yield
+    signal.signal(signal.SIGHUP, former)

@@ -1,0 +1,295 @@
+"""Ranks that were told different things do not begin, whoever started them, and each difference is named."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.config.setting import declared, flag_name
+from megatron.config.tree import SECTIONS, Config
+from megatron.errors import ConfigError, PeerError, TrainerError
+from megatron.launch import alike
+from megatron.launch.alike import check_alike, code_digest, difference
+from megatron.zero import initialize
+from tests.distributed import run_ranks
+
+ROOT = Path(__file__).resolve().parents[3]
+LAUNCHED_BY = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+FACTS = {"--lr": 0.001, "--zero-stage": 1, "torch": "2.13.0", "code": "abc"}
+
+
+def compare(told: Sequence[Mapping[str, Any]], limit: float = 5.0, ranks: int | None = None) -> list[str | None]:
+    """What each rank is told to end with; None: it may begin."""
+    store, found = dist.HashStore(), [None] * len(told)
+
+    def work(rank: int) -> None:
+        try:
+            check_alike(store, rank, ranks or len(told), told[rank], timedelta(seconds=limit))
+        except TrainerError as error:
+            found[rank] = f"{type(error).__name__}: {error}"  # type: ignore[call-overload]
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(told))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return list(found)
+
+
+# ---- what is compared --------------------------------------------------------------------------------------------
+
+
+def test_ranks_that_were_told_the_same_begin() -> None:
+    assert compare([FACTS] * 5) == [None] * 5
+
+
+def test_every_difference_is_named_with_its_values_and_their_ranks_on_every_rank() -> None:
+    told = [FACTS, {**FACTS, "--lr": 0.002}, FACTS, FACTS, {**FACTS, "torch": "2.11.0", "--new": None}]
+    found = compare(told)
+    assert len(set(found)) == 1 and found[0] is not None and found[0].startswith("ConfigError: the ranks were started ")
+    assert "--lr is 0.001 on ranks 0, 2-4, 0.002 on rank 1;" in found[0]
+    assert "torch is 2.13.0 on ranks 0-3, 2.11.0 on rank 4;" in found[0]
+    assert "--new is not there on ranks 0-3, null on rank 4." in found[0] and "zero-stage" not in found[0]
+
+
+def test_many_differences_are_cut_short() -> None:
+    text = difference([({f"--flag-{k}": 0 for k in range(40)}, [0]), ({f"--flag-{k}": 1 for k in range(40)}, [1])])
+    assert text.count(" is 0 on rank 0") == 12 and "and 28 more" in text
+
+
+def test_as_many_kinds_as_ranks_are_read_of_some() -> None:
+    found = compare([{"--local": rank} for rank in range(40)])
+    assert len(set(found)) == 1 and found[0] is not None and "0 on rank 0, 1 on rank 1" in found[0]
+
+
+def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alike, "LINGER_SECONDS", 0.2)
+    began = time.monotonic()
+    found = compare([FACTS] * 3, limit=0.5, ranks=7)
+    assert time.monotonic() - began < 5 and len(set(found)) == 1 and found[0] is not None
+    assert found[0].startswith("PeerError: ranks 3-6 of 7 did not come within 0.5 s")
+
+
+def test_without_rank_0_the_others_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alike, "SLACK", timedelta(0))
+    with pytest.raises(PeerError, match="rank 0 did not say within 0.3 s"):
+        check_alike(dist.HashStore(), 1, 2, FACTS, timedelta(seconds=0.3))
+
+
+def test_a_change_of_the_code_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = code_digest()
+    assert before == code_digest()
+    for package in alike.PACKAGES:
+        (tmp_path / package / "x").mkdir(parents=True)
+        (tmp_path / package / "x" / "a.py").write_text("a = 1\n")
+    monkeypatch.setattr(alike, "__file__", str(tmp_path / "megatron" / "launch" / "alike.py"))
+    seen = {before, code_digest()}
+    for change in (lambda: (tmp_path / "mpu" / "x" / "a.py").write_text("a = 2\n"),
+                   lambda: (tmp_path / "data" / "x" / "a.py").rename(tmp_path / "data" / "x" / "b.py"),
+                   lambda: (tmp_path / "megatron" / "x" / "a.py").unlink()):
+        change()
+        assert code_digest() not in seen
+        seen.add(code_digest())
+
+
+def other(value: object) -> object:
+    """A value of the same kind that is another one."""
+    match value:
+        case bool():
+            return not value
+        case int() | float():
+            return value + 1
+        case tuple():
+            return (*value, "another")
+    return f"{value}x"
+
+
+PLACES = {"train_data", "valid_data", "test_data", "vocab_file", "merge_file", "tokenizer_path", "data_cache_path",
+          "checkpoint_key", "offload_optimizer_nvme_path", "offload_param_nvme_path"}
+"""May differ from node to node; what is found there is compared later."""
+EVERY = [(name, item.name) for name, section in SECTIONS.items() for item in fields(section)]
+
+
+@pytest.mark.parametrize(("section", "name"), EVERY, ids=[name for _, name in EVERY])
+def test_no_two_values_of_any_setting_are_taken_for_the_same(section: str, name: str) -> None:
+    config = Config()
+    changed = object.__new__(type(getattr(config, section)))
+    for item in fields(changed):
+        object.__setattr__(changed, item.name, getattr(getattr(config, section), item.name))
+    object.__setattr__(changed, name, other(getattr(changed, name)))
+    theirs = object.__new__(Config)
+    for item in fields(Config):
+        object.__setattr__(theirs, item.name, changed if item.name == section else getattr(config, item.name))
+    assert (config.told() == theirs.told()) == (name in PLACES)
+    if name not in PLACES:
+        found = compare([config.told(), theirs.told()])
+        assert found[0] == found[1] and found[0] is not None and f"{flag_name(name)} is " in found[0]
+
+
+def test_a_setting_says_of_itself_that_it_is_a_place() -> None:
+    assert {item.name for section in SECTIONS.values() for item in fields(section) if declared(item).place} == PLACES
+
+
+# ---- real ranks --------------------------------------------------------------------------------------------------
+
+TINY = ("--num-layers 1 --hidden-size 16 --num-attention-heads 2 --max-position-embeddings 16 --batch-size 2 "
+        "--tokenizer-type ByteLevelTokenizer --mock-data --train-iters 3 --eval-interval 0").split()
+WRAPPER = f"""
+import os, runpy, sys
+rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
+sys.argv[1:] = sys.argv[1:-1] + (sys.argv[-1].split() if rank == "1" else [])
+runpy.run_path(r"{ROOT}/pretrain_gpt2.py", run_name="__main__")
+"""
+"""The last argument is for rank 1 alone."""
+
+
+def by_hand(command: Sequence[str], port: int) -> list[list[str]]:
+    return [["env", f"RANK={rank}", "WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1", f"MASTER_PORT={port}", *command]
+            for rank in range(2)]
+
+
+STARTERS: dict[str, Callable[[Sequence[str], int], list[list[str]]]] = {
+    "launcher": lambda command, port: [
+        [sys.executable, "-m", "megatron.launch", "--nproc-per-node", "2", *command[1:]]],
+    "torchrun": lambda command, port: [[sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
+                                        "--master-port", str(port), *command[1:]]],
+    "slurm": lambda command, port: [["env", f"SLURM_PROCID={rank}", "SLURM_NTASKS=2", f"SLURM_LOCALID={rank}",
+                                     "SLURM_NTASKS_PER_NODE=2", "MASTER_ADDR=127.0.0.1", f"MASTER_PORT={port}",
+                                     *command] for rank in range(2)],
+    "by hand": by_hand}
+
+
+def started(starter: str, folder: Path, extra: str) -> tuple[list[int], str, float]:
+    """Exit codes, everything on standard error, and the seconds it took."""
+    wrapper = folder / "wrapper.py"
+    wrapper.write_text(WRAPPER)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = int(probe.getsockname()[1])
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHED_BY}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(wrapper), *TINY, "--save", str(folder / "run"), extra]
+    began = time.monotonic()
+    running = [subprocess.Popen(line, env=environment, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                                text=True) for line in STARTERS[starter](command, port)]
+    said = [process.communicate(timeout=90)[1] for process in running]
+    return [process.returncode for process in running], "".join(said), time.monotonic() - began
+
+
+@pytest.mark.parametrize("starter", STARTERS)
+def test_no_run_begins_whoever_started_it(starter: str, tmp_path: Path) -> None:
+    codes, said, _ = started(starter, tmp_path, "--lr 0.5 --zero-stage 1")
+    errors = [line for line in said.splitlines() if line.startswith("error:")]
+    assert 0 not in codes and (starter == "torchrun" or set(codes) == {2}), said
+    assert len(errors) == 1, said
+    assert "--lr is 0.00015 on rank 0, 0.5 on rank 1; --zero-stage is 0 on rank 0" in errors[0]
+    assert not [*(tmp_path / "run").glob("global_step*")]
+
+
+@pytest.mark.parametrize("extra", ["--model-parallel-size 2", "--batch-size 1", "--hidden-size 32", "--bf16",
+                                   "--train-iters 4", "--distributed-timeout-seconds 99"])
+def test_differences_that_would_leave_ranks_waiting_are_named(extra: str, tmp_path: Path) -> None:
+    codes, said, _ = started("launcher", tmp_path, extra)
+    errors = [line for line in said.splitlines() if line.startswith("error:")]
+    assert codes == [2] and len(errors) == 1, said
+    assert f"{extra.split()[0]} is " in errors[0] and "on rank 1" in errors[0]
+
+
+def test_a_rank_whose_flags_are_refused_leaves_nobody_waiting(tmp_path: Path) -> None:
+    codes, said, seconds = started("launcher", tmp_path, "--no-such-flag 1")
+    assert codes == [2] and "--no-such-flag" in said and seconds < 30
+
+
+@pytest.mark.slow  # one run for each setting of its kind
+@pytest.mark.parametrize("extra", [
+    "--lr 1", "--global-batch-size 8", "--weight-decay 0.5", "--zero-stage 2", "--fp16 --loss-scale 64", "--seed 5",
+    "--clip-grad 3", "--adam-beta1 0.5", "--seq-length 8", "--lr-decay-style linear", "--warmup 0.5",
+    "--attention-dropout 0.3"])
+def test_pairs_of_flags_that_change_numbers_do_not_train(extra: str, tmp_path: Path) -> None:
+    codes, said, _ = started("torchrun" if len(extra) % 2 else "launcher", tmp_path, extra)
+    assert 0 not in codes and "the ranks were started differently" in said, said
+
+
+def initialized(rank: int, world_size: int, changed: Mapping[str, Any], lr: float) -> str:
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1},
+              "optimizer": {"type": "Adam", "params": {"lr": 0.001}}} | (dict(changed) if rank == 1 else {})
+    model, optimizer = torch.nn.Linear(2, 2), None
+    if lr:
+        del config["optimizer"]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr * (rank + 1))
+    try:
+        initialize(model=model, optimizer=optimizer, config=config)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("changed", "lr", "words"), [
+    ({}, 0.0, ""), ({"zero_optimization": {"stage": 2}}, 0.0, "zero_optimization.stage is 1 on rank 0, 2 on rank 1"),
+    ({"gradient_clipping": 3.0}, 0.0, "gradient_clipping is 0.0 on rank 0, 3.0 on rank 1"),
+    ({"bf16": {"enabled": True}}, 0.0, "bf16"), ({"gradient_accumulation_steps": 4}, 0.0, "is "),
+    ({"optimizer": {"type": "Adam", "params": {"lr": 0.1}}}, 0.0, "lr is 0.001 on rank 0, 0.1 on rank 1"),
+    ({}, 0.5, "lr of param group 0 is 0.5 on rank 0, 1.0 on rank 1")])
+def test_scripts_that_configure_their_ranks_differently_get_no_engine(changed: dict[str, Any], lr: float, words: str
+                                                                      ) -> None:
+    first, second = run_ranks(initialized, 2, changed, lr)
+    assert first == second and words in first and bool(first) == bool(words)
+
+
+def test_ranks_that_find_other_text_under_the_same_name_do_not_train(tmp_path: Path) -> None:
+    """Each node has its own copy."""
+    for rank in range(2):
+        (tmp_path / f"corpus{rank}.jsonl").write_text("".join(f'{{"text": "{word} and more text"}}\n'
+                                                              for word in range(40 + rank)))
+    flags = [flag for flag in TINY if flag != "--mock-data"]
+    wrapper = tmp_path / "wrapper.py"
+    wrapper.write_text(WRAPPER)
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron.launch", "--nproc-per-node", "2", str(wrapper), *flags, "--train-data",
+         str(tmp_path / "corpus0.jsonl"), "--data-cache-path", str(tmp_path / "cache"),
+         f"--train-data {tmp_path}/corpus1.jsonl"], cwd=tmp_path, capture_output=True, text=True, timeout=90,
+        env={name: value for name, value in os.environ.items() if name not in LAUNCHED_BY} |
+        {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert done.returncode == 2 and len(errors) == 1 and "the training corpus is " in errors[0], done.stderr
+
+
+def test_what_is_told_does_not_hold_places_apart() -> None:
+    config = Config()
+    assert config.told() == replace(config, data=replace(config.data, data_cache_path="/scratch/7")).told()
+
+
+def test_the_error_is_one_of_configuration() -> None:
+    store = dist.HashStore()
+    store.set("alike/verdict", '{"error": "x", "code": 2}')
+    with pytest.raises(ConfigError, match="x"):
+        check_alike(store, 1, 2, FACTS, timedelta(seconds=1))
+
+
+@pytest.mark.parametrize("module", ["generate", "evaluate", "serve"])
+def test_ranks_that_use_a_model_differently_do_not_begin(module: str, tmp_path: Path) -> None:
+    rest = ["--task", "perplexity", "--data", "a.jsonl"] if module == "evaluate" else []
+    (tmp_path / "a.jsonl").touch()
+    wrapper = tmp_path / "wrapper.py"
+    wrapper.write_text(WRAPPER.partition("runpy.run_path")[0] +
+                       f"runpy.run_module('megatron.{module}', run_name='__main__', alter_sys=True)\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron.launch", "--nproc-per-node", "2", str(wrapper), "--load", str(tmp_path), *rest,
+         "--batch-size 3"], cwd=tmp_path, capture_output=True, text=True, timeout=90,
+        env={name: value for name, value in os.environ.items() if name not in LAUNCHED_BY} |
+        {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert done.returncode == 2 and len(errors) == 1, done.stderr
+    assert "--batch-size is 8 on rank 0, 3 on rank 1" in errors[0]

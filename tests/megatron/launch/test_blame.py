@@ -1,0 +1,250 @@
+"""The rank that a job waited for, or that left it, is named with its host and its place; its victims are not."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import ConfigError
+from megatron.launch import exits
+from megatron.launch.blame import Sight
+from megatron.whereabouts import SLOT, Place, Places, Whereabouts
+from tests.megatron.launch import faulty
+from tests.megatron.launch.test_launch import LIMIT, alive, start  # noqa: F401  (a fixture)
+
+ROOT = Path(__file__).resolve().parents[3]
+HOST = socket.gethostname()
+
+# ---- with ranks that are small programs without torch -------------------------------------------------------------
+
+TRAINING = """
+from megatron.errors import PeerError
+from megatron.launch import exits
+from megatron.launch.distributed import show_place
+from megatron.whereabouts import HERE, EXCHANGE
+def main():
+    show_place()
+    HERE.do("training")
+    HERE.at_step(7)
+    HERE.enter("backward", "blocks.1")
+    if rank == 1:
+        {fault}
+    HERE.waits[0] = 2
+    time.sleep({patience})
+    raise PeerError("rank 0 waited in vain")
+sys.exit(exits.run(main))
+"""
+AT = "at step 7: backward, blocks.1"
+HANGS = ["time.sleep(60)", "while True: pass", "__import__('ctypes').PyDLL(None).sleep(60)",
+         "__import__('re').match('(a+)+$', 60 * 'a' + 'b')"]
+
+
+@pytest.mark.parametrize("fault, words", [
+    ("sys.exit(0)", "left with exit code 0"), ("os._exit(0)", "left with exit code 0"),
+    ("os._exit(3)", "ended with exit code 3"), ("sys.exit(6)", "ended with exit code 6"),
+    ("os.kill(os.getpid(), signal.SIGKILL)", "ended by signal 9 (SIGKILL)"),
+    ("os.kill(os.getpid(), signal.SIGSTOP)", "was stopped by signal 19 (SIGSTOP)")])
+@pytest.mark.parametrize("patience", [0.3, 60])
+def test_a_rank_that_leaves_is_named_with_its_place_whether_others_notice_or_not(
+        fault, words, patience, start):  # noqa: F811
+    job = start(TRAINING.format(fault=fault, patience=patience), ranks=3)
+    pid = job.pid(1)
+    begun = time.monotonic()
+    code, _, lines = job.end()
+    assert time.monotonic() - begun < LIMIT
+    assert code == {"3": 3, "6": 6}.get(words[-1], 5)
+    assert len(lines) == 1 and lines[0].startswith(f"error: rank 1 (pid {pid} on {HOST}) {words} {AT}")
+
+
+@pytest.mark.parametrize("fault", HANGS)
+def test_a_rank_that_hangs_is_named_and_not_its_victims(fault, start):  # noqa: F811
+    job = start(TRAINING.format(fault=fault, patience=3), ranks=3)
+    pids = [job.pid(rank) for rank in range(3)]
+    begun = time.monotonic()
+    code, _, lines = job.end()
+    assert time.monotonic() - begun < 3 + LIMIT
+    assert code == 5 and len(lines) == 1
+    who = f"rank 1 (pid {pids[1]} on {HOST})"
+    assert lines[0].startswith(f"error: {who} hangs or is too slow: the others waited for it")
+    assert AT in lines[0] and not any(map(alive, pids))
+
+
+def test_a_rank_that_has_not_begun_is_named(start):  # noqa: F811
+    job = start("if rank == 1:\n    time.sleep(60)\n" + TRAINING.format(fault="pass", patience=3), ranks=2)
+    code, _, lines = job.end()
+    assert code == 5 and len(lines) == 1
+    assert f"rank 1 (pid {job.pid(1)} on {HOST}) did not come to the others" in lines[0]
+
+
+def test_ranks_that_all_leave_in_the_middle_have_not_failed(start):  # noqa: F811
+    body = TRAINING.format(fault="pass", patience=0).replace("raise PeerError", "os._exit(0)  #")
+    assert start(body).end() == (0, "", [])
+
+
+def test_one_that_left_early_is_no_failure_where_all_others_end_well(start):  # noqa: F811
+    body = TRAINING.format(fault="os._exit(0)", patience=1).replace("raise PeerError", "HERE.take_leave(); return  #")
+    assert start(body).end() == (0, "", [])
+
+
+def test_one_that_has_taken_its_leave_is_not_blamed(start):  # noqa: F811
+    body = TRAINING.format(fault="HERE.take_leave(); return", patience=1)
+    code, _, lines = start(body).end()
+    assert code == 5 and lines == ["error: rank 0 waited in vain"]
+
+
+def test_a_short_pause_is_not_blamed(start):  # noqa: F811
+    """A network that fails at once: whoever computes at that time has nothing to do with it."""
+    code, _, lines = start(TRAINING.format(fault="time.sleep(60)", patience=0.3)).end()
+    assert code == 5 and lines == ["error: rank 0 waited in vain"]
+
+
+def test_an_error_of_a_ranks_own_goes_before_a_rank_that_hangs(start):  # noqa: F811
+    body = TRAINING.format(fault="time.sleep(60)", patience=3).replace("raise PeerError(", "raise ValueError(")
+    code, _, lines = start(body.replace("HERE.waits[0] = 2", "")).end()
+    assert code == 5 and lines[0].startswith("error: internal error in rank 0: ValueError")
+
+
+@pytest.mark.parametrize("message", ["Broken pipe", "something new of gloo's", "Application timeout caused by"])
+def test_what_comes_out_of_an_exchange_is_never_an_internal_error(message, start):  # noqa: F811
+    body = TRAINING.format(fault="os._exit(4)", patience=0.5).replace("PeerError(", f"RuntimeError({message!r} + ")
+    code, _, lines = start(body).end()
+    assert code == 4 and lines[0].startswith("error: rank 1 ")
+
+
+# ---- the file -----------------------------------------------------------------------------------------------------
+
+def test_a_place_is_read_as_it_was_written(tmp_path):
+    places, mine = Places(str(tmp_path / "places"), 2), Whereabouts()
+    assert str(places.of(1)) == "before its program began"
+    mine.do("start-up")
+    mine.show_in(str(tmp_path / "places"), 1)
+    assert places.of(1) == Place(1, os.getpid(), 0, "start-up") and places.of(0) == Place()
+    for step, phase, unit, text in [(0, "", "", "start-up"), (3, "forward", "blocks.11", "step 3: forward, blocks.11"),
+                                    (3, "forward", "", "step 3: forward"), (4, "", "", "step 4: training")]:
+        mine.do("training" if step else "start-up")
+        mine.at_step(step)
+        mine.enter(phase, unit)
+        assert str(places.of(1)) == text
+    with mine.doing("evaluation"):
+        mine.enter("forward", "blocks.0")
+        mine.waits[0] = 1
+        assert str(places.of(1)) == "step 4: evaluation, forward, blocks.0, exchange"
+    mine.waits[0] = 0
+    assert str(places.of(1)) == "step 4: training"
+
+
+def test_words_without_end_do_no_harm(tmp_path):
+    places, mine = Places(str(tmp_path / "places"), 1), Whereabouts()
+    mine.show_in(str(tmp_path / "places"), 0)
+    for number in range(SLOT // 50):
+        mine.enter("forward", f"a block with a long name {number}" * 20)
+    assert places.of(0).phase == "forward" and (tmp_path / "places").stat().st_size == SLOT
+    mine.enter("a\udcff\n", "")
+    assert places.of(0).phase in ("", "a?\n")
+
+
+@pytest.mark.parametrize("path", [None, "/no/such/file", "/"])
+def test_a_file_that_cannot_be_mapped_changes_nothing(path):
+    mine = Whereabouts()
+    mine.show_in(path, 0)
+    mine.enter("forward")
+    assert mine.place.phase == "forward" and not mine.is_shown
+
+
+def test_only_who_does_not_wait_is_late(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron.launch.blame.LATE_SECONDS", 0.05)
+    path = str(tmp_path / "places")
+    ranks = [Whereabouts() for _ in range(3)]
+    sight = Sight(Places(path, 3), 3)
+    for local, one in enumerate(ranks):
+        one.show_in(path, local)
+        one.waits[0], one.waits[1] = (2, 1, 0)[local], 5
+    sight.look()
+    time.sleep(0.1)
+    ranks[2].waits[1] += 1
+    assert [one.local for one in sight.late([0, 1, 2])] == [1]
+    assert sight.late([0, 2]) == []
+
+
+@pytest.mark.parametrize("error, is_inside", [(ConfigError("no"), False), (SystemExit(), True), (SystemExit(0), True),
+                                              (SystemExit(3), False), (SystemExit("why"), False),
+                                              (KeyboardInterrupt(), False)])
+def test_an_error_of_the_engine_may_be_caught_but_an_exit_may_not(error, is_inside):
+    mine = Whereabouts()
+    mine.begin()
+    with pytest.raises(type(error)), mine:
+        mine.enter("forward")
+        raise error
+    assert mine.place.is_inside == is_inside
+
+
+def test_errors_of_a_device_that_come_out_of_an_exchange_are_its_own(monkeypatch):
+    mine = Whereabouts()
+    mine.waits[0] = 1
+    monkeypatch.setattr(exits, "HERE", mine)
+    assert exits.is_peer_loss(RuntimeError("what is this")) and not exits.is_peer_loss(ValueError("what is this"))
+    assert not exits.is_peer_loss(RuntimeError("CUDA error: an illegal memory access was encountered"))
+
+
+# ---- the trainer --------------------------------------------------------------------------------------------------
+
+SECONDS, START_UP_SECONDS = 4, 25
+PLACES = {"start-up": "start-up", "index": "start-up, building of the index", "forward": "step 3: forward, blocks.0",
+          "backward": "step 3: backward", "exchange": "exchange", "optimizer step": "step 3: optimizer step",
+          "evaluation": "step 3: evaluation, forward, blocks.0", "save": "step 3: a save"}
+IN_C = "in C, with the GIL", "in a regular expression"
+KINDS = [kind for kind in faulty.KINDS if kind not in IN_C]
+MATRIX = [(kind, phase, (row + column) % 2, (row + column) % 4)
+          for (row, kind), (column, phase) in product(enumerate([*KINDS, ""]), enumerate(faulty.PHASES))]
+"""kind, phase, rank and ZeRO stage: 64; the last kind is now one hang with Python's lock held, now the other."""
+
+
+def train(kind: str, phase: str, rank: int, stage: int, folder: Path, ranks: int = 2) -> None:
+    """The fault, and all that is promised of it."""
+    kind = kind or IN_C[faulty.PHASES.index(phase) % 2]
+    hangs = kind in IN_C or kind in ("spinning", "sleeping")
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment.update(PYTHONPATH=str(ROOT), MEGATRON_FAULT=f"{kind}|{phase}|{rank}", FAULT_AT=str(folder / "at"),
+                       TMPDIR=str(folder))
+    job = subprocess.run(
+        [sys.executable, "-m", "megatron.launch", "--nproc-per-node", str(ranks), faulty.__file__, "--preset", "tiny",
+         "--mock-data", "--train-iters", "6", "--zero-stage", str(stage),
+         "--stage3-param-persistence-threshold", "0", "--save", folder / "save",
+         "--save-interval", "3", "--eval-interval", "3", "--eval-iters", "1",
+         "--distributed-timeout-seconds", str(SECONDS), "--startup-timeout-seconds", str(START_UP_SECONDS)],
+        capture_output=True, text=True, env=environment, timeout=180)
+    ended = time.monotonic()
+    lines = [line for line in job.stderr.splitlines() if line.startswith("error:")]
+    assert len(lines) == 1, job.stderr
+    assert job.returncode == (3 if kind == "os._exit(3)" else 5), lines
+    limit = START_UP_SECONDS if phase in ("start-up", "index") else SECONDS
+    seconds = ended - float((folder / "at").read_text())
+    print(f"{seconds:.1f} s: {lines[0]}")
+    slack = 0 if not hangs else 2 if limit == SECONDS else 15  # until the others wait, after their imports
+    assert seconds < LIMIT + slack + (limit if hangs else 0), f"{seconds:.1f} s: {lines[0]}"
+    pids = [int((folder / f"at.{rank}").read_text()) for rank in range(ranks)]
+    assert not any(map(alive, pids))
+    assert lines[0].startswith(f"error: rank {rank} (pid {pids[rank]} on {HOST}) "), lines[0]
+    assert PLACES[phase] in lines[0] and "step 3" in lines[0] or phase in ("start-up", "index"), lines[0]
+    what = {"stopped": "was stopped by signal 19", "killed": "ended by signal 9",
+            "os._exit(3)": "ended with exit code 3"}
+    assert (what.get(kind, "hangs or is too slow" if hangs else "left with exit code 0")) in lines[0]
+
+
+@pytest.mark.parametrize("kind, phase, rank, stage", [
+    ("os._exit(0)", "backward", 1, 2), ("sys.exit(0)", "evaluation", 0, 1), ("", "forward", 1, 3)])
+def test_a_faulty_rank_of_a_training_is_named(kind, phase, rank, stage, tmp_path):
+    train(kind, phase, rank, stage, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, phase, rank, stage", MATRIX)
+def test_every_faulty_rank_is_named_in_every_phase(kind, phase, rank, stage, tmp_path):
+    train(kind, phase, rank, stage, tmp_path)

@@ -1,0 +1,361 @@
+"""Several nodes, each a launcher on this machine: they meet or say why not, and each hears how the others end.
+
+The ranks are small plain programs without torch; what a launcher says to a stranger is tried in this process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import ConfigError, PeerError
+from megatron.launch import meeting
+from megatron.launch.nodes import Nodes, Place
+
+ROOT = Path(__file__).resolve().parents[3]
+HOST = socket.gethostname()
+LIMIT = 5.0
+"""Seconds within which nobody may be left after a failure (docs/launch.md)."""
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+class Node:
+    """A launcher, whose ranks run `body`."""
+
+    def __init__(self, folder: Path, port: int, node: int, body: str = "", *options: object, nodes: int = 2,
+                 prefix: tuple[str, ...] = (), address: str = "127.0.0.1") -> None:
+        script = folder / f"program{node}.py"
+        script.write_text(f"import os, signal, sys, time\nrank = int(os.environ['RANK'])\n{body}")
+        command = [*prefix, sys.executable, "-m", "megatron.launch", "--nnodes", nodes, "--node-rank", node,
+                   "--master-addr", address, "--master-port", port, *options, script]
+        environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        self.process = subprocess.Popen([*map(str, command)], env=environment | {"PYTHONPATH": str(ROOT)}, text=True,
+                                        stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def end(self, limit: float = 2 * LIMIT) -> tuple[int, str, list[str]]:
+        """Exit code, standard output and the error lines."""
+        try:
+            out, err = self.process.communicate(timeout=limit)
+        finally:
+            with suppress(ProcessLookupError):
+                self.process.kill()
+        return self.process.returncode, out, [line for line in err.splitlines() if line.startswith("error:")]
+
+
+def when(condition: Callable[[], object], limit: float = LIMIT) -> None:
+    until = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+TELL = "print(rank, *(os.environ[name] for name in ('LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')))"
+WAIT = "time.sleep(60)"
+
+
+def ready(folder: Path) -> str:
+    return f"open(r'{folder}/ready' + str(rank), 'w').close()\n"
+
+
+def are_ready(folder: Path, ranks: int) -> Callable[[], bool]:
+    return lambda: all((folder / f"ready{rank}").exists() for rank in range(ranks))
+
+
+# ---- meeting -----------------------------------------------------------------------------------------------------
+
+
+def test_nodes_begin_when_all_are_there_in_any_order(tmp_path: Path, port: int) -> None:
+    nodes = {}
+    for node in (2, 0, 1):
+        nodes[node] = Node(tmp_path, port, node, TELL, "--nproc-per-node", 2, nodes=3)
+        time.sleep(0.3)
+    for node, launcher in nodes.items():
+        code, out, errors = launcher.end()
+        assert code == 0 and errors == []
+        assert sorted(out.splitlines()) == [f"{2 * node + local} {local} 6 127.0.0.1 {port}" for local in range(2)]
+
+
+def test_the_port_of_the_meeting_is_free_for_the_ranks(tmp_path: Path, port: int) -> None:
+    """As torch's store listens on it."""
+    listen = (f"import socket\ns = socket.socket(); s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)\n"
+              f"s.bind(('', {port})); s.listen(); print('listens')")
+    first, second = Node(tmp_path, port, 0, listen), Node(tmp_path, port, 1)
+    assert first.end() == (0, "listens\n", []) and second.end()[0] == 0
+
+
+def test_a_node_that_does_not_come_is_named_to_all_that_came(tmp_path: Path, port: int) -> None:
+    came = [Node(tmp_path, port, node, TELL, "--meeting-timeout-seconds", 2, nodes=5) for node in (0, 3)]
+    for launcher in came:
+        code, out, errors = launcher.end()
+        assert (code, out) == (5, "") and len(errors) == 1
+        assert f"nodes 1-2, 4 of 5 did not come to 127.0.0.1:{port} within 2 s" in errors[0], errors
+
+
+def test_nodes_without_node_0_end_at_the_limit(tmp_path: Path, port: int) -> None:
+    code, out, errors = Node(tmp_path, port, 1, TELL, "--meeting-timeout-seconds", 1).end()
+    assert (code, out) == (5, "") and len(errors) == 1 and f"node 0 did not answer at 127.0.0.1:{port}" in errors[0]
+    assert "Connection refused" in errors[0]
+
+
+@pytest.mark.parametrize("options", [("--nproc-per-node", 2), ("--nnodes", 3)])
+def test_nodes_that_were_started_differently_are_refused(tmp_path: Path, port: int, options: tuple[object, ...]
+                                                         ) -> None:
+    launchers = [Node(tmp_path, port, 0, TELL), Node(tmp_path, port, 1, TELL, *options)]
+    for launcher in launchers:
+        code, out, errors = launcher.end()
+        assert (code, out) == (2, "") and len(errors) == 1
+        assert f"--nnodes 2 --nproc-per-node 1 on node 0 ({HOST})" in errors[0]
+        assert f"{options[0]} {options[1]}" in errors[0] and f"on node 1 ({HOST})" in errors[0]
+
+
+def test_a_second_launcher_of_a_node_is_sent_away_and_the_job_is_not_disturbed(tmp_path: Path, port: int) -> None:
+    first, second = Node(tmp_path, port, 0, TELL, nodes=3), Node(tmp_path, port, 1, TELL, nodes=3)
+    time.sleep(0.7)
+    code, out, errors = Node(tmp_path, port, 1, TELL, nodes=3).end()
+    assert (code, out) == (2, "") and "--node-rank 1 was given twice" in errors[0] and HOST in errors[0]
+    third = Node(tmp_path, port, 2, TELL, nodes=3)
+    assert [launcher.end()[0] for launcher in (first, second, third)] == [0, 0, 0]
+
+
+def test_a_launcher_that_left_before_the_job_began_may_come_again(tmp_path: Path, port: int) -> None:
+    first, second = Node(tmp_path, port, 0, TELL, nodes=3), Node(tmp_path, port, 1, TELL, nodes=3)
+    time.sleep(0.7)
+    second.process.kill()
+    second.end()
+    others = [Node(tmp_path, port, node, TELL, nodes=3) for node in (1, 2)]
+    assert [launcher.end()[0] for launcher in (first, *others)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_launcher_that_is_asked_to_stop_while_it_waits_says_so(tmp_path: Path, port: int, node: int) -> None:
+    launcher = Node(tmp_path, port, node, TELL)
+    time.sleep(0.5)
+    launcher.process.send_signal(signal.SIGTERM)
+    code, out, errors = launcher.end()
+    assert (code, out) == (130, "") and len(errors) == 1 and "before a rank was started" in errors[0]
+
+
+def test_the_port_of_another_program_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = int(other.getsockname()[1])
+        code, _, errors = Node(tmp_path, port, 0).end()
+        assert code == 2 and len(errors) == 1 and f"port {port} of this node: Address already in use" in errors[0]
+
+
+# ---- strangers ---------------------------------------------------------------------------------------------------
+
+
+def lines() -> tuple[list[str], Callable[[str], None]]:
+    said: list[str] = []
+    return said, said.append
+
+
+STRANGERS = {"mute": None, "closes": b"", "http": b"HTTP/1.1 400 Bad Request\r\n\r\n", "json": b"[1]\n",
+             "deep": b"[" * 60_000 + b"\n", "endless": b"x" * 300_000, "another word": b'{"begin": []}\n'}
+
+
+@pytest.mark.parametrize("answer", STRANGERS.values(), ids=STRANGERS)
+def test_a_program_that_is_no_launcher_is_named(answer: bytes | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "ANSWER_SECONDS", 0.4)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        def serve() -> None:
+            connection, _ = other.accept()
+            with connection, suppress(OSError):
+                if answer is not None:
+                    connection.recv(100)
+                    connection.sendall(answer)
+                else:
+                    time.sleep(1)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        began = time.monotonic()
+        with pytest.raises(ConfigError, match="is no launcher that waits for node 1"):
+            meeting.meet(Place(1, 2, 1, "b"), "127.0.0.1", other.getsockname()[1], 30, lines()[1])
+        assert time.monotonic() - began < 5
+        thread.join()
+
+
+@pytest.mark.parametrize("greeting", [
+    None, b"", b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b"{}\n", b"[" * 60_000 + b"\n", b"x" * 300_000,
+    b'{"greeting": "megatron.launch 1"}\n', b'{"greeting": "megatron.launch 1", "node": 7, "nodes": 2, "ranks": 1, '
+    b'"host": "x"}\n', b'{"greeting": "megatron.launch 1", "node": "x", "nodes": 2, "ranks": 1, "host": 1}\n'])
+def test_strangers_on_the_port_do_not_disturb_the_meeting(port: int, greeting: bytes | None,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "ANSWER_SECONDS", 0.5)
+    found: dict[int, Nodes] = {}
+
+    def come(node: int) -> None:
+        found[node] = meeting.meet(Place(node, 2, 1, f"host{node}"), "127.0.0.1", port, 10, lines()[1])
+
+    threads = [threading.Thread(target=come, args=(node,)) for node in range(2)]
+    threads[0].start()
+    time.sleep(0.2)
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+        if greeting is not None:
+            with suppress(OSError):
+                stranger.sendall(greeting)
+        time.sleep(0.6)
+        threads[1].start()
+        for thread in threads:
+            thread.join(10)
+    with closing(found[0]), closing(found[1]):
+        found[1].tell(3, "error: it was I")
+        end = found[0].culprit(5)
+        assert end is not None and end.code == 3
+        assert end.describe() == "error: node 1 (host1, rank 1): it was I"
+
+
+def test_who_waits_is_told_for_whom(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "NEWS_SECONDS", 0.2)
+    for node, line in ((0, f"waiting at 127.0.0.1:{port} for nodes 1-2 of 3"),
+                       (1, f"waiting for node 0 at 127.0.0.1:{port} (Connection refused)")):
+        said, say = lines()
+        with pytest.raises(PeerError):
+            meeting.meet(Place(node, 3, 1, "a"), "127.0.0.1", port, 1.6, say)
+        assert line in said and len(said) < 4
+
+
+def test_a_warning_comes_only_where_others_can_reach_the_port(port: int) -> None:
+    said, say = lines()
+    meeting.listen("127.0.0.1", port, say).close()
+    assert said == []
+    listener = meeting.listen("localhost", port, say)
+    assert said == [] and listener.getsockname()[0] in ("127.0.0.1", "::1")
+    listener.close()
+    listener = meeting.listen("192.0.2.1", port, say)  # of nobody: kept for documentation
+    assert "is no address of this machine" in said[0] and "open to whoever reaches this machine" in said[1]
+    listener.close()
+
+
+# ---- ends --------------------------------------------------------------------------------------------------------
+
+
+FAIL = """
+while not os.path.exists(r'{folder}/go'): time.sleep(0.02)
+time.sleep(0.5)
+print('error: the reason', file=sys.stderr, flush=True)
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("culprit", range(3))
+def test_every_node_names_the_one_whose_rank_failed(tmp_path: Path, port: int, culprit: int) -> None:
+    """The others wait for it, notice at once, or fail before it does."""
+    slow_victim = f"while not os.path.exists(r'{tmp_path}/go'): time.sleep(0.02)\nsys.exit(5)"
+    bodies = {culprit: FAIL.format(folder=tmp_path), (culprit + 1) % 3: WAIT,
+              (culprit + 2) % 3: slow_victim}
+    launchers = [Node(tmp_path, port, node, ready(tmp_path) + bodies[node], nodes=3) for node in range(3)]
+    when(are_ready(tmp_path, 3), 2 * LIMIT)
+    (tmp_path / "go").touch()
+    began = time.monotonic()
+    for node, launcher in enumerate(launchers):
+        code, _, errors = launcher.end()
+        expected = "error: the reason" if node == culprit else (
+            f"error: node {culprit} ({HOST}, rank {culprit}): the reason")
+        assert (code, errors) == (3, [expected])
+    assert time.monotonic() - began < LIMIT
+
+
+@pytest.mark.parametrize("culprit", range(3))
+def test_a_launcher_that_is_killed_ends_the_job_of_the_others(tmp_path: Path, port: int, culprit: int) -> None:
+    launchers = [Node(tmp_path, port, node, ready(tmp_path) + WAIT, nodes=3) for node in range(3)]
+    when(are_ready(tmp_path, 3), 2 * LIMIT)
+    began = time.monotonic()
+    launchers[culprit].process.kill()
+    for node, launcher in enumerate(launchers):
+        code, _, errors = launcher.end()
+        if node != culprit:
+            assert code == 5 and len(errors) == 1
+            assert f"node {culprit} ({HOST}, rank {culprit}) is gone without a word" in errors[0], errors
+    assert time.monotonic() - began < LIMIT
+
+
+def test_where_all_are_victims_each_names_its_own(tmp_path: Path, port: int) -> None:
+    launchers = [Node(tmp_path, port, node, "sys.exit(5)") for node in range(2)]
+    for node, launcher in enumerate(launchers):
+        code, _, errors = launcher.end()
+        assert code == 5 and len(errors) == 1 and f"rank {node} " in errors[0]
+
+
+def test_a_node_that_is_done_early_is_no_failure(tmp_path: Path, port: int) -> None:
+    launchers = [Node(tmp_path, port, node, f"time.sleep({late})\nprint('done')", nodes=3)
+                 for node, late in enumerate((0.0, 0.5, 1.0))]
+    assert [launcher.end() for launcher in launchers] == [(0, "done\n", [])] * 3
+
+
+# ---- real networks -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_machines() -> Iterator[tuple[str, str]]:
+    """Names of two network name spaces with a wire between them: 10.77.0.1 and 10.77.0.2."""
+    names = (f"gpt2a{os.getpid()}", f"gpt2b{os.getpid()}")
+    ends = (f"va{os.getpid()}", f"vb{os.getpid()}")
+    commands = [*(f"ip netns add {name}" for name in names), f"ip link add {ends[0]} type veth peer {ends[1]}"]
+    for number in range(2):
+        inside = f"ip -n {names[number]}"
+        commands += [f"ip link set {ends[number]} netns {names[number]}", f"{inside} link set lo up",
+                     f"{inside} addr add 10.77.0.{number + 1}/24 dev {ends[number]}",
+                     f"{inside} link set {ends[number]} up"]
+    try:
+        for command in commands:
+            try:
+                done = subprocess.run(command.split(), capture_output=True, text=True)
+            except FileNotFoundError:
+                pytest.skip("this machine has no `ip`")
+            if done.returncode != 0:
+                pytest.skip(f"this machine lets nobody make network name spaces: {done.stderr.strip()}")
+        yield names
+    finally:
+        for name in names:
+            with suppress(FileNotFoundError):
+                subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+@pytest.mark.slow  # the kernel asks a silent peer for 20 seconds
+def test_a_machine_that_loses_its_network_is_named(tmp_path: Path, two_machines: tuple[str, str]) -> None:
+    launchers = [Node(tmp_path, 6000, node, ready(tmp_path) + WAIT, address="10.77.0.1",
+                      prefix=("ip", "netns", "exec", two_machines[node])) for node in range(2)]
+    when(are_ready(tmp_path, 2), 2 * LIMIT)
+    subprocess.run(["ip", "-n", two_machines[1], "link", "set", f"vb{os.getpid()}", "down"], check=True)
+    began = time.monotonic()
+    for node, launcher in enumerate(launchers):
+        code, _, errors = launcher.end(40)
+        assert code == 5 and len(errors) == 1
+        assert f"node {1 - node} " in errors[0] and "gone without a word" in errors[0]
+    assert time.monotonic() - began < 30
+
+
+# ---- real ranks --------------------------------------------------------------------------------------------------
+
+
+def test_a_run_on_two_nodes_ends_without_a_word_of_torchs_about_its_store(tmp_path: Path, port: int) -> None:
+    """Rank 0 keeps the store in which ranks leave notes for each other, and leaves last."""
+    flags = ("--preset tiny --mock-data --train-iters 2 --eval-interval 0 --num-layers 1 --hidden-size 16 "
+             "--num-attention-heads 2").split()
+    launchers = [subprocess.Popen(
+        [sys.executable, "-m", "megatron.launch", "--nnodes", "2", "--node-rank", str(node), "--master-addr",
+         "127.0.0.1", "--master-port", str(port), "pretrain_gpt2.py", *flags],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")} |
+        {"OMP_NUM_THREADS": "1"}) for node in range(2)]
+    said = [launcher.communicate(timeout=120) for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [0, 0], said
+    assert "iteration        2/       2" in said[0][0] and said[1] == ("", ""), said
+    assert "TCPStore" not in said[0][1]

@@ -1,0 +1,448 @@
+"""Requests to stop: each signal, to a launcher, to a rank, to the launcher's process group and to all at once, in each
+phase of a run. One line, the documented code, nobody and nothing left after five seconds, and a checkpoint where there
+was a step (docs/launch.md)."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from signal import SIGHUP, SIGINT, SIGKILL, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGXCPU, Signals
+
+import pytest
+
+from megatron.checkpoint.command import main as checkpoint
+from megatron.launch import folders
+from megatron.launch.folders import LOCK, private_folder
+from tests.distributed import run_ranks
+from tests.megatron.helpers import ROOT, TINY, records, train_all
+from tests.megatron.serve.server import trained
+from tests.terminal import AtTerminal
+
+LIMIT = 5.0
+"""Seconds from a request until nobody is left."""
+PATIENCE = 60.0
+"""For a phase to begin: torch is imported until then."""
+LONG = "1000000"
+SIGNALS = (SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGXCPU, SIGINT)
+TARGETS = ("launcher", "rank", "group", "both")
+FLAGS = {
+    "start-up": (), "meeting": (), "index": (), "step": ("--train-iters", LONG),
+    "evaluation": ("--train-iters", LONG, "--eval-interval", "2", "--eval-iters", LONG),
+    "save": ("--train-iters", LONG, "--save-interval", "2"),
+    "background": ("--train-iters", LONG, "--save-interval", "2", "--async-save"),
+    "end": ("--train-iters", "2", "--eval-interval", "1000", "--eval-iters", LONG),
+}
+BEFORE_THE_FIRST_STEP = ("start-up", "meeting", "index")
+
+
+class Run:
+    """Two ranks of phased.py under the launcher, or one without it."""
+
+    def __init__(self, folder: Path, phase: str, *more: object, ranks: int = 2, save: bool = True) -> None:
+        self.folder, self.phase, self.ranks = folder, phase, ranks
+        for name in ("marks", "tmp"):
+            (folder / name).mkdir()
+        self.save = folder / "save"
+        saving = ["--save", self.save, "--load", self.save] if save else []
+        launch = ["-m", "megatron.launch", "--nproc-per-node", ranks] if ranks > 1 else []
+        program = [Path(__file__).with_name("phased.py"), phase, folder / "marks"]
+        flags = [*TINY, "--mock-data", "--batch-size", 1, *saving, *FLAGS[phase], *more]
+        environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        environment.update(PYTHONPATH=str(ROOT), TMPDIR=str(folder / "tmp"), OMP_NUM_THREADS="1")
+        self.process = subprocess.Popen([sys.executable, *map(str, [*launch, *program, *flags])], env=environment,
+                                        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                        start_new_session=True)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def pids(self, name: str = "pid") -> list[int]:
+        """Of the ranks that have come there."""
+        return [int(path.read_text()) for rank in range(self.ranks) if (path := self.folder / "marks" / f"{name}{rank}")
+                .exists()]
+
+    def reaches(self, phase: str) -> None:
+        """Waits until all ranks have come there."""
+        wait_for(lambda: len(self.pids(phase)) == self.ranks or self.process.poll() is not None, PATIENCE)
+        assert self.process.poll() is None, self.process.communicate()
+        time.sleep(0.3)  # well into it
+
+    def ask(self, number: Signals, target: str) -> None:
+        self.asked = time.monotonic()
+        if target == "launcher":
+            self.process.send_signal(number)
+        if target in ("group", "both"):
+            os.killpg(self.process.pid, number)
+        if target in ("rank", "both"):
+            for pid in self.pids()[-1:] if target == "rank" else self.pids():
+                os.kill(pid, number)
+
+    def ends(self) -> tuple[int, list[str], list[str]]:
+        """Code, lines of standard output and of standard error; nobody and nothing is left."""
+        out, err = self.process.communicate(timeout=PATIENCE)
+        took = time.monotonic() - self.asked
+        left = [pid for pid in self.pids() if is_alive(pid)]
+        assert took < LIMIT, (took, out[-300:], err)
+        assert not left and not [*(self.folder / "tmp").glob("megatron-*")]
+        return self.process.returncode, out.splitlines(), err.splitlines()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def check(run: Run, number: Signals, target: str) -> None:
+    """All that is promised."""
+    code, out, err = run.ends()
+    errors = [line for line in err if line.startswith("error:")]
+    stopped = [line for line in out if re.search("preempted|interrupted", line)]
+    assert not [line for line in err if "Traceback" in line], err
+    if run.phase in BEFORE_THE_FIRST_STEP:
+        how = "interrupted" if number == SIGINT else f"interrupted by {number.name}"
+        too_early = f"ended by signal {int(number)}"
+        assert code == 130 and len(errors) == 1 and not stopped, (code, out, err)
+        assert errors[0].startswith(f"error: {how} before ") or too_early in errors[0]
+        assert not [*run.save.glob("global_step*")]
+        return
+    assert code == 0 and not errors and len(stopped) == 1, (code, out[-3:], err)
+    word = "interrupted" if number == SIGINT else "preempted"
+    step = re.match(rf" {word} at step (\d+), saved ", stopped[0])
+    assert step, stopped
+    assert (run.save / "latest").read_text().strip() == f"global_step{step[1]}"
+    assert not [path for path in run.save.iterdir() if path.name not in (".lock", "latest", "zero_to_fp32.py")
+                and not path.name.startswith("global_step")]
+
+
+QUICK = [("start-up", SIGHUP, "both"), ("meeting", SIGQUIT, "launcher"), ("evaluation", SIGUSR2, "rank"),
+         ("background", SIGTERM, "group")]
+"""For every run of the suite."""
+
+
+@pytest.mark.parametrize(("phase", "number", "target"), [
+    pytest.param(phase, number, target, id=f"{phase}-{number.name}-{target}",
+                 marks=() if (phase, number, target) in QUICK else pytest.mark.slow)
+    for phase in FLAGS for number in SIGNALS for target in TARGETS])
+def test_a_request_in_any_phase_is_honoured_in_five_seconds(phase, number, target, tmp_path, capsys):
+    with Run(tmp_path, phase) as run:
+        run.reaches(phase)
+        run.ask(number, target)
+        check(run, number, target)
+    if phase not in BEFORE_THE_FIRST_STEP:
+        assert checkpoint(["verify", str(run.save)]) == 0, capsys.readouterr()
+
+
+@pytest.mark.parametrize(("phase", "number"), [
+    ("start-up", SIGQUIT), *(pytest.param("step", number, marks=pytest.mark.slow) for number in SIGNALS),
+    pytest.param("index", SIGHUP, marks=pytest.mark.slow), pytest.param("evaluation", SIGHUP, marks=pytest.mark.slow)])
+def test_a_program_without_a_launcher_does_the_same(phase, number, tmp_path):
+    with Run(tmp_path, phase, ranks=1) as run:
+        run.reaches(phase)
+        run.ask(number, "group")
+        check(run, number, "group")
+
+
+@pytest.mark.parametrize(("number", "debug"), [
+    (SIGTERM, "0"), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        (SIGINT, "1"), (SIGQUIT, "0"), (SIGQUIT, "1")))])
+def test_a_rank_that_nobody_started_the_others_of_does_not_wait_inside_torch(number, debug, tmp_path):
+    """There is no launcher to end it, and its main thread hears nothing. Where it waits is shown to whoever debugs."""
+    script = tmp_path / "program.py"
+    script.write_text("import sys, pathlib\nimport pretrain_gpt2\nfrom megatron.launch import distributed\n"
+                      "meet = distributed._store\n"
+                      "def waits(*args):\n    pathlib.Path('waits').touch()\n    return meet(*args)\n"
+                      "distributed._store = waits\nsys.exit(pretrain_gpt2.program())\n")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+             "MEGATRON_DEBUG": debug}
+    process = subprocess.Popen([sys.executable, str(script), *TINY, "--mock-data", "--train-iters", "1"], cwd=tmp_path,
+                               env={**os.environ, **place, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_for((tmp_path / "waits").exists, PATIENCE)
+        time.sleep(0.2)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=LIMIT)
+        how = "interrupted" if number == SIGINT else f"interrupted by {number.name}"
+        stacks, _, said = err.partition("error: ")
+        assert process.returncode == 130
+        assert ("distributed.py" in stacks) if number == SIGQUIT and debug == "1" else stacks == ""
+        assert said == f"{how} before the first step, so that nothing was lost: start the same command again\n"
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["step", "evaluation", "end"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_without_a_place_to_save_the_code_is_130_and_one_line_says_what_to_do(phase, ranks, tmp_path):
+    with Run(tmp_path, phase, ranks=ranks, save=False) as run:
+        run.reaches(phase)
+        run.ask(SIGHUP, "group")
+        code, out, err = run.ends()
+    errors = [line for line in err if line.startswith("error:")]
+    assert code == 130 and len(errors) == 1 and not [line for line in out if "saved" in line]
+    assert re.fullmatch(r"error: asked to stop at step \d+, and nothing was saved: give --save", errors[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["step", "evaluation", "save"])
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(phase, tmp_path):
+    """Also the evaluation that was left early is there."""
+    flags = ["--metrics-file", tmp_path / "m.jsonl"]
+    with Run(tmp_path, phase, *flags) as run:
+        run.reaches(phase)
+        run.ask(SIGQUIT, "launcher")
+        check(run, SIGQUIT, "launcher")
+    stopped_at = int((run.save / "latest").read_text().strip().removeprefix("global_step"))
+    end = [*TINY, "--mock-data", "--batch-size", 1, "--train-iters", stopped_at + 2, "--lr-decay-iters", LONG,
+           "--eval-interval", 2, "--eval-iters", 1]
+    found = train_on_two([*end, "--metrics-file", tmp_path / "rest.jsonl", "--save", run.save, "--load", run.save])
+    assert f"loaded weights and optimizer of global_step{stopped_at}" in found
+    train_on_two([*end, "--metrics-file", tmp_path / "whole.jsonl"])
+    whole, rest = records(tmp_path / "whole.jsonl"), records(tmp_path / "rest.jsonl")
+    from_there = [record for record in whole if record["iteration"] > stopped_at
+                  or phase == "evaluation" and record["iteration"] == stopped_at and record.get("eval")]
+    assert rest == from_there
+
+
+def train_on_two(argv: list[object]) -> str:
+    return run_ranks(train_all, 2, [argv])[0][0]
+
+
+def test_nohup_keeps_a_run_through_the_end_of_its_terminal(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text("import os, pathlib, time\nrank = os.environ['RANK']\n"
+                       f"from megatron.launch.signals import StopRequest\nstop = StopRequest().listen()\n"
+                       f"pathlib.Path({str(tmp_path)!r}, f'pid{{rank}}').write_text(str(os.getpid()))\n"
+                       f"while not stop and not os.path.exists({str(tmp_path / 'enough')!r}): time.sleep(0.01)\n"
+                       "raise SystemExit(3 if stop else 0)\n")
+    ignoring = f"trap '' HUP; exec {sys.executable} -m megatron.launch --nproc-per-node 2 {program}"
+    process = subprocess.Popen(["sh", "-c", ignoring], env={**os.environ, "PYTHONPATH": str(ROOT)},
+                               stderr=subprocess.PIPE, start_new_session=True)
+    try:
+        ranks = [tmp_path / f"pid{rank}" for rank in range(2)]
+        wait_for(lambda: all(path.exists() and path.read_text() for path in ranks))
+        for pid in (process.pid, *(int(path.read_text()) for path in ranks)):
+            os.kill(pid, SIGHUP)
+        time.sleep(0.5)
+        (tmp_path / "enough").touch()
+        _, err = process.communicate(timeout=PATIENCE)
+        assert (process.returncode, err) == (0, b"")
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_terminal_that_closes_under_a_run_is_a_request_to_stop(ranks, tmp_path):
+    """Its progress bar and its lines have nowhere to go any more; that is no failure."""
+    save, marks = tmp_path / "save", tmp_path / "marks"
+    marks.mkdir()
+    launch = ["-m", "megatron.launch", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    program = [str(Path(__file__).with_name("phased.py")), "step", str(marks)]
+    flags = [*TINY, "--mock-data", "--batch-size", "1", "--save", str(save), "--train-iters", LONG, "--log-interval",
+             "1"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    with AtTerminal([sys.executable, *launch, *program, *flags], environment, limit=PATIENCE) as program_there:
+        program_there.sees("iteration        3/")
+        program_there.hangs_up()
+        assert program_there.process.wait(LIMIT) == 0
+        pids = [int(path.read_text()) for path in marks.glob("pid*")]
+        assert len(pids) == ranks and not any(is_alive(pid) for pid in pids)
+    assert checkpoint(["verify", str(save)]) == 0
+
+
+def wait_for(condition, limit: float = 20.0) -> None:
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.01)
+
+
+# -- programs beside training ---------------------------------------------------------------------------------------
+
+
+ENDING = (SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGXCPU)
+"""Ctrl-C is Python's."""
+PROGRAM = """
+import pathlib, sys, time
+from data.storage import staged_file
+from {home} import run
+def main():
+    with staged_file("made.txt", "w") as file:
+        file.write("begun")
+        file.flush()
+        try:
+            time.sleep(60)
+        except Exception:
+            file.write("taken for a failure")
+        finally:
+            pathlib.Path("tidying").touch()
+            time.sleep(0.3)
+            pathlib.Path("tidying").unlink()
+sys.exit(run(main))
+"""
+
+
+@pytest.mark.parametrize("home", ["megatron.launch.exits", "data.cli"])
+@pytest.mark.parametrize("number", ENDING)
+def test_a_program_that_saves_nothing_ends_with_a_line_and_leaves_nothing(home, number, tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM.format(home=home)], cwd=tmp_path, env=environment,
+                               stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: [*tmp_path.glob(".made.txt.*")])
+    time.sleep(0.1)
+    process.send_signal(number)
+    wait_for((tmp_path / "tidying").exists)
+    process.send_signal(number)  # changes nothing
+    _, err = process.communicate(timeout=LIMIT)
+    assert (process.returncode, err) == (130, f"error: interrupted by {number.name}\n")
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [SIGTERM, SIGHUP, SIGQUIT])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_generate_leaves_no_temporary_file(number, ranks, tmp_path):
+    trained(tmp_path / "model")
+    (tmp_path / "out").mkdir()
+    launch = ["-m", "megatron.launch", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    layout = ["--model-parallel-size", str(ranks)]
+    process = subprocess.Popen(  # prompts come from a pipe, and it waits for more
+        [sys.executable, *launch, "-m", "megatron.generate", "--load", str(tmp_path / "model"), "--output",
+         str(tmp_path / "out" / "answers"), *layout], env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_for(lambda: [*(tmp_path / "out").iterdir()], PATIENCE)
+        asked = time.monotonic()
+        process.send_signal(number)
+        assert process.stderr is not None
+        err = process.stderr.read()
+        assert process.wait(LIMIT) == 130 and time.monotonic() - asked < LIMIT
+        assert [line for line in err.splitlines() if line.startswith("error:")] == [
+            f"error: interrupted by {number.name}"]
+        assert not [*(tmp_path / "out").iterdir()]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [SIGTERM, SIGHUP, SIGQUIT])
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("target", ["program", "group"])
+def test_preprocess_ends_with_a_line_and_can_be_taken_up_again(number, workers, target, tmp_path):
+    (tmp_path / "text.jsonl").write_text('{"text": "one two three four five six seven eight nine ten"}\n' * 400_000)
+    command = [sys.executable, "-m", "data.preprocess", "--input", "text.jsonl", "--output-prefix", "made",
+               "--tokenizer-type", "ByteLevelTokenizer", "--workers", str(workers)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True,
+                               start_new_session=True)
+    wait_for(lambda: [*tmp_path.glob(".made*bin*")])
+    time.sleep(0.3)
+    (os.killpg if target == "group" else os.kill)(process.pid, number)
+    _, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == 130, err
+    assert [line for line in err.splitlines() if "error" in line or "Traceback" in line] == [
+        f"error: interrupted by {number.name}"]
+    assert not [path for path in tmp_path.iterdir() if path.name not in ("text.jsonl", ".made.mark.tmp")
+                and not path.name.startswith((".made.bin", ".made.idx", ".made.json"))]
+    assert not (tmp_path / "made.idx").exists()
+
+
+# -- folders of launchers -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(folders.tempfile, "tempdir", str(tmp_path))
+    yield tmp_path
+
+
+def test_what_killed_launchers_left_is_swept_and_what_live_ones_hold_is_not(temporary):
+    with private_folder() as held:
+        (Path(held) / "store").touch()
+        left, late, foreign = (temporary / f"megatron-launch-{name}" for name in ("left", "late", "foreign"))
+        for folder in (left, late, foreign):
+            folder.mkdir()
+        for name in (LOCK, "store"):
+            (left / name).touch()
+        (foreign / "store").touch()  # of a version that had no locks: nobody knows
+        os.utime(foreign, (0, 0))
+        file, link = temporary / "megatron-launch-file", temporary / "megatron-launch-link"
+        file.touch()
+        link.symlink_to(held)
+        with private_folder() as mine:
+            assert not left.exists()
+            assert sorted(temporary.iterdir()) == sorted([Path(held), Path(mine), late, foreign, file, link])
+        assert not Path(mine).exists()
+        os.utime(late, (0, 0))  # empty for long: its launcher was killed before it made a lock
+        with private_folder():
+            assert not late.exists() and (Path(held) / "store").exists()
+    assert sorted(temporary.iterdir()) == sorted([foreign, file, link])
+
+
+def test_a_folder_of_another_user_is_not_touched(temporary, monkeypatch):
+    left = temporary / "megatron-launch-left"
+    left.mkdir()
+    (left / LOCK).touch()
+    monkeypatch.setattr(folders.os, "geteuid", lambda: os.stat(left).st_uid + 1)
+    with private_folder():
+        assert left.exists()
+
+
+def test_a_folder_that_is_swept_before_it_was_locked_is_made_anew(temporary, monkeypatch):
+    made = folders.tempfile.mkdtemp
+
+    def swept(**options: object) -> str:
+        path = made(**options)
+        if len([*temporary.iterdir()]) == 1 and not (temporary / "once").exists():
+            (temporary / "once").touch()
+            os.rmdir(path)
+        return path
+
+    monkeypatch.setattr(folders.tempfile, "mkdtemp", swept)
+    with private_folder() as found:
+        assert (Path(found) / LOCK).exists()
+
+
+def test_where_there_are_no_locks_nothing_is_swept(temporary, monkeypatch):
+    left = temporary / "megatron-launch-left"
+    left.mkdir()
+    (left / LOCK).touch()
+
+    def no_locks(*_: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(folders.fcntl, "flock", no_locks)
+    with private_folder() as found:
+        assert left.exists() and os.path.isdir(found)
+
+
+def test_a_launcher_that_is_killed_leaves_a_folder_to_the_next(tmp_path):
+    command = [sys.executable, "-m", "megatron.launch", "--nproc-per-node", "2", "program.py"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    (tmp_path / "program.py").write_text("import os, time\nopen('there', 'w').close()\ntime.sleep(60)")
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment)
+    wait_for((tmp_path / "there").exists)
+    process.send_signal(SIGKILL)
+    process.wait()
+    assert len([*tmp_path.glob("megatron-launch-*")]) == 1
+    (tmp_path / "program.py").write_text("")
+    assert subprocess.run(command, cwd=tmp_path, env=environment).returncode == 0
+    assert not [*tmp_path.glob("megatron-launch-*")]

@@ -1,0 +1,151 @@
+"""A file of the log that cannot be written ends a run with the flag, the file and the reason; lack of memory does not
+pass for a full disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.compat.tensorflow_stub.io.gfile import LocalFileSystem
+
+from megatron.config.tree import LogConfig
+from megatron.errors import NumericsError, StorageError
+from megatron.launch import exits
+from megatron.train import log as log_module
+from megatron.train.log import MetricsFile, RunLog
+from tests.megatron.helpers import ROOT, TINY
+
+DISK = [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ESTALE, errno.EFBIG]
+
+
+def failing(number: int, calls: list[object] | None = None) -> Callable[..., Any]:
+    def fail(*arguments: object, **more: object) -> Any:
+        if calls is not None:
+            calls.append(arguments)
+        raise OSError(number, os.strerror(number))
+    return fail
+
+
+class Broken:
+    """A file whose k-th call of one kind fails; half of what is to be written by then is."""
+
+    def __init__(self, file: Any, call: str, number: int) -> None:
+        self._file, self._call, self._number = file, call, number
+        self.written = 0
+
+    def write(self, data: bytes) -> int:
+        self.written += 1
+        if self._call == "write" and self.written > 1:
+            if self.written == 2:
+                return int(self._file.write(data[:len(data) // 2]))
+            raise OSError(self._number, os.strerror(self._number))
+        return int(self._file.write(data))
+
+    def fileno(self) -> int:
+        return int(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+        if self._call == "close":
+            raise OSError(self._number, os.strerror(self._number))
+
+
+@pytest.mark.parametrize("number", DISK)
+@pytest.mark.parametrize("call", ["write", "fsync", "close"])
+def test_a_metrics_file_that_fails_is_named_with_its_flag_and_keeps_whole_lines(
+        call: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "m.jsonl"
+    monkeypatch.setattr(log_module, "open", lambda *a, **k: Broken(open(*a, **k), call, number), raising=False)
+    file = MetricsFile(str(path))
+    file.append('{"iteration": 1}')
+    if call == "fsync":
+        monkeypatch.setattr(os, "fsync", failing(number))
+    with pytest.raises(StorageError) as caught:
+        file.append('{"iteration": 2}') if call == "write" else file.close()
+    if call == "write":
+        file.close()
+    failure = exits.explain(caught.value)
+    assert failure.code == 7
+    assert failure.text.startswith(f"--metrics-file {path} cannot be written: {os.strerror(number)}")
+    assert path.read_text() == '{"iteration": 1}\n'
+
+
+def test_lack_of_memory_is_no_matter_of_the_metrics_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = MetricsFile(str(tmp_path / "m"))
+    monkeypatch.setattr(os, "fsync", failing(errno.ENOMEM))
+    with pytest.raises(OSError) as caught:
+        file.close()
+    failure = exits.explain(caught.value, {})
+    assert failure.code == 5 and "out of memory" in failure.text and "--metrics-file" not in failure.text
+
+
+def test_a_pipe_and_a_device_are_written_as_they_come(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with subprocess.Popen(["cat", str(tmp_path / "pipe")], stdout=subprocess.PIPE, text=True) as reader:
+        file = MetricsFile(str(tmp_path / "pipe"))
+        file.append("{}")
+        file.close()
+        assert reader.communicate()[0] == "{}\n"
+    null = MetricsFile(os.devnull)
+    null.append("{}")
+    null.close()
+
+
+def test_another_error_is_not_hidden_by_a_file_that_cannot_be_closed(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NumericsError, match="^first$"):
+        with RunLog(LogConfig(metrics_file=str(tmp_path / "m"), log_interval=0), 1, 0, writes=True):
+            monkeypatch.setattr(os, "fsync", failing(errno.EIO))
+            raise NumericsError("first")
+
+
+@pytest.mark.parametrize("number", DISK)
+def test_a_tensorboard_folder_that_fails_is_named_with_its_flag(
+        number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "board"
+    log = RunLog(LogConfig(tensorboard_dir=str(folder), log_interval=0), 3, 0, writes=True)
+    monkeypatch.setattr(LocalFileSystem, "append", failing(number, calls := []))
+    with pytest.raises(StorageError) as caught:
+        log.evaluation("validation", 1, 2.0)
+        log.close()
+    assert calls and exits.explain(caught.value).code == 7
+    assert str(caught.value).startswith(f"--tensorboard-dir {folder} cannot be written: {os.strerror(number)}")
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("number", DISK)
+def test_the_error_of_the_last_event_is_not_lost(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensorboard's thread counts an event as written before it says that it could not write it."""
+    log = RunLog(LogConfig(tensorboard_dir=str(tmp_path / "board"), log_interval=0), 3, 0, writes=True)
+    assert log._board is not None
+    worker = log._board._curves.events.event_writer._async_writer._worker
+    monkeypatch.setattr(log._board._curves.writer, "flush", lambda: None)
+    stop = worker.stop
+
+    def late() -> None:
+        stop()
+        worker.exception = OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(worker, "stop", late)
+    with pytest.raises(StorageError, match="^--tensorboard-dir "):
+        log.close()
+
+
+@pytest.mark.parametrize("flag", ["--metrics-file", "--tensorboard-dir"])
+def test_the_rank_that_reports_ends_the_job_with_one_line(flag: str, tmp_path: Path) -> None:
+    """A device that is always full, and a drive that is full after some events."""
+    (tmp_path / "m").symlink_to("/dev/full")
+    value = tmp_path / "m" if flag == "--metrics-file" else tmp_path / "board"
+    program = "pretrain_gpt2.py" if flag == "--metrics-file" else "tests/megatron/train/small_drive.py"
+    ended = subprocess.run(
+        [sys.executable, "-m", "megatron.launch", "--nproc-per-node", "2", program, *TINY, "--mock-data",
+         "--train-iters", "100000", flag, str(value)], cwd=ROOT, capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert ended.returncode == 7 and ended.stderr.count("\n") == 1, ended.stderr
+    assert ended.stderr.startswith(f"error: {flag} {value} cannot be written: No space left on device"), ended.stderr
