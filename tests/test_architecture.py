@@ -24,8 +24,8 @@ PACKAGES = ("megatron", "mpu", "data")
 FLOORS: tuple[tuple[str, str], ...] = (
     ("0: arithmetic and records; no process group, argv or clock", """
         mpu.split
-        data data.storage data.format data.sampling
-        megatron.errors megatron.version megatron.neighbours
+        data data.storage data.lock data.held data.identity data.format data.sampling
+        megatron.errors megatron.ranges megatron.version megatron.neighbours megatron.whereabouts
         megatron.config.kinds megatron.config.setting megatron.config.problems megatron.config.words
         megatron.config.optimizers
         megatron.config.model megatron.config.data megatron.config.parallel megatron.config.optim
@@ -40,23 +40,25 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.plan.cheapest
     """),
     ("1: communication and storage", """
-        mpu.device mpu.kernels mpu.groups mpu.wire mpu.wire.interface mpu.wire.native mpu.wire.gloo mpu.wire.functional
-        mpu.wire.control mpu.wire.board mpu.wire.abort
+        mpu.device mpu.kernels mpu.wire mpu.wire.waits mpu.groups mpu.wire.interface mpu.wire.native mpu.wire.gloo
+        mpu.wire.functional mpu.wire.control mpu.wire.board mpu.wire.abort
         mpu.classic mpu.collectives mpu.partition mpu.draws mpu.sinks mpu.few_rows
         mpu.regions mpu.layers
         mpu.vocab_share mpu.loss_walk mpu.loss_cpu mpu.loss_kernel mpu.loss_accelerator mpu.cross_entropy
-        mpu.random mpu.grads mpu.data mpu.mappings mpu
-        data.facts data.indexed data.sample_index data.gpt2_dataset
+        mpu.random mpu.norm_kernel mpu.grads mpu.data mpu.mappings mpu
+        data.facts data.indexed data.draft data.writer data.sample_index data.gpt2_dataset
         data.tokenizer_base data.bpe_engines data.fast_tokenizer data.gpt2_bpe data.sentencepiece_model data.tokenizer
         data.cli data.compressed data.chunks data.inputs data.jsonl data.plain_text data.parallel data.preprocess
         data.default_corpus data.verify data.merge data.split_json data.importers data.cached data.sources
         data.corpora
         data.webtext data.webtext.document data.webtext.counts data.webtext.jsonarray data.webtext.inputs
-        data.webtext.reading data.webtext.record data.webtext.folder data.webtext.shards data.webtext.runner
+        data.webtext.prescan data.webtext.legacy data.webtext.charset data.webtext.reading data.webtext.record
+        data.webtext.folder data.webtext.shards data.webtext.runner
         data.webtext.external data.webtext.words data.webtext.minhash data.webtext.signatures data.webtext.near
         data.webtext.url_lists data.webtext.urls data.webtext.markup data.webtext.extract data.webtext.clean
-        data.webtext.language data.webtext.dedup data.webtext.decontaminate data.webtext.shuffle data.webtext.split
-        data.webtext.flags data.webtext.report data.webtext.pipeline data.webtext.sample data.webtext.__main__
+        data.webtext.samples data.webtext.language data.webtext.dedup data.webtext.decontaminate data.webtext.shuffle
+        data.webtext.split data.webtext.flags data.webtext.report data.webtext.pipeline data.webtext.sample
+        data.webtext.__main__
     """),
     ("2: the model, and what is put on its blocks from outside", """
         megatron.model.init megatron.model.attention megatron.model.mlp megatron.model.block megatron.model.gpt2
@@ -83,11 +85,14 @@ FLOORS: tuple[tuple[str, str], ...] = (
     """),
     ("4: the application", """
         megatron.config.help megatron.config.foreign megatron.config.flags
-        megatron.launch megatron.launch.streams megatron.launch.signals megatron.launch.supervise
+        megatron.launch megatron.launch.streams megatron.launch.room megatron.launch.leaving megatron.launch.signals
+        megatron.launch.folders megatron.launch.link megatron.launch.nodes
+        megatron.launch.meeting megatron.launch.blame megatron.launch.supervise megatron.launch.alike
         megatron.launch.distributed megatron.launch.voice megatron.launch.exits megatron.launch.command
-        megatron.checkpoint megatron.checkpoint.strict megatron.checkpoint.cut megatron.checkpoint.manifest
-        megatron.checkpoint.stamp megatron.checkpoint.part megatron.checkpoint.int8
-        megatron.checkpoint.recognise
+        megatron.checkpoint megatron.checkpoint.signature megatron.checkpoint.strict megatron.checkpoint.cut
+        megatron.checkpoint.manifest megatron.checkpoint.origin
+        megatron.checkpoint.stamp megatron.checkpoint.part megatron.checkpoint.int8 megatron.checkpoint.header
+        megatron.checkpoint.content megatron.checkpoint.recognise megatron.checkpoint.strangers
         megatron.checkpoint.tags megatron.checkpoint.choice megatron.checkpoint.sink megatron.checkpoint.tensorfile
         megatron.checkpoint.state
         megatron.checkpoint.agree megatron.checkpoint.piece megatron.checkpoint.flock megatron.checkpoint.commit
@@ -103,14 +108,15 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero.api megatron.zero.api.update megatron.zero.api.drives megatron.zero.api.offload
         megatron.zero.api.meanwhile
         megatron.zero.api.init megatron.zero.api.loading
-        megatron.zero.api.monitor megatron.zero.api.batching megatron.zero.api.hyper megatron.zero.api.saved
+        megatron.zero.api.curves megatron.zero.api.monitor megatron.zero.api.batching megatron.zero.api.hyper
+        megatron.zero.api.shared megatron.zero.api.saved
         megatron.zero.api.weights megatron.zero.api.optimizer megatron.zero.api.casting megatron.zero.api.schedule
         megatron.zero.api.status
         megatron.zero.api.names megatron.zero.api.engine megatron.zero.api.meeting
         megatron.zero.api.initialize
         megatron.zero
-        megatron.inference.source megatron.inference.former megatron.inference.request megatron.inference.prompts
-        megatron.inference.lines
+        megatron.inference.source megatron.inference.parser megatron.inference.former megatron.inference.request
+        megatron.inference.prompts megatron.inference.lines
         megatron.inference.cache megatron.inference.recorded megatron.inference.decoder megatron.inference.sampling
         megatron.inference.generation megatron.inference.wording megatron.inference.int8 megatron.inference.pages
         megatron.inference.loading megatron.inference.live megatron.inference.answers megatron.inference.terminal
@@ -139,7 +145,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.train.batches
         megatron.train.evaluation megatron.train.rate megatron.train.metrics megatron.train.console megatron.train.board
         megatron.train.log megatron.train.facts megatron.train.sample megatron.train.build
-        megatron.train.loop megatron.train.resume
+        megatron.train.loop megatron.train.position megatron.train.resume
         megatron.plan.shortage megatron.plan.report megatron.plan.table megatron.plan.needs megatron.plan.command
     """),
     ("5: entry points", """
@@ -159,8 +165,10 @@ PLACES = {module: (floor, place)
           for floor, (_, listed) in enumerate(FLOORS) for place, module in enumerate(listed.split())}
 """Module -> (floor, place on it)."""
 
-ROOMS = ("data", "mpu", "megatron.errors", "megatron.version", "megatron.neighbours", "megatron.config",
-         "megatron.launch", "megatron.model", "megatron.recompute", "megatron.optim", "megatron.checkpoint",
+ROOMS = ("data", "mpu", "megatron.errors", "megatron.ranges", "megatron.version", "megatron.neighbours",
+         "megatron.whereabouts",
+         "megatron.config", "megatron.launch", "megatron.model", "megatron.recompute", "megatron.optim",
+         "megatron.checkpoint",
          "megatron.zero", "megatron.zero.api", "megatron.inference", "megatron.inference.api", "megatron.generate",
          "megatron.evaluate", "megatron.serve", "megatron.train", "megatron.plan", "pretrain_gpt2",
          "megatron.commands")
@@ -173,7 +181,8 @@ NAMES_OF_DISTRIBUTED = {
         "new_group", "split_group", "get_process_group_ranks", "distributed_c10d"},
     "mpu.classic": QUERIES_OF_DISTRIBUTED,
     "megatron.launch.distributed": QUERIES_OF_DISTRIBUTED | {
-        "init_process_group", "destroy_process_group", "FileStore", "HashStore", "TCPStore", "PrefixStore"},
+        "init_process_group", "destroy_process_group", "FileStore", "HashStore", "TCPStore", "PrefixStore",
+        "rendezvous"},
 }
 """What a module may use of torch.distributed, besides its types. mpu.wire alone names operations."""
 

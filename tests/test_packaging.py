@@ -19,9 +19,9 @@ from megatron import commands
 from megatron.version import DISTRIBUTION, __version__
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMANDS = ("gpt2-train", "gpt2-launch", "gpt2-plan", "gpt2-checkpoint", "gpt2-generate", "gpt2-evaluate",
+COMMANDS = ("gpt2-train", "gpt2-launch", "gpt2-plan", "gpt2-checkpoint", "gpt2-generate", "gpt2-evaluate", "gpt2-serve",
             "gpt2-preprocess", "gpt2-webtext")
-SCRIPTS = {"lib.sh", "setup.sh", "preprocess_webtext.sh", "generate_text.sh", "evaluate_gpt2.sh",
+SCRIPTS = {"lib.sh", "setup.sh", "trained.sh", "preprocess_webtext.sh", "generate_text.sh", "evaluate_gpt2.sh",
            *(path.name for pattern in ("pretrain_gpt2*.sh", "ds_*.sh") for path in (ROOT / "scripts").glob(pattern))}
 
 
