@@ -37,7 +37,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from threading import Event, RLock, Thread, current_thread
+from threading import Event, RLock, Thread
 from typing import Any
 
 from megatron.errors import ConfigError, PeerError, TrainerError
@@ -89,7 +89,7 @@ def watch_over(engine: ZeroEngine) -> None:
         hold_off_abort()
     watch = Watch(engine.log, groups, board)
     engine.log.explain = watch.explain
-    weakref.finalize(engine, watch.close)
+    weakref.finalize(engine, watch.end)
     distributed.before_shutdown(watch.close)
     exits.before_failing(watch.farewell)
     watch.start()
@@ -109,14 +109,18 @@ class Watch:
     def start(self) -> None:
         self._thread.start()
 
-    def close(self) -> None:
-        """The engine is gone, or the program ends: nobody must wait for this rank any more."""
+    def end(self) -> None:
+        """The engine is gone: nobody must wait for this rank any more. The thread tells the others, and is not waited
+        for: the garbage collector comes at another time on each rank, so that each would wait for the next."""
         failed = sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None
         if not self._log.is_over:
             self._log.note(FAILED if failed else ENDED)
         self._closed.set()
-        if current_thread() is not self._thread:  # the garbage collector runs anywhere
-            self._thread.join(timeout=2)
+
+    def close(self) -> None:
+        """The program ends, and perhaps the store with it."""
+        self.end()
+        self._thread.join(timeout=2)
 
     def farewell(self) -> None:
         """This rank fails, and leaves without destructors: the board names it to those who wait for it."""
