@@ -9,7 +9,7 @@ stopped, or holds Python's lock for ever. Words (names of phases and blocks) are
     unit        the block of the model that it is in
     exchange    1 where the rank sends to others, 2 where it waits for them, else 0 (mpu/wire/waits.py)
 
-Not here: who reads it, and what is made of it (launch/blame.py, launch/rollcall.py). No clock: a reader looks more than
+Not here: who reads it, and what is made of it (launch/blame.py). No clock: a reader looks more than
 once.
 """
 

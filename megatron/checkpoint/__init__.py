@@ -19,7 +19,7 @@ Read in this order. The first sixteen need no torch, so `list` and `verify` do n
     commit.py      how a folder becomes a checkpoint, atomically; what a kill leaves behind and who removes it
     lock.py        one training job at a time saves into a folder
     agree.py       all ranks succeed, or all raise the same error
-    tensorfile.py  safetensors files, written piece by piece and read through a memory map
+    tensorfile.py  safetensors files, written piece by piece and read by position
     state.py       nested dicts of JSON values and tensors (random streams, schedules)
     piece.py       what the engine hands over: consecutive elements of one parameter's state
     sink.py        the bytes of a new file on their way to the disk, counted and checksummed

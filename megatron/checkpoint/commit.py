@@ -28,7 +28,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.storage import fsync_directory, staged_file, write_json_atomic
+from data.storage import StorageFault, fsync_directory, staged_file, write_json_atomic
 from megatron.checkpoint.choice import (
     PENDING, Pending, committed_pending, latest_tag, read_latest, steps_oldest_first)
 from megatron.checkpoint.flock import abandoned, alone, held
@@ -56,13 +56,15 @@ class Keep:
 def storing(path: Path, needed: int, flag: str = "--save") -> Iterator[None]:
     """An OSError inside is a StorageError naming flag, path, reason, bytes needed and bytes free. Lack of memory is no
     matter of the disk."""
+    kept = "; earlier checkpoints are untouched" if flag == "--save" else ""
     try:
         yield
+    except StorageFault as error:  # names its file itself
+        raise StorageError(f"{flag}: {error}{kept}") from error
     except OSError as error:
         if error.errno == errno.ENOMEM:
             raise
         reason = error.strerror or str(error)
-        kept = "; earlier checkpoints are untouched" if flag == "--save" else ""
         raise StorageError(f"{flag}: cannot write {path}: {reason}; {needed} bytes needed, {_free(path)} free"
                            f"{kept}") from error
 

@@ -4,7 +4,7 @@ The asking side describes its own cut (local shape, partition, tensor-parallel r
 tensor; the manifest knows the writing side's. If both cuts are the same, a run of the one is a run of the other.
 Otherwise the run is taken apart twice, asked local -> logical -> stored local (cut.py), and padding is left zero.
 Either way arithmetic says which rank's files hold the stored runs (in formats 1 and 2 bisection in the list of pieces),
-and they are copied straight from a memory map. A rank opens the files that hold what it asks for, and no others.
+and they are read straight to where they are wanted. A rank opens the files that hold what it asks for, and no others.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ class Checkpoint:
 
     def _decoded(self, value: Any, where: str, writer: int) -> dict[str, Any]:
         with sense_of(where):
-            state = decode(value, lambda key: self._file_with(writer, key).tensor(key).clone())
+            state = decode(value, lambda key: self._file_with(writer, key).tensor(key))
         if not isinstance(state, dict):
             raise CheckpointError(f"{where}: expected an object, found {type(state).__name__}")
         return state

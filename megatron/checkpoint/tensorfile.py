@@ -1,14 +1,15 @@
-"""Safetensors files, written tensor by tensor and read through a memory map.
+"""Safetensors files, written tensor by tensor and read by position.
 
 Any safetensors library reads them (header.py says what they are). We write them ourselves because the library wants
 every tensor in memory at once and returns no checksum; ours holds one tensor at a time, wherever it comes from, and
-sink.py computes the crc32 on the way.
+sink.py computes the crc32 on the way. They are not mapped into memory to be read: what a drive does to a map after the
+checksum was right (an error, a file cut off) ends the process without a word.
 """
 
 from __future__ import annotations
 
-import mmap
-import warnings
+import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -17,7 +18,7 @@ from typing import IO
 
 import torch
 
-from megatron.checkpoint.header import header_bytes, read_header
+from megatron.checkpoint.header import Place, header_bytes, read_header
 from megatron.checkpoint.manifest import FileEntry
 from megatron.checkpoint.sink import Sink
 from megatron.errors import CheckpointError
@@ -31,7 +32,7 @@ FILE_BYTES = 4 << 30
 
 
 AT_A_TIME = 16 << 20
-"""Bytes that are copied at a time out of a file under reading: it has about so much memory."""
+"""Bytes that are read at a time: where they are wanted in another dtype or place, so much memory is between."""
 
 
 @dataclass(frozen=True)
@@ -97,51 +98,61 @@ def _bytes_of(item: Item) -> memoryview:
 
 
 class TensorFile:
-    """A safetensors file under reading; touching a run of a tensor reads only its pages. They count as memory of the
-    process until they are dropped, which `read` does."""
+    """A safetensors file under reading: of a run of a tensor, only its bytes are read, to where they are wanted."""
 
     def __init__(self, path: Path, where: str) -> None:
         self.where = where
         try:
-            with open(path, "rb") as file:
+            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, self._file)
+            with open(self._file, "rb", closefd=False) as file:
                 self.places = read_header(file, where).places
-                # Not writable: a private, writable map of the file would be charged to RLIMIT_DATA, all of it.
-                self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._written = os.fstat(self._file).st_mtime_ns
         except OSError as error:
-            raise CheckpointError(f"{where}: cannot be read ({error.strerror or error})") from error
-        self._flat: dict[str, torch.Tensor] = {}
-        """Views already made: a resharding reads the same tensor row by row."""
-        self._touched = 0  # bytes, since pages were dropped
+            raise self._unreadable(error) from error
 
     def tensor(self, key: str) -> torch.Tensor:
-        """The whole tensor, as a view of the map."""
-        if key not in self.places:
-            raise CheckpointError(f"{self.where}: no tensor {key!r}")
-        place = self.places[key]
-        dtype, shape = DTYPES[place.dtype], place.shape
-        if place.nbytes == 0:
-            return torch.empty(shape, dtype=dtype)
-        with warnings.catch_warnings():  # torch warns of a buffer that cannot be written to
-            warnings.simplefilter("ignore", UserWarning)
-            return torch.frombuffer(self.map, dtype=dtype, count=prod(shape), offset=place.start).view(shape)
+        """The whole tensor."""
+        place = self._place(key)
+        found = torch.empty(place.shape, dtype=DTYPES[place.dtype])
+        self.read(key, 0, found.view(-1))
+        return found
 
     def read(self, key: str, start: int, out: torch.Tensor) -> None:
-        """Fill the 1-D `out` with the elements from `start` on of the flattened tensor; copy_ converts dtype and
+        """Fill the 1-D `out` with the elements from `start` on of the flattened tensor, whatever its dtype and
         device."""
-        flat = self._flat.get(key)
-        if flat is None:
-            flat = self._flat[key] = self.tensor(key).view(-1)
-        if start + len(out) > flat.numel():
-            raise CheckpointError(f"{self.where}: {key!r} has {flat.numel()} elements, {start + len(out)} expected")
-        done = 0
-        for part in flat[start : start + len(out)].split(AT_A_TIME // flat.element_size()):
-            out[done : done + len(part)].copy_(part)
-            done += len(part)
-            self._drop_behind(part.nbytes)
+        place, count = self._place(key), len(out)
+        dtype = DTYPES[place.dtype]
+        if start + count > prod(place.shape):
+            raise CheckpointError(f"{self.where}: {key!r} has {prod(place.shape)} elements, {start + count} expected")
+        is_as_stored = out.dtype == dtype and out.device.type == "cpu" and out.stride(0) == 1
+        at_a_time = AT_A_TIME // dtype.itemsize
+        between = None if is_as_stored else torch.empty(min(count, at_a_time), dtype=dtype)
+        for done in range(0, count, at_a_time):
+            part = out[done:done + at_a_time]
+            block = part if between is None else between[:len(part)]
+            self._fill(block, place.start + (start + done) * dtype.itemsize)
+            if between is not None:
+                part.copy_(block)
 
-    def _drop_behind(self, nbytes: int) -> None:
-        """Let go of what has been read; touched again, it comes back."""
-        self._touched += nbytes
-        if self._touched >= AT_A_TIME:
-            self.map.madvise(mmap.MADV_DONTNEED)
-            self._touched = 0
+    def _place(self, key: str) -> Place:
+        if key not in self.places:
+            raise CheckpointError(f"{self.where}: no tensor {key!r}")
+        return self.places[key]
+
+    def _fill(self, block: torch.Tensor, offset: int) -> None:
+        left = block.detach().view(torch.uint8).numpy().data
+        try:
+            while left:
+                got = os.preadv(self._file, [left], offset)
+                if not got:
+                    break
+                left, offset = left[got:], offset + got
+            is_changed = os.fstat(self._file).st_mtime_ns != self._written
+        except OSError as error:
+            raise self._unreadable(error) from error
+        if left or is_changed:
+            raise CheckpointError(f"{self.where}: was written to or cut off while it was read")
+
+    def _unreadable(self, error: OSError) -> CheckpointError:
+        return CheckpointError(f"{self.where}: cannot be read ({error.strerror or error})")

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from data.storage import make_folder, staged_file, write_json_atomic
@@ -25,7 +27,6 @@ from megatron.checkpoint.interchange.zero_to_fp32 import Entry, write
 from megatron.checkpoint.manifest import safe_name
 from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.tags import Say, say_stderr
-from megatron.checkpoint.tensorfile import TensorFile
 from megatron.config.hf_shape import CONFIG, read_config, read_object, shape_of
 from megatron.config.tree import ModelConfig
 from megatron.errors import CheckpointError, ConfigError
@@ -99,10 +100,9 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
 
 def _safetensors(path: Path) -> dict[str, Tensor]:
     try:
-        file = TensorFile(path, str(path))
-    except (OSError, ValueError) as error:  # an empty file cannot be mapped
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from error
-    return {key: file.tensor(key) for key in file.places}
 
 
 def _torch(path: Path) -> dict[str, Tensor]:

@@ -1,16 +1,12 @@
-"""A load takes no memory of its own, whatever layout wrote the tag: runs are copied from the mapped files into the
-state that is there. (Pages of a mapped file are the system's cache, which it drops when it needs them.)"""
+"""A load takes no memory of its own, whatever layout wrote the tag: runs are read into the state that is there."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 
-from megatron.checkpoint.tensorfile import TensorFile
 from megatron.config.tree import build_config
 from megatron.train import build
 from megatron.zero.api.engine import Engine
@@ -27,23 +23,6 @@ LARGEST = 2048 * 128 * 4
 SMALL = LARGEST // 8
 
 
-class UnmappedBytes(LiveBytes):
-    """Leaves out what lies in a mapped file."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maps: list[tuple[int, int]] = []
-
-    def add(self, file: TensorFile) -> None:
-        start = np.frombuffer(file.map, np.uint8).ctypes.data
-        self.maps.append((start, start + len(file.map)))
-
-    def _note(self, tensor: torch.Tensor, maker: object) -> None:
-        where = tensor.untyped_storage().data_ptr()
-        if not any(start <= where < stop for start, stop in self.maps):
-            super()._note(tensor, maker)
-
-
 def engine(tp: int, stage: int) -> Engine:
     config = build_config({**SHAPE, "model_parallel_size": tp, "zero_stage": stage})
     grid = groups.build(tp)
@@ -56,14 +35,8 @@ def save(rank: int, world: int, folder: Path, tp: int, stage: int) -> None:
 
 def rise(rank: int, world: int, folder: Path, tp: int, stage: int) -> int:
     """Bytes alive at the peak of a load, above those before it."""
-    asking, opened = engine(tp, stage), TensorFile.__init__
-    live = UnmappedBytes()
-
-    def and_tell(file: TensorFile, path: Path, where: str) -> None:
-        opened(file, path, where)
-        live.add(file)
-
-    with live, patch.object(TensorFile, "__init__", and_tell):
+    asking, live = engine(tp, stage), LiveBytes()
+    with live:
         for _, _, run in asking.core.state_runs(("weight", *asking.core.state_kinds)):
             run.fetch()  # so that the meter knows the state
         for weight in asking.core.module.parameters():
@@ -72,7 +45,7 @@ def rise(rank: int, world: int, folder: Path, tp: int, stage: int) -> int:
         before = live.sample()
         live.reset_peak()
         asking.load_checkpoint(folder)
-    assert before > SMALL and live.maps
+    assert before > SMALL
     return live.peak - before
 
 

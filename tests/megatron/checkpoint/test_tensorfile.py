@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import weakref
+from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from data.storage import crc32_file
+from megatron.checkpoint import tensorfile
 from megatron.checkpoint.tensorfile import AT_A_TIME, DTYPES, Item, TensorFile, split_files, write_file
 from megatron.errors import CheckpointError
 
@@ -64,15 +69,62 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
 
 
 def test_a_file_under_reading_has_little_memory(tmp_path: Path) -> None:
-    out = torch.ones(4 * AT_A_TIME // 4)
-    write_file(tmp_path / "f", [item("w", out)])
-    data, mapped = in_kilobytes("VmData"), in_kilobytes("RssFile")
+    wanted = torch.ones(4 * AT_A_TIME // 4)
+    write_file(tmp_path / "f", [item("w", wanted)])
     file = TensorFile(tmp_path / "f", "f")
-    for _ in range(2):
+    for dtype in (torch.float32, torch.bfloat16):
+        out = torch.zeros(len(wanted), dtype=dtype)
+        before = in_kilobytes("VmHWM")
         file.read("w", 0, out)
-        assert in_kilobytes("RssFile") - mapped < 2 * AT_A_TIME / 1024
-    assert in_kilobytes("VmData") - data < AT_A_TIME / 1024, "the limit on data (ulimit -d) would count the file"
-    assert out.sum() == len(out)
+        assert in_kilobytes("VmHWM") - before < (out.nbytes + 2 * AT_A_TIME) / 1024
+        assert out.sum(dtype=torch.float64) == len(wanted)
+
+
+def test_runs_of_any_length_and_dtype_are_read(tmp_path: Path) -> None:
+    wanted = torch.arange(100.0)
+    write_file(tmp_path / "f", [item("w", wanted)])
+    file = TensorFile(tmp_path / "f", "f")
+    with patch.object(tensorfile, "AT_A_TIME", 7 * 4):
+        for start, count in ((0, 100), (3, 7), (3, 8), (99, 1), (50, 0)):
+            for dtype in (torch.float32, torch.float64, torch.int64):
+                spread = torch.full((2 * count,), -1, dtype=dtype)
+                file.read("w", start, spread[::2])
+                dense = torch.empty(count, dtype=dtype)
+                file.read("w", start, dense)
+                assert torch.equal(dense, wanted[start:start + count].to(dtype)) and torch.equal(spread[::2], dense)
+                assert (spread[1::2] == -1).all()
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_drive_that_fails_under_a_reader_is_an_error_with_the_file(tmp_path: Path, number: int) -> None:
+    write_file(tmp_path / "f", [item("w", torch.zeros(9))])
+    file = TensorFile(tmp_path / "f", "tag t: file f")
+    with patch.object(os, "preadv", side_effect=OSError(number, os.strerror(number))), \
+            pytest.raises(CheckpointError, match=rf"^tag t: file f: cannot be read \({os.strerror(number)}\)$"):
+        file.read("w", 0, torch.zeros(9))
+
+
+def cut_off(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def overwrite(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-4] + b"!!!!")
+
+
+@pytest.mark.parametrize(("change", "later"), [(cut_off, 0), (empty, 0), (overwrite, 1)])
+def test_a_file_that_changes_under_its_reader_is_an_error_and_no_signal(
+        tmp_path: Path, change: Callable[[Path], None], later: int) -> None:
+    write_file(tmp_path / "f", [item("w", torch.zeros(1 << 16))])
+    file = TensorFile(tmp_path / "f", "tag t: file f")
+    change(tmp_path / "f")
+    os.utime(tmp_path / "f", ns=(0, file._written + later))
+    with pytest.raises(CheckpointError, match="^tag t: file f: was written to or cut off while it was read$"):
+        file.read("w", 0, torch.zeros(1 << 16, dtype=torch.float64))
 
 
 def in_kilobytes(what: str) -> int:
