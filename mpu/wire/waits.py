@@ -35,11 +35,6 @@ def end() -> None:
     _NUMBERS[0][0] = 0
 
 
-def is_inside() -> bool:
-    """Or was, when an error came out of it."""
-    return bool(_NUMBERS[0][0])
-
-
 def exchanging(send: Callable[P, T], mark: int = WAITING) -> Callable[P, T]:
     """A function that is one exchange, or (`sending`) begins one and does not wait for it."""
     @wraps(send)
