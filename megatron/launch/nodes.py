@@ -1,8 +1,10 @@
 """How the other nodes of a job fare, as their launchers say. Standard library only.
 
 Each launcher has a connection to that of node 0, which passes on what it hears. A launcher warns the others when the
-first of its ranks fails, and says once how they ended; one that leaves without a word is *lost*. The first that is no
-victim (supervise.py) is the culprit, and every node's launcher names it. How they meet: meeting.py.
+first of its ranks fails, and says once how they ended; one that leaves without a word is *lost*. One whose ranks have
+all gone, some with exit code 0 and in the middle of something, says that it has *left* and waits whether the others do
+as well. The first that is no victim (supervise.py) is the culprit, and every node's launcher names it. How they meet:
+meeting.py.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any, final
 from megatron.errors import EXIT_OK, EXIT_PEER
 from megatron.launch.link import Closed, Link
 
-WARNING, OF_ITS_OWN, OF_A_VICTIM = "warning", "a failure of its own", "a victim"
+WARNING, OF_ITS_OWN, OF_A_VICTIM, LEFT = "warning", "a failure of its own", "a victim", "left"
 AGAIN = "start the same command on every node to resume from the last checkpoint"
 
 
@@ -68,6 +70,7 @@ class Nodes:
         """Of other nodes, in the order of the news."""
         self.are_failing = self.has_culprit = False
         """Ranks of other nodes fail; and one of them for a reason of its own."""
+        self._have_left: set[int] = set()
         self._warned = ""
         self._selector = selectors.DefaultSelector()
         for node, link in self._links.items():
@@ -95,7 +98,9 @@ class Nodes:
         node = message.get("node")
         if node not in self._places or node in self._ends:
             return
-        if WARNING in message:
+        if message.get(LEFT) is True:
+            self._have_left.add(node)
+        elif WARNING in message:
             self.are_failing, self.has_culprit = True, self.has_culprit or message[WARNING] == OF_ITS_OWN
         else:
             code, said = message.get("code"), message.get("said")
@@ -107,6 +112,11 @@ class Nodes:
         for other, link in self._links.items():
             if other != source:
                 link.send(dict(message))
+
+    @property
+    def are_at_work(self) -> bool:
+        """Ranks of other nodes have neither ended nor left."""
+        return not self._places.keys() <= self._ends.keys() | self._have_left
 
     @property
     def failed(self) -> list[End]:
@@ -133,6 +143,10 @@ class Nodes:
             self._warned = kind
             for link in self._links.values():
                 link.send({"node": self._own.node, WARNING: kind})
+
+    def tell_left(self) -> None:
+        for link in self._links.values():
+            link.send({"node": self._own.node, LEFT: True})
 
     def tell(self, code: int, said: str = "", *, is_victim: bool = False) -> None:
         """How this node ended."""

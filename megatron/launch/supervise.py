@@ -198,6 +198,8 @@ class Supervisor:
                     self._start(environment)
                 while self._running and self._interrupts < 2:
                     self._tick()
+                if self._left_at is not None and self._failed_at is None:
+                    self._see_whether_others_left(self._left_at)
             finally:
                 self._end_everyone(signal.SIGKILL)
                 for rank in self._running:
@@ -236,6 +238,15 @@ class Supervisor:
         self.nodes.hear()
         if self.nodes.are_failing:
             self._begin_to_end(time.monotonic())
+
+    def _see_whether_others_left(self, since: float) -> None:
+        """No rank is here any more, and one left in the middle of something: where others go on, it has failed them."""
+        self.nodes.tell_left()
+        while self.nodes.are_at_work and not self.nodes.are_failing and time.monotonic() - since < GRACE_SECONDS:
+            self.nodes.hear(TICK_SECONDS)
+        if self.nodes.are_at_work or self.nodes.are_failing:
+            self.nodes.warn(is_victim=False)
+            self._begin_to_end(since)
 
     def _begin_to_end(self, since: float) -> None:
         """A rank has failed, here or on another node."""

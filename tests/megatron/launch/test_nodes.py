@@ -286,6 +286,47 @@ def test_a_launcher_that_is_killed_ends_the_job_of_the_others(tmp_path: Path, po
     assert time.monotonic() - began < LIMIT
 
 
+IN_A_STEP = """
+from megatron.errors import PeerError
+from megatron.launch import exits
+from megatron.launch.distributed import show_place
+from megatron.whereabouts import HERE
+def main():
+    show_place()
+    HERE.do("training")
+    HERE.at_step(7)
+    HERE.enter("backward", "blocks.1")
+    {then}
+sys.exit(exits.run(main))
+"""
+WAITS = "HERE.waits[0] = 2; time.sleep(3); raise PeerError('waited in vain')"
+
+
+@pytest.mark.parametrize("culprit", range(2))
+@pytest.mark.parametrize(("fault", "words"), [
+    ("time.sleep(60)", "hangs or is too slow: the others waited for it"),
+    ("__import__('ctypes').PyDLL(None).sleep(60)", "hangs or is too slow: the others waited for it"),
+    ("os._exit(0)", "left with exit code 0 at step 7: backward, blocks.1"),
+    ("sys.exit(0)", "left with exit code 0 at step 7: backward, blocks.1")])
+def test_every_node_names_a_rank_of_another_one_that_hangs_or_leaves(tmp_path: Path, port: int, fault: str, words: str,
+                                                                     culprit: int) -> None:
+    launchers = [Node(tmp_path, port, node, IN_A_STEP.format(then=fault if node == culprit else WAITS))
+                 for node in range(2)]
+    for node, launcher in enumerate(launchers):
+        code, _, errors = launcher.end(4 * LIMIT)
+        assert code == 5 and len(errors) == 1, errors
+        assert f"rank {culprit} (pid " in errors[0] and words in errors[0], errors
+        assert errors[0].startswith(f"error: rank {culprit} " if node == culprit else f"error: node {culprit} ({HOST}")
+        assert "step 7: backward, blocks.1" in errors[0]
+
+
+def test_ranks_that_leave_on_all_nodes_have_not_failed(tmp_path: Path, port: int) -> None:
+    """A script may end itself in the middle of a step; on one node it is done, and two do it one after the other."""
+    launchers = [Node(tmp_path, port, node, IN_A_STEP.format(then=then), nodes=3) for node, then in enumerate(
+        ("os._exit(0)", "HERE.take_leave(); return", "time.sleep(1); os._exit(0)"))]
+    assert [launcher.end() for launcher in launchers] == [(0, "", [])] * 3
+
+
 def test_where_all_are_victims_each_names_its_own(tmp_path: Path, port: int) -> None:
     launchers = [Node(tmp_path, port, node, "sys.exit(5)") for node in range(2)]
     for node, launcher in enumerate(launchers):
