@@ -25,7 +25,10 @@ from megatron.whereabouts import HERE, START_UP
 def program() -> int:
     """The exit code of this process."""
     stop = StopRequest(starting=NOTHING_LOST).listen(end_by_request, stacks=is_debugged())
-    return run(partial(main, stop), is_job=True)
+    try:
+        return run(partial(main, stop), is_job=True)
+    finally:
+        stop.end()
 
 
 def main(stop: StopRequest | None = None) -> int:

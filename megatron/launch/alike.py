@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,9 +37,22 @@ def facts_of_code(torch_version: str) -> dict[str, str]:
 def code_digest() -> str:
     """Of every module of ours, where they lie side by side: some hundred small files, read in milliseconds."""
     home, found = Path(__file__).resolve().parents[2], hashlib.sha256()
-    for path in sorted(path for package in PACKAGES for path in (home / package).rglob("*.py")):
-        found.update(f"{path.relative_to(home)}\n".encode() + path.read_bytes())
+    for path in (path for package in PACKAGES for path in _modules(home / package)):
+        try:
+            found.update(f"{path.relative_to(home)}\n".encode() + path.read_bytes())
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read ({error.strerror}); the ranks compare their code before they "
+                              "begin") from error
     return found.hexdigest()[:12]
+
+
+def _modules(package: Path) -> Iterator[Path]:
+    """What can be imported from there; not what users, editors and version control leave in such a folder."""
+    for path in sorted(package.iterdir()):
+        if path.suffix == ".py" and path.stem.isidentifier():
+            yield path
+        elif (path / "__init__.py").is_file():
+            yield from _modules(path)
 
 
 def check_alike(store: Store, rank: int, ranks: int, facts: Mapping[str, Any], limit: timedelta) -> None:

@@ -26,6 +26,8 @@ ANSWER_SECONDS = 10.0
 """For a launcher to say its first word."""
 RETRY_SECONDS = 0.5
 """From one look, or knock, to the next."""
+LINGER_SECONDS = 5.0
+"""For every node to come and hear why the job does not begin."""
 NEWS_SECONDS = 10.0
 """A line on who is waited for, at first after this time, then each time after twice as long."""
 
@@ -102,6 +104,9 @@ class Gathering:
         """Connections that have not said who they are, and until when they may."""
         self._links: dict[int, Link] = {}
         self._places = {own.node: own}
+        self._refusal: dict[str, Any] | None = None
+        """What everybody is told from now on: the job does not begin."""
+        self._refused = 0
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
 
@@ -118,7 +123,7 @@ class Gathering:
                 news.tell(f"waiting at {self._where} for {which} of {self._own.nodes}")
                 self._wait(min(RETRY_SECONDS, until - time.monotonic()))
         except TrainerError as error:
-            self._say_all(_refusal(error))
+            self._refuse_all(error, min(until, time.monotonic() + LINGER_SECONDS))
             raise
         finally:
             self._selector.close()
@@ -126,6 +131,14 @@ class Gathering:
                 link.close()
         self._say_all({"begin": [asdict(self._places[node]) for node in sorted(self._places)]})
         return Nodes(self._own, self._links, {node: self._places[node] for node in self._links})
+
+    def _refuse_all(self, error: TrainerError, until: float) -> None:
+        """Also who is about to knock, and would wait for nobody."""
+        self._refusal = _refusal(error)
+        self._say_all(self._refusal)
+        self._refused += len(self._links)
+        while self._refused < self._own.nodes - 1 and time.monotonic() < until:
+            self._wait(min(RETRY_SECONDS, until - time.monotonic()))
 
     def _wait(self, seconds: float) -> None:
         for key, _ in self._selector.select(max(0.0, seconds)):
@@ -157,9 +170,14 @@ class Gathering:
         place = place_in(message)
         if link not in self._strangers or place is None:
             raise Closed
+        if self._refusal is not None:
+            link.send(self._refusal)
+            self._refused += 1
+            raise Closed
         if (place.nodes, place.ranks) != (self._own.nodes, self._own.ranks):
             error = _differ(self._own, place)
             link.send(_refusal(error))
+            self._refused += 1
             raise error
         known = self._places.get(place.node)
         if known is not None:

@@ -76,6 +76,10 @@ class StopRequest:
     def begin(self) -> None:
         """From now on there is something to save, or to finish."""
         self._starting = ""
+        self.end()
+
+    def end(self) -> None:
+        """The program has heard, or is over, which may be one of several that a process runs."""
         if self._alarm is not None:
             signal.set_wakeup_fd(-1)
             os.close(self._alarm)  # the thread ends
@@ -104,7 +108,7 @@ class StopRequest:
                     time.sleep(HEARING_SECONDS)
                     if self.signal is not None:
                         time.sleep(TIDYING_SECONDS)
-                    if self._starting:
+                    if self._starting and self._alarm is not None:
                         leave(self._reason(told[0]))
 
     def _forget(self) -> None:

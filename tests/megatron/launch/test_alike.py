@@ -13,6 +13,7 @@ from dataclasses import fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from megatron.config.setting import declared, flag_name
 from megatron.config.tree import SECTIONS, Config
 from megatron.errors import ConfigError, PeerError, TrainerError
 from megatron.launch import alike
-from megatron.launch.alike import check_alike, code_digest, difference
+from megatron.launch.alike import _modules, check_alike, code_digest, difference
 from megatron.zero import initialize
 from tests.distributed import run_ranks
 
@@ -293,3 +294,19 @@ def test_ranks_that_use_a_model_differently_do_not_begin(module: str, tmp_path: 
     errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert done.returncode == 2 and len(errors) == 1, done.stderr
     assert "--batch-size is 8 on rank 0, 3 on rank 1" in errors[0]
+
+
+def test_code_is_its_modules_and_nothing_that_lies_among_them(tmp_path: Path) -> None:
+    """Editors' locks, scratch files and text are no code; a module that cannot be read is named."""
+    (tmp_path / "room").mkdir()
+    (tmp_path / "texts").mkdir()
+    for name in ("a.py", "room/__init__.py", "room/b.py", "texts/c.py", "2024-11.py", "room/.b.py"):
+        (tmp_path / name).write_text("pass")
+    (tmp_path / ".#a.py").symlink_to("me@host.123")
+    (tmp_path / "gone.py").symlink_to("nowhere.py")
+    assert [str(path.relative_to(tmp_path)) for path in _modules(tmp_path)] == [
+        "a.py", "gone.py", "room/__init__.py", "room/b.py"]
+    with patch.object(alike, "_modules", lambda package: [tmp_path / "gone.py"]), \
+            patch.object(alike, "__file__", str(tmp_path / "megatron" / "launch" / "alike.py")), \
+            pytest.raises(ConfigError, match=r"gone\.py: cannot be read \(No such file or directory\)"):
+        alike.code_digest()

@@ -123,6 +123,26 @@ def test_nodes_that_were_started_differently_are_refused(tmp_path: Path, port: i
         assert f"{options[0]} {options[1]}" in errors[0] and f"on node 1 ({HOST})" in errors[0]
 
 
+def test_nodes_that_come_after_a_difference_was_found_hear_of_it(port: int) -> None:
+    """Among many, most are on their way, or have knocked and said nothing yet."""
+    words, nodes = [], 24
+
+    def come(node: int) -> None:
+        time.sleep(0.05 * (node % 8))
+        with pytest.raises(ConfigError) as caught:
+            meeting.meet(Place(node, nodes, 4 if node == 1 else 8, f"host{node}"), "127.0.0.1", port, 20, list)
+        words.append(str(caught.value))
+
+    threads = [threading.Thread(target=come, args=(node,)) for node in range(nodes)]
+    began = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(words) == nodes and time.monotonic() - began < LIMIT
+    assert len(set(words)) == 1 and "--nproc-per-node 4 on node 1 (host1)" in words[0], words
+
+
 def test_a_second_launcher_of_a_node_is_sent_away_and_the_job_is_not_disturbed(tmp_path: Path, port: int) -> None:
     first, second = Node(tmp_path, port, 0, TELL, nodes=3), Node(tmp_path, port, 1, TELL, nodes=3)
     time.sleep(0.7)

@@ -446,3 +446,19 @@ def test_a_launcher_that_is_killed_leaves_a_folder_to_the_next(tmp_path):
     (tmp_path / "program.py").write_text("")
     assert subprocess.run(command, cwd=tmp_path, env=environment).returncode == 0
     assert not [*tmp_path.glob("megatron-launch-*")]
+
+
+def test_a_program_that_is_over_leaves_nothing_that_ends_its_process(tmp_path):
+    """Tests and notebooks run several in one process; a signal that comes later is another one's."""
+    job = subprocess.run([sys.executable, "-c", f"""
+import os, signal, sys, threading, time
+sys.path.insert(0, {str(ROOT)!r})
+import pretrain_gpt2
+sys.argv = ["pretrain_gpt2.py", "--no-such-flag"]
+assert pretrain_gpt2.program() == 2
+signal.signal(signal.SIGTERM, lambda *_: None)
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(1.5)
+print([thread.name for thread in threading.enumerate()])
+"""], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert (job.returncode, job.stdout) == (0, "['MainThread']\n"), job.stderr
