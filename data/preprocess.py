@@ -133,6 +133,9 @@ def build_corpus(inputs: Iterable[str | Path], prefix: str | Path, tokenizer: To
                 writer.mark(asdict(at))
                 marked = at.bytes
         check_unchanged()
+        if at.skipped and not writer.tokens:
+            raise DataError(f"{os.fspath(prefix)}: no tokens: {counted(at.skipped, 'malformed document')} skipped, and "
+                            "no text beside; without --on-error skip the first is named")
     for damage in at.damaged:
         print(f"skipped the rest of a file: {damage}", file=sys.stderr)
     return progress, at.skipped
@@ -258,8 +261,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         files, args.output_prefix, tokenizer,
         Reading(args.json_key, Separator.parse(args.document_separator), args.append_eod, args.max_document_bytes),
         workers=args.workers, skip_malformed=args.on_error == "skip", log_interval=args.log_interval)
-    print(f"{args.output_prefix}: {counted(len(files), 'file')}, {progress}; {skipped} malformed documents skipped",
-          file=sys.stderr)
+    print(f"{args.output_prefix}: {counted(len(files), 'file')}, {progress}; {counted(skipped, 'malformed document')} "
+          "skipped", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,8 @@ def list_tags(root: Path, tag: str | None) -> None:
 
 def _line(manifest: Manifest) -> str:
     layout = " ".join(f"{key}={value}" for key, value in manifest.layout.items())
-    return f"{manifest.tag}  iteration {manifest.iteration}  {layout}  {_bytes(manifest)} bytes"
+    signed = "  signed" if manifest.is_signed else ""
+    return f"{manifest.tag}  iteration {manifest.iteration}  {layout}  {_bytes(manifest)} bytes{signed}"
 
 
 def _bytes(manifest: Manifest) -> int:
@@ -89,7 +90,7 @@ def convert(source: Path, tag: str | None, output: Path, vocab_size: int | None,
     found = open_foreign(source, vocab_size, heads, version)
     for note in found.notes:
         print(f"note: {found.where}: {note}")
-    report = import_weights(found, output)
+    report = import_weights(found, output, key)
     shape = found.model
     print(f"{output}: {report.tag} with {found.parameters} parameters: --num-layers {shape.num_layers} --hidden-size "
           f"{shape.hidden_size} --num-attention-heads {shape.num_attention_heads} --intermediate-size {shape.ffn_size} "
@@ -104,7 +105,7 @@ def quantise(source: Path, tag: str | None, output: Path, vocab_size: int | None
 
     ours = tag is not None or bool(tag_names(source))
     found = open_checkpoint(source, tag, key=key) if ours else open_foreign(source, vocab_size, heads, version)
-    report = quantise_weights(found, output)
+    report = quantise_weights(found, output, key)
     print(f"{output}: {report.tag} with int8 weights, {report.bytes} bytes")
 
 
@@ -135,7 +136,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
                         help="convert from one state dict of a Megatron GPT-2: order of its query_key_value (0 to 3)")
     parser.add_argument("--dtype", choices=["int8"], help="convert: int8 weights, for inference alone")
     parser.add_argument("--checkpoint-key", metavar="FILE",
-                        help="take only what is signed with the key in this file")
+                        help="take checkpoints only if they are signed with the key in this file, and sign what "
+                             "convert writes")
     chosen = parser.parse_args(arguments)
     if (chosen.command in ("merge", "convert")) != (chosen.output is not None):
         parser.error("--output PATH belongs to merge and convert, and they need it")

@@ -30,7 +30,7 @@ from typing import Any
 
 from megatron.checkpoint.cut import Sharding, Spread
 from megatron.checkpoint.signature import Key
-from megatron.checkpoint.strict import Record, read_bytes, seal, unseal
+from megatron.checkpoint.strict import Record, read_bytes, says_signed, seal, unseal
 from megatron.errors import CheckpointError
 
 FORMAT = 4
@@ -161,6 +161,8 @@ class Manifest:
     format: int = FORMAT
     key: Key | None = field(default=None, repr=False, compare=False)
     """What it was signed with, and its parts are: not in the file."""
+    is_signed: bool = field(default=False, compare=False)
+    """With some key, which nobody may have checked."""
 
     @property
     def has_parts(self) -> bool:
@@ -250,7 +252,7 @@ def from_bytes(data: bytes, where: str = MANIFEST, key: Key | None = None) -> Ma
                         save_id=record.take("save_id", str) if version > 2 else "",
                         nbytes=record.count("nbytes") if version > 2 else 0,
                         files=files_from_json(record.take("files", dict), where) if version < 3 else {},
-                        format=version, key=key)
+                        format=version, key=key, is_signed=says_signed(data))
     record.done()
     manifest.check()
     _check_save_id(manifest, where)

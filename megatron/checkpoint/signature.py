@@ -52,6 +52,11 @@ class Key:
         return hmac.new(self.secret, text, sha256).hexdigest().encode()
 
 
+def is_signed(text: bytes | memoryview) -> bool:
+    """A record up to its checksum ends with a signature, whosever it is."""
+    return _SIGNED.search(bytes(text[-80:])) is not None
+
+
 def read_key(path: str | Path | None, flag: str = FLAG) -> Key | None:
     """The key in a file, whose line ends do not count; None without a file."""
     if path is None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from data.storage import crc32
-from megatron.checkpoint.signature import Key
+from megatron.checkpoint.signature import Key, is_signed
 from megatron.errors import CheckpointError, ConfigError
 
 T = TypeVar("T")
@@ -91,6 +91,11 @@ def unseal(data: bytes, where: str, key: Key | None = None) -> object:
     if isinstance(record, dict):
         record.pop("hmac", None)
     return record
+
+
+def says_signed(data: bytes) -> bool:
+    """A sealed record has a signature, whether it is good or not."""
+    return is_signed(memoryview(data)[:max(data.rfind(CHECKSUM), 0)])
 
 
 def ending(text: bytes | memoryview) -> bytes:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -57,7 +59,11 @@ def _modules(package: Path) -> Iterator[Path]:
 
 def check_alike(store: Store, rank: int, ranks: int, facts: Mapping[str, Any], limit: timedelta) -> None:
     """The same ConfigError on every rank where their facts differ; a PeerError where a rank does not come in time."""
-    text = json.dumps(facts, sort_keys=True, default=str)
+    text, here = json.dumps(facts, sort_keys=True, default=str), f"process {os.getpid()} on {socket.gethostname()}"
+    if store.add(_key("came", rank), 1) > 1:
+        raise ConfigError(f"rank {rank} was given twice: to {store.get(_key('who', rank)).decode()}, which came first, "
+                          f"and to {here}; each process needs a RANK of its own (docs/launch.md)")
+    store.set(_key("who", rank), here)
     store.set(_key("facts", rank), text)
     store.set(_key("digest", rank), hashlib.sha256(text.encode()).hexdigest())
     if rank == 0:

@@ -11,8 +11,8 @@ import json
 import socket
 from typing import Any, final
 
-LONGEST = 1 << 16
-"""Bytes of a message."""
+LONGEST = 1 << 20
+"""Bytes of a message: node 0 says about a hundred of each node, of thousands."""
 SEND_SECONDS = 5.0
 QUIET_SECONDS, ASK_SECONDS, ASKED = 5, 5, 3
 """After so long without a word the peer is asked for one, so often and so many times."""

@@ -8,11 +8,13 @@ number given twice, a program of somebody else's on the port, a node that does n
 from __future__ import annotations
 
 import errno
+import resource
 import selectors
 import socket
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, final
 
@@ -61,6 +63,9 @@ def listen(address: str, port: int, say: Say) -> socket.socket:
         say(f"warning: the nodes meet at {where}, a port open to whoever reaches "
             f"{'this machine' if bare[0] == '' else 'that address'}; use a private network")
     assert listener is not None  # this machine has the address of all its addresses
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # macOS names a limit that it does not grant
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection a node
     listener.listen(1024)
     return listener
 

@@ -122,6 +122,9 @@ class Checkpoints:
                                           hyper=False))  # the flags' own
         what = "weights" if section.finetune else "weights and optimizer" if optimizer else "weights, without optimizer"
         self.notes.append(f" loaded {what} of {found.tag} from {section.load}")
+        if found.manifest.is_signed and engine.key is None:
+            self.notes.append(f"warning: {found.tag} is signed, which was not checked, and what this run saves is not "
+                              "signed: --checkpoint-key FILE does both")
         if position is None:
             return self._start_at(TrainState())
         self.notes += _relaid(engine, found, self.config.precision.name)

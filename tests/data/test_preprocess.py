@@ -123,6 +123,14 @@ def test_chunks_are_whole_lines_and_know_their_place(kind: str, size: int, tmp_p
         assert count_lines(chunk.read()) == chunk.read().count(b"\n")
 
 
+def test_where_all_is_malformed_the_error_says_so(tmp_path: Path) -> None:
+    """And not that the input is empty."""
+    (tmp_path / "a.jsonl").write_bytes(gzip.compress(LINES) + b"\n{}\n")
+    with pytest.raises(DataError, match=r"c: no tokens: \d+ malformed documents skipped, and no text beside; without"):
+        build_corpus([tmp_path / "a.jsonl"], tmp_path / "c", ByteLevelTokenizer(), skip_malformed=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
 def test_a_file_that_becomes_shorter_while_it_is_read_is_a_data_error(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(LINES)
     last = list(read_chunks(tmp_path / "a", 10))[-1]

@@ -159,18 +159,27 @@ def test_the_commands_take_it(signed: Path, tmp_path: Path, capsys: pytest.Captu
     assert zero_to_fp32.main([str(signed), str(tmp_path / "c.safetensors"), *bad]) == 4
     with pytest.raises(ConfigError, match="list checks no signature; verify does"):
         command.parse(["list", str(signed), *good])
+    assert command.main(["list", str(signed)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("  signed  latest")
     assert json.loads((signed / TAG / "config.json").read_text()) == {"hidden": 8}
 
 
 def test_a_run_signs_what_it_saves_and_resumes_only_from_its_own(tmp_path: Path) -> None:
     for name, key in (("key", KEY), ("other", OTHER)):
         (tmp_path / name).write_bytes(key.secret)
-    run = [*TINY, "--mock-data", "--save", tmp_path / "a", "--load", tmp_path / "a", "--train-iters", 2]
+    run = [*TINY, "--mock-data", "--save", tmp_path / "a", "--load", tmp_path / "a", "--train-iters", 4]
     train([*run, "--checkpoint-key", tmp_path / "key", "--exit-interval", 1])
     verify(tmp_path / "a", TAG, KEY)
     with pytest.raises(CheckpointError, match="its signature is not of the key of --checkpoint-key"):
         train([*run, "--checkpoint-key", tmp_path / "other"])
-    train([*run, "--checkpoint-key", tmp_path / "key"])
+    train([*run, "--checkpoint-key", tmp_path / "key", "--exit-interval", 1])
     verify(tmp_path / "a", "global_step2", KEY)
+    said = train([*run, "--exit-interval", 1])
+    assert "warning: global_step2 is signed, which was not checked, and what this run saves is not signed: " in said
+    with pytest.raises(CheckpointError, match="global_step3: manifest.json: is not signed"):
+        train([*run, "--checkpoint-key", tmp_path / "key"])
+    int8 = ["convert", str(tmp_path / "a:global_step2"), "--dtype", "int8", "--output", str(tmp_path / "q")]
+    assert command.main([*int8, "--checkpoint-key", str(tmp_path / "key")]) == 0
+    verify(tmp_path / "q", "global_step2", KEY)
     with pytest.raises(ConfigError, match="--checkpoint-key .*absent: cannot be read"):
         train([*run, "--checkpoint-key", tmp_path / "absent"])

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from datetime import timedelta
 from pathlib import Path
@@ -82,6 +83,20 @@ def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> No
     found = compare([FACTS] * 3, limit=0.5, ranks=7)
     assert time.monotonic() - began < 5 and len(set(found)) == 1 and found[0] is not None
     assert found[0].startswith("PeerError: ranks 3-6 of 7 did not come within 0.5 s")
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_rank_that_was_given_twice_is_sent_away_and_the_others_begin(rank: int) -> None:
+    store, limit = dist.HashStore(), timedelta(seconds=5)
+    with ThreadPoolExecutor(4) as pool:
+        ranks = [pool.submit(check_alike, store, number, 3, FACTS, limit) for number in range(3) if number != rank]
+        first = pool.submit(check_alike, store, rank, 3, FACTS, limit)
+        first.result(10)
+        second = pool.submit(check_alike, store, rank, 3, FACTS, limit)
+        here = f"process {os.getpid()} on {socket.gethostname()}"
+        with pytest.raises(ConfigError, match=f"^rank {rank} was given twice: to {here}, which came first, and to "):
+            second.result(10)
+        assert [job.result(10) for job in ranks] == [None, None]
 
 
 def test_without_rank_0_the_others_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ The ranks are small plain programs without torch; what a launcher says to a stra
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -14,12 +15,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from megatron.errors import ConfigError, PeerError
 from megatron.launch import meeting
+from megatron.launch.link import Link
 from megatron.launch.nodes import Nodes, Place
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -141,6 +144,26 @@ def test_nodes_that_come_after_a_difference_was_found_hear_of_it(port: int) -> N
         thread.join(20)
     assert len(words) == nodes and time.monotonic() - began < LIMIT
     assert len(set(words)) == 1 and "--nproc-per-node 4 on node 1 (host1)" in words[0], words
+
+
+def _connected() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        return ours, listener.accept()[0]
+
+
+def test_what_node_0_says_to_thousands_of_nodes_arrives() -> None:
+    """It names each with its host, to every one of them."""
+    said = {"begin": [asdict(Place(node, 4096, 8, f"gpu-{node:04}.cluster-a.example.org")) for node in range(4096)]}
+    ours, theirs = _connected()
+    with closing(ours), closing(theirs):
+        link, received = Link(ours), list[object]()
+        sender = threading.Thread(target=theirs.sendall, args=(json.dumps(said).encode() + b"\n",))
+        sender.start()
+        while not received:
+            received += link.receive()
+        sender.join()
+    assert received == [said]
 
 
 def test_a_second_launcher_of_a_node_is_sent_away_and_the_job_is_not_disturbed(tmp_path: Path, port: int) -> None:
