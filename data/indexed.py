@@ -22,7 +22,7 @@ from data.format import HEADER, Header, read_header
 from data.held import HeldFile
 from data.identity import identity
 from data.sampling import index_dtype
-from data.storage import DataError, crc32
+from data.storage import DataError
 
 BLOCK = 1 << 20
 """Entries looked at together when a whole file is scanned: bounds the memory, not the corpus."""
@@ -144,13 +144,12 @@ class IndexedCorpus:
 
     @cached_property
     def fingerprint(self) -> str:
-        """The same on every rank that opened the same corpus: the index and both ends of the tokens."""
-        crc = 0
-        for _, block in self._numbers(0, self._index.size, "u1"):
-            crc = crc32(block.data, crc)
-        digest = hashlib.sha256(crc.to_bytes(4, "little"))
+        """The same on every rank that opened the same corpus: the index, both ends of the tokens and samples between,
+        and the checksum of all of them where one is recorded."""
+        digest = hashlib.sha256(identity(self._index, self._bin).encode())
         digest.update(self._tokens(0, BLOCK).data)
         digest.update(self._tokens(-min(BLOCK, self.num_tokens), self.num_tokens).data)
+        digest.update(self.facts.crc32.encode() if self.facts else b"")
         return digest.hexdigest()[:16]
 
     def blocks(self) -> Iterator[tuple[int, NDArray[Any]]]:

@@ -27,6 +27,7 @@ from hashlib import sha256
 from math import prod
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from megatron.checkpoint.cut import Sharding, Spread
 from megatron.checkpoint.signature import Key
@@ -163,6 +164,11 @@ class Manifest:
     """What it was signed with, and its parts are: not in the file."""
     is_signed: bool = field(default=False, compare=False)
     """With some key, which nobody may have checked."""
+
+    @property
+    def name_of_save(self) -> str:
+        """Differs from save to save; before format 3, where its files do."""
+        return self.save_id or f"{crc32(repr(sorted(self.files.items())).encode()):08x}"
 
     @property
     def has_parts(self) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.agree import agree, on_rank_0, total
+from megatron.checkpoint.agree import agree, alike, on_rank_0, total
 from megatron.checkpoint.choice import candidates, explain_choice, latest_tag
 from megatron.checkpoint.content import state_in
 from megatron.checkpoint.cut import Run
@@ -85,6 +85,7 @@ def _fall_back(root: Path, error: CheckpointError, others: list[str], world: Gro
 def _open_verified(root: Path, tag: str, world: Group, say: Say, key: Key | None) -> Checkpoint:
     """Every rank checks its share of the files, and the first one whether there are others. Collective."""
     manifest, checked = agree(partial(_check_share, root, tag, world, key), world)
+    alike({f"tag {tag}": manifest.name_of_save}, world, "the ranks find different checkpoints")
     count = total(checked, world)
     if others := agree(partial(_other_names, root, tag, manifest, count if world.rank == 0 else None), world):
         say(unread(tag, others))

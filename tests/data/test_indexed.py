@@ -224,3 +224,19 @@ def test_a_document_too_long_for_an_index_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="2147483648 tokens"), CorpusWriter(tmp_path / "c", vocab_size=10) as writer:
         writer.add_sizes([3, 2**31])
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("has_facts", [True, False])
+def test_corpora_of_equal_lengths_have_fingerprints_of_their_own(tmp_path: Path, has_facts: bool) -> None:
+    """Other tokens in the middle: one anywhere where the checksum is recorded, a stretch of them where it is not."""
+    count = 3 << 20
+    tokens = np.arange(count) % 50_000
+    for name in ("a", "b", "same"):
+        other = tokens.copy()
+        if name == "b":
+            other[count // 2:count // 2 + (1 if has_facts else count // 8)] = 7
+        write(tmp_path / name, [other], vocab_size=50_000)
+        if not has_facts:
+            (tmp_path / f"{name}.json").unlink()
+    first, second, same = (IndexedCorpus(tmp_path / name).fingerprint for name in ("a", "b", "same"))
+    assert first == same != second

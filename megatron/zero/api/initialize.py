@@ -15,7 +15,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+from zlib import crc32
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -87,7 +89,7 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
     with config.words.speaking():
         rule, param_groups, defaults, client = _rule_and_groups(settings, model, model_parameters, optimizer)
         _check_groups(model, param_groups)
-        alike(_numbers(rule, param_groups), groups.world, "the ranks give zero.initialize different optimizers")
+        alike(_numbers(rule, param_groups, model), groups.world, "the ranks give zero.initialize different optimizers")
         moved = meanwhile_notes(model, config, device.type)
         homes, told = homes_of(config, rule, model, device, groups)
     try:
@@ -100,6 +102,8 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
     watch_over(core)
     wrapped = ZeroOptimizer(core, defaults, client)
     scheduler = _scheduler(settings, lr_scheduler, wrapped)
+    alike({"lr_scheduler": type(scheduler).__name__, **({} if scheduler is None else _plain(scheduler.state_dict()))},
+          groups.world, "the ranks give zero.initialize different schedules")
     engine = Engine(core, config, wrapped, scheduler, settings.watch, mpu)
     splits = any(bucket.comes_and_goes for bucket in (*core.buckets, *core.frozen))
     engine.notes = moved + told + offload_notes(config, homes, splits=splits)
@@ -112,13 +116,31 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
     return engine, wrapped, engine.training_dataloader, scheduler
 
 
-def _numbers(rule: Rule, param_groups: Iterable[ParamGroup]) -> dict[str, Any]:
-    """What an optimizer calculates with."""
-    found: dict[str, Any] = {"the rule": type(rule).__name__}
+def _numbers(rule: Rule, param_groups: Iterable[ParamGroup], model: nn.Module) -> dict[str, Any]:
+    """What an optimizer calculates with, and on which parameters."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    trained = [name for parameter, name in names.items() if parameter.requires_grad]
+    found: dict[str, Any] = {"the rule": type(rule).__name__, "trained": _listed(trained)}
     for number, group in enumerate(param_groups):
-        found |= {f"{name} of param group {number}": value for name, value in group.items()
-                  if isinstance(value, (bool, int, float, str, tuple))}
+        found |= {f"{name} of param group {number}": _plain(value) for name, value in group.items()
+                  if name != "params"}
+        found[f"param group {number}"] = _listed([names.get(parameter, "?") for parameter in group["params"]])
     return found
+
+
+def _listed(names: list[str]) -> str:
+    return f"{len(names)} parameters ({crc32(' '.join(sorted(names)).encode()):08x})"
+
+
+def _plain(value: Any) -> Any:
+    """As it can be compared: numbers, whoever holds them, and lists of them; of what is none, its kind."""
+    if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return value if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -17,7 +17,9 @@ from megatron.checkpoint.interchange import zero_to_fp32
 from megatron.checkpoint.manifest import MANIFEST
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.tags import verify
-from megatron.errors import EXIT_CHECKPOINT, CheckpointError
+from megatron.errors import EXIT_CHECKPOINT, CheckpointError, ConfigError
+from mpu.groups import build
+from tests.distributed import run_ranks
 from tests.megatron.checkpoint.made import Grid, make_format_3, redigest, reseal, rewrite, save_grid, set_header
 
 TAG = "global_step10"
@@ -167,3 +169,22 @@ def test_format_3_is_read_and_still_knows_its_parts(tags: dict[str, Path], tmp_p
     assert found.manifest.format == 3 and list(digest(found)) == before and found.shared_state == state
     rewrite(tmp_path / TAG / "rank1.json", lambda part: part.update(save_id="other"))
     assert accepted(tmp_path) == []
+
+
+def opened_in_its_own_folder(rank: int, world_size: int, folders: list[str]) -> str:
+    try:
+        open_checkpoint(folders[rank], world=build().world)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_find_other_checkpoints_under_one_name_load_none(tmp_path: Path) -> None:
+    """Each node with a disk of its own, and an older copy, or another run's, on one of them."""
+    for name in ("a", "b"):
+        save_grid(tmp_path / name, Grid(1, 2))
+    shutil.copytree(tmp_path / "a", tmp_path / "copy")
+    a, b, copy = (str(tmp_path / name) for name in ("a", "b", "copy"))
+    assert run_ranks(opened_in_its_own_folder, 2, [a, copy]) == ["", ""]
+    first, second = run_ranks(opened_in_its_own_folder, 2, [a, b])
+    assert first == second and first.startswith("the ranks find different checkpoints: tag global_step")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -236,6 +237,46 @@ def test_a_rank_whose_flags_are_refused_leaves_nobody_waiting(tmp_path: Path) ->
 def test_pairs_of_flags_that_change_numbers_do_not_train(extra: str, tmp_path: Path) -> None:
     codes, said, _ = started("torchrun" if len(extra) % 2 else "launcher", tmp_path, extra)
     assert 0 not in codes and "the ranks were started differently" in said, said
+
+
+def other_numbers(rank: int, world_size: int, kind: str) -> str:
+    """Rank 1 differs in what is no plain number of the configuration."""
+    is_other, trained, scheduler = rank == 1, True, None
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    first, second = (list(layer.parameters()) for layer in model)
+    lr: Any = 0.01
+    betas: Any = (0.9, 0.999)
+    if kind == "tensor":
+        lr = torch.tensor(1.0 if is_other else 0.01)
+    elif kind == "array":
+        lr = np.float32(1.0 if is_other else 0.01)
+    elif kind == "list":
+        betas = [0.5 if is_other else 0.9, 0.999]
+    elif kind == "membership" and is_other:
+        first, second = first[:1], [*second, first[1]]
+    elif kind == "frozen":
+        trained = not is_other
+    first[0].requires_grad = trained
+    groups = [{"params": first, "betas": betas}, {"params": second, "lr": 0.5}]
+    optimizer = torch.optim.Adam(groups, lr=lr)
+    if kind == "schedule":
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1 if is_other else 0.9)
+    try:
+        initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler,
+                   config={"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}})
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("kind", "words"), [
+    ("", ""), ("tensor", "lr of param group 0 is 0.0"), ("array", "lr of param group 0 is 0.0"),
+    ("list", r"betas of param group 0 is [0.9, 0.999] on rank 0, [0.5, 0.999] on rank 1"),
+    ("membership", "param group 0 is 2 parameters"), ("frozen", "trained is 4 parameters"),
+    ("schedule", "gamma is 0.9 on rank 0, 0.1 on rank 1")])
+def test_scripts_whose_ranks_have_other_optimizers_or_schedules_get_no_engine(kind: str, words: str) -> None:
+    first, second = run_ranks(other_numbers, 2, kind)
+    assert first == second and words in first and (first == "") == (words == ""), first
 
 
 def initialized(rank: int, world_size: int, changed: Mapping[str, Any], lr: float) -> str:
