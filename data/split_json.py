@@ -23,7 +23,7 @@ from data.inputs import find
 from data.jsonl import lines_of, read_chunks
 from data.lock import alone, remove_leftovers
 from data.sampling import parse_split
-from data.storage import leftovers, make_folder, staged_file, watched, writing
+from data.storage import UsageError, leftovers, make_folder, staged_file, watched, writing
 
 PARTS = ("train", "valid", "test")
 
@@ -42,6 +42,9 @@ def split_json(inputs: Iterable[str], prefix: str, shares: Sequence[Fraction], *
     inputs = list(inputs)
     check_unchanged = watched(inputs)
     counts = {name: 0 for name, share in zip(PARTS, shares) if share}
+    if others := [path for name in PARTS if name not in counts and os.path.lexists(path := f"{prefix}.{name}.jsonl")]:
+        raise UsageError(f"--split has nothing for {' and '.join(others)}, left by another split of perhaps the same "
+                         "documents: remove it, or choose another --output-prefix")
     skipped = before = 0
     paths = {name: f"{prefix}.{name}.jsonl" for name in counts}
     with ExitStack() as stack:  # a file appears when all are written

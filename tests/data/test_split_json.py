@@ -13,7 +13,7 @@ import pytest
 
 from data.sampling import parse_split
 from data.split_json import main, split_json
-from data.storage import DataError
+from data.storage import DataError, UsageError
 
 SHARES = parse_split("90,9,1")
 
@@ -67,6 +67,16 @@ def test_a_share_of_nothing_makes_no_file(tmp_path: Path) -> None:
     content = lines(100)
     assert split(tmp_path, content, shares=parse_split("100,0,0")) == {"train": content}
     assert split(tmp_path, content, "q", shares=parse_split("0,1,0")) == {"valid": content}
+
+
+def test_parts_of_another_split_are_not_left_beside(tmp_path: Path) -> None:
+    """A text of the validation part would be one of training's as well."""
+    before = split(tmp_path, lines(2000))
+    for shares in ("1", "0,1", "1,1"):
+        with pytest.raises(UsageError, match=r"--split has nothing for .*p\.(test|train)\.jsonl, left by"):
+            split(tmp_path, lines(2000), shares=parse_split(shares))
+    assert split(tmp_path, lines(2000)) == before
+    assert list(split(tmp_path, lines(2000), "q", parse_split("1"))) == ["train"]
 
 
 def test_odd_ends_of_lines_are_kept_and_blank_lines_are_not(tmp_path: Path) -> None:
