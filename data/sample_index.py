@@ -14,12 +14,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data.sampling import epoch_permutation, index_dtype
-from data.storage import exclusive, make_folder, named_by, staged_file
+from data.storage import DataError, exclusive, make_folder, named_by, staged_file
 
 BLOCK = 1 << 20
 STORE_FROM = 1 << 16
@@ -120,13 +121,24 @@ class EpochStore:
             with named_by("--data-cache-path"), exclusive(folder / f".{self._name}.lock"):
                 if not all(path.exists() for path in paths):
                     self._store(epoch, paths)
-        return EpochIndex(*(np.load(path, mmap_mode="r", allow_pickle=False) for path in paths))
+        found = EpochIndex(*map(_mapped, paths))
+        if found.documents.shape != self._documents.shape or found.starts.shape[1:] != (2,):
+            raise DataError(f"{paths[0]}: not an order of these documents; delete it, and it is made anew")
+        return found
 
     def _store(self, epoch: int, paths: Iterable[Path]) -> None:
         index = self._build(epoch)
         for path, values in zip(paths, (index.documents, index.starts)):
             with staged_file(path) as file:
                 np.save(file, values, allow_pickle=False)
+
+
+def _mapped(path: Path) -> NDArray[Any]:
+    try:
+        found: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{path}: no order of documents ({error}): damaged; delete it, and it is made anew") from error
+    return found
 
 
 def digest(parts: Iterable[bytes]) -> str:

@@ -14,10 +14,11 @@ from pathlib import Path
 import torch
 
 from data.storage import staged_file
-from megatron.checkpoint.commit import check_parent, storing
+from megatron.checkpoint.commit import SCRIPT, check_parent, storing
+from megatron.checkpoint.manifest import LATEST, MANIFEST
 from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.tensorfile import Item, write_items
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, ConfigError
 
 BLOCK = 1 << 22
 """Elements of a tensor in memory at a time while it is digested."""
@@ -57,6 +58,8 @@ def merge(checkpoint: Checkpoint, output: str | Path) -> int:
     items = [_weight(checkpoint, name) for name in checkpoint.names("weight")]
     path = Path(output)
     check_parent(path, "--output")
+    if path.name in (LATEST, SCRIPT) or any((folder / MANIFEST).exists() for folder in (path / "_").resolve().parents):
+        raise ConfigError(f"--output {path}: is a place of a checkpoint's own files; choose another")
     with storing(path, sum(item.nbytes for item in items), "--output"), staged_file(path) as file:
         return write_items(file, items).size
 

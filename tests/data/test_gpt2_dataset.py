@@ -190,3 +190,22 @@ def test_mock_samples_are_a_function_of_seed_and_index() -> None:
     everything = np.concatenate([a[i] for i in range(300)])
     assert a[0].shape == (10,) and everything.dtype == np.int64
     assert set(everything.tolist()) == set(range(100))
+
+
+@pytest.mark.parametrize("content", [b"", b"\x93NUMPY", None, b"other"])
+def test_a_stored_order_that_is_damaged_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None
+                                                 ) -> None:
+    monkeypatch.setattr(sample_index, "STORE_FROM", 1)
+    sizes, documents = np.full(50, 7), np.arange(50)
+
+    def first() -> sample_index.EpochIndex:
+        return sample_index.EpochStore(sizes, documents, 4, 1, 1000, str(tmp_path / "cache"))[0]
+
+    whole = [first().documents.tolist(), first().starts.tolist()]
+    for path in sorted((tmp_path / "cache").glob("*.npy")):
+        good = path.read_bytes()
+        path.write_bytes(good[:-9] if content is None else content)
+        with pytest.raises(DataError, match=r"-0-\w+\.npy: (no|not an) order of .*delete it, and it is made anew"):
+            first()
+        path.unlink()
+        assert [first().documents.tolist(), first().starts.tolist()] == whole

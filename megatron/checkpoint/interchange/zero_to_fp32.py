@@ -534,6 +534,9 @@ def read_key(path: Path | None) -> bytes | None:
 
 def convert(chosen: argparse.Namespace) -> None:
     key, limit = read_key(chosen.checkpoint_key), byte_count(chosen.max_shard_size)
+    if chosen.output.name in ("latest", "zero_to_fp32.py") or any(
+            (folder / "manifest.json").exists() for folder in (chosen.output / "_").resolve().parents):
+        raise Usage(f"{chosen.output}: is a place of a checkpoint's own files; choose another")
     tag = open_tag(chosen.checkpoint_dir, chosen.tag, key)
     layout = tag.manifest["layout"]
     world = layout.get("tp", 1) * layout.get("dp", 1)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from megatron import zero
+from megatron.checkpoint import command
 from megatron.checkpoint.export import merge
 from megatron.checkpoint.interchange import zero_to_fp32
 from megatron.checkpoint.interchange.fp32 import LazyStateDict
@@ -258,3 +259,15 @@ def test_peak_memory_is_that_of_one_output_file(suffix: str, tmp_path: Path) -> 
     assert shard < 25e6 and len(list(tmp_path.glob("out-*"))) == 4
     peak = int(done.stdout.split("PEAK")[1])
     assert shard / 4 < peak <= 1.3 * shard, (peak / shard, done.stdout)
+
+
+@pytest.mark.parametrize("place", ["global_step1/rank0.safetensors", "global_step1/new.bin", "global_step1", "latest",
+                                   "zero_to_fp32.py"])
+def test_nothing_is_written_over_the_checkpoint_itself(place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+                                                       ) -> None:
+    save_grid(tmp_path, Grid(1, 1))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert zero_to_fp32.main([str(tmp_path), str(tmp_path / place)]) == 2
+    assert command.main(["merge", str(tmp_path), "--output", str(tmp_path / place)]) == 2
+    assert all("is a place of a checkpoint's own files" in line for line in capsys.readouterr().err.splitlines())
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
