@@ -114,7 +114,7 @@ class TensorFile:
     def tensor(self, key: str) -> torch.Tensor:
         """The whole tensor."""
         place = self._place(key)
-        found = torch.empty(place.shape, dtype=DTYPES[place.dtype])
+        found = torch.empty(place.shape, dtype=DTYPES[place.dtype], device="cpu")
         self.read(key, 0, found.view(-1))
         return found
 
@@ -125,9 +125,9 @@ class TensorFile:
         dtype = DTYPES[place.dtype]
         if start + count > prod(place.shape):
             raise CheckpointError(f"{self.where}: {key!r} has {prod(place.shape)} elements, {start + count} expected")
-        is_as_stored = out.dtype == dtype and out.device.type == "cpu" and out.stride(0) == 1
+        is_as_stored = out.dtype == dtype and out.device == torch.device("cpu") and out.stride(0) == 1
         at_a_time = AT_A_TIME // dtype.itemsize
-        between = None if is_as_stored else torch.empty(min(count, at_a_time), dtype=dtype)
+        between = None if is_as_stored else torch.empty(min(count, at_a_time), dtype=dtype, device="cpu")
         for done in range(0, count, at_a_time):
             part = out[done:done + at_a_time]
             block = part if between is None else between[:len(part)]

@@ -111,6 +111,7 @@ def test_a_change_of_the_code_is_seen(tmp_path: Path, monkeypatch: pytest.Monkey
     assert before == code_digest()
     for package in alike.PACKAGES:
         (tmp_path / package / "x").mkdir(parents=True)
+        (tmp_path / package / "x" / "__init__.py").touch()
         (tmp_path / package / "x" / "a.py").write_text("a = 1\n")
     monkeypatch.setattr(alike, "__file__", str(tmp_path / "megatron" / "launch" / "alike.py"))
     seen = {before, code_digest()}
