@@ -61,8 +61,6 @@ class Ending:
     """The launcher, or this rank itself, had got a request to stop before this ending."""
     place: Place = Place()
     """Where the rank was."""
-    said: bool = False
-    """It wrote an error line."""
 
     @property
     def failed(self) -> bool:
@@ -299,7 +297,7 @@ class Supervisor:
             is_ended_here = self._terminated and (number is not None or code == EXIT_INTERRUPTED and not asked)
             if rank.ending is None and not is_ended_here:
                 self._record(rank, Ending(rank.rank, rank.process.pid, code, number, asked=asked,
-                                          place=self.sight.place(rank.local), said=bool(rank.relay.held)))
+                                          place=self.sight.place(rank.local)))
 
     def _record(self, rank: Rank, ending: Ending) -> None:
         rank.ending = ending
