@@ -5,7 +5,7 @@ Imports numpy and the standard library only (tokenizer libraries where they are 
 
     storage.py, lock.py, held.py, identity.py, format.py, facts.py, indexed.py    a corpus on disk
     draft.py, writer.py                            writing one
-    sampling.py, sample_index.py, gpt2_dataset.py  fixed-length samples of it
+    pages.py, sampling.py, sample_index.py, gpt2_dataset.py    fixed-length samples of it
     tokenizer_base.py, bpe_engines.py, fast_tokenizer.py, gpt2_bpe.py, sentencepiece_model.py, tokenizer.py
                                                    text <-> token ids
     inputs.py, compressed.py, chunks.py, jsonl.py, plain_text.py    files of text -> documents

@@ -21,9 +21,9 @@ AT_A_TIME = 1 << 30
 
 @final
 class HeldFile:
-    def __init__(self, path: str) -> None:
-        """OSError where it cannot be opened."""
-        self._path = path
+    def __init__(self, path: str, remedy: str | None = None) -> None:
+        """OSError where it cannot be opened. `remedy`: what to do about one that has changed, if it is no corpus."""
+        self._path, self._remedy = path, remedy
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # a file that is renamed or deleted can be read on
         weakref.finalize(self, os.close, self._file)
         status = os.fstat(self._file)
@@ -51,8 +51,10 @@ class HeldFile:
         except OSError as error:
             raise DataError(f"{self._path}: cannot read: {error.strerror or error}") from error
         if status.st_size != self.size:
-            raise DataError(f"{self._path}: size: {self.size} bytes when it was opened, {status.st_size} now; put the "
-                            "whole file there again, under another name while a program reads this one")
+            raise DataError(f"{self._path}: size: {self.size} bytes when it was opened, {status.st_size} now; " + (
+                            self._remedy or "put the whole file there again, under another name while a program reads "
+                            "this one"))
         if status.st_mtime_ns != self._written or left:
-            raise DataError(f"{self._path}: was written to while it was read; give each corpus a name of its own")
+            raise DataError(f"{self._path}: was written to while it was read; "
+                            f"{self._remedy or 'give each corpus a name of its own'}")
         return found

@@ -27,7 +27,7 @@ CACHE_SUFFIX = ".cache"
 
 NAMES_SHOWN = 3
 
-OF_OURS = re.compile(r"\.?(?:.*-)?[0-9a-f]{16}(?:\.(?:bin|idx|json|lock)|-(?:documents|starts)\.npy)|"
+OF_OURS = re.compile(r"\.?(?:.*-)?[0-9a-f]{16}(?:\.(?:bin|idx|json|lock)|-\d+-(?:documents|starts)\.(?:rows|npy))|"
                      r"\..*\.(?:tmp|writing)|\.lock")
 """Files that this program keeps in a cache, which may be a folder of text (--data-cache-path), and their locks."""
 

@@ -14,13 +14,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from data.pages import REMEDY, PagedRows, write_rows
 from data.sampling import epoch_permutation, index_dtype
-from data.storage import DataError, exclusive, make_folder, named_by, staged_file
+from data.storage import DataError, exclusive, make_folder, named_by
 
 BLOCK = 1 << 20
 STORE_FROM = 1 << 16
@@ -64,9 +64,9 @@ def sample_starts(sizes: NDArray[np.integer], order: NDArray[np.integer], seq_le
 class EpochIndex:
     """One epoch, ready to be served."""
 
-    documents: NDArray[np.integer]
+    documents: NDArray[np.integer] | PagedRows
     """Document numbers in the shuffled order."""
-    starts: NDArray[np.integer]
+    starts: NDArray[np.integer] | PagedRows
     """[samples, 2]: position in `documents` and offset of the first token, in the order of serving."""
 
 
@@ -82,13 +82,15 @@ class EpochStore:
     """Epochs by number: one in memory, two while the border is crossed, and all of them as files when there is a folder
     for it.
 
-    Files are named after everything they depend on and appear by rename, so a name that exists is right. Of the
-    processes that share the folder one builds an epoch, and the others wait for it and map its files.
+    Files are named after everything they depend on and appear by rename; what was damaged since then, or has come from
+    elsewhere, is refused (`pages`). Of the processes that share the folder one builds an epoch, and the others wait for
+    it and read its files.
     """
 
     def __init__(self, sizes: NDArray[np.integer], documents: NDArray[np.integer], seq_length: int, seed: int,
                  samples: int, folder: str | None = None) -> None:
         self._sizes, self._documents, self._seq_length, self._seed = sizes, documents, seq_length, seed
+        self._samples = samples
         self._folder = make_folder(folder) if folder is not None and samples >= STORE_FROM else None
         self._kept: OrderedDict[int, EpochIndex] = OrderedDict()
         self._last, self._in_a_row = -1, 0
@@ -116,29 +118,21 @@ class EpochStore:
         return build_epoch(self._sizes, self._documents, self._seq_length, self._seed, epoch)
 
     def _stored(self, epoch: int, folder: Path) -> EpochIndex:
-        paths = [folder / f"{self._name}-{epoch}-{what}.npy" for what in ("documents", "starts")]
+        names = [f"{self._name}-{epoch}-{what}" for what in ("documents", "starts")]
+        paths = [folder / f"{name}.rows" for name in names]
         if not all(path.exists() for path in paths):
             with named_by("--data-cache-path"), exclusive(folder / f".{self._name}.lock"):
                 if not all(path.exists() for path in paths):
-                    self._store(epoch, paths)
-        found = EpochIndex(*map(_mapped, paths))
-        if found.documents.shape != self._documents.shape or found.starts.shape[1:] != (2,):
-            raise DataError(f"{paths[0]}: not an order of these documents; delete it, and it is made anew")
+                    index = self._build(epoch)
+                    for path, name, values in zip(paths, names, (index.documents, index.starts)):
+                        assert isinstance(values, np.ndarray), "made just now"
+                        write_rows(path, name, values)
+        found = EpochIndex(*map(PagedRows, paths, names))
+        shapes = (self._documents.shape, (self._samples, 2))
+        for path, rows, shape in zip(paths, (found.documents, found.starts), shapes):
+            if rows.shape != shape:
+                raise DataError(f"{path}: expected an order of {shape} numbers, found {rows.shape}; {REMEDY}")
         return found
-
-    def _store(self, epoch: int, paths: Iterable[Path]) -> None:
-        index = self._build(epoch)
-        for path, values in zip(paths, (index.documents, index.starts)):
-            with staged_file(path) as file:
-                np.save(file, values, allow_pickle=False)
-
-
-def _mapped(path: Path) -> NDArray[Any]:
-    try:
-        found: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{path}: no order of documents ({error}): damaged; delete it, and it is made anew") from error
-    return found
 
 
 def digest(parts: Iterable[bytes]) -> str:

@@ -24,7 +24,7 @@ PACKAGES = ("megatron", "mpu", "data")
 FLOORS: tuple[tuple[str, str], ...] = (
     ("0: arithmetic and records; no process group, argv or clock", """
         mpu.split
-        data data.storage data.lock data.held data.identity data.format data.sampling
+        data data.storage data.lock data.held data.pages data.identity data.format data.sampling
         megatron.errors megatron.ranges megatron.version megatron.neighbours megatron.whereabouts
         megatron.config.kinds megatron.config.setting megatron.config.problems megatron.config.words
         megatron.config.optimizers

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
+import shutil
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +23,7 @@ from data import sample_index
 from data.gpt2_dataset import BlendedDataset, GPT2Dataset, MockDataset
 from data.indexed import IndexedCorpus
 from data.writer import CorpusWriter
-from data.sample_index import sample_starts, samples_in
+from data.sample_index import EpochStore, sample_starts, samples_in
 from data.sampling import epoch_permutation
 from data.storage import DataError
 
@@ -87,9 +94,9 @@ def test_stored_epochs_equal_computed_ones(tmp_path: Path, monkeypatch: pytest.M
     for attempt in range(2):
         stored = GPT2Dataset(corpus, range(11), 4, 1, "stored", str(folder))
         assert all(stored[i].tolist() == computed[i].tolist() for i in range(3 * stored.samples_per_epoch))
-        assert len(list(folder.glob("*.npy"))) == 6, attempt
+        assert len(list(folder.glob("*.rows"))) == 6, attempt
     GPT2Dataset(corpus, range(10), 4, 1, "other", str(folder))[0]
-    assert len(list(folder.glob("*.npy"))) == 8
+    assert len(list(folder.glob("*.rows"))) == 8
 
 
 def test_of_several_ranks_one_builds_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,20 +199,95 @@ def test_mock_samples_are_a_function_of_seed_and_index() -> None:
     assert set(everything.tolist()) == set(range(100))
 
 
-@pytest.mark.parametrize("content", [b"", b"\x93NUMPY", None, b"other"])
-def test_a_stored_order_that_is_damaged_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None
-                                                 ) -> None:
+def stored(folder: Path, sizes: list[int], seq_length: int) -> EpochStore:
+    """As `GPT2Dataset` makes it."""
+    samples = samples_in(sum(sizes), seq_length)
+    return EpochStore(np.array(sizes), np.arange(len(sizes)), seq_length, 1, samples, str(folder))
+
+
+def content(index: sample_index.EpochIndex) -> tuple[list[int], list[list[int]]]:
+    return ([int(index.documents[k]) for k in range(len(index.documents))],
+            [list(map(int, index.starts[k])) for k in range(len(index.starts))])
+
+
+@pytest.mark.parametrize(("sizes", "seq_length"), [
+    ([2], 1), ([0, 0, 3, 0], 2), ([7] * 50, 4), ([3] * 1023, 3), ([3] * 1024, 3), ([0, 9] * 1500, 2), ([5000], 1)],
+    ids=["one row", "empty documents", "a page begun", "a page full", "a row more", "many pages", "one document"])
+def test_every_row_of_a_stored_order_is_that_of_the_computed_one(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: list[int], seq_length: int) -> None:
     monkeypatch.setattr(sample_index, "STORE_FROM", 1)
-    sizes, documents = np.full(50, 7), np.arange(50)
+    for epoch in range(2):
+        computed = sample_index.build_epoch(np.array(sizes), np.arange(len(sizes)), seq_length, 1, epoch)
+        for _ in range(2):  # the one that writes, and the one that finds it
+            assert content(stored(tmp_path, sizes, seq_length)[epoch]) == content(computed)
 
-    def first() -> sample_index.EpochIndex:
-        return sample_index.EpochStore(sizes, documents, 4, 1, 1000, str(tmp_path / "cache"))[0]
 
-    whole = [first().documents.tolist(), first().starts.tolist()]
-    for path in sorted((tmp_path / "cache").glob("*.npy")):
-        good = path.read_bytes()
-        path.write_bytes(good[:-9] if content is None else content)
-        with pytest.raises(DataError, match=r"-0-\w+\.npy: (no|not an) order of .*delete it, and it is made anew"):
-            first()
-        path.unlink()
-        assert [first().documents.tolist(), first().starts.tolist()] == whole
+def served(prefix: str, folder: str | None, count: int, start: Any = None) -> list[list[int]]:
+    sample_index.STORE_FROM = 1
+    if start is not None:
+        start.wait()
+    dataset = GPT2Dataset(IndexedCorpus(prefix), range(3000), 4, 1, "train", folder)
+    return [dataset[i].tolist() for i in range(count)]
+
+
+def test_two_processes_that_share_a_folder_serve_the_same_as_one_without(tmp_path: Path) -> None:
+    corpus_of(tmp_path / "c", [0, 9, 1] * 1000)
+    given = (str(tmp_path / "c"), str(tmp_path / "cache"), 6000)  # into the third epoch
+    context = multiprocessing.get_context("spawn")
+    with context.Manager() as manager, ProcessPoolExecutor(2, context) as pool:
+        start = manager.Barrier(2)
+        found = [answer.result(60) for answer in [pool.submit(served, *given, start) for _ in range(2)]]
+    assert found[0] == found[1]
+    dataset = GPT2Dataset(IndexedCorpus(tmp_path / "c"), range(3000), 4, 1, "train")
+    assert found[0] == [dataset[i].tolist() for i in range(6000)] and dataset.samples_per_epoch < 3000
+    assert len(list((tmp_path / "cache").glob("*.rows"))) == 6
+
+
+SOMEBODY = {
+    "emptied": lambda path: path.write_bytes(b""), "magic alone": lambda path: path.write_bytes(path.read_bytes()[:8]),
+    "cut": lambda path: os.truncate(path, path.stat().st_size - 9), "longer": lambda path: os.truncate(path, 3 * 4096),
+    "other content": lambda path: path.write_bytes(b"other"), "zeros": lambda path: path.write_bytes(bytes(2 * 4096)),
+    "another epoch's": lambda path: shutil.copy(str(path).replace("-0-", "-1-"), path),
+    "another corpus's": lambda path: shutil.copy(next(path.parent.glob(f"other/*-0-{path.stem.split('-')[-1]}.rows")),
+                                                 path),
+    "the other of the two": lambda path: shutil.copy(next(path.parent.glob(
+        f"*-0-{'starts' if 'documents' in path.name else 'documents'}.rows")), path)}
+
+
+@pytest.mark.parametrize("what", ["documents", "starts"])
+@pytest.mark.parametrize("somebody", SOMEBODY.values(), ids=SOMEBODY)
+def test_a_stored_order_that_is_damaged_or_another_is_named(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, somebody: Callable[[Path], object]) -> None:
+    monkeypatch.setattr(sample_index, "STORE_FROM", 1)
+    store = stored(tmp_path, [7] * 50, 4)
+    whole, _ = content(store[0]), content(store[1])
+    content(stored(tmp_path / "other", [6, 8] * 25, 4)[0])
+    path = next(tmp_path.glob(f"*-0-{what}.rows"))
+    somebody(path)
+    with pytest.raises(DataError, match=rf"^{path}: .*; delete it, and it is made anew$"):
+        content(stored(tmp_path, [7] * 50, 4)[0])
+    path.unlink()
+    assert content(stored(tmp_path, [7] * 50, 4)[0]) == whole
+
+
+def test_orders_that_an_earlier_version_stored_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample_index, "STORE_FROM", 1)
+    expected = content(stored(tmp_path, [7] * 50, 4)[0])
+    for path in list(tmp_path.glob("*.rows")):
+        path.rename(path.with_suffix(".npy")).write_bytes(b"wrong")
+    assert content(stored(tmp_path, [7] * 50, 4)[0]) == expected
+
+
+def test_a_run_whose_stored_order_is_emptied_ends_with_its_name_and_no_signal(tmp_path: Path) -> None:
+    corpus_of(tmp_path / "c", [0, 9, 1] * 1000)
+    program = (f"import glob, os, sys\nfrom data import sample_index\nfrom data.cli import run\n"
+               "from data.gpt2_dataset import GPT2Dataset\nfrom data.indexed import IndexedCorpus\n"
+               "sample_index.STORE_FROM = 1\n"
+               f"dataset = GPT2Dataset(IndexedCorpus({str(tmp_path / 'c')!r}), range(3000), 4, 1, 'train', "
+               f"{str(tmp_path / 'cache')!r})\ndataset[0]\n"
+               f"for path in glob.glob({str(tmp_path / 'cache')!r} + '/*.rows'): os.truncate(path, 0)\n"
+               "run(lambda: [dataset[i] for i in range(1, 2000)])\n")
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, text=True, capture_output=True)
+    assert done.returncode == 3 and done.stderr.count("\n") == 1, (done.returncode, done.stderr)
+    assert ".rows: size: " in done.stderr and "delete it, and it is made anew" in done.stderr

@@ -41,7 +41,8 @@ def test_what_is_left_out_is_counted_and_named(tmp_path: Path) -> None:
 def test_what_we_made_of_a_folder_is_no_part_of_it(tmp_path: Path) -> None:
     key = "89faa5c5ba8c9711"
     touch(tmp_path, "a.txt", f"texts-{key}.bin", f"texts-{key}.idx", f"texts-{key}.json", f".texts-{key}.lock",
-          f"{key}-documents.npy", f"{key}-starts.npy", f".texts-{key}.json.12.0123abcd.tmp", "a.txt.cache/a-0.bin")
+          f"{key}-0-documents.rows", f"{key}-12-starts.rows", f"{key}-0-starts.npy",
+          f".texts-{key}.json.12.0123abcd.tmp", "a.txt.cache/a-0.bin")
     assert find([tmp_path]).left_out == ""
     touch(tmp_path, "my.cache/a.txt", f"my-{key}.txt")
     assert names(tmp_path) == ["a.txt", "my-89faa5c5ba8c9711.txt", "my.cache/a.txt"], "a name like ours, text of theirs"
