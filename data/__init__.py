@@ -10,6 +10,7 @@ Imports numpy and the standard library only (tokenizer libraries where they are 
                                                    text <-> token ids
     inputs.py, compressed.py, chunks.py, jsonl.py, plain_text.py    files of text -> documents
     cli.py, parallel.py                            what commands share; an ordered map over processes
+    recorded.py                                    whether shards of webtext are what was written down of them
     preprocess.py, importers.py, merge.py, split_json.py, verify.py, default_corpus.py    the commands
     sources.py, cached.py, corpora.py              what `--train-data` names, and the datasets made from it
 

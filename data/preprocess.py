@@ -26,6 +26,7 @@ from data.inputs import PLAIN_TEXT, find, kind_of
 from data.jsonl import lines_of, read_chunks
 from data.parallel import ordered_map
 from data.plain_text import Separator, read_parts, texts_of
+from data.recorded import check_recorded
 from data.sample_index import digest
 from data.storage import DataError, make_folder, state_of, watched
 from data.tokenizer import Tokenizer
@@ -113,6 +114,7 @@ def build_corpus(inputs: Iterable[str | Path], prefix: str | Path, tokenizer: To
     inputs = list(inputs)
     key = _key(inputs, tokenizer, reading, skip_malformed)
     check_unchanged = watched(inputs)
+    check_recorded(inputs, workers)
     encode = partial(encode_chunk, tokenizer=tokenizer, reading=reading)
     chunks = (chunk for path in inputs for chunk in _chunks(path, reading, tokenizer.cuts_before))
     with CorpusWriter(prefix, tokenizer=tokenizer.facts, key=key) as writer:

@@ -22,6 +22,7 @@ from data.cli import Parser, run, size
 from data.inputs import find
 from data.jsonl import lines_of, read_chunks
 from data.lock import alone, remove_leftovers
+from data.recorded import check_recorded
 from data.sampling import parse_split
 from data.storage import UsageError, leftovers, make_folder, staged_file, watched, writing
 
@@ -41,6 +42,7 @@ def split_json(inputs: Iterable[str], prefix: str, shares: Sequence[Fraction], *
     ends = [int(end * 2**64) for end in accumulate(shares)]
     inputs = list(inputs)
     check_unchanged = watched(inputs)
+    check_recorded(inputs)
     counts = {name: 0 for name, share in zip(PARTS, shares) if share}
     if others := [path for name in PARTS if name not in counts and os.path.lexists(path := f"{prefix}.{name}.jsonl")]:
         raise UsageError(f"--split has nothing for {' and '.join(others)}, left by another split of perhaps the same "

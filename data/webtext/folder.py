@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from data.recorded import STAGE_FILE
 from data.storage import DataError, exclusive, fsync_directory, fsync_file, make_folder, writing
-from data.webtext.inputs import STAGE_FILE, WORK
+from data.webtext.inputs import WORK
 from data.webtext.record import Output, Record, describe, digest, is_whole, merge, read_record
 
 

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from data.compressed import COMPRESSED, before_damage, is_compressed, opened, without_compression
 from data.inputs import Found, files_in
+from data.recorded import STAGE_FILE
 from data.storage import DataError, check_is_file
 
-STAGE_FILE = "stage.json"
 WORK = ".work"
 """In the folder of a stage while it is made."""
 LINES = ("jsonl", "urls")

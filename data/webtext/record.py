@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from data.recorded import STAGE_FILE
 from data.storage import CHUNK, DataError, write_json_atomic
 from data.webtext.counts import Counts
-from data.webtext.inputs import STAGE_FILE
 
 WHOLE = (0, 1)
 REVISION = 2

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from tqdm import tqdm
 
 from data.parallel import ordered_map
+from data.recorded import check_shards
 from data.storage import DataError, crc32_file, make_folder, staged_file, watched, write_json_atomic
 from data.webtext.counts import Counts
 from data.webtext.document import Document, Drop, Fault, Function
@@ -135,12 +136,16 @@ def run_global(stage: GlobalStage, inputs: Sequence[str | Path], output: Path, w
         with building(output, key) as (record, folder):
             pass  # other machines prepare their shares at the same time: no lock
         if not record:
+            check_content([sources[k] for k in share(len(sources), *work.shard)], work.workers)
             preparing(shards, folder, stage.options, work.workers, *work.shard)
         return record
     with building(output, key) as (record, folder):
         if record:
             return record
+        check_unchanged = watched(shards)
+        check_content(sources, work.workers)
         counts = run_all(stage, shards, folder, work)
+        check_unchanged()
         return publish(Record(key, counts, written(folder)), folder, output)
 
 
@@ -171,6 +176,12 @@ def fingerprints(sources: Sequence[Source], workers: int) -> list[dict[str, Any]
              "content": source.sha256 or crcs[source]} for source in sources]
 
 
+def check_content(sources: Sequence[Source], workers: int) -> None:
+    """Whether the shards among them are what the stage before wrote, for which they are read: before there is work to
+    do with them, and not for what is done already."""
+    check_shards({source.path: source.sha256 for source in sources if source.sha256 is not None}, workers)
+
+
 def checksums(paths: Sequence[str], workers: int = 1) -> list[str]:
     """Of the content of each file."""
     try:
@@ -183,6 +194,7 @@ def finish(jobs: Sequence[Job], stage: MapStage, reading: Reading, work: Work) -
     """What became of every job, now or before."""
     done = {job.target: part for job in jobs if (part := read_part(job.target))}
     left = [job for job in jobs if job.target not in done]
+    check_content([piece.source for job in left for piece in job.unit], work.workers)
     made = ordered_map(partial(make_part, stage=stage, reading=reading), left, min(work.workers, len(left)))
     with bar_of(stage.name, sum(total_size(job.unit) for job in jobs)) as bar:
         bar.update(sum(total_size(job.unit) for job in jobs if job.target in done))
