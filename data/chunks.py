@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data.compressed import reading
+from data.compressed import damage_in, reading
 from data.storage import DataError
 
 CHUNK_BYTES = 1 << 20
@@ -34,9 +34,12 @@ class Malformed:
     reason: str
 
     def error(self, before: int) -> DataError:
-        """For a chunk that begins after so many lines."""
-        return DataError(f"{self.path}:{before + self.number + 1} {self.reason} "
-                         f"(the line begins at byte {self.offset})")
+        """For a chunk that begins after so many lines. Of a compressed file that is damaged the damage is told."""
+        line = before + self.number + 1
+        if damage := damage_in(self.path):
+            return DataError(f"{self.path}: cannot read: {damage}; before that, line {line} is malformed: "
+                             f"{self.reason}")
+        return DataError(f"{self.path}:{line} {self.reason} (the line begins at byte {self.offset})")
 
 
 def too_long(path: str, number: int, offset: int, limit: int, what: str = "in this line") -> Malformed:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import lzma
+import os
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -232,6 +233,22 @@ def line_before_damage(file: io.BufferedReader, size: int) -> tuple[bytes, Damag
     except Damaged as damage:
         return b"".join(parts), damage
     return b"".join(parts), None
+
+
+def damage_in(path: str) -> Damaged | None:
+    """For whoever found nonsense in a file: what is wrong with its compression, of which the checksums at the end may
+    know first. All of it is read for that, to the end or the damage. None: nothing, or nobody can tell."""
+    if not is_compressed(path) or not os.path.isfile(path):  # a pipe gives nothing twice
+        return None
+    try:
+        with opened(path) as file:
+            while file.read1(BUFFER):
+                pass
+    except Damaged as damage:
+        return damage
+    except OSError:
+        pass  # the drive's: what was found stands
+    return None
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from tqdm import tqdm
 
+from data.compressed import damage_in
 from data.parallel import ordered_map
 from data.recorded import check_shards
 from data.storage import DataError, crc32_file, make_folder, staged_file, watched, write_json_atomic
@@ -256,5 +257,8 @@ def apply(function: Function, record: Read, reading: Reading) -> Document | Drop
         except Exception as error:  # a library that does not survive the document
             fault = Fault("failed", f"{type(error).__name__}: {error}")
     if reading.on_error == "strict":
+        path = record.piece.source.path
+        if fault.reason != UNREADABLE and (damage := damage_in(path)):  # which made nonsense of text, perhaps
+            raise DataError(f"{path}: cannot read: {damage}; before that, {record.where()} {fault}")
         raise DataError(f"{record.where()} {fault}")
     return Drop(fault.reason)

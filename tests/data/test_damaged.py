@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import random
@@ -12,10 +13,11 @@ import threading
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
-from data.chunks import Damage
+from data.chunks import Damage, Malformed
 from data.compressed import Damaged, opened
 from data.indexed import IndexedCorpus
 from data.jsonl import read_chunks
@@ -265,6 +267,59 @@ def test_an_array_keeps_its_elements_before_the_damage(ending: str, tmp_path: Pa
         kept = text_before_damage(cut, ending)[0].count(b"},")
         got, reasons = web_read(path)
         assert (got, reasons) == (found[:kept], ["unreadable"])
+
+
+@EVERY
+def test_nonsense_in_a_damaged_file_is_told_as_damage(ending: str, tmp_path: Path) -> None:
+    """Where a wrong bit is decompressed into other text, and the checksum at the end of the stream finds it."""
+    found = texts(14, 40)
+    whole = COMPRESS[ending](lines(found))
+    if ending == ".gz":  # each byte of text as it is, so that every place will do
+        whole = gzip.compress(lines(found), 0)
+    path, tried = tmp_path / f"a.jsonl{ending}", 0
+    for place in range(len(whole) // 4, len(whole) - 40, len(whole) // 40):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x80]) + whole[place + 1:])
+        _, bad, is_damaged = expected_of(path.read_bytes(), ending)
+        if not bad:
+            continue
+        assert is_damaged
+        tried += 1
+        for read in (lambda: build_corpus([path], tmp_path / "c", BYTE),
+                     lambda: split_json([str(path), "--output-prefix", str(tmp_path / "p")])):
+            with pytest.raises(DataError, match=rf"^{path}: cannot read: the compressed data is damaged at byte \d+ .*"
+                               r"; before that, line \d+ is malformed: (not UTF-8|not JSON|no key|key)"):
+                read()
+        with pytest.raises(DataError, match=rf"^{path}: cannot read: the compressed data is damaged at byte \d+ .*; "
+                           rf"before that, {path}:\d+ \(byte \d+\) (not|no|key)"):
+            run_map(MapStage("read", make_read, ReadOptions()), [path], tmp_path / "out")
+    assert tried >= {".gz": 25, ".xz": 5, ".zst": 1}[ending]
+
+
+@EVERY
+def test_a_malformed_line_in_a_whole_file_is_told_as_before(ending: str, tmp_path: Path) -> None:
+    content = lines(texts(15, 40)) + b"{]\n" + lines(texts(16, 5))
+    path = tmp_path / f"a.jsonl{ending}"
+    path.write_bytes(COMPRESS[ending](content))
+    with pytest.raises(DataError, match=rf"^{path}:41 not JSON: .* \(the line begins at byte \d+\)$"):
+        build_corpus([path], tmp_path / "c", BYTE)
+    with pytest.raises(DataError, match=rf"^{path}:41 \(byte \d+\) not JSON: "):
+        run_map(MapStage("read", make_read, ReadOptions()), [path], tmp_path / "out")
+    path.write_bytes(COMPRESS[ending](content)[:-1])  # what is skipped needs no second look
+    with patch("data.chunks.damage_in", side_effect=AssertionError), \
+            patch("data.webtext.runner.damage_in", side_effect=AssertionError):
+        assert preprocessed([path], tmp_path / "c")[1] == 2
+        run_map(MapStage("read", make_read, ReadOptions()), [path], tmp_path / "out", WebReading(on_error="skip"))
+
+
+def test_nonsense_from_a_drive_or_pipe_that_fails_stays_what_was_found(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(COMPRESS[".gz"](b"{]\n"))
+    fault = Malformed(str(path), 0, 0, "not JSON")
+    with patch("data.compressed._Streams._fill", failing):
+        assert str(fault.error(7)) == f"{path}:8 not JSON (the line begins at byte 0)"
+    path.unlink()
+    os.mkfifo(path)
+    assert str(fault.error(7)) == f"{path}:8 not JSON (the line begins at byte 0)"
 
 
 def test_split_json_keeps_what_is_before_the_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
