@@ -115,6 +115,11 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero.api.names megatron.zero.api.engine megatron.zero.api.meeting
         megatron.zero.api.initialize
         megatron.zero
+        megatron.fsdp.settings megatron.fsdp.shard megatron.fsdp.gradients megatron.fsdp.arguments megatron.fsdp.place
+        megatron.fsdp.same megatron.fsdp.whole megatron.fsdp.agreement megatron.fsdp.scaling megatron.fsdp.root
+        megatron.fsdp.sharding megatron.fsdp.member megatron.fsdp.fully_shard megatron.fsdp.clip megatron.fsdp.summon
+        megatron.fsdp.state_dict megatron.fsdp.optim_state megatron.fsdp.wrapper megatron.fsdp.wrap
+        megatron.fsdp.checkpointing megatron.fsdp
         megatron.inference.source megatron.inference.parser megatron.inference.former megatron.inference.request
         megatron.inference.prompts megatron.inference.lines
         megatron.inference.cache megatron.inference.recorded megatron.inference.decoder megatron.inference.sampling
@@ -169,7 +174,8 @@ ROOMS = ("data", "mpu", "megatron.errors", "megatron.ranges", "megatron.version"
          "megatron.whereabouts",
          "megatron.config", "megatron.launch", "megatron.model", "megatron.recompute", "megatron.optim",
          "megatron.checkpoint",
-         "megatron.zero", "megatron.zero.api", "megatron.inference", "megatron.inference.api", "megatron.generate",
+         "megatron.zero", "megatron.zero.api", "megatron.fsdp",
+         "megatron.inference", "megatron.inference.api", "megatron.generate",
          "megatron.evaluate", "megatron.serve", "megatron.train", "megatron.plan", "pretrain_gpt2",
          "megatron.commands")
 """Every room of the house, from below; a room imports only rooms before it."""

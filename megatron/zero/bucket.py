@@ -59,18 +59,29 @@ LEGAL_MOVES = {(Place.AWAY, Place.ARRIVING), (Place.ARRIVING, Place.WHOLE), (Pla
                (Place.WHOLE, Place.ARRIVING)}  # the last one: the optimizer has changed them
 
 
+def leave_placeholders(bucket: FlatBucket) -> None:
+    """The parameters of a bucket whose elements are split: using one is an error."""
+    for parameter in bucket.parameters:
+        vacate(parameter, bucket.nothing)
+
+
 class FlatBucket:
     """The buffers of one unit; see the module docstring for the vocabulary."""
 
     is_settled, takes_writes = True, False
     is_set_aside = False
+    written_whole: str | None = None
+    """A parameter that was written to where it did not last; looked at by `heed_writes` alone."""
     is_at_hand: bool
     """This rank's part of the weights at work need not be fetched."""
 
     def __init__(self, name: str, slots: Sequence[Slot], parameters: Sequence[nn.Parameter], *, policy: Policy,
                  dp: Group, device: torch.device, dtypes: Dtypes, wire: Wire, turns: Turns,
-                 log: ExchangeLog, homes: Homes) -> None:
+                 log: ExchangeLog, homes: Homes,
+                 leaves: Callable[[FlatBucket], None] = leave_placeholders) -> None:
+        """`leaves` says what the parameters are while their elements are split."""
         self.name, self.device, self._dtypes, self._wire, self._dp, self._log = name, device, dtypes, wire, dp, log
+        self._leaves = leaves
         self.trainable = parameters[0].requires_grad
         self._policy = policy
         self.shard_group, self.replicas = (dp, SOLO) if policy.split_optim else (SOLO, dp)
@@ -106,6 +117,17 @@ class FlatBucket:
     def updates_on(self) -> torch.device:
         """Where a step's arithmetic is."""
         return HOST if self.home.walks_on_host else self.device
+
+    def join(self, name: str, prefix: str, log: ExchangeLog, turns: Turns) -> None:
+        """Be one of a larger model's, which knows it by another name; before anything has been exchanged."""
+        self.name, self._log, self.grads.name = name, log, name
+        self.layout.rename(prefix)
+        self.grads.join(log, turns)
+
+    @property
+    def nothing(self) -> Tensor:
+        """What is left of parameters whose elements are split: their precision and place."""
+        return self._whole.new_empty(0)
 
     @property
     def forgets_edits(self) -> bool:
@@ -143,7 +165,8 @@ class FlatBucket:
         else:
             self.work = HereShelf(self._span(self._whole))
         self.is_at_hand = self.work.at_hand(WEIGHT) is not None
-        apart = self.trainable and (work != torch.float32 or self.home.is_elsewhere or not self.is_at_hand)
+        apart = (self.trainable or self._dtypes.keeps_frozen) and (
+            work != self._dtypes.master or self.home.is_elsewhere or not self.is_at_hand)
         self.kept: Shelf = self.home.shelf(self.name, layout.shard_numel) if apart else self.work
         sources = sources_of(self.parameters)
         if sources is not None:
@@ -153,9 +176,9 @@ class FlatBucket:
         for parameter, view in zip(self.parameters, self._views, strict=True):
             if self.is_here:
                 fill(parameter, view)
-            else:
-                vacate(parameter, self._whole.new_empty(0))
             hold(parameter, self, for_life=False)
+        if not self.is_here:
+            self.show_absent()
 
     def _draw(self, sources: Sequence[Source]) -> None:
         """Each rank draws what it keeps, and nothing is sent but to make the weights at work whole."""
@@ -275,6 +298,8 @@ class FlatBucket:
             return
         if self.is_here:
             self.await_parameters()
+            if self.written_whole is None:
+                self.written_whole = self._edits.touched()
             self._edits.shift(+1)
             self._has_left = True
             self._move(Place.AWAY)
@@ -283,10 +308,12 @@ class FlatBucket:
 
     def _vacate(self) -> None:
         """Make placeholders of the parameters. The memory goes last: without it, all of them are."""
-        nothing = self._whole.new_empty(0)
-        for parameter in self.parameters:
-            vacate(parameter, nothing)
+        self.show_absent()
         self._whole.untyped_storage().resize_(0)
+
+    def show_absent(self) -> None:
+        """The parameters become what they are while their elements are split."""
+        self._leaves(self)
 
     def check(self) -> None:
         """Refuse parameters that are no longer what was taken over. (Nothing can be put into one that is away.)"""
@@ -306,6 +333,15 @@ class FlatBucket:
                     f"{slot.name} has left the engine's buffers (half(), to() and `p.data = ...` do this), and would "
                     "not be trained: choose fp16 or bf16 in the configuration, and edit weights in place inside "
                     "zero.GatheredParameters")
+
+    def heed_writes(self) -> bool:
+        """Of parameters that may be written to where their shards are: whether one was, since the last call."""
+        if self.written_whole is not None:
+            name, self.written_whole = self.written_whole, None
+            raise ConfigError(
+                f"{name} was written to while all of it was here, in a forward or between that and its backward, and "
+                "that is lost: change weights after the backward, or inside summon_full_params()")
+        return self._edits.take()
 
     def check_edits(self, *, thoroughly: bool) -> None:
         """Refuse what was written to the parameters, where it would not last (edits.py), or does not count yet."""
@@ -347,9 +383,7 @@ class FlatBucket:
         if not self.comes_and_goes:
             self._edits.shift(+1)
             self._has_left = True
-            nothing = self._whole.new_empty(0)
-            for parameter in self.parameters:
-                vacate(parameter, nothing)
+            leave_placeholders(self)
 
     def move_in(self) -> None:
         if self.is_set_aside and not self.comes_and_goes:

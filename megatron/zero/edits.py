@@ -34,6 +34,19 @@ class Edits:
         with torch._C.DisableTorchFunctionSubclass():  # placeholders have counts too
             self._counts = self._count()
 
+    def touched(self) -> str | None:
+        """The first parameter that was written to since `note`."""
+        counts = self._count()
+        if counts == self._counts:
+            return None
+        return next(slot.name for slot, now, before in zip(self._layout.slots, counts, self._counts) if now != before)
+
+    def take(self) -> bool:
+        """Whether something was written since `note`; it has been dealt with."""
+        counts = self._counts
+        self.note()
+        return counts != self._counts
+
     def shift(self, by: int) -> None:
         """Let the parameters leave (+1) or come back (-1), which is no write (versions.py)."""
         count_versions(self._parameters, by)

@@ -28,13 +28,13 @@ from megatron.zero.exchanges import ExchangeLog
 from megatron.zero.forwards import ForwardCheck
 from megatron.zero.homes.here import Here
 from megatron.zero.homes.shelf import HOST, Homes, Run
-from megatron.zero.hooks import attach
+from megatron.zero.hooks import attach, guard_loading
 from megatron.zero.layout import Slot
 from megatron.zero.passes import Passes
 from megatron.zero.policy import policy, wire
 from megatron.zero.precision import dtypes, scale_rule
 from megatron.zero.reductions import ReductionOrder
-from megatron.zero.residency import Residency, Resident
+from megatron.zero.residency import Residency, Resident, reused_within
 from megatron.zero.roster import Roster
 from megatron.zero.state import State
 from megatron.zero.step import Step, StepReport
@@ -83,7 +83,8 @@ class ZeroEngine:
                           clip_grad=clip_grad, divisor=groups.dp.size / travel.predivide,
                           max_skipped=precision.max_skipped_in_a_row)
         self.residency = Resident() if not self._policy.split_params else Residency(
-            self._units, max_live=zero.stage3_max_live_parameters, reuse_distance=zero.stage3_max_reuse_distance,
+            self._units, max_live=zero.stage3_max_live_parameters,
+            stays=reused_within(zero.stage3_max_reuse_distance, self._units),
             prefetches=zero.overlap_comm and zero.stage3_prefetch_bucket_size > 0, log=self.log)
         one_by_one = self._policy.split_optim or kinds.sends_copies(device)
         at_once = any(on_host) and groups.dp.is_solo  # nothing is on its way but to the host
@@ -94,7 +95,7 @@ class ZeroEngine:
                              step_under_way=lambda: self.state.counters.global_steps + 1)
         if self.homes.delays:
             self.passes.before_evaluation = partial(self.look_at_newest, "a forward of an evaluation")
-        self._handles = attach(self._units, self.passes)
+        self._handles = guard_loading(self._units) + attach(self._units, self.passes)
 
     # ---- the loop -----------------------------------------------------------------------------------------------
 

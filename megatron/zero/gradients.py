@@ -61,11 +61,17 @@ class FlatGradients:
         self.is_final = False
         """The backward that ends a step has run, and the shard holds all gradients of the step."""
         self._keeps_shard = policy.split_grads  # what is reduced next is added to the shard
+        self.predivide, self.per_sum = wire.predivide, 1.0
+        """What a sum over data parallel is multiplied by before it counts."""
         self._claims: dict[int, ReferenceType[SlotClaim]] = {}  # slots that a forward has written to
         self._departure: Pending | None = None  # the reduction under way
         self._sum: Tensor | None = None  # where it puts this rank's part
         self._whole: Buffer | None = None
         self._shard: Tensor | None = None
+
+    def join(self, log: ExchangeLog, turns: Turns) -> None:
+        """Be one of an engine's; before anything has been sent."""
+        self._log, self._turns = log, turns
 
     # ---- arriving -----------------------------------------------------------------------------------------------
 
@@ -279,6 +285,8 @@ class FlatGradients:
             return
         self._await(self._departure)
         part, self._departure, self._sum = self._sum, None, None  # frees what the others sent before more is allocated
+        if self.per_sum != 1.0:
+            part.mul_(self.per_sum)
         if self._descent is not None:
             self._bring_down(part, self._descent)
         elif self._keeps_shard:
@@ -307,6 +315,15 @@ class FlatGradients:
     def _is_in_buffer(self, part: Tensor) -> bool:
         return self._whole is not None and \
             part.untyped_storage().data_ptr() == self._whole.flat.untyped_storage().data_ptr()
+
+    @property
+    def reached(self) -> frozenset[int]:
+        """The parameters that got a gradient since the last step."""
+        return frozenset(self._reached)
+
+    def unreach(self, index: int) -> None:
+        """The gradient of this parameter has been forgotten."""
+        self._reached.discard(index)
 
     @property
     def shard(self) -> Tensor:

@@ -6,7 +6,7 @@ has. Recomputation needs nothing here: the receiver knows whether a forward runs
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property, partial
 from typing import Any, Protocol
@@ -57,8 +57,9 @@ class Unit:
 class Events(Protocol):
     """What is reported (passes.py receives it)."""
 
-    weights: int
-    """Counts the changes of the weights: a backward belongs to those of its forward."""
+    @property
+    def weights(self) -> int:
+        """Counts the changes of the weights: a backward belongs to those of its forward."""
 
     def before_forward(self, unit: Unit) -> None: ...
 
@@ -73,14 +74,20 @@ class Events(Protocol):
     def gradient_ready(self, unit: Unit, bucket: FlatBucket, index: int) -> None: ...
 
 
-def attach(units: Sequence[Unit], events: Events) -> list[RemovableHandle]:
-    """Report the events of every unit; the handles remove the hooks."""
-    handles: list[RemovableHandle] = []
+def guard_loading(units: Sequence[Unit]) -> list[RemovableHandle]:
+    """Refuse the load of a state dict that the next step would undo."""
     bucket_of = {parameter: bucket for unit in units for bucket in unit.buckets for parameter in bucket.parameters}
+    handles: list[RemovableHandle] = []
     for module in units[0].module.modules():
         buckets = {bucket_of[p] for p in module.parameters(recurse=False) if p in bucket_of}
         if buckets:
             handles.append(module.register_load_state_dict_pre_hook(partial(_before_loading, buckets)))
+    return handles
+
+
+def attach(units: Sequence[Unit], events: Events) -> list[RemovableHandle]:
+    """Report the events of every unit; the handles remove the hooks."""
+    handles: list[RemovableHandle] = []
     for unit in units:
         handles.append(unit.module.register_forward_pre_hook(partial(_before, events, unit), with_kwargs=True))
         handles.append(unit.module.register_forward_hook(partial(_after, events, unit)))
@@ -89,6 +96,38 @@ def attach(units: Sequence[Unit], events: Events) -> list[RemovableHandle]:
                 ready = partial(_ready, ref(events), ref(unit), ref(bucket), index)
                 handles.append(parameter.register_post_accumulate_grad_hook(ready))
     return handles
+
+
+def change_inputs(module: nn.Module, change: Callable[[Any], Any]) -> RemovableHandle:
+    """Everything that the module is called with goes through `change` first."""
+    return module.register_forward_pre_hook(lambda module, args, kwargs: (change(args), change(kwargs)), prepend=True,
+                                            with_kwargs=True)
+
+
+def scale_gradients(module: nn.Module, scale: Callable[[], float]) -> RemovableHandle:
+    """The gradients of its outputs are multiplied as they come in."""
+    def hook(module: nn.Module, args: object, output: object) -> None:
+        for tensor in _tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient: gradient * scale())
+
+    return module.register_forward_hook(hook)
+
+
+def rename_when_loading(module: nn.Module, rename: Callable[[dict[str, Any], str], None]) -> RemovableHandle:
+    """`rename(state_dict, prefix)` before the module takes its part of a state dict."""
+    handle: RemovableHandle = module.register_load_state_dict_pre_hook(
+        lambda module, state, prefix, *more: rename(state, prefix))
+    return handle
+
+
+def when_autograd_is_through(call: Callable[[], None]) -> None:
+    """At the end of the backward under way, before `backward()` returns."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def change_outputs(module: nn.Module, change: Callable[[Any], Any]) -> RemovableHandle:
+    return module.register_forward_hook(lambda module, args, output: change(output))
 
 
 def _before_loading(buckets: set[FlatBucket], module: nn.Module, *arguments: object) -> None:

@@ -61,6 +61,10 @@ class FlatLayout:
         self.form = self.numel, tuple((slot.offset, slot.shape) for slot in self.slots)
         """Equal for layouts that can use each other's buffers."""
 
+    def rename(self, prefix: str) -> None:
+        """What was the whole model has become a part of another one, which knows it by `prefix`."""
+        self.slots = tuple(replace(slot, name=prefix + slot.name) for slot in self.slots)
+
     def segments(self, rank: int, part: slice | None = None) -> Iterator[Segment]:
         """The parts of every slot that fall into shard `rank`, or into this part of the shard, in order."""
         start = rank * self.shard_numel

@@ -63,38 +63,57 @@ class Passes:
     def backward(self, loss: Tensor, *, retain_graph: bool, reduces: bool, ends_step: bool) -> None:
         """Make the gradients of `loss`. With `reduces` they are summed over data parallel when this returns; with
         `ends_step` no other backward adds to them."""
-        self.in_backward, self._reduces = True, reduces
-        HERE.enter(BACKWARD)
         try:
-            for bucket in self._buckets:
-                bucket.grads.heed()
-            for bucket in self._buckets:
-                bucket.grads.begin_backward()
+            self.begin(reduces=reduces)
             loss.backward(retain_graph=retain_graph)
-            if ends_step:
-                self._complaint = self._complain_of_unused()
-            if reduces:
-                self._reductions.flush()
-            for bucket in self._buckets:
-                bucket.grads.end_backward(ends_step)
+            self.complete(ends_step=ends_step)
         except BaseException as error:
-            self.note_interruption(error)
-            self._log.explain(error)
-            if not self._is_broken:
-                self._abandon()
+            self.fail(error)
             if is_of_old_version(error) and self._splits_parameters:
                 raise ConfigError(f"the backward came to parameters that were away, or to a tensor that was changed in "
                                   f"place after the forward: {UNSEEN}. torch says: {error}") from error
             raise
+        self.end(retain_graph=retain_graph)
+
+    def begin(self, *, reduces: bool) -> None:
+        """A backward begins; `complete` and `end`, or `fail`, are to follow."""
+        self.in_backward, self._reduces = True, reduces
+        HERE.enter(BACKWARD)
+        for bucket in self._buckets:
+            bucket.grads.heed()
+        for bucket in self._buckets:
+            bucket.grads.begin_backward()
+
+    def complete(self, *, ends_step: bool) -> None:
+        """Autograd is through: send what has not been sent, and wait for the sums."""
+        if ends_step:
+            self._complaint = self._complain_of_unused()
+        if self._reduces:
+            self._reductions.flush()
+        for bucket in self._buckets:
+            bucket.grads.end_backward(ends_step)
+
+    def fail(self, error: BaseException) -> None:
+        try:
+            self.note_interruption(error)
+            self._log.explain(error)
+            if not self._is_broken:
+                self._abandon()
         finally:
-            self.in_backward = False
-            self._inputs_done.clear()
-            self._begun.clear()
-            self._seen.clear()
+            self._leave_backward()
+
+    def end(self, *, retain_graph: bool) -> None:
+        self._leave_backward()
         if not retain_graph and max(self._calls.values(), default=0) <= 1:
             self._calls.clear()  # otherwise it is not known which forwards are left
         self._residency.done_with_all()
         HERE.enter("")
+
+    def _leave_backward(self) -> None:
+        self.in_backward = False
+        self._inputs_done.clear()
+        self._begun.clear()
+        self._seen.clear()
 
     def _abandon(self) -> None:
         """A backward failed half way: what has been accumulated is incomplete, and is discarded."""

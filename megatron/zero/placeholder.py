@@ -144,11 +144,12 @@ def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
     return result
 
 
-def vacate(parameter: Any, nothing: Tensor) -> None:
-    """Leave a placeholder. `nothing` has no elements, and the dtype and device to be seen."""
+def vacate(parameter: Any, nothing: Tensor, kind: type[Placeholder] = Placeholder) -> None:
+    """Leave a placeholder. `nothing` has no elements, and the dtype and device to be seen; another `kind` may have
+    something there."""
     fill(parameter, nothing)
     own: type[nn.Parameter] = type(parameter)
-    parameter.__class__ = _placeholder_class(own)
+    parameter.__class__ = _placeholder_class(own, kind)
 
 
 def fill(parameter: Any, data: Tensor) -> None:
@@ -159,9 +160,9 @@ def fill(parameter: Any, data: Tensor) -> None:
 
 
 @cache
-def _placeholder_class(own: type[nn.Parameter]) -> type[nn.Parameter]:
-    bases = (Placeholder,) if own is nn.Parameter else (Placeholder, own)
-    return type("Placeholder", bases, {"own_class": own, "__module__": __name__})
+def _placeholder_class(own: type[nn.Parameter], kind: type[Placeholder]) -> type[nn.Parameter]:
+    bases = (kind,) if own is nn.Parameter else (kind, own)
+    return type(kind.__name__, bases, {"own_class": own, "__module__": kind.__module__})
 
 
 @cache

@@ -24,6 +24,10 @@ class Dtypes:
     grad_shard: torch.dtype = torch.float32
     sent: torch.dtype | None = None
     """None: as backward leaves them."""
+    master: torch.dtype = torch.float32
+    """Of what lasts."""
+    keeps_frozen: bool = False
+    """What is frozen lasts in the precision of the masters as well, not in that of its use."""
 
     @property
     def summed(self) -> torch.dtype:

@@ -14,7 +14,7 @@ forward as in backward that is the one with the smallest index: backward runs fr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from enum import Enum
 
 from megatron.errors import ConfigError
@@ -66,11 +66,22 @@ class Resident:
         """Nothing is in use any more."""
 
 
+def reused_within(distance: int, units: Sequence[Unit]) -> Set[Unit]:
+    """Units whose backward follows their forward with at most so many other elements in between."""
+    behind, found = 0, set[Unit]()
+    for unit in reversed(units):  # the others' forward and backward come in between
+        if 2 * behind <= distance:
+            found.add(unit)
+        behind += unit.numel
+    return found
+
+
 class Residency(Resident):
     """Of units that come and go."""
 
-    def __init__(self, units: Sequence[Unit], *, max_live: int, reuse_distance: int, prefetches: bool,
+    def __init__(self, units: Sequence[Unit], *, max_live: int, stays: Set[Unit], prefetches: bool,
                  log: ExchangeLog) -> None:
+        """What `stays` is kept from a forward for its backward, where there is room."""
         self._max_live, self._prefetches, self._log = max_live, prefetches, log
         self._in_use: set[Unit] = set()
         self._in_backward: set[Unit] = set()
@@ -79,11 +90,7 @@ class Residency(Resident):
         self._whole: set[Unit] = set()
         self.live = 0
         """Elements that are whole now."""
-        behind, self._stays = 0, set[Unit]()
-        for unit in reversed(units):  # the others' forward and backward come in between
-            if 2 * behind <= reuse_distance:
-                self._stays.add(unit)
-            behind += unit.numel
+        self._stays = stays
         pairs = list(zip(units[1:], units[2:]))
         self._followers = {(Phase.FORWARD, unit): after for unit, after in pairs}
         self._followers |= {(Phase.BACKWARD, after): unit for unit, after in pairs}

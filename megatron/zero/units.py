@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from megatron.zero.bucket import FlatBucket
+from megatron.zero.bucket import FlatBucket, leave_placeholders
 from megatron.zero.exchanges import ExchangeLog
 from megatron.zero.holders import external_parameters, shape_of
 from megatron.zero.homes.shelf import Homes
@@ -48,13 +48,15 @@ class Cut:
     log: ExchangeLog
     homes: Homes
     turns: Turns = field(default_factory=Turns)
+    leaves: Callable[[FlatBucket], None] = leave_placeholders
+    """What parameters are while their elements are split."""
 
     def bucket(self, name: str, members: list[tuple[str, nn.Parameter]], policy: Policy) -> FlatBucket:
         slots = [Slot(path, tuple(shape_of(p)), self.group_of(p) if p.requires_grad else 0, partition_of(p))
                  for path, p in members]
         return FlatBucket(name, slots, [p for _, p in members], policy=policy, dp=self.dp, device=self.device,
                           dtypes=self.dtypes, wire=self.wire, turns=self.turns, log=self.log,
-                          homes=self.homes)
+                          homes=self.homes, leaves=self.leaves)
 
     def persists(self, parameter: nn.Parameter) -> bool:
         return self.policy.split_params and shape_of(parameter).numel() < self.persistence_threshold

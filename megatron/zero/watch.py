@@ -38,12 +38,11 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from threading import Event, RLock, Thread
-from typing import Any
+from typing import Any, Protocol
 
 from megatron.errors import ConfigError, PeerError, TrainerError
 from megatron.launch import distributed, exits
 from megatron.ranges import ranges
-from megatron.zero.engine import ZeroEngine
 from megatron.zero.exchanges import (ENDED, FAILED, INTERRUPTED, ExchangeLog, Record, contradict, describe,
                                      places_of)
 from mpu.collectives import broadcast_json
@@ -74,7 +73,14 @@ _LOST = ("the ranks wait for each other for ever, and the one that kept what the
 _RESUME = "look for the first failure among the ranks, then start the same command to resume"
 
 
-def watch_over(engine: ZeroEngine) -> None:
+class Watched(Protocol):
+    """An engine, as far as it is needed here."""
+
+    log: ExchangeLog
+    groups: Groups
+
+
+def watch_over(engine: Watched) -> None:
     """Watch an engine until it is gone. Collective. (A store of the script's own that allows no second connection: no
     watch.)"""
     groups = engine.groups

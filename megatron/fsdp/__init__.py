@@ -1,0 +1,36 @@
+"""The FSDP face: FairScale's and torch's names for ZeRO stage 3, over the mechanism of megatron/zero.
+
+    model = FullyShardedDataParallel(model)      # FairScale's, in the place of DistributedDataParallel
+    fully_shard(block); fully_shard(model)       # torch's: the blocks first
+
+The optimizer, its schedulers and the loop are the user's: `loss.backward()`, `optimizer.step()`.
+
+shard.py (what a parameter is between two passes), gradients.py (and its gradient), settings.py and arguments.py (how a
+module is sharded), place.py (over which ranks), same.py (whether they start alike), whole.py (a bucket's masters,
+whole), agreement.py (what ranks compare in a backward), scaling.py (the loss scale of fp16), root.py (the units of a
+model in training), sharding.py (what sharding a module does), fully_shard.py and member.py (torch's function),
+wrapper.py (FairScale's class), wrap.py (which modules are wrapped), clip.py (the norm of gradients), summon.py
+(parameters whole for a while), state_dict.py and optim_state.py (state, whole and in parts), checkpointing.py
+(activation checkpointing).
+"""
+
+from megatron.fsdp.checkpointing import checkpoint_wrapper
+from megatron.fsdp.clip import clip_grad_norm_
+from megatron.fsdp.fully_shard import fully_shard
+from megatron.fsdp.member import FSDPModule
+from megatron.fsdp.settings import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from megatron.fsdp.wrap import (
+    auto_wrap,
+    config_auto_wrap_policy,
+    default_auto_wrap_policy,
+    enable_wrap,
+    transformer_auto_wrap_policy,
+    wrap,
+)
+from megatron.fsdp.wrapper import FullyShardedDataParallel
+
+FSDP = FullyShardedDataParallel
+
+__all__ = ["CPUOffloadPolicy", "FSDP", "FSDPModule", "FullyShardedDataParallel", "MixedPrecisionPolicy",
+           "OffloadPolicy", "auto_wrap", "checkpoint_wrapper", "clip_grad_norm_", "config_auto_wrap_policy",
+           "default_auto_wrap_policy", "enable_wrap", "fully_shard", "transformer_auto_wrap_policy", "wrap"]

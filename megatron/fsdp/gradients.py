@@ -1,0 +1,101 @@
+"""The gradients of a bucket as the user sees them between two backwards: `p.grad` is this rank's run of the mean.
+
+It is a view of the bucket's own: what is done to it in place counts, `None` (`zero_grad()`) forgets it, and another
+tensor replaces it. A backward takes them all (`take`), since autograd would add whole gradients to them, and gives them
+back with what it has added (`show`). Gradients that a backward inside `no_sync` has left unsummed are shown as well, so
+that they can be forgotten, but not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.errors import ConfigError
+from megatron.fsdp.shard import Run, gradient_of, local, run_of, runs, set_gradient
+from megatron.zero.bucket import FlatBucket
+
+_TENSOR: Any = Tensor
+
+
+class Unsummed(Run):
+    """Stands for gradients of this rank that have not been summed over the ranks."""
+
+    is_forgotten = False
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (),
+                           kwargs: Mapping[str, Any] | None = None) -> Any:
+        if func in (_TENSOR.requires_grad_, _TENSOR.detach_, _TENSOR.grad_fn.__get__, _TENSOR.requires_grad.__get__,
+                    _TENSOR.device.__get__, _TENSOR.dtype.__get__):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **({} if kwargs is None else kwargs))
+        if func in (_TENSOR.zero_, torch._foreach_zero_):  # zero_grad(set_to_none=False)
+            for one in args[0] if isinstance(args[0], list | tuple) else args:
+                if isinstance(one, Unsummed):
+                    one.is_forgotten = True
+                else:
+                    one.zero_()
+            return args[0]
+        raise ConfigError("a gradient of backwards inside no_sync() cannot be used: it is not summed over the ranks "
+                          "yet; the last backward before a step or a clip belongs outside of no_sync()")
+
+
+class ShownGradients:
+    """Of one bucket."""
+
+    def __init__(self, bucket: FlatBucket) -> None:
+        self._bucket = bucket
+        self._shown: dict[int, Run] = {}
+
+    def take(self) -> None:
+        """Before a backward: what the user made of them counts from now on."""
+        grads, parameters = self._bucket.grads, self._bucket.parameters
+        given = [None if isinstance(one := gradient_of(parameter), Unsummed) and one.is_forgotten else one
+                 for parameter in parameters]
+        shown, self._shown = self._shown, {}
+        for parameter in parameters:
+            set_gradient(parameter, None)
+        if all(one is None for one in given):
+            grads.discard()
+            return
+        for index, gradient in enumerate(given):
+            run = shown.get(index)
+            if gradient is None:
+                if run is not None:
+                    self._forget(index, run)
+            elif gradient is not run:
+                self._replace(index, run, gradient)
+
+    def _forget(self, index: int, run: Run) -> None:
+        if isinstance(run, Unsummed):
+            self._bucket.grads.view(index).zero_()
+        else:
+            local(run).zero_()
+        self._bucket.grads.unreach(index)
+
+    def _replace(self, index: int, run: Run | None, gradient: Tensor) -> None:
+        if run is None or isinstance(run, Unsummed) or local(gradient).shape != local(run).shape:
+            raise ConfigError(
+                f"{self._bucket.layout.slots[index].name}.grad was set by hand to a tensor of shape "
+                f"{list(local(gradient).shape)} that does not replace a gradient of this model: change p.grad in place "
+                "or multiply it, after a backward")
+        local(run).copy_(local(gradient))
+
+    def show(self, reached: Collection[int]) -> None:
+        """After a backward, with the parameters away: those of the parameters that some rank has `reached`."""
+        grads = self._bucket.grads
+        parts, summed = runs(self._bucket), grads.is_summed
+        for index in sorted(reached):
+            parameter, slot = self._bucket.parameters[index], self._bucket.layout.slots[index]
+            start, stop, offset = parts[index]
+            if summed:
+                run = run_of(grads.shard[start:stop], torch.Size(slot.shape), slot.name, offset)
+            else:
+                blank = torch.empty_like(local(parameter))
+                run = run_of(blank, torch.Size(slot.shape), slot.name, offset, Unsummed)
+            set_gradient(parameter, run)
+            self._shown[index] = run

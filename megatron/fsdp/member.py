@@ -1,0 +1,83 @@
+"""FSDPModule: the methods of a sharded module, by torch's names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from megatron.errors import ConfigError
+from megatron.fsdp.sharding import Member, members, the_member
+from megatron.zero.bucket import FlatBucket
+
+
+class FSDPModule:
+    """A mixin; `fully_shard` makes a module's class one of this."""
+
+    @property
+    def _module(self) -> nn.Module:
+        assert isinstance(self, nn.Module)
+        return self
+
+    def _member(self) -> Member:
+        return the_member(self._module)
+
+    def _members(self, recurse: bool) -> list[Member]:
+        return [member for _, _, member in members(self._module)] if recurse else [self._member()]
+
+    def unshard(self, async_op: bool = False) -> Unsharding | None:
+        """Make the parameters of this module whole, until its forward is over or `reshard` is called. Every rank calls
+        it."""
+        buckets = self._member().unit.buckets
+        for bucket in buckets:
+            bucket.prefetch()
+        waits = Unsharding(buckets)
+        if async_op:
+            return waits
+        waits.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Split the parameters of this module again."""
+        for bucket in self._member().unit.buckets:
+            bucket.leave()
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether the backwards that follow sum gradients over the ranks. Of an outermost module."""
+        root = self._member().root
+        if root.module is not self._module or not recurse:
+            raise ConfigError("set_requires_gradient_sync is for the outermost sharded module and all in it: gradients "
+                              "of a step are summed together")
+        root.syncs = requires_gradient_sync
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Changes nothing: every backward ends by itself."""
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Changes nothing: what is gathered ahead is what followed in the pass before."""
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Changes nothing: what is gathered ahead is what followed in the pass before."""
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        for member in self._members(recurse):
+            member.root.set_stays(member.unit, not reshard_after_forward)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """What sums of gradients over the ranks are divided by, in place of the number of ranks."""
+        if not factor > 0:
+            raise ConfigError(f"set_gradient_divide_factor({factor}): give a number above 0")
+        self._member().root.divisor = factor
+
+    set_reduce_scatter_divide_factor = set_gradient_divide_factor
+
+
+class Unsharding:
+    """What `unshard(async_op=True)` returns."""
+
+    def __init__(self, buckets: Iterable[FlatBucket]) -> None:
+        self._buckets = buckets
+
+    def wait(self) -> None:
+        for bucket in self._buckets:
+            bucket.await_parameters()

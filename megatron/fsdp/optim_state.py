@@ -1,0 +1,113 @@
+"""The state of a torch optimizer over shards: gathered to whole tensors, and cut again.
+
+A state is *split* where it is a run as its parameter is, and *shared* where it is a number. Anything else cannot be
+told apart on another number of ranks, and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from megatron.errors import ConfigError
+from megatron.fsdp.shard import Shard, as_run, local, place_of, runs
+from megatron.fsdp.whole import joined
+from megatron.zero.bucket import FlatBucket
+
+State = dict[str, Any]
+
+
+def whole_states(optimizer: Optimizer, buckets: list[FlatBucket], *, keeps: bool,
+                 device: torch.device | str | None = "cpu") -> Iterator[tuple[nn.Parameter, State]]:
+    """Each parameter that has state, and that whole where this rank `keeps` it (else without tensors). Collective; one
+    kind of one bucket is whole at a time."""
+    for bucket in buckets:
+        states = {parameter: dict(optimizer.state.get(parameter, {})) for parameter in bucket.parameters}
+        found: dict[nn.Parameter, State] = {parameter: {} for parameter in bucket.parameters}
+        for kind in dict.fromkeys(name for state in states.values() for name in state):
+            is_split = {parameter: _is_split(parameter, kind, state[kind])
+                        for parameter, state in states.items() if kind in state}
+            if any(is_split.values()):
+                whole = _joined(bucket, [states[parameter].get(kind) if is_split.get(parameter) else None
+                                         for parameter in bucket.parameters])
+            for index, parameter in enumerate(bucket.parameters):
+                if kind not in states[parameter]:
+                    continue
+                if not is_split[parameter]:
+                    value = states[parameter][kind]
+                    is_tensor = isinstance(value, Tensor)
+                    found[parameter][kind] = value.detach().to(device, copy=True) if is_tensor else value
+                elif keeps:
+                    found[parameter][kind] = whole[index].to(device or bucket.device, copy=True)
+        yield from ((parameter, state) for parameter, state in found.items() if states[parameter])
+
+
+def _is_split(parameter: nn.Parameter, kind: str, value: Any) -> bool:
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return False
+    if local(value).shape == local(parameter).shape:
+        return True
+    raise ConfigError(f"the state {kind!r} of {place_of(parameter)[1]} has shape {list(local(value).shape)}, "
+                      f"and this rank a run of {local(parameter).numel()} elements: it is neither one number for each "
+                      "element nor one for all, and cannot be gathered")
+
+
+def _joined(bucket: FlatBucket, parts: list[Tensor | None]) -> list[Tensor]:
+    dtype = next(part.dtype for part in parts if part is not None)
+    shard = torch.zeros(bucket.layout.shard_numel, dtype=dtype, device=bucket.device)
+    for part, (start, stop, _) in zip(parts, runs(bucket), strict=True):
+        if part is not None:
+            shard[start:stop] = local(part).to(bucket.device)
+    return joined(bucket, shard)
+
+
+def own_state(parameter: nn.Parameter, state: Mapping[str, Any]) -> State:
+    """This rank's part of the whole state of a parameter."""
+    whole, name, offset = place_of(parameter)
+    count = local(parameter).numel()
+    found: State = {}
+    for kind, value in state.items():
+        if isinstance(value, Tensor) and value.dim() and value.shape == whole:
+            run = value.detach().flatten()[offset : offset + count].clone()
+            found[kind] = as_run(run.to(local(parameter).device), parameter)
+        elif isinstance(value, Tensor) and value.dim():
+            raise ConfigError(f"the state {kind!r} of {name} has shape {list(value.shape)}, expected {list(whole)}")
+        else:
+            found[kind] = value.clone() if isinstance(value, Tensor) else value
+    return found
+
+
+def gather_full_optim_state_dict(buckets: list[FlatBucket], optimizer: Optimizer, recipient_rank: int | None,
+                                 names: Mapping[int, str]) -> dict[str, Any] | None:
+    """As `optimizer.state_dict()` of the unwrapped model, on the host of one rank (None: of all); None elsewhere.
+    Beside it the parameters' names, of `names` by identity."""
+    keeps = recipient_rank is None or buckets[0].dp.rank == recipient_rank
+    number = {id(one): index for index, one in enumerate(one for group in optimizer.param_groups
+                                                         for one in group["params"])}
+    state = {number[id(parameter)]: whole for parameter, whole in whole_states(optimizer, buckets, keeps=keeps)
+             if id(parameter) in number}
+    if not keeps:
+        return None
+    for parameter, own in optimizer.state.items():
+        if not isinstance(parameter, Shard):
+            state[number[id(parameter)]] = own
+    return {"state": dict(sorted(state.items())), "param_groups": optimizer.state_dict()["param_groups"],
+            "names": [names.get(id(one), "") for group in optimizer.param_groups for one in group["params"]]}
+
+
+def get_shard_from_optim_state_dict(parameters: Mapping[str, nn.Parameter], full: Mapping[str, Any]) -> dict[str, Any]:
+    """This rank's part of such a dict, for `optimizer.load_state_dict`. One without names (of the unwrapped model) is
+    taken to be in the order of the model's parameters. Not collective."""
+    names = full.get("names") or list(parameters)
+    state = {}
+    for index, whole in full["state"].items():
+        if int(index) >= len(names) or names[int(index)] not in parameters:
+            raise ConfigError(f"the optimizer's state dict has state of parameter {index}, and the model has no such "
+                              "parameter: give it that of this model's optimizer")
+        parameter = parameters[names[int(index)]]
+        state[index] = own_state(parameter, whole) if isinstance(parameter, Shard) else whole
+    return {"state": state, "param_groups": full["param_groups"]}

@@ -1,0 +1,202 @@
+"""Root: the units of an outermost sharded module in training. The user calls forward, backward and optimizer.
+
+    before a forward      what the optimizer changed is brought into the weights at work
+    in between            hooks.py reports what runs, residency.py makes it whole, reductions.py sums gradients
+    with a backward       it begins at the first event; when autograd is through, ranks compare what they did, and
+                          `p.grad` is shown
+
+It is the ZeroEngine's mechanism at stage 3 but for the step, which is torch's optimizer's: on the shards, which are
+views of the masters (shard.py, gradients.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from megatron.errors import ConfigError
+from megatron.fsdp.agreement import Agreement, Reached
+from megatron.fsdp.gradients import ShownGradients
+from megatron.fsdp.scaling import Scaling
+from megatron.zero.bucket import FlatBucket
+from megatron.zero.exchanges import ExchangeLog
+from megatron.zero.forwards import ForwardCheck
+from megatron.zero.hooks import Unit, attach, scale_gradients, when_autograd_is_through
+from megatron.zero.passes import Passes
+from megatron.zero.reductions import ReductionOrder
+from megatron.zero.residency import Residency
+from megatron.zero.turns import Turns
+from megatron.zero.watch import watch_over
+from mpu.groups import Group, Groups
+
+UNLIMITED = 1 << 62
+
+
+class Root:
+    """Receives the events of its units; `units[0]` is the outermost module's own."""
+
+    def __init__(self, units: Sequence[Unit], stays: set[Unit], dp: Group, device: torch.device, log: ExchangeLog,
+                 turns: Turns) -> None:
+        self.units, self.dp, self.device, self.log, self.turns = list(units), dp, device, log, turns
+        self._stays = stays
+        self.groups = Groups(dp, dp=dp)
+        self.buckets = [bucket for unit in units for bucket in unit.buckets]
+        self.trained = [bucket for bucket in self.buckets if bucket.trainable]
+        self.syncs = True
+        self.divisor: float = dp.size
+        """Of the sums over the ranks."""
+        self._predivided = {bucket: bucket.grads.predivide for bucket in self.trained}
+        self.summoned: str | None = None
+        """Who has the parameters whole."""
+        self._gradients = [ShownGradients(bucket) for bucket in self.trained]
+        residency = Residency(units, max_live=UNLIMITED, stays=stays, prefetches=True, log=log)
+        self.passes = Passes(units, residency, ReductionOrder(units, 1, log), log, ForwardCheck(dp, device, log),
+                             allows_unused=True, splits_parameters=True, step_under_way=lambda: self.steps + 1)
+        self.residency = residency
+        self._running: list[Unit] = []
+        self.steps = 0
+        """Optimizer steps, as far as forwards have seen them."""
+        self._watched = False
+        self.scaling = Scaling(any(bucket.work.dtype == torch.float16 for bucket in self.trained))
+        self._handles: list[RemovableHandle] = attach(units, self)
+        self._agreement = Agreement(dp, device, log, waits=self.scaling.is_on)
+        if self.scaling.is_on:
+            self._handles.append(scale_gradients(self.module, lambda: self.scaling.scale))
+
+    def set_stays(self, unit: Unit, stays: bool) -> None:
+        (self._stays.add if stays else self._stays.discard)(unit)
+
+    @property
+    def module(self) -> nn.Module:
+        return self.units[0].module
+
+    def release(self) -> list[Unit]:
+        """Another root takes the units over."""
+        self.check_idle("a module around it is sharded")
+        for handle in self._handles:
+            handle.remove()
+        return self.units
+
+    def check_idle(self, what: str) -> None:
+        if self.passes.in_backward or self._running:
+            raise ConfigError(f"{what} inside a forward or backward of the model: do it before or after")
+        if self.summoned is not None:
+            raise ConfigError(f"{what} inside {self.summoned}: leave it first")
+
+    # ---- events (hooks.py) --------------------------------------------------------------------------------------
+
+    @property
+    def weights(self) -> int:
+        return self.passes.weights
+
+    def before_forward(self, unit: Unit) -> None:
+        if not self.passes.in_backward:
+            if unit.is_root or not self._running:
+                self._begin_forward()
+            self._running.append(unit)
+        self.passes.before_forward(unit)
+
+    def after_forward(self, unit: Unit) -> None:
+        if not self.passes.in_backward:
+            while self._running and self._running.pop() is not unit:
+                pass
+        self.passes.after_forward(unit)
+
+    def before_backward(self, unit: Unit, weights: int, call: object) -> None:
+        if not self.passes.in_backward:
+            self._begin_backward()
+        self.passes.before_backward(unit, weights, call)
+
+    def inputs_done(self, unit: Unit) -> None:
+        self.passes.inputs_done(unit)
+
+    def gradient_ready(self, unit: Unit, bucket: FlatBucket, index: int) -> None:
+        if not self.passes.in_backward:  # no output of a unit led here: weights that were used by hand
+            self._begin_backward()
+        self.passes.gradient_ready(unit, bucket, index)
+
+    # ---- forward ------------------------------------------------------------------------------------------------
+
+    def _begin_forward(self) -> None:
+        self._running.clear()  # of a forward that failed
+        if self.summoned is not None:
+            raise ConfigError(f"a forward inside {self.summoned}: its parameters are lent there; leave it first")
+        self._watch()
+        self._agreement.conclude()
+        self.heed_writes()
+
+    def _watch(self) -> None:
+        """From the first forward on: until then modules are put together."""
+        if not self._watched:
+            self._watched = True
+            watch_over(self)
+
+    def rest(self) -> None:
+        """Nothing is whole that no pass needs now."""
+        self.residency.done_with_all()
+
+    def note_edits(self) -> None:
+        """The masters were written to; what was gathered before is of the weights before."""
+        for bucket in self.buckets:
+            bucket.heed_writes()
+        self._renew()
+
+    def heed_writes(self) -> None:
+        """What was written to the shards counts from now on."""
+        written = False
+        for bucket in self.buckets:
+            if not bucket.is_here:
+                written |= bucket.heed_writes()
+        if written:
+            self.steps += 1
+            self._renew()
+
+    def _renew(self) -> None:
+        self.passes.weights += 1
+        for bucket in self.buckets:
+            bucket.renew()
+
+    # ---- backward -----------------------------------------------------------------------------------------------
+
+    def _begin_backward(self) -> None:
+        if self.summoned is not None:
+            raise ConfigError(f"a backward inside {self.summoned}: its parameters are lent there; leave it first")
+        for shown in self._gradients:
+            shown.take()
+        self.passes.begin(reduces=self.syncs)
+        for bucket in self.trained:
+            bucket.grads.per_sum = self._predivided[bucket] / (self.divisor * self.scaling.scale)
+        when_autograd_is_through(self._end_backward)
+
+    def _end_backward(self) -> None:
+        try:
+            self.passes.complete(ends_step=True)
+            reached: Reached = [bucket.grads.reached for bucket in self.trained]
+            if self.syncs:
+                overflow = self.scaling.is_on and not all(_is_finite(bucket) for bucket in self.trained)
+                reached, overflow = self._agreement(self.passes.take_trace(), reached, overflow)
+                if self.scaling.after(overflow):
+                    reached = self._drop(reached)
+        except BaseException as error:
+            self.passes.fail(error)
+            raise
+        self.passes.end(retain_graph=False)
+        for shown, indices in zip(self._gradients, reached, strict=True):
+            shown.show(indices)
+
+    def _drop(self, reached: Reached) -> Reached:
+        """The gradients have overflowed: the optimizer is to find none, and leaves the weights as they are."""
+        for bucket in self.trained:
+            bucket.grads.discard()
+        if self.dp.rank == 0:
+            print(f"fp16: a gradient overflowed, and what was accumulated is dropped; the loss scale is now "
+                  f"{self.scaling.scale:g}", file=sys.stderr)
+        return [frozenset() for _ in reached]
+
+
+def _is_finite(bucket: FlatBucket) -> bool:
+    return not bucket.grads.is_summed or bool(bucket.grads.shard.isfinite().all())

@@ -1,0 +1,330 @@
+"""What a parameter and its gradient are between two passes: this rank's run of their elements.
+
+    Shard   the parameter: flat, in the precision of the masters, a view of them. An optimizer's step changes it in
+    place Run     its gradient, and everything that is made of the two element by element, such as an optimizer's state
+
+Their size is that of the whole parameter (`p.dim()`, `p.numel()`), as weight decay by `p.dim()` and counts of
+parameters want it; their elements are a part, which may be empty. So what is done to each element by itself gives the
+right result, and is allowed (`ELEMENTWISE`); a norm, a sum or a product would be that of a part, another one on each
+rank, and is refused with what to call instead. Shapes are compared: two runs go together, a run and a whole tensor do
+not.
+
+`p.copy_(whole)` takes the elements of this rank, so that `nn.Module.load_state_dict` loads a full state dict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.errors import ConfigError
+from megatron.zero.bucket import FlatBucket
+from megatron.zero.holders import holder_of
+from megatron.zero.placeholder import ALLOWED, SIZES, Placeholder, vacate
+from megatron.zero.homes.shelf import WEIGHT
+from megatron.zero.versions import count_versions
+
+_TENSOR: Any = Tensor
+
+ELEMENTWISE = frozenset("""
+    abs absolute add addcdiv addcmul bool ceil clamp clamp_max clamp_min clip clone contiguous copy copysign cos
+    detach div divide double empty_like eq erf exp exp2 expm1 fill float float_power floor floor_divide fmax fmin
+    frac full_like ge greater greater_equal gt half bfloat16 hypot int invert isclose isfinite isinf isnan
+    isneginf isposinf ldexp le lerp less less_equal log log10 log1p log2 logical_and logical_not logical_or
+    logical_xor long lt masked_fill maximum minimum mul multiply nan_to_num ne neg negative not_equal ones_like
+    pos positive pow reciprocal relu remainder round rsqrt sgn sigmoid sign sin softsign sqrt square sub subtract
+    tan tanh to true_divide truediv trunc type type_as where xlogy zero zeros_like floordiv mod lshift rshift and
+    or xor radd rsub rmul rtruediv rdiv rfloordiv rmod rpow rand ror rxor iadd isub imul itruediv idiv ifloordiv
+    imod ipow iand ior ixor fused_adam fused_adamw fused_sgd fused_adagrad
+""".split())
+"""Operations of torch by name, without underscores at the ends and "foreach_" before it."""
+
+NEEDS_NOTHING = ALLOWED | {_TENSOR.is_pinned, _TENSOR.data_ptr, _TENSOR.untyped_storage,
+                           _TENSOR.is_shared, _TENSOR.is_set_to}
+
+_GET_DATA, _SET_DATA = _TENSOR.data.__get__, _TENSOR.data.__set__
+_ALIASES = frozenset((_GET_DATA, _TENSOR.detach, torch.detach, _TENSOR.view_as))
+_COPIES = frozenset((_TENSOR.copy_,))
+
+
+class Shard(Placeholder):
+    """A parameter between two passes."""
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (),
+                           kwargs: Mapping[str, Any] | None = None) -> Any:
+        return _answer(func, args, {} if kwargs is None else kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Shard({_described(self)}, {self.dtype}, requires_grad={self.requires_grad})"
+
+    __str__ = __repr__  # type: ignore[assignment]
+
+
+class Run(Tensor):
+    """What is made of a parameter's run, element by element."""
+
+    whole: torch.Size
+    """The size of the parameter."""
+    parameter: str
+    """Its name."""
+    offset: int
+    """Of the run in the flat parameter."""
+    owner: nn.Parameter | None = None
+    """The parameter whose memory this is, where writes to it count."""
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (),
+                           kwargs: Mapping[str, Any] | None = None) -> Any:
+        return _answer(func, args, {} if kwargs is None else kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Run(of {_described(self)}, {local(self).numel()} elements from {self.offset}, {self.dtype})"
+
+    __str__ = __repr__
+
+    def __format__(self, format_spec: str) -> str:
+        return format(repr(self), format_spec)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return local(self).clone().__reduce_ex__(protocol)  # a file of one rank's part has plain tensors
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Run:
+        return as_run(local(self).clone(), self)
+
+
+Part = Shard | Run
+
+
+def local(part: Tensor) -> Tensor:
+    """The elements of this rank, as an ordinary tensor."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return part.detach().as_subclass(Tensor)
+
+
+def gradient_of(parameter: nn.Parameter) -> Tensor | None:
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.grad
+
+
+def set_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter.grad = gradient
+
+
+def run_of(values: Tensor, whole: torch.Size, parameter: str, offset: int, kind: type[Run] = Run) -> Run:
+    with torch._C.DisableTorchFunctionSubclass():
+        run: Run = values.as_subclass(kind)
+    run.whole, run.parameter, run.offset = whole, parameter, offset
+    return run
+
+
+def as_run(values: Tensor, part: Tensor) -> Run:
+    """Of the same place as `part`."""
+    return run_of(values, *place_of(part))
+
+
+def place_of(part: Tensor) -> tuple[torch.Size, str, int]:
+    """The size and name of its parameter, and where in it the run begins."""
+    if isinstance(part, Run):
+        return part.whole, part.parameter, part.offset
+    bucket = bucket_of(part)
+    slot = bucket.slot_of(part)
+    segment = next((one for one in bucket.layout.segments(bucket.shard_group.rank) if one.slot is slot), None)
+    return torch.Size(slot.shape), slot.name, 0 if segment is None else segment.slot_offset
+
+
+def bucket_of(part: Tensor) -> FlatBucket:
+    holder = holder_of(part)
+    if not isinstance(holder, FlatBucket):
+        raise ConfigError("a parameter cannot be used here: its model was sharded, and is gone; build it anew")
+    return holder
+
+
+class Shards:
+    """What a bucket's parameters are while their elements are split. (It holds nothing of the bucket: that holds
+    it.)"""
+
+    def __init__(self) -> None:
+        self._runs: list[Tensor] = []
+
+    def __call__(self, bucket: FlatBucket) -> None:
+        if not self._runs:
+            self._runs = self._cut(bucket)
+        for parameter, run in zip(bucket.parameters, self._runs, strict=True):
+            vacate(parameter, run, Shard)
+
+    @staticmethod
+    def _cut(bucket: FlatBucket) -> list[Tensor]:
+        masters = bucket.kept.in_memory(WEIGHT)
+        assert masters is not None, "on a drive"
+        return [masters[start:stop] for start, stop, _ in runs(bucket)]
+
+
+def runs(bucket: FlatBucket) -> list[tuple[int, int, int]]:
+    """(start, stop) in this rank's shard of each parameter's run, and where that begins in the parameter; 0, 0 and 0
+    where other ranks have all."""
+    found = {segment.slot.name: segment for segment in bucket.layout.segments(bucket.shard_group.rank)}
+    return [(0, 0, 0) if (one := found.get(slot.name)) is None else
+            (one.shard_offset, one.shard_offset + one.count, one.slot_offset) for slot in bucket.layout.slots]
+
+
+# ---- what torch is asked -----------------------------------------------------------------------------------------
+
+
+def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    part = next(_parts((*args, *kwargs.values())), None)
+    if func in NEEDS_NOTHING or part is None:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    if func in SIZES and args and args[0] is part:
+        return func(torch.empty(place_of(part)[0], dtype=_dtype(part), device="meta"), *args[1:], **kwargs)
+    if func in _ALIASES and args and args[0] is part:
+        return _alias(part)
+    if func == _SET_DATA or func in _COPIES:
+        return _copied(func, part, *args[1:], **kwargs)
+    name = _plain_name(func)
+    if name not in ELEMENTWISE:
+        raise _refusal(part, name)
+    _check_sizes(name, args, kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        result = func(*args, **kwargs)
+    _note_writes(func, args)
+    return _wrapped(name, args, part, result)
+
+
+def _alias(part: Tensor) -> Run:
+    """`p.data`, `p.detach()`: the same memory. A write to it is one to the parameter."""
+    run = as_run(local(part), part)
+    run.owner = part if isinstance(part, nn.Parameter) else getattr(part, "owner", None)
+    return run
+
+
+def _copied(func: Callable[..., Any], part: Tensor, source: Any, *more: Any, **kwargs: Any) -> Any:
+    """`p.copy_(values)` and `p.data = values`, of a run or of everything."""
+    whole, name, offset = place_of(part)
+    target = local(part)
+    values = local(source) if isinstance(source, Shard | Run) else source
+    if isinstance(values, Tensor) and not isinstance(source, Shard | Run) and values.shape == whole:
+        values = values.detach().flatten()[offset : offset + target.numel()]
+    elif isinstance(values, Tensor) and values.shape != target.shape and values.numel() != 1:
+        raise ConfigError(f"{name} of shape {list(whole)} cannot take a tensor of shape {list(values.shape)}: give it "
+                          "one of its own shape")
+    with torch.no_grad():
+        target.copy_(values, *more, **kwargs)
+    _count_write(part)
+    return None if func == _SET_DATA else part
+
+
+def _check_sizes(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Operands that go together are runs of one size, or single numbers."""
+    for column in _columns((*args, *kwargs.values())):
+        sizes = {local_size(one) for one in column if isinstance(one, Shard | Run) or _has_elements(one)}
+        if len(sizes) > 1:
+            part = next(one for one in column if isinstance(one, Shard | Run))
+            raise ConfigError(
+                f"{name} of {_described(part)}, of which this rank has a run of {local(part).numel()} elements, and a "
+                f"tensor of shape {list(next(iter(sizes - {local_size(part)})))}: an optimizer's state must be made "
+                "with torch.zeros_like(parameter), and not by its shape. Optimizers that look at whole parameters "
+                "cannot be used on shards (docs/fsdp.md)")
+
+
+def _columns(values: tuple[Any, ...]) -> Iterator[Sequence[Any]]:
+    """Tensors that an operation brings together: its operands, or of an operation on lists those of equal place."""
+    lists = [value for value in values
+             if isinstance(value, list | tuple) and any(isinstance(one, Tensor) for one in value)]
+    single = [value for value in values if isinstance(value, Tensor)]
+    if not lists:
+        yield single
+        return
+    for column in zip(*lists):
+        yield [*column, *single]
+
+
+def local_size(tensor: Tensor) -> torch.Size:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.shape
+
+
+def _has_elements(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() != 1
+
+
+def _wrapped(name: str, args: tuple[Any, ...], part: Tensor, result: Any) -> Any:
+    """The result is a run as well; what is none (of a wrong size, a number) is refused."""
+    if isinstance(result, list | tuple) and result:
+        given = next((value for value in args if isinstance(value, list | tuple)), [part] * len(result))
+        return type(result)(_wrapped(name, (), one, value) for one, value in zip(given, result))
+    if result is None or isinstance(result, Shard | Run) or isinstance(result, str | torch.device) or not isinstance(
+            result, Tensor):
+        return result
+    if not isinstance(part, Shard | Run):
+        return result
+    if local_size(result) != local_size(part):
+        raise _refusal(part, name)
+    return as_run(result, part)
+
+
+def _note_writes(func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """What is written to `p.data` changes the parameter; torch counts writes to the parameter itself only."""
+    name = getattr(func, "__name__", "")
+    if not (name.endswith("_") and not name.endswith("__") or name.startswith("__i")):
+        return
+    for one in args[0] if args and isinstance(args[0], list | tuple) else args[:1]:
+        if isinstance(one, Run) and one.owner is not None:
+            _count_write(one.owner)
+
+
+def _count_write(part: Tensor) -> None:
+    parameter = part if isinstance(part, nn.Parameter) else getattr(part, "owner", None)
+    if parameter is not None:
+        with torch._C.DisableTorchFunctionSubclass():
+            count_versions([parameter], 1)
+
+
+def _parts(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Those among the arguments of an operation, also inside of sequences and mappings."""
+    for value in values:
+        if isinstance(value, Shard | Run):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _parts(value)
+        elif isinstance(value, dict):
+            yield from _parts(value.values())
+
+
+def _plain_name(func: Callable[..., Any]) -> str:
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):
+        name = getattr(getattr(func, "__self__", None), "__name__", name)
+    return name.strip("_").removeprefix("foreach_")
+
+
+def _dtype(part: Tensor) -> torch.dtype:
+    with torch._C.DisableTorchFunctionSubclass():
+        return part.dtype
+
+
+def _described(part: Tensor) -> str:
+    whole, name, _ = place_of(part)
+    return f"parameter {name!r} of shape {tuple(whole)}"
+
+
+_INSTEAD = {
+    "norm": "for the norm of all gradients, and to clip them, call model.clip_grad_norm_(limit), or "
+            "megatron.fsdp.clip_grad_norm_(parameters, limit)",
+    "amp": "no GradScaler is needed here: fp16 scales the loss by itself (docs/fsdp.md)",
+    "conversion": "choose the precision with mixed_precision or mp_policy, and the device before it is sharded",
+    "": "for its values call model.summon_full_params(), for a state dict model.state_dict()",
+}
+
+
+def _refusal(part: Tensor, name: str) -> ConfigError:
+    kind = ("norm" if "norm" in name else "amp" if "amp" in name else
+            "conversion" if name in ("cpu", "cuda", "xpu") else "")
+    what = "the gradient or a state of " if isinstance(part, Run) else ""
+    return ConfigError(f"{what}{_described(part)} cannot be used here ({name}): this rank has a run of its elements, "
+                       f"and the result would be another one on each rank; {_INSTEAD[kind]}")

@@ -1,0 +1,234 @@
+"""`shard(module, settings)`: split the parameters of a module over the ranks, those excepted that a module inside has.
+
+Called from the inside out. Each call makes a *unit*, whose parameters come and go together, and a root (root.py) of it
+and the units inside, whose own root it takes over. A parameter that is used in more than one unit goes to the innermost
+module around all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from megatron.errors import ConfigError
+from megatron.fsdp.root import Root
+from megatron.fsdp.same import check_same
+from megatron.fsdp.settings import Settings, cast
+from megatron.fsdp.shard import Shards
+from megatron.fsdp.whole import bring_back
+from megatron.zero.bucket import FlatBucket
+from megatron.zero.engine import forget_gradients
+from megatron.zero.exchanges import ExchangeLog
+from megatron.zero.holders import holder_of
+from megatron.zero.homes.ferry import ferry_for
+from megatron.zero.homes.here import Here
+from megatron.zero.homes.host import Host
+from megatron.zero.homes.shelf import Homes
+from megatron.zero.hooks import Unit, change_inputs, change_outputs
+from megatron.zero.policy import Wire, policy
+from megatron.zero.precision import Dtypes
+from megatron.zero.turns import Turns
+from megatron.zero.units import ROOT, Cut
+from mpu.device import on_accelerator
+from mpu.groups import Group
+from mpu.partition import partition_of
+
+STAGE = 3
+_MEMBER = "_fsdp_member"
+
+
+@dataclass
+class Member:
+    """A sharded module."""
+
+    unit: Unit
+    settings: Settings
+    root: Root
+
+
+def member_of(module: nn.Module) -> Member | None:
+    found: Member | None = module.__dict__.get(_MEMBER)
+    return found
+
+
+def the_member(module: nn.Module) -> Member:
+    member = member_of(module)
+    if member is None:
+        raise ConfigError(f"{type(module).__name__} is not sharded: call fully_shard(module) first")
+    return member
+
+
+def members(module: nn.Module) -> Iterator[tuple[str, nn.Module, Member]]:
+    """The sharded modules in a module, itself included, in its order."""
+    for path, child in module.named_modules():
+        if (member := member_of(child)) is not None:
+            yield plain_name(path), child, member
+
+
+WRAPPED = "_fsdp_wrapped_module"
+"""What a wrapper calls the module inside."""
+
+
+def plain_name(path: str) -> str:
+    """As the unwrapped model has it."""
+    return ".".join(part for part in path.split(".") if part != WRAPPED)
+
+
+def shard(module: nn.Module, settings: Settings, group: Group, device: torch.device,
+          ignored: Collection[nn.Parameter] = ()) -> Member:
+    """Collective over the group."""
+    name = type(module).__name__
+    if member_of(module) is not None:
+        raise ConfigError(f"this {name} is sharded already: wrap a module once")
+    inner = list(members(module))
+    _check_inner(inner, group, device)
+    _free_shared(module, inner)
+    own = _own_parameters(module, {id(one) for one in ignored})
+    _check_own(own)
+    forget_gradients(module)
+    if not settings.copies_first:
+        check_same(own, group, f"in {name}")
+    roots = {id(member.root): member.root for _, _, member in inner}
+    first = next(iter(roots.values()), None)
+    log = ExchangeLog(sums_in_order=on_accelerator(device)) if first is None else first.log
+    turns = Turns() if first is None else first.turns
+    _move_buffers(module, inner, settings, device)
+    unit = Unit(0, ROOT, module, tuple(_buckets(own, _Cutter(settings, group, device, log, turns))))
+    units = [unit, *_adopted(inner, roots.values(), log, turns)]
+    stays = {units[0]} if settings.reshards is False else set()
+    stays |= {member.unit for _, _, member in inner if member.settings.reshards is False}
+    member = Member(unit, settings, Root(units, stays, group, device, log, turns))
+    module.__dict__[_MEMBER] = member
+    for _, _, one in inner:
+        one.root = member.root
+    _cast_around(module, settings)
+    return member
+
+
+def _adopted(inner: list[tuple[str, nn.Module, Member]], roots: Iterable[Root], log: ExchangeLog, turns: Turns,
+             ) -> Iterator[Unit]:
+    """The units inside, in order, as those of a larger model."""
+    path_of = {id(child): path for path, child, _ in inner}
+    for root in roots:
+        around = path_of[id(root.module)]
+        for unit in root.release():
+            for bucket in unit.buckets:
+                bucket.join(f"{around}.{bucket.name}".replace(f".{ROOT}", ""), f"{around}.", log, turns)
+    for number, (path, child, member) in enumerate(inner, 1):
+        member.unit = Unit(number, path, child, member.unit.buckets)
+        yield member.unit
+
+
+def _free_shared(module: nn.Module, inner: list[tuple[str, nn.Module, Member]]) -> None:
+    """Parameters that are used outside of the unit that has them belong to nobody again, for the module to take."""
+    unit_of = {id(child): member.unit.module for _, child, member in inner}
+    users: dict[nn.Parameter, set[int]] = {}
+
+    def walk(child: nn.Module, unit: int) -> None:
+        unit = id(child) if id(child) in unit_of else unit
+        for parameter in child.parameters(recurse=False):
+            users.setdefault(parameter, set()).add(unit)
+        for one in child.children():
+            walk(one, unit)
+
+    walk(module, id(module))
+    for _, child, member in inner:
+        shared = {id(one) for bucket in member.unit.buckets for one in bucket.parameters if users[one] != {id(child)}}
+        if shared:
+            member.unit = replace(member.unit, buckets=tuple(_without(shared, member)))
+
+
+def _without(shared: Collection[int], member: Member) -> Iterator[FlatBucket]:
+    """The buckets of a unit, made anew where they have one of those parameters."""
+    root = member.root
+    for bucket in member.unit.buckets:
+        if not any(id(parameter) in shared for parameter in bucket.parameters):
+            yield bucket
+            continue
+        kept = [(slot.name, parameter) for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True)
+                if id(parameter) not in shared]
+        bring_back(bucket)
+        if kept:
+            yield _Cutter(member.settings, root.dp, root.device, root.log, root.turns)(bucket.name, kept)
+
+
+def _check_inner(inner: list[tuple[str, nn.Module, Member]], group: Group, device: torch.device) -> None:
+    for path, _, member in inner:
+        if member.root.dp.ranks != group.ranks:
+            raise ConfigError(f"{path} is sharded over the ranks {member.root.dp.ranks}, the module around it over "
+                              f"{group.ranks}: give both the same process group")
+        if member.root.device != device:
+            raise ConfigError(f"{path} is on {member.root.device}, the module around it on {device}")
+        member.root.check_idle("a module around it is sharded")
+
+
+def _own_parameters(module: nn.Module, ignored: Collection[int]) -> dict[str, nn.Parameter]:
+    return {plain_name(name): parameter for name, parameter in module.named_parameters()
+            if id(parameter) not in ignored and not isinstance(holder_of(parameter), FlatBucket)}
+
+
+def _check_own(own: dict[str, nn.Parameter]) -> None:
+    for name, parameter in own.items():
+        if not parameter.is_floating_point():
+            raise ConfigError(f"{name} is of {parameter.dtype}: only floating point parameters are sharded; give the "
+                              "others as ignored_params")
+        if parameter.is_meta and holder_of(parameter) is None:
+            raise ConfigError(f"{name} is on the meta device, and has no values: make the model inside "
+                              "megatron.zero.Init(), or give it values before it is sharded")
+        if partition_of(parameter) is not None:
+            raise ConfigError(f"{name} is split over tensor parallel: train that model with zero.initialize")
+
+
+class _Cutter:
+    """Makes buckets of one module."""
+
+    def __init__(self, settings: Settings, group: Group, device: torch.device, log: ExchangeLog, turns: Turns) -> None:
+        self.settings, self._group, self._device, self._log, self._turns = settings, group, device, log, turns
+
+    def __call__(self, name: str, members: list[tuple[str, nn.Parameter]]) -> FlatBucket:
+        own = members[0][1].dtype
+        settings, row = self.settings, policy(STAGE)
+        work = settings.param_dtype or own
+        sent = settings.reduce_dtype if settings.reduce_dtype not in (None, work) else None
+        kinds = Dtypes(work, work, own, sent, own, keeps_frozen=True)
+        cut = Cut(row, Wire(predivide=settings.predivide), kinds, self._group, self._device, 0, lambda parameter: 0,
+                  self._log, self._homes(work, own), self._turns, Shards())
+        return cut.bucket(name, members, row if members[0][1].requires_grad else row.frozen)
+
+    def _homes(self, work: torch.dtype, master: torch.dtype) -> Homes:
+        ferry = ferry_for(self._device) if self.settings.on_host else None
+        if ferry is None:
+            return Homes(Here(self._device, master), Here(self._device, work))
+        pins = self.settings.pins and self._device.type == "cuda"
+        return Homes(Host(master, 0, pinned=pins), Host(work, 0, pinned=pins), ferry, pins)
+
+
+def _buckets(own: dict[str, nn.Parameter], cut: _Cutter) -> Iterator[FlatBucket]:
+    """One for each precision of the parameters, and whether they are trained."""
+    kinds: dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in own.items():
+        kinds.setdefault((parameter.requires_grad, parameter.dtype), []).append((name, parameter))
+    for (trained, dtype), found in kinds.items():
+        kind = f".{str(dtype).removeprefix('torch.')}" if len({one for _, one in kinds}) > 1 else ""
+        yield cut(f"{ROOT}{kind}{'' if trained else '.frozen'}", found)
+
+
+def _move_buffers(module: nn.Module, inner: list[tuple[str, nn.Module, Member]], settings: Settings,
+                  device: torch.device) -> None:
+    """To the device, floating point ones to their precision; those of a module that is sharded inside have been."""
+    theirs = {id(one) for _, child, _ in inner for one in child.modules()}
+    for child in module.modules():
+        for name, buffer in child.named_buffers(recurse=False) if id(child) not in theirs else ():
+            setattr(child, name, buffer.to(device, settings.buffer_dtype if buffer.is_floating_point() else None))
+
+
+def _cast_around(module: nn.Module, settings: Settings) -> None:
+    """Inputs and outputs of its forward."""
+    if settings.input_dtype is not None:
+        change_inputs(module, partial(cast, dtype=settings.input_dtype))
+    if settings.output_dtype is not None:
+        change_outputs(module, partial(cast, dtype=settings.output_dtype))

@@ -1,0 +1,59 @@
+"""The masters of one bucket, whole: what a full state dict, an edit and a change of the cut are made of."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.zero.bucket import FlatBucket
+from megatron.zero.holders import let_go
+from megatron.zero.homes.shelf import WEIGHT
+from megatron.zero.placeholder import fill
+from mpu.collectives import all_gather_into, broadcast_into
+
+
+def joined(bucket: FlatBucket, shard: Tensor) -> list[Tensor]:
+    """What `shard` is this rank's part of: one tensor for each parameter, on the bucket's device. Collective."""
+    flat = torch.empty(bucket.layout.numel, dtype=shard.dtype, device=bucket.device)
+    all_gather_into(flat, shard.to(bucket.device), bucket.shard_group).wait()
+    return [flat[slot.offset : slot.end].view(slot.shape) for slot in bucket.layout.slots]
+
+
+def own_masters(bucket: FlatBucket) -> Tensor:
+    """This rank's part of them, themselves."""
+    shard = bucket.kept.in_memory(WEIGHT)
+    assert shard is not None, "on a drive"
+    return shard
+
+
+def masters(bucket: FlatBucket) -> list[Tensor]:
+    """Collective."""
+    return joined(bucket, own_masters(bucket))
+
+
+def keep(bucket: FlatBucket, whole: list[Tensor]) -> None:
+    """This rank's part of new masters."""
+    shard = own_masters(bucket)
+    for segment in bucket.layout.segments(bucket.shard_group.rank):
+        value = whole[next(index for index, slot in enumerate(bucket.layout.slots) if slot is segment.slot)]
+        run = value.detach().flatten()[segment.slot_offset : segment.slot_offset + segment.count]
+        shard[segment.shard_offset : segment.shard_offset + segment.count].copy_(run)
+
+
+def from_first(bucket: FlatBucket, given: list[Tensor | None]) -> None:
+    """New masters: those that the first rank was given; where it has none, they stay. Collective."""
+    whole = masters(bucket)
+    for value, new in zip(whole, given, strict=True):
+        if new is not None:
+            value.copy_(new)
+    flat = whole[0].untyped_storage()
+    everything = torch.empty(0, dtype=whole[0].dtype, device=bucket.device).set_(flat)
+    broadcast_into(everything, 0, bucket.dp).wait()
+    keep(bucket, whole)
+
+
+def bring_back(bucket: FlatBucket) -> None:
+    """The parameters are ordinary tensors again, whole, in their own precision, and nobody's. Collective."""
+    for parameter, value in zip(bucket.parameters, masters(bucket), strict=True):
+        fill(parameter, value.clone())
+        let_go(parameter)

@@ -1,0 +1,108 @@
+"""FairScale's helpers that decide which modules are wrapped: `enable_wrap`, `wrap`, `auto_wrap`, and policies.
+
+    with enable_wrap(mixed_precision=True):
+        model = auto_wrap(model)                    # or wrap(layer), where it is made
+    model = FSDP(model, mixed_precision=True)
+
+A *policy* is asked of each module, from the outside in: `policy(module, recurse, unwrapped_params, module_is_root)`
+says with `recurse` whether to look inside, and without whether to wrap this one, once those inside have been.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from torch import nn
+
+from megatron.errors import ConfigError
+from megatron.fsdp.sharding import members
+from megatron.fsdp.wrapper import FullyShardedDataParallel
+from megatron.zero.holders import shape_of
+
+Policy = Callable[..., bool]
+
+EXCLUDE: frozenset[type[nn.Module]] = frozenset({nn.ModuleList, nn.ModuleDict})
+FORCE_LEAF: frozenset[type[nn.Module]] = frozenset({nn.MultiheadAttention})
+
+_CONTEXT: ContextVar[tuple[Policy | None, type[nn.Module], dict[str, Any]] | None] = ContextVar("wrap", default=None)
+
+
+@contextmanager
+def enable_wrap(auto_wrap_policy: Policy | None = None, wrapper_cls: type[nn.Module] = FullyShardedDataParallel,
+                **wrapper_kwargs: Any) -> Iterator[None]:
+    """Inside, `wrap` and `auto_wrap` wrap, with these arguments of `wrapper_cls`; elsewhere they return what they are
+    given."""
+    token = _CONTEXT.set((auto_wrap_policy, wrapper_cls, wrapper_kwargs))
+    try:
+        yield
+    finally:
+        _CONTEXT.reset(token)
+
+
+def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
+    """The module, wrapped inside `enable_wrap`; a `wrapper_config` attribute of it and the overrides here win."""
+    context = _CONTEXT.get()
+    if context is None:
+        return module
+    _, wrapper_cls, kwargs = context
+    own = getattr(module, "wrapper_config", None) or {}
+    return wrapper_cls(module, **{**kwargs, **own, **wrap_overrides})
+
+
+def auto_wrap(module: nn.Module, auto_wrap_policy: Policy | None = None, **kwargs: Any) -> nn.Module:
+    """The module with all modules inside wrapped that the policy names, and itself if it does; needs `enable_wrap`."""
+    context = _CONTEXT.get()
+    if context is None:
+        return module
+    policy = auto_wrap_policy or context[0] or default_auto_wrap_policy
+    if next(members(module), None) is not None:
+        raise ConfigError("auto_wrap of a module in which something is wrapped: give it one in which nothing is")
+    return _wrapped(module, policy, kwargs, is_root=True)[0]
+
+
+def _wrapped(module: nn.Module, policy: Policy, kwargs: dict[str, Any], *, is_root: bool = False,
+             ) -> tuple[nn.Module, int]:
+    """The module, and how many elements of it were wrapped."""
+    count = sum(shape_of(parameter).numel() for parameter in module.parameters())
+    done = 0
+    if policy(module=module, recurse=True, unwrapped_params=count, module_is_root=is_root):
+        for name, child in module.named_children():
+            new, inside = _wrapped(child, policy, kwargs)
+            if new is not child:
+                setattr(module, name, new)
+            done += inside
+        if not policy(module=module, recurse=False, unwrapped_params=count - done, module_is_root=is_root):
+            return module, done
+        return wrap(module, **kwargs), count
+    if not policy(module=module, recurse=False, unwrapped_params=count, module_is_root=is_root):
+        return module, 0
+    return wrap(module, **kwargs), count
+
+
+def default_auto_wrap_policy(module: nn.Module, recurse: bool, unwrapped_params: int, module_is_root: bool,
+                             min_num_params: int = int(1e8),
+                             force_leaf_modules: Collection[type[nn.Module]] | None = None,
+                             exclude_wrap_modules: Collection[type[nn.Module]] | None = None,
+                             skip_params_check_for_root: bool = False) -> bool:
+    """Modules of at least `min_num_params` elements that are not wrapped inside."""
+    leaves = tuple(FORCE_LEAF if force_leaf_modules is None else force_leaf_modules)
+    excluded = tuple(EXCLUDE if exclude_wrap_modules is None else exclude_wrap_modules)
+    is_large = unwrapped_params >= min_num_params
+    if recurse:
+        return is_large and not isinstance(module, leaves)
+    return (is_large or skip_params_check_for_root and module_is_root) and not isinstance(module, excluded)
+
+
+def config_auto_wrap_policy(module: nn.Module, recurse: bool, unwrapped_params: int, module_is_root: bool) -> bool:
+    """Modules that have a `wrapper_config` attribute: a dict of arguments."""
+    return True if recurse else getattr(module, "wrapper_config", None) is not None
+
+
+def transformer_auto_wrap_policy(module: nn.Module, recurse: bool, unwrapped_params: int = 0,
+                                 module_is_root: bool = False,
+                                 transformer_layer_cls: Collection[type[nn.Module]] = (), **other: Any) -> bool:
+    """Modules of these classes (torch's policy; give it with functools.partial)."""
+    return True if recurse else isinstance(module, tuple(transformer_layer_cls))
