@@ -95,7 +95,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.checkpoint.content megatron.checkpoint.recognise megatron.checkpoint.strangers
         megatron.checkpoint.tags megatron.checkpoint.choice megatron.checkpoint.sink megatron.checkpoint.tensorfile
         megatron.checkpoint.state
-        megatron.checkpoint.agree megatron.checkpoint.piece megatron.checkpoint.flock megatron.checkpoint.commit
+        megatron.checkpoint.agree megatron.checkpoint.piece megatron.checkpoint.flock megatron.checkpoint.trash
+        megatron.checkpoint.commit
         megatron.checkpoint.writer
         megatron.checkpoint.background megatron.checkpoint.reader megatron.checkpoint.export megatron.checkpoint.lock
         megatron.checkpoint.interchange megatron.checkpoint.interchange.zero_to_fp32

@@ -1,6 +1,6 @@
 """Checkpoints: pieces of logical tensors and a manifest, readable by any layout; no pickle anywhere.
 
-Read in this order. The first sixteen need no torch, so `list` and `verify` do not either.
+Read in this order. The first seventeen need no torch, so `list` and `verify` do not either.
 
     signature.py   a key, and what is signed with it
     strict.py      JSON records whose every field is expected: a missing or unknown one is a CheckpointError
@@ -16,6 +16,7 @@ Read in this order. The first sixteen need no torch, so `list` and `verify` do n
     tags.py        which checkpoints there are under a folder, and are they intact
     choice.py      which of them a load uses: the one named by the user or by `latest`, or the newest
     flock.py       which folder a save holds, and one save at a time commits
+    trash.py       how one is deleted: out of the way first, then taken apart while training goes on
     commit.py      how a folder becomes a checkpoint, atomically; what a kill leaves behind and who removes it
     lock.py        one training job at a time saves into a folder
     agree.py       all ranks succeed, or all raise the same error

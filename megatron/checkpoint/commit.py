@@ -36,9 +36,10 @@ from megatron.checkpoint.manifest import LATEST, MANIFEST, safe_name
 from megatron.checkpoint.stamp import saved_at_of, seal_of
 from megatron.checkpoint.strangers import named, no_link, of_no_save
 from megatron.checkpoint.tags import ASIDE, Say, folder_of, manifest_of, say_stderr
+from megatron.checkpoint.trash import TRASH, Delete, delete_now, discard
 from megatron.errors import CheckpointError, StorageError
 
-STAGING, TRASH = ".staging-", ".trash-"
+STAGING = ".staging-"
 SCRIPT = "zero_to_fp32.py"
 """Placed beside the tags: it turns them into one state dict where this program is not installed."""
 
@@ -158,9 +159,9 @@ def _tidy(root: Path, say: Say) -> None:
             _settle_latest(root, say)
         elif name.startswith(STAGING) and abandoned(root / name):
             say(f"removing {root / name}, left by an interrupted save")
-            discard(root / name)
+            discard(root / name, delete_now)
         elif name.startswith(TRASH):
-            _delete(root / name)
+            delete_now(root / name)
         elif name.startswith((f".{LATEST}.", f".{PENDING}.", f".{SCRIPT}.")):
             (root / name).unlink(missing_ok=True)
 
@@ -175,7 +176,7 @@ def _settle(root: Path, tag: str, say: Say) -> None:
         return
     with suppress(CheckpointError):  # a damaged new copy: the old one stays aside
         manifest_of(root, tag)
-        discard(aside)
+        discard(aside, delete_now)
 
 
 def _settle_latest(root: Path, say: Say) -> None:
@@ -187,7 +188,7 @@ def _settle_latest(root: Path, say: Say) -> None:
         (root / PENDING).unlink(missing_ok=True)
 
 
-def commit(staging: Path, root: Path, tag: str, latest: bool = True) -> None:
+def commit(staging: Path, root: Path, tag: str, latest: bool = True, delete: Delete = delete_now) -> None:
     """Make the complete folder `staging` the checkpoint `tag`, replacing one of that name, and name it in `latest`."""
     folder, aside = root / tag, root / (ASIDE + tag)
     with storing(folder, 0):
@@ -198,7 +199,7 @@ def commit(staging: Path, root: Path, tag: str, latest: bool = True) -> None:
                 pending = Pending(tag, str(seal_of(staging)), read_latest(root))
                 write_json_atomic(no_link(root / PENDING), pending.as_dict())
             if folder.exists() and aside.exists():
-                discard(folder)  # `sweep` kept the aside copy because this one is damaged
+                discard(folder, delete)  # `sweep` kept the aside copy because this one is damaged
             elif os.path.lexists(folder):
                 os.rename(folder, aside)
             os.rename(staging, folder)
@@ -209,7 +210,7 @@ def commit(staging: Path, root: Path, tag: str, latest: bool = True) -> None:
         if latest:
             _write_latest(root, tag)
         if os.path.lexists(aside):
-            discard(aside)
+            discard(aside, delete)
 
 
 def _write_latest(root: Path, tag: str) -> None:
@@ -232,24 +233,8 @@ def _place_script(root: Path) -> None:
             file.write(text)
 
 
-def discard(folder: Path) -> None:
-    """Delete a folder so that no part of it is ever seen under its name; what cannot be deleted waits in the trash."""
-    trash = folder.with_name(f"{TRASH}{folder.name.lstrip('.')}-{secrets.token_hex(4)}")
-    os.rename(folder, trash)
-    fsync_directory(folder.parent)
-    _delete(trash)
-
-
-def _delete(path: Path) -> None:
-    """As far as it can be deleted; a link goes without what it leads to."""
-    if path.is_symlink() or path.is_file():
-        with suppress(OSError):
-            path.unlink()
-    else:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def prune(root: Path, keep: Keep, saved: int | None = None, say: Say = say_stderr) -> list[str]:
+def prune(root: Path, keep: Keep, saved: int | None = None, say: Say = say_stderr,
+          delete: Delete = delete_now) -> list[str]:
     """Delete the complete step tags that `keep` does not name; the names deleted.
 
     The newest are those committed last, so after going back to an older tag the abandoned branch goes first. Never
@@ -259,12 +244,16 @@ def prune(root: Path, keep: Keep, saved: int | None = None, say: Say = say_stder
     """
     if keep.last is None:
         return []
-    steps = [(step, tag) for tag, step in steps_oldest_first(root)]
-    own, latest = [(step, tag) for step, tag in steps if saved is None or step <= saved], latest_tag(root)
-    doomed = [tag for step, tag in own[:-keep.last] if tag != latest and not (keep.every and step % keep.every == 0)]
     with storing(root, 0):
+        try:
+            steps = [(step, tag) for tag, step in steps_oldest_first(root)]
+        except CheckpointError as error:  # the folder cannot be listed
+            raise StorageError(f"--save: {error}; earlier checkpoints are untouched") from error
+        own, latest = [(step, tag) for step, tag in steps if saved is None or step <= saved], latest_tag(root)
+        doomed = [tag for step, tag in own[:-keep.last]
+                  if tag != latest and not (keep.every and step % keep.every == 0)]
         for tag in doomed:
             if others := of_no_save(folder_of(root, tag)):
                 say(f"warning: --keep-last deletes {root / tag}, and what no save wrote with it: {named(others)}")
-            discard(folder_of(root, tag))
+            discard(folder_of(root, tag), delete)
     return doomed

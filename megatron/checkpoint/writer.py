@@ -6,7 +6,7 @@
               shared.json and config.json; then rank<k>.json, which says what rank k
               wrote; checksummed on the way, fsynced                                         all ranks agree
     commit    rank 0: manifest.json, which says how tensors are cut, fsync, rename;
-              old tags go                                                                    all ranks agree
+              old tags go out of the way, to be deleted (trash.py)                           all ranks agree
 
 "Agree" is agree.py: when one rank fails, all raise its error, the staging folder is removed and no tag is touched.
 A replicated parameter (partition None) is written by tensor-parallel rank 0 alone; its other copies are skipped.
@@ -52,6 +52,7 @@ from megatron.checkpoint.strangers import named, of_no_save
 from megatron.checkpoint.strict import readable
 from megatron.checkpoint.tags import Say, folder_of, say_stderr
 from megatron.checkpoint.tensorfile import Item, split_files, write_blob, write_file
+from megatron.checkpoint.trash import BehindTheRun, Delete, delete_now
 from megatron.errors import CheckpointError
 from mpu.groups import Group
 
@@ -105,7 +106,7 @@ def saving(root: str | Path, tag: str, *, pieces: Iterable[Piece], rank_state: M
            shared_state: Mapping[str, Any], config: Mapping[str, Any], layout: Mapping[str, Any], world: Group,
            run_id: str, iteration: int, tensors: Iterable[TensorEntry] | None = None, place: int | None = None,
            say: Say = say_stderr, keep: Keep = Keep(), hold: Hold | None = None, latest: bool = True,
-           key: Key | None = None) -> Saving:
+           key: Key | None = None, trash: BehindTheRun | None = None) -> Saving:
     """Write the checkpoint `tag` under `root`, then delete the older ones that `keep` does not name.
 
     `tensors` is everything that the ranks together write, the same on all of them; left out, every piece is a whole
@@ -113,9 +114,10 @@ def saving(root: str | Path, tag: str, *, pieces: Iterable[Piece], rank_state: M
     `config` are taken from rank 0. States are nested dicts of JSON values and tensors. `layout` holds at least "tp" and
     "dp". `place` is this rank's in that grid, tensor-parallel rank + tp * data-parallel rank, which its files are named
     by; left out, it is the rank. A save without `latest` is loaded only by its name. With a `key`, the same on all
-    ranks, it is signed.
+    ranks, it is signed. Old folders are taken apart in the `trash`; without one they are gone when the save ends.
     """
     begin = time.perf_counter()
+    delete = delete_now if trash is None else trash.delete
     root, place = Path(root), world.rank if place is None else place
     own = [piece for piece in pieces if piece.partition is not None or piece.tp_rank == 0]
     whole = sorted((piece.tensor() for piece in own) if tensors is None else tensors, key=lambda t: (t.kind, t.name))
@@ -126,15 +128,20 @@ def saving(root: str | Path, tag: str, *, pieces: Iterable[Piece], rank_state: M
                   world)
     needed = total(share.nbytes, world)
     with ExitStack() as until_saved:  # rank 0 holds the staging folder
-        staging = Path(on_rank_0(lambda: fits(lambda: str(until_saved.enter_context(
-            stage(root, tag, run_id, say, needed)))), world))
+        def prepare() -> str:
+            if trash is not None:
+                trash.wait()  # old checkpoints do not pile up where a disk deletes slowly, and there is room for this one
+            return str(until_saved.enter_context(stage(root, tag, run_id, say, needed)))
+
+        staging = Path(on_rank_0(lambda: fits(prepare), world))
 
         def publish() -> int:
-            with alone(root):
+            with storing(root / tag, 0), alone(root):
                 if replaced := _replaced(root, tag):
                     say(replaced)
-                size = _commit(staging, root, replace(manifest, nbytes=written, saved_at=time_of_commit(root)), latest)
-                prune(root, keep, iteration, say)
+                dated = replace(manifest, nbytes=written, saved_at=time_of_commit(root))
+                size = _commit(staging, root, dated, latest, delete)
+                prune(root, keep, iteration, say, delete)
                 return size
 
         try:
@@ -253,12 +260,12 @@ def _write_rank(staging: Path, share: _Share) -> int:
     return sum(entry.size for entry in files.values()) + len(text)
 
 
-def _commit(staging: Path, root: Path, manifest: Manifest, latest: bool) -> int:
+def _commit(staging: Path, root: Path, manifest: Manifest, latest: bool, delete: Delete) -> int:
     """The manifest, last of all files, then the rename; its bytes."""
     data = manifest.to_bytes()
     with storing(staging / MANIFEST, len(data)):
         write_blob(staging / MANIFEST, data)
-    commit(staging, root, manifest.tag, latest)
+    commit(staging, root, manifest.tag, latest, delete)
     return len(data)
 
 

@@ -29,6 +29,7 @@ from megatron.checkpoint.choice import is_empty
 from megatron.checkpoint.commit import Keep, probe
 from megatron.checkpoint.manifest import step_tag
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
+from megatron.checkpoint.trash import BehindTheRun
 from megatron.checkpoint.writer import SaveReport, complete
 from megatron.config.tree import Config
 from megatron.errors import ConfigError
@@ -83,6 +84,7 @@ class Engine(EngineStatus):
         self.last_save: SaveReport | None = None
         """What the last complete save cost."""
         self._background, self._host_copy = Background(core.groups.world, core.meet), HostCopy(self.device)
+        self._trash = BehindTheRun()
         self.notes: list[str] = []
         """What a user should read once."""
         self.rng_note: str | None = None
@@ -344,7 +346,8 @@ class Engine(EngineStatus):
             loop={**self._batching.state(),
                   "epoch": epochs.next_epoch() if isinstance(epochs, EpochLoader) else None},
             optimizer=save_optimizer_states, rng=save_rng_states, frozen=not exclude_frozen_parameters, keep=keep,
-            hold=self._host_copy.hold if in_background else None, latest=save_latest, key=self.key)
+            hold=self._host_copy.hold if in_background else None, latest=save_latest, key=self.key,
+            trash=self._trash)
         self._background.start(steps, partial(self._saved, then), f"{name} of {root}") if in_background else \
             self._saved(then, complete(steps, self.groups.world))
         return True

@@ -30,6 +30,7 @@ from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.signature import Key
 from megatron.checkpoint.strict import sense_of
 from megatron.checkpoint.tensorfile import DTYPE_NAMES
+from megatron.checkpoint.trash import BehindTheRun
 from megatron.checkpoint.writer import Hold, Saving, saving
 from megatron.errors import CheckpointError, ConfigError
 from megatron.zero.api.hyper import SCHEDULED, check_groups, hyper_parameters, restore_groups
@@ -98,7 +99,7 @@ def check_client_state(client_state: Mapping[str, Any]) -> None:
 def saving_engine(engine: ZeroEngine, root: Path, tag: str, who: Identity, *, client_state: Mapping[str, Any],
                   scheduler: Stateful | None, loop: Mapping[str, Any] = {}, optimizer: bool = True, rng: bool = True,
                   frozen: bool = True, keep: Keep = Keep(), hold: Hold | None = None, latest: bool = True,
-                  key: Key | None = None) -> Saving:
+                  key: Key | None = None, trash: BehindTheRun | None = None) -> Saving:
     """The save of the checkpoint `tag` under `root`, to be driven to its end. Collective over the world."""
     check_client_state(client_state)
     engine.meet(SAVE)
@@ -120,7 +121,7 @@ def saving_engine(engine: ZeroEngine, root: Path, tag: str, who: Identity, *, cl
     return saving(root, tag, pieces=pieces, tensors=_tensors(engine, kinds, frozen), place=_place(engine.groups),
                   rank_state={"rng": capture_rng()} if rng else {}, shared_state=shared, config=who.config,
                   layout=who.layout, world=engine.groups.world, run_id=who.run_id, iteration=engine.global_steps,
-                  keep=keep, hold=hold, latest=latest, key=key)
+                  keep=keep, hold=hold, latest=latest, key=key, trash=trash)
 
 
 def _data_of(run: Run) -> Tensor | Deferred:
