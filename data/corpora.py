@@ -24,7 +24,7 @@ from data.preprocess import Reading
 from data.sample_index import digest, samples_in
 from data.sampling import parse_split, split_documents
 from data.sources import NAMED, check_sources, parse_sources
-from data.storage import DataError, named_by
+from data.storage import DataError, named_by, read_for
 from data.tokenizer import Tokenizer
 
 PARTS = ("train", "valid", "test")
@@ -64,14 +64,15 @@ def open_datasets(*, train_data: Sequence[str], valid_data: Sequence[str] = (), 
     cut = [part for part in PARTS if part not in replaced and shares[part] > 0]
     pieces: dict[str, list[Piece]] = {part: [] for part in PARTS}
     for source in parse_sources(train_data, "--train-data"):
-        corpus = opener.corpus(source.name)
+        corpus = opener.corpus(source.name, "--train-data")
         ranges = split_documents([shares[part] for part in cut], corpus.num_documents)
         for part, documents in zip(cut, ranges):
             pieces[part].append(Piece(source.name, corpus, documents, source.weight))
     for part, words in replaced.items():
         for source in parse_sources(words, f"--{part}-data"):
-            corpus = opener.corpus(source.name)
-            pieces[part].append(Piece(source.name, corpus, range(corpus.num_documents), source.weight))
+            corpus = opener.corpus(source.name, f"--{part}-data")
+            pieces[part].append(Piece(source.name, corpus, range(corpus.num_documents), source.weight,
+                                      f"--{part}-data"))
     # What the user named must be usable; a part that the split left too small is merely absent, with a note.
     datasets = {part: opener.dataset(part, pieces[part], required=part == "train" or part in replaced)
                 for part in PARTS}
@@ -86,6 +87,7 @@ class Piece:
     corpus: IndexedCorpus
     documents: range
     weight: Fraction | None
+    flag: str = "--train-data"
 
     def tokens(self) -> int:
         return int(self.corpus.sizes[self.documents.start:self.documents.stop].sum(dtype="int64"))
@@ -104,8 +106,12 @@ class _Opener:
     notes: list[str] = field(default_factory=list)
     opened: dict[str, IndexedCorpus] = field(default_factory=dict)
 
-    def corpus(self, name: str) -> IndexedCorpus:
+    def corpus(self, name: str, flag: str) -> IndexedCorpus:
         """The corpus of a source, checked against the tokenizer."""
+        with read_for(flag):
+            return self._corpus(name)
+
+    def _corpus(self, name: str) -> IndexedCorpus:
         if name not in self.opened:
             corpus = IndexedCorpus(self.prefix(name))
             made_by = corpus.facts and corpus.facts.tokenizer
@@ -146,7 +152,7 @@ class _Opener:
         # Two corpora of equal sizes must not be shuffled alike, and evaluation must not follow training.
         seeds = [self.seed + PARTS.index(part) + len(PARTS) * k for k in range(len(pieces))]
         datasets = [GPT2Dataset(piece.corpus, piece.documents, self.seq_length, seed, part, self.cache_path,
-                                self.tokenizer.vocab_size) for piece, seed in zip(pieces, seeds)]
+                                self.tokenizer.vocab_size, piece.flag) for piece, seed in zip(pieces, seeds)]
         if len(datasets) == 1:
             return datasets[0]
         weights = [piece.weight or Fraction(dataset.samples_per_epoch) for piece, dataset in zip(pieces, datasets)]

@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from data.indexed import IndexedCorpus
 from data.sample_index import EpochStore, digest, samples_in
 from data.sampling import Blend, index_dtype
-from data.storage import DataError
+from data.storage import DataError, read_for
 
 Sample = NDArray[np.int64]
 
@@ -46,8 +46,9 @@ class GPT2Dataset(Dataset):
     """Samples of some documents of one corpus, joined across documents."""
 
     def __init__(self, corpus: IndexedCorpus, documents: Sequence[int] | ArrayLike, seq_length: int, seed: int,
-                 name: str, cache_path: str | None = None, vocab_size: int | None = None) -> None:
-        self.name, self.seq_length = name, seq_length
+                 name: str, cache_path: str | None = None, vocab_size: int | None = None, flag: str = "") -> None:
+        """`flag`: where the name of the corpus is from, for errors."""
+        self.name, self.seq_length, self._flag = name, seq_length, flag
         self._corpus, self._vocab_size = corpus, vocab_size
         chosen = np.arange(documents.start, documents.stop, documents.step) if isinstance(documents, range) \
             else np.asarray(documents)
@@ -69,6 +70,10 @@ class GPT2Dataset(Dataset):
     def __getitem__(self, index: int) -> Sample:
         if index < 0:
             raise IndexError(f"sample {index}: expected 0 or more")
+        with read_for(self._flag):
+            return self._sample(index)
+
+    def _sample(self, index: int) -> Sample:
         number, phase = divmod(int(index), self.samples_per_epoch)
         epoch = self._epochs[number]
         position, offset = map(int, epoch.starts[phase])

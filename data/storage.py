@@ -68,6 +68,17 @@ def named_by(flag: str) -> Iterator[None]:
         raise StorageFault(f"{flag}: {error}") from error
 
 
+@contextmanager
+def read_for(flag: str) -> Iterator[None]:
+    """What cannot be used in the block was named with this flag, and the error says so."""
+    try:
+        yield
+    except DataError as error:
+        if not flag or str(error).startswith("--"):
+            raise
+        raise type(error)(f"{flag}: {error}") from error
+
+
 def fsync_file(path: str | os.PathLike[str]) -> None:
     """Wait until the content of a file (or the entries of a folder) is on the disk."""
     with writing(path):

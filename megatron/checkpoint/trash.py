@@ -87,8 +87,8 @@ class BehindTheRun:
     def _work(self) -> None:
         while (path := self._next()) is not None:
             if (why := delete_now(path)) is not None:
-                self._say(f"warning: {path}, an old checkpoint, cannot be deleted ({why.strerror or why}): the next save "
-                          "tries again")
+                self._say(f"warning: {path}, an old checkpoint, cannot be deleted ({why.strerror or why}): the next "
+                          "save tries again")
 
     def _next(self) -> Path | None:
         with self._lock:

@@ -130,7 +130,7 @@ def saving(root: str | Path, tag: str, *, pieces: Iterable[Piece], rank_state: M
     with ExitStack() as until_saved:  # rank 0 holds the staging folder
         def prepare() -> str:
             if trash is not None:
-                trash.wait()  # old checkpoints do not pile up where a disk deletes slowly, and there is room for this one
+                trash.wait()  # or old checkpoints pile up where a disk deletes slowly, and take this one's room
             return str(until_saved.enter_context(stage(root, tag, run_id, say, needed)))
 
         staging = Path(on_rank_0(lambda: fits(prepare), world))

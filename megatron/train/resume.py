@@ -6,8 +6,8 @@ in the data, which data that is, and the learning rate schedule it follows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from megatron.checkpoint.tags import held, steps_of, tag_names
 from megatron.checkpoint.writer import SaveReport
 from megatron.config.hf_shape import shape_in
 from megatron.config.tree import Config, flag_name
-from megatron.errors import CheckpointError, ConfigError
+from megatron.errors import CheckpointError, ConfigError, StorageError
 from megatron.optim.schedule import Schedule
 from megatron.train.loop import TrainState
 from megatron.train.position import position_in
@@ -70,7 +70,9 @@ class Checkpoints:
         if self.config.save.save is not None:
             root = Path(self.config.save.save)
             on_rank_0(lambda: self._claim(root), self.groups.world)
-        self._source = on_rank_0(self._find, self.groups.world) if self.config.save.load is not None else (None, None)
+        with loaded_from(self.config.save.load):
+            self._source = on_rank_0(self._find, self.groups.world) if self.config.save.load is not None \
+                else (None, None)
 
     def _claim(self, root: Path) -> None:
         """Before the first step: the folder can be written, no other job saves into it, and what an interrupted save
@@ -101,6 +103,12 @@ class Checkpoints:
                               "yet")
             return self._start(engine)
         self._loaded = Path(root)
+        with loaded_from(section.load):
+            return self._go_on(engine, root, tag)
+
+    def _go_on(self, engine: Engine, root: str, tag: str | None) -> TrainState:
+        """From a checkpoint."""
+        section = self.config.save
         found = open_checkpoint(root, tag, world=self.groups.world, fallback=section.resume_fallback,
                                 key=engine.key)
         with sense_of(f"tag {found.tag}: {MANIFEST}: config"):
@@ -150,7 +158,7 @@ class Checkpoints:
     def _start_at(self, state: TrainState) -> TrainState:
         """`state`, with a line where --save holds later steps: of a branch that this run leaves, or of another run."""
         root = self.config.save.save
-        held = {} if root is None else on_rank_0(lambda: steps_of(Path(root)), self.groups.world)
+        held = {} if root is None else on_rank_0(lambda: _steps_in(Path(root)), self.groups.world)
         if later := [tag for tag, step in held.items() if step > state.iteration]:
             more = f" and {len(later) - 3} more" if len(later) > 3 else ""
             self.notes.append(f" note: --save {root} holds {', '.join(later[:3])}{more}, later than iteration "
@@ -218,6 +226,26 @@ class Checkpoints:
     def _tell(self, say: Say, report: SaveReport) -> None:
         say(f" saved {report.tag} to {self.config.save.save} "
             f"({report.bytes / 1e6:.1f} MB in {report.seconds:.2f} s)")
+
+
+@contextmanager
+def loaded_from(folder: str | None) -> Iterator[None]:
+    """An error of a checkpoint in the block says which flag named it, and which folder."""
+    try:
+        yield
+    except CheckpointError as error:
+        if folder is None or str(error).startswith("--load"):
+            raise
+        where = "--load" if folder in str(error) else f"--load {folder}"
+        raise CheckpointError(f"{where}: {error}") from error
+
+
+def _steps_in(root: Path) -> dict[str, int]:
+    """Of the folder that is saved into."""
+    try:
+        return steps_of(root)
+    except CheckpointError as error:
+        raise StorageError(f"--save: {error}") from error
 
 
 def _follows(engine: Engine) -> FollowSchedule:

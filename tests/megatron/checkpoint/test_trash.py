@@ -42,12 +42,14 @@ def in_trash(root: Path) -> list[str]:
 
 
 @contextmanager
-def slow_disk() -> Iterator[threading.Event]:
-    """Nothing is deleted until the event is set."""
+def slow_disk(begun: list[Any] | None = None) -> Iterator[threading.Event]:
+    """Nothing is deleted until the event is set; what was begun to be."""
     go, remove = threading.Event(), shutil.rmtree
 
     def later(*words: Any, **more: Any) -> None:
-        assert go.wait(60)
+        if begun is not None:
+            begun.append(words)
+        assert go.wait(10)
         remove(*words, **more)
 
     with mock.patch.object(trash.shutil, "rmtree", later):
@@ -57,14 +59,16 @@ def slow_disk() -> Iterator[threading.Event]:
 def test_a_save_does_not_wait_for_what_it_deletes_and_the_next_one_does(tmp_path: Path) -> None:
     behind = BehindTheRun()
     save(tmp_path, 1, behind)
-    with slow_disk() as go:
+    begun: list[Any] = []
+    with slow_disk(begun) as go:
         save(tmp_path, 2, behind)
         assert tag_names(tmp_path) == ["global_step2"] and len(in_trash(tmp_path)) == 1
         assert verify(tmp_path, "global_step2") and open_checkpoint(tmp_path, say=pytest.fail).tag == "global_step2"
         later = threading.Thread(target=save, args=(tmp_path, 3, behind))
         later.start()
         later.join(0.2)
-        assert later.is_alive() and tag_names(tmp_path) == ["global_step2"]
+        assert later.is_alive() and len(begun) == 1  # and it does not delete the same beside
+        assert tag_names(tmp_path) == ["global_step2"]
         assert not [name for name in os.listdir(tmp_path) if name.startswith(".staging")]
         go.set()
         later.join(60)
@@ -109,8 +113,7 @@ def test_what_cannot_be_deleted_is_told_and_does_not_fail_the_save(number: int, 
     behind = BehindTheRun(said.append)
     save(tmp_path, 1, behind)
     with mock.patch.object(os, "unlink", side_effect=OSError(number, os.strerror(number))), \
-            mock.patch.object(os, "rmdir", side_effect=OSError(number, os.strerror(number))), \
-            mock.patch.object(writer, "stage", writer.stage):
+            mock.patch.object(os, "rmdir", side_effect=OSError(number, os.strerror(number))):
         folder = tmp_path / f"{TRASH}global_step1-0"
         os.rename(tmp_path / "global_step1", folder)
         behind.delete(folder)
