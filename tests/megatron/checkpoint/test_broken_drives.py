@@ -110,7 +110,8 @@ def job(folder: Path, fault: Fault, flags: list[str]) -> subprocess.CompletedPro
                        OMP_NUM_THREADS="1")
     return subprocess.run(
         [sys.executable, "-m", "megatron.launch", "--nproc-per-node", "2", broken_drive.__file__, *TINY,
-         "--train-iters", "6", "--lr-decay-iters", "6", "--split", "1,0,0", "--save", str(folder / "save"), "--load", str(folder / "save"),
+         "--train-iters", "6", "--lr-decay-iters", "6",
+         "--split", "1,0,0", "--save", str(folder / "save"), "--load", str(folder / "save"),
          *flags],
         cwd=ROOT, capture_output=True, text=True, env=environment, timeout=120)
 
