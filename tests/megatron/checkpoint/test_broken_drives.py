@@ -64,7 +64,7 @@ SAVES = [
     Case(Fault(0, "fsync", r"\.latest-pending\.[^/]*$", errno.EDQUOT, STEP), names="{}/save/.latest-pending"),
     Case(Fault(0, "write", r"/\.zero_to_fp32\.py\.[^/]*$", errno.ENOSPC), names="{}/save/zero_to_fp32.py"),
     Case(Fault(0, "open", r"/save/\.lock$", errno.EROFS), names="{}/save/.lock"),
-    Case(Fault(0, "stat", "/save/global_step4$", errno.EIO, STEP), names="{}/save/global_step4"),
+    Case(Fault(0, "stat", "/save/global_step2$", errno.EIO, STEP), names="{}/save/global_step4"),
     Case(Fault(0, "scandir", "/save$", errno.EIO, STEP), names="{}/save", flags="--keep-last 1"),
 ]
 KERNEL = [
