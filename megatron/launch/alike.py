@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.errors import EXIT_CONFIG, ConfigError, PeerError
-from megatron.ranges import ranges
+from megatron.ranges import differences, ranges
 from megatron.version import __version__
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 PACKAGES = ("megatron", "mpu", "data")
-MOST_KINDS, MOST_FACTS = 16, 12
-"""Different ranks whose facts are read, and facts that are named."""
+MOST_KINDS = 16
+"""Different ranks whose facts are read."""
 SLACK = timedelta(seconds=10)
 """For rank 0 to say who did not come."""
 LINGER_SECONDS = 5.0
@@ -108,21 +108,9 @@ def _verdict(store: Store, ranks: int, limit: timedelta) -> dict[str, Any] | Non
 
 def difference(told: Sequence[tuple[Mapping[str, Any], Sequence[int]]], what: str = "the ranks were started "
                "differently") -> str:
-    """What some ranks were told and others not: each fact, its values and their ranks."""
-    lines = []
-    for name in dict.fromkeys(name for facts, _ in told for name in facts):
-        values: dict[str, list[int]] = {}
-        for facts, ranks in told:
-            values.setdefault(_shown(facts[name]) if name in facts else "not there", []).extend(ranks)
-        if len(values) > 1:
-            lines.append(f"{name} is " + ", ".join(f"{value} on {ranges(who)}" for value, who in values.items()))
-    more = f"; and {len(lines) - MOST_FACTS} more" if len(lines) > MOST_FACTS else ""
-    return (f"{what}: {'; '.join(lines[:MOST_FACTS])}{more}. Start all with the same command, the same code and the "
-            "same files (docs/launch.md)")
-
-
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    """What some ranks were told and others not."""
+    return (f"{what}: {differences(told)}. Start all with the same command, the same code and the same files "
+            "(docs/launch.md)")
 
 
 def _wait_for_all(store: Store, ranks: int) -> None:

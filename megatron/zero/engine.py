@@ -109,7 +109,7 @@ class ZeroEngine:
         self._aside.check_here("engine.backward()", WEIGHTS)
         divisor = self.accumulation if scale_wrt_gas else 1
         part, scaled = loss / divisor, loss * (self.scaler.scale / divisor)
-        self._step.begin_with(part, first=not self.has_gradients)
+        self._step.begin_with(part, first=not self.has_gradients, divisor=divisor)
         try:
             self.passes.backward(scaled, retain_graph=retain_graph, ends_step=self.at_boundary,
                                  reduces=self._policy.split_grads or self.at_boundary)

@@ -1,8 +1,9 @@
 """Verdict: what all ranks know of a step after one exchange; on the device at once, on the host when somebody asks.
 
-Each rank contributes the square of its gradients' norm, a digest of what it ran, whether it objects to the step, and
-*riders*: numbers of the caller that travel along (a loss, a request to stop). All of them are sums over the world. The
-optimizer's step follows on the device, without waiting for the host: where the verdict is no, it changes nothing.
+Each rank contributes the square of its gradients' norm, a digest of what it ran and of its settings, whether it
+objects to the step, and *riders*: numbers of the caller that travel along (a loss, a request to stop). All of them are
+sums over the world. The optimizer's step follows on the device, without waiting for the host: where the verdict is no,
+it changes nothing.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ class Verdict:
         """From what `exchange` returned. `per_unit` makes the mean gradient of the sum; the norm is clipped to `limit`
         (0: not at all)."""
         self._ranks, self._per_unit, self._limit = ranks, per_unit, limit
-        squares, traces, squared_traces, objections = sums[:_OWN].unbind()
+        squares, digests, squared_digests, objections = sums[:_OWN].unbind()
         norm = squares.sqrt() * per_unit
-        self.applies = norm.isfinite() & (squared_traces * ranks == traces * traces) & (objections == 0)
+        self.applies = norm.isfinite() & (squared_digests * ranks == digests * digests) & (objections == 0)
         self._line = HostCopy(torch.cat([norm.view(1), sums]))
         self._norm = norm
 
@@ -67,16 +68,17 @@ class Verdict:
 
     def read(self) -> Found:
         """Waits for the device."""
-        norm, _, traces, squared_traces, objections, *riders = self._line.values()
+        norm, _, digests, squared_digests, objections, *riders = self._line.values()
         return Found(norm, self._per_unit * clip_factor(norm, self._limit),
-                     squared_traces * self._ranks == traces * traces, objections > 0, tuple(riders))
+                     squared_digests * self._ranks == digests * digests, objections > 0, tuple(riders))
 
 
-def exchange(square: Tensor, world: Group, *, counts: bool = True, trace: int = 0, objects: bool = False,
+def exchange(square: Tensor, world: Group, *, counts: bool = True, digest: int = 0, objects: bool = False,
              riders: Sequence[Tensor | float] = ()) -> Tensor:
-    """The sums over the world. `counts` is False on ranks whose gradients another one counts."""
+    """The sums over the world. `counts` is False on ranks whose gradients another one counts. `digest` has as few bits
+    that the sums of it and of its square are exact (hypers.py)."""
     numbers = torch.zeros(_OWN + len(riders), dtype=torch.float64, device=square.device)
-    mine = (square if counts else 0, trace, trace * trace, objects, *riders)
+    mine = (square if counts else 0, digest, digest * digest, objects, *riders)
     for place, value in zip(numbers, mine, strict=True):
         if isinstance(value, Tensor):
             place.copy_(value)

@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 from zlib import crc32
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -44,6 +43,7 @@ from megatron.zero.api.offload import homes_of, offload_notes
 from megatron.zero.api.optimizer import ZeroOptimizer
 from megatron.zero.api.schedule import FollowSchedule, Scheduler, schedule_of
 from megatron.zero.engine import ZeroEngine
+from megatron.zero.hypers import plain
 from megatron.zero.layout import align
 from megatron.zero.policy import notes as zero_notes
 from megatron.zero.precision import DTYPES
@@ -102,7 +102,7 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
     watch_over(core)
     wrapped = ZeroOptimizer(core, defaults, client)
     scheduler = _scheduler(settings, lr_scheduler, wrapped)
-    alike({"lr_scheduler": type(scheduler).__name__, **({} if scheduler is None else _plain(scheduler.state_dict()))},
+    alike({"lr_scheduler": type(scheduler).__name__, **({} if scheduler is None else plain(scheduler.state_dict()))},
           groups.world, "the ranks give zero.initialize different schedules")
     engine = Engine(core, config, wrapped, scheduler, settings.watch, mpu)
     splits = any(bucket.comes_and_goes for bucket in (*core.buckets, *core.frozen))
@@ -122,7 +122,7 @@ def _numbers(rule: Rule, param_groups: Iterable[ParamGroup], model: nn.Module) -
     trained = [name for parameter, name in names.items() if parameter.requires_grad]
     found: dict[str, Any] = {"the rule": type(rule).__name__, "trained": _listed(trained)}
     for number, group in enumerate(param_groups):
-        found |= {f"{name} of param group {number}": _plain(value) for name, value in group.items()
+        found |= {f"{name} of param group {number}": plain(value) for name, value in group.items()
                   if name != "params"}
         found[f"param group {number}"] = _listed([names.get(parameter, "?") for parameter in group["params"]])
     return found
@@ -130,17 +130,6 @@ def _numbers(rule: Rule, param_groups: Iterable[ParamGroup], model: nn.Module) -
 
 def _listed(names: list[str]) -> str:
     return f"{len(names)} parameters ({crc32(' '.join(sorted(names)).encode()):08x})"
-
-
-def _plain(value: Any) -> Any:
-    """As it can be compared: numbers, whoever holds them, and lists of them; of what is none, its kind."""
-    if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
-        return value.tolist()
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    return value if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
