@@ -16,6 +16,7 @@ from megatron.errors import (CheckpointError, ConfigError, MemoryLack, NumericsE
                              TrainerError)
 from megatron.launch.alike import difference
 from megatron.launch.exits import is_lack_of_memory
+from megatron.ranges import differences
 from mpu.collectives import agree as reduce_number
 from mpu.collectives import all_gather_json, broadcast_json
 from mpu.groups import Group
@@ -64,11 +65,25 @@ def with_memory(action: Callable[[], T], world: Group, doing: str) -> T:
 def alike(facts: Mapping[str, Any], world: Group, what: str) -> None:
     """Every rank has these facts, or each raises a ConfigError that names where they differ: `what` is so. One number
     travels where all is well."""
+    if told := unlike(facts, world):
+        raise ConfigError(difference([(found, [rank]) for rank, found in enumerate(told)], what))
+
+
+def called_alike(call: str, facts: Mapping[str, Any], world: Group) -> None:
+    """The same of a call that every rank makes, with these arguments."""
+    if told := unlike(facts, world):
+        found = differences([(each, [rank]) for rank, each in enumerate(told)])
+        raise ConfigError(f"the ranks call {call} with different arguments: {found}; nothing was done: give it the "
+                          "same on every rank")
+
+
+def unlike(facts: Mapping[str, Any], world: Group) -> list[dict[str, Any]]:
+    """Those of every rank, where they differ; nothing where all are alike."""
     text = json.dumps(facts, sort_keys=True, default=str)
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6])  # a float of 64 bits holds it
-    if reduce_number(number, world, "min") != reduce_number(number, world, "max"):
-        told = [(found, [rank]) for rank, found in enumerate(all_gather_json(json.loads(text), world))]
-        raise ConfigError(difference(told, what))
+    if reduce_number(number, world, "min") == reduce_number(number, world, "max"):
+        return []
+    return all_gather_json(json.loads(text), world)
 
 
 def same_key(path: str | None, world: Group) -> Key | None:

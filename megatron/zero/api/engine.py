@@ -15,6 +15,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from megatron.checkpoint.agree import on_rank_0, same_key
+from megatron.checkpoint.agree import agree, called_alike, on_rank_0, same_key
 from megatron.checkpoint.background import Background, HostCopy
 from megatron.checkpoint.choice import is_empty
 from megatron.checkpoint.commit import Keep, probe
@@ -43,9 +44,11 @@ from megatron.zero.api.optimizer import ZeroOptimizer
 from megatron.zero.api.saved import (
     Identity,
     LoadOptions,
+    check_client_state,
     load_engine,
     restore_streams,
     saving_engine,
+    tell_of_lost_keys,
     whole_weights,
     write_weights,
 )
@@ -231,11 +234,14 @@ class Engine(EngineStatus):
         return self
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """From the next step on; the number of micro-batches stays. Loaders keep the size they were made with."""
+        """From the next step on; the number of micro-batches stays. Loaders keep the size they were made with. Every
+        rank calls it."""
+        self._come_alike("set_train_micro_batch_size", train_micro_batch_size=micro_batch_size)
         self._batching.set_micro(micro_batch_size)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """From the next step on, by another number of micro-batches; their size stays."""
+        """From the next step on, by another number of micro-batches; their size stays. Every rank calls it."""
+        self._come_alike("set_train_batch_size", train_batch_size=train_batch_size)
         self._batching.set_total(train_batch_size)
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -243,7 +249,9 @@ class Engine(EngineStatus):
         return self.core.at_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Say whether the next step ends an optimizer step; None goes back to counting micro-batches."""
+        """Say whether the next step ends an optimizer step; None goes back to counting micro-batches. Every rank says
+        the same, and is not asked here: where one does not, its step is refused (hypers.py), or the watch ends the
+        run."""
         self.core.set_gradient_accumulation_boundary(is_boundary)
 
     def settle(self) -> None:
@@ -254,7 +262,10 @@ class Engine(EngineStatus):
                        non_blocking: bool = False) -> None:
         """What the engine keeps on its GPU goes to the host, between two steps, until `reload_states`. `include` names
         some of `zero.OffloadStateTypeEnum`; without it everything goes. Every rank calls it."""
-        wins = self.core.offload_states(states_of(include, device), pinned=pin_memory, non_blocking=non_blocking)
+        self.core.meet("engine.offload_states()")
+        states = agree(lambda: states_of(include, device), self.groups.world)
+        called_alike("offload_states", {"include": states}, self.groups.world)
+        wins = self.core.offload_states(states, pinned=pin_memory, non_blocking=non_blocking)
         if not wins and not self._told_of_host:
             self._told_of_host = True
             if self.groups.world.rank == 0:
@@ -273,6 +284,11 @@ class Engine(EngineStatus):
         self.conclude()
         self.monitor.close()
         self.core.detach()
+
+    def _come_alike(self, call: str, **arguments: Any) -> None:
+        """Every rank is here, with the same arguments."""
+        self.core.meet(f"engine.{call}()")
+        called_alike(call, arguments, self.groups.world)
 
     # ---- the model ----------------------------------------------------------------------------------------------
 
@@ -328,12 +344,20 @@ class Engine(EngineStatus):
                         then: Callable[[SaveReport], None] | None = None) -> bool:
         """Save everything a resumed run needs; every rank calls it. The tag is `global_step<N>` unless given. Without
         `save_latest` a load uses it only by its tag.
-        `client_state` (JSON values and tensors, rank 0's) comes back from `load_checkpoint`.
+        `client_state` (JSON values and tensors) comes back from `load_checkpoint`. It is rank 0's, as is the folder:
+        values of other ranks may differ (a loss), and of a key that only they have a warning says that it is lost.
+        Everything else is the same on all ranks.
 
         `in_background` returns after a copy; the checkpoint is complete when a later `step`, `finish_save` or the end
         of the program has called `then`. An error of the writing is raised there, on every rank. State that is
         not on the device is not copied: there is no room for it twice, and the save is made at once."""
         self.core.meet(SAVE)
+        called_alike("save_checkpoint", {
+            "tag": tag if tag is None else str(tag), "save_latest": save_latest, "in_background": in_background,
+            "exclude_frozen_parameters": exclude_frozen_parameters, "save_optimizer_states": save_optimizer_states,
+            "save_rng_states": save_rng_states, "keep": asdict(keep)}, self.groups.world)
+        agree(lambda: check_client_state(client_state or {}), self.groups.world)
+        tell_of_lost_keys(client_state or {}, self.groups.world)
         self.conclude()
         root, name = Path(save_dir), step_tag(self.global_steps) if tag is None else str(tag)
         on_rank_0(lambda: probe(root), self.groups.world)
@@ -371,11 +395,16 @@ class Engine(EngineStatus):
                         load_lr_scheduler_states: bool = True, load_module_only: bool = False,
                         custom_load_fn: None = None) -> tuple[str, dict[str, Any]] | tuple[None, None]:
         """Restore a checkpoint of any layout, `tag` or else the one that `latest` names; its path and the client_state.
-        (None, None), with a warning, where `load_dir` holds no checkpoint and none was named."""
+        (None, None), with a warning, where `load_dir` holds no checkpoint and none was named. Every rank calls it with
+        the same arguments; folders may differ, where what they hold is of the same save."""
         if custom_load_fn is not None:
             raise ConfigError("custom_load_fn is not supported: the engine places pieces of parameters; edit weights "
                               "afterwards, inside zero.GatheredParameters")
         self.core.meet(LOAD)
+        called_alike("load_checkpoint", {
+            "tag": tag if tag is None else str(tag), "load_module_strict": load_module_strict,
+            "load_optimizer_states": load_optimizer_states, "load_lr_scheduler_states": load_lr_scheduler_states,
+            "load_module_only": load_module_only}, self.groups.world)
         self.finish_save()
         root = Path(load_dir)
         if tag is None and on_rank_0(lambda: is_empty(root), self.groups.world):
@@ -393,6 +422,8 @@ class Engine(EngineStatus):
     @HERE.doing(LOAD)
     def restore(self, found: Checkpoint, options: LoadOptions = LoadOptions()) -> dict[str, Any]:
         """`load_checkpoint` for one that is open already; the client_state."""
+        self.core.meet(LOAD)
+        called_alike("restore", {**asdict(options), "tag": found.tag}, self.groups.world)
         self.conclude()
         load_engine(self.core, found, self.lr_scheduler, options)
         self._batching.begin_step()
@@ -416,7 +447,10 @@ class Engine(EngineStatus):
     def save_16bit_model(self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin",
                          exclude_frozen_parameters: bool = False) -> bool:
         """Write the weights in the working precision as one state dict (safetensors where the name says so). At stage 3
-        only if `stage3_gather_16bit_weights_on_model_save` allows it; otherwise a warning and False."""
+        only if `stage3_gather_16bit_weights_on_model_save` allows it; otherwise a warning and False. Every rank calls
+        it; the folder is rank 0's."""
+        self._come_alike("save_16bit_model", save_filename=str(save_filename),
+                         exclude_frozen_parameters=exclude_frozen_parameters)
         if self.zero_optimization_stage() == 3 and not self.config.zero.stage3_gather_16bit_weights_on_model_save:
             if self.groups.world.rank == 0:
                 print("warning: save_16bit_model wrote nothing: parameters are split; set "

@@ -9,6 +9,7 @@ On another layout random streams are derived anew from the seed and the step; ev
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron.checkpoint.agree import agree
+from megatron.checkpoint.agree import agree, alike, called_alike, unlike
 from megatron.checkpoint.commit import Keep
 from megatron.checkpoint.cut import Spread
 from megatron.checkpoint.interchange.foreign import Foreign
@@ -33,6 +34,7 @@ from megatron.checkpoint.tensorfile import DTYPE_NAMES
 from megatron.checkpoint.trash import BehindTheRun
 from megatron.checkpoint.writer import Hold, Saving, saving
 from megatron.errors import CheckpointError, ConfigError
+from megatron.ranges import ranges
 from megatron.zero.api.hyper import SCHEDULED, check_groups, hyper_parameters, restore_groups
 from megatron.zero.api.shared import check_shared, check_values, where_of
 from megatron.zero.engine import ZeroEngine
@@ -96,13 +98,26 @@ def check_client_state(client_state: Mapping[str, Any]) -> None:
         raise ConfigError(f"client_state: {', '.join(taken)} is the engine's own; choose another name")
 
 
+def tell_of_lost_keys(client_state: Mapping[str, Any], world: Group) -> None:
+    """A checkpoint holds the client state of rank 0. Collective."""
+    given = unlike({"keys": sorted(map(str, client_state))}, world)
+    lost: dict[str, list[int]] = {}
+    for rank, found in enumerate(given):
+        for key in set(found["keys"]).difference(given[0]["keys"]):
+            lost.setdefault(key, []).append(rank)
+    if lost and world.rank == 0:
+        named = ", ".join(f"{key!r} (given on {ranges(lost[key])})" for key in sorted(lost))
+        print(f"warning: client_state: {named} is not saved: a checkpoint holds that of rank 0; give it there",
+              file=sys.stderr)
+
+
 def saving_engine(engine: ZeroEngine, root: Path, tag: str, who: Identity, *, client_state: Mapping[str, Any],
                   scheduler: Stateful | None, loop: Mapping[str, Any] = {}, optimizer: bool = True, rng: bool = True,
                   frozen: bool = True, keep: Keep = Keep(), hold: Hold | None = None, latest: bool = True,
                   key: Key | None = None, trash: BehindTheRun | None = None) -> Saving:
     """The save of the checkpoint `tag` under `root`, to be driven to its end. Collective over the world."""
-    check_client_state(client_state)
     engine.meet(SAVE)
+    agree(lambda: check_client_state(client_state), engine.groups.world)
     agree(engine.check_before_save, engine.groups.world)
     kinds = ("weight", *(engine.state_kinds if optimizer else ()))
     tp = engine.groups.tp
@@ -200,8 +215,11 @@ def _wanted_of_groups(shared: Mapping[str, Any], scheduler: Stateful | None, opt
 
 
 def load_foreign_weights(engine: ZeroEngine, found: Foreign) -> None:
-    """Initial weights from another program's checkpoint, which must hold those of this model."""
+    """Initial weights from another program's checkpoint, which must hold those of this model. Each rank reads a copy of
+    its own, perhaps: what they hold is compared, as far as `Foreign.facts` looks."""
     engine.meet(LOAD)
+    alike(agree(found.facts, engine.groups.world), engine.groups.world, "the ranks find different weights, each where "
+          "it was told to look")
     agree(engine.check_before_load, engine.groups.world)
     engine.load_runs({"weight": found.shapes}, partial(_read_run, engine, found),
                      partial(agree, world=engine.groups.world))
@@ -289,6 +307,7 @@ def whole_weights(engine: ZeroEngine, frozen: bool = True) -> dict[str, Tensor]:
     """The model's state dict in the working precision, tensor parallel slices joined, on the host of world rank 0
     (empty on the others). Collective; one bucket is whole at a time."""
     engine.meet(SAVE)
+    called_alike("module_state_dict", {"exclude_frozen_parameters": not frozen}, engine.groups.world)
     agree(engine.check_before_save, engine.groups.world)
     keeps = engine.groups.world.rank == 0
     found: dict[int, Tensor] = {}

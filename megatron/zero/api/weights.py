@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.agree import agree
+from megatron.checkpoint.agree import agree, called_alike
 from megatron.config.tree import ZeroConfig
 from megatron.errors import ConfigError
 from megatron.zero.api.init import GatheredParameters
@@ -49,6 +49,7 @@ def load_weights(core: ZeroEngine, state: Mapping[str, Any], strict: bool) -> No
             _check_fits(core, state, strict)
 
     core.meet(LOAD)
+    called_alike("load_module_state_dict", {"strict": strict}, core.groups.world)
     agree(check, core.groups.world)
     named: dict[str, Any] = core.module.state_dict(keep_vars=True)
     new = {id(tensor): state[name] for name, tensor in named.items() if gives and name in state}
