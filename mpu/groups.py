@@ -122,6 +122,21 @@ def of_handle(handle: dist.ProcessGroup | None) -> Group:
     return _group(dist.get_rank(), tuple(dist.get_process_group_ranks(handle)), handle, None)
 
 
+def neighbours(group: Group, size: int) -> Group:
+    """The ranks of a group in runs of `size`: this rank's run. Collective over the group; found again when it is asked
+    for twice."""
+    runs = [group.ranks[at : at + size] for at in range(0, group.size, size)]
+    mine, rank = runs[group.rank // size], group.ranks[group.rank]
+    purpose = f"{size} neighbours of {group.name}"
+    known = next((one for one in distributed_c10d._world.pg_map if one.group_desc == purpose), None)
+    return _group(rank, mine, known or _near(mine, purpose) if size > 1 else None, None)
+
+
+@exchanging
+def _near(mine: tuple[int, ...], purpose: str) -> dist.ProcessGroup:
+    return cast(dist.ProcessGroup, dist.new_group(list(mine), use_local_synchronization=True, group_desc=purpose))
+
+
 def of_handles(tp: dist.ProcessGroup | None, dp: dist.ProcessGroup | None) -> Groups:
     """The groups of a grid that was made elsewhere."""
     return Groups(of_handle(dist.group.WORLD if dist.is_initialized() else None), of_handle(tp), of_handle(dp))

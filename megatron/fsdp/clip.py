@@ -1,16 +1,23 @@
-"""`clip_grad_norm_` over sharded parameters: the norm is that of all ranks' parts together."""
+"""`clip_grad_norm_` over sharded parameters: the norm is that of all ranks' parts together.
+
+Squares are summed by rows (mpu/grads.py), which begin where parameters do, so that the norm is the same to the bit
+however a model is wrapped and over how many ranks. Where all gradients of a wrapped module are as the backward left
+them, they are taken as one.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from megatron.errors import ConfigError, NumericsError
 from megatron.fsdp.shard import Shard, bucket_of, gradient_of, local
+from megatron.zero.bucket import FlatBucket
 from mpu.collectives import all_reduce
+from mpu.grads import sum_of_squares
 from mpu.groups import SOLO, Group
 
 
@@ -18,44 +25,77 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
                     error_if_nonfinite: bool = False, foreach: bool | None = None) -> Tensor:
     """As torch.nn.utils.clip_grad_norm_, and every rank calls it. Parameters that are not sharded count once."""
     found = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    group = _group_of(found)
-    sharded = [local(gradient) for one in found if isinstance(one, Shard)
-               and (gradient := gradient_of(one)) is not None]
+    buckets = _by_bucket(found)
+    group = _group_of(buckets)
+    sharded = [run for bucket, members in buckets.items() for run in _runs(bucket, members)]
     others = [one.grad for one in found if not isinstance(one, Shard) and one.grad is not None]
-    norm = total_norm(sharded, others, float(norm_type), group)
+    if buckets:
+        next(iter(buckets)).log.meet("clip_grad_norm_()")
+    norm = total_norm([*sharded, *(others if group.rank == 0 else ())], float(norm_type), group,
+                      _device(sharded, others, buckets))
     if error_if_nonfinite and not math.isfinite(float(norm)):
         raise NumericsError(f"the norm of order {norm_type} of all gradients is {float(norm)}: they cannot be clipped")
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for gradients in (sharded, others):
-        by_dtype: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for one in gradients:
-            by_dtype.setdefault((one.dtype, one.device), []).append(one)
-        for (dtype, device), some in by_dtype.items():
-            torch._foreach_mul_(some, factor.to(device, dtype))
+    for (dtype, device), some in _by_kind([*sharded, *others]).items():
+        torch._foreach_mul_(some, factor.to(device, dtype))
     return norm
 
 
-def _group_of(parameters: Sequence[Tensor]) -> Group:
-    found = {bucket.dp for one in parameters if isinstance(one, Shard) and (bucket := bucket_of(one))}
+def _by_bucket(parameters: Sequence[Tensor]) -> dict[FlatBucket, list[Shard]]:
+    found: dict[FlatBucket, list[Shard]] = {}
+    for one in parameters:
+        if isinstance(one, Shard):
+            found.setdefault(bucket_of(one), []).append(one)
+    return found
+
+
+def _group_of(buckets: Iterable[FlatBucket]) -> Group:
+    found = {bucket.dp for bucket in buckets}
     if len(found) > 1:
         raise ConfigError("the parameters are sharded over different groups of ranks: clip those of each group by "
                           "themselves")
     return next(iter(found), SOLO)
 
 
-def total_norm(sharded: Sequence[Tensor], others: Sequence[Tensor], order: float, group: Group) -> Tensor:
+def _runs(bucket: FlatBucket, members: Sequence[Shard]) -> Iterator[Tensor]:
+    """The gradients of these parameters that this rank has: all at once, where nobody has touched them."""
+    gradients = [None if (gradient := gradient_of(one)) is None else local(gradient) for one in members]
+    if len(members) == len(bucket.parameters) and bucket.grads.is_summed and all(
+            one is not None and (not one.numel() or _is_in(one, bucket.grads.shard)) for one in gradients):
+        yield bucket.grads.shard
+    else:
+        yield from (one for one in gradients if one is not None)
+
+
+def _is_in(run: Tensor, shard: Tensor) -> bool:
+    return run.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
+
+
+def _device(sharded: Sequence[Tensor], others: Sequence[Tensor], buckets: Iterable[FlatBucket]) -> torch.device:
+    """Where the norm is: all ranks must say the same, and one may have no gradient."""
+    first = next(iter(buckets), None)
+    if first is not None:
+        return first.updates_on if first.dp.sends_from_host else first.device
+    return next((one.device for one in (*sharded, *others)), torch.device("cpu"))
+
+
+def _by_kind(gradients: Iterable[Tensor]) -> dict[tuple[torch.dtype, torch.device], list[Tensor]]:
+    found: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for one in gradients:
+        found.setdefault((one.dtype, one.device), []).append(one)
+    return found
+
+
+def total_norm(counted: Sequence[Tensor], order: float, group: Group, device: torch.device) -> Tensor:
     """A 0-dimensional fp32 tensor. Sums are in fp64."""
-    counted = [*sharded, *(others if group.rank == 0 else ())]
-    device = next((one.device for one in (*sharded, *others)), torch.device("cpu"))
+    parts = [_part(one, order).to(device) for one in counted if one.numel()]
+    nothing = torch.zeros((), dtype=torch.float64, device=device)
     if order == math.inf:
-        largest = [one.abs().max().to(device, torch.float64) for one in counted if one.numel()]
-        top = torch.stack(largest).max() if largest else torch.zeros((), dtype=torch.float64, device=device)
-        return all_reduce(top, group, "max").float()
-    parts = [torch.linalg.vector_norm(one, order, dtype=_wide(one)).to(device, torch.float64).pow(order)
-             for one in counted if one.numel()]
-    total = torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=device)
-    return all_reduce(total, group).pow(1 / order).float()
+        return all_reduce(torch.stack(parts).max() if parts else nothing, group, "max").float()
+    return all_reduce(torch.stack(parts).sum() if parts else nothing, group).pow(1 / order).float()
 
 
-def _wide(gradient: Tensor) -> torch.dtype:
-    return torch.float32 if gradient.dtype in (torch.float16, torch.bfloat16) else gradient.dtype
+def _part(gradient: Tensor, order: float) -> Tensor:
+    if order == math.inf:
+        return gradient.abs().max().double()
+    return sum_of_squares(gradient) if order == 2 else gradient.double().abs().pow(order).sum()

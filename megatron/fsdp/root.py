@@ -30,6 +30,7 @@ from megatron.zero.passes import Passes
 from megatron.zero.reductions import ReductionOrder
 from megatron.zero.residency import Residency
 from megatron.zero.turns import Turns
+from megatron.zero.units import connect_sinks, disconnect_sinks
 from megatron.zero.watch import watch_over
 from mpu.groups import Group, Groups
 
@@ -63,6 +64,8 @@ class Root:
         self._watched = False
         self.scaling = Scaling(any(bucket.work.dtype == torch.float16 for bucket in self.trained))
         self._handles: list[RemovableHandle] = attach(units, self)
+        if all(bucket.work.dtype == torch.float32 for bucket in self.trained):  # in 16 bits a sum in place is rounded
+            connect_sinks(self.units)  # otherwise than autograd's, and DistributedDataParallel's
         self._agreement = Agreement(dp, device, log, waits=self.scaling.is_on)
         if self.scaling.is_on:
             self._handles.append(scale_gradients(self.module, lambda: self.scaling.scale))
@@ -79,6 +82,7 @@ class Root:
         self.check_idle("a module around it is sharded")
         for handle in self._handles:
             handle.remove()
+        disconnect_sinks(self.units)
         return self.units
 
     def check_idle(self, what: str) -> None:
@@ -158,6 +162,7 @@ class Root:
     def _renew(self) -> None:
         self.passes.weights += 1
         for bucket in self.buckets:
+            bucket.forget_near()
             bucket.renew()
 
     # ---- backward -----------------------------------------------------------------------------------------------

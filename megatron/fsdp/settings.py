@@ -53,6 +53,11 @@ class Settings:
     copies_first: bool = False
     """All ranks start from the values of the first."""
 
+    @property
+    def stays(self) -> bool:
+        """The parameters are whole from the forward to the backward."""
+        return self.reshards is False or self.reshards == 1 and self.reshards is not True
+
 
 def cast(value: Any, dtype: torch.dtype | None) -> Any:
     """Floating point tensors as `dtype`, also inside of tuples, lists, dicts and records; the rest as it is."""

@@ -34,8 +34,7 @@ from megatron.zero.precision import Dtypes
 from megatron.zero.turns import Turns
 from megatron.zero.units import ROOT, Cut
 from mpu.device import on_accelerator
-from mpu.groups import Group
-from mpu.partition import partition_of
+from mpu.groups import SOLO, Group, neighbours
 
 STAGE = 3
 _MEMBER = "_fsdp_member"
@@ -89,6 +88,7 @@ def shard(module: nn.Module, settings: Settings, group: Group, device: torch.dev
     _free_shared(module, inner)
     own = _own_parameters(module, {id(one) for one in ignored})
     _check_own(own)
+    _check_whole(module)
     forget_gradients(module)
     if not settings.copies_first:
         check_same(own, group, f"in {name}")
@@ -99,8 +99,8 @@ def shard(module: nn.Module, settings: Settings, group: Group, device: torch.dev
     _move_buffers(module, inner, settings, device)
     unit = Unit(0, ROOT, module, tuple(_buckets(own, _Cutter(settings, group, device, log, turns))))
     units = [unit, *_adopted(inner, roots.values(), log, turns)]
-    stays = {units[0]} if settings.reshards is False else set()
-    stays |= {member.unit for _, _, member in inner if member.settings.reshards is False}
+    stays = {unit} if settings.stays else set()
+    stays |= {member.unit for _, _, member in inner if member.settings.stays}
     member = Member(unit, settings, Root(units, stays, group, device, log, turns))
     module.__dict__[_MEMBER] = member
     for _, _, one in inner:
@@ -179,8 +179,14 @@ def _check_own(own: dict[str, nn.Parameter]) -> None:
         if parameter.is_meta and holder_of(parameter) is None:
             raise ConfigError(f"{name} is on the meta device, and has no values: make the model inside "
                               "megatron.zero.Init(), or give it values before it is sharded")
-        if partition_of(parameter) is not None:
-            raise ConfigError(f"{name} is split over tensor parallel: train that model with zero.initialize")
+
+
+def _check_whole(module: nn.Module) -> None:
+    for path, child in module.named_modules():
+        tp = getattr(child, "tp", None)
+        if isinstance(tp, Group) and not tp.is_solo:
+            raise ConfigError(f"{path or type(child).__name__} is split over tensor parallel: train that model with "
+                              "zero.initialize, which knows both groups")
 
 
 class _Cutter:
@@ -188,6 +194,7 @@ class _Cutter:
 
     def __init__(self, settings: Settings, group: Group, device: torch.device, log: ExchangeLog, turns: Turns) -> None:
         self.settings, self._group, self._device, self._log, self._turns = settings, group, device, log, turns
+        self._near = _neighbours(settings.reshards, group)
 
     def __call__(self, name: str, members: list[tuple[str, nn.Parameter]]) -> FlatBucket:
         own = members[0][1].dtype
@@ -197,7 +204,9 @@ class _Cutter:
         kinds = Dtypes(work, work, own, sent, own, keeps_frozen=True)
         cut = Cut(row, Wire(predivide=settings.predivide), kinds, self._group, self._device, 0, lambda parameter: 0,
                   self._log, self._homes(work, own), self._turns, Shards())
-        return cut.bucket(name, members, row if members[0][1].requires_grad else row.frozen)
+        bucket = cut.bucket(name, members, row if members[0][1].requires_grad else row.frozen)
+        bucket.near = self._near
+        return bucket
 
     def _homes(self, work: torch.dtype, master: torch.dtype) -> Homes:
         ferry = ferry_for(self._device) if self.settings.on_host else None
@@ -205,6 +214,16 @@ class _Cutter:
             return Homes(Here(self._device, master), Here(self._device, work))
         pins = self.settings.pins and self._device.type == "cuda"
         return Homes(Host(master, 0, pinned=pins), Host(work, 0, pinned=pins), ferry, pins)
+
+
+def _neighbours(reshards: bool | int, group: Group) -> Group:
+    """Among whom parameters are kept between forward and backward."""
+    if isinstance(reshards, bool) or group.is_solo:
+        return SOLO
+    if reshards < 1 or group.size % reshards:
+        raise ConfigError(f"reshard_after_forward={reshards}: give True, False, or a number of neighbouring ranks that "
+                          f"divides the {group.size} ranks")
+    return SOLO if reshards in (1, group.size) else neighbours(group, reshards)
 
 
 def _buckets(own: dict[str, nn.Parameter], cut: _Cutter) -> Iterator[FlatBucket]:

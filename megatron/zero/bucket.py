@@ -70,6 +70,10 @@ class FlatBucket:
 
     is_settled, takes_writes = True, False
     is_set_aside = False
+    near: Group = SOLO
+    """Neighbours among which the parameters are kept split between forward and backward. (A group of one: they are
+    not.)"""
+    _near_part: Tensor | None = None
     written_whole: str | None = None
     """A parameter that was written to where it did not last; looked at by `heed_writes` alone."""
     is_at_hand: bool
@@ -123,6 +127,10 @@ class FlatBucket:
         self.name, self._log, self.grads.name = name, log, name
         self.layout.rename(prefix)
         self.grads.join(log, turns)
+
+    @property
+    def log(self) -> ExchangeLog:
+        return self._log
 
     @property
     def nothing(self) -> Tensor:
@@ -241,7 +249,7 @@ class FlatBucket:
         if not self.is_here:
             self._whole.untyped_storage().resize_(self.layout.numel * self._whole.element_size())
             try:
-                if not self.is_at_hand:
+                if not self.is_at_hand and self._near_part is None:
                     self._bring_own(self._span(self._whole))
                 for parameter, view in zip(self.parameters, self._views, strict=True):
                     fill(parameter, view)
@@ -264,6 +272,10 @@ class FlatBucket:
     def _start_gather(self) -> None:
         self._move(Place.ARRIVING)
         self._number = self._log.note(self.name)
+        if self._near_part is not None:
+            part, self._near_part = self._near_part, None
+            self._arrival = all_gather_into(self._whole, part, self.near, self._wire.parameters_at_a_time)
+            return
         own = self.shard if self.is_at_hand else self._span(self._whole)
         with nullcontext() if self._ferry is None or self._ascent is None else self._ferry.up.leading():
             self._arrival = all_gather_into(self._whole, own, self.shard_group, self._wire.parameters_at_a_time)
@@ -291,13 +303,17 @@ class FlatBucket:
         self.prefetch()
         self.await_parameters()
 
-    def leave(self) -> None:
-        """Where parameters are split: keep the shard only; but what is lent stays. What Ctrl-C has left half way is
-        completed by the next call."""
+    def leave(self, *, soon_back: bool = False) -> None:
+        """Where parameters are split: keep the shard only; but what is lent stays. What will be `soon_back` may be kept
+        among neighbours. What Ctrl-C has left half way is completed by the next call."""
         if not self.comes_and_goes or self._lent is not None:
             return
+        if not soon_back:
+            self._near_part = None
         if self.is_here:
             self.await_parameters()
+            if soon_back and not self.near.is_solo:
+                self._near_part = self._whole.view(self.near.size, -1)[self.near.rank].clone()
             if self.written_whole is None:
                 self.written_whole = self._edits.touched()
             self._edits.shift(+1)
@@ -310,6 +326,10 @@ class FlatBucket:
         """Make placeholders of the parameters. The memory goes last: without it, all of them are."""
         self.show_absent()
         self._whole.untyped_storage().resize_(0)
+
+    def forget_near(self) -> None:
+        """The weights have changed."""
+        self._near_part = None
 
     def show_absent(self) -> None:
         """The parameters become what they are while their elements are split."""

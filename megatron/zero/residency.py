@@ -138,7 +138,7 @@ class Residency(Resident):
         if unit not in self._in_backward:
             self._rest(unit)
             if not backward_follows or unit not in self._stays:
-                self._away(unit)
+                self._away(unit, soon_back=backward_follows)
 
     def pause(self, unit: Unit) -> None:
         if unit not in self._in_backward:
@@ -168,9 +168,9 @@ class Residency(Resident):
         self._in_use.discard(unit)
         self._in_backward.discard(unit)
 
-    def _away(self, unit: Unit) -> None:
+    def _away(self, unit: Unit, *, soon_back: bool = False) -> None:
         for bucket in unit.buckets:
-            bucket.leave()
+            bucket.leave(soon_back=soon_back)
         if unit in self._whole and not unit.is_here:  # what is lent stays
             self._whole.remove(unit)
             self.live -= unit.numel

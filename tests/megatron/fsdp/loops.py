@@ -1,0 +1,155 @@
+"""How the proofs of the FSDP face wrap a model and train it, and the loops that they compare it with.
+
+`train` is a script of a user: it knows a model, an optimizer of torch and a way to clip. What it is given is a sharded
+model, the same in DistributedDataParallel, or `Masters`: weights in 16 bits beside fp32 masters, written out by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from megatron.fsdp import FSDP, MixedPrecisionPolicy, clip_grad_norm_, fully_shard
+
+WAYS = ("whole", "nested", "twice nested", "torch")
+CLIP, DECAY, RATE, EPS = 0.5, 0.1, 1e-2, 1e-3
+"""Adam divides by a moment plus epsilon: the gradient of a key bias is zero but for rounding, which a smaller one would
+blow up."""
+
+
+def around(model: nn.Module, way: str, **given: Any) -> nn.Module:
+    """The model sharded: in one wrapper, or with wrappers inside, or by torch's function."""
+    if way == "torch":
+        for block in blocks(model):
+            fully_shard(block, **given)
+        return cast(nn.Module, fully_shard(model, **given))
+    for module in [*model.modules()] if way != "whole" else []:
+        if isinstance(module, nn.ModuleList):
+            for number, child in enumerate(module):
+                if way == "twice nested":
+                    for name, inner in [*child.named_children()]:
+                        if not isinstance(inner, nn.ModuleList) and any(True for _ in inner.parameters()):
+                            setattr(child, name, FSDP(inner, **given))
+                module[number] = FSDP(child, **given)
+    return FSDP(model, **given)
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    return [child for module in model.modules() if isinstance(module, nn.ModuleList) for child in module]
+
+
+def mixed(way: str, dtype: torch.dtype) -> dict[str, Any]:
+    """The arguments for that precision, gradients summed in fp32."""
+    if way == "torch":
+        return {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)}
+    return {"mixed_precision": True, "compute_dtype": dtype, "fp32_reduce_scatter": True}
+
+
+def batch(rank: int, number: int, width: int = 6, rows: int = 4) -> Tensor:
+    """The last column is the number of the step."""
+    generator = torch.Generator().manual_seed(1000 * number + rank)
+    x = torch.randn(rows, width, generator=generator)
+    x[:, -1] = number
+    return x
+
+
+def adamw(model: nn.Module, rate: float = RATE) -> torch.optim.Optimizer:
+    """Two groups, that cross every flat buffer."""
+    found = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW([{"params": [p for p in found if p.dim() >= 2], "weight_decay": DECAY},
+                              {"params": [p for p in found if p.dim() < 2], "weight_decay": 0.0}], lr=rate, eps=EPS)
+
+
+def train(model: nn.Module, clip: Callable[[], Any], rank: int, steps: int, accumulation: int = 2,
+          optimizer: torch.optim.Optimizer | None = None) -> list[float]:
+    """Losses of this rank."""
+    optimizer = optimizer or adamw(model)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    losses = []
+    for number in range(steps):
+        for micro in range(accumulation):
+            loss = model(batch(rank, accumulation * number + micro)) / accumulation
+            loss.backward()
+            losses.append(float(loss.detach()))
+        clip()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def by_ddp(make: Callable[[], nn.Module], rank: int, steps: int, rate: float = RATE,
+           ) -> tuple[list[float], dict[str, Tensor]]:
+    model = DistributedDataParallel(make(), find_unused_parameters=True)
+    losses = train(model, lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP), rank, steps,
+                   optimizer=adamw(model, rate))
+    return losses, {name: tensor.detach().clone() for name, tensor in model.module.state_dict().items()}
+
+
+def by_shards(make: Callable[[], nn.Module], way: str, rank: int, steps: int, rate: float = RATE, **given: Any,
+              ) -> tuple[list[float], dict[str, Tensor]]:
+    model = around(make(), way, **given)
+    losses = train(model, lambda: clip_grad_norm_(model.parameters(), CLIP), rank, steps, optimizer=adamw(model, rate))
+    return losses, whole(model)
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    from megatron.fsdp.state_dict import full_state_dict
+    return full_state_dict(getattr(model, "module", model))
+
+
+class Masters(nn.Module):
+    """fp32 masters as parameters, copied into a 16-bit model for each forward; gradients come back as means in fp32."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.names = {name.replace(".", "/"): name for name, _ in model.named_parameters()}
+        for name, parameter in model.named_parameters():
+            self.register_parameter(name.replace(".", "/"), nn.Parameter(parameter.detach().clone()))
+        self.model = [model.to(dtype)]
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        model = self.model[0]
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(getattr(self, name.replace(".", "/")))
+                parameter.grad = None
+        loss = model(x.to(self.dtype))
+        self.losses = [loss]
+        return cast(Tensor, loss)
+
+    def bring(self) -> None:
+        """After a backward."""
+        for name, parameter in self.model[0].named_parameters():
+            if parameter.grad is not None:
+                mean = parameter.grad.float()
+                dist.all_reduce(mean)
+                mean /= dist.get_world_size()
+                master = getattr(self, name.replace(".", "/"))
+                master.grad = mean if master.grad is None else master.grad + mean
+                parameter.grad = None
+
+
+def by_masters(make: Callable[[], nn.Module], dtype: torch.dtype, rank: int, steps: int, rate: float = RATE,
+               ) -> tuple[list[float], dict[str, Tensor]]:
+    model = Masters(make(), dtype)
+    optimizer = adamw(model, rate)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    losses = []
+    for number in range(steps):
+        for micro in range(2):
+            loss = model(batch(rank, 2 * number + micro)) / 2
+            loss.backward()
+            model.bring()
+            losses.append(float(loss.detach()))
+        clip_grad_norm_(model.parameters(), CLIP)  # of plain parameters: the same norm to the bit
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return losses, {name: getattr(model, key).detach() for key, name in model.names.items()}

@@ -1,0 +1,151 @@
+"""A model trained through the FSDP face becomes what DistributedDataParallel makes of it.
+
+Tolerance: sums over ranks and of squares are taken in another order. Losses above 1 are compared relatively.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.model import GPT2
+from tests.distributed import run_ranks
+from tests.megatron.fsdp.loops import RATE, WAYS, by_ddp, by_masters, by_shards, mixed
+from tests.megatron.zero import models
+from tests.megatron.zero.run import configure_gpt2
+
+STEPS, TOLERANCE = 50, 1e-6
+
+
+class RealVocabulary(nn.Module):
+    """GPT-2 with tied embeddings and 50,257 tokens, which three ranks do not divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = configure_gpt2(vocab_size=50257, make_vocab_size_divisible_by=1, hidden_size=8, num_attention_heads=2)
+        self.gpt2 = GPT2(config.model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = (x.abs() * 20000).long() % 50257
+        return self.gpt2(tokens[:, :-1], tokens[:, 1:])  # type: ignore[no-any-return]
+
+
+class Convolutions(nn.Module):
+    """With the running statistics of batch norms, which belong to a rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv1d(n, 4, 3, padding=1), nn.BatchNorm1d(4), nn.ReLU()) for n in (1, 4))
+        self.head = nn.Linear(24, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, None, :]
+        for block in self.blocks:
+            x = block(x)
+        return (self.head(x.flatten(1)).float() - 1).square().mean()
+
+
+class Gated(models.Net):
+    """Like a mixture of experts at stage 3: each rank runs all blocks, and takes the result of one."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        chosen = int(x.detach().sum() > 0)
+        return sum((block(x) * (number == chosen) for number, block in enumerate(self.blocks)), x)
+
+
+MODELS: dict[str, type[nn.Module]] = {
+    "tied": models.Words, "vocabulary": RealVocabulary, "convolutions": Convolutions, "frozen": models.Frozen,
+    "gated": Gated, "odd sizes": models.OddSizes, "dicts": models.Dicts, "layer drop": models.LayerDrop,
+    "permuted": models.Permuted, "in place": models.InPlace, "three elements": models.ThreeElements,
+    "no list": models.NoList, "all in blocks": models.AllInBlocks, "list in block": models.ListInBlock,
+}
+
+
+def rate_of(name: str) -> float:
+    """GPT-2's is a usual one: what rounding does to its many small gradients grows with it."""
+    return 3e-4 if name in ("tied", "vocabulary") else RATE
+
+
+def difference(one: tuple[list[float], dict[str, Tensor]], other: tuple[list[float], dict[str, Tensor]]) -> float:
+    losses = max(abs(a - b) / max(1, abs(a)) for a, b in zip(one[0], other[0], strict=True))
+    assert one[1].keys() == other[1].keys()
+    statistics = {name for name in one[1] if "running" in name}  # of each rank's own batches
+    return max([losses, *(float((one[1][name].double() - other[1][name].double()).abs().max())
+                          for name in one[1] if name not in statistics and one[1][name].numel())])
+
+
+def both(rank: int, world: int, name: str, way: str, steps: int) -> float:
+    torch.manual_seed(1)
+    plain = by_ddp(MODELS[name], rank, steps, rate_of(name))
+    if name == "vocabulary":
+        table = "gpt2.wte.weight"
+        assert (plain[1][table] != RealVocabulary().get_parameter(table)).any(1).all(), "every row is trained"
+    return difference(plain, by_shards(MODELS[name], way, rank, steps, rate_of(name)))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["tied", "convolutions", "frozen", "gated"])
+def test_losses_and_weights_are_those_of_ddp(name: str, way: str) -> None:
+    assert max(run_ranks(both, 2, name, way, STEPS)) <= TOLERANCE
+
+
+def test_every_row_of_a_table_that_three_ranks_do_not_divide_is_that_of_ddp() -> None:
+    assert max(run_ranks(both, 3, "vocabulary", "torch", STEPS)) <= TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", MODELS)
+def test_losses_and_weights_are_those_of_ddp_of_every_model(name: str, way: str, world: int) -> None:
+    assert max(run_ranks(both, world, name, way, STEPS)) <= TOLERANCE
+
+
+def both_in_16_bits(rank: int, world: int, name: str, way: str, steps: int) -> float:
+    plain = by_masters(MODELS[name], torch.bfloat16, rank, steps, rate_of(name))
+    return difference(plain, by_shards(MODELS[name], way, rank, steps, rate_of(name), **mixed(way, torch.bfloat16)))
+
+
+@pytest.mark.parametrize("name, way, world", [("tied", "torch", 2), ("frozen", "nested", 2), ("odd sizes", "whole", 3)])
+def test_bf16_is_that_of_masters_by_hand(name: str, way: str, world: int) -> None:
+    assert max(run_ranks(both_in_16_bits, world, name, way, STEPS)) <= TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", sorted(set(MODELS) - {"layer drop", "gated"}))
+def test_bf16_is_that_of_masters_by_hand_for_every_model(name: str, way: str, world: int) -> None:
+    assert max(run_ranks(both_in_16_bits, world, name, way, STEPS)) <= TOLERANCE
+
+
+def bits(rank: int, world: int, way: str) -> Any:
+    losses, weights = by_shards(models.Net, way, rank, 10)
+    return losses, {name: tensor.tolist() for name, tensor in weights.items()}
+
+
+def test_wrapping_at_any_depth_gives_equal_bits() -> None:
+    first, *others = [run_ranks(bits, 2, way) for way in WAYS]
+    assert all(other == first for other in others)
+
+
+def alone(rank: int, world: int, way: str) -> float:
+    """One process, with no process group: nothing travels."""
+    model = models.Net()
+    from tests.megatron.fsdp.loops import CLIP, around, train, whole
+    plain = models.Net()
+    losses = train(plain, lambda: torch.nn.utils.clip_grad_norm_(plain.parameters(), CLIP), 0, 10)
+    sharded = around(model, way)
+    from megatron.fsdp import clip_grad_norm_
+    found = train(sharded, lambda: clip_grad_norm_(sharded.parameters(), CLIP), 0, 10)
+    return difference((losses, dict(plain.state_dict())), (found, whole(sharded)))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_process_without_a_group_is_the_plain_loop(way: str) -> None:
+    assert run_ranks(alone, 1, way, init=False)[0] <= TOLERANCE

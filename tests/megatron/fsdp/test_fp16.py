@@ -1,0 +1,105 @@
+"""fp16 without a GradScaler: the loss is scaled inside, and a step with gradients that overflowed changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.fsdp import clip_grad_norm_
+from megatron.fsdp.scaling import INITIAL
+from megatron.fsdp.sharding import the_member
+from tests.distributed import run_ranks
+from tests.megatron.fsdp.loops import CLIP, adamw, around, batch, by_ddp, by_shards, mixed, whole
+from tests.megatron.fsdp.test_equal import difference
+from tests.megatron.zero.models import Net
+
+
+class Small(Net):
+    """Its gradients are below fp16's smallest number, unless they are scaled."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 1e-7
+
+
+def moved(rank: int, world: int, way: str) -> float:
+    start = Small().state_dict()
+    _, weights = by_shards(Small, way, rank, 3, **mixed(way, torch.float16))
+    return min(float((weights[name] - start[name]).abs().max()) for name in start)
+
+
+@pytest.mark.parametrize("way", ["nested", "torch"])
+def test_small_gradients_arrive(way: str) -> None:
+    assert min(run_ranks(moved, 2, way)) > 0
+
+
+def close(rank: int, world: int, way: str) -> float:
+    return difference(by_ddp(Net, rank, 5), by_shards(Net, way, rank, 5, **mixed(way, torch.float16)))
+
+
+@pytest.mark.parametrize("way", ["nested", "torch"])
+def test_it_is_fp32_but_for_rounding(way: str) -> None:
+    assert max(run_ranks(close, 2, way)) < 0.02  # 10 bits of 1, over some products and five steps
+
+
+def overflow(rank: int, world: int, way: str) -> Any:
+    """The loss of one rank is so large that its gradients overflow, once."""
+    model = around(Net(), way, **mixed(way, torch.float16))
+    scaling = the_member(getattr(model, "module", model)).root.scaling
+    optimizer = adamw(model)
+    found = []
+    for number in range(3):
+        before = whole(model)
+        (model(batch(rank, number)) * (1e9 if (rank, number) == (1, 1) else 1)).backward()
+        has_gradients = any(parameter.grad is not None for parameter in model.parameters())
+        norm = float(clip_grad_norm_(model.parameters(), CLIP))
+        optimizer.step()
+        optimizer.zero_grad()
+        after = whole(model)
+        found.append((has_gradients, norm > 0, any(not torch.equal(before[name], after[name]) for name in before),
+                      scaling.scale, scaling.skipped))
+    return found
+
+
+@pytest.mark.parametrize("way", ["whole", "torch"])
+def test_a_gradient_that_overflows_skips_the_step_on_all_ranks(way: str) -> None:
+    expected = [(True, True, True, INITIAL, 0), (False, False, False, INITIAL / 2, 1),
+                (True, True, True, INITIAL / 2, 1)]
+    assert run_ranks(overflow, 2, way) == [expected] * 2
+
+
+class PartlyWide(Net):
+    """A layer that stays in fp32 inside of a 16-bit model."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        self.seen = [self.last.weight.dtype, self.blocks[0].wide.weight.dtype, self.blocks[1].wide.weight.dtype]
+        return super().middle(x)
+
+
+def wide_layers(rank: int, world: int) -> tuple[list[torch.dtype], bool]:
+    from megatron.fsdp import FSDP
+    model = PartlyWide()
+    seen: list[torch.dtype] = []
+
+    def look(block: nn.Module, args: Any) -> None:
+        seen.append(block.wide.weight.dtype)  # type: ignore[union-attr]
+
+    for number, block in enumerate(model.blocks):
+        block.register_forward_pre_hook(look)
+        is_wide = number == 1
+        model.blocks[number] = FSDP(block, mixed_precision=not is_wide, force_input_to_fp32=is_wide,
+                                    compute_dtype=None if is_wide else torch.bfloat16)
+    wrapped = FSDP(model, mixed_precision=True, compute_dtype=torch.bfloat16)
+    optimizer = adamw(wrapped)
+    wrapped(batch(rank, 0)).backward()
+    optimizer.step()
+    start = Net().state_dict()
+    changed = all(not torch.equal(value, start[name]) for name, value in whole(wrapped).items())
+    return seen, changed
+
+
+def test_a_layer_can_stay_in_fp32() -> None:
+    seen, changed = run_ranks(wide_layers, 2)[0]
+    assert seen == [torch.bfloat16, torch.float32, torch.bfloat16] and changed

@@ -1,0 +1,533 @@
+"""What users do with a sharded model: each ends in the right result or in an error that says what to do; none hangs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.errors import TrainerError
+from megatron.fsdp import FSDP, checkpoint_wrapper, clip_grad_norm_, enable_wrap, fully_shard, auto_wrap
+from megatron.fsdp.summon import summon_full_params
+from tests.distributed import run_ranks
+from tests.megatron.fsdp.loops import CLIP, adamw, around, batch, by_ddp, train, whole
+from tests.megatron.zero.models import Net
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, number: int = 0) -> None:
+    model(batch(rank, number)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def outcome(rank: int, world: int, mistake: Callable[[int], Any]) -> str:
+    try:
+        mistake(rank)
+    except TrainerError as error:
+        return str(error)
+    return ""
+
+
+def refused(mistake: Callable[[int], Any], *words: str, world: int = 2) -> None:
+    for said in run_ranks(outcome, world, mistake):
+        assert said and all(word in said for word in words), (said, words)
+
+
+# ---- refused, with what to do ------------------------------------------------------------------------------------
+
+
+def a_weight_outside(rank: int) -> None:
+    model = around(Net(), "nested")
+    model.first.weight @ torch.ones(6)
+
+
+def a_sum_of_a_weight(rank: int) -> None:
+    around(Net(), "torch").first.weight.sum()
+
+
+def a_forward_of_a_layer_alone(rank: int) -> None:
+    around(Net(), "torch").first(torch.ones(1, 6))
+
+
+def a_penalty_on_weights(rank: int) -> None:
+    model = around(Net(), "torch")
+    (model(batch(rank, 0)) + sum(p.square().sum() for p in model.parameters())).backward()
+
+
+def a_weight_printed_as_numbers(rank: int) -> None:
+    around(Net(), "torch").first.weight.tolist()
+
+
+@pytest.mark.parametrize("mistake", [a_weight_outside, a_sum_of_a_weight, a_forward_of_a_layer_alone,
+                                     a_penalty_on_weights, a_weight_printed_as_numbers])
+def test_weights_used_outside_of_their_forward(mistake: Callable[[int], Any]) -> None:
+    refused(mistake, "summon_full_params")
+
+
+def torchs_clip(rank: int, foreach: bool | None) -> None:
+    model = around(Net(), "torch")
+    model(batch(rank, 0)).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP, foreach=foreach)
+
+
+def torchs_norm(rank: int) -> None:
+    model = around(Net(), "torch")
+    model(batch(rank, 0)).backward()
+    torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+
+
+def a_norm_of_a_gradient(rank: int) -> None:
+    model = around(Net(), "nested")
+    model(batch(rank, 0)).backward()
+    model.first.weight.grad.norm()
+
+
+@pytest.mark.parametrize("mistake", [partial(torchs_clip, foreach=None), partial(torchs_clip, foreach=False),
+                                     partial(torchs_clip, foreach=True), torchs_norm, a_norm_of_a_gradient])
+def test_torchs_clip_names_the_right_call(mistake: Callable[[int], Any]) -> None:
+    refused(mistake, "clip_grad_norm_")
+
+
+def a_grad_scaler(rank: int) -> None:
+    model = around(Net(), "torch")
+    optimizer = adamw(model)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(batch(rank, 0))).backward()
+    scaler.step(optimizer)
+
+
+def test_a_grad_scaler_is_not_needed() -> None:
+    refused(a_grad_scaler, "GradScaler")
+
+
+def wrapped_twice(rank: int) -> None:
+    FSDP(FSDP(Net()).module)
+
+
+def sharded_twice(rank: int) -> None:
+    model = fully_shard(Net())
+    fully_shard(model)
+
+
+def checkpointed_twice(rank: int) -> None:
+    checkpoint_wrapper(checkpoint_wrapper(Net()))
+
+
+def auto_wrapped_twice(rank: int) -> None:
+    with enable_wrap():
+        model = auto_wrap(Net(), lambda **asked: True)
+        auto_wrap(model)
+
+
+@pytest.mark.parametrize("mistake", [wrapped_twice, sharded_twice, checkpointed_twice, auto_wrapped_twice])
+def test_wrapped_twice(mistake: Callable[[int], Any]) -> None:
+    refused(mistake)
+
+
+@pytest.mark.parametrize("given, words", [
+    ({"reshard_after_foward": True}, ["reshard_after_forward"]),
+    ({"mixed_precison": True}, ["mixed_precision"]),
+    ({"sharding_strategy": "FULL_SHARD"}, ["reshard_after_forward"]),
+    ({"auto_wrap_policy": None}, ["auto_wrap"]),
+    ({"something_else": 1}, ["something_else"]),
+    ({"compute_dtype": torch.int8}, ["compute_dtype"]),
+    ({"gradient_predivide_factor": 0}, ["gradient_predivide_factor"]),
+])
+def test_arguments_that_are_not_known(given: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(TrainerError) as caught:
+        FSDP(Net(), **given)
+    assert all(word in str(caught.value) for word in words)
+
+
+def a_step_between_forward_and_backward(rank: int) -> None:
+    model = around(Net(), "nested")
+    optimizer = adamw(model)
+    step(model, optimizer, rank)
+    model(batch(rank, 1)).backward()
+    loss = model(batch(rank, 2))
+    optimizer.step()
+    loss.backward()
+
+
+def a_backward_of_a_forward_before_the_step(rank: int) -> None:
+    model = around(Net(), "torch")
+    optimizer = adamw(model)
+    old = model(batch(rank, 0))
+    step(model, optimizer, rank)
+    old.backward()
+
+
+@pytest.mark.parametrize("mistake", [a_backward_of_a_forward_before_the_step, a_step_between_forward_and_backward])
+def test_a_backward_of_old_weights(mistake: Callable[[int], Any]) -> None:
+    refused(mistake)
+
+
+def a_weight_edited_in_a_forward(rank: int) -> None:
+    class Edits(Net):
+        def middle(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.last.weight.mul_(0.5)
+            return super().middle(x)
+
+    model = around(Edits(), "torch")
+    for number in range(2):
+        with torch.no_grad():
+            model(batch(rank, number))
+
+
+def test_a_weight_edited_while_it_is_whole() -> None:
+    refused(a_weight_edited_in_a_forward, "written to")
+
+
+def random_values(rank: int) -> None:
+    nn.init.normal_(around(Net(), "torch").first.weight)
+
+
+def orthogonal_values(rank: int) -> None:
+    nn.init.orthogonal_(around(Net(), "torch").first.weight)
+
+
+@pytest.mark.parametrize("mistake", [random_values, orthogonal_values])
+def test_random_values_for_a_part(mistake: Callable[[int], Any]) -> None:
+    refused(mistake, "summon_full_params")
+
+
+def half(rank: int) -> None:
+    around(Net(), "torch").half()
+
+
+def to_another_dtype(rank: int) -> None:
+    around(Net(), "nested").to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("mistake", [half, to_another_dtype])
+def test_another_precision_afterwards(mistake: Callable[[int], Any]) -> None:
+    refused(mistake, "mixed_precision")
+
+
+class Rows(torch.optim.Optimizer):
+    """Divides each matrix by its norm: it looks at whole parameters."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(parameter.grad / (parameter.grad.norm() + 1), alpha=-0.1)
+
+
+class ByShape(Rows):
+    """Keeps a state of the parameter's shape, made by its shape."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                momentum = torch.zeros(parameter.shape)
+                parameter.add_(momentum.add_(parameter.grad), alpha=-0.1)
+
+
+def an_optimizer_of_whole_parameters(rank: int, kind: Any) -> None:
+    model = around(Net(), "torch")
+    step(model, kind(model.parameters()), rank)
+
+
+@pytest.mark.parametrize("kind", [Rows, ByShape, torch.optim.Adafactor])
+def test_an_optimizer_that_looks_at_whole_parameters(kind: Any) -> None:
+    refused(partial(an_optimizer_of_whole_parameters, kind=kind))
+
+
+def a_forward_inside_summon(rank: int) -> None:
+    model = around(Net(), "torch")
+    with summon_full_params(model):
+        model(batch(rank, 0))
+
+
+def summon_inside_a_forward(rank: int) -> None:
+    class Summons(Net):
+        def middle(self, x: torch.Tensor) -> torch.Tensor:
+            with summon_full_params(self):
+                return super().middle(x)
+
+    around(Summons(), "torch")(batch(rank, 0))
+
+
+def different_edits(rank: int) -> None:
+    model = around(Net(), "torch")
+    with summon_full_params(model), torch.no_grad():
+        model.first.weight.add_(rank)
+
+
+@pytest.mark.parametrize("mistake", [a_forward_inside_summon, summon_inside_a_forward, different_edits])
+def test_summon_full_params_in_the_wrong_place(mistake: Callable[[int], Any]) -> None:
+    refused(mistake, "summon_full_params")
+
+
+def different_weights(rank: int) -> None:
+    model = Net()
+    with torch.no_grad():
+        model.last.bias += rank
+    around(model, "torch")
+
+
+def test_ranks_that_start_from_different_weights() -> None:
+    refused(different_weights, "last.bias", "sync_module_states")
+
+
+def made_equal(rank: int, world: int, way: str) -> float:
+    model = Net()
+    with torch.no_grad():
+        model.last.bias += rank
+    found = whole(around(model, way, sync_module_states=True))["last.bias"]
+    return float((found - Net().last.bias.detach()).abs().max())
+
+
+@pytest.mark.parametrize("way", ["nested", "torch"])
+def test_ranks_that_start_from_different_weights_take_the_first_ones_on_request(way: str) -> None:
+    assert run_ranks(made_equal, 2, way) == [0.0, 0.0]
+
+
+def another_block_on_each_rank(rank: int) -> None:
+    class RankDrop(Net):
+        def middle(self, x: torch.Tensor) -> torch.Tensor:
+            return self.blocks[2](self.blocks[rank](x))
+
+    model = around(RankDrop(), "torch")
+    optimizer = adamw(model)
+    for number in range(2):
+        step(model, optimizer, rank, number)
+
+
+def test_ranks_that_run_different_blocks() -> None:
+    refused(another_block_on_each_rank, "different blocks")
+
+
+def a_step_in_no_sync(rank: int) -> None:
+    model = FSDP(Net())
+    optimizer = adamw(model)
+    with model.no_sync():
+        model(batch(rank, 0)).backward()
+        optimizer.step()
+
+
+def a_clip_in_no_sync(rank: int) -> None:
+    model = FSDP(Net())
+    with model.no_sync():
+        model(batch(rank, 0)).backward()
+    model.clip_grad_norm_(CLIP)
+
+
+@pytest.mark.parametrize("mistake", [a_step_in_no_sync, a_clip_in_no_sync])
+def test_gradients_that_are_not_summed(mistake: Callable[[int], Any]) -> None:
+    refused(mistake, "no_sync")
+
+
+def a_gradient_by_hand(rank: int) -> None:
+    model = around(Net(), "torch")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+    model(batch(rank, 0)).backward()
+
+
+def test_gradients_set_by_hand_before_a_backward() -> None:
+    refused(a_gradient_by_hand, "by hand")
+
+
+def assigned(rank: int) -> None:
+    model = FSDP(Net())
+    model.load_state_dict(Net().state_dict(), assign=True)
+
+
+def a_state_dict_of_another_shape(rank: int) -> None:
+    model = FSDP(Net())
+    model.load_local_state_dict({name: tensor[:1] for name, tensor in model.local_state_dict().items()})
+
+
+@pytest.mark.parametrize("mistake", [assigned, a_state_dict_of_another_shape])
+def test_state_dicts_that_do_not_fit(mistake: Callable[[int], Any]) -> None:
+    refused(mistake)
+
+
+# ---- the right result --------------------------------------------------------------------------------------------
+
+STEPS = 6
+
+
+def same_as_ddp(rank: int, world: int, way: Callable[[int], dict[str, torch.Tensor]]) -> float:
+    weights = by_ddp(Net, rank, STEPS)[1]
+    found = way(rank)
+    return max(float((weights[name] - found[name]).abs().max()) for name in weights)
+
+
+def optimizer_before_wrapping(rank: int) -> dict[str, torch.Tensor]:
+    model = Net()
+    optimizer = adamw(model)
+    sharded = around(model, "torch")
+    train(sharded, lambda: clip_grad_norm_(sharded.parameters(), CLIP), rank, STEPS, optimizer=optimizer)
+    return whole(sharded)
+
+
+def evaluations_in_between(rank: int) -> dict[str, torch.Tensor]:
+    model = around(Net(), "nested")
+
+    def evaluate_and_clip() -> None:
+        model.eval()
+        with torch.no_grad():
+            model(batch(rank, 99))
+        model.train()
+        model.clip_grad_norm_(CLIP)
+
+    train(model, evaluate_and_clip, rank, STEPS)
+    return whole(model)
+
+
+def zeroed_gradients(rank: int) -> dict[str, torch.Tensor]:
+    """zero_grad(set_to_none=False), and before the backward."""
+    model = around(Net(), "torch")
+    optimizer = adamw(model)
+    zero = optimizer.zero_grad
+    optimizer.zero_grad = lambda: zero(set_to_none=False)  # type: ignore[method-assign]
+    train(model, lambda: clip_grad_norm_(model.parameters(), CLIP), rank, STEPS, optimizer=optimizer)
+    return whole(model)
+
+
+def zeroed_between_forward_and_backward(rank: int) -> dict[str, torch.Tensor]:
+    model = around(Net(), "torch")
+    optimizer = adamw(model)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    for number in range(STEPS):
+        for micro in range(2):
+            loss = model(batch(rank, 2 * number + micro)) / 2
+            if micro == 0:
+                optimizer.zero_grad()
+            loss.backward()
+        clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        schedule.step()
+    return whole(model)
+
+
+def forwards_together(rank: int) -> dict[str, torch.Tensor]:
+    """Both forwards first, one backward of their sum."""
+    model = around(Net(), "nested")
+    optimizer = adamw(model)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    for number in range(STEPS):
+        losses = [model(batch(rank, 2 * number + micro)) / 2 for micro in range(2)]
+        sum(losses).backward()  # type: ignore[union-attr]
+        model.clip_grad_norm_(CLIP)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return whole(model)
+
+
+def forwards_first(rank: int) -> dict[str, torch.Tensor]:
+    """Both forwards first, then both backwards."""
+    model = around(Net(), "torch")
+    optimizer = adamw(model)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    for number in range(STEPS):
+        for loss in [model(batch(rank, 2 * number + micro)) / 2 for micro in range(2)]:
+            loss.backward()
+        clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return whole(model)
+
+
+def no_sync(rank: int) -> dict[str, torch.Tensor]:
+    model = around(Net(), "nested")
+    optimizer = adamw(model)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    for number in range(STEPS):
+        with model.no_sync():
+            (model(batch(rank, 2 * number)) / 2).backward()
+        (model(batch(rank, 2 * number + 1)) / 2).backward()
+        model.clip_grad_norm_(CLIP)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return whole(model)
+
+
+def without_sync_by_torchs_name(rank: int) -> dict[str, torch.Tensor]:
+    model: Any = around(Net(), "torch")
+    optimizer = adamw(model)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    for number in range(STEPS):
+        for micro in range(2):
+            model.set_requires_gradient_sync(micro == 1)
+            (model(batch(rank, 2 * number + micro)) / 2).backward()
+        clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return whole(model)
+
+
+def gradients_halved_by_hand(rank: int) -> dict[str, torch.Tensor]:
+    """`p.grad = p.grad / 2`, and in place, count."""
+    model = around(Net(), "torch")
+    optimizer = adamw(model)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    for number in range(STEPS):
+        for micro in range(2):
+            model(batch(rank, 2 * number + micro)).backward()
+        for index, parameter in enumerate(model.parameters()):
+            if index % 2:
+                parameter.grad = parameter.grad / 2  # type: ignore[operator]
+            else:
+                parameter.grad.mul_(0.5)  # type: ignore[union-attr]
+        clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return whole(model)
+
+
+def a_failed_forward_in_between(rank: int) -> dict[str, torch.Tensor]:
+    model = around(Net(), "torch")
+
+    def fail_and_clip() -> None:
+        with pytest.raises(RuntimeError):
+            model(torch.ones(2, 5))
+        clip_grad_norm_(model.parameters(), CLIP)
+
+    train(model, fail_and_clip, rank, STEPS)
+    return whole(model)
+
+
+def recomputed(rank: int) -> dict[str, torch.Tensor]:
+    model = Net()
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = FSDP(checkpoint_wrapper(block))
+    model = FSDP(model)  # type: ignore[assignment]
+    train(model, lambda: clip_grad_norm_(model.parameters(), CLIP), rank, STEPS)
+    return whole(model)
+
+
+def recomputed_outside(rank: int) -> dict[str, torch.Tensor]:
+    """The wrapper is inside of what runs again."""
+    model = Net()
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = checkpoint_wrapper(FSDP(block))
+    model = FSDP(model)  # type: ignore[assignment]
+    train(model, lambda: clip_grad_norm_(model.parameters(), CLIP), rank, STEPS)
+    return whole(model)
+
+
+@pytest.mark.parametrize("way", [
+    optimizer_before_wrapping, evaluations_in_between, zeroed_gradients, zeroed_between_forward_and_backward,
+    forwards_together, forwards_first, no_sync, without_sync_by_torchs_name, gradients_halved_by_hand,
+    a_failed_forward_in_between, recomputed, recomputed_outside])
+def test_other_orders_of_calls_give_the_same_weights(way: Callable[[int], dict[str, torch.Tensor]]) -> None:
+    assert max(run_ranks(same_as_ddp, 2, way)) <= 1e-6

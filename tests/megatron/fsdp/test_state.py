@@ -1,0 +1,264 @@
+"""State dicts of sharded models: the unwrapped model's, on any number of ranks, to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.errors import ConfigError
+from megatron.fsdp import FSDP, clip_grad_norm_
+from megatron.fsdp.state_dict import consolidate_shard_weights, full_state_dict
+from megatron.fsdp.summon import summon_full_params
+from tests.distributed import run_ranks
+from tests.megatron.fsdp.loops import CLIP, WAYS, adamw, around, batch, mixed, train
+from tests.megatron.zero.models import Buffers, Net, OddSizes, Words
+
+
+class Everything(OddSizes):
+    """Buffers, some of them not saved, frozen layers, a tied parameter, another precision, and extra state."""
+
+    def change(self) -> None:
+        super().change()
+        self.register_buffer("counts", torch.arange(4))
+        self.register_buffer("unsaved", torch.ones(2), persistent=False)
+        self.first.requires_grad_(False)
+        self.tied = nn.Linear(6, 6)
+        self.tied.weight = self.last.weight
+        self.blocks[1].wide.to(torch.float64)
+        self.blocks[1].narrow.to(torch.float64)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state == {"seen": 3}
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x.to(block.wide.weight.dtype)).float()
+        return x * self.scalar
+
+
+MODELS: dict[str, type[nn.Module]] = {"everything": Everything, "tied": Words, "buffers": Buffers}
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Names, their order, shapes, precisions and bits."""
+    return list(one) == list(other) and all(
+        torch.equal(a, b) and a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
+        if isinstance(a, torch.Tensor) else a == b for a, b in zip(one.values(), other.values(), strict=True))
+
+
+def as_unwrapped(rank: int, world: int, name: str, way: str, given: dict[str, Any]) -> bool:
+    sharded = around(MODELS[name](), way, **given)
+    return same(full_state_dict(getattr(sharded, "module", sharded)), MODELS[name]().state_dict())
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_full_state_dict_is_that_of_the_unwrapped_model(name: str, world: int) -> None:
+    for way in WAYS:
+        assert all(run_ranks(as_unwrapped, world, name, way, {})), way
+
+
+def test_a_full_state_dict_of_a_16_bit_model_has_the_masters() -> None:
+    for way in ("nested", "torch"):
+        assert all(run_ranks(as_unwrapped, 2, "tied", way, mixed(way, torch.bfloat16)))
+
+
+def on_the_first_rank_alone(rank: int, world: int) -> int:
+    return len(FSDP(Net(), state_dict_on_rank_0_only=True).state_dict())
+
+
+def test_a_full_state_dict_can_be_on_the_first_rank_alone() -> None:
+    assert run_ranks(on_the_first_rank_alone, 2) == [len(Net().state_dict()), 0]
+
+
+# ---- from layout to layout ---------------------------------------------------------------------------------------
+
+
+def trained(way: str, rank: int, steps: int, start: Any = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = around(Everything(), way)
+    optimizer = adamw(model)
+    if start is not None:
+        model.load_state_dict(start["model"])
+        optimizer.load_state_dict(model.get_shard_from_optim_state_dict(start["optimizer"]))
+    train(model, lambda: clip_grad_norm_(model.parameters(), CLIP), rank, steps, optimizer=optimizer)
+    return model, optimizer
+
+
+def save(rank: int, world: int, path: str, load: str | None, steps: int) -> None:
+    start = None if load is None else torch.load(load, weights_only=True)
+    model, optimizer = trained("nested", rank, steps, start)
+    state = {"model": model.state_dict(), "optimizer": model.get_full(optimizer)} if hasattr(model, "get_full") else {
+        "model": model.state_dict(), "optimizer": model.gather_full_optim_state_dict(optimizer)}
+    assert (state["optimizer"] is None) == (rank != 0)
+    if rank == 0:
+        torch.save(state, path)
+
+
+def equal_state(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other) and one.dtype == other.dtype
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal_state(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(equal_state, one, other))
+    return bool(one == other)
+
+
+def test_state_goes_from_two_ranks_to_three_to_one_to_four_to_the_bit(tmp_path: Path) -> None:
+    run_ranks(save, 2, str(tmp_path / "2"), None, 3)
+    before = torch.load(tmp_path / "2", weights_only=True)
+    assert before["optimizer"]["state"] and all(
+        state["exp_avg"].abs().max() > 0 for state in before["optimizer"]["state"].values() if state["exp_avg"].numel())
+    for old, new in ((2, 3), (3, 1), (1, 4)):
+        run_ranks(save, new, str(tmp_path / str(new)), str(tmp_path / str(old)), 0)
+        assert equal_state(torch.load(tmp_path / str(new), weights_only=True), before)
+
+
+def test_the_full_state_is_that_of_a_plain_optimizer(tmp_path: Path) -> None:
+    run_ranks(save, 2, str(tmp_path / "2"), None, 3)
+    state = torch.load(tmp_path / "2", weights_only=True)
+    model = Everything()
+    model.load_state_dict(state["model"])
+    optimizer = adamw(model)
+    optimizer.load_state_dict(state["optimizer"])
+    assert {tuple(value["exp_avg"].shape) for value in optimizer.state.values()} == {
+        tuple(p.shape) for p in model.parameters() if p.requires_grad}
+
+
+def resumed(rank: int, world: int, path: str, way: str) -> bool:
+    """Three steps, and three more after a load into a new model: as six."""
+    plain, _ = trained(way, rank, 6)
+    model, optimizer = trained(way, rank, 3)
+    if way == "torch":
+        return True
+    state = {"model": model.state_dict(), "optimizer": model.gather_full_optim_state_dict(optimizer, None)}
+    again = around(Everything(), way)
+    other = adamw(again)
+    again.load_state_dict(state["model"])
+    other.load_state_dict(again.get_shard_from_optim_state_dict(state["optimizer"]))
+    return same(again.state_dict(), model.state_dict()) and equal_state(
+        again.gather_full_optim_state_dict(other, None), state["optimizer"])
+
+
+@pytest.mark.parametrize("way", ["whole", "nested", "twice nested"])
+def test_a_load_gives_back_what_was_saved(way: str, tmp_path: Path) -> None:
+    assert all(run_ranks(resumed, 2, str(tmp_path), way))
+
+
+# ---- in parts ----------------------------------------------------------------------------------------------------
+
+
+def local(rank: int, world: int, way: str) -> Any:
+    model = around(Everything(), way)
+    state, about = model.local_state_dict(), model.local_metadata_dict()
+    with summon_full_params(model), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    model.load_local_state_dict(state)
+    return state, about, same(model.state_dict(), Everything().state_dict())
+
+
+@pytest.mark.parametrize("way", ["whole", "nested"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_local_state_dicts_load_again_and_make_a_full_one(way: str, world: int) -> None:
+    weights, about, again = zip(*run_ranks(local, world, way), strict=True)
+    assert all(again)
+    whole = consolidate_shard_weights(list(reversed(weights)), list(reversed(about)))
+    expected = Everything().state_dict()
+    assert whole.keys() == expected.keys() and all(equal_state(whole[name], expected[name]) for name in expected)
+    if world > 1:
+        with pytest.raises(ConfigError, match="ranks"):
+            consolidate_shard_weights(weights[:1], about[:1])
+        with pytest.raises(ConfigError, match="ranks"):
+            consolidate_shard_weights([weights[0]] * world, [about[0]] * world)
+
+
+def sharded_dict(rank: int, world: int) -> bool:
+    """torch's own way: `state_dict()` of a module under fully_shard has this rank's runs, and loads again."""
+    model = around(Everything(), "torch")
+    state = {name: value.clone() if isinstance(value, torch.Tensor) else value
+             for name, value in model.state_dict().items()}
+    with summon_full_params(model), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    model.load_state_dict(state)
+    return same(full_state_dict(model), Everything().state_dict())
+
+
+def test_a_sharded_state_dict_loads_again() -> None:
+    assert all(run_ranks(sharded_dict, 2))
+
+
+def loads_a_full_one(rank: int, world: int, way: str) -> bool:
+    wanted = {name: value * 2 if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+              for name, value in Everything().state_dict().items()}
+    model = around(Everything(), way)
+    model.load_state_dict(wanted)
+    return same(full_state_dict(getattr(model, "module", model)), wanted)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_full_state_dict_loads_on_every_rank(way: str) -> None:
+    assert all(run_ranks(loads_a_full_one, 2, way))
+
+
+# ---- summon_full_params ------------------------------------------------------------------------------------------
+
+
+def summoned(rank: int, world: int, way: str, volatile: bool) -> tuple[bool, bool, bool]:
+    model = around(Everything(), way)
+    inside = getattr(model, "module", model)
+    plain = Everything()
+    with summon_full_params(inside, volatile=volatile), torch.no_grad():
+        seen = all(torch.equal(a, b) and type(a) is nn.Parameter and a.shape == b.shape
+                   for a, b in zip(inside.parameters(), plain.parameters(), strict=True))
+        for parameter in inside.parameters():
+            parameter.add_(1)
+        inside.last.bias.data = torch.zeros(6)
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.add_(1)
+        plain.last.bias.zero_()
+    unchanged = same(full_state_dict(inside), Everything().state_dict())
+    edited = same(full_state_dict(inside), plain.state_dict())
+    losses = [float(one(batch(0, 3)).detach()) for one in (model, Everything() if volatile else plain)]
+    return seen, unchanged if volatile else edited, abs(losses[0] - losses[1]) < 1e-6
+
+
+@pytest.mark.parametrize("volatile", [True, False])
+@pytest.mark.parametrize("way", ["nested", "torch"])
+def test_full_params_are_the_models_and_edits_last(way: str, volatile: bool) -> None:
+    assert run_ranks(summoned, 2, way, volatile) == [(True, True, True)] * 2
+
+
+def edited_in_16_bits(rank: int, world: int) -> tuple[float, float]:
+    model = around(Net(), "torch", **mixed("torch", torch.bfloat16))
+    with torch.no_grad():
+        before = float(model(batch(0, 1)))
+    with summon_full_params(model), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    with torch.no_grad():
+        return before, float(model(batch(0, 1)))
+
+
+def test_edits_reach_the_16_bit_weights() -> None:
+    for before, after in run_ranks(edited_in_16_bits, 2):
+        assert before != 1.0 and after == 1.0
+
+
+def one_module_alone(rank: int, world: int) -> tuple[bool, bool]:
+    model = around(Net(), "nested")
+    with model.summon_full_params(recurse=False):
+        return type(model.first.weight) is nn.Parameter, type(model.blocks[0].wide.weight) is nn.Parameter
+
+
+def test_recurse_false_is_for_one_module() -> None:
+    assert run_ranks(one_module_alone, 2) == [(True, False)] * 2

@@ -1,0 +1,94 @@
+"""One script, two imports: torch's fully_shard and ours give the same losses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.distributed import run_ranks
+from tests.megatron.fsdp.loops import EPS, batch
+from tests.megatron.zero.models import Net
+
+
+def script(fully_shard: Any, MixedPrecisionPolicy: Any, rank: int, settings: dict[str, Any], dtype: torch.dtype | None,
+           ) -> list[float]:
+    """As torch's tutorial has it."""
+    model: Any = Net()
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else MixedPrecisionPolicy()
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy, **settings)
+    fully_shard(model, mp_policy=policy, **settings)
+    decayed = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
+                                  lr=1e-2, eps=EPS)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=20)
+    losses = []
+    for number in range(20):
+        for micro in range(2):
+            model.set_requires_gradient_sync(micro == 1)
+            loss = model(batch(rank, 2 * number + micro)) / 2
+            loss.backward()
+            losses.append(float(loss.detach()))
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            losses.append(float(model(batch(rank, 1000 + number))))
+        model.train()
+    return losses
+
+
+def both(rank: int, world: int, settings: dict[str, Any], dtype: torch.dtype | None) -> float:
+    from torch.distributed.fsdp import MixedPrecisionPolicy as theirs_policy
+    from torch.distributed.fsdp import fully_shard as theirs
+
+    from megatron.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
+    one = script(theirs, theirs_policy, rank, {"mesh": mesh, **settings}, dtype)
+    other = script(fully_shard, MixedPrecisionPolicy, rank, {"mesh": mesh, **settings}, dtype)
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("settings, dtype", [
+    ({}, None), ({"reshard_after_forward": False}, None), ({}, torch.bfloat16)])
+def test_losses_are_those_of_torchs_fully_shard(settings: dict[str, Any], dtype: torch.dtype | None) -> None:
+    assert max(run_ranks(both, 2, settings, dtype)) <= 1e-6
+
+
+def methods(rank: int, world: int) -> list[str]:
+    """Of torch's FSDPModule, those that ours has not."""
+    from torch.distributed.fsdp import FSDPModule as theirs
+
+    from megatron.fsdp import FSDPModule
+    return [name for name in vars(theirs) if not name.startswith("_") and not hasattr(FSDPModule, name)]
+
+
+def test_the_methods_of_torchs_module_are_there() -> None:
+    assert run_ranks(methods, 1)[0] == []
+
+
+def whole_in_between(rank: int, world: int) -> tuple[bool, bool, float]:
+    from megatron.fsdp import fully_shard
+
+    model: Any = fully_shard(Net())
+    model.unshard()
+    there = isinstance(model.first.weight, nn.Parameter) and float(model.first.weight.sum().detach())
+    handle = model.unshard(async_op=True)
+    handle.wait()
+    model.reshard()
+    away = type(model.first.weight) is not nn.Parameter
+    with torch.no_grad():
+        loss = float(model(batch(rank, 0)))
+    return there == float(Net().first.weight.sum().detach()), away, loss - float(Net()(batch(rank, 0)).detach())
+
+
+def test_unshard_and_reshard() -> None:
+    for there, away, difference in run_ranks(whole_in_between, 2):
+        assert there and away and abs(difference) < 1e-6
