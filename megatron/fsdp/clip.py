@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron.errors import ConfigError, NumericsError
-from megatron.fsdp.shard import Shard, bucket_of, gradient_of, local
+from megatron.fsdp.gradients import summed_gradient
+from megatron.fsdp.shard import Shard, bucket_of
 from megatron.zero.bucket import FlatBucket
 from mpu.collectives import all_reduce
 from mpu.grads import sum_of_squares
@@ -59,7 +60,7 @@ def _group_of(buckets: Iterable[FlatBucket]) -> Group:
 
 def _runs(bucket: FlatBucket, members: Sequence[Shard]) -> Iterator[Tensor]:
     """The gradients of these parameters that this rank has: all at once, where nobody has touched them."""
-    gradients = [None if (gradient := gradient_of(one)) is None else local(gradient) for one in members]
+    gradients = [summed_gradient(one) for one in members]
     if len(members) == len(bucket.parameters) and bucket.grads.is_summed and all(
             one is not None and (not one.numel() or _is_in(one, bucket.grads.shard)) for one in gradients):
         yield bucket.grads.shard

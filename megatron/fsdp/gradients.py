@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.errors import ConfigError
 from megatron.fsdp.shard import Run, gradient_of, local, run_of, runs, set_gradient
@@ -40,8 +40,20 @@ class Unsummed(Run):
                 else:
                     one.zero_()
             return args[0]
-        raise ConfigError("a gradient of backwards inside no_sync() cannot be used: it is not summed over the ranks "
-                          "yet; the last backward before a step or a clip belongs outside of no_sync()")
+        raise _refusal()
+
+
+def summed_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """Of this rank's run; an error where it is not summed over the ranks yet."""
+    gradient = gradient_of(parameter)
+    if isinstance(gradient, Unsummed):
+        raise _refusal()
+    return None if gradient is None else local(gradient)
+
+
+def _refusal() -> ConfigError:
+    return ConfigError("a gradient of backwards inside no_sync() cannot be used: it is not summed over the ranks yet; "
+                       "the last backward before a step or a clip belongs outside of no_sync()")
 
 
 class ShownGradients:

@@ -59,6 +59,15 @@ class FSDPModule:
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Changes nothing: what is gathered ahead is what followed in the pass before."""
 
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Changes nothing: parameters are split again after every backward."""
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Changes nothing: what a backward does not use is not gathered."""
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Changes nothing: there is one group of ranks, and no sum beyond it."""
+
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         for member in self._members(recurse):
             member.root.set_stays(member.unit, not reshard_after_forward)

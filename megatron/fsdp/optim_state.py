@@ -6,7 +6,7 @@ told apart on another number of ranks, and is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ def whole_states(optimizer: Optimizer, buckets: list[FlatBucket], *, keeps: bool
 
 
 def _is_split(parameter: nn.Parameter, kind: str, value: Any) -> bool:
-    if not isinstance(value, Tensor) or value.dim() == 0:
+    if not isinstance(value, Tensor) or local(value).dim() == 0:
         return False
     if local(value).shape == local(parameter).shape:
         return True
@@ -65,20 +65,27 @@ def _joined(bucket: FlatBucket, parts: list[Tensor | None]) -> list[Tensor]:
     return joined(bucket, shard)
 
 
-def own_state(parameter: nn.Parameter, state: Mapping[str, Any]) -> State:
-    """This rank's part of the whole state of a parameter."""
+def own_state(parameter: nn.Parameter, state: Mapping[str, Any], split: Collection[str]) -> State:
+    """This rank's part of the whole state of a parameter, of which these kinds are split."""
     whole, name, offset = place_of(parameter)
     count = local(parameter).numel()
     found: State = {}
     for kind, value in state.items():
-        if isinstance(value, Tensor) and value.dim() and value.shape == whole:
-            run = value.detach().flatten()[offset : offset + count].clone()
-            found[kind] = as_run(run.to(local(parameter).device), parameter)
-        elif isinstance(value, Tensor) and value.dim():
-            raise ConfigError(f"the state {kind!r} of {name} has shape {list(value.shape)}, expected {list(whole)}")
-        else:
+        if kind not in split:
             found[kind] = value.clone() if isinstance(value, Tensor) else value
+            continue
+        if value.shape != whole:
+            raise ConfigError(f"the state {kind!r} of {name} has shape {list(value.shape)}, expected {list(whole)}")
+        run = value.detach().flatten()[offset : offset + count].clone()
+        found[kind] = as_run(run.to(local(parameter).device), parameter)
     return found
+
+
+def split_kinds(states: Iterable[Mapping[str, Any]]) -> set[str]:
+    """Kinds of whole state that have a number for each element. A parameter that is one number does not tell; where all
+    are, torch's name for a count does."""
+    tensors = [(kind, value) for state in states for kind, value in state.items() if isinstance(value, Tensor)]
+    return {kind for kind, value in tensors if value.dim()} or {kind for kind, _ in tensors} - {"step"}
 
 
 def gather_full_optim_state_dict(buckets: list[FlatBucket], optimizer: Optimizer, recipient_rank: int | None,
@@ -103,11 +110,11 @@ def get_shard_from_optim_state_dict(parameters: Mapping[str, nn.Parameter], full
     """This rank's part of such a dict, for `optimizer.load_state_dict`. One without names (of the unwrapped model) is
     taken to be in the order of the model's parameters. Not collective."""
     names = full.get("names") or list(parameters)
-    state = {}
+    state, split = {}, split_kinds(full["state"].values())
     for index, whole in full["state"].items():
         if int(index) >= len(names) or names[int(index)] not in parameters:
             raise ConfigError(f"the optimizer's state dict has state of parameter {index}, and the model has no such "
                               "parameter: give it that of this model's optimizer")
         parameter = parameters[names[int(index)]]
-        state[index] = own_state(parameter, whole) if isinstance(parameter, Shard) else whole
+        state[index] = own_state(parameter, whole, split) if isinstance(parameter, Shard) else whole
     return {"state": state, "param_groups": full["param_groups"]}

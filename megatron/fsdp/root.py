@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -25,7 +26,14 @@ from megatron.fsdp.scaling import Scaling
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.exchanges import ExchangeLog
 from megatron.zero.forwards import ForwardCheck
-from megatron.zero.hooks import Unit, attach, scale_gradients, when_autograd_is_through
+from megatron.zero.hooks import (
+    Unit,
+    attach,
+    autograd_runs,
+    scale_gradients,
+    when_autograd_is_through,
+    when_forward_is_over,
+)
 from megatron.zero.passes import Passes
 from megatron.zero.reductions import ReductionOrder
 from megatron.zero.residency import Residency
@@ -64,6 +72,7 @@ class Root:
         self._watched = False
         self.scaling = Scaling(any(bucket.work.dtype == torch.float16 for bucket in self.trained))
         self._handles: list[RemovableHandle] = attach(units, self)
+        self._handles += [when_forward_is_over(unit.module, partial(self._after_any_forward, unit)) for unit in units]
         if all(bucket.work.dtype == torch.float32 for bucket in self.trained):  # in 16 bits a sum in place is rounded
             connect_sinks(self.units)  # otherwise than autograd's, and DistributedDataParallel's
         self._agreement = Agreement(dp, device, log, waits=self.scaling.is_on)
@@ -86,6 +95,7 @@ class Root:
         return self.units
 
     def check_idle(self, what: str) -> None:
+        self._leave_failed_backward()
         if self.passes.in_backward or self._running:
             raise ConfigError(f"{what} inside a forward or backward of the model: do it before or after")
         if self.summoned is not None:
@@ -98,6 +108,7 @@ class Root:
         return self.passes.weights
 
     def before_forward(self, unit: Unit) -> None:
+        self._leave_failed_backward()
         if not self.passes.in_backward:
             if unit.is_root or not self._running:
                 self._begin_forward()
@@ -109,6 +120,13 @@ class Root:
             while self._running and self._running.pop() is not unit:
                 pass
         self.passes.after_forward(unit)
+
+    def _after_any_forward(self, unit: Unit) -> None:
+        """One that has raised leaves nothing whole."""
+        if unit in self._running and not self.passes.in_backward:
+            del self._running[self._running.index(unit):]
+            if not self._running:
+                self.rest()
 
     def before_backward(self, unit: Unit, weights: int, call: object) -> None:
         if not self.passes.in_backward:
@@ -167,7 +185,13 @@ class Root:
 
     # ---- backward -----------------------------------------------------------------------------------------------
 
+    def _leave_failed_backward(self) -> None:
+        """Where a backward has raised, nobody is told; what it had accumulated is incomplete."""
+        if self.passes.in_backward and not autograd_runs():
+            self.passes.fail(RuntimeError("a backward that failed"))
+
     def _begin_backward(self) -> None:
+        self.heed_writes()
         if self.summoned is not None:
             raise ConfigError(f"a backward inside {self.summoned}: its parameters are lent there; leave it first")
         for shown in self._gradients:

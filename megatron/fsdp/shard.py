@@ -42,6 +42,8 @@ ELEMENTWISE = frozenset("""
 """.split())
 """Operations of torch by name, without underscores at the ends and "foreach_" before it."""
 
+CONVERSIONS = frozenset("to type half float double bfloat16 cpu cuda xpu".split())
+
 NEEDS_NOTHING = ALLOWED | {_TENSOR.is_pinned, _TENSOR.data_ptr, _TENSOR.untyped_storage,
                            _TENSOR.is_shared, _TENSOR.is_set_to}
 
@@ -207,6 +209,8 @@ def _copied(func: Callable[..., Any], part: Tensor, source: Any, *more: Any, **k
     """`p.copy_(values)` and `p.data = values`, of a run or of everything."""
     whole, name, offset = place_of(part)
     target = local(part)
+    if func == _SET_DATA and (source.dtype, source.device) != (target.dtype, target.device):  # half(), to()
+        raise _refusal(part, "to")
     values = local(source) if isinstance(source, Shard | Run) else source
     if isinstance(values, Tensor) and not isinstance(source, Shard | Run) and values.shape == whole:
         values = values.detach().flatten()[offset : offset + target.numel()]
@@ -323,8 +327,8 @@ _INSTEAD = {
 
 
 def _refusal(part: Tensor, name: str) -> ConfigError:
-    kind = ("norm" if "norm" in name else "amp" if "amp" in name else
-            "conversion" if name in ("cpu", "cuda", "xpu") else "")
+    kind = ("norm" if name.endswith("norm") else "amp" if name.startswith("amp") else
+            "conversion" if name in CONVERSIONS else "")
     what = "the gradient or a state of " if isinstance(part, Run) else ""
     return ConfigError(f"{what}{_described(part)} cannot be used here ({name}): this rank has a run of its elements, "
                        f"and the result would be another one on each rank; {_INSTEAD[kind]}")

@@ -114,6 +114,16 @@ def scale_gradients(module: nn.Module, scale: Callable[[], float]) -> RemovableH
     return module.register_forward_hook(hook)
 
 
+def when_forward_is_over(module: nn.Module, call: Callable[[], None]) -> RemovableHandle:
+    """Whether it returned or raised, and after what else is to happen then."""
+    return module.register_forward_hook(lambda module, args, output: call(), always_call=True)
+
+
+def autograd_runs() -> bool:
+    """In this thread, now."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def rename_when_loading(module: nn.Module, rename: Callable[[dict[str, Any], str], None]) -> RemovableHandle:
     """`rename(state_dict, prefix)` before the module takes its part of a state dict."""
     handle: RemovableHandle = module.register_load_state_dict_pre_hook(

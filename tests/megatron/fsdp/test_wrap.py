@@ -47,7 +47,7 @@ def test_a_module_may_bring_its_own_arguments() -> None:
 
 def test_auto_wrap_wraps_from_the_inside_out_by_size() -> None:
     with enable_wrap():
-        model = auto_wrap(Net(), partial(default_auto_wrap_policy, min_num_params=90))
+        model = auto_wrap(Net(), partial(default_auto_wrap_policy, min_num_params=80))
     assert plain(wrapped(model)) == ["", "blocks.0", "blocks.1", "blocks.2"]
     with enable_wrap(partial(default_auto_wrap_policy, min_num_params=10**6)):
         assert wrapped(auto_wrap(Net())) == []
