@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.config.flags import build_config
+from megatron.config.tree import ModelConfig
 from megatron.fsdp import MixedPrecisionPolicy, fully_shard
 from megatron.model import GPT2
 from megatron.zero import init_distributed
@@ -28,7 +28,8 @@ def main() -> None:
     init_distributed()
     rank = torch.distributed.get_rank()
     torch.manual_seed(0)  # every rank starts from the same weights
-    model = GPT2(build_config({"preset": "tiny"}).model)
+    model = GPT2(ModelConfig(vocab_size=64, num_layers=2, hidden_size=32, num_attention_heads=4,
+                             max_position_embeddings=32, attention_dropout=0.0, hidden_dropout=0.0))
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:
