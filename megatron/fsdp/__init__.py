@@ -10,10 +10,11 @@ module is sharded), place.py (over which ranks), same.py (whether they start ali
 whole), agreement.py (what ranks compare in a backward), scaling.py (the loss scale of fp16), root.py (the units of a
 model in training), sharding.py (what sharding a module does), fully_shard.py and member.py (torch's function),
 wrapper.py (FairScale's class), wrap.py (which modules are wrapped), clip.py (the norm of gradients), summon.py
-(parameters whole for a while), state_dict.py and optim_state.py (state, whole and in parts), checkpointing.py
-(activation checkpointing).
+(parameters whole for a while), state_dict.py and optim_state.py (state, whole and in parts), checkpoint.py (and as
+checkpoints), checkpointing.py (activation checkpointing).
 """
 
+from megatron.fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron.fsdp.checkpointing import checkpoint_wrapper
 from megatron.fsdp.clip import clip_grad_norm_
 from megatron.fsdp.fully_shard import fully_shard
@@ -33,4 +34,5 @@ FSDP = FullyShardedDataParallel
 
 __all__ = ["CPUOffloadPolicy", "FSDP", "FSDPModule", "FullyShardedDataParallel", "MixedPrecisionPolicy",
            "OffloadPolicy", "auto_wrap", "checkpoint_wrapper", "clip_grad_norm_", "config_auto_wrap_policy",
-           "default_auto_wrap_policy", "enable_wrap", "fully_shard", "transformer_auto_wrap_policy", "wrap"]
+           "default_auto_wrap_policy", "enable_wrap", "fully_shard", "load_checkpoint", "save_checkpoint",
+           "transformer_auto_wrap_policy", "wrap"]

@@ -46,6 +46,22 @@ def whole_states(optimizer: Optimizer, buckets: list[FlatBucket], *, keeps: bool
         yield from ((parameter, state) for parameter, state in found.items() if states[parameter])
 
 
+def split_of(optimizer: Optimizer, buckets: Iterable[FlatBucket]) -> list[str]:
+    """The kinds of state that have a number for each element, in order."""
+    return list(dict.fromkeys(
+        kind for bucket in buckets for parameter in bucket.parameters
+        for kind, value in optimizer.state.get(parameter, {}).items() if _is_split(parameter, kind, value)))
+
+
+def numbers_of(optimizer: Optimizer, buckets: Iterable[FlatBucket]) -> dict[str, State]:
+    """By the name of each parameter that has state, the kinds that are one number."""
+    return {slot.name: {kind: value.item() if isinstance(value, Tensor) else value
+                        for kind, value in optimizer.state[parameter].items()
+                        if value is not None and not _is_split(parameter, kind, value)}
+            for bucket in buckets for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True)
+            if optimizer.state.get(parameter)}
+
+
 def _is_split(parameter: nn.Parameter, kind: str, value: Any) -> bool:
     if not isinstance(value, Tensor) or local(value).dim() == 0:
         return False

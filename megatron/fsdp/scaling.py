@@ -6,8 +6,11 @@ gradient on any rank, so that the optimizer's step changes nothing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from megatron.errors import NumericsError
-from megatron.optim.loss_scale import LossScaleRule
+from megatron.optim.loss_scale import LossScaleRule, LossScaleState
 
 INITIAL, WINDOW, LEAST = 2.0**15, 2000, 1.0
 """A loss in fp16 can carry no more at the beginning; torch's GradScaler doubles after as many steps."""
@@ -26,6 +29,16 @@ class Scaling:
     @property
     def scale(self) -> float:
         return self._state.scale if self.is_on else 1.0
+
+    def numbers(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {"loss_scale": self.scale, "clean_steps": self._state.clean_steps,
+                "hysteresis_left": self._state.hysteresis_left}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """What `numbers` gave; the scale of another precision says nothing here."""
+        if self.is_on and saved["loss_scale"] > 1:
+            self._state = LossScaleState(saved["loss_scale"], saved["clean_steps"], saved["hysteresis_left"])
 
     def after(self, overflow: bool) -> bool:
         """A backward has been summed; whether it overflowed."""

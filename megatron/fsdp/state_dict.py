@@ -15,10 +15,16 @@ from torch import Tensor, nn
 
 from megatron.errors import ConfigError
 from megatron.fsdp.shard import Shard, local, place_of
-from megatron.fsdp.sharding import members, plain_name
+from megatron.fsdp.sharding import WRAPPED, members, plain_name
 from megatron.fsdp.whole import from_first, masters
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.together import meet
+
+
+def inside(model: nn.Module) -> nn.Module:
+    """The sharded module, of a wrapper or itself."""
+    found: nn.Module = getattr(model, "_modules", {}).get(WRAPPED) or model
+    return found
 
 
 def named_tensors(module: nn.Module) -> dict[str, Any]:

@@ -1,0 +1,211 @@
+"""Checkpoints of sharded models: the pieces of each rank, as the engine writes them (megatron/checkpoint).
+
+    save_checkpoint(model, optimizer, folder, scheduler=..., client_state={...})
+    client_state = load_checkpoint(model, optimizer, folder, scheduler=...)
+
+Any number of ranks reads them, and so do `zero.initialize`'s engine and `python -m megatron.checkpoint`; what the
+engine has written loads here. Nothing is gathered. Random streams continue where as many ranks resume.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from megatron.checkpoint.agree import agree, on_rank_0
+from megatron.checkpoint.commit import Keep, probe
+from megatron.checkpoint.cut import Spread
+from megatron.checkpoint.manifest import TensorEntry, step_tag
+from megatron.checkpoint.piece import Piece, sharding_of
+from megatron.checkpoint.reader import Checkpoint, open_checkpoint
+from megatron.checkpoint.tensorfile import DTYPE_NAMES
+from megatron.checkpoint.writer import save
+from megatron.errors import CheckpointError, ConfigError
+from megatron.fsdp.optim_state import State, numbers_of, split_of
+from megatron.fsdp.root import Root
+from megatron.fsdp.shard import as_run, local, runs
+from megatron.fsdp.sharding import plain_name, the_member
+from megatron.fsdp.state_dict import inside, ready
+from megatron.fsdp.whole import own_masters
+from megatron.zero.api.hyper import check_groups, hyper_parameters, restore_groups
+from megatron.zero.api.saved import check_client_state
+from megatron.zero.api.shared import check_shared
+from megatron.zero.bucket import FlatBucket
+from megatron.zero.homes.shelf import WEIGHT
+from mpu.collectives import broadcast_json
+from mpu.random import capture_rng, restore_rng
+
+
+def save_checkpoint(model: nn.Module, optimizer: Optimizer, save_dir: str | os.PathLike[str],
+                    tag: str | int | None = None, *, scheduler: Any = None,
+                    client_state: Mapping[str, Any] | None = None, keep: Keep = Keep()) -> str:
+    """Everything that a resumed run needs; returns the tag, `global_step<N>` unless given. Every rank calls it."""
+    module, root = _ready(model, "save_checkpoint()")
+    folder, numbers = Path(save_dir), numbers_of(optimizer, root.trained)
+    steps = max((int(values.get("step", 0)) for values in numbers.values()), default=root.steps)
+    name = step_tag(steps) if tag is None else str(tag)
+    agree(lambda: check_client_state(client_state or {}), root.dp)
+    on_rank_0(lambda: probe(folder), root.dp)
+    kinds = split_of(optimizer, root.trained)
+    shared = {
+        "run_id": broadcast_json(secrets.token_hex(8), root.dp),
+        "engine": {"global_steps": steps, "skipped_steps": 0, "micro_steps": steps, "optimizer_steps": steps,
+                   "rule": _uneven(numbers, root), **root.scaling.numbers()},
+        "optimizer": type(optimizer).__name__,
+        "param_groups": hyper_parameters(optimizer.param_groups),
+        "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
+        "buffers": {bare: buffer.detach().cpu() for bare, buffer in _buffers(module).items()},
+        "loop": {},
+        "client_state": dict(client_state or {}),
+    }
+    save(folder, name, world=root.dp, pieces=_pieces(optimizer, root, kinds), tensors=_tensors(optimizer, root, kinds),
+         place=root.dp.rank, rank_state={"rng": capture_rng()}, shared_state=shared, config={"fsdp": True},
+         layout={"tp": 1, "dp": root.dp.size, "zero_stage": 3}, run_id=shared["run_id"], iteration=steps, keep=keep)
+    return name
+
+
+def load_checkpoint(model: nn.Module, optimizer: Optimizer | None, load_dir: str | os.PathLike[str],
+                    tag: str | int | None = None, *, scheduler: Any = None) -> dict[str, Any]:
+    """The client_state of the checkpoint `tag`, or of the one that `latest` names, after its weights, and the state of
+    the optimizer and the scheduler where they are given, are in place. Every rank calls it."""
+    module, root = _ready(model, "load_checkpoint()")
+    found = open_checkpoint(Path(load_dir), None if tag is None else str(tag), world=root.dp)
+    agree(lambda: check_shared(found), root.dp)
+    agree(lambda: _check(found, root, optimizer), root.dp)
+    for bucket in root.buckets:
+        agree(partial(_read, found, bucket, WEIGHT, own_masters(bucket)), root.dp)
+    root.note_edits()
+    for name, buffer in _buffers(module).items():
+        if name in found.shared_state["buffers"]:
+            buffer.copy_(found.shared_state["buffers"][name])
+    if optimizer is not None:
+        _load_optimizer(found, root, optimizer)
+    if scheduler is not None and found.shared_state["lr_scheduler"] is not None:
+        scheduler.load_state_dict(found.shared_state["lr_scheduler"])
+    if found.shared_state["engine"]:
+        root.scaling.restore(found.shared_state["engine"])
+    _restore_streams(found, root)
+    state: dict[str, Any] = found.shared_state["client_state"]
+    return state
+
+
+def _ready(model: nn.Module, what: str) -> tuple[nn.Module, Root]:
+    module = inside(model)
+    root = the_member(module).root
+    if root.module is not module:
+        raise ConfigError(f"{what} is for the outermost sharded module")
+    ready(module, what)
+    return module, root
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    return {plain_name(name): buffer for name, buffer in module.named_buffers()}
+
+
+# ---- what is written ---------------------------------------------------------------------------------------------
+
+
+def _pieces(optimizer: Optimizer, root: Root, kinds: list[str]) -> Iterator[Piece]:
+    for bucket in root.buckets:
+        masters = own_masters(bucket)
+        for parameter, slot, (start, stop, offset) in zip(bucket.parameters, bucket.layout.slots, runs(bucket),
+                                                          strict=True):
+            if start == stop:
+                continue
+            yield Piece(slot.name, WEIGHT, slot.shape, slot.partition, 0, 1, offset, masters[start:stop])
+            state = optimizer.state.get(parameter, {})
+            for kind in kinds if bucket.trainable else ():
+                nothing = torch.zeros(stop - start, dtype=_dtype(optimizer, bucket, kind))  # it has not been met yet
+                yield Piece(slot.name, kind, slot.shape, slot.partition, 0, 1, offset,
+                            local(state[kind]) if kind in state else nothing)
+
+
+def _tensors(optimizer: Optimizer, root: Root, kinds: list[str]) -> Iterator[TensorEntry]:
+    for bucket in root.buckets:
+        for kind in (WEIGHT, *(kinds if bucket.trainable else ())):
+            dtype = DTYPE_NAMES[bucket.kept.dtype if kind == WEIGHT else _dtype(optimizer, bucket, kind)]
+            for slot in bucket.layout.slots:
+                yield TensorEntry(kind, slot.name, dtype, sharding_of(slot.shape, slot.partition, 1),
+                                  Spread(slot.offset, bucket.layout.shard_numel))
+
+
+def _dtype(optimizer: Optimizer, bucket: FlatBucket, kind: str) -> torch.dtype:
+    """Of a kind of state, the same on all ranks."""
+    found = (optimizer.state.get(parameter, {}).get(kind) for parameter in bucket.parameters)
+    return next((local(value).dtype for value in found if value is not None), bucket.kept.dtype)
+
+
+def _uneven(numbers: Mapping[str, State], root: Root) -> dict[str, Any]:
+    """What the optimizer counts for each parameter that it has met, where that is not one number of steps for all."""
+    kinds = {tuple(sorted(values.items())) for values in numbers.values()}
+    parameters = sum(len(bucket.parameters) for bucket in root.trained)
+    is_even = len(kinds) == 1 and len(numbers) == parameters and {name for name, _ in next(iter(kinds))} == {"step"}
+    return {} if is_even or not numbers else {"parameters": dict(numbers)}
+
+
+# ---- what is read ------------------------------------------------------------------------------------------------
+
+
+def _check(found: Checkpoint, root: Root, optimizer: Optimizer | None) -> None:
+    where = f"{found.tag} of {found.folder.parent}"
+    own = {slot.name: slot.shape for bucket in root.buckets for slot in bucket.layout.slots}
+    saved = set(found.names(WEIGHT))
+    for what, names in (("not in the checkpoint", own.keys() - saved), ("not in the model", saved - own.keys())):
+        if names:
+            raise CheckpointError(f"{where} is of another model: {len(names)} parameters are {what}, {min(names)} "
+                                  "first; give the model it was saved from")
+    for name, shape in own.items():
+        if found.shape(WEIGHT, name) != shape:
+            raise CheckpointError(f"{where} is of another model: weight {name!r}: shape expected {list(shape)}, found "
+                                  f"{list(found.shape(WEIGHT, name))}")
+    if optimizer is not None:
+        kind = found.shared_state["optimizer"]
+        if kind != type(optimizer).__name__:
+            raise CheckpointError(f"{where} holds the optimizer state of {kind}, not of {type(optimizer).__name__}; "
+                                  "give optimizer=None to load the weights alone")
+        check_groups(found.shared_state.get("param_groups", ()), optimizer.param_groups, where)
+
+
+def _read(found: Checkpoint, bucket: FlatBucket, kind: str, out: Tensor) -> None:
+    for slot, (start, stop, offset) in zip(bucket.layout.slots, runs(bucket), strict=True):
+        if start < stop:
+            found.read(kind, slot.name, shape=slot.shape, partition=slot.partition, tp_rank=0, tp_size=1, offset=offset,
+                       out=out[start:stop])
+
+
+def _load_optimizer(found: Checkpoint, root: Root, optimizer: Optimizer) -> None:
+    engine = found.shared_state["engine"]
+    uneven = engine.get("rule", {}).get("parameters", {})
+    number = {id(one): index for index, one in enumerate(one for group in optimizer.param_groups
+                                                         for one in group["params"])}
+    state: dict[int, State] = {}
+    for bucket in root.trained:
+        kinds = [kind for kind in found.kinds if kind != WEIGHT and found.has(kind)]
+        flats = {kind: torch.zeros(bucket.layout.shard_numel, dtype=bucket.kept.dtype, device=bucket.updates_on)
+                 for kind in kinds}  # torch's optimizers keep state in the precision of the parameter
+        for kind, flat in flats.items():
+            agree(partial(_read, found, bucket, kind, flat), root.dp)
+        for parameter, slot, (start, stop, _) in zip(bucket.parameters, bucket.layout.slots, runs(bucket), strict=True):
+            counts = uneven.get(slot.name) if uneven else {"step": float(engine.get("optimizer_steps", 0))}
+            if id(parameter) in number and counts is not None and kinds:
+                state[number[id(parameter)]] = {
+                    **{name: torch.tensor(value) if name == "step" else value for name, value in counts.items()},
+                    **{kind: as_run(flat[start:stop].clone(), parameter) for kind, flat in flats.items()}}
+    restore_groups(optimizer.param_groups, found.shared_state.get("param_groups", ()), lambda name: True)
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _restore_streams(found: Checkpoint, root: Root) -> None:
+    is_same = all(found.layout.get(axis) == size for axis, size in (("tp", 1), ("dp", root.dp.size)))
+    saved = (found.rank_state(root.dp.rank) if is_same else None) or {}
+    if "rng" in saved and ("cuda" in saved["rng"]) == ("cuda" in capture_rng()):
+        restore_rng(saved["rng"])
