@@ -17,6 +17,15 @@ checkpoints), checkpointing.py (activation checkpointing).
 from megatron.fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron.fsdp.checkpointing import checkpoint_wrapper
 from megatron.fsdp.clip import clip_grad_norm_
+from megatron.fsdp.distributed_state import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from megatron.fsdp.fully_shard import fully_shard
 from megatron.fsdp.member import FSDPModule
 from megatron.fsdp.settings import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -33,6 +42,7 @@ from megatron.fsdp.wrapper import FullyShardedDataParallel
 FSDP = FullyShardedDataParallel
 
 __all__ = ["CPUOffloadPolicy", "FSDP", "FSDPModule", "FullyShardedDataParallel", "MixedPrecisionPolicy",
-           "OffloadPolicy", "auto_wrap", "checkpoint_wrapper", "clip_grad_norm_", "config_auto_wrap_policy",
-           "default_auto_wrap_policy", "enable_wrap", "fully_shard", "load_checkpoint", "save_checkpoint",
-           "transformer_auto_wrap_policy", "wrap"]
+           "OffloadPolicy", "StateDictOptions", "auto_wrap", "checkpoint_wrapper", "clip_grad_norm_",
+           "config_auto_wrap_policy", "default_auto_wrap_policy", "enable_wrap", "fully_shard", "get_model_state_dict",
+           "get_optimizer_state_dict", "get_state_dict", "load_checkpoint", "save_checkpoint", "set_model_state_dict",
+           "set_optimizer_state_dict", "set_state_dict", "transformer_auto_wrap_policy", "wrap"]

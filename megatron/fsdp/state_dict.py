@@ -13,12 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.checkpoint.agree import agree
 from megatron.errors import ConfigError
 from megatron.fsdp.shard import Shard, local, place_of
 from megatron.fsdp.sharding import WRAPPED, members, plain_name
 from megatron.fsdp.whole import from_first, masters
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.together import meet
+from mpu.collectives import broadcast_into
+from mpu.groups import Group
 
 
 def inside(model: nn.Module) -> nn.Module:
@@ -56,24 +59,46 @@ def full_state_dict(module: nn.Module, *, device: torch.device | str | None = No
             if everywhere or bucket.dp.rank == 0:
                 values[id(parameter)] = value.to(device or bucket.device, copy=True)
         del value
-    if not everywhere and _rank(module):
+    if not everywhere and _group(module).rank:
         return {}
     return {name: values.get(id(tensor), tensor.detach() if isinstance(tensor, Tensor) else tensor)
             for name, tensor in named_tensors(module).items()
             if frozen or not isinstance(tensor, nn.Parameter) or tensor.requires_grad}
 
 
-def _rank(module: nn.Module) -> int:
-    return next(member.root.dp.rank for _, _, member in members(module))
+def _group(module: nn.Module) -> Group:
+    return next(member.root.dp for _, _, member in members(module))
 
 
 def load_from_first(module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
-    """The full state dict of the first rank, on all ranks. Collective."""
+    """The full state dict of the first rank, on all ranks; what it does not have stays. Collective, by buckets."""
     ready(module, "a load of a full state dict")
-    named = named_tensors(module)
+    named, group = named_tensors(module), _group(module)
+    agree(lambda: _check_fits(named, state, strict) if group.rank == 0 else None, group)
     new = {id(tensor): state.get(name) for name, tensor in named.items()}
     for bucket in buckets_of(module):
         from_first(bucket, [new.get(id(parameter)) for parameter in bucket.parameters])
+    for root in {id(member.root): member.root for _, _, member in members(module)}.values():
+        root.note_edits()
+    with torch.no_grad():
+        for name, tensor in named.items():
+            if isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter):
+                if group.rank == 0 and name in state:
+                    tensor.copy_(state[name])
+                values = tensor.contiguous()
+                broadcast_into(values.view(-1).view(torch.uint8), 0, group).wait()  # as bytes: not every type can travel
+                tensor.copy_(values)
+
+
+def _check_fits(named: Mapping[str, Any], state: Mapping[str, Any], strict: bool) -> None:
+    for what, names in (("missing", named.keys() - state.keys()), ("not the model's", state.keys() - named.keys())):
+        if names and strict:
+            raise ConfigError(f"the full state dict: {len(names)} names are {what}, {min(names)} first; give the state "
+                              "dict of this model on the first rank, or strict=False")
+    for name in named.keys() & state.keys():
+        if isinstance(named[name], Tensor) and named[name].shape != state[name].shape:
+            raise ConfigError(f"the full state dict: {name} has shape {list(state[name].shape)}, expected "
+                              f"{list(named[name].shape)}")
 
 
 def local_state_dict(module: nn.Module) -> dict[str, Any]:
@@ -84,7 +109,7 @@ def local_state_dict(module: nn.Module) -> dict[str, Any]:
 
 def local_metadata_dict(module: nn.Module) -> dict[str, Any]:
     """What this rank's runs are of: for each parameter its shape, and where its run begins and how long it is."""
-    group = next(member.root.dp for _, _, member in members(module))
+    group = _group(module)
     places = {name: (list(place_of(tensor)[0]), place_of(tensor)[2], local(tensor).numel())
               for name, tensor in named_tensors(module).items() if isinstance(tensor, Shard)}
     return {"rank": group.rank, "ranks": group.size,

@@ -97,6 +97,29 @@ def fsdp2(task: Task) -> Step:
     return _plain_step(task, model, model)
 
 
+def fsdp_face(task: Task, model: str = "ours") -> Step:
+    """Our fully_shard, as `fsdp2` has torch's: around our model, or (`model="plain"`) around the same plain one."""
+    from megatron.config.flags import build_config
+    from megatron.fsdp import clip_grad_norm_, fully_shard
+    from megatron.model import GPT2
+
+    whole: nn.Module = _plain_model(task) if model == "plain" else GPT2(build_config(values_of(task)).model)
+    for block in whole.blocks:
+        fully_shard(block)
+    fully_shard(whole)
+    optimizer = adamw(whole)
+
+    def step(tokens: Tensor, targets: Tensor) -> None:
+        with autocast(task):
+            loss = whole(tokens, targets)
+        loss.backward()
+        clip_grad_norm_(whole.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
 def zero_redundancy(task: Task) -> Step:
     """torch's ZeroRedundancyOptimizer over DDP: its stage 1."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -168,13 +191,13 @@ def values_of(task: Task, stage: int = 0) -> dict[str, object]:
     }
 
 
-def ours(task: Task, stage: int = 0, optimizer_home: str = "none") -> Step:
+def ours(task: Task, stage: int = 0, optimizer_home: str = "none", **settings: object) -> Step:
     from megatron.config.flags import build_config
     from megatron.train import build
     from mpu import groups
 
     home = {"offload_optimizer_device": optimizer_home, "offload_optimizer_nvme_path": os.environ.get("NVME_PATH", ".")}
-    config = build_config({**values_of(task, stage), **(home if optimizer_home != "none" else {})})
+    config = build_config({**values_of(task, stage), **(home if optimizer_home != "none" else {}), **settings})
     grid = groups.build(1)
     engine = build.engine(config, build.model(config, grid), grid, torch.device(task.device))
 
@@ -202,6 +225,8 @@ def with_allocator(build: Callable[[Task], Step]) -> Callable[[Task], Step]:
 WITH_ALLOCATOR: dict[str, Callable[[Task], Step]] = {
     "ours": ours, "plain+malloc": plain, "ddp+malloc": ddp,
     **{f"zero{stage}": partial(ours, stage=stage) for stage in (1, 2, 3)},
+    "zero3-reshard": partial(ours, stage=3, stage3_max_reuse_distance=0, stage3_param_persistence_threshold=0),
+    "fsdp-face": fsdp_face, "fsdp-face-plain": partial(fsdp_face, model="plain"),
     "zero2-cpu": partial(ours, stage=2, optimizer_home="cpu"),
     "zero3-nvme": partial(ours, stage=3, optimizer_home="nvme"),  # in the folder NVME_PATH
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from torch import nn
 
 from megatron.errors import ConfigError
-from megatron.fsdp import FSDP, clip_grad_norm_
+from megatron.fsdp import (FSDP, StateDictOptions, clip_grad_norm_, get_optimizer_state_dict, get_state_dict,
+                           set_model_state_dict, set_state_dict)
 from megatron.fsdp.state_dict import consolidate_shard_weights, full_state_dict
 from megatron.fsdp.summon import summon_full_params
 from tests.distributed import run_ranks
@@ -257,3 +259,51 @@ def one_module_alone(rank: int, world: int) -> tuple[bool, bool]:
 
 def test_recurse_false_is_for_one_module() -> None:
     assert run_ranks(one_module_alone, 2) == [(True, False)] * 2
+
+
+# ---- torch's functions -------------------------------------------------------------------------------------------
+
+
+def by_torchs_functions(rank: int, world: int, way: str, first_only: bool) -> tuple[bool, bool, int]:
+    model, optimizer = trained(way, rank, 3)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=first_only)
+    weights, state = get_state_dict(model, optimizer, options=options)
+    expected = full_state_dict(getattr(model, "module", model))
+    count = len(weights)
+    if first_only:
+        again = around(Everything(), way)
+        with torch.no_grad(), summon_full_params(getattr(again, "module", again)):
+            for parameter in again.parameters():
+                parameter.zero_()
+        set_model_state_dict(again, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+        return same(full_state_dict(getattr(again, "module", again)), expected), (not state) == (rank > 0), count
+    again = around(Everything(), way)
+    other = adamw(again)
+    set_state_dict(again, other, model_state_dict=weights, optim_state_dict=state, options=options)
+    loaded = get_state_dict(again, other, options=options)
+    return same(loaded[0], expected), equal_state(loaded[1], state), count
+
+
+@pytest.mark.parametrize("first_only", [False, True])
+@pytest.mark.parametrize("way", ["nested", "torch"])
+def test_torchs_functions_give_and_take_the_whole(way: str, first_only: bool) -> None:
+    names = len(Everything().state_dict())
+    found = run_ranks(by_torchs_functions, 2, way, first_only)
+    assert found == [(True, True, names), (True, True, 0 if first_only else names)]
+
+
+def in_parts(rank: int, world: int) -> bool:
+    model, optimizer = trained("torch", rank, 3)
+    weights, state = get_state_dict(model, optimizer)
+    weights, state = deepcopy(weights), deepcopy(state)
+    expected = full_state_dict(model), get_optimizer_state_dict(
+        model, optimizer, options=StateDictOptions(full_state_dict=True))
+    again = around(Everything(), "torch")
+    other = adamw(again)
+    set_state_dict(again, other, model_state_dict=weights, optim_state_dict=state)
+    return same(full_state_dict(again), expected[0]) and equal_state(
+        get_optimizer_state_dict(again, other, options=StateDictOptions(full_state_dict=True)), expected[1])
+
+
+def test_torchs_functions_give_and_take_parts() -> None:
+    assert all(run_ranks(in_parts, 2))

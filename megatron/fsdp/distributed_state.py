@@ -1,0 +1,135 @@
+"""The functions of torch.distributed.checkpoint.state_dict, for sharded models: state by parameter names.
+
+    model_state, optim_state = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    set_state_dict(model, optimizer, model_state_dict=..., optim_state_dict=..., options=...)
+
+Without `full_state_dict` values are this rank's runs, for the same rank of as many. With it they are whole: on all
+ranks, or with `cpu_offload` on the first one's host alone, the others have empty dicts. `broadcast_from_rank0` sets the
+first rank's on all. torch's own StateDictOptions will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from megatron.errors import ConfigError
+from megatron.fsdp.optim_state import own_state, split_kinds, whole_states
+from megatron.fsdp.shard import Shard
+from megatron.fsdp.sharding import plain_name, the_member
+from megatron.fsdp.state_dict import buckets_of, full_state_dict, inside, load_from_first, named_tensors, ready
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class StateDictOptions:
+    full_state_dict: bool = False
+    cpu_offload: bool = False
+    ignore_frozen_params: bool = False
+    strict: bool = True
+    broadcast_from_rank0: bool = False
+
+
+def get_model_state_dict(model: nn.Module, *, options: Any = None) -> State:
+    options = options or StateDictOptions()
+    module = inside(model)
+    if options.full_state_dict:
+        return full_state_dict(module, device="cpu" if options.cpu_offload else None,
+                               everywhere=not options.cpu_offload, frozen=not options.ignore_frozen_params)
+    return {name: tensor.detach() if isinstance(tensor, Tensor) else tensor
+            for name, tensor in named_tensors(module).items()
+            if not (options.ignore_frozen_params and isinstance(tensor, nn.Parameter) and not tensor.requires_grad)}
+
+
+def set_model_state_dict(model: nn.Module, model_state_dict: Mapping[str, Any], *, options: Any = None) -> None:
+    options = options or StateDictOptions()
+    module = inside(model)
+    if options.broadcast_from_rank0:
+        load_from_first(module, model_state_dict, options.strict)
+    else:
+        model.load_state_dict(dict(model_state_dict), options.strict)
+
+
+def get_optimizer_state_dict(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer], *, options: Any = None,
+                             ) -> State:
+    """{"state": {name: {kind: value}}, "param_groups": [{"params": [names], ...}]}"""
+    options = options or StateDictOptions()
+    module = inside(model)
+    names = _names(model)
+    found: State = {"state": {}, "param_groups": []}
+    for optimizer in _each(optimizers):
+        if options.full_state_dict:
+            ready(module, "get_optimizer_state_dict()")
+            keeps = not options.cpu_offload or the_member(module).root.dp.rank == 0
+            device = "cpu" if options.cpu_offload else None
+            states: Iterable[tuple[nn.Parameter, State]] = list(
+                whole_states(optimizer, buckets_of(module), keeps=keeps, device=device))
+        else:
+            keeps = True
+            states = [(one, dict(state)) for one, state in optimizer.state.items() if isinstance(one, nn.Parameter)]
+        if keeps:
+            found["state"] |= {names[id(parameter)]: state for parameter, state in states}
+            found["param_groups"] += [{**group, "params": [names[id(one)] for one in group["params"]]}
+                                      for group in optimizer.param_groups]
+    return found if found["param_groups"] else {}
+
+
+def set_optimizer_state_dict(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer],
+                             optim_state_dict: Mapping[str, Any], *, options: Any = None) -> None:
+    options = options or StateDictOptions()
+    if options.broadcast_from_rank0:
+        raise ConfigError("set_optimizer_state_dict(broadcast_from_rank0=True) is not supported: give every rank the "
+                          "full state dict, or use megatron.fsdp.load_checkpoint, where each rank reads its part")
+    names = _names(model)
+    split = split_kinds(optim_state_dict["state"].values())
+    for optimizer in _each(optimizers):
+        number = {names[id(one)]: index for index, one in enumerate(
+            one for group in optimizer.param_groups for one in group["params"])}
+        parameters = {names[id(one)]: one for group in optimizer.param_groups for one in group["params"]}
+        strange = optim_state_dict["state"].keys() - number.keys()
+        if strange and options.strict:
+            raise ConfigError(f"set_optimizer_state_dict: {len(strange)} names are not the optimizer's, {min(strange)} "
+                              "first")
+        state = {number[name]: own_state(parameters[name], values, split)
+                 if options.full_state_dict and isinstance(parameters[name], Shard) else dict(values)
+                 for name, values in optim_state_dict["state"].items() if name in number}
+        groups = optimizer.state_dict()["param_groups"]
+        for group, given in zip(groups, _groups_for(optimizer, names, optim_state_dict["param_groups"]), strict=True):
+            group |= {key: value for key, value in given.items() if key != "params"}
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def get_state_dict(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer], *, options: Any = None,
+                   ) -> tuple[State, State]:
+    return get_model_state_dict(model, options=options), get_optimizer_state_dict(model, optimizers, options=options)
+
+
+def set_state_dict(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer], *,
+                   model_state_dict: Mapping[str, Any], optim_state_dict: Mapping[str, Any],
+                   options: Any = None) -> None:
+    set_model_state_dict(model, model_state_dict, options=options)
+    set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
+
+
+def _each(optimizers: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
+    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+
+
+def _names(model: nn.Module) -> dict[int, str]:
+    return {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
+
+
+def _groups_for(optimizer: Optimizer, names: Mapping[int, str], saved: Iterable[Mapping[str, Any]],
+                ) -> Iterable[Mapping[str, Any]]:
+    """The saved group of each of the optimizer's, by a parameter that they share."""
+    by_name = {name: group for group in saved for name in group["params"]}
+    for group in optimizer.param_groups:
+        found = next((by_name[names[id(one)]] for one in group["params"] if names[id(one)] in by_name), None)
+        if found is None:
+            raise ConfigError("set_optimizer_state_dict: the state dict has no parameter of one of the param groups")
+        yield found
