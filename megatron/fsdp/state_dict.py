@@ -86,7 +86,7 @@ def load_from_first(module: nn.Module, state: Mapping[str, Any], strict: bool = 
                 if group.rank == 0 and name in state:
                     tensor.copy_(state[name])
                 values = tensor.contiguous()
-                broadcast_into(values.view(-1).view(torch.uint8), 0, group).wait()  # as bytes: not every type can travel
+                broadcast_into(values.view(-1).view(torch.uint8), 0, group).wait()  # not every type can travel
                 tensor.copy_(values)
 
 
