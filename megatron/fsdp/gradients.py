@@ -63,6 +63,12 @@ class ShownGradients:
         self._bucket = bucket
         self._shown: dict[int, Run] = {}
 
+    def let_go_of_forgotten(self) -> None:
+        """Before a forward: where all have been forgotten, their memory is for its activations."""
+        if self._shown and all(gradient_of(parameter) is None for parameter in self._bucket.parameters):
+            self._shown = {}
+            self._bucket.grads.discard()
+
     def take(self) -> None:
         """Before a backward: what the user made of them counts from now on."""
         grads, parameters = self._bucket.grads, self._bucket.parameters

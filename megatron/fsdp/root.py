@@ -149,6 +149,8 @@ class Root:
             raise ConfigError(f"a forward inside {self.summoned}: its parameters are lent there; leave it first")
         self._watch()
         self._agreement.conclude()
+        for shown in self._gradients:
+            shown.let_go_of_forgotten()
         self.heed_writes()
 
     def _watch(self) -> None:
