@@ -24,6 +24,11 @@ SUFFIXES = (".bin", ".json", ".idx")
 """In the order in which they get their names: the index is what makes a corpus exist."""
 
 
+def files_of(prefix: str | os.PathLike[str]) -> list[str]:
+    """The names of a corpus."""
+    return [os.fspath(prefix) + suffix for suffix in SUFFIXES]
+
+
 class Growing:
     """A file that is written from its beginning to its end, and the checksum of what was written."""
 

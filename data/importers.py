@@ -16,13 +16,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from data import tokenizer as tokenizers
 from data.cli import Parser, run
 from data.compressed import is_compressed, reading
+from data.draft import files_of
 from data.indexed import BLOCK
 from data.inputs import kind_of
-from data.preprocess import add_tokenizer_arguments
-from data.storage import DataError, check_is_file, make_folder, watched
+from data.preprocess import OTHER_PREFIX, add_tokenizer_arguments, build_tokenizer
+from data.storage import DataError, check_is_file, check_not_over, make_folder, watched
 from data.tokenizer import Tokenizer
 from data.writer import CorpusWriter
 
@@ -35,6 +35,7 @@ DTYPE = np.dtype("<u2")
 def import_tokens(inputs: Sequence[str | os.PathLike[str]], prefix: str | os.PathLike[str],
                   tokenizer: Tokenizer) -> str:
     """Write the corpus of some token files, one after the other; says what became of it."""
+    check_not_over(inputs, files_of(prefix), OTHER_PREFIX)
     check_unchanged = watched(inputs)
     files = [(path, *tokens_at(path)) for path in inputs]  # every file is looked at before anything is written
     make_folder(Path(prefix).parent)
@@ -101,8 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX")
     add_tokenizer_arguments(parser)
     args = parser.parse_args(argv)
-    tokenizer = tokenizers.build(args.tokenizer_type, args.vocab_file, args.merge_file, args.tokenizer_path)
-    print(import_tokens(args.input, args.output_prefix, tokenizer))
+    print(import_tokens(args.input, args.output_prefix, build_tokenizer(args)))
 
 
 if __name__ == "__main__":

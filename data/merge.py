@@ -13,14 +13,17 @@ from pathlib import Path
 import numpy as np
 
 from data.cli import Parser, run
+from data.draft import files_of
 from data.facts import TokenizerFacts
 from data.indexed import IndexedCorpus
-from data.storage import DataError, crc32, make_folder
+from data.storage import DataError, check_not_over, crc32, make_folder
 from data.writer import CorpusWriter
 
 
 def merge(prefixes: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> str:
     """Write the corpus `out`; says what became of it. All must have one token dtype and one tokenizer."""
+    check_not_over([path for prefix in prefixes for path in files_of(prefix)], files_of(out),
+                   "a corpus cannot be merged into itself: choose another OUT")
     dtype, tokenizer = _in_common(prefixes)
     make_folder(Path(out).parent)
     documents = tokens = 0

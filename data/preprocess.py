@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from argparse import ArgumentTypeError
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from data import tokenizer as tokenizers
 from data.chunks import CHUNK_BYTES, LONGEST, Chunk, Damage, Malformed, count_lines
 from data.cli import Parser, Progress, counted, positive, run, size
+from data.draft import files_of
 from data.format import token_dtype
 from data.inputs import PLAIN_TEXT, find, kind_of
 from data.jsonl import lines_of, read_chunks
@@ -28,13 +29,15 @@ from data.parallel import ordered_map
 from data.plain_text import Separator, read_parts, texts_of
 from data.recorded import check_recorded
 from data.sample_index import digest
-from data.storage import DataError, make_folder, state_of, watched
+from data.storage import DataError, check_not_over, make_folder, state_of, watched
 from data.tokenizer import Tokenizer
 from data.writer import CorpusWriter
 
 
 MARK_BYTES = 1 << 28
 """Of text, between the places from which an interrupted run can go on: half a minute of work, perhaps."""
+
+OTHER_PREFIX = "a corpus is PREFIX.bin, PREFIX.idx and PREFIX.json: choose another --output-prefix"
 
 REVISION = 2
 """Raised whenever the same text would be cut into other chunks, or give other tokens."""
@@ -110,8 +113,9 @@ def build_corpus(inputs: Iterable[str | Path], prefix: str | Path, tokenizer: To
 
     A malformed document is an error that names its line, unless `skip_malformed`; so is the rest of a damaged file.
     """
-    make_folder(Path(prefix).parent)
     inputs = list(inputs)
+    check_not_over(inputs, files_of(prefix), OTHER_PREFIX)
+    make_folder(Path(prefix).parent)
     key = _key(inputs, tokenizer, reading, skip_malformed)
     check_unchanged = watched(inputs)
     check_recorded(inputs, workers)
@@ -229,6 +233,13 @@ def add_tokenizer_arguments(parser: Parser) -> None:
     parser.add_argument("--tokenizer-path", help="a SentencePiece model")
 
 
+def build_tokenizer(args: Namespace) -> Tokenizer:
+    """Of these flags, for a corpus that is none of its files."""
+    files = [path for path in (args.vocab_file, args.merge_file, args.tokenizer_path) if path]
+    check_not_over(files, files_of(args.output_prefix), OTHER_PREFIX)
+    return tokenizers.build(args.tokenizer_type, args.vocab_file, args.merge_file, args.tokenizer_path)
+
+
 def add_reading_arguments(parser: Parser) -> None:
     parser.add_argument("--json-key", default="text", help="which key of a JSON object holds the text (default: text)")
     parser.add_argument("--document-separator", metavar="TEXT",
@@ -254,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                         help="a longer line, or text without white space, is malformed (default: 64M)")
     parser.add_argument("--log-interval", type=int, default=10_000, metavar="N", help="documents per progress line")
     args = parser.parse_args(argv)
-    tokenizer = tokenizers.build(args.tokenizer_type, args.vocab_file, args.merge_file, args.tokenizer_path)
+    tokenizer = build_tokenizer(args)
     found = find(args.input)
     files = args.shard.of(found.files)
     if found.left_out:

@@ -24,7 +24,7 @@ from data.jsonl import lines_of, read_chunks
 from data.lock import alone, remove_leftovers
 from data.recorded import check_recorded
 from data.sampling import parse_split
-from data.storage import UsageError, leftovers, make_folder, staged_file, watched, writing
+from data.storage import UsageError, check_not_over, leftovers, make_folder, staged_file, watched, writing
 
 PARTS = ("train", "valid", "test")
 
@@ -38,9 +38,10 @@ def part_of(text: str, ends: Sequence[int], seed: int) -> int:
 def split_json(inputs: Iterable[str], prefix: str, shares: Sequence[Fraction], *, key: str = "text", seed: int = 0,
                skip_malformed: bool = False, max_bytes: int = LONGEST) -> tuple[dict[str, int], int]:
     """Write `PREFIX.train.jsonl` and its sisters; none for a share of 0. Documents of each, and lines skipped."""
+    inputs = list(inputs)
+    check_not_over(inputs, [f"{prefix}.{name}.jsonl" for name in PARTS], "choose another --output-prefix")
     make_folder(Path(prefix).parent)
     ends = [int(end * 2**64) for end in accumulate(shares)]
-    inputs = list(inputs)
     check_unchanged = watched(inputs)
     check_recorded(inputs)
     counts = {name: 0 for name, share in zip(PARTS, shares) if share}

@@ -186,6 +186,26 @@ def state_of(path: str | os.PathLike[str]) -> tuple[int, int, int] | None:
     return (status.st_ino, status.st_size, status.st_mtime_ns) if S_ISREG(status.st_mode) else None
 
 
+def check_not_over(inputs: Iterable[str | os.PathLike[str]], outputs: Iterable[str | os.PathLike[str]],
+                   remedy: str = "choose another name for what is written") -> None:
+    """Before anything is written: no output is an input, by whatever name, symbolic or hard link."""
+    read = {mark: os.fspath(path) for path in inputs for mark in _marks(path)}
+    for path in map(os.fspath, outputs):
+        for mark in _marks(path):
+            if mark in read:
+                also = "" if path == read[mark] else f", which is {read[mark]}"
+                raise UsageError(f"{path}{also}: is read by this command, which would write over it; {remedy}")
+
+
+def _marks(path: str | os.PathLike[str]) -> list[str | tuple[int, int]]:
+    """What two names of one file have in common. A pipe or a terminal may be read and written."""
+    try:
+        status = os.stat(path)
+    except OSError:  # perhaps there will be one
+        return [os.path.realpath(path)]
+    return [os.path.realpath(path), (status.st_dev, status.st_ino)] if S_ISREG(status.st_mode) else []
+
+
 def check_is_file(path: str | os.PathLike[str]) -> None:
     """For whoever reads it more than once."""
     if os.path.isdir(path):

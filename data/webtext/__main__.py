@@ -57,8 +57,11 @@ def add_run(parser: Parser) -> None:
 def run_all(args: argparse.Namespace) -> None:
     left_out = {*args.skip, *(() if args.evaluation else ("decontaminate",))}
     stages = tuple(flags.STAGES[name].build(args) for name in flags.ORDER if name not in left_out)
+    prefix = args.output_prefix or args.output / "corpus"
+    pipeline.check_outputs(filter(None, (args.vocab_file, args.merge_file, args.tokenizer_path, args.blacklist_domains,
+                                         args.blacklist_extensions)), args.output, prefix)
     tokenizer = tokenizers.build(args.tokenizer_type, args.vocab_file, args.merge_file, args.tokenizer_path)
-    plan = pipeline.Plan(stages, tokenizer, args.output_prefix or args.output / "corpus")
+    plan = pipeline.Plan(stages, tokenizer, prefix)
     pipeline.run(args.inputs, args.output, plan, flags.reading_of(args), flags.work_of(args))
     print((args.output / "report.txt").read_text(encoding="utf-8"), end="")
 

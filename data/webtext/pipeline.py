@@ -8,21 +8,22 @@ PREFIX (training), PREFIX_valid and PREFIX_test, and the report is written.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data.draft import files_of
 from data.facts import read_facts
 from data.lock import alone
 from data.preprocess import build_corpus
-from data.storage import DataError, make_folder, write_json_atomic, writing
+from data.storage import DataError, check_not_over, make_folder, write_json_atomic, writing
 from data.tokenizer import Tokenizer
 from data.webtext.flags import ORDER
-from data.webtext.inputs import shards_of
+from data.webtext.inputs import find, shards_of
 from data.webtext.reading import Reading
 from data.webtext.record import Record, make_key, read_json
-from data.webtext.report import line, write_report
+from data.webtext.report import REPORTS, line, write_report
 from data.webtext.runner import GlobalStage, MapStage, Work, run_global, run_map
 
 PARTS = {"train": "", "valid": "_valid", "test": "_test"}
@@ -38,8 +39,19 @@ class Plan:
     prefix: Path
 
 
+def check_outputs(files: Iterable[str], output: Path, prefix: Path) -> None:
+    """None of these files is one that a run writes, beside its folders of stages."""
+    corpora = [prefix.with_name(prefix.name + suffix) for suffix in PARTS.values()]
+    check_not_over(files, [*(output / name for name in REPORTS),
+                           *(path for corpus in corpora for path in (*files_of(corpus), marker_of(corpus)))],
+                   "choose another --output and --output-prefix")
+
+
 def run(raw: Sequence[str], output: Path, plan: Plan, reading: Reading, work: Work) -> list[Record]:
     """Bring every stage to its end; the records of all."""
+    sources, _ = find(raw, reading.format)
+    others = [path for stage in plan.stages if isinstance(stage, MapStage) for path in stage.files]
+    check_outputs([*(source.path for source in sources), *others], output, plan.prefix)
     records: list[Record] = []
     inputs: list[str | Path] = list(raw)
     # Later stages read what we wrote; a line of it is longer than its text, by its escapes.

@@ -15,6 +15,8 @@ from data.storage import staged_file, write_json_atomic
 from data.webtext.counts import Counts
 from data.webtext.record import Record
 
+REPORTS = ("report.txt", "report.json", "report.html")
+
 LABEL, BAR, ROW = 320, 360, 18
 """Of a plot, in pixels: room for the labels, length of the longest bar, height of a row."""
 KEPT, DROPPED = "#2a7", "#c54"

@@ -18,7 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, TextIO
 
-from data.storage import named_by, staged_file
+from data.storage import check_not_over, named_by, read_for, staged_file
+from megatron.checkpoint.manifest import LATEST, MANIFEST
 from megatron.config.tree import require
 from megatron.inference import former, lines
 from megatron.inference.parser import Parser
@@ -28,6 +29,9 @@ from megatron.inference.source import source_of, told
 from megatron.inference.terminal import Terminal, is_at_hand
 
 MODULE = "python -m megatron.generate"
+
+OF_A_MODEL = {".json", ".safetensors", ".bin", ".model", ".txt"}
+"""Suffixes in a folder of Hugging Face's."""
 
 EXAMPLES = """examples:
   python -m megatron.generate --load runs/gpt2 "The meaning of life is"
@@ -82,6 +86,19 @@ def check(asked: argparse.Namespace) -> None:
     require("" not in asked.stop, "--stop is empty: give a text")
     folder = Path(asked.output or "x").absolute().parent
     require(folder.is_dir(), f"--output {asked.output}: {folder} is no folder")
+    if asked.output:
+        with read_for("--output"):
+            check_not_over(files_read(asked), [asked.output], "choose another --output")
+
+
+def files_read(asked: argparse.Namespace) -> list[str]:
+    """Of a model's folder, those that its program reads; another file there is anybody's."""
+    named = (asked.file, asked.vocab_file, asked.merge_file, asked.tokenizer_path, asked.checkpoint_key)
+    folder = Path(os.path.realpath(asked.output)).parent
+    tag = folder.iterdir() if (folder / MANIFEST).exists() else ()
+    hub = (path for path in Path(asked.load_hf or os.devnull).glob("*") if path.suffix in OF_A_MODEL)
+    latest = [os.path.join(asked.load, LATEST)] if asked.load else []
+    return [*filter(None, named), *latest, *map(str, tag), *map(str, hub)]
 
 
 def wish_of(asked: argparse.Namespace) -> Wish:
