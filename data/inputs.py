@@ -2,7 +2,8 @@
 
 A name says what a file holds: `.jsonl` (or `.ndjson`, `.json`) one JSON object per line, `.txt` plain text; each also
 with `.gz`, `.xz` or `.zst`. A folder means the files of these kinds in it and in the folders inside it, sorted by path;
-nothing but our own caches is left out without being counted, or named, in `Found.left_out`. A file that is named itself
+nothing but our own caches is left out without being counted, or named, in `Found.left_out`. Of the folder of a stage
+(see `recorded`) it means the shards that are listed. A file that is named itself
 is always read: as plain text where its name says so, else as JSON lines.
 """
 
@@ -12,9 +13,11 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from data.compressed import COMPRESSED, without_compression
+from data.recorded import STAGE_FILE, listed
 from data.storage import DataError
 
 JSON_LINES, PLAIN_TEXT = "jsonl", "text"
@@ -24,6 +27,8 @@ IN_FOLDERS = (".jsonl", ".ndjson", ".txt")
 
 CACHE_SUFFIX = ".cache"
 """Of the folder beside a source that holds the corpus made of it (`corpora`)."""
+
+OF_A_STAGE = (STAGE_FILE, "dropped.jsonl")
 
 NAMES_SHOWN = 3
 
@@ -48,11 +53,15 @@ class Found:
     loops: list[str] = field(default_factory=list)
     """Symbolic links to a folder that they are in."""
 
+    strangers: list[str] = field(default_factory=list)
+    """In the folder of a stage, and none of its files."""
+
     @property
     def left_out(self) -> str:
         """What was not read, in a few words; "" for nothing."""
         parts = [f"{self.hidden} hidden"] if self.hidden else []
-        for names, what in ((self.unknown, "of unknown kind"), (self.loops, "links to a folder around them")):
+        for names, what in ((self.unknown, "of unknown kind"), (self.strangers, "not of the stage"),
+                            (self.loops, "links to a folder around them")):
             if names:
                 more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
                 parts.append(f"{len(names)} {what} ({', '.join(names[:NAMES_SHOWN])}{more})")
@@ -67,10 +76,19 @@ def find(inputs: Iterable[str | os.PathLike[str]], suffixes: Sequence[str] = IN_
         if not os.path.isdir(name):
             found.files.append(name)
             continue
-        before = len(found.files)
+        before, shards_of = len(found.files), cache(listed)
+        is_stage = shards_of(Path(name)) is not None
         for path in sorted(files_in(Path(name), found, _is_ours)):
+            around = [Path(name), *(folder for folder in reversed(path.parents) if Path(name) in folder.parents)]
+            shards = next((shards for shards in map(shards_of, around) if shards is not None), None)
+            if shards is not None and str(path) not in shards:
+                if path.name not in OF_A_STAGE:
+                    found.strangers.append(str(path))
+                continue
             wanted = Path(without_compression(path.name)).suffix in suffixes
             (found.files if wanted else found.unknown).append(str(path))
+        if len(found.files) == before and is_stage:
+            raise DataError(f"{name}: this stage kept no document")
         if len(found.files) == before:
             raise DataError(f"{name}: this folder holds no file of text ({' '.join(suffixes)}, each also with "
                             f"{' '.join(COMPRESSED)})" + (f"; {found.left_out}" if found.left_out else ""))

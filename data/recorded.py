@@ -2,7 +2,8 @@
 
 A stage writes down the size and the SHA-256 of each of its shards in `stage.json`, beside them or, for the parts of a
 split, one folder up. A disk, or a copy between machines, can change bytes and leave their number; so whoever is about
-to read shards has them checked, here.
+to read shards has them checked, here. Whoever is given the folder reads the shards that are listed: all of them, and no
+file beside.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,10 @@ from data.storage import CHUNK, DataError
 
 STAGE_FILE = "stage.json"
 SHARD = re.compile(r"part-\d+\.jsonl")
+WORK = ".work"
+"""In the folder of a stage while it is made."""
+PLACE = re.compile(rf"(?:[^/.][^/]*/)?{SHARD.pattern}")
+"""Of a shard, in the folder of its stage."""
 LARGE = 1 << 26
 """Bytes from which processes are started for it."""
 
@@ -65,11 +71,54 @@ def sha256_file(path: str) -> str:
 
 
 def _outputs(folder: Path) -> Mapping[str, str]:
-    """Name -> SHA-256 of the shards in the folder of a stage; of any other folder nothing."""
+    return {name: shard.sha256 for name, shard in (shards_in(folder) or {}).items()}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """As it was written."""
+
+    size: int | None
+    sha256: str
+
+
+def shards_in(folder: Path) -> dict[str, Shard] | None:
+    """By name what the record of a stage lists; None: the folder has none."""
     try:
         record: Any = json.loads((folder / STAGE_FILE).read_bytes())
-        return {str(output["name"]): str(output["sha256"]) for output in record["outputs"]}
-    except (FileNotFoundError, NotADirectoryError, KeyError, TypeError):
-        return {}
+        return {str(output["name"]): Shard(output.get("bytes"), str(output["sha256"])) for output in record["outputs"]}
+    except (FileNotFoundError, NotADirectoryError, KeyError, TypeError, AttributeError):
+        return None
     except (OSError, ValueError) as error:
         raise DataError(f"{folder / STAGE_FILE}: not the record of a stage ({error}); run its command again") from error
+
+
+def listed(folder: Path) -> dict[str, Shard] | None:
+    """By path the shards that are meant by a folder: of a stage, or of one part of a split. All are there, and no other
+    shard beside them. None: it is nobody's but the user's."""
+    shards = shards_in(folder)
+    if shards is None:
+        if (folder / WORK).is_dir() and (folder / ".lock").exists():
+            raise DataError(f"{folder}: this stage is not complete; run its command again first")
+        here = Path(os.path.abspath(folder))
+        above = shards_in(here.parent) or {}
+        shards = {name.partition("/")[2]: shard for name, shard in above.items() if name.startswith(f"{here.name}/")}
+        if not shards:
+            return None
+    found = {str(folder / name): shard for name, shard in shards.items()}
+    check_complete(folder, found)
+    return found
+
+
+def check_complete(folder: Path, shards: Mapping[str, Shard]) -> None:
+    """Every shard is there in its size, and none that the record does not list."""
+    for path, shard in shards.items():
+        size = os.path.getsize(path) if os.path.isfile(path) else None
+        if size is None or shard.size not in (None, size):
+            raise DataError(f"{path}: expected {shard.size} bytes ({STAGE_FILE}), found "
+                            f"{'no file' if size is None else size}; remove the folder and run its command again")
+    for place in {folder, *(Path(path).parent for path in shards)}:
+        for name in sorted(os.listdir(place)):
+            if SHARD.fullmatch(name) and str(place / name) not in shards:
+                raise DataError(f"{place / name}: is not one of the shards that {STAGE_FILE} lists; if it is yours, "
+                                "move it out of the folder of that stage; else remove it")

@@ -48,7 +48,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         mpu.random mpu.norm_kernel mpu.grads mpu.data mpu.mappings mpu
         data.facts data.indexed data.draft data.writer data.sample_index data.gpt2_dataset
         data.tokenizer_base data.bpe_engines data.fast_tokenizer data.gpt2_bpe data.sentencepiece_model data.tokenizer
-        data.cli data.compressed data.chunks data.inputs data.jsonl data.plain_text data.parallel data.recorded
+        data.cli data.compressed data.chunks data.parallel data.recorded data.inputs data.jsonl data.plain_text
         data.preprocess data.default_corpus data.verify data.merge data.split_json data.importers data.cached
         data.sources data.corpora
         data.webtext data.webtext.document data.webtext.counts data.webtext.jsonarray data.webtext.inputs

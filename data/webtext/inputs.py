@@ -12,17 +12,16 @@ is one piece however large it is, read as a stream.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from data.compressed import COMPRESSED, before_damage, is_compressed, opened, without_compression
 from data.inputs import Found, files_in
-from data.recorded import STAGE_FILE
+from data.recorded import STAGE_FILE, WORK, Shard, check_complete, listed
 from data.storage import DataError, check_is_file
 
-WORK = ".work"
-"""In the folder of a stage while it is made."""
 LINES = ("jsonl", "urls")
 FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".txt": "text", ".html": "html", ".htm": "html",
            ".xhtml": "html"}
@@ -69,6 +68,9 @@ def find(inputs: Sequence[str | Path], format: str = "auto") -> tuple[list[Sourc
             sources += shards_of(path)
         elif (path / WORK).exists():
             raise DataError(f"{path}: this stage is not complete; run its command again first")
+        elif (shards := listed(path)) is not None:  # one part of a split
+            sources += [Source(file, Path(file).name, "jsonl", os.path.getsize(file), shard.sha256)
+                        for file, shard in shards.items()]
         else:
             found = Found()
             for file in sorted(files_in(path, found)):
@@ -97,11 +99,7 @@ def shards_of(folder: Path) -> list[Source]:
                  for output in record["outputs"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{folder / STAGE_FILE}: not the record of a stage ({error}); run its command again") from error
-    for shard in found:
-        size = Path(shard.path).stat().st_size if Path(shard.path).is_file() else None
-        if size != shard.size:
-            raise DataError(f"{shard.path}: expected {shard.size} bytes ({STAGE_FILE}), found {size or 'no file'}; "
-                            "remove the folder and run its command again")
+    check_complete(folder, {source.path: Shard(source.size, source.sha256 or "") for source in found})
     return found
 
 

@@ -20,6 +20,7 @@ from data.preprocess import build_corpus
 from data.storage import DataError, check_not_over, make_folder, write_json_atomic, writing
 from data.tokenizer import Tokenizer
 from data.webtext.flags import ORDER
+from data.webtext.folder import check_apart
 from data.webtext.inputs import find, shards_of
 from data.webtext.reading import Reading
 from data.webtext.record import Record, make_key, read_json
@@ -52,12 +53,14 @@ def run(raw: Sequence[str], output: Path, plan: Plan, reading: Reading, work: Wo
     sources, _ = find(raw, reading.format)
     others = [path for stage in plan.stages if isinstance(stage, MapStage) for path in stage.files]
     check_outputs([*(source.path for source in sources), *others], output, plan.prefix)
+    for stage in plan.stages:
+        check_apart([*raw, *(source.path for source in sources), *others], folder_of(stage, output))
     records: list[Record] = []
     inputs: list[str | Path] = list(raw)
     # Later stages read what we wrote; a line of it is longer than its text, by its escapes.
     later = Reading(on_error=reading.on_error, max_bytes=8 * reading.max_bytes)
     for stage in plan.stages:
-        folder = make_folder(output) / f"{ORDER.index(stage.name) + 1}-{stage.name}"
+        folder = folder_of(stage, make_folder(output))
         record = run_stage(stage, inputs, folder, later if records else reading, work)
         assert record, "a whole run is not a share"
         print(line(record), file=sys.stderr, flush=True)
@@ -71,6 +74,10 @@ def run(raw: Sequence[str], output: Path, plan: Plan, reading: Reading, work: Wo
                                       work.workers))]
     write_report(output, records, corpora)
     return records
+
+
+def folder_of(stage: MapStage | GlobalStage, output: Path) -> Path:
+    return output / f"{ORDER.index(stage.name) + 1}-{stage.name}"
 
 
 def run_stage(stage: MapStage | GlobalStage, inputs: Sequence[str | Path], folder: Path, reading: Reading, work: Work

@@ -99,6 +99,9 @@ def merge(folders: Sequence[Path]) -> Record:
     if found != [[k, len(records)] for k in range(len(records))]:
         raise DataError(f"merge: expected each share of {len(records)} once, found "
                         f"{', '.join(f'{i}/{n}' for i, n in found)}")
+    names = [output.name for record in records for output in record.outputs]
+    if twice := {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set():
+        raise DataError(f"merge: two shares have a shard {min(twice)}; run their commands again")
     first = records[0].key
     for record in records[1:]:
         for name in ("stage", "revision", "parameters"):

@@ -23,7 +23,7 @@ from data.recorded import check_shards
 from data.storage import DataError, crc32_file, make_folder, staged_file, watched, write_json_atomic
 from data.webtext.counts import Counts
 from data.webtext.document import Document, Drop, Fault, Function
-from data.webtext.folder import building, publish, written
+from data.webtext.folder import building, check_apart, publish, written
 from data.webtext.inputs import Source, Unit, find, plan, shards_of, total_size
 from data.webtext.reading import UNREADABLE, Read, Reading, read_unit
 from data.webtext.record import WHOLE, Output, Record, make_key, read_json
@@ -95,6 +95,7 @@ def run_map(stage: MapStage, inputs: Sequence[str | Path], output: Path, reading
             work: Work = Work()) -> Record:
     """Bring a map stage to its end, from wherever it stopped."""
     sources, notes = find(inputs, reading.format)
+    check_apart([*inputs, *(source.path for source in sources), *stage.files], output)
     units = plan(sources, work.shard_bytes)
     mine = share(len(units), *work.shard)
     used = list(dict.fromkeys(piece.source for k in mine for piece in units[k]))
@@ -125,6 +126,7 @@ def run_global(stage: GlobalStage, inputs: Sequence[str | Path], output: Path, w
     """
     sources = [source for path in inputs for source in shards_of(Path(path))]
     shards = [Path(source.path) for source in sources]
+    check_apart(inputs, output)
     preparing = stage.prepare_share if work.shard != WHOLE else None
     parameters = asdict(stage.options)
     if "part" in parameters:

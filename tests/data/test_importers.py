@@ -50,10 +50,10 @@ def plainly_cut(tokens: list[int]) -> list[list[int]]:
 
 
 def test_documents_end_after_the_id_in_nanogpt_and_begin_with_it_in_llmc(tmp_path: Path) -> None:
-    import_tokens([nanogpt(tmp_path / "a.bin", [1, 2, EOD, EOD, 3, EOD, 4])], tmp_path / "a", BYTE)
-    assert documents_of(tmp_path / "a") == [[1, 2, EOD], [EOD], [3, EOD], [4]]
-    import_tokens([llmc(tmp_path / "b.bin", [EOD, 1, 2, EOD, EOD, 3])], tmp_path / "b", BYTE)
-    assert documents_of(tmp_path / "b") == [[EOD, 1, 2], [EOD], [EOD, 3]]
+    import_tokens([nanogpt(tmp_path / "a.bin", [1, 2, EOD, EOD, 3, EOD, 4])], tmp_path / "c", BYTE)
+    assert documents_of(tmp_path / "c") == [[1, 2, EOD], [EOD], [3, EOD], [4]]
+    import_tokens([llmc(tmp_path / "b.bin", [EOD, 1, 2, EOD, EOD, 3])], tmp_path / "e", BYTE)
+    assert documents_of(tmp_path / "e") == [[EOD, 1, 2], [EOD], [EOD, 3]]
     import_tokens([llmc(tmp_path / "c.bin", [5, EOD, 1]), llmc(tmp_path / "d.bin", [2, EOD])], tmp_path / "cd", BYTE)
     assert documents_of(tmp_path / "cd") == [[5, EOD], [1, 2, EOD]]
     assert "5 tokens (uint16), ids 0 to 256 of 257" in verify(str(tmp_path / "cd"))

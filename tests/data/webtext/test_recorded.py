@@ -101,12 +101,17 @@ def test_the_parts_of_a_split_are_checked_wherever_they_are_named(stage: Path, t
     assert not list(tmp_path.glob("c.*"))
 
 
-def test_a_shard_that_was_damaged_before_shares_were_merged_is_refused_afterwards(stage: Path, tmp_path: Path) -> None:
+def test_a_shard_that_was_damaged_before_shares_are_merged_is_refused_by_the_merge(stage: Path, tmp_path: Path) -> None:
     for k in range(2):
         run_map(SHOUT, [stage], tmp_path / f"share{k}", work=replace(SMALL, shard=(k, 2)))
     change(tmp_path / "share1" / "part-00007.jsonl")
-    run_merge([tmp_path / "share0", tmp_path / "share1"], tmp_path / "merged")
     merged = tmp_path / "merged"
+    refused(tmp_path / "share1" / "part-00007.jsonl",
+            lambda: run_merge([tmp_path / "share0", tmp_path / "share1"], merged))
+    assert not (merged / "stage.json").exists() and not list(merged.glob("part-*"))
+    change(tmp_path / "share1" / "part-00007.jsonl")
+    assert len(run_merge([tmp_path / "share0", tmp_path / "share1"], merged).outputs) == 9
+    change(merged / "part-00007.jsonl")
     refused(merged / "part-00007.jsonl", lambda: run_global(REVERSE, [merged], tmp_path / "out"))
 
 

@@ -215,9 +215,10 @@ def test_repairs_are_counted_and_shards_are_clean(tmp_path: Path) -> None:
 
 
 def test_shards_that_no_stage_made_are_never_removed(raw: Path, tmp_path: Path) -> None:
-    mine = write(tmp_path / "part-00000.jsonl", ["precious"])
+    (tmp_path / "mine").mkdir()
+    mine = write(tmp_path / "mine" / "part-00000.jsonl", ["precious"])
     with pytest.raises(DataError, match="found shards no stage made"):
-        run_map(SHOUT, [raw], tmp_path)
+        run_map(SHOUT, [raw], tmp_path / "mine")
     assert mine.exists()
     out = tmp_path / "out"
     run_map(SHOUT, [raw], out)

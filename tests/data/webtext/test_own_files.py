@@ -1,0 +1,318 @@
+"""A stage replaces and removes its own files alone, whatever is named: what it reads, other stages and the user's files
+stay. And whoever reads the folder of a stage reads the shards that its record lists: all of them, and no others."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from data import recorded, split_json
+from data.cached import cached_corpus
+from data.inputs import find
+from data.preprocess import Reading
+from data.preprocess import main as preprocess
+from data.storage import DataError, UsageError
+from data.tokenizer import ByteLevelTokenizer
+from data.webtext import folder as folders
+from data.webtext.__main__ import main
+from data.webtext.folder import clear, run_merge
+from data.webtext.inputs import shards_of
+from data.webtext.runner import run_global
+from tests.data.webtext.killing import in_a_fork
+from tests.data.webtext.stages import REVERSE
+from tests.data.webtext.test_runner import contents, texts_in
+
+BYTE = ["--tokenizer-type", "ByteLevelTokenizer"]
+
+
+def stage(command: str, *words: object) -> None:
+    main([command, *map(str, words), "--workers", "1", "--shard-bytes", "400"])
+
+
+@pytest.fixture
+def raw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In the folder that is the current one."""
+    monkeypatch.chdir(tmp_path)
+    Path("raw").mkdir()
+    Path("raw/a.jsonl").write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(60)))
+    return Path("raw")
+
+
+def everything() -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(Path().rglob("*"))
+            if path.is_file() and path.name != ".lock"}
+
+
+AMONG_ITS_INPUTS: dict[str, tuple[list[str], str]] = {
+    "a stage into itself": (["shuffle", "A", "--output", "A"], "is A"),
+    "by another name": (["shuffle", "raw/../A", "--output", "A"], "is raw/../A"),
+    "by a link": (["clean", "link", "--output", "A"], "is link"),
+    "a link as output": (["clean", "A", "--output", "link"], "is A"),
+    "a folder of files into itself": (["read", "raw", "--output", "raw"], "is raw"),
+    "inside of a folder of files": (["read", "raw", "--output", "raw/out"], "lies in raw"),
+    "inside of a stage": (["clean", "A", "--output", "A/clean"], "lies in A"),
+    "around a stage": (["shuffle", "D/read", "--output", "D", "--seed", "3"], "holds D/read"),
+    "around a part of itself": (["clean", "S/train", "--output", "S"], "holds S/train"),
+    "around a shard": (["read", "A/part-00001.jsonl", "--output", "A"], "holds A/part-00001.jsonl"),
+    "around a shard of a split": (["read", "S/train/part-00000.jsonl", "--output", "S"],
+                                  "holds S/train/part-00000.jsonl"),
+    "around evaluation text": (["decontaminate", "A", "--output", "B", "--evaluation", "B/part-00000.jsonl"],
+                               "holds B/part-00000.jsonl"),
+    "a merge into a share": (["merge", "M0", "M1", "--output", "M0"], "is M0"),
+    "a run inside of its input": (["run", "raw", "--output", "raw"], "lies in raw"),
+    "a run of its own stage": (["run", "w/2-extract", "--output", "w"], "is w/2-extract")}
+
+
+@pytest.mark.parametrize("command, how", AMONG_ITS_INPUTS.values(), ids=AMONG_ITS_INPUTS)
+def test_a_stage_among_what_it_reads_is_refused_before_anything_is_removed(raw: Path, command: list[str], how: str
+                                                                           ) -> None:
+    for name in ("A", "B", "D/read", "w/2-extract"):
+        stage("read", "raw", "--output", name)
+    stage("split", "A", "--output", "S", "--split", "1,1,1")
+    for k in range(2):
+        stage("read", "raw", "--output", f"M{k}", "--shard", f"{k}/2")
+    os.symlink("A", "link")
+    before = everything()
+    with pytest.raises(UsageError) as caught:
+        main(command)
+    assert str(caught.value).startswith(f"--output {command[command.index('--output') + 1]}"), caught.value
+    assert f": {how}, which is read; choose a folder beside it" in str(caught.value)
+    assert everything() == before
+
+
+def test_files_beside_and_in_an_output_that_are_no_shards_can_be_read(raw: Path) -> None:
+    shutil.copy("raw/a.jsonl", "mine.jsonl")
+    stage("read", "mine.jsonl", "--output", ".")
+    stage("read", "mine.jsonl", "--output", ".", "--on-error", "skip")
+    assert len(texts_in(Path())) == 60 and Path("mine.jsonl").exists()
+
+
+def test_a_stage_that_is_made_again_removes_what_it_lists_and_nothing_else(raw: Path) -> None:
+    stage("read", "raw", "--output", "U")
+    stage("read", "raw", "--output", "U/other")
+    stage("split", "U/other", "--output", "U/split", "--split", "1,1,1")
+    for name in ("mine/part-00000.jsonl", "train/part-00000.jsonl", "dropped.jsonl", "part-0.jsonl.bak"):
+        Path("U", name).parent.mkdir(exist_ok=True)
+        Path("U", name).write_text("precious\n")
+    before = everything()
+    main(["read", "raw", "--output", "U", "--workers", "1", "--shard-bytes", "900"])
+    after = everything()
+    own = {f"U/part-{k:05d}.jsonl" for k in range(9)} | {"U/stage.json"}
+    assert {name: content for name, content in before.items() if name not in own} == {
+        name: content for name, content in after.items() if name not in own}
+    assert set(before) - set(after) <= own and len(texts_in(Path("U"))) == 60
+
+
+def test_the_parts_of_a_split_that_is_made_again_go(raw: Path) -> None:
+    stage("read", "raw", "--output", "A")
+    stage("split", "A", "--output", "S", "--split", "1,1,1")
+    stage("split", "A", "--output", "S", "--split", "1,0,0")
+    assert sorted({path.parent.name for path in Path("S").rglob("part-*")}) == ["train"]
+
+
+def test_a_log_goes_with_its_stage(raw: Path) -> None:
+    stage("read", "raw", "--output", "A")
+    stage("dedup", "A", "--output", "D", "--exact-only")
+    assert Path("D/dropped.jsonl").exists()
+    stage("shuffle", "A", "--output", "D")
+    assert not Path("D/dropped.jsonl").exists()
+
+
+@pytest.mark.parametrize("name", ["train/part-00001.jsonl", "dropped.jsonl"])
+def test_a_file_of_the_users_is_not_replaced(raw: Path, name: str) -> None:
+    stage("read", "raw", "--output", "A")
+    Path("S", name).parent.mkdir(parents=True)
+    Path("S", name).write_text("precious\n")
+    command = ("split", "A", "--split", "1,0,0") if "/" in name else ("dedup", "A", "--exact-only")
+    with pytest.raises(DataError, match=f"S/{name}: was not made by this stage, which would replace it; move it away"):
+        stage(*command, "--output", "S")
+    assert Path("S", name).read_text() == "precious\n"
+    Path("S", name).rename("mine")
+    stage(*command, "--output", "S")
+    assert len(texts_in(Path("S"))) == 60
+
+
+def test_a_record_that_is_none_is_not_replaced(raw: Path) -> None:
+    Path("S").mkdir()
+    Path("S/stage.json").write_text('{"mine": 1}')
+    with pytest.raises(DataError, match="^S/stage.json: not the record of a stage; remove that folder, or choose"):
+        stage("read", "raw", "--output", "S")
+    assert Path("S/stage.json").read_text() == '{"mine": 1}'
+
+
+def test_names_of_a_record_that_lead_elsewhere_are_not_followed(raw: Path) -> None:
+    stage("read", "raw", "--output", "A")
+    record = json.loads(Path("A/stage.json").read_text())
+    for name in ("../raw/a.jsonl", "../part-00000.jsonl", str(Path("part-00000.jsonl").absolute()), "./a/../a.jsonl"):
+        record["outputs"].append(record["outputs"][0] | {"name": name})
+    Path("A/stage.json").write_text(json.dumps(record))
+    Path("part-00000.jsonl").write_text("precious\n")
+    clear(Path("A"))
+    assert [*everything()] == ["part-00000.jsonl", "raw/a.jsonl"]
+
+
+def test_what_a_kill_left_half_moved_or_half_removed_is_known_as_ours(raw: Path) -> None:
+    """Of the stage before and of the one in its place, by a third one."""
+    stage("read", "raw", "--output", "old")
+    events = in_a_fork(lambda: (shutil.copytree("old", "out"), stage("shuffle", "old", "--output", "out")))
+    for stop in range(1, events + 1):
+        shutil.rmtree("out")
+        shutil.copytree("old", "out")
+        Path("out/mine").mkdir()
+        Path("out/mine/part-00000.jsonl").write_text("precious\n")
+        if in_a_fork(lambda: stage("shuffle", "old", "--output", "out"), stop) != -1:
+            break
+        main(["read", "raw", "--output", "out", "--workers", "1", "--shard-bytes", "900"])
+        assert Path("out/mine/part-00000.jsonl").read_text() == "precious\n"
+        shutil.rmtree("out/mine")
+        assert {*contents(Path("out"))} == {"part-00000.jsonl", "part-00001.jsonl", "stage.json"}, stop
+    assert stop > 20
+
+
+# -------------------------------------------------------------------------------------------------------- merge
+
+def shares(count: int = 2) -> list[Path]:
+    for k in range(count):
+        stage("read", "raw", "--output", f"M{k}", "--shard", f"{k}/{count}")
+    return [Path(f"M{k}") for k in range(count)]
+
+
+def test_a_merge_takes_what_the_shares_list(raw: Path) -> None:
+    parts = shares()
+    Path("M0/part-00009.jsonl").write_text('{"text": "of nobody"}\n')
+    Path("M0/sub").mkdir()
+    Path("M0/sub/part-00000.jsonl").write_text('{"text": "of nobody"}\n')
+    run_merge(parts, Path("M"))
+    stage("read", "raw", "--output", "one")
+    assert contents(Path("M")) == contents(Path("one"))
+
+
+def test_a_share_with_a_changed_shard_is_not_merged(raw: Path) -> None:
+    parts = shares()
+    shard = next(parts[1].glob("part-*"))
+    shard.write_bytes(shard.read_bytes().replace(b"document", b"Document"))
+    with pytest.raises(DataError, match=f"^{shard}: expected content with the sha256"):
+        run_merge(parts, Path("M"))
+    assert not [*Path("M").glob("*.json*")]
+
+
+def test_a_merge_whose_shards_go_away_is_not_complete(raw: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts, link = shares(), os.link
+
+    def links_but_one(source: Path, target: Path) -> None:
+        if target.name != "part-00001.jsonl":
+            link(source, target)
+
+    monkeypatch.setattr(folders.os, "link", links_but_one)
+    with pytest.raises(DataError, match="^M: a shard is gone that this stage has just written"):
+        run_merge(parts, Path("M"))
+    assert not Path("M/stage.json").exists()
+
+
+def test_two_shares_with_one_shard_are_not_merged(raw: Path) -> None:
+    parts = shares()
+    record = json.loads(Path("M1/stage.json").read_text())
+    record["outputs"][0]["name"] = "part-00000.jsonl"
+    Path("M1/stage.json").write_text(json.dumps(record))
+    shutil.copy("M1/" + sorted(os.listdir("M1"))[-2], "M1/part-00000.jsonl")
+    with pytest.raises(DataError, match="two shares have a shard part-00000.jsonl|is complete"):
+        run_merge(parts, Path("M"))
+
+
+# ------------------------------------------------------------------------------------------------------ readers
+
+READERS: dict[str, Callable[[str], object]] = {
+    "data.preprocess": lambda name: preprocess(["--input", name, "--output-prefix", "c", *BYTE]),
+    "data.split_json": lambda name: split_json.main([name, "--output-prefix", "c", "--split", "1,0,0"]),
+    "--train-data": lambda name: cached_corpus(name, ByteLevelTokenizer(), Reading(), "cache"),
+    "a map stage": lambda name: stage("clean", name, "--output", "out", "--min-tokens", "1"),
+    "a global stage": lambda name: run_global(REVERSE, [name], Path("out"))}
+
+
+@pytest.fixture(params=READERS.values(), ids=READERS)
+def reader(request: pytest.FixtureRequest) -> Callable[[str], object]:
+    found: Callable[[str], object] = request.param
+    return found
+
+
+def test_a_shard_that_is_missing_is_named_by_whoever_reads_the_stage(raw: Path, reader: Callable[[str], object]
+                                                                     ) -> None:
+    stage("read", "raw", "--output", "S")
+    Path("S/part-00002.jsonl").rename("away")
+    with pytest.raises(DataError, match="^S/part-00002.jsonl: expected .* bytes .stage.json., found no file"):
+        reader("S")
+    assert not list(Path().glob("c.*"))
+
+
+@pytest.mark.parametrize("name", ["part-00077.jsonl", "part-0.jsonl"])
+def test_a_shard_that_no_record_lists_is_named_by_whoever_reads_the_stage(raw: Path, reader: Callable[[str], object],
+                                                                          name: str) -> None:
+    stage("read", "raw", "--output", "S")
+    shutil.copy("raw/a.jsonl", f"S/{name}")
+    with pytest.raises(DataError, match=f"^S/{name}: is not one of the shards that stage.json lists; if it is yours"):
+        reader("S")
+
+
+def test_a_stage_that_is_not_complete_is_refused_by_whoever_reads_it(raw: Path, reader: Callable[[str], object]
+                                                                     ) -> None:
+    stage("read", "raw", "--output", "S")
+    Path("S/stage.json").unlink()
+    Path("S/.work").mkdir()
+    with pytest.raises(DataError, match="^S: this stage is not complete; run its command again first"):
+        reader("S")
+
+
+def test_the_part_of_a_split_is_read_as_listed(raw: Path) -> None:
+    stage("read", "raw", "--output", "A")
+    stage("split", "A", "--output", "S", "--split", "1,1,1")
+    every = find(["S"]).files
+    assert every == sorted(shard.path for shard in shards_of(Path("S"))) and len(every) > 6
+    assert find(["S/train"]).files == [path for path in every if path.startswith("S/train/")]
+    shard = find(["S/train"]).files[-1]
+    for action, told in ((lambda: shutil.copy(shard, "S/train/part-00099.jsonl"), "part-00099.jsonl: is not one of"),
+                         (lambda: os.remove("S/train/part-00099.jsonl"), None),
+                         (lambda: os.remove(shard), "found no file")):
+        action()
+        for given in ("S", "S/train"):
+            if told is None:
+                find([given])
+            else:
+                with pytest.raises(DataError, match=told):
+                    find([given])
+            if told is not None:
+                with pytest.raises(DataError, match=told):
+                    stage("clean", given, "--output", "out")
+    assert find(["S/valid"]).files
+
+
+def test_other_files_in_the_folder_of_a_stage_are_left_out_and_named(raw: Path) -> None:
+    stage("read", "raw", "--output", "A")
+    stage("dedup", "A", "--output", "S", "--exact-only")
+    stage("read", "raw", "--output", "S/inside")
+    Path("S/notes.txt").write_text("mine")
+    found = find(["S"])
+    assert found.files == sorted(shard.path for shard in shards_of(Path("S")))
+    assert "not of the stage (" in found.left_out and "S/notes.txt" in found.strangers
+    assert len(found.strangers) == 1 + len(shards_of(Path("S/inside")))
+
+
+def test_stages_in_a_folder_of_files_are_read_as_they_are_listed(raw: Path) -> None:
+    stage("read", "raw", "--output", "all/A")
+    shutil.copy("raw/a.jsonl", "all/own.jsonl")
+    assert find(["all"]).files == [*(shard.path for shard in shards_of(Path("all/A"))), "all/own.jsonl"]
+    Path("all/A/part-00000.jsonl").unlink()
+    with pytest.raises(DataError, match="^all/A/part-00000.jsonl: expected"):
+        find(["all"])
+
+
+def test_a_folder_of_the_users_with_such_names_is_read_as_it_is(raw: Path) -> None:
+    Path("own/.work").mkdir(parents=True)
+    shutil.copy("raw/a.jsonl", "own/part-00005.jsonl")
+    Path("own/stage.json").write_text('{"act": 1}')
+    assert find(["own"]).files == ["own/part-00005.jsonl"]
+    assert recorded.listed(Path("own")) is None
