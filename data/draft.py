@@ -34,6 +34,7 @@ class Growing:
 
     def __init__(self, file: IO[bytes], crc: int = 0) -> None:
         self.file, self.crc = file, crc
+        self.status = os.fstat(file.fileno())
 
     def write(self, raw: bytes | memoryview) -> None:
         self.crc = crc32(raw, self.crc)
@@ -68,7 +69,7 @@ class Draft:
 
     def __enter__(self) -> Draft:
         with ExitStack() as stack, writing(self._prefix):
-            is_locked = stack.enter_context(alone(self._prefix))
+            is_locked = stack.enter_context(alone(self._prefix, *self._places()))
             unique = "" if is_locked else f".{os.getpid()}.{secrets.token_hex(4)}"
             self._drafts = {suffix: target.with_name(f".{target.name}{unique}.tmp")
                             for suffix, target in self._targets.items()}
@@ -83,6 +84,10 @@ class Draft:
                 growing.file.seek(0, os.SEEK_END)
             self._stack = stack.pop_all()
         return self
+
+    def _places(self) -> list[str]:
+        """The prefix of each file, where links lead: that of whoever writes there without a link."""
+        return [str(target).removesuffix(suffix) for suffix, target in self._targets.items()]
 
     _crcs: tuple[int, ...] = (0, 0)
 
@@ -139,6 +144,10 @@ class Draft:
                 os.fsync(file.fileno())
             self.bin.sync()  # a full disk shows here, while the old corpus is whole
             self.idx.sync()
+            for suffix in (".bin", ".idx"):
+                if not self._is_ours(suffix):
+                    raise StorageFault(f"{self._prefix}: {self._drafts[suffix]} is gone or another file: something "
+                                       "else writes or tidies up there; give every program a folder of its own")
             # The old index beside the new tokens would be a corpus, and a wrong one, if we died between two renames.
             for suffix in (".idx", ".json"):
                 self._targets[suffix].unlink(missing_ok=True)
@@ -147,6 +156,14 @@ class Draft:
                 os.replace(self._drafts[suffix], self._targets[suffix])
                 fsync_directory(self._targets[suffix].parent)
 
+    def _is_ours(self, suffix: str) -> bool:
+        """Whether the name of a draft still leads to what was written."""
+        growing = {".bin": self.bin, ".idx": self.idx}.get(suffix)
+        try:
+            return growing is None or os.path.samestat(growing.status, os.lstat(self._drafts[suffix]))
+        except FileNotFoundError:
+            return False
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  traceback: TracebackType | None) -> None:
         with self._stack:
@@ -154,7 +171,8 @@ class Draft:
                 with suppress(OSError):  # a full disk fails once more, when the buffer is flushed
                     growing.file.close()
             if not (isinstance(error, KeyboardInterrupt | Unfinished) and self._may_mark and self._mark.exists()):
-                for path in (*self._drafts.values(), *([self._mark] if self._may_mark else [])):
+                drafts = [draft for suffix, draft in self._drafts.items() if self._is_ours(suffix)]
+                for path in (*drafts, *([self._mark] if self._may_mark else [])):
                     with suppress(OSError):
                         path.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno in DISK_ERRORS and not isinstance(error, StorageFault):

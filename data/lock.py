@@ -1,6 +1,6 @@
 """One process at a time writes what belongs to a name: `alone`. A second one is refused (`storage.exclusive` waits).
 
-The lock is the kernel's (flock) on a hidden file beside the name: it goes with the process that holds it, so a dead one
+The lock is the kernel's (flock) on a hidden file beside the name, where links lead: it goes with the process that holds it, so a dead one
 blocks nobody, and whatever temporary files are found under the lock belong to nobody. What the file says only names the
 holder, for people; it is deleted when the lock is given back.
 """
@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -20,10 +20,24 @@ from data.storage import StorageFault, writing
 
 
 @contextmanager
-def alone(path: str | os.PathLike[str]) -> Iterator[bool]:
-    """Nobody else is alone with this name meanwhile. False: the file system has no locks, so that is not known."""
+def alone(path: str | os.PathLike[str], *targets: str | os.PathLike[str]) -> Iterator[bool]:
+    """Nobody else is alone with this name meanwhile, nor with one of the real paths to which its files lead (`targets`).
+    False: the file system has no locks, so that is not known."""
     name = os.fspath(path)
-    lock = Path(name).with_name(f".{Path(name).name}.writing")
+    with ExitStack() as stack:  # in one order for all, so that one of two gets everything
+        held = [stack.enter_context(_held(place, name)) for place in sorted({*map(_place, (path, *targets))})]
+        yield all(held)
+
+
+def _place(path: str | os.PathLike[str]) -> str:
+    """One name, whatever links lead to the folder."""
+    folder, name = os.path.split(os.path.abspath(path))
+    return os.path.join(os.path.realpath(folder), name)
+
+
+@contextmanager
+def _held(place: str, name: str) -> Iterator[bool]:
+    lock = Path(place).with_name(f".{Path(place).name}.writing")
     with writing(name):
         file, is_locked = _take(lock, name)
     with file:

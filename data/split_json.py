@@ -51,7 +51,7 @@ def split_json(inputs: Iterable[str], prefix: str, shares: Sequence[Fraction], *
     skipped = before = 0
     paths = {name: f"{prefix}.{name}.jsonl" for name in counts}
     with ExitStack() as stack:  # a file appears when all are written
-        if stack.enter_context(alone(f"{prefix}.jsonl")):
+        if stack.enter_context(alone(f"{prefix}.jsonl", *map(os.path.realpath, paths.values()))):
             remove_leftovers(prefix, [left for path in paths.values() for left in leftovers(path)])
         files = {name: stack.enter_context(staged_file(path)) for name, path in paths.items()}
         for chunk in (chunk for path in inputs for chunk in read_chunks(path, limit=max_bytes)):

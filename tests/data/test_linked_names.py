@@ -1,0 +1,95 @@
+"""One corpus under two names that links lead to one another: still one writer, and what is published is its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from data.indexed import IndexedCorpus
+from data.lock import alone
+from data.split_json import split_json
+from data.sampling import parse_split
+from data.storage import StorageFault
+from data.writer import CorpusWriter
+from tests.data.test_writer import is_whole, write
+
+SUFFIXES = (".bin", ".idx", ".json")
+
+
+def every_file(folder: Path) -> Path:
+    for suffix in SUFFIXES:
+        (folder / f"link{suffix}").symlink_to(f"real{suffix}")
+    return folder / "link"
+
+
+def the_tokens(folder: Path) -> Path:
+    (folder / "link.bin").symlink_to(folder / "real.bin")
+    return folder / "link"
+
+
+def the_folder(folder: Path) -> Path:
+    (folder / "also").symlink_to(folder)
+    return folder / "also" / "real"
+
+
+def one_by_one(folder: Path) -> Path:
+    """Through another link, from another folder."""
+    (folder / "sub").mkdir()
+    (folder / "between.idx").symlink_to("real.idx")
+    (folder / "sub" / "link.idx").symlink_to("../between.idx")
+    return folder / "sub" / "link"
+
+
+LINKS: dict[str, Callable[[Path], Path]] = {
+    "every file": every_file, "the tokens": the_tokens, "the folder": the_folder, "the index, twice": one_by_one}
+
+
+@pytest.mark.parametrize("is_second", [False, True], ids=["the link is first", "the link is second"])
+@pytest.mark.parametrize("link", LINKS.values(), ids=LINKS)
+def test_a_second_writer_by_another_name_is_refused_and_harms_nothing(
+        tmp_path: Path, link: Callable[[Path], Path], is_second: bool) -> None:
+    names = [link(tmp_path), tmp_path / "real"][::-1 if is_second else 1]
+    with CorpusWriter(names[0], vocab_size=10) as first:
+        first.add_documents([1] * 500, [500])
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(StorageFault, match=f"^{names[1]}: process {os.getpid()} on .* is writing under this name"):
+            write(names[1], 2)
+        assert sorted(tmp_path.rglob("*")) == before
+        first.add_documents([1] * 500, [100, 400])
+    assert is_whole(IndexedCorpus(names[0]))
+    assert not [*tmp_path.rglob("*.writing"), *tmp_path.rglob("*.tmp")]
+    write(names[1], 2)
+    assert is_whole(IndexedCorpus(names[1]))
+
+
+def test_a_second_split_by_another_name_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "link.train.jsonl").symlink_to("real.train.jsonl")
+    with alone(tmp_path / "real.jsonl", tmp_path / "real.train.jsonl"):
+        (tmp_path / ".real.train.jsonl.1.00000000.tmp").write_text("its draft")
+        with pytest.raises(StorageFault, match="link.jsonl: process .* is writing under this name"):
+            split_json([str(tmp_path / "a.jsonl")], str(tmp_path / "link"), parse_split("1,0,0"))
+        assert (tmp_path / ".real.train.jsonl.1.00000000.tmp").exists()
+    split_json([str(tmp_path / "a.jsonl")], str(tmp_path / "link"), parse_split("1,0,0"))
+    assert (tmp_path / "link.train.jsonl").is_symlink() and (tmp_path / "real.train.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+@pytest.mark.parametrize("is_replaced", [False, True], ids=["gone", "another's"])
+def test_what_is_not_what_was_written_is_not_published(tmp_path: Path, suffix: str, is_replaced: bool) -> None:
+    write(tmp_path / "c", 1)
+    draft = tmp_path / f".c{suffix}.tmp"
+    with pytest.raises(StorageFault, match=f"c: {draft} is gone or another file"):
+        with CorpusWriter(tmp_path / "c", vocab_size=10) as writer:
+            writer.add_documents([2] * 1000, [1000])
+            writer._draft.paths()
+            os.unlink(draft)
+            if is_replaced:
+                draft.write_bytes((tmp_path / f"c{suffix}").read_bytes())
+            else:
+                writer._draft.paths = lambda: (str(tmp_path / "c.idx"), str(tmp_path / "c.bin"))  # type: ignore
+    assert is_whole(IndexedCorpus(tmp_path / "c"))
+    assert draft.exists() == is_replaced, "another's is not for this one to remove"
