@@ -2,12 +2,17 @@
 
 It is read by position and not through a memory map: where a file is cut off under a map, the kernel ends the process
 without a word, or gives it zeros up to the end of a page. Here it is an error with the name of the file.
+
+Size and time tell what is written to it. A write whose time was set back leaves another trace, the time of its last
+change (ctime), which a file also gets that is renamed, linked, deleted or given other rights: all of which is allowed. So
+after such a change, whoever knows how to tell the content (`vouch`) is asked once.
 """
 
 from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
 from typing import Any, final
 
 import numpy as np
@@ -28,7 +33,12 @@ class HeldFile:
         weakref.finalize(self, os.close, self._file)
         status = os.fstat(self._file)
         self.size = status.st_size
-        self._written = status.st_mtime_ns
+        self._written, self._changed = status.st_mtime_ns, status.st_ctime_ns
+        self._is_as_it_was: Callable[[], bool] | None = None
+
+    def vouch(self, is_as_it_was: Callable[[], bool]) -> None:
+        """How to find out whether the content is what it was, which may take a while; it reads with `read`."""
+        self._is_as_it_was = is_as_it_was
 
     def is_in_place(self) -> bool:
         """Whether its name still leads to it."""
@@ -54,7 +64,17 @@ class HeldFile:
             raise DataError(f"{self._path}: size: {self.size} bytes when it was opened, {status.st_size} now; " + (
                             self._remedy or "put the whole file there again, under another name while a program reads "
                             "this one"))
-        if status.st_mtime_ns != self._written or left:
+        if status.st_mtime_ns != self._written or left or not self._holds(status.st_ctime_ns):
             raise DataError(f"{self._path}: was written to while it was read; "
                             f"{self._remedy or 'give each corpus a name of its own'}")
         return found
+
+    def _holds(self, changed: int) -> bool:
+        """Whether the content is what it was, for all that the time of the last change says."""
+        if changed == self._changed or self._is_as_it_was is None:
+            return True
+        before, self._changed = self._changed, changed  # for the reads that find out
+        if not self._is_as_it_was():
+            self._changed = before  # another read finds the same
+            return False
+        return True

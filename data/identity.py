@@ -19,10 +19,10 @@ def identity(index: HeldFile, tokens: HeldFile) -> str:
     crc = 0
     for at in range(0, index.size, CHUNK):
         crc = crc32(index.read(at, min(CHUNK, index.size - at), "u1").data, crc)
-    return f"{crc:08x}{_of_tokens(tokens):08x}"
+    return f"{crc:08x}{of_tokens(tokens):08x}"
 
 
-def _of_tokens(file: HeldFile) -> int:
+def of_tokens(file: HeldFile) -> int:
     """Of pieces at equal distances, the first at the beginning and the last at the end."""
     length = min(PLACE_BYTES, file.size)
     crc = crc32(file.size.to_bytes(8, "little"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import weakref
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
@@ -20,12 +21,15 @@ from numpy.typing import NDArray
 from data.facts import read_facts
 from data.format import HEADER, Header, read_header
 from data.held import HeldFile
-from data.identity import identity
+from data.identity import identity, of_tokens
 from data.sampling import index_dtype
-from data.storage import DataError
+from data.storage import DataError, crc32
 
 BLOCK = 1 << 20
 """Entries looked at together when a whole file is scanned: bounds the memory, not the corpus."""
+
+READ_AGAIN = 1 << 35
+"""Bytes of tokens up to which all are read again to tell a write from a change of name or rights: half a minute, once."""
 
 SCAN_LIMIT = 1 << 28
 """A corpus without facts is scanned for its largest id when opened, up to this many tokens (about 0.2 s)."""
@@ -50,6 +54,17 @@ class IndexedCorpus:
             raise DataError(f"{self.prefix}.json: expected {self.num_documents} documents and {self.num_tokens} tokens "
                             f"(the index), found {self.facts.documents} and {self.facts.tokens}")
         self._check_identity()
+        places, this = of_tokens(self._bin), weakref.ref(self)  # a cycle would keep the files open
+        self._bin.vouch(lambda: (corpus := this()) is None or corpus._is_as_it_was(places))
+
+    def _is_as_it_was(self, places: int) -> bool:
+        """The tokens: all of them where their checksum is known and it does not take too long, else at some places."""
+        if self.facts is None or self._bin.size > READ_AGAIN:
+            return of_tokens(self._bin) == places
+        crc = 0
+        for _, tokens in self.blocks():
+            crc = crc32(tokens.data, crc)
+        return f"{crc:08x}" == self.facts.crc32
 
     def __reduce__(self) -> tuple[type[IndexedCorpus], tuple[str]]:
         return IndexedCorpus, (self.prefix,)  # a worker process opens the files again instead of receiving them
