@@ -4,8 +4,8 @@ It is read by position and not through a memory map: where a file is cut off und
 without a word, or gives it zeros up to the end of a page. Here it is an error with the name of the file.
 
 Size and time tell what is written to it. A write whose time was set back leaves another trace, the time of its last
-change (ctime), which a file also gets that is renamed, linked, deleted or given other rights: all of which is allowed. So
-after such a change, whoever knows how to tell the content (`vouch`) is asked once.
+change (ctime). A file also gets that when it is renamed, linked, deleted or given other rights, and all of these are
+allowed. So after such a change, whoever knows how to tell the content (`vouch`) is asked once.
 """
 
 from __future__ import annotations

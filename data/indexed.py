@@ -29,7 +29,7 @@ BLOCK = 1 << 20
 """Entries looked at together when a whole file is scanned: bounds the memory, not the corpus."""
 
 READ_AGAIN = 1 << 35
-"""Bytes of tokens up to which all are read again to tell a write from a change of name or rights: half a minute, once."""
+"""Bytes of tokens up to which all are read again to tell a write from another name or other rights: half a minute."""
 
 SCAN_LIMIT = 1 << 28
 """A corpus without facts is scanned for its largest id when opened, up to this many tokens (about 0.2 s)."""

@@ -1,8 +1,8 @@
 """One process at a time writes what belongs to a name: `alone`. A second one is refused (`storage.exclusive` waits).
 
-The lock is the kernel's (flock) on a hidden file beside the name, where links lead: it goes with the process that holds it, so a dead one
-blocks nobody, and whatever temporary files are found under the lock belong to nobody. What the file says only names the
-holder, for people; it is deleted when the lock is given back.
+The lock is the kernel's (flock) on a hidden file beside the name, where links lead: it goes with the process that holds
+it, so a dead one blocks nobody, and whatever temporary files are found under the lock belong to nobody. What the file
+says only names the holder, for people; it is deleted when the lock is given back.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from data.storage import StorageFault, writing
 
 @contextmanager
 def alone(path: str | os.PathLike[str], *targets: str | os.PathLike[str]) -> Iterator[bool]:
-    """Nobody else is alone with this name meanwhile, nor with one of the real paths to which its files lead (`targets`).
-    False: the file system has no locks, so that is not known."""
+    """Nobody else is alone with this name meanwhile, nor with a real path to which its files lead (`targets`). False: the
+    file system has no locks, so that is not known."""
     name = os.fspath(path)
     with ExitStack() as stack:  # in one order for all, so that one of two gets everything
         held = [stack.enter_context(_held(place, name)) for place in sorted({*map(_place, (path, *targets))})]

@@ -190,7 +190,8 @@ def check_not_over(inputs: Iterable[str | os.PathLike[str]], outputs: Iterable[s
                    remedy: str = "choose another name for what is written") -> None:
     """Before anything is written: no output is an input, by whatever name, symbolic or hard link."""
     read = {mark: os.fspath(path) for path in inputs for mark in _marks(path)}
-    for path in map(os.fspath, outputs):
+    for output in outputs:
+        path = os.fspath(output)
         for mark in _marks(path):
             if mark in read:
                 also = "" if path == read[mark] else f", which is {read[mark]}"

@@ -7,6 +7,7 @@ PREFIX (training), PREFIX_valid and PREFIX_test, and the report is written.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -43,9 +44,10 @@ class Plan:
 def check_outputs(files: Iterable[str], output: Path, prefix: Path) -> None:
     """None of these files is one that a run writes, beside its folders of stages."""
     corpora = [prefix.with_name(prefix.name + suffix) for suffix in PARTS.values()]
-    check_not_over(files, [*(output / name for name in REPORTS),
-                           *(path for corpus in corpora for path in (*files_of(corpus), marker_of(corpus)))],
-                   "choose another --output and --output-prefix")
+    outputs = [os.fspath(output / name) for name in REPORTS]
+    for corpus in corpora:
+        outputs += [*files_of(corpus), os.fspath(marker_of(corpus))]
+    check_not_over(files, outputs, "choose another --output and --output-prefix")
 
 
 def run(raw: Sequence[str], output: Path, plan: Plan, reading: Reading, work: Work) -> list[Record]:
