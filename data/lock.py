@@ -21,8 +21,8 @@ from data.storage import StorageFault, writing
 
 @contextmanager
 def alone(path: str | os.PathLike[str], *targets: str | os.PathLike[str]) -> Iterator[bool]:
-    """Nobody else is alone with this name meanwhile, nor with a real path to which its files lead (`targets`). False: the
-    file system has no locks, so that is not known."""
+    """Nobody else is alone with this name meanwhile, nor with the real paths to which its files lead (`targets`).
+    False: the file system has no locks, so that is not known."""
     name = os.fspath(path)
     with ExitStack() as stack:  # in one order for all, so that one of two gets everything
         held = [stack.enter_context(_held(place, name)) for place in sorted({*map(_place, (path, *targets))})]
