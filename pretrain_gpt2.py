@@ -60,6 +60,7 @@ def main(stop: StopRequest | None = None) -> int:
     from megatron.zero.policy import notes as zero_notes
     from mpu import groups as mpu_groups
 
+    distributed.hurries_when(stop.hurries)
     env = distributed.init(config.parallel.distributed_backend, config.parallel.startup_limit, told=config.told())
     device = distributed.device_for(env, config.parallel.distributed_backend)
     if device.type == "cpu":

@@ -36,8 +36,9 @@ from megatron.checkpoint.manifest import LATEST, MANIFEST, safe_name
 from megatron.checkpoint.stamp import saved_at_of, seal_of
 from megatron.checkpoint.strangers import named, no_link, of_no_save
 from megatron.checkpoint.tags import ASIDE, Say, folder_of, manifest_of, say_stderr
-from megatron.checkpoint.trash import TRASH, Delete, delete_now, discard
+from megatron.checkpoint.trash import MOST, TRASH, BehindTheRun, Delete, delete_now, discard
 from megatron.errors import CheckpointError, StorageError
+from megatron.launch.distributed import is_in_a_hurry
 
 STAGING = ".staging-"
 SCRIPT = "zero_to_fp32.py"
@@ -124,20 +125,23 @@ def _objection(root: Path) -> str | None:
 
 
 @contextmanager
-def stage(root: Path, tag: str, run_id: str, say: Say = say_stderr, needed: int = 0) -> Iterator[Path]:
+def stage(root: Path, tag: str, run_id: str, say: Say = say_stderr, needed: int = 0,
+          trash: BehindTheRun | None = None) -> Iterator[Path]:
     """An empty staging folder for `tag`, after tidying what an interrupted save left, on a disk with `needed` bytes
-    free: better no byte of a checkpoint than half of them. It is held until the block ends."""
+    free: better no byte of a checkpoint than half of them. It is held until the block ends. What is in the `trash` is
+    waited for only where its room is needed, or where it piles up."""
     staging = root / f"{STAGING}{safe_name(tag, 'tag')}-{safe_name(run_id, 'run id')}"
     with ExitStack() as until_saved:
         with storing(staging, needed):
             if not root.is_dir():
                 root.mkdir(exist_ok=True)
                 fsync_directory(root.parent)
+            sweep(root, say, delete_now if trash is None else trash.delete)
+            if trash is not None:
+                _wait_for_room(root, needed, trash, say)
+            if _lacks(root, needed):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             with alone(root):
-                _tidy(root, say)
-                free = _free(root)
-                if isinstance(free, int) and free < needed:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 while staging.exists():  # another engine that went on from the same checkpoint is saving the same tag
                     staging = staging.with_name(f"{staging.name}-{secrets.token_hex(4)}")
                 staging.mkdir()
@@ -145,28 +149,43 @@ def stage(root: Path, tag: str, run_id: str, say: Say = say_stderr, needed: int 
         yield staging
 
 
-def sweep(root: Path, say: Say = say_stderr) -> None:
+def _wait_for_room(root: Path, needed: int, trash: BehindTheRun, say: Say) -> None:
+    """Not alone in the folder, where others may save meanwhile."""
+    if trash.waiting > MOST and not is_in_a_hurry():
+        say(f"waiting for the deletion of old checkpoints in {root}: the disk deletes more slowly than they come")
+        trash.wait(MOST, is_in_a_hurry)
+    if trash.waiting and _lacks(root, needed):
+        say(f"waiting for the deletion of old checkpoints in {root}, for {needed} bytes of room")
+        trash.wait(until=lambda: not _lacks(root, needed))
+
+
+def _lacks(root: Path, needed: int) -> bool:
+    free = _free(root)
+    return isinstance(free, int) and free < needed
+
+
+def sweep(root: Path, say: Say = say_stderr, delete: Delete = delete_now) -> None:
     """Remove what a killed save left, and give a tag that was moved aside its name back."""
     with alone(root):
-        _tidy(root, say)
+        _tidy(root, say, delete)
 
 
-def _tidy(root: Path, say: Say) -> None:
+def _tidy(root: Path, say: Say, delete: Delete) -> None:
     for name in sorted(os.listdir(root)):
         if name.startswith(ASIDE):
-            _settle(root, name.removeprefix(ASIDE), say)
+            _settle(root, name.removeprefix(ASIDE), say, delete)
         elif name == PENDING:
             _settle_latest(root, say)
         elif name.startswith(STAGING) and abandoned(root / name):
             say(f"removing {root / name}, left by an interrupted save")
-            discard(root / name, delete_now)
+            discard(root / name, delete)
         elif name.startswith(TRASH):
-            delete_now(root / name)
+            delete(root / name)
         elif name.startswith((f".{LATEST}.", f".{PENDING}.", f".{SCRIPT}.")):
             (root / name).unlink(missing_ok=True)
 
 
-def _settle(root: Path, tag: str, say: Say) -> None:
+def _settle(root: Path, tag: str, say: Say, delete: Delete) -> None:
     """Finish a replacement that was cut short: forward if the new copy is there, otherwise back."""
     folder, aside = root / tag, root / (ASIDE + tag)
     if not folder.exists() and (aside / MANIFEST).exists():
@@ -176,7 +195,7 @@ def _settle(root: Path, tag: str, say: Say) -> None:
         return
     with suppress(CheckpointError):  # a damaged new copy: the old one stays aside
         manifest_of(root, tag)
-        discard(aside, delete_now)
+        discard(aside, delete)
 
 
 def _settle_latest(root: Path, say: Say) -> None:

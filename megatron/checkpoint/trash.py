@@ -4,7 +4,8 @@
     delete_now     take it apart here
     BehindTheRun   take it apart in a thread: on a slow disk that lasts minutes, for which all ranks would wait
 
-What a killed program leaves in the trash, the next save or start deletes (`sweep`, commit.py). No torch.
+What a killed program leaves in the trash, the next save or start deletes (`sweep`, commit.py), behind the run as well.
+No torch.
 """
 
 from __future__ import annotations
@@ -14,14 +15,19 @@ import secrets
 import shutil
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import final
 
 from data.storage import fsync_directory
 from megatron.checkpoint.tags import Say, say_stderr
-from megatron.launch.distributed import before_shutdown
+from megatron.launch.distributed import after_shutdown, is_in_a_hurry
+from megatron.whereabouts import HERE
 
 TRASH = ".trash-"
+MOST = 1
+"""Folders in the trash beside which a save begins: where a disk deletes more slowly than checkpoints come, it waits."""
+POLL_SECONDS = 0.2
 
 Delete = Callable[[Path], object]
 """What is done with a folder in the trash."""
@@ -53,44 +59,89 @@ def delete_now(path: Path) -> OSError | None:
 
 @final
 class BehindTheRun:
-    """Deletes in a thread, one folder after the other. The next save waits for it, and so does the end of a program
-    that ends well; one that fails leaves the rest to the next save."""
+    """Deletes in a thread, one folder after the other. A save waits for it where room is short or too much is waiting,
+    and so does the end of a program that ends well; one that fails, or is asked to stop, leaves the rest to the next
+    start."""
 
     def __init__(self, say: Say = say_stderr) -> None:
-        self._say, self._thread = say, threading.Thread()
+        self._say, self._process = say, os.getpid()
         self._left: list[Path] = []
-        self._lock = threading.Lock()
+        """The first is being deleted."""
         self._is_at_work = False
-        before_shutdown(self.wait)
+        self._changed = threading.Condition()
+        self._told: set[Path] = set()
+        after_shutdown(self._finish)
 
     def delete(self, path: Path) -> None:
-        """Returns at once."""
-        with self._lock:
-            self._left.append(path)
+        """Returns at once. A folder may be given again while it waits."""
+        if self._is_elsewhere():
+            delete_now(path)
+            return
+        with self._changed:
+            if path not in self._left:
+                self._left.append(path)
             if self._is_at_work:
                 return
             self._is_at_work = True
-            try:
-                self._thread = threading.Thread(target=self._work, name="delete", daemon=True)
-                return self._thread.start()
-            except RuntimeError:  # no thread can be had
-                pass
-        self._work()
+        try:
+            threading.Thread(target=self._work, name="delete", daemon=True).start()
+        except RuntimeError:  # no thread can be had
+            self._work()
 
-    def wait(self) -> None:
-        """Until everything is deleted, or cannot be."""
-        with self._lock:
-            is_at_work, thread = self._is_at_work, self._thread
-        if is_at_work and thread.is_alive():  # a forked child has no such thread
-            thread.join()
+    @property
+    def waiting(self) -> int:
+        """Folders that somebody is about to delete."""
+        return len(self._left) if self._is_at_work and not self._is_elsewhere() else 0
+
+    def wait(self, most: int = 0, until: Callable[[], object] = lambda: False) -> None:
+        """Until all but so many are deleted, or cannot be, or something has happened."""
+        if self._is_elsewhere():
+            return
+        with self._changed:
+            while self.waiting > most and not until():
+                self._changed.wait(POLL_SECONDS)
+
+    def _is_elsewhere(self) -> bool:
+        """In a forked child, which has no such thread, and the lock as it was."""
+        return os.getpid() != self._process
+
+    def _finish(self) -> None:
+        if self.waiting and not is_in_a_hurry():
+            with HERE.doing("deletion of old checkpoints"):
+                self.wait(until=is_in_a_hurry)
 
     def _work(self) -> None:
-        while (path := self._next()) is not None:
-            if (why := delete_now(path)) is not None:
+        try:
+            while (path := self._first()) is not None:
+                try:
+                    self._tell(path, delete_now(path))
+                finally:
+                    self._pass(path)
+        except BaseException:
+            self._rest()
+            raise
+
+    def _tell(self, path: Path, why: OSError | None) -> None:
+        """Once of each folder."""
+        if why is not None and path not in self._told:
+            self._told.add(path)
+            with suppress(OSError, ValueError):  # nobody reads it any more
                 self._say(f"warning: {path}, an old checkpoint, cannot be deleted ({why.strerror or why}): the next "
                           "save tries again")
 
-    def _next(self) -> Path | None:
-        with self._lock:
-            self._is_at_work = bool(self._left)
-            return self._left.pop(0) if self._left else None
+    def _pass(self, path: Path) -> None:
+        with self._changed:
+            self._left.remove(path)
+            self._changed.notify_all()
+
+    def _first(self) -> Path | None:
+        with self._changed:
+            if self._left:
+                return self._left[0]
+            self._rest()
+            return None
+
+    def _rest(self) -> None:
+        with self._changed:
+            self._is_at_work = False
+            self._changed.notify_all()

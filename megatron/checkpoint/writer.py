@@ -114,7 +114,8 @@ def saving(root: str | Path, tag: str, *, pieces: Iterable[Piece], rank_state: M
     `config` are taken from rank 0. States are nested dicts of JSON values and tensors. `layout` holds at least "tp" and
     "dp". `place` is this rank's in that grid, tensor-parallel rank + tp * data-parallel rank, which its files are named
     by; left out, it is the rank. A save without `latest` is loaded only by its name. With a `key`, the same on all
-    ranks, it is signed. Old folders are taken apart in the `trash`; without one they are gone when the save ends.
+    ranks, it is signed. Old folders, and what a kill
+    has left, are taken apart in the `trash`; without one they are gone when the save ends.
     """
     begin = time.perf_counter()
     delete = delete_now if trash is None else trash.delete
@@ -129,9 +130,7 @@ def saving(root: str | Path, tag: str, *, pieces: Iterable[Piece], rank_state: M
     needed = total(share.nbytes, world)
     with ExitStack() as until_saved:  # rank 0 holds the staging folder
         def prepare() -> str:
-            if trash is not None:
-                trash.wait()  # or old checkpoints pile up where a disk deletes slowly, and take this one's room
-            return str(until_saved.enter_context(stage(root, tag, run_id, say, needed)))
+            return str(until_saved.enter_context(stage(root, tag, run_id, say, needed, trash)))
 
         staging = Path(on_rank_0(lambda: fits(prepare), world))
 

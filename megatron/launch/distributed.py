@@ -42,6 +42,8 @@ PORT_REFUSALS = {errno.EADDRINUSE: "is in use: another job or program listens th
 SHARED_BY_RANKS = ("MEGATRON_LAUNCHER", "TORCHELASTIC_RUN_ID")
 """Set by launchers that give all ranks of a node one environment, and so one list of GPUs."""
 _ENDS: list[weakref.WeakMethod[Callable[[], None]]] = []
+_LATER: list[weakref.WeakMethod[Callable[[], None]]] = []
+_HURRY: list[weakref.WeakMethod[Callable[[], bool]]] = []
 _EARLY: list[Callable[[], None]] = []
 """Of the process, as its group is."""
 
@@ -272,10 +274,31 @@ def before_shutdown(end: Callable[[], None]) -> None:
     _ENDS.append(weakref.WeakMethod(end))
 
 
+def after_shutdown(end: Callable[[], None]) -> None:
+    """Call this method, while its object lives, at a good end when this process has left the others: it may take long,
+    but not where the process `is_in_a_hurry`."""
+    _LATER.append(weakref.WeakMethod(end))
+
+
+def hurries_when(is_asked: Callable[[], bool]) -> None:
+    """Ask this method, while its object lives, whether this process is to leave as soon as it can."""
+    _HURRY[:] = [weakref.WeakMethod(is_asked)]
+
+
+def is_in_a_hurry() -> bool:
+    """It was asked to stop: what the next start can do as well is left to it."""
+    return any(is_asked() for method in _HURRY if (is_asked := method()) is not None)
+
+
 def take_leave() -> None:
-    """Each of these once."""
-    while _ENDS:
-        method = _ENDS.pop()()
+    """Each of these once, where the process ends without destructors."""
+    _call(_ENDS)
+    _call(_LATER)
+
+
+def _call(methods: list[weakref.WeakMethod[Callable[[], None]]]) -> None:
+    while methods:
+        method = methods.pop()()
         if method is not None:
             method()
 
@@ -297,10 +320,13 @@ def _shutdown_at_exit() -> None:
 
 
 def shutdown() -> None:
-    """Leave the process group after success. After a failure leave the process (`exits.py`): this could hang then."""
+    """Leave the process group after success. After a failure leave the process (`exits.py`): this could hang then.
+
+    What takes long comes when the group is gone: ranks that destroy theirs wait for each other."""
     import torch
 
-    take_leave()
+    _call(_ENDS)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    _call(_LATER)
     HERE.take_leave()

@@ -44,12 +44,18 @@ class StopRequest:
         reason."""
         self._said, self._starting = said, starting
         self.signal: signal.Signals | None = None
+        self.is_heeded = False
+        """No further step is taken: this rank was asked, or another one, or the time is up."""
         self._interrupts = 0
         self._began = time.monotonic()
         self._alarm: int | None = None
 
     def __bool__(self) -> bool:
         return self.signal is not None
+
+    def hurries(self) -> bool:
+        """Nothing is begun any more, nor waited for, that can be left out."""
+        return self.is_heeded or self.signal is not None
 
     @property
     def minutes(self) -> float:

@@ -118,6 +118,7 @@ class Trainer:
                     if asked.stop and self.save is None:
                         raise Interrupted(_unsaved(state.iteration))
                 if reason:
+                    self.stop.is_heeded = True
                     self._tell(untold, rates, rate, all_of_them=True)
                 if self.save and (reason or due(state.iteration, self.config.save.save_interval)):
                     self.save(state)
@@ -125,6 +126,7 @@ class Trainer:
                     if not reason and self._goes_on(0.0) == inf:  # what is saved need not be saved again a step later
                         reason = self._reason_to_leave(state.iteration, self._to_stop())
                 if reason:
+                    self.stop.is_heeded = True
                     break
                 HERE.at_step(state.iteration + 1)  # the next one
                 watch.lap()  # evaluating and saving are not training time
@@ -169,6 +171,7 @@ class Trainer:
         """The evaluations at the end of training; False: asked to stop before they were complete."""
         for name, samples in (("validation", valid), ("test", test)):
             if self.config.train.eval_interval and not self._evaluates(name, state, samples):
+                self.stop.is_heeded = True
                 if self.save is None:
                     raise Interrupted(_unsaved(state.iteration))
                 self.log.say(f" {self._reason_to_leave(state.iteration, self._to_stop())}, saved "

@@ -24,6 +24,7 @@ from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.manifest import MANIFEST, step_tag
 from megatron.checkpoint.strict import sense_of
 from megatron.checkpoint.tags import held, steps_of, tag_names
+from megatron.checkpoint.trash import BehindTheRun
 from megatron.checkpoint.writer import SaveReport
 from megatron.config.hf_shape import shape_in
 from megatron.config.tree import Config, flag_name
@@ -64,7 +65,7 @@ class Checkpoints:
     """What was loaded and what could not carry over, for the log."""
 
     def __post_init__(self) -> None:
-        self._held = ExitStack()
+        self._held, self._trash = ExitStack(), BehindTheRun()
         self._loaded: Path | None = None
         same_key(self.config.save.checkpoint_key, self.groups.world)  # or why it cannot be used
         if self.config.save.save is not None:
@@ -76,11 +77,11 @@ class Checkpoints:
 
     def _claim(self, root: Path) -> None:
         """Before the first step: the folder can be written, no other job saves into it, and what an interrupted save
-        left is tidied up."""
+        left is tidied up; what takes long of that goes on behind the run."""
         probe(root)
         self._held.enter_context(locked(root))
         with storing(root, 0):
-            sweep(root)
+            sweep(root, delete=self._trash.delete)
 
     def __enter__(self) -> Checkpoints:
         return self

@@ -6,11 +6,12 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,18 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.checkpoint import trash, writer
-from megatron.checkpoint.commit import Keep
+from data.tokenizer import ByteLevelTokenizer
+from megatron.checkpoint import commit, trash, writer
+from megatron.checkpoint.commit import Keep, sweep
 from megatron.checkpoint.piece import Piece
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.tags import tag_names, verify
-from megatron.checkpoint.trash import TRASH, BehindTheRun, delete_now
+from megatron.checkpoint.trash import MOST, TRASH, BehindTheRun, delete_now
+from megatron.config.flags import parse_args
 from megatron.launch import distributed
+from megatron.launch.signals import StopRequest
+from megatron.train.resume import Checkpoints
+from megatron.whereabouts import HERE
 from mpu.groups import SOLO, build
 from tests.distributed import run_ranks
 from tests.megatron.helpers import ROOT, TINY
@@ -56,7 +62,15 @@ def slow_disk(begun: list[Any] | None = None) -> Iterator[threading.Event]:
         yield go
 
 
-def test_a_save_does_not_wait_for_what_it_deletes_and_the_next_one_does(tmp_path: Path) -> None:
+def in_thread(action: Callable[[], object]) -> threading.Thread:
+    """Under way after a moment, unless it has ended."""
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    thread.join(0.3)
+    return thread
+
+
+def test_a_save_does_not_wait_for_what_it_deletes_until_it_piles_up(tmp_path: Path) -> None:
     behind = BehindTheRun()
     save(tmp_path, 1, behind)
     begun: list[Any] = []
@@ -64,16 +78,61 @@ def test_a_save_does_not_wait_for_what_it_deletes_and_the_next_one_does(tmp_path
         save(tmp_path, 2, behind)
         assert tag_names(tmp_path) == ["global_step2"] and len(in_trash(tmp_path)) == 1
         assert verify(tmp_path, "global_step2") and open_checkpoint(tmp_path, say=pytest.fail).tag == "global_step2"
-        later = threading.Thread(target=save, args=(tmp_path, 3, behind))
-        later.start()
-        later.join(0.2)
+        save(tmp_path, 3, behind)
+        assert tag_names(tmp_path) == ["global_step3"] and len(in_trash(tmp_path)) == MOST + 1
+        later = in_thread(lambda: save(tmp_path, 4, behind))
         assert later.is_alive() and len(begun) == 1  # and it does not delete the same beside
-        assert tag_names(tmp_path) == ["global_step2"]
+        assert tag_names(tmp_path) == ["global_step3"]
         assert not [name for name in os.listdir(tmp_path) if name.startswith(".staging")]
         go.set()
         later.join(60)
     behind.wait()
-    assert tag_names(tmp_path) == ["global_step3"] and in_trash(tmp_path) == []
+    assert tag_names(tmp_path) == ["global_step4"] and in_trash(tmp_path) == []
+
+
+def test_a_save_waits_for_what_is_deleted_where_its_room_is_needed(tmp_path: Path) -> None:
+    behind = BehindTheRun()
+    save(tmp_path, 1, behind)
+    with slow_disk() as go, mock.patch.object(commit, "_free", lambda path: 0 if in_trash(tmp_path) else 1 << 30):
+        save(tmp_path, 2, behind)
+        later = in_thread(lambda: save(tmp_path, 3, behind))
+        assert later.is_alive() and tag_names(tmp_path) == ["global_step2"]
+        go.set()
+        later.join(60)
+    assert tag_names(tmp_path) == ["global_step3"]
+
+
+def test_what_a_kill_left_in_the_trash_is_no_work_of_a_save_or_a_start(tmp_path: Path) -> None:
+    """All ranks wait for both."""
+    for name in (f"{TRASH}left", ".staging-global_step1-killed"):
+        (tmp_path / name).mkdir()
+    behind, said = BehindTheRun(), list[str]()
+    with slow_disk() as go:
+        sweep(tmp_path, said.append, behind.delete)
+        assert len(in_trash(tmp_path)) == behind.waiting == 2 and len(said) == 1
+        sweep(tmp_path, said.append, behind.delete)
+        assert behind.waiting == 2  # each once
+        go.set()
+        behind.wait()
+    assert os.listdir(tmp_path) == []
+    (tmp_path / f"{TRASH}left").mkdir()
+    with slow_disk() as go:
+        save(tmp_path, 1, behind)
+        assert len(in_trash(tmp_path)) == 1
+        go.set()
+        behind.wait()
+    assert in_trash(tmp_path) == []
+
+
+def test_a_start_does_not_wait_for_what_a_kill_left(tmp_path: Path) -> None:
+    (tmp_path / f"{TRASH}left").mkdir()
+    config = parse_args([*TINY, "--mock-data", "--save", str(tmp_path)])
+    with slow_disk() as go:
+        with Checkpoints(config, build(), ByteLevelTokenizer().facts) as checkpoints:
+            assert len(in_trash(tmp_path)) == 1
+            go.set()
+            checkpoints._trash.wait()
+    assert in_trash(tmp_path) == []
 
 
 def test_the_copy_that_a_save_of_the_same_name_replaces_goes_behind_the_run_too(tmp_path: Path) -> None:
@@ -93,18 +152,39 @@ def test_without_a_trash_of_its_own_a_save_leaves_nothing(tmp_path: Path) -> Non
     assert sorted(os.listdir(tmp_path)) == ["global_step2", "latest", "zero_to_fp32.py"]
 
 
-def test_a_program_that_ends_well_waits_and_one_that_fails_does_not(tmp_path: Path) -> None:
-    behind = BehindTheRun()
+@pytest.mark.parametrize("leave", [distributed.take_leave, distributed.shutdown])
+def test_a_program_that_ends_well_waits_where_it_has_left_the_others(leave: Callable[[], None], tmp_path: Path) -> None:
+    behind, events = BehindTheRun(), list[str]()
     save(tmp_path, 1, behind)
-    with slow_disk() as go:
+    with slow_disk() as go, mock.patch("torch.distributed.is_initialized", return_value=True), \
+            mock.patch("torch.distributed.destroy_process_group", lambda: events.append("left")):
         save(tmp_path, 2, behind)
-        leaving = threading.Thread(target=distributed.take_leave)
-        leaving.start()
-        leaving.join(0.2)
-        assert leaving.is_alive()
+        leaving = in_thread(leave)
+        assert leaving.is_alive() and HERE.place.activity == "deletion of old checkpoints"
+        assert events == (["left"] if leave is distributed.shutdown else [])
         go.set()
         leaving.join(60)
     assert in_trash(tmp_path) == []
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_program_that_was_asked_to_stop_does_not_wait(when: str, tmp_path: Path) -> None:
+    behind, stop = BehindTheRun(), StopRequest()
+    save(tmp_path, 1, behind)
+    distributed.hurries_when(stop.hurries)
+    with slow_disk() as go:
+        save(tmp_path, 2, behind)
+        save(tmp_path, 3, behind)
+        if when == "before":
+            stop.is_heeded = True
+            save(tmp_path, 4, behind)  # though they pile up
+        leaving = in_thread(distributed.take_leave)
+        stop.signal = signal.SIGTERM
+        leaving.join(5)
+        assert not leaving.is_alive() and len(in_trash(tmp_path)) == 2 + (when == "before")
+        go.set()
+        behind.wait()
+    sweep(tmp_path, print)
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EROFS, errno.EACCES])
@@ -121,6 +201,7 @@ def test_what_cannot_be_deleted_is_told_and_does_not_fail_the_save(number: int, 
     assert said == [f"warning: {folder}, an old checkpoint, cannot be deleted ({os.strerror(number)}): the next save "
                     "tries again"]
     save(tmp_path, 2, behind)
+    behind.wait()
     assert in_trash(tmp_path) == [] and len(said) == 1
 
 
@@ -137,13 +218,60 @@ def test_what_somebody_else_deletes_meanwhile_is_no_warning(tmp_path: Path) -> N
     assert said == []
 
 
-def test_without_threads_it_is_deleted_at_once(tmp_path: Path) -> None:
-    behind = BehindTheRun()
+def test_without_threads_it_is_deleted_at_once_and_is_waited_for_meanwhile(tmp_path: Path) -> None:
+    behind, start = BehindTheRun(), threading.Thread.start
     save(tmp_path, 1, behind)
-    with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")):
-        save(tmp_path, 2, behind)
+
+    def starts(thread: threading.Thread) -> None:
+        if thread.name == "delete":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with slow_disk() as go, mock.patch.object(threading.Thread, "start", starts):
+        saving = in_thread(lambda: save(tmp_path, 2, behind))
+        waiting = in_thread(behind.wait)
+        assert saving.is_alive() and waiting.is_alive()
+        go.set()
+        waiting.join(60)
+        saving.join(60)
     assert in_trash(tmp_path) == []
     behind.wait()
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError, RuntimeError])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_warning_that_nobody_can_be_told_ends_no_deletion(error: type[Exception], tmp_path: Path) -> None:
+    behind = BehindTheRun(mock.Mock(side_effect=error))
+    folders = [tmp_path / f"{TRASH}{number}" for number in range(3)]
+    for folder in folders:
+        folder.mkdir()
+    with mock.patch.object(trash, "delete_now", return_value=OSError(errno.EIO, "x")):
+        behind.delete(folders[0])
+        behind.wait()
+    for folder in folders:
+        behind.delete(folder)
+    behind.wait()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_forked_child_waits_for_nobody(tmp_path: Path) -> None:
+    behind = BehindTheRun()
+    for name in "ab":
+        (tmp_path / f"{TRASH}{name}").mkdir()
+    with slow_disk() as go:
+        behind.delete(tmp_path / f"{TRASH}a")
+        with behind._changed:  # as another thread has it where the fork comes
+            child = os.fork()
+            if child == 0:
+                go.set()
+                threading.Timer(5, os._exit, (1,)).start()
+                in_thread(behind.wait).join()
+                in_thread(lambda: behind.delete(tmp_path / f"{TRASH}b")).join()
+                os._exit(int((tmp_path / f"{TRASH}b").exists()))
+        assert os.waitpid(child, 0)[1] == 0
+        go.set()
+        behind.wait()
+    assert os.listdir(tmp_path) == []
 
 
 def test_many_folders_from_several_threads_are_all_deleted(tmp_path: Path) -> None:
