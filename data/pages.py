@@ -22,6 +22,8 @@ PAGE = 4096
 """As in the kernel's cache: a page of ours is one of its."""
 ROOM = PAGE - 4
 """Bytes before the checksum."""
+AT_A_TIME = 512
+"""Pages that are written together."""
 VERSION = 1
 MAGIC = b"\x89rows\r\n\x1a"
 HEADER = struct.Struct("<8sI4sQI")
@@ -34,19 +36,33 @@ def write_rows(path: str | os.PathLike[str], name: str, values: NDArray[np.integ
     """[rows] or [rows, columns], whole or not at all. `name` says what they are and what they were made from."""
     dtype, columns = values.dtype.newbyteorder("<"), values.shape[1] if values.ndim > 1 else 0
     together = _rows_of_a_page(dtype, columns)
+    flat, width = np.ascontiguousarray(values).reshape(-1), together * max(1, columns)
+    pages = np.zeros((AT_A_TIME, PAGE), np.uint8)  # used again and again: new memory costs more than the rest
+    cells = pages[:, :width * dtype.itemsize].view(dtype)
     with staged_file(path) as file:
-        file.write(_sealed(HEADER.pack(MAGIC, VERSION, dtype.str.encode(), len(values), columns), name, 0))
-        for number, at in enumerate(range(0, len(values), together), start=1):
-            file.write(_sealed(values[at:at + together].astype(dtype).tobytes(), name, number))
+        header = HEADER.pack(MAGIC, VERSION, dtype.str.encode(), len(values), columns)
+        pages[0, :len(header)] = np.frombuffer(header, np.uint8)
+        file.write(_sealed(pages[:1], name, 0))
+        pages[0] = 0
+        for at in range(0, len(flat), AT_A_TIME * width):
+            batch = flat[at:at + AT_A_TIME * width]
+            whole, rest = divmod(len(batch), width)
+            cells[:whole] = batch[:whole * width].reshape(whole, width)
+            if rest:
+                cells[whole, :rest], cells[whole, rest:] = batch[whole * width:], 0
+            file.write(_sealed(pages[:whole + (rest > 0)], name, 1 + at // width))
 
 
 def _rows_of_a_page(dtype: np.dtype[Any], columns: int) -> int:
     return ROOM // (dtype.itemsize * max(1, columns))
 
 
-def _sealed(content: bytes, name: str, number: int) -> bytes:
-    content = content.ljust(ROOM, b"\0")
-    return content + crc32(content, _seed(name, number)).to_bytes(4, "little")
+def _sealed(pages: NDArray[np.uint8], name: str, first: int) -> NDArray[np.uint8]:
+    """The same [pages, PAGE], with their checksums now; `first` is the number of the first."""
+    content = memoryview(pages).cast("B")
+    sums = [crc32(content[at:at + ROOM], _seed(name, first + at // PAGE)) for at in range(0, len(content), PAGE)]
+    pages[:, ROOM:] = np.array(sums, "<u4")[:, None].view(np.uint8)
+    return pages
 
 
 def _seed(name: str, number: int) -> int:

@@ -9,6 +9,7 @@ import random
 import sys
 import threading
 import tracemalloc
+import zlib
 from pathlib import Path
 from unittest.mock import patch
 
@@ -45,6 +46,26 @@ def test_rows_come_back_whatever_their_shape_type_and_order_of_reading(tmp_path:
     del found, order[9:]  # and the open file with it
     again = pickle.loads(pickled)
     assert again.shape == values.shape and all((again[row] == values[row]).all() for row in order)
+
+
+def page_by_page(name: str, values: np.ndarray) -> bytes:
+    """The same file by a slow and obvious way."""
+    dtype, columns = values.dtype.newbyteorder("<"), values.shape[1] if values.ndim > 1 else 0
+    together = pages.ROOM // (dtype.itemsize * max(1, columns))
+    contents = [pages.HEADER.pack(pages.MAGIC, pages.VERSION, dtype.str.encode(), len(values), columns)]
+    contents += [values[at:at + together].astype(dtype).tobytes() for at in range(0, len(values), together)]
+    filled = [content.ljust(pages.ROOM, b"\0") for content in contents]
+    return b"".join(content + zlib.crc32(content, zlib.crc32(f"{name} {number}".encode())).to_bytes(4, "little")
+                    for number, content in enumerate(filled))
+
+
+@pytest.mark.parametrize("at_a_time", [1, 2, 512])
+@pytest.mark.parametrize("values", [*TABLES.values(), np.arange(9000).reshape(3, -1).T], ids=[*TABLES, "turned"])
+def test_the_file_is_the_same_however_many_pages_are_written_together(tmp_path: Path, values: np.ndarray,
+                                                                      at_a_time: int) -> None:
+    with patch.object(pages, "AT_A_TIME", at_a_time):
+        write_rows(tmp_path / "rows", "name", values)
+    assert (tmp_path / "rows").read_bytes() == page_by_page("name", values)
 
 
 @pytest.fixture
