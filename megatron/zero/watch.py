@@ -42,6 +42,7 @@ from typing import Any, Protocol
 
 from megatron.errors import ConfigError, PeerError, TrainerError
 from megatron.launch import distributed, exits
+from megatron.launch.signals import write_lines
 from megatron.ranges import ranges
 from megatron.zero.exchanges import (ENDED, FAILED, INTERRUPTED, ExchangeLog, Record, contradict, describe,
                                      places_of)
@@ -81,15 +82,16 @@ class Watched(Protocol):
 
 
 def watch_over(engine: Watched) -> None:
-    """Watch an engine until it is gone. Collective. (A store of the script's own that allows no second connection: no
-    watch.)"""
+    """Watch an engine until it is gone. Collective. Where the store takes no second connection there is no watch, and a
+    line says so."""
     groups = engine.groups
     if groups.dp.is_solo:
         return
     name = broadcast_json(secrets.token_hex(8), groups.world)
     try:
         board = Board(f"watch/{name}")
-    except RuntimeError:
+    except RuntimeError as error:
+        tell_unwatched(groups.world.rank, error)
         return
     if groups.dp.sends_from_host:
         hold_off_abort()
@@ -99,6 +101,12 @@ def watch_over(engine: Watched) -> None:
     distributed.before_shutdown(watch.close)
     exits.before_failing(watch.farewell)
     watch.start()
+
+
+def tell_unwatched(rank: int, error: RuntimeError) -> None:
+    why = (str(error).strip() or type(error).__name__).splitlines()[0]
+    write_lines(f"note: ranks that wait for each other for ever end by the time-out only, because rank {rank} has "
+                f"no second connection to the store where they met ({why:.200}); see docs/launch.md\n".encode())
 
 
 class Watch:
@@ -167,7 +175,7 @@ class Watch:
                     if self._fault_is_known:
                         self._leave_with(PeerError(f"{_LOST}: {_RESUME}"))
                     if failures == FAILURES:
-                        return
+                        return tell_unwatched(self._rank, error)
                     with suppress(RuntimeError):
                         self._board.reconnect()
         with suppress(RuntimeError):

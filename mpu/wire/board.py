@@ -1,7 +1,7 @@
 """Board: notes that ranks leave for each other without meeting, in the store through which torch's ranks have met.
 
-Nothing here waits for another rank, so it can be asked while an exchange hangs. The connection is one of its own: that
-of torch may be in use. A note is a JSON value. Where the rank (or the launcher) that keeps the store is gone, every
+Nothing here waits for another rank, so it can be asked while an exchange hangs. The connection is one of our own, for
+all boards of the process: that of torch may be in use. A note is a JSON value. Where the rank (or the launcher) that keeps the store is gone, every
 method raises a RuntimeError. So does every one after a message that could not be written, without another look: a file
 that ends in the midst of it would keep its reader for ever.
 """
@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -20,31 +21,57 @@ from torch.distributed import distributed_c10d
 TIMEOUT = timedelta(seconds=10)
 
 
+class _Connection:
+    """One for all boards of a process: who keeps the store has a descriptor open for each."""
+
+    def __init__(self, known: dist.Store) -> None:
+        self.is_cut_off = False
+        self._take(known)
+
+    def _take(self, known: dist.Store) -> None:
+        self.store = known.clone()  # type: ignore[attr-defined]
+        self.store.set_timeout(TIMEOUT)
+
+    def renew(self, failed: dist.Store) -> None:
+        """Unless another board has done so meanwhile."""
+        if self.store is failed:
+            self._take(failed)
+
+
+_CONNECTIONS: WeakKeyDictionary[dist.Store, _Connection] = WeakKeyDictionary()
+"""By torch's own, which goes with its process group."""
+
+
 class Board:
-    """`name` is one that no other board of the run has."""
+    """`name` is one that no other board of the run has. RuntimeError where there can be no connection."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
-        self.is_cut_off = False
-        self._connect(distributed_c10d._get_default_store())
+        known = distributed_c10d._get_default_store()
+        if known not in _CONNECTIONS:
+            _CONNECTIONS[known] = _Connection(known)
+        self._name, self._connection = name, _CONNECTIONS[known]
+        self._failed: dist.Store | None = None
 
-    def _connect(self, known: dist.Store) -> None:
-        self._own = known.clone()  # type: ignore[attr-defined]
-        self._store = dist.PrefixStore(self._name, self._own)
-        self._store.set_timeout(TIMEOUT)
+    @property
+    def is_cut_off(self) -> bool:
+        return self._connection.is_cut_off
 
     def reconnect(self) -> None:
         """After an error: a connection that has failed once never works again."""
-        self._connect(self._own)
+        if self._failed is not None:
+            self._connection.renew(self._failed)
 
     @contextmanager
     def _asking(self) -> Iterator[dist.Store]:
         if self.is_cut_off:
             raise RuntimeError("a message could not be written to the store")
+        own = self._connection.store
         try:
-            yield self._store
-        except dist.DistStoreError:
-            self.is_cut_off = _is_file(self._own)
+            yield dist.PrefixStore(self._name, own)
+        except RuntimeError as error:
+            self._failed = own
+            if isinstance(error, dist.DistStoreError):
+                self._connection.is_cut_off = _is_file(own)
             raise
 
     def read(self, key: str) -> Any:

@@ -170,3 +170,51 @@ def test_an_engine_that_goes_does_not_wait_for_other_ranks() -> None:
     join.assert_not_called()
     first.close()
     assert not first._thread.is_alive()
+
+
+def test_the_boards_of_a_process_have_one_connection_also_after_an_error() -> None:
+    store, made = dist.HashStore(), list[dist.Store]()
+
+    def clone(known: dist.Store) -> dist.Store:
+        made.append(dist.PrefixStore("", store))
+        return made[-1]
+
+    with patch.object(board.distributed_c10d, "_get_default_store", lambda known=dist.HashStore(): known), \
+            patch.object(dist.Store, "clone", clone):
+        first, second = Board("a"), Board("b")
+        first.write("key", 1)
+        second.write("key", 2)
+        assert (first.read("key"), second.read("key")) == (1, 2) and len(made) == 1
+        with patch.object(dist.PrefixStore, "check", side_effect=RuntimeError("gone")):
+            for each in (first, second):
+                with pytest.raises(RuntimeError):
+                    each.read("key")
+        first.reconnect()
+        second.reconnect()  # it was the same one
+        assert (first.read("key"), second.read("key")) == (1, 2) and len(made) == 2
+
+
+class Nothing:
+    """In place of an engine."""
+
+    def __init__(self) -> None:
+        group = Group(3, 8, tuple(range(8)))
+        self.log, self.groups = log_of("a"), Groups(group, dp=group)
+
+
+def test_a_rank_without_a_watch_says_so_once(capfd: pytest.CaptureFixture[str]) -> None:
+    refused = RuntimeError("Too many open files\nC++ CapturedTraceback:")
+    with patch.object(watch, "broadcast_json", lambda name, world: name), \
+            patch.object(watch, "Board", side_effect=refused):
+        watch.watch_over(Nothing())
+    assert capfd.readouterr().err == (
+        "note: ranks that wait for each other for ever end by the time-out only, because rank 3 has no second connection "
+        "to the store where they met (Too many open files); see docs/launch.md\n")
+
+
+def test_a_rank_that_gives_its_watch_up_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    alone = watch_of(3, 8, log_of("a"))
+    with patch.object(board_of(alone), "read", side_effect=RuntimeError("Broken pipe")):
+        alone.start()
+        alone._thread.join(20)
+    assert "because rank 3 has no second connection to the store where they met (Broken pipe)" in capfd.readouterr().err
