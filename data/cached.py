@@ -22,6 +22,7 @@ from data.importers import import_tokens
 from data.indexed import IndexedCorpus
 from data.inputs import CACHE_SUFFIX, Found, find, kind_of
 from data.preprocess import Reading, build_corpus
+from data.recorded import threaded
 from data.sample_index import digest
 from data.storage import DataError, check_is_file, crc32_file, exclusive, make_folder, write_json_atomic
 from data.tokenizer import Tokenizer
@@ -57,17 +58,20 @@ def cached_corpus(source: str, tokenizer: Tokenizer, reading: Reading, cache_pat
 
 def _contents(files: Sequence[str], sums: Sums) -> tuple[list[str], int]:
     """What decides the text of each file, and the bytes of all."""
-    contents, total = [], 0
-    with sums:
-        for path in files:
-            check_is_file(path)
-            try:
-                size = os.path.getsize(path)
-                contents.append(f"{kind_of(path)}-{size}-{sums.of(path)}")
-            except OSError as error:
-                raise DataError(f"{path}: cannot read: {error.strerror}") from error
-            total += size
-    return contents, total
+    for path in files:
+        check_is_file(path)
+    try:
+        sizes = [os.path.getsize(path) for path in files]
+        with sums:
+            found = list(threaded(sums.of, files, _readers()))
+    except OSError as error:
+        raise DataError(f"{error.filename}: cannot read: {error.strerror}") from error
+    return [f"{kind_of(path)}-{size}-{crc}" for path, size, crc in zip(files, sizes, found)], sum(sizes)
+
+
+def _readers() -> int:
+    """Threads for checksums: all other ranks of the machine wait for this one."""
+    return len(os.sched_getaffinity(0))
 
 
 SETTLED_NS = 2_000_000_000
@@ -118,7 +122,7 @@ def _build(files: Sequence[str], prefix: Path, tokenizer: Tokenizer, reading: Re
     if _holds_tokens(files):
         import_tokens(files, prefix, tokenizer)
     else:
-        build_corpus(files, prefix, tokenizer, reading)
+        build_corpus(files, prefix, tokenizer, reading, readers=_readers())
 
 
 def _report(source: str, found: Found, corpus: IndexedCorpus, how: str) -> str:

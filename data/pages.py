@@ -57,12 +57,12 @@ def _rows_of_a_page(dtype: np.dtype[Any], columns: int) -> int:
     return ROOM // (dtype.itemsize * max(1, columns))
 
 
-def _sealed(pages: NDArray[np.uint8], name: str, first: int) -> NDArray[np.uint8]:
-    """The same [pages, PAGE], with their checksums now; `first` is the number of the first."""
-    content = memoryview(pages).cast("B")
+def _sealed(pages: NDArray[np.uint8], name: str, first: int) -> memoryview:
+    """The bytes of [pages, PAGE], which have their checksums now; `first` is the number of the first."""
+    content = pages.data.cast("B")
     sums = [crc32(content[at:at + ROOM], _seed(name, first + at // PAGE)) for at in range(0, len(content), PAGE)]
     pages[:, ROOM:] = np.array(sums, "<u4")[:, None].view(np.uint8)
-    return pages
+    return content
 
 
 def _seed(name: str, number: int) -> int:

@@ -108,17 +108,19 @@ def _texts(chunk: Chunk, data: bytes, reading: Reading) -> Iterator[str | Malfor
 
 
 def build_corpus(inputs: Iterable[str | Path], prefix: str | Path, tokenizer: Tokenizer, reading: Reading = Reading(),
-                 *, workers: int = 1, skip_malformed: bool = False, log_interval: int = 0) -> tuple[Progress, int]:
+                 *, workers: int = 1, skip_malformed: bool = False, log_interval: int = 0,
+                 readers: int = 1) -> tuple[Progress, int]:
     """Write the corpus of some files. Returns the progress made and how many documents were skipped.
 
     A malformed document is an error that names its line, unless `skip_malformed`; so is the rest of a damaged file.
+    `readers` are threads that compare shards with what their stage wrote, where they may be more than `workers`.
     """
     inputs = list(inputs)
     check_not_over(inputs, files_of(prefix), OTHER_PREFIX)
     make_folder(Path(prefix).parent)
     key = _key(inputs, tokenizer, reading, skip_malformed)
     check_unchanged = watched(inputs)
-    check_recorded(inputs, workers)
+    check_recorded(inputs, max(workers, readers))
     encode = partial(encode_chunk, tokenizer=tokenizer, reading=reading)
     chunks = (chunk for path in inputs for chunk in _chunks(path, reading, tokenizer.cuts_before))
     with CorpusWriter(prefix, tokenizer=tokenizer.facts, key=key) as writer:

@@ -12,13 +12,13 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from data.parallel import ordered_map
 from data.storage import CHUNK, DataError
 
 STAGE_FILE = "stage.json"
@@ -27,8 +27,6 @@ WORK = ".work"
 """In the folder of a stage while it is made."""
 PLACE = re.compile(rf"(?:[^/.][^/]*/)?{SHARD.pattern}")
 """Of a shard, in the folder of its stage."""
-LARGE = 1 << 26
-"""Bytes from which processes are started for it."""
 
 
 def check_recorded(paths: Iterable[str | os.PathLike[str]], workers: int = 1) -> None:
@@ -48,8 +46,7 @@ def check_recorded(paths: Iterable[str | os.PathLike[str]], workers: int = 1) ->
 def check_shards(expected: Mapping[str, str], workers: int = 1) -> None:
     """By path the SHA-256 that each must have."""
     try:
-        large = sum(map(os.path.getsize, expected)) > LARGE
-        for (path, wanted), found in zip(expected.items(), _sums(list(expected), workers if large else 1)):
+        for (path, wanted), found in zip(expected.items(), threaded(sha256_file, list(expected), workers)):
             if found != wanted:
                 raise DataError(f"{path}: expected content with the sha256 {wanted} ({STAGE_FILE}), found {found}: "
                                 "changed or damaged since it was written; remove the folder of that stage and run its "
@@ -58,8 +55,21 @@ def check_shards(expected: Mapping[str, str], workers: int = 1) -> None:
         raise DataError(f"{error.filename}: cannot read: {error.strerror or error}") from error
 
 
-def _sums(paths: Sequence[str], workers: int) -> Iterable[str]:
-    return ordered_map(sha256_file, paths, min(workers, len(paths)))
+def threaded(checksum: Callable[[str], str], paths: Sequence[str], workers: int) -> Iterator[str]:
+    """In order; an OSError names its file. Python's lock is free while bytes are read and summed, so there need be no
+    processes."""
+    def of(path: str) -> str:
+        try:
+            return checksum(path)
+        except OSError as error:  # a read knows no name
+            error.filename = path
+            raise
+
+    with ThreadPoolExecutor(max(1, min(workers, len(paths))), "checksum") as pool:
+        try:
+            yield from pool.map(of, paths)
+        finally:
+            pool.shutdown(cancel_futures=True)  # one that is wrong is enough
 
 
 def sha256_file(path: str) -> str:

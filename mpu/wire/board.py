@@ -1,9 +1,9 @@
 """Board: notes that ranks leave for each other without meeting, in the store through which torch's ranks have met.
 
 Nothing here waits for another rank, so it can be asked while an exchange hangs. The connection is one of our own, for
-all boards of the process: that of torch may be in use. A note is a JSON value. Where the rank (or the launcher) that keeps the store is gone, every
-method raises a RuntimeError. So does every one after a message that could not be written, without another look: a file
-that ends in the midst of it would keep its reader for ever.
+all boards of the process: that of torch may be in use. A note is a JSON value. Where the rank (or the launcher) that
+keeps the store is gone, every method raises a RuntimeError. So does every one after a message that could not be
+written, without another look: a file that ends in the midst of it would keep its reader for ever.
 """
 
 from __future__ import annotations

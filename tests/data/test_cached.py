@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from data import cached
+from data import cached, recorded
 from data.cached import SUMS, Sums
 from data.corpora import open_datasets
+from data.preprocess import Reading
 from data.storage import DataError
 from data.tokenizer import ByteLevelTokenizer
 
@@ -54,6 +59,39 @@ def test_of_several_ranks_one_takes_the_checksum(tmp_path: Path, read: list[str]
     for rank in ranks:
         rank.join()
     assert read == ["a.jsonl"] and len(found) == 8 and all(one == contents(path, None) for one in found)
+
+
+def test_the_shards_of_a_folder_are_summed_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks wait for that: for the checksums, and for whether they are what their stage wrote."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    shards = [settled(texts / f"part-{number:05d}.jsonl", '{"text": "x"}\n') for number in range(2)]
+    (texts / "stage.json").write_text(json.dumps({"outputs": [
+        {"name": Path(path).name, "sha256": recorded.sha256_file(path)} for path in shards]}))
+    both = threading.Barrier(2)
+    for module, name in ((cached, "crc32_file"), (recorded, "sha256_file")):
+        def meets(path: str, real: Callable[[str], str] = getattr(module, name)) -> str:
+            both.wait(20)
+            return real(path)
+
+        monkeypatch.setattr(module, name, meets)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    _, note = cached.cached_corpus(str(texts), ByteLevelTokenizer(), Reading(), str(tmp_path / "cache"))
+    assert "2 files, 2 documents" in note and both.n_waiting == 0
+
+
+@pytest.mark.parametrize("module, name", [(cached, "crc32_file"), (recorded, "sha256_file")])
+def test_a_shard_that_cannot_be_read_is_named(module: ModuleType, name: str, tmp_path: Path,
+                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    path = settled(tmp_path / "part-00000.jsonl", '{"text": "x"}\n')
+    (tmp_path / "stage.json").write_text(json.dumps({"outputs": [{"name": "part-00000.jsonl", "sha256": "0"}]}))
+
+    def fails(path: str) -> str:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(module, name, fails)
+    with pytest.raises(DataError, match=f"^{path}: cannot read: Input/output error$"):
+        cached.cached_corpus(path, ByteLevelTokenizer(), Reading(), str(tmp_path / "cache"))
 
 
 def test_a_file_that_changed_is_read_again_even_with_the_same_size_and_time(

@@ -245,13 +245,21 @@ def test_a_warning_that_nobody_can_be_told_ends_no_deletion(error: type[Exceptio
     folders = [tmp_path / f"{TRASH}{number}" for number in range(3)]
     for folder in folders:
         folder.mkdir()
-    with mock.patch.object(trash, "delete_now", return_value=OSError(errno.EIO, "x")):
-        behind.delete(folders[0])
+    go = threading.Event()
+
+    def deleted(path: Path) -> OSError | None:
+        assert go.wait(10)
+        return OSError(errno.EIO, "x") if path == folders[0] else delete_now(path)
+
+    with mock.patch.object(trash, "delete_now", deleted):
+        for folder in folders[:2]:
+            behind.delete(folder)
+        go.set()
         behind.wait()
-    for folder in folders:
-        behind.delete(folder)
+        assert folders[1].exists() == (error is RuntimeError)  # a bug: its traceback, and no more
+    behind.delete(folders[2])
     behind.wait()
-    assert os.listdir(tmp_path) == []
+    assert not folders[1].exists() and not folders[2].exists()
 
 
 def test_a_forked_child_waits_for_nobody(tmp_path: Path) -> None:

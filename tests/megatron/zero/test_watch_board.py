@@ -208,8 +208,8 @@ def test_a_rank_without_a_watch_says_so_once(capfd: pytest.CaptureFixture[str]) 
             patch.object(watch, "Board", side_effect=refused):
         watch.watch_over(Nothing())
     assert capfd.readouterr().err == (
-        "note: ranks that wait for each other for ever end by the time-out only, because rank 3 has no second connection "
-        "to the store where they met (Too many open files); see docs/launch.md\n")
+        "note: ranks that wait for each other for ever end by the time-out only, because rank 3 has no second "
+        "connection to the store where they met (Too many open files); see docs/launch.md\n")
 
 
 def test_a_rank_that_gives_its_watch_up_says_so(capfd: pytest.CaptureFixture[str]) -> None:
@@ -217,4 +217,5 @@ def test_a_rank_that_gives_its_watch_up_says_so(capfd: pytest.CaptureFixture[str
     with patch.object(board_of(alone), "read", side_effect=RuntimeError("Broken pipe")):
         alone.start()
         alone._thread.join(20)
-    assert "because rank 3 has no second connection to the store where they met (Broken pipe)" in capfd.readouterr().err
+    told = capfd.readouterr().err
+    assert "because rank 3 has no second connection to the store where they met (Broken pipe)" in told
