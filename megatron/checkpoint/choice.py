@@ -24,7 +24,7 @@ from megatron.checkpoint.recognise import nothing_under, recognise
 from megatron.checkpoint.stamp import seal_of, stamp_of
 from megatron.checkpoint.strangers import check_latest_inside, target_outside
 from megatron.checkpoint.strict import Record, parse_json, read_bytes
-from megatron.checkpoint.tags import complete, folder_of, steps_of, tag_names
+from megatron.checkpoint.tags import ASIDE, complete, folder_of, manifest_of, steps_of, tag_names
 from megatron.errors import CheckpointError
 
 PENDING = ".latest-pending"
@@ -152,6 +152,29 @@ def all_tags(root: Path) -> list[str]:
     if not found and latest is None:
         raise CheckpointError(nothing_under(root))
     return found if latest in (None, *found) else [*found, str(latest)]
+
+
+def unreadable(root: Path) -> dict[str, CheckpointError]:
+    """Tags that are not complete, and why: folders, or links, that `latest` names, that are named by a step, or that
+    hold a manifest (under a name that may not be its own)."""
+    try:
+        entries = sorted(os.listdir(root))
+    except OSError:
+        return {}  # who lists the complete ones says so
+    latest, found = latest_tag(root), dict[str, CheckpointError]()
+    for entry in entries:
+        tag, folder = entry.removeprefix(ASIDE), root / entry
+        if entry.startswith(".") and tag == entry:
+            continue
+        is_step = step_of(tag) is not None and (folder.is_symlink() or folder.is_dir() and _holds_files(folder))
+        if is_step or tag == latest or os.path.lexists(folder / MANIFEST):
+            try:
+                manifest_of(root, tag)
+            except CheckpointError as error:
+                found[tag] = error
+            except OSError as error:
+                found[tag] = CheckpointError(f"tag {tag}: cannot be read ({error.strerror})")
+    return dict(sorted(found.items(), key=lambda item: (step_of(item[0]) or 0, item[0])))
 
 
 def candidates(root: Path) -> list[str]:

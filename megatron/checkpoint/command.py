@@ -16,8 +16,8 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from megatron.checkpoint.choice import all_tags, candidates, explain_choice, latest_tag, locate
-from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.choice import all_tags, candidates, explain_choice, latest_tag, locate, unreadable
+from megatron.checkpoint.manifest import LATEST, Manifest
 from megatron.checkpoint.recognise import nothing_under
 from megatron.checkpoint.signature import Key, read_key
 from megatron.checkpoint.tags import complete, held, manifest_of, tag_names, verify
@@ -26,14 +26,27 @@ from megatron.errors import EXIT_STORAGE, CheckpointError, ConfigError, TrainerE
 
 
 def list_tags(root: Path, tag: str | None) -> None:
-    """One line a complete tag, by step: name, iteration, layout, bytes; `latest` marks the one that a load uses."""
+    """One line a complete tag, by step: name, iteration, layout, bytes; `latest` marks the one that a load uses. A
+    warning for each that cannot be read; an error where that is the one."""
     manifests = complete(root) if tag is None else [manifest_of(root, held(root, tag))]
-    if not manifests:
-        raise CheckpointError(nothing_under(root))
-    chosen = latest_tag(root)
+    damaged = unreadable(root) if tag is None else {}
+    latest = latest_tag(root)
     for manifest in manifests:
-        print(_line(manifest) + ("  latest" if manifest.tag == chosen else ""))
-    if tag is None and chosen is None and (warning := explain_choice(root, candidates(root)[0])):
+        print(_line(manifest) + ("  latest" if manifest.tag == latest else ""))
+    sys.stdout.flush()
+    for name, error in damaged.items():
+        print(f"warning: {error}{'  latest' if name == latest else ''}", file=sys.stderr)
+    if tag is not None:
+        return
+    if not manifests and latest is None:
+        raise CheckpointError(nothing_under(root))
+    chosen = latest or candidates(root)[0]
+    if chosen in damaged:
+        raise CheckpointError(f"{root / LATEST} {'names' if latest else 'names no tag, and the newest is'} {chosen}, "
+                              f"which cannot be read: a load of {root} ends with this error too; " + (
+                                  f"name another tag ({root}:{manifests[-1].tag}), or put a whole copy of {chosen} in "
+                                  "its place" if manifests else "no tag here is complete"))
+    if latest is None and (warning := explain_choice(root, chosen)):
         print(warning, file=sys.stderr)
 
 
@@ -50,7 +63,8 @@ def _bytes(manifest: Manifest) -> int:
 def verify_tags(root: Path, tag: str | None, key: Key | None) -> None:
     """Check every tag, then fail with the first that is damaged."""
     damaged: list[CheckpointError] = []
-    for name in [held(root, tag)] if tag is not None else all_tags(root):
+    names = [held(root, tag)] if tag is not None else list(dict.fromkeys([*all_tags(root), *unreadable(root)]))
+    for name in names:
         try:
             manifest = verify(root, name, key)
             print(f"{name}: ok, {len(manifest.files)} files, {_bytes(manifest)} bytes", flush=True)

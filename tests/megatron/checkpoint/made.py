@@ -151,13 +151,13 @@ def tensors(grid: Grid) -> Iterator[TensorEntry]:
 
 
 def save_grid(root: Path, grid: Grid, step: int = 1, seed: int = 0, padding: float = 0, run: str = "made",
-              key: Key | None = None, config: Mapping[str, Any] = {"hidden": 8}) -> list[Any]:
+              key: Key | None = None, config: Mapping[str, Any] = {"hidden": 8}, tag: str | None = None) -> list[Any]:
     """Save as tp x dp ranks; what `save` returned or raised on each. The engine skips no replicated copies here."""
     values = logical(seed)
 
     def work(world: Group) -> Any:
         tp_rank, dp_rank = world.rank % grid.tp, world.rank // grid.tp
-        return writer.save(root, f"global_step{step}", pieces=runs(values, grid, tp_rank, dp_rank, padding),
+        return writer.save(root, tag or f"global_step{step}", pieces=runs(values, grid, tp_rank, dp_rank, padding),
                            tensors=tensors(grid),
                            rank_state={"seed": world.rank, "stream": torch.arange(8, dtype=torch.uint8) + world.rank},
                            shared_state={"scale": 2.0, "position": [1, step]}, config=config, key=key,

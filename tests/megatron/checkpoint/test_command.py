@@ -7,6 +7,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,100 @@ def test_list_and_verify_import_no_torch(root: Path) -> None:
         assert (done.returncode, done.stderr) == (0, "")
 
 
+def truncated(folder: Path) -> None:
+    os.truncate(folder / "manifest.json", 100)
+
+
+def emptied(folder: Path) -> None:
+    os.truncate(folder / "manifest.json", 0)
+
+
+def missing(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+
+
+def sparse(folder: Path) -> None:
+    os.truncate(folder / "manifest.json", 3 << 30)
+
+
+def a_folder_instead(folder: Path) -> None:
+    missing(folder)
+    (folder / "manifest.json").mkdir()
+
+
+def moved_out(folder: Path) -> None:
+    folder.symlink_to(shutil.move(folder, folder.parent.parent / f"{folder.name} elsewhere"))
+
+
+def dangling(folder: Path) -> None:
+    moved_out(folder)
+    shutil.rmtree(folder.resolve())
+
+
+def another_step(folder: Path) -> None:
+    shutil.rmtree(folder)
+    shutil.copytree(folder.parent / "global_step1", folder)
+
+
+UNREADABLE = {truncated: "damaged: its 100 bytes do not match", emptied: "damaged: its 0 bytes do not match",
+              missing: "manifest.json missing", sparse: "has 3221225472 bytes",
+              a_folder_instead: "manifest.json missing", moved_out: "outside the save root",
+              dangling: "outside the save root",
+              another_step: "manifest.json is of tag global_step1"}
+
+
+@pytest.mark.parametrize("latest", ["global_step2", "global_step3", "best", None])
+@pytest.mark.parametrize("accident", UNREADABLE)
+def test_list_names_what_it_cannot_read_and_fails_where_a_load_would(
+        accident: Callable[[Path], None], latest: str | None, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_grid(root, Grid(2, 1), step=3)
+    save_grid(root, Grid(2, 1), step=3, tag="best")
+    (root / "latest").write_text(latest) if latest else (root / "latest").unlink()
+    for tag in ("global_step2", "best"):
+        accident(root / tag)
+    if accident is dangling and latest != "global_step3":
+        latest = None  # as if there was no folder of that name
+    # Without folder, manifest or a mark in `latest` nothing says that `best` is a tag.
+    is_tag = accident is not dangling and (accident is not missing or latest == "best")
+    broken = ["best", "global_step2"] if is_tag else ["global_step2"]
+    code = main(["list", str(root)])
+    output = capsys.readouterr()
+    assert [line.split()[0] for line in output.out.splitlines()] == ["global_step1", "global_step3"]
+    warnings = [line for line in output.err.splitlines() if line.startswith("warning: tag ")]
+    assert [line.split()[2].strip(":") for line in warnings] == broken
+    assert all(UNREADABLE[accident] in line for line in warnings)
+    marked = [line for line in [*output.out.splitlines(), *warnings] if line.endswith("  latest")]
+    assert len(marked) == (latest is not None) and all(str(latest) in line for line in marked)
+    rest = [line for line in output.err.splitlines() if line not in warnings]
+    assert code == (4 if latest in broken else 0)
+    if latest in broken:
+        assert len(rest) == 1 and rest[0].startswith(f"error: {root}/latest names {latest}, which cannot be read")
+        assert f"name another tag ({root}:global_step3)" in rest[0]
+    assert main(["verify", str(root)]) == 4
+    assert UNREADABLE[accident] in capsys.readouterr().err
+
+
+def test_a_folder_of_a_tag_under_another_name_is_told(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "global_step1").rename(root / "mine")
+    assert main(["list", str(root)]) == 0
+    output = capsys.readouterr()
+    assert output.out.startswith("global_step2 ") and output.out.endswith("  latest\n")
+    assert output.err == "warning: tag mine: manifest.json is of tag global_step1\n"
+    assert failing(capsys, "verify", str(root)) == (4, "error: tag mine: manifest.json is of tag global_step1")
+
+
+def test_the_newest_tag_that_cannot_be_read_is_not_called_complete(root: Path, capsys: pytest.CaptureFixture[str]
+                                                                   ) -> None:
+    (root / "latest").unlink()
+    truncated(root / "global_step2")
+    assert main(["list", str(root)]) == 4
+    assert f"error: {root}/latest names no tag, and the newest is global_step2, which" in capsys.readouterr().err
+    truncated(root / "global_step1")
+    assert main(["list", str(root)]) == 4
+    told = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[0] for line in told] == ["warning", "warning", "error"] and "no committed" in told[2]
+
+
 class Payload:
     """Unpickled, it makes a folder called `canary` in the current one."""
 
@@ -109,5 +204,6 @@ def test_a_pickle_in_place_of_any_file_is_never_run(root: Path, name: str, tmp_p
         path = root / name if name == "latest" else root / "global_step2" / name
         path.write_bytes(pickle.dumps(Payload(), protocol=protocol))
         for command in (["verify"], ["digest"], ["list"], ["merge", "--output", "out"]):
-            assert main([command[0], str(root), *command[1:]]) == (0 if name == "latest" or command == ["list"] else 4)
+            good = name == "latest" or command == ["list"] and name != "manifest.json"
+            assert main([command[0], str(root), *command[1:]]) == (0 if good else 4)
     assert not (tmp_path / "canary").exists()
