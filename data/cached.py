@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from data.cli import counted
-from data.importers import import_tokens
+from data.importers import doubts, import_tokens, token_file
 from data.indexed import IndexedCorpus
 from data.inputs import CACHE_SUFFIX, Found, find, kind_of
 from data.preprocess import Reading, build_corpus
@@ -33,8 +33,9 @@ LARGE = 1 << 26
 """Bytes of source from which the building is announced: it takes more than a moment."""
 
 
-def cached_corpus(source: str, tokenizer: Tokenizer, reading: Reading, cache_path: str | None) -> tuple[str, str]:
-    """The prefix of the corpus of a file or folder, and one line that says what was made of it."""
+def cached_corpus(source: str, tokenizer: Tokenizer, reading: Reading, cache_path: str | None
+                  ) -> tuple[str, list[str]]:
+    """The prefix of the corpus of a file or folder, and lines that say what was made of it, and what is odd."""
     found = find([source])
     doing, done = ("copying", "copied") if _holds_tokens(found.files) else ("tokenizing", "tokenized")
     beside = os.path.abspath(source)
@@ -53,7 +54,8 @@ def cached_corpus(source: str, tokenizer: Tokenizer, reading: Reading, cache_pat
                 prefix.with_name(prefix.name + ".idx").unlink()
                 raise DataError(f"{source}: changed while it was read; start again when it is complete")
     how = f"{done} in {time.monotonic() - start:.1f} s" if is_new else "found in the cache"
-    return str(prefix), _report(source, found, IndexedCorpus(prefix), how)
+    told = doubts([token_file(path) for path in found.files], tokenizer.eod) if _holds_tokens(found.files) else []
+    return str(prefix), [_report(source, found, IndexedCorpus(prefix), how), *(f"warning: {line}" for line in told)]
 
 
 def _contents(files: Sequence[str], sums: Sums) -> tuple[list[str], int]:
@@ -120,7 +122,7 @@ def _holds_tokens(files: Sequence[str]) -> bool:
 
 def _build(files: Sequence[str], prefix: Path, tokenizer: Tokenizer, reading: Reading) -> None:
     if _holds_tokens(files):
-        import_tokens(files, prefix, tokenizer)
+        import_tokens(files, prefix, tokenizer, say=lambda line: None)  # told at every start, not at the first only
     else:
         build_corpus(files, prefix, tokenizer, reading, readers=_readers())
 

@@ -135,8 +135,8 @@ class _Opener:
         if os.path.isdir(name) or name.endswith(TOKENS_SUFFIX) or kind_of(name):
             with named_by("--data-cache-path" if self.cache_path else f"the cache beside {name}, which a folder given "
                           "with --data-cache-path replaces"):
-                prefix, note = cached_corpus(name, self.tokenizer, self.reading, self.cache_path)
-            self.notes.append(note)
+                prefix, notes = cached_corpus(name, self.tokenizer, self.reading, self.cache_path)
+            self.notes += notes
             return prefix
         if os.path.isfile(name):
             raise DataError(f"{name}: its name does not say what it holds; expected the prefix of a corpus, a folder, "

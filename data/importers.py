@@ -4,13 +4,18 @@ nanoGPT's `.bin` is uint16 ids and nothing else; in llm.c's a header of 256 int3
 comes before them. Neither says where documents end or which tokenizer made them: documents are cut at the
 end-of-document id of the tokenizer that is named, and its vocabulary must hold every id. nanoGPT writes that id after
 each document and llm.c before it; whether the first file begins with it shows which it is, and no token moves. Files of
-one import are one stream, as llm.c's shards are, which end wherever they are full: name them in their order.
+one import are one stream, as llm.c's shards are, which end wherever they are full: name them in their order. What
+shows that they are not in it, or no stream, is told (`doubts`) or refused.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -22,78 +27,188 @@ from data.draft import files_of
 from data.indexed import BLOCK
 from data.inputs import kind_of
 from data.preprocess import OTHER_PREFIX, add_tokenizer_arguments, build_tokenizer
-from data.storage import DataError, check_is_file, check_not_over, make_folder, watched
+from data.storage import DataError, check_is_file, check_not_over, crc32, crc32_file, make_folder, watched
 from data.tokenizer import Tokenizer
-from data.writer import CorpusWriter
+from data.writer import MAX_LENGTH, CorpusWriter
 
 LLMC_MAGIC, LLMC_VERSION, LLMC_HEADER = 20240520, 1, 256
 """No GPT-2 file of nanoGPT's begins like this: 55448, the lower half of the magic, is not an id of GPT-2's."""
 
 DTYPE = np.dtype("<u2")
 
+SAMPLED = 1 << 16
+"""Bytes at either end of files of one size that are compared before all of them are."""
 
-def import_tokens(inputs: Sequence[str | os.PathLike[str]], prefix: str | os.PathLike[str],
-                  tokenizer: Tokenizer) -> str:
+
+@dataclass(frozen=True)
+class TokenFile:
+    """A file that may be one of tokens, by its size and header."""
+
+    path: str
+    start: int
+    """Of the first token: after a header, or at 0."""
+    count: int
+    first: int
+    last: int
+    """Token ids."""
+
+    @property
+    def has_header(self) -> bool:
+        """Of llm.c."""
+        return self.start > 0
+
+
+def say_warning(line: str) -> None:
+    print(f"warning: {line}", file=sys.stderr, flush=True)
+
+
+def import_tokens(inputs: Sequence[str | os.PathLike[str]], prefix: str | os.PathLike[str], tokenizer: Tokenizer,
+                  say: Callable[[str], None] = say_warning) -> str:
     """Write the corpus of some token files, one after the other; says what became of it."""
     check_not_over(inputs, files_of(prefix), OTHER_PREFIX)
     check_unchanged = watched(inputs)
-    files = [(path, *tokens_at(path)) for path in inputs]  # every file is looked at before anything is written
+    files = [token_file(path) for path in inputs]  # every file is looked at before anything is written
+    _check_distinct(files)
+    for line in doubts(files, tokenizer.eod):
+        say(line)
     make_folder(Path(prefix).parent)
     with CorpusWriter(prefix, tokenizer=tokenizer.facts) as writer:
-        _copy(files, writer, tokenizer.eod)
+        _copy(files, writer, tokenizer)
         check_unchanged()
     return f"{os.fspath(prefix)}: {writer.documents} documents, {writer.tokens} tokens"
 
 
-def tokens_at(path: str | os.PathLike[str]) -> tuple[int, int]:
-    """Bytes before the first token of a file, a header's or none, and how many tokens there are. Refuses what cannot
-    be a token file."""
+def token_file(path: str | os.PathLike[str]) -> TokenFile:
+    """Refuses what cannot be a token file."""
     name = os.fspath(path)
     check_is_file(name)
     if kind_of(name) or is_compressed(name):
         raise DataError(f"{name}: expected a file of tokens, found " + (
             "text by its name; python -m data.preprocess tokenizes text" if kind_of(name) else
             "a compressed one; decompress it first"))
-    try:
+    with reading(name):
         size = os.path.getsize(name)
-        head = np.fromfile(name, "<i4", LLMC_HEADER)
-    except OSError as error:
-        raise DataError(f"{name}: cannot read: {error.strerror or error}") from error
+        start, count = _extent(name, size, np.fromfile(name, "<i4", LLMC_HEADER))
+        first, last = (int(np.fromfile(name, DTYPE, 1, offset=at)[0]) for at in (start, size - DTYPE.itemsize))
+    return TokenFile(name, start, count, first, last)
+
+
+def _extent(name: str, size: int, head: NDArray[np.int32]) -> tuple[int, int]:
+    """Where the tokens of a file begin, and how many there are, at least one."""
     if len(head) and head[0] == LLMC_MAGIC:
-        expected = 4 * LLMC_HEADER + DTYPE.itemsize * int(head[2]) if len(head) == LLMC_HEADER else 4 * LLMC_HEADER
-        if len(head) < LLMC_HEADER or head[1] != LLMC_VERSION or size != expected:
-            raise DataError(f"{name}: a header of llm.c, but not a whole file of version {LLMC_VERSION}: version "
-                            f"{head[1] if len(head) > 1 else 'missing'}, expected {expected} bytes, found {size}")
+        what = f"{name}: a header of llm.c"
+        if len(head) < LLMC_HEADER:
+            raise DataError(f"{what} that is cut off: expected {4 * LLMC_HEADER} bytes, found {size}")
+        if head[1] != LLMC_VERSION:
+            raise DataError(f"{what}: version: expected {LLMC_VERSION}, found {head[1]}; only uint16 tokens, as llm.c "
+                            "writes them of GPT-2's vocabulary, can be read")
+        expected = 4 * LLMC_HEADER + DTYPE.itemsize * int(head[2])
+        if size != expected or head[2] < 1:
+            raise DataError(f"{what} for {head[2]} tokens: size: expected {expected} bytes, found {size}"
+                            if head[2] else f"{what} for 0 tokens: expected at least 1")
         return 4 * LLMC_HEADER, int(head[2])
     if size == 0 or size % DTYPE.itemsize:
         raise DataError(f"{name}: size: expected uint16 tokens, found {size} bytes")
     return 0, size // DTYPE.itemsize
 
 
-def _copy(files: Sequence[tuple[str | os.PathLike[str], int, int]], writer: CorpusWriter, eod: int) -> None:
+def doubts(files: Sequence[TokenFile], eod: int) -> list[str]:
+    """What shows that the files are hardly the stream that was meant, a line each."""
+    return [line for line in (_begins_inside(files[0], eod), _mixed(files, eod), _disordered(files)) if line]
+
+
+def _begins_inside(file: TokenFile, eod: int) -> str | None:
+    if not file.has_header or file.first == eod:
+        return None
+    return (f"{file.path}: has a header of llm.c, whose documents begin with the end-of-document id, and begins with "
+            f"{file.first} instead of {eod}: its first document is cut, or the tokenizer is another one "
+            "(--tokenizer-type). Is it not the first shard? Make one corpus of all shards, in their order: "
+            "python -m data.importers --input SHARD... --output-prefix PREFIX")
+
+
+def _mixed(files: Sequence[TokenFile], eod: int) -> str | None:
+    """Two conventions in one stream: which documents are cut at the wrong side follows from the first file."""
+    for before, after in pairwise(files):
+        if before.has_header != after.has_header:
+            which = ("has a header of llm.c, and {} has none" if before.has_header else
+                     "has no header, and {} has llm.c's")
+            return (f"{before.path}: {which.format(after.path)}: are they of one program? Documents are cut as the "
+                    "first file has them; import the others by themselves, and join the corpora with data.merge")
+        if before.last == after.first == eod:
+            return (f"{before.path}: ends with the end-of-document id, and {after.path} begins with it: one is written "
+                    "with it after each document, the other before? Import them by themselves, and join the corpora "
+                    "with data.merge")
+    return None
+
+
+def _disordered(files: Sequence[TokenFile]) -> str | None:
+    """Names that are alike but for their numbers, against the order of these."""
+    for before, after in pairwise(files):
+        parts, others = (re.split("([0-9]+)", Path(file.path).name) for file in (before, after))
+        if parts[::2] == others[::2] and list(map(int, parts[1::2])) > list(map(int, others[1::2])):
+            return (f"{after.path}: comes after {before.path}: are the files in their order? A document may go on from "
+                    "one in the next")
+    return None
+
+
+def _check_distinct(files: Sequence[TokenFile]) -> None:
+    """No file twice, under whatever names. Files of one size are compared, their ends first."""
+    seen: dict[tuple[int, int, int], list[str]] = {}
+    for file in files:
+        with reading(file.path):
+            size = os.path.getsize(file.path)
+            alike = seen.setdefault((size, *_ends(file.path, size)), [])
+            for other in alike:
+                is_one = os.path.samefile(other, file.path)
+                if is_one or crc32_file(other) == crc32_file(file.path):
+                    raise DataError(f"{file.path}: is " + ("the same file as" if is_one else "a copy of") +
+                                    f" {other}: every token would be there twice; name it once")
+        alike.append(file.path)
+
+
+def _ends(path: str, size: int) -> tuple[int, int]:
+    """Checksums of a little of it."""
+    with open(path, "rb") as file:
+        beginning = crc32(file.read(SAMPLED))
+        file.seek(max(0, size - SAMPLED))
+        return beginning, crc32(file.read(SAMPLED))
+
+
+def _copy(files: Sequence[TokenFile], writer: CorpusWriter, tokenizer: Tokenizer) -> None:
     """The tokens of all files, which are one stream: a document may go on in the next one. And the sizes of the
     documents, as they end."""
     read = begun = 0  # tokens read; where the document that is being read began
-    after = 1  # tokens from an end-of-document id to the cut
-    for ids in _blocks(files):
-        if read == 0:
-            after = 0 if ids[0] == eod else 1
-        cuts = read + after + np.flatnonzero(ids == eod)
+    after = 0 if files[0].first == tokenizer.eod else 1  # tokens from an end-of-document id to the cut
+    for file, ids in _blocks(files, tokenizer.vocab_size):
+        cuts = read + after + np.flatnonzero(ids == tokenizer.eod)
         cuts = cuts[cuts > begun]
-        writer.add_tokens(ids)
-        writer.add_sizes(np.diff(cuts, prepend=begun))
+        sizes = np.diff(cuts, prepend=begun)
         read += len(ids)
         begun = int(cuts[-1]) if len(cuts) else begun
+        if max(sizes.max(initial=0), read - begun) > MAX_LENGTH:
+            raise DataError(f"{file.path}: a document that ends here, or goes on, has more than {MAX_LENGTH} tokens: "
+                            f"expected the end-of-document id {tokenizer.eod} between documents; {ANOTHER}")
+        writer.add_tokens(ids)
+        writer.add_sizes(sizes)
     writer.add_sizes([read - begun] if read > begun else [])
 
 
-def _blocks(files: Sequence[tuple[str | os.PathLike[str], int, int]]) -> Iterator[NDArray[np.uint16]]:
-    for path, start, left in files:
-        with reading(os.fspath(path)), open(path, "rb") as file:
-            file.seek(start)
-            while len(ids := np.fromfile(file, DTYPE, min(BLOCK, left))):
+ANOTHER = "was it made with another tokenizer? (--tokenizer-type)"
+
+
+def _blocks(files: Sequence[TokenFile], vocab_size: int) -> Iterator[tuple[TokenFile, NDArray[np.uint16]]]:
+    """The tokens in order. An id that the tokenizer has not is told with its place."""
+    for file in files:
+        left = file.count
+        with reading(file.path), open(file.path, "rb") as opened:
+            opened.seek(file.start)
+            while len(ids := np.fromfile(opened, DTYPE, min(BLOCK, left))):
+                if int(ids.max()) >= vocab_size:
+                    at = int((ids >= vocab_size).argmax())
+                    raise DataError(f"{file.path}: token {file.count - left + at} (of {file.count}, from 0): expected "
+                                    f"an id from 0 to {vocab_size - 1}, found {ids[at]}; {ANOTHER}")
                 left -= len(ids)
-                yield ids
+                yield file, ids
 
 
 def main(argv: Sequence[str] | None = None) -> None:

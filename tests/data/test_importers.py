@@ -85,9 +85,11 @@ def test_blocks_do_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blo
 
 
 @pytest.mark.parametrize(("magic", "version", "count", "cut", "message"), [
-    (20240520, 2, 3, 0, "version 2, expected 1030 bytes, found 1030"),
+    (20240520, 2, 3, 0, "version: expected 1, found 2"),
     (20240520, 1, 4, 0, "expected 1032 bytes, found 1030"), (20240520, 1, -1, 0, "expected 1022 bytes, found 1030"),
-    (20240520, 1, 3, 1, "expected 1030 bytes, found 1029"), (20240520, 1, 3, 1023, "version missing"),
+    (20240520, 1, 3, 1, "expected 1030 bytes, found 1029"),
+    (20240520, 1, 3, 1023, "cut off: expected 1024 bytes, found 7"),
+    (20240520, 1, 0, 6, "for 0 tokens: expected at least 1"),
     (20240521, 1, 3, 1, "size: expected uint16 tokens, found 1029 bytes"),
 ])
 def test_a_damaged_header_is_refused(tmp_path: Path, magic: int, version: int, count: int, cut: int,
@@ -105,9 +107,97 @@ def test_what_is_no_token_file_is_refused(tmp_path: Path) -> None:
     for name, message in (("empty.bin", "found 0 bytes"), ("odd.bin", "found 3 bytes"), ("none.bin", "No such file")):
         with pytest.raises(DataError, match=f"{name}: .*{message}"):
             import_tokens([tmp_path / name], tmp_path / "c", BYTE)
-    with pytest.raises(DataError, match="token id 257 .* expected 0 to 256"):
-        import_tokens([nanogpt(tmp_path / "a.bin", [1, 257])], tmp_path / "c", BYTE)
     assert not (tmp_path / "c.idx").exists()
+
+
+@pytest.mark.parametrize("block", [1, 3, 1 << 20])
+def test_an_id_of_another_tokenizer_is_told_with_its_file_and_place(tmp_path: Path, block: int,
+                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importers, "BLOCK", block)
+    good = llmc(tmp_path / "good.bin", [EOD, 1, 2])
+    bad = llmc(tmp_path / "bad.bin", [3, 4, 5, 6, 300, 301])
+    with pytest.raises(DataError, match=r"/bad.bin: token 4 \(of 6, from 0\): expected an id from 0 to 256, found 300; "
+                                        r"was it made with another tokenizer\? \(--tokenizer-type\)"):
+        import_tokens([good, bad], tmp_path / "c", BYTE)
+    assert sorted(os.listdir(tmp_path)) == ["bad.bin", "good.bin"]
+
+
+def test_a_document_that_no_index_can_count_is_told_with_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                                                  ) -> None:
+    monkeypatch.setattr(importers, "MAX_LENGTH", 4)
+    files = [nanogpt(tmp_path / "a.bin", [1, 2, EOD, 1, 2]), nanogpt(tmp_path / "b.bin", [3, 4, 5])]
+    with pytest.raises(DataError, match="b.bin: a document that ends here, or goes on, has more than 4 tokens"):
+        import_tokens(files, tmp_path / "c", BYTE)
+
+
+def warned(files: list[Path], tmp_path: Path) -> list[str]:
+    said: list[str] = []
+    import_tokens(files, tmp_path / "out" / "c", BYTE, said.append)
+    return said
+
+
+def test_shards_in_their_order_are_taken_without_a_word(tmp_path: Path) -> None:
+    stream = [EOD, 1, 2, 3, EOD, 4, 5, EOD, 6, EOD, 7, 8, 9]
+    shards = [llmc(tmp_path / f"s_{k}.bin", stream[3 * k:3 * k + 3]) for k in range(5) if stream[3 * k:3 * k + 3]]
+    assert warned(shards, tmp_path) == []
+    assert warned([nanogpt(tmp_path / "1.bin", [1, 2, EOD, 3]), nanogpt(tmp_path / "2.bin", [4, EOD])], tmp_path) == []
+
+
+def test_a_first_shard_that_begins_inside_of_a_document_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]
+                                                                ) -> None:
+    first, second = llmc(tmp_path / "a.bin", [EOD, 1, 2]), llmc(tmp_path / "b.bin", [3, EOD, 4])
+    (line,) = warned([second, first], tmp_path)
+    assert line.startswith(f"{second}: has a header of llm.c, ") and f"begins with 3 instead of {EOD}" in line
+    assert "python -m data.importers --input SHARD..." in line
+    main(["--input", str(second), "--output-prefix", str(tmp_path / "c"), "--tokenizer-type", "byte"])
+    assert capsys.readouterr().err == f"warning: {line}\n"
+
+
+def test_shards_named_one_by_one_for_training_are_told_at_every_start(tmp_path: Path) -> None:
+    names = [str(llmc(tmp_path / "a.bin", [EOD, *range(50)])), str(llmc(tmp_path / "b.bin", [1, EOD, *range(50)]))]
+    for _ in range(2):
+        notes = open_datasets(train_data=names, split="1", seq_length=9, seed=1, tokenizer=BYTE,
+                              cache_path=str(tmp_path / "cache")).notes
+        (line,) = [note for note in notes if note.startswith("warning: ")]
+        assert line.startswith(f"warning: {names[1]}: has a header of llm.c, ") and "data.importers" in line
+
+
+def test_files_against_the_order_of_their_numbers_are_told(tmp_path: Path) -> None:
+    shards = {k: llmc(tmp_path / f"train_{k}.bin", [EOD, k]) for k in (1, 2, 10)}
+    (line,) = warned([shards[1], shards[10], shards[2]], tmp_path)  # as a shell sorts them
+    assert line.startswith(f"{shards[2]}: comes after {shards[10]}: are the files in their order?")
+    assert warned([shards[1], shards[2], shards[10]], tmp_path) == []
+
+
+def test_two_conventions_in_one_import_are_told(tmp_path: Path) -> None:
+    header, none = llmc(tmp_path / "h.bin", [EOD, 1, 2]), nanogpt(tmp_path / "n.bin", [1, 2, EOD])
+    begins = nanogpt(tmp_path / "begins.bin", [EOD, 3])
+    for files, said in (([header, none], f"{header}: has a header of llm.c, and {none} has none"),
+                        ([none, llmc(tmp_path / "i.bin", [3])], f"{none}: has no header, and {tmp_path}/i.bin has "),
+                        ([none, begins], f"{none}: ends with the end-of-document id, and {begins} begins with it")):
+        (line,) = warned(files, tmp_path)
+        assert line.startswith(said) and "data.merge" in line
+
+
+@pytest.mark.parametrize("size", [3, 1 << 18])
+@pytest.mark.parametrize("kind", ["itself", "link", "hard link", "copy"])
+def test_a_file_that_is_named_twice_is_refused(tmp_path: Path, kind: str, size: int) -> None:
+    tokens = [EOD, *(k % 250 for k in range(size))]
+    path, other, near = llmc(tmp_path / "a.bin", tokens), tmp_path / "b.bin", tmp_path / "near.bin"
+    if kind == "link":
+        other.symlink_to(path)
+    elif kind == "hard link":
+        other.hardlink_to(path)
+    elif kind == "copy":
+        other.write_bytes(path.read_bytes())
+    else:
+        other = tmp_path / "." / "a.bin"
+    tokens[len(tokens) // 2] = 251
+    llmc(near, tokens)
+    what = "a copy of" if kind == "copy" else "the same file as"
+    with pytest.raises(DataError, match=f"{other}: is {what} {path}: every token would be there twice"):
+        import_tokens([path, near, other], tmp_path / "c", BYTE)
+    import_tokens([path, near], tmp_path / "c", BYTE)
 
 
 def test_the_command_and_train_data_read_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,8 +94,8 @@ def test_no_files_are_split_from_one_that_changes(tmp_path: Path, change: Callab
 def test_no_corpus_is_imported_from_tokens_that_change(tmp_path: Path, change: Callable[[Path], None]) -> None:
     path = tmp_path / "a.bin"
     path.write_bytes(struct.pack("<256i", 20240520, 1, 2000, *[0] * 253) + b"\1\0" * 2000)
-    spy = after_the_first(importers.tokens_at, change, path)
-    with patch.object(importers, "tokens_at", spy), pytest.raises(DataError, match="a.bin: changed while it was read"):
+    spy = after_the_first(importers.token_file, change, path)
+    with patch.object(importers, "token_file", spy), pytest.raises(DataError, match="a.bin: changed while it was read"):
         import_tokens([path], tmp_path / "c", BYTE)
     assert not [*tmp_path.glob("c.*")]
 
