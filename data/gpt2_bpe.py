@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from data.bpe_engines import Engine, best_engine
 from data.fast_tokenizer import is_fast, merges_and_vocabulary
-from data.storage import DataError, UsageError
+from data.storage import DataError, UsageError, told
 from data.tokenizer_base import END_OF_TEXT, REPLACEMENT, Tokenizer, fingerprint, read, read_text
 
 GPT2_MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
@@ -82,7 +82,7 @@ class GPT2BPETokenizer(Tokenizer):
         try:
             ids = [vocabulary[token] for token in (*tokens, END_OF_TEXT)]
         except TypeError as error:
-            raise DataError(f"--vocab-file {vocab_file}: not a JSON object of token: id ({error})") from error
+            raise DataError(f"--vocab-file {vocab_file}: not a JSON object of token: id ({told(error)})") from error
         except KeyError as error:
             raise DataError(f"--vocab-file {vocab_file}: token {error} of the merge file is missing") from error
         if not all(type(i) is int and i >= 0 for i in ids) or len(set(ids)) != len(ids):

@@ -23,7 +23,7 @@ from data.format import HEADER, Header, read_header
 from data.held import HeldFile
 from data.identity import identity, of_tokens
 from data.sampling import index_dtype
-from data.storage import DataError, crc32
+from data.storage import DataError, check_is_kept, crc32
 
 BLOCK = 1 << 20
 """Entries looked at together when a whole file is scanned: bounds the memory, not the corpus."""
@@ -71,6 +71,8 @@ class IndexedCorpus:
 
     def _open(self, suffix: str) -> HeldFile:
         path = self.prefix + suffix
+        if not os.path.lexists(path):
+            check_is_kept(self.prefix)
         try:
             file = HeldFile(path)
         except OSError as error:

@@ -50,6 +50,8 @@ class Found:
     hidden: int = 0
     """Names that begin with a dot; what is inside such a folder is not counted."""
     unknown: list[str] = field(default_factory=list)
+    pipes: list[str] = field(default_factory=list)
+    """And other things that are no files: sockets, devices."""
     loops: list[str] = field(default_factory=list)
     """Symbolic links to a folder that they are in."""
 
@@ -60,11 +62,14 @@ class Found:
     def left_out(self) -> str:
         """What was not read, in a few words; "" for nothing."""
         parts = [f"{self.hidden} hidden"] if self.hidden else []
-        for names, what in ((self.unknown, "of unknown kind"), (self.strangers, "not of the stage"),
-                            (self.loops, "links to a folder around them")):
+        for names, one, several in (
+                (self.unknown, "1 of unknown kind", "of unknown kind"), (self.pipes, "a pipe", "pipes"),
+                (self.strangers, "1 not of the stage", "not of the stage"),
+                (self.loops, "1 link to a folder around it", "links to a folder around them")):
             if names:
                 more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-                parts.append(f"{len(names)} {what} ({', '.join(names[:NAMES_SHOWN])}{more})")
+                count = one if len(names) == 1 else f"{len(names)} {several}"
+                parts.append(f"{count} ({', '.join(names[:NAMES_SHOWN])}{more})")
         return f"left out: {', '.join(parts)}" if parts else ""
 
 
@@ -117,8 +122,8 @@ def files_in(folder: Path, found: Found, passed_over: Callable[[os.DirEntry[str]
             yield from files_in(path, found, passed_over, (*around, here))
         elif entry.is_file() or not path.exists():  # a dangling link is an error where it is opened
             yield path
-        else:  # a pipe or a socket
-            found.unknown.append(entry.path)
+        else:
+            found.pipes.append(entry.path)
 
 
 def _is_ours(entry: os.DirEntry[str]) -> bool:

@@ -15,6 +15,7 @@ from typing import BinaryIO, NoReturn
 
 from data.chunks import BOM, CHUNK_BYTES, FROM_UTF16, LONGEST, UTF16, Chunk, Damage, Malformed, count_lines, too_long
 from data.compressed import before_damage, is_compressed, line_before_damage, opened, reading
+from data.storage import told
 
 
 AT_A_TIME = 1 << 20
@@ -88,7 +89,7 @@ def lines_of(chunk: Chunk, data: bytes, key: str, limit: int = LONGEST) -> Itera
             try:
                 yield line, parse_text(line, key)
             except (ValueError, RecursionError) as error:
-                reason = str(error)
+                reason = f"not JSON we can read: {told(error)}" if isinstance(error, RecursionError) else str(error)
                 if offset == 0 and whole.startswith(UTF16):
                     reason = f"not UTF-8 but UTF-16, by its first bytes; {FROM_UTF16}"
                 if whole.endswith(b"\n") or not chunk.damage:  # else cut short: a part of the damage

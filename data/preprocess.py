@@ -131,11 +131,15 @@ def build_corpus(inputs: Iterable[str | Path], prefix: str | Path, tokenizer: To
         progress, marked = Progress(log_interval, at.documents, at.bytes), at.bytes
         for encoded in ordered_map(encode, islice(chunks, at.chunks, None), workers):
             at.lines *= encoded.chunk.offset > 0
+            at.of_file *= encoded.chunk.offset > 0
             if encoded.refused and not skip_malformed:
                 raise encoded.refused[0].error(at.lines)
-            at.damaged += [str(fault.error(at.lines)) for fault in encoded.refused if isinstance(fault, Damage)]
+            ended = at.write(encoded, writer)
+            at.of_file += ended
+            at.damaged += [f"{fault.error(at.lines)}; before the damage: {counted(at.of_file, 'document')}"
+                           for fault in encoded.refused if isinstance(fault, Damage)]
             at.lines += encoded.lines
-            progress.add(at.write(encoded, writer), encoded.chunk.end - encoded.chunk.offset)
+            progress.add(ended, encoded.chunk.end - encoded.chunk.offset)
             at.chunks, at.documents, at.bytes = at.chunks + 1, progress.documents, progress.bytes
             if at.bytes - marked >= MARK_BYTES:
                 writer.mark(asdict(at))
@@ -160,6 +164,8 @@ class Position:
     skipped: int = 0
     lines: int = 0
     """Of the present file, before the next chunk."""
+    of_file: int = 0
+    """Documents of the present file that were kept."""
     begun: int = 0
     """Tokens of a document that goes on in the next chunk."""
     before: tuple[int, ...] = ()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from data.default_corpus import DEFAULT_FOLDER
 from data.sampling import parse_number
-from data.storage import DataError
+from data.storage import DataError, check_is_kept, read_for
 
 NEAR = 3
 """Names that are offered for a mistyped one."""
@@ -50,6 +50,9 @@ def check_sources(words: Sequence[str], flag: str) -> None:
             NAMED[name]()
         elif not _there(name):
             raise DataError(f"{flag} {name}: no file or folder of this name{_hint(name)}")
+        elif not os.path.lexists(f"{name}.idx"):
+            with read_for(flag):
+                check_is_kept(name)
 
 
 def _there(name: str) -> bool:

@@ -18,7 +18,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from data.chunks import LONGEST, Damage, Malformed, count_lines
-from data.cli import Parser, run, size
+from data.cli import Parser, counted, run, size
 from data.inputs import find
 from data.jsonl import lines_of, read_chunks
 from data.lock import alone, remove_leftovers
@@ -48,7 +48,7 @@ def split_json(inputs: Iterable[str], prefix: str, shares: Sequence[Fraction], *
     if others := [path for name in PARTS if name not in counts and os.path.lexists(path := f"{prefix}.{name}.jsonl")]:
         raise UsageError(f"--split has nothing for {' and '.join(others)}, left by another split of perhaps the same "
                          "documents: remove it, or choose another --output-prefix")
-    skipped = before = 0
+    skipped = before = of_file = 0
     paths = {name: f"{prefix}.{name}.jsonl" for name in counts}
     with ExitStack() as stack:  # a file appears when all are written
         if stack.enter_context(alone(f"{prefix}.jsonl", *map(os.path.realpath, paths.values()))):
@@ -56,16 +56,18 @@ def split_json(inputs: Iterable[str], prefix: str, shares: Sequence[Fraction], *
         files = {name: stack.enter_context(staged_file(path)) for name, path in paths.items()}
         for chunk in (chunk for path in inputs for chunk in read_chunks(path, limit=max_bytes)):
             data = chunk.read()
-            before = before * (chunk.offset > 0)
+            before, of_file = before * (chunk.offset > 0), of_file * (chunk.offset > 0)
             for line, text in lines_of(chunk, data, key, max_bytes):
                 if not isinstance(text, Malformed):
                     name = PARTS[part_of(text, ends, seed)]
                     files[name].write(line + b"\n")
                     counts[name] += 1
+                    of_file += 1
                 elif skip_malformed:
                     skipped += 1
                     if isinstance(text, Damage):
-                        print(f"skipped the rest of a file: {text.error(before)}", file=sys.stderr)
+                        print(f"skipped the rest of a file: {text.error(before)}; before the damage: "
+                              f"{counted(of_file, 'document')}", file=sys.stderr)
                 else:
                     raise text.error(before)
             before += count_lines(data)

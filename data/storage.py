@@ -34,6 +34,11 @@ class DataError(Exception):
     """Data that cannot be used as it is (the user's to mend): names file, field, expected and found. Exit code 3."""
 
 
+def told(error: Exception) -> str:
+    """An error of parsing, in words of what is parsed."""
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)
+
+
 class UsageError(DataError):
     """A flag whose value cannot be used, whatever the data is. Exit code 2."""
 
@@ -211,6 +216,11 @@ def check_is_file(path: str | os.PathLike[str]) -> None:
     """For whoever reads it more than once."""
     if os.path.isdir(path):
         raise DataError(f"{os.fspath(path)}: expected a file, found a folder")
+    check_is_kept(path)
+
+
+def check_is_kept(path: str | os.PathLike[str]) -> None:
+    """The same, of what may be a folder as well. It comes before all questions about names: none helps a pipe."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise DataError(f"{os.fspath(path)}: is no file but a pipe or a device, which can be read only once; write "
                         "what comes from it to a file first")

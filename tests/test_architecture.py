@@ -57,8 +57,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         data.webtext.external data.webtext.words data.webtext.minhash data.webtext.signatures data.webtext.near
         data.webtext.url_lists data.webtext.urls data.webtext.markup data.webtext.extract data.webtext.clean
         data.webtext.samples data.webtext.codes data.webtext.language data.webtext.dedup data.webtext.decontaminate
-        data.webtext.shuffle data.webtext.split data.webtext.flags data.webtext.report data.webtext.pipeline data.webtext.sample
-        data.webtext.__main__
+        data.webtext.shuffle data.webtext.split data.webtext.flags data.webtext.report data.webtext.pipeline
+        data.webtext.sample data.webtext.__main__
     """),
     ("2: the model, and what is put on its blocks from outside", """
         megatron.model.init megatron.model.attention megatron.model.mlp megatron.model.block megatron.model.gpt2

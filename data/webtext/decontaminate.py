@@ -20,7 +20,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from data.storage import DataError
+from data.storage import DataError, check_is_file, told
 from data.webtext.document import Document, Drop
 from data.webtext.words import Numbers, Words, numbers_of, runs, words
 
@@ -91,6 +91,7 @@ def evaluation_runs(files: Sequence[str]) -> Evaluation:
 
 def passages(path: str) -> Iterator[str]:
     """Every string in a .json or .jsonl file, or the text of any other; also .gz."""
+    check_is_file(path)  # each process reads it
     try:
         with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
             content = file.read().decode("utf-8-sig")
@@ -111,7 +112,7 @@ def _json(text: str, where: str) -> object:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not JSON: {error}") from error
+        raise DataError(f"{where}: not JSON: {told(error)}") from error
 
 
 def _strings(value: object) -> Iterator[str]:

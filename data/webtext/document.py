@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from data.storage import DataError
+from data.storage import DataError, told
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
@@ -154,7 +154,7 @@ def _load(text: str, repairs: list[str] | None) -> Any:
     except json.JSONDecodeError as error:
         raise Fault("not JSON", f"not JSON: {error.msg} at column {error.colno}") from error
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits; nested too deeply
-        raise Fault("not JSON", f"not JSON we can read: {error}") from error
+        raise Fault("not JSON", f"not JSON we can read: {told(error)}") from error
 
 
 def _depth(value: Any) -> int:

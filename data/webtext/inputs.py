@@ -113,13 +113,14 @@ def format_of(name: str) -> str:
 
 
 def _source(path: Path, name: str, format: str) -> Source:
+    check_is_file(path)  # it is read for its checksum, and then for good
     if format == "auto":
         format = format_of(name)
-    if not format:
-        raise DataError(f"{path}: its name does not say what it holds; expected {' '.join(FORMATS)}, or give --format")
-    check_is_file(path)  # it is read for its checksum, and then for good
     try:
         size = path.stat().st_size
+        if not format:
+            raise DataError(f"{path}: its name does not say what it holds; expected {' '.join(FORMATS)}, or give "
+                            "--format")
         return Source(str(path), name, _look(path) if format == "json" else format, size)
     except OSError as error:
         raise DataError(f"{path}: cannot read: {error.strerror or error}") from error

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from data.storage import crc32
+from data.storage import crc32, told
 from megatron.checkpoint.signature import Key, is_signed
 from megatron.errors import CheckpointError, ConfigError
 
@@ -45,7 +45,7 @@ def parse_json(data: bytes | str, where: str) -> object:
     try:
         value: object = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where}: not JSON ({error})") from error
+        raise CheckpointError(f"{where}: not JSON ({told(error)})") from error
     return value
 
 

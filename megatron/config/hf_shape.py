@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from data.storage import told
 from megatron.errors import CheckpointError, ConfigError
 
 CONFIG = "config.json"
@@ -40,7 +41,7 @@ def read_object(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not JSON ({error})") from error
+        raise CheckpointError(f"{path}: not JSON ({told(error)})") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected an object, found {type(value).__name__}")
     return value

@@ -9,7 +9,7 @@ from typing import Any
 
 from data.compressed import opened, reading
 from data.inputs import JSON_LINES, kind_of
-from data.storage import DataError
+from data.storage import DataError, told
 
 BOM = "\ufeff"
 
@@ -85,7 +85,7 @@ def _object(line: str, where: str) -> dict[str, Any]:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not JSON ({error}); expected an object") from error
+        raise DataError(f"{where}: not JSON ({told(error)}); expected an object") from error
     if not isinstance(value, dict):
         raise DataError(f"{where}: expected a JSON object, found {type(value).__name__}")
     return value

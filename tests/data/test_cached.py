@@ -17,6 +17,8 @@ from data import cached, recorded
 from data.cached import SUMS, Sums
 from data.corpora import open_datasets
 from data.preprocess import Reading
+from data.indexed import IndexedCorpus
+from data.sources import check_sources
 from data.storage import DataError
 from data.tokenizer import ByteLevelTokenizer
 
@@ -119,10 +121,14 @@ def test_a_strange_record_is_not_believed(tmp_path: Path, read: list[str], text:
     assert contents(path, tmp_path) == contents(path, None) and len(read) == 2
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".txt", ".bin"])
+@pytest.mark.parametrize("suffix", ["", ".jsonl", ".txt", ".bin", ".pdf"])
 def test_training_text_that_can_be_read_only_once_is_refused(tmp_path: Path, suffix: str) -> None:
     """Its checksum would take what the tokenizer is to read."""
     os.mkfifo(tmp_path / f"pipe{suffix}")
+    with pytest.raises(DataError, match=f"--train-data: .*pipe{suffix}: is no file but a pipe or a device"):
+        check_sources([str(tmp_path / f"pipe{suffix}")], "--train-data")
+    with pytest.raises(DataError, match=f"pipe{suffix}: is no file but a pipe or a device"):
+        IndexedCorpus(tmp_path / f"pipe{suffix}")
     with pytest.raises(DataError, match=f"pipe{suffix}: is no file but a pipe or a device"):
         open_datasets(train_data=[str(tmp_path / f"pipe{suffix}")], seq_length=8, seed=1,
                       tokenizer=ByteLevelTokenizer(), cache_path=str(tmp_path))

@@ -18,6 +18,7 @@ from unittest.mock import patch
 import pytest
 
 from data.chunks import Damage, Malformed
+from data.cli import counted
 from data.compressed import Damaged, opened
 from data.indexed import IndexedCorpus
 from data.jsonl import read_chunks
@@ -92,6 +93,7 @@ def test_every_document_before_the_damage_is_kept_by_both_readers(ending: str, t
         assert preprocessed([path, good], tmp_path / "c") == (expected + ["after"], bad + 1), name
         told = [line for line in capfd.readouterr().err.splitlines() if "skipped the rest" in line]
         assert len(told) == 1 and f"{path}: cannot read: the compressed data is damaged at byte " in told[0], name
+        assert told[0].endswith(f"; before the damage: {counted(len(expected), 'document')}"), name
         found, reasons = web_read(path)
         assert found == expected, name
         assert len(reasons) == bad + 1 and reasons[-1] == "unreadable", name
@@ -332,7 +334,7 @@ def test_split_json_keeps_what_is_before_the_damage(tmp_path: Path, capsys: pyte
     split_json([*split, "--on-error", "skip"])
     out = capsys.readouterr()
     assert out.out.startswith("100 documents: ") and out.out.endswith("; 1 malformed lines skipped\n")
-    assert "skipped the rest of a file: " in out.err
+    assert "skipped the rest of a file: " in out.err and out.err.endswith("; before the damage: 100 documents\n")
 
 
 def test_a_pipe_tells_its_damage_though_it_cannot_be_read_again(tmp_path: Path) -> None:

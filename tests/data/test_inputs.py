@@ -34,8 +34,11 @@ def test_what_is_left_out_is_counted_and_named(tmp_path: Path) -> None:
     assert [Path(path).name for path in found.files] == ["a.txt"]
     assert found.hidden == 2
     assert sorted(Path(path).name for path in found.unknown) == [
-        "README", "c.bin", "corpus.json", "page.html", "paper.pdf", "pipe.txt"]
-    assert found.left_out.startswith("left out: 2 hidden, 6 of unknown kind (") and "and 3 more" in found.left_out
+        "README", "c.bin", "corpus.json", "page.html", "paper.pdf"]
+    assert found.left_out.startswith("left out: 2 hidden, 5 of unknown kind (") and "and 2 more" in found.left_out
+    assert found.left_out.endswith(f", a pipe ({tmp_path}/pipe.txt)")
+    os.mkfifo(tmp_path / "q")
+    assert f", 2 pipes ({tmp_path}/pipe.txt, {tmp_path}/q)" in find([tmp_path]).left_out
 
 
 def test_what_we_made_of_a_folder_is_no_part_of_it(tmp_path: Path) -> None:

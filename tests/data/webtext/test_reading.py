@@ -208,7 +208,22 @@ def test_a_pipe_is_refused_where_a_file_is_read_twice(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     sources, notes = find([tmp_path])
     assert [source.name for source in sources] == ["a.jsonl"]
-    assert notes == [f"{tmp_path.name}: left out: 1 of unknown kind ({tmp_path}/p.jsonl)"]
+    assert notes == [f"{tmp_path.name}: left out: a pipe ({tmp_path}/p.jsonl)"]
+
+
+@pytest.mark.parametrize("format", ["auto", "jsonl", "html"])
+@pytest.mark.parametrize("name", ["p", "p.html", "p.jsonl"])
+def test_a_pipe_is_told_as_one_before_its_name_is_asked(tmp_path: Path, name: str, format: str) -> None:
+    """--format would not help."""
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(DataError, match=f"{name}: is no file but a pipe or a device, .*; write what comes .* first"):
+        find([tmp_path / name], format)
+
+
+@pytest.mark.parametrize(("depth", "told"), [(150, "nested more than 100 deep"), (100_000, "nested too deeply")])
+def test_deep_json_is_told_in_words_of_json(depth: int, told: str) -> None:
+    with pytest.raises(Fault, match=f"not JSON we can read: {told}$"):
+        read_line(b'{"text": "a", "x": ' + b"[" * depth + b"]" * depth + b"}")
 
 
 def test_folders_behind_links_are_read_and_loops_are_named(tmp_path: Path) -> None:
@@ -221,7 +236,7 @@ def test_folders_behind_links_are_read_and_loops_are_named(tmp_path: Path) -> No
     (tmp_path / "in" / "0123456789abcdef.json").write_text('{"text": "c"}\n')  # no cache of ours here
     sources, notes = find([tmp_path / "in"])
     assert [source.name for source in sources] == ["0123456789abcdef.json", "a.jsonl", "link/deep/b.jsonl"]
-    assert len(notes) == 1 and "1 links to a folder around them" in notes[0] and "round" in notes[0]
+    assert len(notes) == 1 and "1 link to a folder around it" in notes[0] and "round" in notes[0]
 
 
 @pytest.mark.parametrize("line", [
