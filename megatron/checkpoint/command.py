@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from megatron.checkpoint.choice import all_tags, candidates, explain_choice, latest_tag, locate, unreadable
 from megatron.checkpoint.manifest import LATEST, Manifest
-from megatron.checkpoint.recognise import nothing_under
+from megatron.checkpoint.recognise import nothing_under, recognise
 from megatron.checkpoint.signature import Key, read_key
 from megatron.checkpoint.tags import complete, held, manifest_of, tag_names, verify
 from megatron.config.help import typed
@@ -29,6 +29,8 @@ def list_tags(root: Path, tag: str | None) -> None:
     """One line a complete tag, by step: name, iteration, layout, bytes; `latest` marks the one that a load uses. A
     warning for each that cannot be read; an error where that is the one."""
     manifests = complete(root) if tag is None else [manifest_of(root, held(root, tag))]
+    if not manifests and recognise(root):  # its tags are not ours, and not damaged
+        raise CheckpointError(nothing_under(root))
     damaged = unreadable(root) if tag is None else {}
     latest = latest_tag(root)
     for manifest in manifests:

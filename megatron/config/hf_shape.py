@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from data.storage import told
 from megatron.errors import CheckpointError, ConfigError
 
 CONFIG = "config.json"
@@ -40,8 +39,10 @@ def read_object(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_bytes())
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not JSON ({told(error)})") from error
+    except RecursionError as error:
+        raise CheckpointError(f"{path}: not JSON (nested too deeply)") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not JSON ({error})") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected an object, found {type(value).__name__}")
     return value
