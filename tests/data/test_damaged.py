@@ -385,3 +385,22 @@ def peak_of() -> Callable[[Callable[[], object]], int]:
             tracemalloc.stop()
 
     return peak
+
+
+def test_what_came_before_the_damage_is_counted_by_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not with the documents of the files before."""
+    files = [tmp_path / "good.jsonl", tmp_path / "a.jsonl.gz", tmp_path / "b.jsonl.gz"]
+    files[0].write_bytes(lines(texts(13, 5)))
+    for path, count in zip(files[1:], (7, 1)):
+        path.write_bytes(COMPRESS[".gz"](lines(texts(14, count))) + b"x")
+    build_corpus(files, tmp_path / "c", ByteLevelTokenizer(), skip_malformed=True)
+    split_json([*map(str, files), "--split", "1,1,0", "--output-prefix", str(tmp_path / "p"), "--on-error", "skip"])
+    told = [line.rpartition("; ")[2] for line in capsys.readouterr().err.splitlines() if "skipped the rest" in line]
+    assert told == ["before the damage: 7 documents", "before the damage: 1 document"] * 2
+
+
+def test_json_that_is_nested_too_deeply_is_told_in_words_of_json(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "a", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n")
+    with pytest.raises(DataError, match="a.jsonl:1 not JSON we can read: nested too deeply "):
+        build_corpus([path], tmp_path / "c", ByteLevelTokenizer())
