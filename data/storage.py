@@ -221,7 +221,7 @@ def check_is_file(path: str | os.PathLike[str]) -> None:
 
 def check_is_kept(path: str | os.PathLike[str]) -> None:
     """The same, of what may be a folder as well. It comes before all questions about names: none helps a pipe."""
-    if os.path.exists(path) and not os.path.isfile(path):
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         raise DataError(f"{os.fspath(path)}: is no file but a pipe or a device, which can be read only once; write "
                         "what comes from it to a file first")
 

@@ -17,7 +17,7 @@ DIRT: list[tuple[bytes, str, str, Document | None]] = [
     (b'{"text": "a"} {}', "not JSON", "Extra data at column 15", None),
     (b"\0\0\0", "not JSON", "Expecting value at column 1", None),
     (b'\xef\xbb\xbf{"text": "a"}', "not JSON", "", None),
-    (b'{"text": ' + b"[" * 100_000, "not JSON", "recursion", None),
+    (b'{"text": ' + b"[" * 100_000, "not JSON", "nested too deeply", None),
     (b'{"text": "a", "n": ' + b"9" * 5000 + b"}", "not JSON", "integer string", None),
     (b"[]", "not an object", "found an array", None),
     (b'"text"', "not an object", "found text", None),
