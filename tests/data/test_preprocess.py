@@ -154,7 +154,8 @@ MALFORMED = [
     (b'{"text": "\xff"}', "not UTF-8: byte 0xff at column 11"),
     (b'{"text": "a\\ud800"}', "lone surrogate U+D800 at character 2"),
     (b'\xef\xbb\xbf{"text": "a"}', "not JSON: "), (b'{"text": "a"} {}', "not JSON: Extra data at column 15"),
-    (b'{"text": ' + b"[" * 100_000, "nested too deeply"), (b'{"text": "a", "n": ' + b"9" * 5000 + b"}", "integer string"),
+    (b'{"text": ' + b"[" * 100_000, "nested too deeply"),
+    (b'{"text": "a", "n": ' + b"9" * 5000 + b"}", "integer string"),
 ]
 
 
