@@ -1,17 +1,25 @@
-"""Numbers of ranks and of nodes, as people write them; and in what ranks differ."""
+"""Numbers of ranks and of nodes, as people write them; and in what ranks differ. In a job of thousands too, what is
+said of them is a line that can be read and sent: the rest is counted."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+from zlib import crc32
 
 MOST_FACTS = 12
 """Differences that are named."""
+MOST_VALUES = 8
+"""Of each."""
+MOST_RUNS = 16
+"""Numbers, or ranges of them, that are named."""
+LONGEST_VALUE = 300
+"""Characters of a value that are shown."""
 
 
 def ranges(numbers: Iterable[int], word: str = "rank") -> str:
-    """"rank 3", or "ranks 0-2, 5"."""
+    """"rank 3", or "ranks 0-2, 5", or "ranks 0, 2, 4 and 1497 others"."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:
@@ -19,7 +27,17 @@ def ranges(numbers: Iterable[int], word: str = "rank") -> str:
         else:
             runs.append([number])
     plural = "" if len(runs) == 1 and len(runs[0]) == 1 else "s"
-    return f"{word}{plural} {', '.join('-'.join(map(str, run)) for run in runs)}"
+    others = sum(run[-1] - run[0] + 1 for run in runs[MOST_RUNS:])
+    more = f" and {others} other{'s' if others > 1 else ''}" if others else ""
+    return f"{word}{plural} {', '.join('-'.join(map(str, run)) for run in runs[:MOST_RUNS])}{more}"
+
+
+def named(items: Sequence[str], what: str = "values") -> str:
+    """The first ones of a list; of the others how many there are."""
+    others = len(items) - MOST_VALUES
+    if others <= 0:
+        return ", ".join(items)
+    return f"{', '.join(items[:MOST_VALUES])} and {others} other {what.removesuffix('s') if others == 1 else what}"
 
 
 def differences(told: Sequence[tuple[Mapping[str, Any], Iterable[int]]]) -> str:
@@ -30,10 +48,18 @@ def differences(told: Sequence[tuple[Mapping[str, Any], Iterable[int]]]) -> str:
         for facts, ranks in told:
             values.setdefault(_shown(facts[name]) if name in facts else "not there", []).extend(ranks)
         if len(values) > 1:
-            lines.append(f"{name} is " + ", ".join(f"{value} on {ranges(who)}" for value, who in values.items()))
+            lines.append(f"{_cut(name)} is " + named([f"{_cut(value)} on {ranges(who)}"
+                                                      for value, who in values.items()]))
     more = f"; and {len(lines) - MOST_FACTS} more" if len(lines) > MOST_FACTS else ""
     return "; ".join(lines[:MOST_FACTS]) + more
 
 
 def _shown(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def _cut(text: str) -> str:
+    """Long ones can be told apart by the checksum of the whole."""
+    if len(text) <= LONGEST_VALUE:
+        return text
+    return f"{text[:LONGEST_VALUE]}... ({len(text)} characters, checksum {crc32(text.encode()):08x})"

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 PACKAGES = ("megatron", "mpu", "data")
 MOST_KINDS = 16
 """Different ranks whose facts are read."""
+STARTED_DIFFERENTLY = "the ranks were started differently"
 SLACK = timedelta(seconds=10)
 """For rank 0 to say who did not come."""
 LINGER_SECONDS = 5.0
@@ -103,11 +104,12 @@ def _verdict(store: Store, ranks: int, limit: timedelta) -> dict[str, Any] | Non
         return None
     kinds = [[rank for rank in range(ranks) if digests[rank] == digest] for digest in dict.fromkeys(digests)]
     told = [(json.loads(store.get(_key("facts", kind[0]))), kind) for kind in kinds[:MOST_KINDS]]
-    return {"error": difference(told), "code": EXIT_CONFIG}
+    unread = sum(map(len, kinds[MOST_KINDS:]))
+    more = f" ({unread} more ranks were told something else again)" if unread else ""
+    return {"error": difference(told, f"{STARTED_DIFFERENTLY}{more}"), "code": EXIT_CONFIG}
 
 
-def difference(told: Sequence[tuple[Mapping[str, Any], Sequence[int]]], what: str = "the ranks were started "
-               "differently") -> str:
+def difference(told: Sequence[tuple[Mapping[str, Any], Sequence[int]]], what: str = STARTED_DIFFERENTLY) -> str:
     """What some ranks were told and others not."""
     return (f"{what}: {differences(told)}. Start all with the same command, the same code and the same files "
             "(docs/launch.md)")

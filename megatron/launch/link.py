@@ -13,6 +13,8 @@ from typing import Any, final
 
 LONGEST = 1 << 20
 """Bytes of a message: node 0 says about a hundred of each node, of thousands."""
+LONGEST_TEXT = 16_000
+"""Characters of an error that is sent: in JSON each is twelve bytes at most, so that a message is never too long."""
 SEND_SECONDS = 5.0
 QUIET_SECONDS, ASK_SECONDS, ASKED = 5, 5, 3
 """After so long without a word the peer is asked for one, so often and so many times."""
@@ -55,6 +57,14 @@ class Link:
 
     def close(self) -> None:
         self._socket.close()
+
+
+def shortened(text: str) -> str:
+    """What is sent of it: the beginning, which says what is wrong, and the end, which says what to do."""
+    if len(text) <= LONGEST_TEXT:
+        return text
+    half = LONGEST_TEXT // 2
+    return f"{text[:half]} ... ({len(text) - 2 * half} characters are left out here) ... {text[-half:]}"
 
 
 def _message(line: bytes) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from typing import Any, final
 
 from megatron.errors import EXIT_CONFIG, ConfigError, PeerError, TrainerError
-from megatron.launch.link import Closed, Link
+from megatron.launch.link import Closed, Link, shortened
 from megatron.launch.nodes import Nodes, Place
 from megatron.ranges import ranges
 
@@ -215,7 +215,7 @@ def _differ(*places: Place) -> ConfigError:
 
 
 def _refusal(error: TrainerError) -> dict[str, Any]:
-    return {"refused": str(error), "code": error.code}
+    return {"refused": shortened(str(error)), "code": error.code}
 
 
 @final

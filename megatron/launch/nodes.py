@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from megatron.errors import EXIT_OK, EXIT_PEER
-from megatron.launch.link import Closed, Link
+from megatron.launch.link import Closed, Link, shortened
 
 WARNING, OF_ITS_OWN, OF_A_VICTIM, LEFT = "warning", "a failure of its own", "a victim", "left"
 AGAIN = "start the same command on every node to resume from the last checkpoint"
@@ -149,8 +149,9 @@ class Nodes:
             link.send({"node": self._own.node, LEFT: True})
 
     def tell(self, code: int, said: str = "", *, is_victim: bool = False) -> None:
-        """How this node ended."""
-        message = {"node": self._own.node, "code": code, "said": said, "is_victim": is_victim}
+        """How this node ended: a line that is too long for a message in part, since a launcher whose message is refused
+        seems to be lost."""
+        message = {"node": self._own.node, "code": code, "said": shortened(said), "is_victim": is_victim}
         for link in self._links.values():
             link.send(message)
 

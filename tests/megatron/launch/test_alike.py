@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -24,8 +25,9 @@ import torch.distributed as dist
 from megatron.config.setting import declared, flag_name
 from megatron.config.tree import SECTIONS, Config
 from megatron.errors import ConfigError, PeerError, TrainerError
-from megatron.launch import alike
+from megatron.launch import alike, link
 from megatron.launch.alike import _modules, check_alike, code_digest, difference
+from megatron.ranges import differences
 from megatron.zero import initialize
 from tests.distributed import run_ranks
 
@@ -71,6 +73,24 @@ def test_every_difference_is_named_with_its_values_and_their_ranks_on_every_rank
 def test_many_differences_are_cut_short() -> None:
     text = difference([({f"--flag-{k}": 0 for k in range(40)}, [0]), ({f"--flag-{k}": 1 for k in range(40)}, [1])])
     assert text.count(" is 0 on rank 0") == 12 and "and 28 more" in text
+
+
+def made_up(rank: int) -> dict[str, Any]:
+    """Of one of 4,000 ranks, each of which was told something of its own; in every second one a value is missing."""
+    return {**{f"lr of param group {k}": 0.1 + rank + k for k in range(24)}, "x" * 500: "value " * 500 + str(rank),
+            **({"odd": 1} if rank % 2 else {})}
+
+
+def test_what_thousands_of_ranks_were_told_is_a_line_that_can_be_sent() -> None:
+    told = [(made_up(rank), [rank]) for rank in range(4000)]
+    text = difference(told)
+    assert text.count(" and 3992 other values") == 12 and "; and 14 more. Start all" in text
+    assert "lr of param group 0 is 0.1 on rank 0, 1.1 on rank 1, " in text
+    assert len(json.dumps({"said": text})) < 20_000 < link.LONGEST
+    pairs = differences([({"odd": rank % 2}, [rank]) for rank in range(4000)])
+    assert "odd is 0 on ranks 0, 2, 4, " in pairs and "1 on ranks 1, 3, 5, " in pairs and len(pairs) < 300
+    long = differences([({"names": ["a" * 5000, rank]}, [rank]) for rank in range(9)])
+    assert long.count("(5007 characters, checksum ") == 8 and long.endswith(" and 1 other value")
 
 
 def test_as_many_kinds_as_ranks_are_read_of_some() -> None:

@@ -166,6 +166,24 @@ def test_what_node_0_says_to_thousands_of_nodes_arrives() -> None:
     assert received == [said]
 
 
+@pytest.mark.parametrize("character", ["x", "\x01", "\N{GRINNING FACE}"])
+def test_an_error_that_is_longer_than_a_message_arrives_in_part(character: str) -> None:
+    """Its beginning and its end; a message that is refused would end the connection, and the node would seem lost."""
+    places = [Place(node, 2, 1, "here") for node in range(2)]
+    ours, theirs = _connected()
+    nodes, other = Nodes(places[0], {1: Link(ours)}), Nodes(places[1], {0: Link(theirs)}, {0: places[0]})
+    said = f"error: the beginning {character * 2_000_000} the end"
+    teller = threading.Thread(target=nodes.tell, args=(2, said))
+    teller.start()
+    while not other.failed:
+        other.hear(1)
+    teller.join()
+    (end,) = other.failed
+    assert end.code == 2 and end.said.startswith(f"error: the beginning {character}") and end.said.endswith(" the end")
+    assert "characters are left out here" in end.said and len(end.said) < 20_000
+    nodes.close(), other.close()
+
+
 def test_a_second_launcher_of_a_node_is_sent_away_and_the_job_is_not_disturbed(tmp_path: Path, port: int) -> None:
     first, second = Node(tmp_path, port, 0, TELL, nodes=3), Node(tmp_path, port, 1, TELL, nodes=3)
     time.sleep(0.7)
