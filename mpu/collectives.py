@@ -20,13 +20,14 @@ from mpu.device import on_accelerator
 from mpu.groups import Group
 from mpu.split import ParallelError, divide
 from mpu.wire import functional
-from mpu.wire.control import agree, all_gather_json, barrier, broadcast_json
+from mpu.wire.control import agree, all_gather_json, barrier, broadcast_json, least
 from mpu.wire.gloo import GlooWire
 from mpu.wire.interface import Op, Pending, Wire
 from mpu.wire.native import NativeWire
 
 __all__ = ["Op", "Pending", "agree", "all_gather", "all_gather_into", "all_gather_json", "all_reduce",
-           "all_reduce_into", "barrier", "broadcast_into", "broadcast_json", "reduce_scatter", "reduce_scatter_into"]
+           "all_reduce_into", "barrier", "broadcast_into", "broadcast_json", "least", "reduce_scatter",
+           "reduce_scatter_into"]
 
 _NATIVE, _GLOO = NativeWire(), GlooWire()
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 from data.storage import DataError, StorageFault, UsageError
 from megatron.checkpoint.signature import FLAG, Key, read_key
@@ -18,7 +18,7 @@ from megatron.launch.alike import difference
 from megatron.launch.exits import is_lack_of_memory
 from megatron.ranges import differences
 from mpu.collectives import agree as reduce_number
-from mpu.collectives import all_gather_json, broadcast_json
+from mpu.collectives import all_gather_json, broadcast_json, least
 from mpu.groups import Group
 from mpu.split import ParallelError
 
@@ -36,17 +36,25 @@ def agree(action: Callable[[], T], world: Group) -> T:
     One number travels; where a rank failed, its message as well. Only errors that have an exit code are shared.
     Anything else is a bug: it ends this rank with its traceback, and so the job.
     """
-    failure: Exception | None = None
+    result, failure = _attempt(action)
+    _raise_first(int(reduce_number(world.size if failure is None else world.rank, world, "min")), failure, world)
+    return cast(T, result)
+
+
+def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Its result, or the error of it that ranks share."""
     try:
-        result = action()
+        return action(), None
     except (TrainerError, DataError, StorageFault, ParallelError) as error:
-        failure = error
-    first = int(reduce_number(world.size if failure is None else world.rank, world, "min"))
+        return None, error
+
+
+def _raise_first(first: int, failure: Exception | None, world: Group) -> None:
+    """The error of that rank, on every rank; nothing where it is none. Collective then."""
     if first < world.size:
         report = None if failure is None else {"error": type(failure).__name__, "message": str(failure)}
         said = broadcast_json(report, world, first)
         raise _FAMILY.get(said["error"], PeerError)(said["message"]) from failure
-    return result
 
 
 def with_memory(action: Callable[[], T], world: Group, doing: str) -> T:
@@ -71,19 +79,33 @@ def alike(facts: Mapping[str, Any], world: Group, what: str) -> None:
 
 def called_alike(call: str, facts: Mapping[str, Any], world: Group) -> None:
     """The same of a call that every rank makes, with these arguments."""
-    if told := unlike(facts, world):
+    refuse_call(call, unlike(facts, world))
+
+
+def refuse_call(call: str, told: Sequence[Mapping[str, Any]]) -> None:
+    """Where the ranks' arguments differ: those of each of them, as `unlike` found."""
+    if told:
         found = differences([(each, [rank]) for rank, each in enumerate(told)])
         raise ConfigError(f"the ranks call {call} with different arguments: {found}; nothing was done: give it the "
                           "same on every rank")
 
 
 def unlike(facts: Mapping[str, Any], world: Group) -> list[dict[str, Any]]:
-    """Those of every rank, where they differ; nothing where all are alike."""
-    text = json.dumps(facts, sort_keys=True, default=str)
-    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6])  # a float of 64 bits holds it
-    if reduce_number(number, world, "min") == reduce_number(number, world, "max"):
-        return []
-    return all_gather_json(json.loads(text), world)
+    """Those of every rank, where they differ; nothing where all are alike. One exchange of two numbers then."""
+    return unlike_each([facts], world)[0]
+
+
+def unlike_each(told: Sequence[Mapping[str, Any]], world: Group, check: Callable[[], object] = lambda: None
+                ) -> list[list[dict[str, Any]]]:
+    """`unlike` of each, and before it the error of `check` as `agree` has it, in one exchange where all is well."""
+    _, failure = _attempt(check)
+    texts = [json.dumps(facts, sort_keys=True, default=str) for facts in told]
+    digests = [int.from_bytes(hashlib.sha256(text.encode()).digest()[:6]) for text in texts]  # float64 holds them
+    first, *found = least([world.size if failure is None else world.rank,
+                           *digests, *(-digest for digest in digests)], world)
+    _raise_first(int(first), failure, world)
+    return [[] if smallest == -negated else all_gather_json(json.loads(text), world)
+            for text, smallest, negated in zip(texts, found[:len(told)], found[len(told):], strict=True)]
 
 
 def same_key(path: str | None, world: Group) -> Key | None:

@@ -25,6 +25,7 @@ from data.tokenizer_base import Tokenizer
 from megatron.checkpoint.agree import agree, same_key
 from megatron.checkpoint.choice import locate, tag_of_step
 from megatron.checkpoint.int8 import LEVELS, SCALE, Read, is_quantised, quantise_into, row_maxima
+from megatron.checkpoint.interchange.foreign import same_weights
 from megatron.checkpoint.interchange.huggingface import open_folder
 from megatron.checkpoint.manifest import MANIFEST
 from megatron.checkpoint.part import SHARED_STATE
@@ -146,6 +147,7 @@ def open_hf(folder: str, groups: Groups) -> Found:
     """Of a Hugging Face folder. Collective."""
     agree(lambda: shape_in(folder), groups.world)  # or what is wrong with the folder
     found = agree(lambda: open_folder(Path(folder)), groups.world)
+    same_weights(found, groups.world)
     said = agree(lambda: tokenizer_in(folder), groups.world)
     return Found(found, found.model, said, "fp32", folder, assumes_tokenizer=not said)
 

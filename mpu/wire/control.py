@@ -7,6 +7,7 @@ kernel, takes no memory of the device, and still gets through where a device han
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,17 @@ def agree(number: float, group: Group, op: Op = "max") -> float:
     if not group.is_solo:
         dist.all_reduce(value, OPS[op], group=group.control_handle)
     return float(value.item())
+
+
+@exchanging
+def least(numbers: Sequence[float], group: Group) -> list[float]:
+    """Of each of some numbers the smallest that a rank gave: one exchange, however many they are. (The largest is what
+    `least` has of their negatives, negated.)"""
+    values = torch.tensor(numbers, dtype=torch.float64)
+    if not group.is_solo:
+        dist.all_reduce(values, OPS["min"], group=group.control_handle)
+    found: list[float] = values.tolist()
+    return found
 
 
 def barrier(group: Group) -> None:

@@ -15,9 +15,11 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.agree import agree, alike
 from megatron.checkpoint.piece import sharding_of
 from megatron.config.tree import ModelConfig
 from megatron.errors import CheckpointError, ConfigError
+from mpu.groups import Group
 from mpu.split import Partition
 
 Load = Callable[[], Tensor]
@@ -89,6 +91,12 @@ class Foreign:
     @property
     def parameters(self) -> int:
         return sum(map(prod, self.shapes.values()))
+
+
+def same_weights(found: Foreign, world: Group) -> None:
+    """Each rank reads a copy of its own, perhaps: what they hold is compared, as far as `facts` looks. Collective."""
+    if not world.is_solo:
+        alike(agree(found.facts, world), world, "the ranks find different weights, each where it was told to look")
 
 
 def _fact(tensor: Tensor) -> str:

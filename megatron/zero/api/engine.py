@@ -44,11 +44,10 @@ from megatron.zero.api.optimizer import ZeroOptimizer
 from megatron.zero.api.saved import (
     Identity,
     LoadOptions,
-    check_client_state,
+    check_save_call,
     load_engine,
     restore_streams,
     saving_engine,
-    tell_of_lost_keys,
     whole_weights,
     write_weights,
 )
@@ -235,13 +234,12 @@ class Engine(EngineStatus):
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """From the next step on; the number of micro-batches stays. Loaders keep the size they were made with. Every
-        rank calls it."""
-        self._come_alike("set_train_micro_batch_size", train_micro_batch_size=micro_batch_size)
+        rank says the same, and is not asked here: where one does not, its next step is refused (settings.py)."""
         self._batching.set_micro(micro_batch_size)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """From the next step on, by another number of micro-batches; their size stays. Every rank calls it."""
-        self._come_alike("set_train_batch_size", train_batch_size=train_batch_size)
+        """From the next step on, by another number of micro-batches; their size stays. Every rank says the same, as
+        of that."""
         self._batching.set_total(train_batch_size)
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -250,7 +248,7 @@ class Engine(EngineStatus):
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Say whether the next step ends an optimizer step; None goes back to counting micro-batches. Every rank says
-        the same, and is not asked here: where one does not, its step is refused (hypers.py), or the watch ends the
+        the same, and is not asked here: where one does not, its step is refused (settings.py), or the watch ends the
         run."""
         self.core.set_gradient_accumulation_boundary(is_boundary)
 
@@ -284,11 +282,6 @@ class Engine(EngineStatus):
         self.conclude()
         self.monitor.close()
         self.core.detach()
-
-    def _come_alike(self, call: str, **arguments: Any) -> None:
-        """Every rank is here, with the same arguments."""
-        self.core.meet(f"engine.{call}()")
-        called_alike(call, arguments, self.groups.world)
 
     # ---- the model ----------------------------------------------------------------------------------------------
 
@@ -352,12 +345,10 @@ class Engine(EngineStatus):
         of the program has called `then`. An error of the writing is raised there, on every rank. State that is
         not on the device is not copied: there is no room for it twice, and the save is made at once."""
         self.core.meet(SAVE)
-        called_alike("save_checkpoint", {
+        check_save_call({
             "tag": tag if tag is None else str(tag), "save_latest": save_latest, "in_background": in_background,
             "exclude_frozen_parameters": exclude_frozen_parameters, "save_optimizer_states": save_optimizer_states,
-            "save_rng_states": save_rng_states, "keep": asdict(keep)}, self.groups.world)
-        agree(lambda: check_client_state(client_state or {}), self.groups.world)
-        tell_of_lost_keys(client_state or {}, self.groups.world)
+            "save_rng_states": save_rng_states, "keep": asdict(keep)}, client_state or {}, self.groups.world)
         self.conclude()
         root, name = Path(save_dir), step_tag(self.global_steps) if tag is None else str(tag)
         on_rank_0(lambda: probe(root), self.groups.world)
@@ -413,7 +404,7 @@ class Engine(EngineStatus):
                       file=sys.stderr)
             return None, None
         found = open_checkpoint(root, None if tag is None else str(tag), world=self.groups.world, key=self.key)
-        state = self.restore(found, LoadOptions(
+        state = self._restore(found, LoadOptions(
             optimizer=load_optimizer_states and not load_module_only, counters=not load_module_only,
             scheduler=load_lr_scheduler_states and not load_module_only, strict=load_module_strict,
             rng=not load_module_only))
@@ -424,6 +415,11 @@ class Engine(EngineStatus):
         """`load_checkpoint` for one that is open already; the client_state."""
         self.core.meet(LOAD)
         called_alike("restore", {**asdict(options), "tag": found.tag}, self.groups.world)
+        return self._restore(found, options)
+
+    @HERE.doing(LOAD)
+    def _restore(self, found: Checkpoint, options: LoadOptions) -> dict[str, Any]:
+        """The ranks have met, with the same options."""
         self.conclude()
         load_engine(self.core, found, self.lr_scheduler, options)
         self._batching.begin_step()
@@ -449,8 +445,9 @@ class Engine(EngineStatus):
         """Write the weights in the working precision as one state dict (safetensors where the name says so). At stage 3
         only if `stage3_gather_16bit_weights_on_model_save` allows it; otherwise a warning and False. Every rank calls
         it; the folder is rank 0's."""
-        self._come_alike("save_16bit_model", save_filename=str(save_filename),
-                         exclude_frozen_parameters=exclude_frozen_parameters)
+        self.core.meet("engine.save_16bit_model()")
+        called_alike("save_16bit_model", {"save_filename": str(save_filename),
+                                          "exclude_frozen_parameters": exclude_frozen_parameters}, self.groups.world)
         if self.zero_optimization_stage() == 3 and not self.config.zero.stage3_gather_16bit_weights_on_model_save:
             if self.groups.world.rank == 0:
                 print("warning: save_16bit_model wrote nothing: parameters are split; set "

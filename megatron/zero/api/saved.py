@@ -10,7 +10,7 @@ On another layout random streams are derived anew from the seed and the step; ev
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,10 +20,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron.checkpoint.agree import agree, alike, called_alike, unlike
+from megatron.checkpoint.agree import agree, refuse_call, unlike_each
 from megatron.checkpoint.commit import Keep
 from megatron.checkpoint.cut import Spread
-from megatron.checkpoint.interchange.foreign import Foreign
+from megatron.checkpoint.interchange.foreign import Foreign, same_weights
 from megatron.checkpoint.manifest import TensorEntry
 from megatron.checkpoint.part import part_name
 from megatron.checkpoint.piece import Deferred, Piece, sharding_of
@@ -34,7 +34,7 @@ from megatron.checkpoint.tensorfile import DTYPE_NAMES
 from megatron.checkpoint.trash import BehindTheRun
 from megatron.checkpoint.writer import Hold, Saving, saving
 from megatron.errors import CheckpointError, ConfigError
-from megatron.ranges import ranges
+from megatron.ranges import named, ranges
 from megatron.zero.api.hyper import SCHEDULED, check_groups, hyper_parameters, restore_groups
 from megatron.zero.api.shared import check_shared, check_values, where_of
 from megatron.zero.engine import ZeroEngine
@@ -92,22 +92,31 @@ class Identity:
     layout: Mapping[str, int]
 
 
+def check_save_call(arguments: Mapping[str, Any], client_state: Mapping[str, Any], world: Group) -> None:
+    """The ranks save alike, and their client states can be saved; a warning where one of them has more in it than
+    rank 0's, which is the one that a checkpoint holds. Collective, one exchange where all is well."""
+    different, keys = unlike_each([arguments, {"keys": sorted(map(str, client_state))}], world,
+                                  check=lambda: check_client_state(client_state))
+    refuse_call("save_checkpoint", different)
+    if world.rank == 0 and keys:
+        _tell_of_lost_keys([found["keys"] for found in keys])
+
+
 def check_client_state(client_state: Mapping[str, Any]) -> None:
     taken = sorted(OWN_KEYS & set(client_state))
     if taken:
         raise ConfigError(f"client_state: {', '.join(taken)} is the engine's own; choose another name")
 
 
-def tell_of_lost_keys(client_state: Mapping[str, Any], world: Group) -> None:
-    """A checkpoint holds the client state of rank 0. Collective."""
-    given = unlike({"keys": sorted(map(str, client_state))}, world)
+def _tell_of_lost_keys(given: Sequence[Sequence[str]]) -> None:
+    """`given`: the keys of each rank."""
     lost: dict[str, list[int]] = {}
-    for rank, found in enumerate(given):
-        for key in set(found["keys"]).difference(given[0]["keys"]):
+    for rank, keys in enumerate(given):
+        for key in set(keys).difference(given[0]):
             lost.setdefault(key, []).append(rank)
-    if lost and world.rank == 0:
-        named = ", ".join(f"{key!r} (given on {ranges(lost[key])})" for key in sorted(lost))
-        print(f"warning: client_state: {named} is not saved: a checkpoint holds that of rank 0; give it there",
+    if lost:
+        which = named([f"{key!r} (given on {ranges(lost[key])})" for key in sorted(lost)], "keys")
+        print(f"warning: client_state: {which} is not saved: a checkpoint holds that of rank 0; give it there",
               file=sys.stderr)
 
 
@@ -115,9 +124,9 @@ def saving_engine(engine: ZeroEngine, root: Path, tag: str, who: Identity, *, cl
                   scheduler: Stateful | None, loop: Mapping[str, Any] = {}, optimizer: bool = True, rng: bool = True,
                   frozen: bool = True, keep: Keep = Keep(), hold: Hold | None = None, latest: bool = True,
                   key: Key | None = None, trash: BehindTheRun | None = None) -> Saving:
-    """The save of the checkpoint `tag` under `root`, to be driven to its end. Collective over the world."""
+    """The save of the checkpoint `tag` under `root`, to be driven to its end. The client state has been checked.
+    Collective over the world."""
     engine.meet(SAVE)
-    agree(lambda: check_client_state(client_state), engine.groups.world)
     agree(engine.check_before_save, engine.groups.world)
     kinds = ("weight", *(engine.state_kinds if optimizer else ()))
     tp = engine.groups.tp
@@ -215,11 +224,9 @@ def _wanted_of_groups(shared: Mapping[str, Any], scheduler: Stateful | None, opt
 
 
 def load_foreign_weights(engine: ZeroEngine, found: Foreign) -> None:
-    """Initial weights from another program's checkpoint, which must hold those of this model. Each rank reads a copy of
-    its own, perhaps: what they hold is compared, as far as `Foreign.facts` looks."""
+    """Initial weights from another program's checkpoint, which must hold those of this model."""
     engine.meet(LOAD)
-    alike(agree(found.facts, engine.groups.world), engine.groups.world, "the ranks find different weights, each where "
-          "it was told to look")
+    same_weights(found, engine.groups.world)
     agree(engine.check_before_load, engine.groups.world)
     engine.load_runs({"weight": found.shapes}, partial(_read_run, engine, found),
                      partial(agree, world=engine.groups.world))
@@ -305,9 +312,7 @@ def same_ranks(saved: Mapping[str, Any], present: Mapping[str, int]) -> bool:
 
 def whole_weights(engine: ZeroEngine, frozen: bool = True) -> dict[str, Tensor]:
     """The model's state dict in the working precision, tensor parallel slices joined, on the host of world rank 0
-    (empty on the others). Collective; one bucket is whole at a time."""
-    engine.meet(SAVE)
-    called_alike("module_state_dict", {"exclude_frozen_parameters": not frozen}, engine.groups.world)
+    (empty on the others). Collective; one bucket is whole at a time. The ranks have met, and want the same."""
     agree(engine.check_before_save, engine.groups.world)
     keeps = engine.groups.world.rank == 0
     found: dict[int, Tensor] = {}

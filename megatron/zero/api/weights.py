@@ -14,7 +14,7 @@ from megatron.errors import ConfigError
 from megatron.zero.api.init import GatheredParameters
 from megatron.zero.api.saved import whole_weights
 from megatron.zero.engine import ZeroEngine, copy_buffers_from_first
-from megatron.zero.exchanges import LOAD
+from megatron.zero.exchanges import LOAD, SAVE
 
 PREFIX = "module."
 """What names begin with where the engine, not the model, is asked: as in DeepSpeed and DistributedDataParallel."""
@@ -29,6 +29,8 @@ def weights_of(core: ZeroEngine, zero: ZeroConfig, *, prefix: str = "", keep_var
             raise ConfigError("at stage 3 parameters are split, and a state dict would be without them: set "
                               "stage3_gather_16bit_weights_on_model_save to gather them, or call save_checkpoint and "
                               "zero.get_fp32_state_dict_from_zero_checkpoint")
+        core.meet(SAVE)
+        called_alike("module_state_dict", {"exclude_frozen_parameters": not frozen}, core.groups.world)
         return {prefix + name: tensor for name, tensor in whole_weights(core, frozen=frozen).items()}
     state: dict[str, Any] = core.module.state_dict(prefix=prefix, keep_vars=keep_vars)
     left_out = [] if frozen else [name for name, p in core.module.named_parameters() if not p.requires_grad]

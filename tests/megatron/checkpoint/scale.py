@@ -15,7 +15,7 @@ import threading
 import time
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,6 +100,11 @@ class Played:
             return float(first + last * (self.size - 1) if self.total is None else self.total)
         return float({"min": min, "max": max}[op](first, last))
 
+    def least(self, numbers: Sequence[float], group: Group) -> list[float]:
+        first, last = self._exchange(numbers, group)
+        self.costs[group.rank].told += 8 * len(numbers)
+        return [float(min(pair)) for pair in zip(first, last, strict=True)]
+
     def broadcast_json(self, value: Any, group: Group, src: int = 0) -> Any:
         text = self._exchange(json.dumps(value), group)[0 if src == 0 else 1]
         self.costs[group.rank].told += len(text)
@@ -135,7 +140,8 @@ class Played:
     @contextmanager
     def _counted(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for name, function in (("reduce_number", self.reduce_number), ("broadcast_json", self.broadcast_json)):
+            for name, function in (("reduce_number", self.reduce_number), ("least", self.least),
+                                   ("broadcast_json", self.broadcast_json)):
                 stack.enter_context(mock.patch.object(agree, name, function))
             for owner, name in [*((os, name) for name in CALLS), (builtins, "open")]:
                 stack.enter_context(mock.patch.object(owner, name, self._counting(name, getattr(owner, name))))
