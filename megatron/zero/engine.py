@@ -51,7 +51,8 @@ class ZeroEngine:
                  param_groups: list[ParamGroup], device: torch.device, homes: Homes | None = None,
                  clip_grad: float = 0.0, accumulation: int = 1) -> None:
         self.module, self.groups, self.param_groups, self.rule = module, groups, param_groups, rule
-        self.accumulation = accumulation
+        self.micro_batch: int | None = None
+        """Samples of a micro-batch, where somebody says; here they are only compared with those of other ranks."""
         self._policy = policy(zero.zero_stage)
         self._micro_batches = 0  # of this optimizer step, before the one under way
         self._boundary: bool | None = None
@@ -61,6 +62,7 @@ class ZeroEngine:
         self.log = ExchangeLog(sums_in_order=not self._policy.split_params or on_accelerator(device))
         copy_buffers_from_first(module, groups)
         forget_gradients(module)
+        self.accumulate(accumulation)
         travel = wire(zero, groups.dp.size)
         group_of = {parameter: number for number, group in enumerate(param_groups) for parameter in group["params"]}
         kinds = dtypes(self._policy, precision, accumulation)
@@ -147,7 +149,8 @@ class ZeroEngine:
         self.finish_update()
         try:
             objection = self.passes.objection() or self._roster.objection() or self._set_by_hand()
-            self.last_report = self._step(self.passes.take_trace(), objection, riders, aside)
+            self.last_report = self._step(self.passes.take_trace(), objection, riders, aside, self.accumulation,
+                                          self.micro_batch)
         except BaseException as error:
             self.passes.note_interruption(error)
             self.log.explain(error)
@@ -218,6 +221,11 @@ class ZeroEngine:
     def at_boundary(self) -> bool:
         """The current micro-batch is the last one of its optimizer step."""
         return self._micro_batches + 1 >= self.accumulation if self._boundary is None else self._boundary
+
+    def accumulate(self, micro_batches: int) -> None:
+        """So many are a step, from the next one on."""
+        self.accumulation = micro_batches
+        self.log.remark = f"gradient_accumulation_steps {micro_batches}"
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Set whether the next backward and step end an optimizer step; None: count micro-batches again."""

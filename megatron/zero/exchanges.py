@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from megatron.ranges import ranges
+from megatron.ranges import named, ranges
 
 KEPT = 1024
 """Entries that are kept: ranks are never that far apart. An accelerator's host runs ahead by two steps at most, and no
@@ -55,6 +55,9 @@ class ExchangeLog:
         """The sum that the host waits for now: its number, and whose gradients they are."""
         self.explain: Callable[[BaseException], None] = _know_nothing
         """Raises a better error in place of one that an exchange ended with, where there is one."""
+        self.remark = ""
+        """A setting that decides when this rank exchanges; not compared, and told of ranks that contradict each other
+        and differ in it."""
         self._sums_in_order = sums_in_order
         self._awaited = NOTHING
         self._entries = [("", "")] * KEPT
@@ -106,7 +109,7 @@ class ExchangeLog:
             count = self.count
             first = max(0, count - KEPT)
             entries = [self._entries[number % KEPT] for number in range(first, count)]
-            taken = Record(rank, first, entries, self.sums, *waits, tuple(self._uses))
+            taken = Record(rank, first, entries, self.sums, *waits, tuple(self._uses), self.remark)
             if count == self.count:
                 return taken
 
@@ -127,6 +130,7 @@ class Record:
     entry_awaited: int = NOTHING
     sum_awaited: tuple[int, str] = NO_SUM
     uses: Sequence[Use] = ()
+    remark: str = ""
 
     @property
     def count(self) -> int:
@@ -159,14 +163,14 @@ class Record:
         texts = list(dict.fromkeys([*self.entries, *(use[:2] for use in self.uses)]))
         place = {text: number for number, text in enumerate(texts)}
         return [self.rank, self.first, texts, [place[entry] for entry in self.entries], self.sums, self.entry_awaited,
-                self.sum_awaited, [(place[use[:2]], use[2]) for use in self.uses]]
+                self.sum_awaited, [(place[use[:2]], use[2]) for use in self.uses], self.remark]
 
     @staticmethod
     def unpack(packed: list[Any]) -> Record:
-        rank, first, texts, places, sums, entry, (number, name), used = packed
+        rank, first, texts, places, sums, entry, (number, name), used, remark = packed
         entries = [(what, purpose) for what, purpose in map(texts.__getitem__, places)]
         uses = tuple((*texts[place], count) for place, count in used)
-        return Record(rank, first, entries, sums, entry, (number, name), uses)
+        return Record(rank, first, entries, sums, entry, (number, name), uses, remark)
 
 
 def contradict(mine: Record, other: Record) -> bool:
@@ -223,8 +227,17 @@ def describe(places: Mapping[int, tuple[str, str]]) -> str:
     by_text: dict[str, list[int]] = {}
     for rank, (what, purpose) in sorted(places.items()):
         by_text.setdefault(f"{what} ({purpose})" if purpose else what, []).append(rank)
-    return ", ".join(f"{ranges(ranks)} {'is' if len(ranks) == 1 else 'are'} at {text}"
-                     for text, ranks in by_text.items())
+    return named([f"{ranges(ranks)} {'is' if len(ranks) == 1 else 'are'} at {text}" for text, ranks in by_text.items()],
+                 "places")
+
+
+def different_remarks(records: Sequence[Record]) -> str:
+    """What the ranks have set differently, as one more clause about them; or nothing."""
+    by_text: dict[str, list[int]] = {}
+    for record in sorted(records, key=lambda record: record.rank):
+        by_text.setdefault(record.remark, []).append(record.rank)
+    return "; they have set " + named([f"{text} on {ranges(ranks)}" for text, ranks in by_text.items()]) \
+        if len(by_text) > 1 else ""
 
 
 def _know_nothing(error: BaseException) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from megatron.errors import ConfigError
 from megatron.zero.exchanges import NOTHING, ExchangeLog, Record, describe, places_of
-from megatron.zero.verdict import HostCopy
+from megatron.zero.verdict import HostCopy, row_on
 from mpu.collectives import all_gather_json, all_reduce_into
 from mpu.device import on_accelerator
 from mpu.groups import Group
@@ -27,9 +27,7 @@ class ForwardCheck:
         self.conclude()
         self._log.purpose = ""
         self._log.entry_awaited = self._log.note("the end of a forward without gradients")
-        numbers = torch.empty(2, dtype=torch.float64, device=self._device)
-        for number, value in zip(numbers, (trace, trace * trace), strict=True):
-            number.fill_(value)  # a launch; to copy them from the host would wait for the device
+        numbers = row_on(self._device, (trace, trace * trace))
         all_reduce_into(numbers, self._dp).wait()
         self._log.entry_awaited = NOTHING
         self._open = HostCopy(numbers)

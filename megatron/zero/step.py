@@ -27,8 +27,8 @@ from megatron.ranges import ranges
 from megatron.zero.exchanges import AFTER_A_STEP, STEP, ExchangeLog
 from megatron.zero.forwards import different_blocks
 from megatron.zero.homes.shelf import Homes
-from megatron.zero.hypers import Told, different_settings, digest
 from megatron.zero.norm import GradNorm
+from megatron.zero.settings import GroupReader, StepSettings, different_settings, settings_of_a_step
 from megatron.zero.state import State
 from megatron.zero.update import DelayedUpdate, Update
 from megatron.zero.verdict import Found, Verdict, exchange
@@ -48,12 +48,14 @@ class StepReport:
     """What one optimizer step did. Asking waits for the device where the verdict is not known yet, never for a rank."""
 
     def __init__(self, verdict: Verdict, objection: str | None, *, number: int, loss_scale: float, lr: float,
-                 riders: int, told: str = "") -> None:
+                 riders: int, settings: StepSettings | None = None) -> None:
         self.number, self.loss_scale, self.lr = number, loss_scale, lr
         """Which optimizer step it was; the scale its gradients carried; the rate of the first param group."""
         self.complaint: str | None = None
         """Why the step was skipped, where that is unusual. Known once the step is concluded."""
-        self.verdict, self.objection, self._riders, self.told = verdict, objection, riders, told
+        self.verdict, self.objection, self._riders = verdict, objection, riders
+        self.settings = settings
+        """What this rank took it with; None where there is no other rank."""
         self.losses: Sequence[Tensor] = ()
         """Of this rank's micro-batches. Looked at only where a gradient is not finite."""
         self._found: Found | None = None
@@ -103,7 +105,7 @@ class Step:
         self.is_deferred = self._update.is_together and not rule.waits and not scale_rule.dynamic
         self._losses: list[Tensor] = []  # of the step under way, or the last one
         self._parts = Counter[str]()  # what each of them is of its micro-batch's
-        self._told = Told(param_groups)
+        self._hyper_parameters = GroupReader(param_groups)
         self._open: StepReport | None = None  # the last step, while the host has not learned of it
         self._unexplained: StepReport | None = None  # the last step, where what went wrong is still to be said
         self._taken = torch.zeros((), device=state.buckets[0].device)
@@ -120,17 +122,24 @@ class Step:
         self._losses.append(loss.detach())
         self._parts[f"1/{divisor}"] += 1
 
-    def __call__(self, trace: int, objection: str | None = None,
-                 riders: Sequence[Tensor | float] = (), aside: Sequence[float] = ()) -> StepReport:
+    def __call__(self, trace: int, objection: str | None = None, riders: Sequence[Tensor | float] = (),
+                 aside: Sequence[float] = (), accumulation: int = 1, micro_batch: int | None = None) -> StepReport:
         """Update the weights, or skip the step where a gradient is not finite; the gradients are spent. `trace` is a
-        digest of what this rank ran, which all ranks must agree on, as on hyper-parameters; an `objection` of one rank
-        is an error of all.
+        digest of what this rank ran, which all ranks must agree on, as on hyper-parameters and the sizes of batches; an
+        `objection` of one rank is an error of all.
         `riders` travel along, and so do those given `aside`."""
         self.conclude()
-        counters = self._state.counters
-        told = "" if self._groups.world.is_solo else self._told(self._parts)
-        verdict = self._judge(digest(trace, told, self._groups.world.size), objection, (*riders, *aside))
-        report = StepReport(verdict, objection, number=counters.global_steps + 1, told=told,
+        self._log.meet(STEP)
+        self._log.purpose = AFTER_A_STEP
+        square = self._norm.square()  # first: the device has something to do while the host looks at the settings
+        counters, world = self._state.counters, self._groups.world
+        settings = None if world.is_solo else settings_of_a_step(
+            counters.global_steps + 1, self._parts, accumulation, micro_batch, self._hyper_parameters())
+        sums = exchange(square, world, digest=0 if settings is None else settings.digest(trace, world.size),
+                        counts=self._state.buckets[0].replicas.rank == 0, objects=objection is not None,
+                        riders=(*riders, *aside))
+        verdict = Verdict(sums, world.size, per_unit=self._unit(), limit=self._clip_grad)
+        report = StepReport(verdict, objection, number=counters.global_steps + 1, settings=settings,
                             loss_scale=counters.scaler.scale, lr=self._param_groups[0]["lr"], riders=len(riders))
         report.losses = self._losses  # and a step that is refused may be called again
         if self.is_deferred:
@@ -148,13 +157,6 @@ class Step:
     def _unit(self) -> float:
         """What a sum of gradients is multiplied by to be their mean."""
         return 1.0 / (self._state.counters.scaler.scale * self._divisor)
-
-    def _judge(self, digest: int, objection: str | None, riders: Sequence[Tensor | float]) -> Verdict:
-        self._log.meet(STEP)
-        self._log.purpose = AFTER_A_STEP
-        sums = exchange(self._norm.square(), self._groups.world, digest=digest, objects=objection is not None,
-                        counts=self._state.buckets[0].replicas.rank == 0, riders=riders)
-        return Verdict(sums, self._groups.world.size, per_unit=self._unit(), limit=self._clip_grad)
 
     def _scalars(self, verdict: Verdict) -> StepScalars:
         """The count of steps is kept on the device: the host does not know yet whether this one is taken."""
@@ -210,7 +212,8 @@ class Step:
             rank, text = next((rank, text) for rank, text in enumerate(texts) if text is not None)
             raise ConfigError(text if None not in texts else f"{text} (so on rank {rank}, not on all)")
         if not found.alike:
-            raise different_settings(report.told, self._groups.world) or \
+            assert report.settings is not None
+            raise different_settings(report.settings, self._groups.world) or \
                 different_blocks(self._log, self._groups.world)
         return found
 

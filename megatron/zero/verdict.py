@@ -76,16 +76,23 @@ class Verdict:
 def exchange(square: Tensor, world: Group, *, counts: bool = True, digest: int = 0, objects: bool = False,
              riders: Sequence[Tensor | float] = ()) -> Tensor:
     """The sums over the world. `counts` is False on ranks whose gradients another one counts. `digest` has as few bits
-    that the sums of it and of its square are exact (hypers.py)."""
-    numbers = torch.zeros(_OWN + len(riders), dtype=torch.float64, device=square.device)
-    mine = (square if counts else 0, digest, digest * digest, objects, *riders)
-    for place, value in zip(numbers, mine, strict=True):
-        if isinstance(value, Tensor):
-            place.copy_(value)
-        elif value:
-            place.fill_(value)
+    that the sums of it and of its square are exact (settings.py)."""
+    numbers = row_on(square.device, (square if counts else 0, digest, digest * digest, objects, *riders))
     all_reduce_into(numbers, world).wait()
     return numbers
+
+
+def row_on(device: torch.device, numbers: Sequence[Tensor | float]) -> Tensor:
+    """The numbers in fp64 on the device. Those of the host are one copy, which neither waits for the device (it is from
+    page-locked memory) nor is a kernel; each 0-dimensional tensor is one more."""
+    on_host = torch.tensor([0.0 if isinstance(number, Tensor) else number for number in numbers], dtype=torch.float64,
+                           pin_memory=device.type == "cuda")
+    row = torch.empty(len(numbers), dtype=torch.float64, device=device)
+    row.copy_(on_host, non_blocking=True)
+    for place, number in enumerate(numbers):
+        if isinstance(number, Tensor):
+            row[place].copy_(number)
+    return row
 
 
 def clip_factor(norm: float, limit: float) -> float:

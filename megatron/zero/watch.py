@@ -45,7 +45,7 @@ from megatron.launch import distributed, exits
 from megatron.launch.signals import write_lines
 from megatron.ranges import ranges
 from megatron.zero.exchanges import (ENDED, FAILED, INTERRUPTED, ExchangeLog, Record, contradict, describe,
-                                     places_of)
+                                     different_remarks, places_of)
 from mpu.collectives import broadcast_json
 from mpu.groups import Groups
 from mpu.wire.abort import hold_off_abort
@@ -285,4 +285,5 @@ def _verdict(fault: Sequence[Record], logs: Mapping[int, Record], ranks: Sequenc
         where += f" (nothing is known of {ranges(unknown)})"
     if any(what in (FAILED, INTERRUPTED) for what, _ in places.values()):
         return PeerError(f"{where}, so that the ranks would wait for each other for ever: {_RESUME}")
-    return ConfigError(f"the ranks do not do the same, and would wait for each other for ever: {where}; {_REMEDY}")
+    return ConfigError(f"the ranks do not do the same, and would wait for each other for ever: {where}"
+                       f"{different_remarks(list(known.values()))}; {_REMEDY}")

@@ -1,4 +1,7 @@
-"""How many samples a step has, and how many there have been; both may change between two steps."""
+"""How many samples a step has, and how many there have been; both may change between two steps.
+
+Each rank sets its sizes by itself. A step compares them (settings.py).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ class Batching:
 
     def __init__(self, core: ZeroEngine, config: Config) -> None:
         self._core, self._dp = core, core.groups.dp.size
-        self.micro = config.train.batch_size
+        core.micro_batch = self.micro = config.train.batch_size
         self.samples = 0
         """Of all optimizer steps, also of those with another batch size."""
         self._mid_step = self._was_set = False
@@ -56,7 +59,8 @@ class Batching:
     def set_micro(self, size: int) -> None:
         self._check_between_steps("set_train_micro_batch_size")
         require(size >= 1, f"set_train_micro_batch_size: {size}; expected a number >= 1")
-        self.micro, self._was_set = size, True
+        self._core.micro_batch = self.micro = size
+        self._was_set = True
 
     def set_total(self, total: int) -> None:
         self._check_between_steps("set_train_batch_size")
@@ -66,7 +70,8 @@ class Batching:
                 f"{self.micro} x data parallel {self._dp} = {unit}")
         require(count == 1 or self._may_accumulate, f"set_train_batch_size: {count} micro-batches need an fp32 sum of "
                 "their gradients, which an engine has that starts with gradient_accumulation_steps above 1")
-        self._core.accumulation, self._was_set = count, True
+        self._core.accumulate(count)
+        self._was_set = True
 
     def _check_between_steps(self, what: str) -> None:
         under_way = self._mid_step or self._core.has_gradients

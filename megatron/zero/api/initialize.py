@@ -43,10 +43,10 @@ from megatron.zero.api.offload import homes_of, offload_notes
 from megatron.zero.api.optimizer import ZeroOptimizer
 from megatron.zero.api.schedule import FollowSchedule, Scheduler, schedule_of
 from megatron.zero.engine import ZeroEngine
-from megatron.zero.hypers import plain
 from megatron.zero.layout import align
 from megatron.zero.policy import notes as zero_notes
 from megatron.zero.precision import DTYPES
+from megatron.zero.settings import plain
 from megatron.zero.watch import watch_over
 from mpu.groups import Groups
 

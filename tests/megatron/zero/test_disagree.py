@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import io
 import json
+from collections import Counter
 from collections.abc import Callable
-from contextlib import redirect_stderr
+from contextlib import ExitStack, redirect_stderr
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -19,9 +23,11 @@ from megatron import zero
 from megatron.checkpoint.interchange.huggingface import open_folder
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.errors import ConfigError
-from megatron.zero import hypers
+from megatron.inference import loading
+from megatron.zero import settings
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.saved import LoadOptions, load_foreign_weights
+from megatron.zero.norm import GradNorm
 from mpu.groups import Groups, build
 from tests.distributed import run_ranks
 from tests.megatron.zero.run import configure_gpt2, gpt2_engine
@@ -178,7 +184,7 @@ def test_lists_and_tuples_and_the_order_of_keys_are_no_difference() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 8, 1000, 1024, 16384])
 def test_a_digest_of_one_rank_that_differs_by_one_is_seen_in_float64(ranks: int) -> None:
-    largest = (1 << hypers.bits(ranks)) - 1
+    largest = (1 << settings.bits(ranks)) - 1
     for usual, other in ((largest, largest - 1), (0, 1), (largest - 1, largest), (1, largest)):
         total = torch.tensor(float((ranks - 1) * usual + other), dtype=torch.float64)
         squares = torch.tensor(float((ranks - 1) * usual**2 + other**2), dtype=torch.float64)
@@ -186,7 +192,7 @@ def test_a_digest_of_one_rank_that_differs_by_one_is_seen_in_float64(ranks: int)
         assert bool(squares * ranks != total * total)
         all_alike = torch.tensor([ranks * usual, ranks * usual**2], dtype=torch.float64)
         assert bool(all_alike[1] * ranks == all_alike[0] * all_alike[0])
-    assert (ranks * largest)**2 <= 2**53 and hypers.bits(ranks) >= 12
+    assert (ranks * largest)**2 <= 2**53 and settings.bits(ranks) >= 12
 
 
 # ---- sums of losses ------------------------------------------------------------------------------------------------
@@ -290,9 +296,6 @@ CALLS: dict[str, tuple[Call, str]] = {
               "exclude_frozen_parameters is false on rank 0, true on rank 1"),
     "16bit: name": (lambda e, r, f: e.save_16bit_model(f, f"w{r}.bin"), "save_filename is w0.bin on rank 0, w1.bin"),
     "state dict": (lambda e, r, f: e.load_module_state_dict({}, strict=r == 0), "strict is true on rank 0"),
-    "batch": (lambda e, r, f: e.set_train_batch_size(4 * (r + 1)), "train_batch_size is 4 on rank 0, 8 on rank 1"),
-    "micro-batch": (lambda e, r, f: e.set_train_micro_batch_size(1 + r), "train_micro_batch_size is 1 on rank 0, 2"),
-    "batch: wrong": (lambda e, r, f: e.set_train_batch_size(4 + r), "train_batch_size is 4 on rank 0, 5 on rank 1"),
     "offload": (lambda e, r, f: e.offload_states(["optim_states"] if r else None), "include is "),
     "offload: wrong": (lambda e, r, f: e.offload_states(["none"] if r else None), "there is no 'none' to set aside"),
 }
@@ -329,36 +332,180 @@ def test_a_state_dict_that_is_gathered_is_of_the_same_parameters() -> None:
     assert "exclude_frozen_parameters is false on rank 0, true on rank 1" in one(run_ranks(exports_alone, 2))
 
 
-ALONE: dict[str, tuple[Callable[[Engine], Any], str]] = {
-    "batch": (lambda engine: engine.set_train_batch_size(4), "set_train_batch_size"),
-    "micro-batch": (lambda engine: engine.set_train_micro_batch_size(4), "set_train_micro_batch_size"),
-    "offload": (lambda engine: engine.offload_states(), "offload_states")}
-
-
-def one_calls(engine: Engine, rank: int, what: str) -> None:
+def offloads_alone(engine: Engine, rank: int) -> None:
     if rank == 1:
-        ALONE[what][0](engine)
+        engine.offload_states()
     for _ in range(2):
         engine.backward(engine(watched_rows(), (0, 1, 2, 3)))
         engine.step()
 
 
-def one_calls_batch(engine: Engine, rank: int) -> None:
-    one_calls(engine, rank, "batch")
+def test_a_call_that_one_rank_makes_alone_is_named() -> None:
+    assert "rank 1 is at engine.offload_states()" in one_error(ends_of(offloads_alone, 2, SAME, 1))
 
 
-def one_calls_micro(engine: Engine, rank: int) -> None:
-    one_calls(engine, rank, "micro-batch")
+# ---- batch sizes, which no call compares ---------------------------------------------------------------------------
 
 
-def one_calls_offload(engine: Engine, rank: int) -> None:
-    one_calls(engine, rank, "offload")
+SIZES: dict[str, tuple[Callable[[Engine, int], None], str]] = {
+    "batch": (lambda e, r: e.set_train_batch_size(8 * (r + 1)), "gradient_accumulation_steps is 2 on rank 0, 4 on"),
+    "batch, alone": (lambda e, r: e.set_train_batch_size(8) if r else None,
+                     "gradient_accumulation_steps is 1 on rank 0, 2 on rank 1"),
+    "micro-batch": (lambda e, r: e.set_train_micro_batch_size(1 + r),
+                    "train_micro_batch_size_per_gpu is 1 on rank 0, 2 on rank 1"),
+    "micro-batch, alone": (lambda e, r: e.set_train_micro_batch_size(4) if r else None,
+                           "train_micro_batch_size_per_gpu is 2 on rank 0, 4 on rank 1")}
 
 
-@pytest.mark.parametrize("loop, what, stage", [(one_calls_batch, "batch", 0), (one_calls_micro, "micro-batch", 3),
-                                               (one_calls_offload, "offload", 1)])
-def test_a_call_that_one_rank_makes_alone_is_named(loop: Callable[[Engine, int], None], what: str, stage: int) -> None:
-    assert f"rank 1 is at engine.{ALONE[what][1]}()" in one_error(ends_of(loop, 2, SAME, stage))
+def sets_sizes(rank: int, world: int, what: str, stage: int) -> str:
+    engine = engine_of(stage)
+    trained(engine, rank)
+    before = whole(engine)
+    SIZES[what][0](engine, rank)
+    found = said(lambda: trained(engine, rank, engine.gradient_accumulation_steps()))
+    assert torch.equal(whole(engine), before)
+    if what.startswith("micro-batch"):
+        engine.zero_grad()
+        engine.set_train_micro_batch_size(2)
+        trained(engine, rank)
+        assert not torch.equal(whole(engine), before)
+    return found
+
+
+@pytest.mark.parametrize("what, stage", [*((what, stage) for what in SIZES for stage in (0, 1)),
+                                         ("micro-batch", 3), ("micro-batch, alone", 2)])
+def test_a_batch_size_that_one_rank_sets_is_refused_by_its_next_step(what: str, stage: int) -> None:
+    assert SIZES[what][1] in one(run_ranks(sets_sizes, 2, what, stage))
+
+
+def accumulates_alone(engine: Engine, rank: int) -> None:
+    if rank == 1:
+        engine.set_train_batch_size(2 * engine.train_batch_size())
+    for _ in range(4):
+        engine.backward(engine(watched_rows(), (0, 1, 2, 3)))
+        engine.step()
+
+
+@SIDES
+@pytest.mark.parametrize("stage", [2, 3])
+def test_where_a_step_of_more_micro_batches_exchanges_otherwise_the_number_is_named(stage: int, side: bool) -> None:
+    error = one_error(ends_of(accumulates_alone, 2, SAME, stage, side, stage3_max_reuse_distance=0))
+    assert "gradient_accumulation_steps 1 on rank 0, gradient_accumulation_steps 2 on rank 1" in error
+
+
+# ---- the text of a step's settings ---------------------------------------------------------------------------------
+
+
+def group(**other: Any) -> dict[str, Any]:
+    return {"params": [], "lr": 0.1, "betas": (0.9, 0.99), **other}
+
+
+def test_every_change_of_a_group_is_seen_and_an_order_is_none() -> None:
+    """By the texts of a reader that has seen nothing before."""
+    groups = [group(), group(weight_decay=0.5, note=[1, 2], rate=torch.tensor(0.5)), {"params": []}]
+    reader = settings.GroupReader(groups)
+
+    def look() -> settings.HyperParameters:
+        found = reader()
+        assert found == settings.GroupReader(groups)()
+        return found
+
+    first = look()
+    assert (first.names[0], first.values[:2]) == ("betas of param group 0", ("[0.9, 0.99]", "0.1"))
+    kept, seen = (first.names, first.values), {first.checksum}
+    changes: list[Callable[[], object]] = [
+        lambda: groups[1].update(lr=0.2), lambda: groups[1]["note"].append(3), lambda: groups[1]["rate"].fill_(0.25),
+        lambda: groups[0].update(lr=float("nan")), lambda: groups[0].update(lr=None), lambda: groups[0].pop("betas"),
+        lambda: groups[2].update(betas=(0.9, 0.99)), lambda: groups[0].update(flag=True),
+        lambda: groups[0].update(flag=1), lambda: groups.append(group()), lambda: groups[1].update(note=(1, 2)),
+        lambda: groups[1].update(rate=0.5), lambda: groups[1].update(rate=0.75)]
+    for number, change in enumerate(changes, 2):
+        change()
+        seen.add(look().checksum)
+        assert len(seen) == number
+    assert (first.names, first.values) == kept, "those of an earlier step stay"
+    before = look()
+    assert look() is before, "nothing is made anew"
+    groups[0]["lr"] = groups[0].pop("lr")
+    assert look().checksum == before.checksum
+
+
+def test_a_key_that_moves_to_the_next_group_with_its_value_is_seen() -> None:
+    value, groups = (1, 2), list[dict[str, Any]]([{"lr": 1}, {"lr": 2}])
+    reader = settings.GroupReader(groups)
+    groups[0]["note"] = value
+    first = reader()
+    groups[0].pop("note")
+    groups[1].clear()
+    groups[1].update(note=value, lr=2)
+    assert reader().checksum != first.checksum and "note of param group 1" in reader().names
+
+
+def what_comes_first(rank: int, world: int) -> list[str]:
+    engine, order = engine_of(0), list[str]()
+    engine.backward(engine(rows(rank, 0)))
+    square, look = GradNorm.square, settings.GroupReader.__call__
+    with patch.object(GradNorm, "square", lambda self: (order.append("norm"), square(self))[1]), \
+            patch.object(settings.GroupReader, "__call__", lambda self: (order.append("settings"), look(self))[1]):
+        engine.step()
+    return order
+
+
+def test_the_device_has_the_norm_to_do_while_the_host_looks_at_the_settings() -> None:
+    assert run_ranks(what_comes_first, 2) == [["norm", "settings"]] * 2
+
+
+def test_groups_without_anything_to_compare_are_facts_as_well() -> None:
+    for groups in ([], [{"params": []}], [{"params": []}, group()]):
+        found = settings.settings_of_a_step(3, {"1/2": 2}, 2, None, settings.GroupReader(groups)())
+        assert json.loads(json.dumps(found.facts()))["the step's sum of losses"] == "2 x 1/2"
+        assert 0 <= found.digest(7, 2) < 1 << settings.bits(2)
+
+
+def test_settings_that_collide_in_one_step_do_not_in_another() -> None:
+    """Of 16,384 ranks a digest has 12 bits."""
+    usual, ranks = settings.GroupReader([group()])(), 16384
+    collided = 0
+    for number in range(20000):
+        other = settings.GroupReader([group(lr=0.2 + number)])()
+
+        def collide(step: int) -> bool:
+            one, two = (settings.settings_of_a_step(step, {"1/1": 1}, 1, 1, found) for found in (usual, other))
+            return one.digest(0, ranks) == two.digest(0, ranks)
+
+        if collide(1):
+            collided += 1
+            assert not all(map(collide, range(2, 5)))
+    assert collided >= 1
+
+
+def collectives(rank: int, world: int, folder: str) -> dict[str, Counter[str]]:
+    engine, found = engine_of(1), dict[str, Counter[str]]()
+    trained(engine, rank)
+    for what, call in {"save": lambda: engine.save_checkpoint(folder, "a", {"epoch": 1}),
+                       "load": lambda: engine.load_checkpoint(folder, "a"),
+                       "export": lambda: engine.save_16bit_model(folder),
+                       "batch": lambda: engine.set_train_batch_size(8),
+                       "micro-batch": lambda: engine.set_train_micro_batch_size(1)}.items():
+        with ExitStack() as stack:
+            counted = found[what] = Counter[str]()
+            for name in ("all_reduce", "broadcast"):
+                stack.enter_context(patch.object(dist, name, partial(_count, counted, name, getattr(dist, name))))
+            call()
+    return found
+
+
+def _count(counted: Counter[str], name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    counted[name] += 1
+    return function(*args, **kwargs)
+
+
+def test_what_calls_compare_is_one_exchange_of_each_and_none_of_a_batch_size(tmp_path: Path) -> None:
+    """Without any comparison a save has 11 sums, a load 9, an export 2."""
+    found = one([*map(str, run_ranks(collectives, 2, str(tmp_path)))])
+    assert found == str({"save": Counter(all_reduce=12, broadcast=6), "load": Counter(all_reduce=10, broadcast=10),
+                         "export": Counter(all_reduce=3, broadcast=2), "batch": Counter(),
+                         "micro-batch": Counter()}), found
 
 
 def client_states(rank: int, world: int, folder: str) -> tuple[dict[str, Any], str]:
@@ -432,6 +579,17 @@ def loads_its_copy(rank: int, world: int, folders: list[str], stage: int) -> str
     found = said(lambda: load_foreign_weights(core, open_folder(Path(folders[rank]))))
     assert all(map(torch.equal, before, [bucket.shard for bucket in core.buckets])) == bool(found)
     return found
+
+
+def uses_its_copy(rank: int, world: int, folders: list[str]) -> str:
+    return said(lambda: loading.open_hf(folders[rank], build(1)))
+
+
+@pytest.mark.parametrize("what", ["a block", ""])
+def test_copies_of_a_folder_that_differ_are_not_used(what: str, tmp_path: Path) -> None:
+    folders = [hugging_face(tmp_path / "first"), hugging_face(tmp_path / "second", *[COPIES[what][0]] if what else [])]
+    error = one(run_ranks(uses_its_copy, 2, [*map(str, folders)]))
+    assert (error == "") == (what == "") and (not what or COPIES[what][1] in error), error
 
 
 @pytest.mark.parametrize("what, stage", [*zip(COPIES, (0, 1, 3, 0), strict=True), ("", 1)])

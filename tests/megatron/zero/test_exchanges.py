@@ -20,6 +20,7 @@ from megatron.zero.exchanges import (
     Record,
     contradict,
     describe,
+    different_remarks,
     first_difference,
     places_of,
 )
@@ -150,6 +151,19 @@ def test_a_record_survives_its_way() -> None:
 def test_ranks_are_named_in_ranges() -> None:
     assert [ranges(ranks) for ranks in ([3], [0, 1], [0, 1, 2, 5], range(1000))] == [
         "rank 3", "ranks 0-1", "ranks 0-2, 5", "ranks 0-999"]
+    assert ranges(range(0, 4000, 2)) == f"ranks {', '.join(map(str, range(0, 32, 2)))} and 1984 others"
+    assert ranges([*range(0, 34, 2)]).endswith("28, 30 and 1 other")
+
+
+def test_the_places_of_thousands_of_ranks_are_a_line() -> None:
+    told = describe({rank: (f"blocks.{rank}", "forward") for rank in range(4000)})
+    assert told.startswith("rank 0 is at blocks.0 (forward), ") and told.endswith(" and 3992 other places")
+
+
+def test_what_ranks_that_contradict_each_other_have_set_differently_is_told() -> None:
+    records = [Record(rank, 0, [], remark=f"accumulation {1 + rank // 2}") for rank in (3, 0, 2, 1)]
+    assert different_remarks(records) == "; they have set accumulation 1 on ranks 0-1, accumulation 2 on ranks 2-3"
+    assert different_remarks(records[1:2] + records[3:]) == ""
 
 
 @pytest.mark.parametrize("differs", [False, True])
