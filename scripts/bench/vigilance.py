@@ -6,6 +6,9 @@
                (megatron/launch/alike.py)
     steps      with and without each rank saying where it is (megatron/whereabouts.py), of a tiny and of a 14M model, on
                one rank and on two
+    settings   what the settings of a step cost the host: their texts and digest (megatron/zero/settings.py), for 2 and
+               24 param groups whose rates stay or are new in each step, and the copy that takes it to the device; and
+               what two ranks compare in a save
     saves      of a 124M state (1.5 GB) with and without what says which checkpoint a file is of (decision 022)
 
 What is left out is left out by patches of this script, in processes of its own; the trainer has no such switch. Both
@@ -191,6 +194,64 @@ def steps_child(name: str, pairs: int) -> int:
     return 0
 
 
+# ---- settings -------------------------------------------------------------------------------------------------------
+
+
+def fastest(action: Callable[[], object], rounds: int = 200, calls: int = 10) -> float:
+    """Seconds of a call."""
+    found = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        for _ in range(calls):
+            action()
+        found.append((time.perf_counter() - began) / calls)
+    return min(found)
+
+
+def settings() -> Iterator[str]:
+    import torch
+
+    from megatron.zero.settings import GroupReader, settings_of_a_step
+    from megatron.zero.verdict import row_on
+
+    for count in (2, 24):
+        groups = [dict(torch.optim.AdamW([torch.zeros(1)], lr=1e-3 * number).param_groups[0], initial_lr=1e-3)
+                  for number in range(1, count + 1)]
+        reader = GroupReader(groups)
+
+        def compared() -> int:
+            return settings_of_a_step(7, {"1/4": 4}, 4, 2, reader()).digest(11, 2)
+
+        def new_rates() -> int:
+            for group in groups:
+                group["lr"] *= 0.999
+            return compared()
+
+        for what, action in (("the same rates", compared), ("a new rate in each", new_rates)):
+            yield f"| settings of {count} param groups, {what}: texts and digest | {1e6 * fastest(action):.1f} |"
+    device, square = torch.device("cpu"), torch.ones((), dtype=torch.float64)
+    filled = fastest(lambda: row_on(device, (square, 11, 121, 0)))
+    yield f"| the numbers of a step, to the device | {1e6 * filled:.1f} |"
+    yield f"| what a save compares, 2 ranks | {float(launched(2, '--child', 'settings').splitlines()[-1]):.1f} |"
+
+
+def settings_child() -> int:
+    from dataclasses import asdict
+
+    from megatron.checkpoint.commit import Keep
+    from megatron.launch import distributed
+    from megatron.zero.api.saved import check_save_call
+    from mpu import groups as mpu_groups
+
+    env, world = distributed.init(), mpu_groups.build(1).world
+    arguments = {"tag": None, "save_latest": True, "in_background": False, "keep": asdict(Keep())}
+    found = fastest(lambda: check_save_call(arguments, {"epoch": 1}, world))
+    if env.rank == 0:
+        print(1e6 * found)
+    distributed.shutdown()
+    return 0
+
+
 # ---- saves ----------------------------------------------------------------------------------------------------------
 
 
@@ -253,7 +314,7 @@ def saves(folder: Path, preset: str, pairs: int) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="on the disk to measure; must not be there, or be empty")
-    parser.add_argument("--only", choices=["start-up", "steps", "saves"], help="one of the three")
+    parser.add_argument("--only", choices=["start-up", "steps", "settings", "saves"], help="one of the four")
     parser.add_argument("--start-ups", type=int, default=4, help="pairs of jobs (4)")
     parser.add_argument("--tiny-steps", type=int, default=200, help="pairs of steps of the tiny model (200)")
     parser.add_argument("--steps", type=int, default=15, help="pairs of steps of the 14M model (15)")
@@ -263,11 +324,15 @@ def main() -> int:
     args = parser.parse_args()
     if args.child:
         what, *words = args.child
+        if what == "settings":
+            return settings_child()
         return start_up_child(*words) if what == "start-up" else steps_child(words[0], int(words[1]))
     if args.only in (None, "saves") and (args.folder is None or args.folder.exists() and any(args.folder.iterdir())):
         parser.error("--folder: name a new folder on the disk to measure")
-    print(f"load of the machine before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n\n| | min with, ms | "
-          "without | | median with, ms | without | median of pairs | by itself, ms | |\n|---|" + "---:|" * 8)
+    print(f"load of the machine before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    if args.only != "settings":
+        print("\n| | min with, ms | without | | median with, ms | without | median of pairs | by itself, ms | |\n|---|"
+              + "---:|" * 8)
     if args.only in (None, "start-up"):
         print(start_up(args.start_ups), flush=True)
     if args.only in (None, "steps"):
@@ -275,6 +340,10 @@ def main() -> int:
             print(line, flush=True)
     if args.only in (None, "saves"):
         print(saves(args.folder, args.preset, args.saves), flush=True)
+    if args.only in (None, "settings"):
+        print("\n| microseconds of the host, at best | |\n|---|---:|")
+        for line in settings():
+            print(line, flush=True)
     return 0
 
 
