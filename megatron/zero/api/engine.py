@@ -238,8 +238,8 @@ class Engine(EngineStatus):
         self._batching.set_micro(micro_batch_size)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """From the next step on, by another number of micro-batches; their size stays. Every rank says the same, as
-        of that."""
+        """From the next step on, by another number of micro-batches; their size stays. Every rank says the same, and is
+        not asked here either."""
         self._batching.set_total(train_batch_size)
 
     def is_gradient_accumulation_boundary(self) -> bool:
