@@ -1,7 +1,8 @@
-"""Before the ranks connect: were they all told the same, and do they run the same code?
+"""Before the ranks connect: are all there, were they all told the same, and do they run the same code?
 
-Each rank leaves a checksum of its *facts* in the store where the ranks meet; only where they differ are facts read, of
-one rank for each checksum. A rank waits for one note, whatever their number; rank 0 reads all.
+Each rank leaves its WORLD_SIZE and a checksum of its *facts* in the store where the ranks meet; only where they differ
+are facts read, of one rank for each checksum. A rank waits for one note, whatever their number; rank 0 reads all. The
+last to come, and one with another WORLD_SIZE, ends the waiting of rank 0.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +31,8 @@ MOST_KINDS = 16
 STARTED_DIFFERENTLY = "the ranks were started differently"
 SLACK = timedelta(seconds=10)
 """For rank 0 to say who did not come."""
+ODD_SECONDS = 0.5
+"""For ranks that start together to say their WORLD_SIZE, once two are known to differ."""
 LINGER_SECONDS = 5.0
 """For every rank to read what is wrong, before the one that keeps the store leaves."""
 
@@ -67,22 +71,43 @@ def check_alike(store: Store, rank: int, ranks: int, facts: Mapping[str, Any], l
     store.set(_key("who", rank), here)
     store.set(_key("facts", rank), text)
     store.set(_key("digest", rank), hashlib.sha256(text.encode()).hexdigest())
+    odd = _arrive(store, rank, ranks)
     if rank == 0:
         found = _verdict(store, ranks, limit)
         store.set(_key("verdict"), json.dumps(found))
     else:
-        try:
-            store.wait([_key("verdict")], limit + SLACK)
-        except RuntimeError as error:
-            raise PeerError(f"rank 0 did not say within {limit.total_seconds():g} s that the job may begin: look for "
-                            "its error, then start the same command again") from error
-        found = json.loads(store.get(_key("verdict")))
+        found = _hear(store, limit)
     store.add(_key("heard"), 1)
+    if found is None and odd is not None:
+        found = {"error": odd, "code": EXIT_CONFIG}  # the others have begun without this rank
     if found is None:
         return
     if rank == 0:
-        _wait_for_all(store, ranks)
+        _wait_for_all(store, ranks if found["code"] == EXIT_CONFIG else store.add(_key("count"), 0))
     raise (ConfigError if found["code"] == EXIT_CONFIG else PeerError)(found["error"])
+
+
+def _arrive(store: Store, rank: int, ranks: int) -> str | None:
+    """What is wrong with the WORLD_SIZE of this rank, or with that of the first to come."""
+    store.set(_key("size", rank), str(ranks))
+    size, first = map(int, store.compare_set(_key("size"), "", f"{ranks} {rank}").split())
+    if size != ranks:
+        store.set(_key("odd"), f"{max(ranks, size, rank + 1)}")
+    if store.add(_key("count"), 1) == ranks or size != ranks:
+        store.set(_key("all"), "")
+    return None if size == ranks else difference([({"WORLD_SIZE": size}, [first]), ({"WORLD_SIZE": ranks}, [rank])])
+
+
+def _hear(store: Store, limit: timedelta) -> Any:
+    """What rank 0 says."""
+    until = time.monotonic() + limit.total_seconds()
+    try:
+        store.wait([_key("verdict")], limit + SLACK)
+        return json.loads(store.get(_key("verdict")))
+    except RuntimeError as error:
+        when = f"within {limit.total_seconds():g} s" if time.monotonic() >= until else "before it left"
+        raise PeerError(f"rank 0 did not say {when} that the job may begin: look for its error, then start the same "
+                        "command again") from error
 
 
 def _key(*words: object) -> str:
@@ -92,9 +117,11 @@ def _key(*words: object) -> str:
 def _verdict(store: Store, ranks: int, limit: timedelta) -> dict[str, Any] | None:
     """Rank 0's: None where all is well."""
     keys = [_key("digest", rank) for rank in range(ranks)]
-    try:
-        store.wait(keys, limit)
-    except RuntimeError:
+    with suppress(RuntimeError):  # it is told what is missing
+        store.wait([_key("all")], limit)
+    if store.check([_key("odd")]):
+        return {"error": _sizes(store), "code": EXIT_CONFIG}
+    if not store.check([_key("all")]):
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         error = PeerError(f"{ranges(missing)} of {ranks} did not come within {limit.total_seconds():g} s: look for "
                           "the first error among the ranks, and whether all were started with the same WORLD_SIZE")
@@ -107,6 +134,14 @@ def _verdict(store: Store, ranks: int, limit: timedelta) -> dict[str, Any] | Non
     unread = sum(map(len, kinds[MOST_KINDS:]))
     more = f" ({unread} more ranks were told something else again)" if unread else ""
     return {"error": difference(told, f"{STARTED_DIFFERENTLY}{more}"), "code": EXIT_CONFIG}
+
+
+def _sizes(store: Store) -> str:
+    time.sleep(ODD_SECONDS)
+    came = [rank for rank in range(int(store.get(_key("odd")))) if store.check([_key("size", rank)])]
+    sizes = [int(store.get(_key("size", rank))) for rank in came]
+    return difference([({"WORLD_SIZE": size}, [rank for rank, own in zip(came, sizes, strict=True) if own == size])
+                       for size in dict.fromkeys(sizes)])
 
 
 def difference(told: Sequence[tuple[Mapping[str, Any], Sequence[int]]], what: str = STARTED_DIFFERENTLY) -> str:

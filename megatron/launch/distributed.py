@@ -23,10 +23,12 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron.errors import ConfigError
 from megatron.launch.alike import check_alike, facts_of_code
+from megatron.launch.knock import wait_until_listening
 from megatron.whereabouts import HERE, PLACES_VARIABLE, START_UP, UNKNOWN
 
 if TYPE_CHECKING:
@@ -242,16 +244,22 @@ def _store(env: Environment, timeout: timedelta) -> torch.distributed.Store:
             f"environment: {env.world_size} ranks cannot meet without {' and '.join(missing)}; set the address of rank "
             "0's node and a free port there (docs/launch.md), or start with megatron.launch")
     address, port = os.environ["MASTER_ADDR"], _number(os.environ, "MASTER_PORT")
-    if address not in LOOPBACK or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves it
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves it
         met: dist.Store = next(dist.rendezvous("env://", env.rank, env.world_size, timeout=timeout))[0]
         met.set_timeout(timeout)
         return met
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if address in LOOPBACK:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # Nobody waits in here for the ranks that are missing: alike.py does, and names them.
+    tcp = partial(dist.TCPStore, address, port, None, env.rank == 0, timeout, wait_for_workers=False)
     if env.rank > 0:
-        return dist.TCPStore(address, port, env.world_size, False, timeout)
+        wait_until_listening(address, port, timeout.total_seconds())
+        return tcp()
+    if address not in LOOPBACK:
+        return tcp()
     # TCPStore listens on every interface even for 127.0.0.1, unless it is handed a socket that is bound already.
     listener = socket.create_server((address, port), backlog=max(128, env.world_size))
-    return dist.TCPStore(address, port, env.world_size, True, timeout, master_listen_fd=listener.detach())
+    return tcp(master_listen_fd=listener.detach())
 
 
 def keeps_store(environ: Mapping[str, str] = os.environ) -> bool:

@@ -27,7 +27,7 @@ from megatron.config.tree import SECTIONS, Config
 from megatron.errors import ConfigError, PeerError, TrainerError
 from megatron.launch import alike, link
 from megatron.launch.alike import _modules, check_alike, code_digest, difference
-from megatron.ranges import differences
+from megatron.ranges import differences, ranges
 from megatron.zero import initialize
 from tests.distributed import run_ranks
 
@@ -124,6 +124,47 @@ def test_without_rank_0_the_others_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(alike, "SLACK", timedelta(0))
     with pytest.raises(PeerError, match="rank 0 did not say within 0.3 s"):
         check_alike(dist.HashStore(), 1, 2, FACTS, timedelta(seconds=0.3))
+
+
+@pytest.mark.parametrize("sizes", [(3, 2), (2, 3), (4, 4, 3, 4), (2, 2, 3), (4, 3, 3, 4)])
+def test_ranks_of_jobs_of_different_sizes_are_told_at_once(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+                                                           ) -> None:
+    """Nobody waits for a rank that one of them knows nothing of."""
+    monkeypatch.setattr(alike, "LINGER_SECONDS", 0.5)
+    store, found = dist.HashStore(), [""] * len(sizes)
+    are_there = threading.Barrier(len(sizes))
+
+    def work(rank: int) -> None:
+        are_there.wait()
+        try:
+            check_alike(store, rank, sizes[rank], FACTS, timedelta(seconds=60))
+        except TrainerError as error:
+            found[rank] = f"{type(error).__name__}: {error}"
+
+    began = time.monotonic()
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(len(sizes))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert time.monotonic() - began < 5
+    refused = [line for line in found if line]
+    assert refused and all("ConfigError: the ranks were started differently: WORLD_SIZE is " in line
+                           for line in refused), found
+    if sizes != (2, 2, 3):  # the first two may have begun before the third comes, which knows of one of them
+        assert len({*found}) == 1, found
+        for size in set(sizes):
+            who = [rank for rank, own in enumerate(sizes) if own == size]
+            assert f"{size} on {ranges(who)}" in found[0]
+
+
+def test_a_rank_that_is_left_by_rank_0_does_not_say_that_it_waited() -> None:
+    class Broken(dist.HashStore):
+        def wait(self, *words: Any) -> None:
+            raise dist.DistNetworkError("Connection was likely closed")
+
+    with pytest.raises(PeerError, match="rank 0 did not say before it left"):
+        check_alike(Broken(), 1, 2, FACTS, timedelta(seconds=30))
 
 
 def test_a_change_of_the_code_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,6 +265,31 @@ def started(starter: str, folder: Path, extra: str) -> tuple[list[int], str, flo
                                 text=True) for line in STARTERS[starter](command, port)]
     said = [process.communicate(timeout=90)[1] for process in running]
     return [process.returncode for process in running], "".join(said), time.monotonic() - began
+
+
+@pytest.mark.parametrize(("sizes", "address", "limit", "code", "words"), [
+    ({0: 2}, "localhost", 4, 5, "rank 1 of 2 did not come within 4 s"),
+    ({0: 3, 1: 3}, "localhost", 8, 5, "rank 2 of 3 did not come within 8 s"),
+    ({0: 3, 1: 3}, socket.gethostname(), 8, 5, "rank 2 of 3 did not come within 8 s"),
+    ({1: 2}, "localhost", 2, 5, "rank 0 did not answer at localhost:PORT within 2 s (Connection refused)"),
+    ({1: 2}, "no-such-host.invalid", 2, 5, "rank 0 did not answer at no-such-host.invalid:PORT within 2 s ("),
+    ({0: 3, 1: 2}, "localhost", 600, 2, "started differently: WORLD_SIZE is 3 on rank 0, 2 on rank 1.")])
+def test_ranks_by_hand_that_do_not_find_each_other_say_who_is_missing(
+        sizes: Mapping[int, int], address: str, limit: int, code: int, words: str) -> None:
+    """One line a node, and no stack of torch's."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = int(probe.getsockname()[1])
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHED_BY}
+    environment |= {"OMP_NUM_THREADS": "1", "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    running = [subprocess.Popen(
+        [sys.executable, "pretrain_gpt2.py", *TINY, "--startup-timeout-seconds", str(limit)], cwd=ROOT,
+        env=environment | {"RANK": str(rank), "WORLD_SIZE": str(size)}, stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE, text=True) for rank, size in sizes.items()]
+    said = "".join(process.communicate(timeout=90)[1] for process in running)
+    assert [process.returncode for process in running] == [code] * len(sizes), said
+    found = said.splitlines()
+    assert 1 <= len(found) <= len(sizes) and len(set(found)) == 1, said
+    assert found[0].startswith("error: ") and words.replace("PORT", str(port)) in found[0], said
 
 
 @pytest.mark.parametrize("starter", STARTERS)
