@@ -141,6 +141,7 @@ def shared_environment(options: argparse.Namespace, store_file: str | None) -> d
     # Each rank would otherwise start one thread for every core, and N ranks would fight for them.
     cores = len(os.sched_getaffinity(0))
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // options.nproc_per_node)))
+    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as exits.py does: here also for scripts of others
     environment.pop("MEGATRON_STORE_FILE", None)
     if store_file:
         environment["MEGATRON_STORE_FILE"] = store_file

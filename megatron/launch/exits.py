@@ -54,6 +54,9 @@ TEXT_FLAGS = frozenset({"-h", "--help", "--help-all", "--version"})
 DEBUG_VARIABLE = "MEGATRON_DEBUG"
 """Set to 1, it does what --debug does: scripts of one's own have no such flag."""
 
+TORCH_SPEAKS_OF = ("TORCH_CPP_LOG_LEVEL", "ERROR")
+"""Read when torch is imported. Its warnings of a lost peer are a stack in C++ for each connection, beside our line."""
+
 LIBRARIES = frozenset({"megatron", "mpu", "torch"})
 
 MEMORY_CLASSES = frozenset({"MemoryError", "OutOfMemoryError"})
@@ -87,6 +90,7 @@ def run(main: Callable[[], int | None], debug: bool | None = None, *, is_job: bo
     A reader of standard output that has seen enough ends a command quietly; a job (`is_job`) says why it stops, unless
     it was asked for its help."""
     open_closed_streams()
+    os.environ.setdefault(*TORCH_SPEAKS_OF)
     if not is_job:  # a job listens by itself, and saves
         raise_when_asked()
     is_job = is_job and not TEXT_FLAGS.intersection(word.replace("_", "-") for word in sys.argv[1:])
