@@ -29,6 +29,7 @@ class Link:
     def __init__(self, connection: socket.socket) -> None:
         self._socket, self._begun = connection, b""
         connection.settimeout(SEND_SECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in (("TCP_KEEPIDLE", QUIET_SECONDS), ("TCP_KEEPINTVL", ASK_SECONDS), ("TCP_KEEPCNT", ASKED),
                             ("TCP_USER_TIMEOUT", 1000 * (QUIET_SECONDS + ASK_SECONDS * ASKED))):
@@ -56,6 +57,12 @@ class Link:
         return [_message(line) for line in lines]
 
     def close(self) -> None:
+        """What was sent arrives: a connection that is closed with something unread is reset, and loses it."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+            self._socket.settimeout(0)
+            while self._socket.recv(LONGEST):
+                pass
         self._socket.close()
 
 

@@ -135,7 +135,7 @@ class Gathering:
             for link in self._strangers:
                 link.close()
         self._say_all({"begin": [asdict(self._places[node]) for node in sorted(self._places)]})
-        return Nodes(self._own, self._links, {node: self._places[node] for node in self._links})
+        return Nodes(self._own, self._links, {node: self._places[node] for node in self._links}, self._say)
 
     def _refuse_all(self, error: TrainerError, until: float) -> None:
         """Also who is about to knock, and would wait for nobody."""
@@ -225,6 +225,7 @@ class Joining:
     def __init__(self, own: Place, address: str, port: int, seconds: float, say: Say) -> None:
         self._own, self._address, self._port, self._seconds = own, address, port, seconds
         self._where, self._until, self._news = f"{address}:{port}", time.monotonic() + seconds, _News(say)
+        self._say = say
         self._heard: deque[dict[str, Any]] = deque()
 
     def run(self) -> Nodes:
@@ -244,7 +245,8 @@ class Joining:
                 raise PeerError(f"launcher: node 0 at {self._where} left before the job began; its output says why"
                                 ) from error
             found = {place.node: place for place in map(place_of, places)}
-            return Nodes(self._own, {0: link}, {node: found[node] for node in found if node != self._own.node})
+            return Nodes(self._own, {0: link}, {node: found[node] for node in found if node != self._own.node},
+                         self._say)
         except BaseException:
             link.close()
             raise

@@ -227,6 +227,7 @@ class Supervisor:
                 for number in key.data.recv(256):
                     self._on_signal(number)
         self._pass_on_requests()
+        self.nodes.keep_in_touch()
         self.sight.look()
         for rank in list(self._running):
             self._look_at(rank)
@@ -328,6 +329,8 @@ class Supervisor:
     def _verdict(self) -> int:
         if self._interrupts >= 2:
             return self._end(EXIT_INTERRUPTED, INTERRUPTED)
+        if self.nodes.is_given_up and not any(self._is_own_failure(end) and not end.stopped for end in self._endings):
+            return self._end(EXIT_PEER, self._of_absence(), is_victim=True)
         failures = [ending for ending in self._endings if ending.failed]
         culprit: Ending | Late | None = next((end for end in self._endings if self._is_own_failure(end)), None)
         if culprit is None and not self.nodes.has_culprit:
@@ -336,7 +339,7 @@ class Supervisor:
             rank = self._ranks[culprit.local]
             return self._end(EXIT_PEER, culprit.describe(described(rank.rank, rank.process.pid)).encode() + b"\n")
         if culprit is None and (failures or self.nodes.are_failing):
-            other = self.nodes.culprit(OTHERS_SECONDS)
+            other = self.nodes.culprit(OTHERS_SECONDS, self._where_it_waited())
             if other is None and not failures and self.nodes.failed:
                 other = self.nodes.failed[0]
             if other is not None:
@@ -349,6 +352,14 @@ class Supervisor:
                   if ending is not culprit and not ending.is_victim and not self._held_of(ending)]
         return self._end(culprit.job_exit_code, held[0] if held else culprit.describe(others).encode() + b"\n",
                          is_victim=culprit.is_victim)
+
+    def _where_it_waited(self) -> str:
+        waited = next((ending for ending in self._endings if ending.is_victim and ending.place.state != UNKNOWN), None)
+        return "" if waited is None else f", while rank {waited.rank} waited at {waited.place}"
+
+    def _of_absence(self) -> bytes:
+        place = self.sight.place(0)
+        return (self.nodes.describe_absence("" if place.state == UNKNOWN else f" at {place}") + "\n").encode()
 
     def _is_own_failure(self, ending: Ending) -> bool:
         """Not for the sake of another rank."""

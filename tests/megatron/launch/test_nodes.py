@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ConfigError, PeerError
-from megatron.launch import meeting
+from megatron.launch import meeting, pulse
 from megatron.launch.link import Link
 from megatron.launch.nodes import Nodes, Place
 
@@ -401,6 +401,136 @@ def test_a_node_that_is_done_early_is_no_failure(tmp_path: Path, port: int) -> N
     assert [launcher.end() for launcher in launchers] == [(0, "done\n", [])] * 3
 
 
+# ---- nodes that stand still --------------------------------------------------------------------------------------
+
+
+def members(port: int, nodes: int) -> tuple[list[Nodes], list[list[str]]]:
+    """Nodes of one job in this process, and what their launchers would say."""
+    found: dict[int, Nodes] = {}
+    said = [lines() for _ in range(nodes)]
+
+    def come(node: int) -> None:
+        found[node] = meeting.meet(Place(node, nodes, 1, f"host{node}"), "127.0.0.1", port, 10, said[node][1])
+
+    threads = [threading.Thread(target=come, args=(node,)) for node in range(nodes)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    for told, _ in said:
+        told.clear()
+    return [found[node] for node in range(nodes)], [told for told, _ in said]
+
+
+class Clock:
+    """Of a test, in which nobody waits."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(pulse, "wall", lambda: self.now)
+
+    def run(self, seconds: float, alive: list[Nodes]) -> None:
+        until = self.now + seconds
+        while self.now < until:
+            self.now += 0.5
+            for _ in range(2):
+                for one in alive:
+                    one.hear()
+
+
+def test_a_launcher_that_does_not_answer_is_told_and_so_is_its_return(port: int, monkeypatch: pytest.MonkeyPatch
+                                                                      ) -> None:
+    clock = Clock(monkeypatch)
+    all_three, (first, second, third) = members(port, 3)
+    clock.run(30, all_three)
+    assert first == second == third == []
+    clock.run(41, [all_three[0], all_three[2]])
+    assert [line.partition(":")[0] for line in first] == ["warning"] * 3 and second == third == []
+    for line, seconds in zip(first, (10, 20, 40), strict=True):
+        assert f"the launcher of node 1 (host1, rank 1) has not answered for {seconds} s" in line
+        assert "the run goes on" in line
+    clock.run(2, all_three)
+    assert len(first) == 4 and first[3].startswith("note: the launcher of node 1 (host1, rank 1) answers again")
+    assert third == [] and len(second) == 1, "it was not the others that were away"
+    assert second[0].startswith("warning: the launcher of node 1 (host1, rank 1), this node, did not run for 4")
+    clock.run(15, all_three[1:])
+    assert len(second) == 2 and "the launcher of node 0 (host0, rank 0) has not answered for 10 s" in second[1]
+    for one in all_three:
+        one.close()
+
+
+def test_all_launchers_that_were_away_together_blame_nobody(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machines that were suspended, and come back one after the other."""
+    clock = Clock(monkeypatch)
+    both, said = members(port, 2)
+    clock.run(3, both)
+    clock.now += 3600
+    clock.run(2, both[:1])
+    assert both[0].culprit(0.6) is None
+    clock.run(5, both)
+    assert both[0].culprit(0.6) is None and both[1].culprit(0.1) is None
+    assert [len(told) for told in said] == [1, 1] and not both[1].is_given_up
+    for one in both:
+        one.close()
+
+
+def test_one_that_fails_for_a_reason_of_its_own_is_blamed_before_one_that_is_silent(
+        port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    three, _ = members(port, 3)
+    clock.run(20, three[::2])
+    three[2].tell(3, "error: the reason")
+    end = three[0].culprit(1.0, ", while rank 0 waited")
+    assert end is not None and end.describe() == "error: node 2 (host2, rank 2): the reason"
+    for one in three:
+        one.close()
+
+
+STANDS_STILL = """
+from megatron.errors import PeerError
+from megatron.launch import exits
+from megatron.launch.distributed import show_place
+from megatron.whereabouts import HERE
+def main():
+    show_place()
+    HERE.do("training")
+    HERE.at_step(7)
+    HERE.enter("backward", "blocks.1")
+    HERE.waits[0] = 2
+    open(r'{folder}/ready' + str(rank), 'w').write(str(os.getpid()))
+    time.sleep({seconds})
+    raise PeerError('waited in vain')
+sys.exit(exits.run(main))
+"""
+
+
+@pytest.mark.parametrize("away", [0, 1])
+def test_a_node_that_stops_whole_is_named_and_hears_that_the_job_ended_without_it(tmp_path: Path, port: int, away: int
+                                                                                  ) -> None:
+    """As a machine that is suspended, or swaps: its connections stay, and no rank says a word."""
+    launchers = [Node(tmp_path, port, node, STANDS_STILL.format(folder=tmp_path, seconds=60 if node == away else 8),
+                      nodes=3) for node in range(3)]
+    when(are_ready(tmp_path, 3), 2 * LIMIT)
+    when((tmp_path / f"ready{away}").read_text)
+    stopped = [launchers[away].process.pid, int((tmp_path / f"ready{away}").read_text())]
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        for node, launcher in enumerate(launchers):
+            if node != away:
+                code, _, errors = launcher.end(4 * LIMIT)
+                assert code == 5 and len(errors) == 1, errors
+                assert errors[0].startswith(f"error: node {away} ({HOST}, rank {away}) did not answer for 1"), errors
+                assert "step 7: backward, blocks.1, exchange; it is stopped or suspended" in errors[0]
+    finally:
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+    code, _, errors = launchers[away].end()
+    assert code == 5 and len(errors) == 1, errors
+    assert errors[0].startswith(f"error: this node (node {away}, {HOST}) was away for 1"), errors
+    assert "at step 7: backward, blocks.1, exchange, and the job has ended without it" in errors[0]
+
+
 # ---- real networks -----------------------------------------------------------------------------------------------
 
 
@@ -461,3 +591,27 @@ def test_a_run_on_two_nodes_ends_without_a_word_of_torchs_about_its_store(tmp_pa
     assert [launcher.returncode for launcher in launchers] == [0, 0], said
     assert "iteration        2/       2" in said[0][0] and said[1] == ("", ""), said
     assert "TCPStore" not in said[0][1]
+
+
+FOR_LONG = ("--preset tiny --mock-data --train-iters 1000000 --log-interval 1 --eval-interval 0 --num-layers 1 "
+            "--hidden-size 16 --num-attention-heads 2").split()
+
+
+def test_a_lost_node_0_leaves_one_line_and_no_stack_of_torchs(tmp_path: Path, port: int) -> None:
+    """It keeps the store, and each connection to it that breaks is a warning of torch's with a stack in C++."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    launchers = [subprocess.Popen(
+        [sys.executable, "-m", "megatron.launch", "--nnodes", "2", "--node-rank", str(node), "--master-addr",
+         "127.0.0.1", "--master-port", str(port), "pretrain_gpt2.py", *FOR_LONG], cwd=ROOT, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, env=environment | {"OMP_NUM_THREADS": "1"}) for node in range(2)]
+    try:
+        assert launchers[0].stdout is not None
+        assert any("iteration  " in line for line in launchers[0].stdout)
+        launchers[0].kill()
+        _, err = launchers[1].communicate(timeout=30)
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+            launcher.communicate()
+    assert launchers[1].returncode == 5 and err.count("\n") == 1, err
+    assert err.startswith(f"error: node 0 ({HOST}, rank 0) is gone without a word")
