@@ -10,8 +10,8 @@ module is sharded), place.py (over which ranks), same.py (whether they start ali
 whole), agreement.py (what ranks compare in a backward), scaling.py (the loss scale of fp16), root.py (the units of a
 model in training), sharding.py (what sharding a module does), fully_shard.py and member.py (torch's function),
 wrapper.py (FairScale's class), wrap.py (which modules are wrapped), clip.py (the norm of gradients), summon.py
-(parameters whole for a while), state_dict.py and optim_state.py (state, whole and in parts), checkpoint.py (and as
-checkpoints), checkpointing.py (activation checkpointing).
+(parameters whole for a while), state_dict.py and optim_state.py (state, whole and in parts), distributed_state.py (by
+torch's functions), checkpoint.py (and as checkpoints), checkpointing.py (activation checkpointing).
 """
 
 from megatron.fsdp.checkpoint import load_checkpoint, save_checkpoint
