@@ -107,8 +107,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.checkpoint.interchange.huggingface megatron.checkpoint.interchange.nanogpt
         megatron.checkpoint.interchange.megatron_lm megatron.checkpoint.interchange.convert
         megatron.zero.estimate megatron.zero.accelerator megatron.zero.ops megatron.zero.ops.adam megatron.zero.watch
-        megatron.zero.api megatron.zero.api.update megatron.zero.api.drives megatron.zero.api.offload
-        megatron.zero.api.meanwhile
+        megatron.zero.api megatron.zero.api.same megatron.zero.api.update megatron.zero.api.drives
+        megatron.zero.api.offload megatron.zero.api.meanwhile
         megatron.zero.api.init megatron.zero.api.loading
         megatron.zero.api.curves megatron.zero.api.monitor megatron.zero.api.batching megatron.zero.api.hyper
         megatron.zero.api.shared megatron.zero.api.saved

@@ -1,35 +1,56 @@
-"""Whether all ranks start from the same weights: one number travels where they do."""
+"""Whether all ranks shard the same module, in the same order and from the same weights: one number travels where they
+do."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
 from data.storage import crc32
-from megatron.checkpoint.agree import alike
-from megatron.zero.holders import holder_of
+from megatron.checkpoint.agree import unlike
+from megatron.errors import ConfigError
+from megatron.launch.alike import difference
+from megatron.zero.api.same import first_difference, kind_of
+from megatron.zero.holders import holder_of, shape_of
 from mpu.groups import Group
 
 CHUNK = 1 << 22
 """Numbers that are summed at a time."""
 
 
-def check_same(parameters: Mapping[str, nn.Parameter], group: Group, where: str) -> None:
-    """A ConfigError on every rank that names the parameters whose values differ."""
+def check_same(parameters: Mapping[str, nn.Parameter], group: Group, where: str, *, inside: Sequence[str] = (),
+               settings: Mapping[str, object] = MappingProxyType({}), values: bool = True) -> None:
+    """A ConfigError on every rank that names the first parameter that differs, or those whose values do. `inside`: the
+    modules that are sharded already, in that order."""
     if group.is_solo:
         return
-    told = {name: _digest(parameter) for name, parameter in parameters.items()}
-    alike(told, group, f"the ranks start {where} from different weights (give them the same seed before the model is "
-                       "made, or sync_module_states=True, and all take those of the first)")
+    rows = {"setting": [[name, str(value)] for name, value in settings.items()],
+            "module sharded before": [[name] for name in inside],
+            "parameter": [[name, _kind(parameter)] for name, parameter in parameters.items()]}
+    digests = {name: _digest(parameter) for name, parameter in parameters.items() if values}
+    told = unlike({**rows, "values": digests}, group)
+    if not told:
+        return
+    for kind in rows:
+        if found := first_difference(told, kind):
+            raise ConfigError(f"the ranks shard {where} differently: {found}")
+    raise ConfigError(difference(
+        [(one["values"], [rank]) for rank, one in enumerate(told)],
+        f"the ranks start in {where} from different weights (give them the same seed before the model is made, or "
+        "sync_module_states=True, and all take those of the first)"))
+
+
+def _kind(parameter: nn.Parameter) -> str:
+    return kind_of(parameter, shape_of(parameter)) + " (frozen)" * (not parameter.requires_grad)
 
 
 def _digest(parameter: nn.Parameter) -> str:
-    kind = f"{str(parameter.dtype).removeprefix('torch.')}{list(parameter.shape)}"
     if holder_of(parameter) is not None:  # of zero.Init: the parts of one rank's values
-        return kind
-    return f"{kind} {sum_of_bytes(parameter.detach())}"
+        return _kind(parameter)
+    return f"{_kind(parameter)} {sum_of_bytes(parameter.detach())}"
 
 
 def sum_of_bytes(values: Tensor) -> str:

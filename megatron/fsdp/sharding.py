@@ -8,8 +8,9 @@ module around all of them.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from time import monotonic_ns
 
 import torch
 from torch import nn
@@ -47,6 +48,8 @@ class Member:
     unit: Unit
     settings: Settings
     root: Root
+    sharded_at: int = field(default_factory=monotonic_ns)
+    """Modules are sharded one after the other, in one order on all ranks."""
 
 
 def member_of(module: nn.Module) -> Member | None:
@@ -90,8 +93,8 @@ def shard(module: nn.Module, settings: Settings, group: Group, device: torch.dev
     _check_own(own)
     _check_whole(module)
     forget_gradients(module)
-    if not settings.copies_first:
-        check_same(own, group, f"in {name}")
+    check_same(own, group, name, inside=[path for path, _, _ in sorted(inner, key=lambda one: one[2].sharded_at)],
+               settings=vars(settings), values=not settings.copies_first)
     roots = {id(member.root): member.root for _, _, member in inner}
     first = next(iter(roots.values()), None)
     log = ExchangeLog(sums_in_order=on_accelerator(device)) if first is None else first.log

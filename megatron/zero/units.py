@@ -64,8 +64,7 @@ class Cut:
 
 def build_units(model: nn.Module, cut: Cut) -> list[Unit]:
     """The units of a model in forward order, the root first. Their buckets take the parameters over."""
-    modules = {ROOT: model, **{name: module for name, module in _unit_modules(model)}}
-    homes = _homes(model, modules)
+    modules, homes = _modules(model), units_of(model)
     members: dict[tuple[str, str], list[tuple[str, nn.Parameter]]] = {}
     for path, parameter in model.named_parameters():
         kind, home = "" if parameter.requires_grad else ".frozen", homes[parameter]
@@ -79,6 +78,16 @@ def build_units(model: nn.Module, cut: Cut) -> list[Unit]:
         if buckets or name == ROOT:
             units.append(Unit(len(units), name, module, buckets))
     return units
+
+
+def units_of(model: nn.Module) -> dict[nn.Parameter, str]:
+    """Parameter -> name of its unit."""
+    return _homes(model, _modules(model))
+
+
+def _modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Name of a unit -> its module."""
+    return {ROOT: model, **dict(_unit_modules(model))}
 
 
 def _row(policy: Policy, kind: str) -> Policy:

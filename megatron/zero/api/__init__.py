@@ -8,6 +8,6 @@
     curves.py       tensorboard's writer, whose errors name the flag
     weights.py, saved.py                     the weights as a state dict; the engine's state in a checkpoint
     shared.py                                what the state in a checkpoint must be to be used
-    hyper.py        the hyper-parameters of the param groups there
+    hyper.py        the hyper-parameters of the param groups there; same.py: whether all ranks have the same model
     init.py         `zero.Init`, `zero.GatheredParameters`; meanwhile.py: where parameters wait for `zero.initialize`
 """

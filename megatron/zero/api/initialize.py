@@ -41,6 +41,7 @@ from megatron.zero.api.meeting import DEFAULT_PORT, init_distributed
 from megatron.zero.api.monitor import Watch, watch_of
 from megatron.zero.api.offload import homes_of, offload_notes
 from megatron.zero.api.optimizer import ZeroOptimizer
+from megatron.zero.api.same import check_model
 from megatron.zero.api.schedule import FollowSchedule, Scheduler, schedule_of
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.layout import align
@@ -89,6 +90,7 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
     with config.words.speaking():
         rule, param_groups, defaults, client = _rule_and_groups(settings, model, model_parameters, optimizer)
         _check_groups(model, param_groups)
+        check_model(model, groups.world)
         alike(_numbers(rule, param_groups, model), groups.world, "the ranks give zero.initialize different optimizers")
         moved = meanwhile_notes(model, config, device.type)
         homes, told = homes_of(config, rule, model, device, groups)
@@ -117,10 +119,9 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
 
 
 def _numbers(rule: Rule, param_groups: Iterable[ParamGroup], model: nn.Module) -> dict[str, Any]:
-    """What an optimizer calculates with, and on which parameters."""
+    """What an optimizer calculates with, and on which parameters: their order in a group is no difference."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    trained = [name for parameter, name in names.items() if parameter.requires_grad]
-    found: dict[str, Any] = {"the rule": type(rule).__name__, "trained": _listed(trained)}
+    found: dict[str, Any] = {"the rule": type(rule).__name__}
     for number, group in enumerate(param_groups):
         found |= {f"{name} of param group {number}": plain(value) for name, value in group.items()
                   if name != "params"}

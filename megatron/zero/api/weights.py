@@ -12,6 +12,7 @@ from megatron.checkpoint.agree import agree, called_alike
 from megatron.config.tree import ZeroConfig
 from megatron.errors import ConfigError
 from megatron.zero.api.init import GatheredParameters
+from megatron.zero.api.same import check_buffers
 from megatron.zero.api.saved import whole_weights
 from megatron.zero.engine import ZeroEngine, copy_buffers_from_first
 from megatron.zero.exchanges import LOAD, SAVE
@@ -52,6 +53,7 @@ def load_weights(core: ZeroEngine, state: Mapping[str, Any], strict: bool) -> No
 
     core.meet(LOAD)
     called_alike("load_module_state_dict", {"strict": strict}, core.groups.world)
+    check_buffers(core.module, core.groups.world, "load_module_state_dict")
     agree(check, core.groups.world)
     named: dict[str, Any] = core.module.state_dict(keep_vars=True)
     new = {id(tensor): state[name] for name, tensor in named.items() if gives and name in state}

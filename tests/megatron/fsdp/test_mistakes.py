@@ -280,6 +280,47 @@ def test_ranks_that_start_from_different_weights() -> None:
     refused(different_weights, "last.bias", "sync_module_states")
 
 
+class Pair(nn.Module):
+    """Two layers, registered in an order and used in another."""
+
+    def __init__(self, first: str = "a") -> None:
+        super().__init__()
+        for name in ("a", "b") if first == "a" else ("b", "a"):
+            setattr(self, name, nn.Linear(4, 4, bias=False))
+
+
+def registered_in_another_order(rank: int, sync: bool) -> None:
+    torch.manual_seed(0)
+    around(Pair("ab"[rank]), "torch", sync_module_states=sync)
+
+
+def sharded_in_another_order(rank: int) -> None:
+    model = Pair()
+    for layer in (model.a, model.b) if rank == 0 else (model.b, model.a):
+        fully_shard(layer, sync_module_states=True)
+    fully_shard(model, sync_module_states=True)
+
+
+def frozen_on_one(rank: int) -> None:
+    model = Pair()
+    model.a.weight.requires_grad = rank == 0
+    fully_shard(model, sync_module_states=True)
+
+
+def first_values_on_one(rank: int) -> None:
+    fully_shard(Pair(), sync_module_states=rank == 1)
+
+
+def test_ranks_that_shard_in_another_order_or_other_modules() -> None:
+    """At the same weights, and where the first ones are copied, which goes by the order."""
+    for sync in (False, True):
+        refused(partial(registered_in_another_order, sync=sync), "the ranks shard Pair differently: parameter 0 is "
+                "'a.weight' on rank 0, 'b.weight' on rank 1; a model that is built from a set")
+    refused(sharded_in_another_order, "module sharded before 0 is 'a' on rank 0, 'b' on rank 1")
+    refused(frozen_on_one, "parameter 'a.weight' is float32 [4, 4] on rank 0, float32 [4, 4] (frozen) on rank 1")
+    refused(first_values_on_one, "setting 'copies_first' is False on rank 0, True on rank 1")
+
+
 def made_equal(rank: int, world: int, way: str) -> float:
     model = Net()
     with torch.no_grad():

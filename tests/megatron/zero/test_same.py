@@ -1,0 +1,314 @@
+"""Ranks whose models differ, or have their parameters or buffers in another order, get no engine: the first that
+differs is named. The order within param groups is no difference."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron import zero
+from megatron.errors import ConfigError
+from megatron.zero.api.same import WHAT_DOES_IT
+from mpu.groups import build
+from mpu.partition import mark_partition
+from mpu.split import Partition
+from tests.distributed import run_ranks
+
+NAMES = ("alpha", "beta", "gamma")
+STAGES = (0, 1, 2, 3)
+
+
+class Named(nn.Module):
+    """Layers and buffers that are registered in an order, and used in another, which is the same for all."""
+
+    def __init__(self, names: tuple[str, ...] = NAMES, buffers: tuple[str, ...] = ("mean", "std")) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in names})
+        for name, layer in self.layers.items():
+            torch.nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(len(name) + ord(name[0])))
+        for name in buffers:
+            self.register_buffer(name, torch.full((2,), float(len(name))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = (x - self.mean.sum()) / self.std.sum()
+        for name in sorted(self.layers):
+            x = torch.tanh(self.layers[name](x))
+        return x.square().mean()
+
+
+class Blocks(nn.Module):
+    """As `Named`, of units."""
+
+    def __init__(self, *kinds: type[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(kind() for kind in kinds)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+class In(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+class Out(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(x)
+
+
+def engine_of(model: nn.Module, stage: int, parameters: Any = None, mpu: Any = None) -> Any:
+    return zero.initialize(
+        model=model, optimizer=torch.optim.SGD(parameters or model.parameters(), lr=0.5), mpu=mpu,
+        config={"train_micro_batch_size_per_gpu": 2, "zero_optimization": {
+            "stage": stage, "stage3_param_persistence_threshold": 0}})[0]
+
+
+def swapped(rank: int) -> nn.Module:
+    return Named(NAMES if rank == 0 else ("beta", "alpha", "gamma"))
+
+
+def swapped_last(rank: int) -> nn.Module:
+    return Named(NAMES if rank == 0 else ("alpha", "gamma", "beta"))
+
+
+def a_layer_more(rank: int) -> nn.Module:
+    return Named(NAMES if rank == 0 else (*NAMES, "delta"))
+
+
+def another_name(rank: int) -> nn.Module:
+    return Named(NAMES if rank == 0 else ("alpha", "beta", "delta"))
+
+
+def another_shape(rank: int) -> nn.Module:
+    model = Named()
+    model.layers["beta"].weight = nn.Parameter(torch.ones(4, 4) if rank == 0 else torch.ones(2, 8))
+    return model
+
+
+def another_precision(rank: int) -> nn.Module:
+    model = Named()
+    model.layers["beta"].to(torch.float32 if rank == 0 else torch.float64)
+    return model
+
+
+def frozen(rank: int) -> nn.Module:
+    model = Named()
+    model.layers["beta"].weight.requires_grad = rank == 0
+    return model
+
+
+def units_swapped(rank: int) -> nn.Module:
+    return Blocks(*((In, Out) if rank == 0 else (Out, In)))
+
+
+def tied(rank: int) -> nn.Module:
+    """A parameter that several units use belongs to the root."""
+    model = Blocks(In, Out)
+    if rank == 1:
+        model.blocks[1].also = model.blocks[0].inner
+    return model
+
+
+def of_another_module(rank: int) -> nn.Module:
+    model = Blocks(In, Out)
+    if rank == 1:
+        zero.register_external_parameter(model, model.blocks[0].inner.weight)
+    return model
+
+
+def tiles_swapped(rank: int) -> nn.Module:
+    order = ("first", "second") if rank == 0 else ("second", "first")
+    return nn.Sequential(nn.ModuleDict({name: zero.TiledLinear(4, 4, in_splits=2, out_splits=2) for name in order}))
+
+
+def split_at_once(rank: int) -> nn.Module:
+    with zero.Init():
+        return swapped(rank)
+
+
+def split_on_one_rank(rank: int) -> nn.Module:
+    """Nobody waits: it is one that no rank has in common with another."""
+    model = Named()
+    if rank == 1:
+        with zero.Init(data_parallel_group=torch.distributed.new_group([1], use_local_synchronization=True)):
+            model.layers["beta"] = nn.Linear(4, 4, bias=False)
+    return model
+
+
+def buffers_swapped(rank: int) -> nn.Module:
+    return Named(buffers=("mean", "std") if rank == 0 else ("std", "mean"))
+
+
+def another_buffer(rank: int) -> nn.Module:
+    return Named(buffers=("mean", "std") if rank == 0 else ("mean", "std", "more"))
+
+
+def longer_buffer(rank: int) -> nn.Module:
+    model = Named()
+    model.std = torch.ones(2 + rank)
+    return model
+
+
+def whole_numbers(rank: int) -> nn.Module:
+    model = Named()
+    model.std = torch.ones(2, dtype=torch.int64 if rank == 0 else torch.int32)
+    return model
+
+
+MODELS: dict[Callable[[int], nn.Module], str] = {
+    swapped: f"parameter 0 is 'layers.alpha.weight' on rank 0, 'layers.beta.weight' on rank 1; {WHAT_DOES_IT}",
+    swapped_last: f"parameter 1 is 'layers.beta.weight' on rank 0, 'layers.gamma.weight' on rank 1; {WHAT_DOES_IT}",
+    a_layer_more: "parameter 3 is nothing on rank 0, 'layers.delta.weight' on rank 1; build the same model",
+    another_name: "parameter 2 is 'layers.gamma.weight' on rank 0, 'layers.delta.weight' on rank 1; build the same",
+    another_shape: "parameter 'layers.beta.weight' is float32 [4, 4] in unit root on rank 0, float32 [2, 8]",
+    another_precision: "parameter 'layers.beta.weight' is float32 [4, 4] in unit root on rank 0, float64 [4, 4]",
+    frozen: "parameter 'layers.beta.weight' is float32 [4, 4] in unit root on rank 0, float32 [4, 4] (frozen) in",
+    units_swapped: "parameter 0 is 'blocks.0.inner.weight' on rank 0, 'blocks.0.outer.weight' on rank 1",
+    tied: "parameter 'blocks.0.inner.weight' is float32 [4, 4] on rank 0, float32 [4, 4] in unit root on rank 1",
+    of_another_module: "parameter 'blocks.0.inner.weight' is float32 [4, 4] on rank 0, float32 [4, 4] in unit root on",
+    tiles_swapped: f"on rank 1; {WHAT_DOES_IT}",
+    split_at_once: f"parameter 0 is 'layers.alpha.weight' on rank 0, 'layers.beta.weight' on rank 1; {WHAT_DOES_IT}",
+    split_on_one_rank: "parameter 'layers.beta.weight' is float32 [4, 4] in unit root on rank 0, float32 [4, 4] of "
+                       "zero.Init in",
+    buffers_swapped: f"buffer 0 is 'mean' on rank 0, 'std' on rank 1; {WHAT_DOES_IT}",
+    another_buffer: "buffer 2 is nothing on rank 0, 'more' on rank 1; build the same model on every rank",
+    longer_buffer: "buffer 'std' is float32 [2] on rank 0, float32 [3] on rank 1; build the same model on every rank",
+    whole_numbers: "buffer 'std' is int64 [2] on rank 0, int32 [2] on rank 1; build the same model on every rank"}
+
+
+def refused(rank: int, world: int, stage: int) -> dict[str, str]:
+    found = {}
+    for make in MODELS:
+        try:
+            engine_of(make(rank), stage)
+            found[make.__name__] = ""
+        except ConfigError as error:
+            found[make.__name__] = str(error)
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_ranks_with_other_models_get_no_engine(stage: int) -> None:
+    first, second = run_ranks(refused, 2, stage)
+    assert first == second
+    assert {make.__name__: first[make.__name__] for make, words in MODELS.items()
+            if words not in first[make.__name__]} == {}
+
+
+class Slice(nn.Module):
+    def __init__(self, names: tuple[str, ...]) -> None:
+        super().__init__()
+        for name in names:
+            setattr(self, name, nn.Parameter(torch.ones(4)))
+            mark_partition(getattr(self, name), Partition(0))
+
+
+def refused_in_a_tp_group(rank: int, world: int, odd: int) -> str:
+    """`odd` has another order: one of a tensor parallel group, whose data parallel group agrees where it is solo."""
+    try:
+        engine_of(Slice(("a", "b") if rank != odd else ("b", "a")), 1, mpu=build(2))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("world, odd", [(2, 1), (4, 3), (4, -1)])
+def test_ranks_of_a_tensor_parallel_group_have_the_same_names(world: int, odd: int) -> None:
+    said = set(run_ranks(refused_in_a_tp_group, world, odd))
+    assert len(said) == 1
+    others = "rank 0" if world == 2 else "ranks 0-2"
+    assert (f"parameter 0 is 'a' on {others}, 'b' on rank {odd}" in next(iter(said))) == (odd >= 0), said
+
+
+def trained(rank: int, world: int, stage: int) -> float:
+    """How far from plain SGD on the mean loss; rank 1 gives the optimizer its parameters backwards."""
+    rows = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
+    plain, model = Named(), Named()
+    rule = torch.optim.SGD(plain.parameters(), lr=0.5)
+
+    def by_hand(loss: Tensor) -> None:
+        rule.zero_grad()
+        loss.backward()
+        rule.step()
+
+    for number in range(3):
+        by_hand((plain(rows[:2].roll(number, 0)) + plain(rows[2:].roll(number, 0))) / 2)
+    engine = engine_of(model, stage, parameters=list(model.parameters())[::-1 if rank else 1])
+    for number in range(3):
+        engine.backward(engine(rows[2 * rank : 2 * rank + 2].roll(number, 0)))
+        engine.step()
+    expected = dict(plain.named_parameters())
+    with zero.GatheredParameters(list(engine.module.parameters())):
+        return max(float((value - expected[name]).abs().max()) for name, value in engine.module.named_parameters())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_order_within_param_groups_is_no_difference(stage: int) -> None:
+    assert max(run_ranks(trained, 2, stage)) <= 1e-6  # the order of a sum
+
+
+def loads(rank: int, world: int) -> tuple[str, bool, list[float]]:
+    """Buffers that are registered anew later on, in another order on rank 1."""
+    engine = engine_of(Named(), 1)
+    model = engine.module
+    state = {name: value + 1 for name, value in engine.module_state_dict().items()}
+    kept = [value.clone() for value in model.parameters()]
+    for name in ("mean", "std") if rank == 0 else ("std", "mean"):
+        value = getattr(model, name)
+        delattr(model, name)
+        model.register_buffer(name, value)
+    try:
+        engine.load_module_state_dict(state)
+        found = ""
+    except ConfigError as error:
+        found = str(error)
+    unchanged = all(map(torch.equal, kept, model.parameters()))
+    return found, unchanged, [float(model.mean[0]), float(model.std[0])]
+
+
+def test_a_load_does_not_exchange_buffers_by_their_place() -> None:
+    for found, unchanged, buffers in run_ranks(loads, 2):
+        assert "load_module_state_dict with different buffers in the model: buffer 0 is 'mean' on rank 0" in found
+        assert unchanged and buffers == [4.0, 3.0]
+
+
+SET = """
+import torch
+from torch import nn
+from megatron import zero
+layers = nn.ModuleDict({name: nn.Linear(8, 8, bias=False) for name in {'alpha', 'beta', 'gamma', 'delta', 'eps'}})
+zero.initialize(model=layers, optimizer=torch.optim.SGD(layers.parameters(), lr=1.0),
+                config={"train_micro_batch_size_per_gpu": 1})
+"""
+
+
+def test_a_set_of_names_has_another_order_in_each_process(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[3]
+    (tmp_path / "script.py").write_text(
+        f"import os, sys\nsys.path.insert(0, {str(root)!r})\n"
+        "if 'PYTHONHASHSEED' not in os.environ:\n"
+        "    os.execve(sys.executable, [sys.executable, __file__], "
+        "{**os.environ, 'PYTHONHASHSEED': os.environ['RANK']})\n" + SET)
+    done = subprocess.run([sys.executable, "-m", "megatron.launch", "--nproc-per-node", "2", "script.py"],
+                          cwd=tmp_path, capture_output=True, text=True, timeout=90,
+                          env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"})
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert done.returncode == 2 and len(errors) == 1 and WHAT_DOES_IT in errors[0], done.stderr
