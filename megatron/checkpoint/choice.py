@@ -115,16 +115,16 @@ def oldest_first(root: Path) -> list[Manifest]:
     return sorted(complete(root), key=lambda manifest: _order(root, manifest))
 
 
-def steps_oldest_first(root: Path) -> list[tuple[str, int]]:
-    """(tag, step) of all complete tags named by their step, in the order of their commits. Nothing is parsed."""
+def steps_oldest_first(root: Path) -> list[tuple[str, int, str]]:
+    """(tag, step, run id) of all complete tags named by their step, in the order of their commits. Nothing is parsed."""
     found = []
     for tag, step in steps_of(root).items():
         if target_outside(folder_of(root, tag), root) is not None:
             continue  # of somebody else's
         stamp = stamp_of(folder_of(root, tag))
         if step_of(tag) is not None and stamp is not None and stamp.tag == tag:
-            found.append((stamp.saved_at, step, tag))
-    return [(tag, step) for _, step, tag in sorted(found)]
+            found.append((stamp.saved_at, step, tag, stamp.run_id))
+    return [(tag, step, run_id) for _, step, tag, run_id in sorted(found)]
 
 
 def _order(root: Path, manifest: Manifest) -> tuple[int, int, int]:

@@ -253,26 +253,32 @@ def _place_script(root: Path) -> None:
 
 
 def prune(root: Path, keep: Keep, saved: int | None = None, say: Say = say_stderr,
-          delete: Delete = delete_now) -> list[str]:
-    """Delete the complete step tags that `keep` does not name; the names deleted.
+          delete: Delete = delete_now, run_id: str | None = None) -> list[str]:
+    """Delete the complete step tags of this run (None: of any) that `keep` does not name; the names deleted.
 
     The newest are those committed last, so after going back to an older tag the abandoned branch goes first. Never
-    deleted: what `latest` names, tags of the user's own, and those after step `saved` (another run's, or of a branch
-    that this one has not reached yet), which do not count either; nor do links to elsewhere. `say` is told of what goes
-    with a tag and is of no save.
+    deleted: what `latest` names, tags of the user's own and of other runs, and those after step `saved` (of a branch
+    that this run has not reached yet), which do not count either; nor do links to elsewhere. `say` is told of what goes
+    with a tag and is of no save, and by the first save of a run of the tags of others.
     """
     if keep.last is None:
         return []
     with storing(root, 0):
         try:
-            steps = [(step, tag) for tag, step in steps_oldest_first(root)]
+            steps = steps_oldest_first(root)
         except CheckpointError as error:  # the folder cannot be listed
             raise StorageError(f"--save: {error}; earlier checkpoints are untouched") from error
-        own, latest = [(step, tag) for step, tag in steps if saved is None or step <= saved], latest_tag(root)
+        mine = [(step, tag) for tag, step, run in steps if run_id in (None, run)]
+        others = [tag for tag, _, run in steps if run_id not in (None, run)]
+        if others and len(mine) == 1:
+            more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+            say(f"note: {root} holds {', '.join(others[:3])}{more} of another run: --keep-last counts and deletes the "
+                "checkpoints of this run only")
+        own, latest = [(step, tag) for step, tag in mine if saved is None or step <= saved], latest_tag(root)
         doomed = [tag for step, tag in own[:-keep.last]
                   if tag != latest and not (keep.every and step % keep.every == 0)]
         for tag in doomed:
-            if others := of_no_save(folder_of(root, tag)):
-                say(f"warning: --keep-last deletes {root / tag}, and what no save wrote with it: {named(others)}")
+            if strangers := of_no_save(folder_of(root, tag)):
+                say(f"warning: --keep-last deletes {root / tag}, and what no save wrote with it: {named(strangers)}")
             discard(folder_of(root, tag), delete)
     return doomed

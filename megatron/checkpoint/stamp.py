@@ -1,4 +1,4 @@
-"""What can be known of a manifest without parsing it: its tag, the time of its commit, its checksum. No torch.
+"""What can be known of a manifest without parsing it: its tag, whose run saved it, the time of its commit, its checksum. No torch.
 
 A manifest of an older format can be hundreds of megabytes, which take seconds to parse; these questions are asked at
 every save, about every tag in the folder. All formats begin with the tag and end with the time and the checksum.
@@ -15,7 +15,7 @@ from megatron.checkpoint.manifest import MANIFEST
 from megatron.checkpoint.strict import CHECKSUM, ending, read_bytes
 from megatron.errors import CheckpointError
 
-_BEGIN = re.compile(rb'\{"format":[0-9]+,"run_id":"[^"]*","tag":"([^"\\\\]*)"')
+_BEGIN = re.compile(rb'\{"format":[0-9]+,"run_id":"([^"]*)","tag":"([^"\\\\]*)"')
 _END = re.compile(rb'"saved_at":([0-9]{1,18})(?:,"hmac":"[0-9a-f]{64}")?,"crc32":"[0-9a-f]{8}"}\n\Z')
 _LAST = 200
 """Bytes that hold the end."""
@@ -28,6 +28,7 @@ class Stamp:
     tag: str
     saved_at: int
     """0 in format 1, which does not record it."""
+    run_id: str = ""
 
 
 def stamp_of(folder: Path) -> Stamp | None:
@@ -40,7 +41,8 @@ def stamp_of(folder: Path) -> Stamp | None:
     begin, end = _BEGIN.match(data), _END.search(data[-_LAST:])
     if data[len(text):] != ending(text) or begin is None:
         return None
-    return Stamp(begin[1].decode("utf-8", "replace"), int(end[1]) if end else 0)
+    run_id, tag = (word.decode("utf-8", "replace") for word in begin.groups())
+    return Stamp(tag, int(end[1]) if end else 0, run_id)
 
 
 def seal_of(folder: Path) -> str | None:

@@ -140,7 +140,7 @@ def saving(root: str | Path, tag: str, *, pieces: Iterable[Piece], rank_state: M
                     say(replaced)
                 dated = replace(manifest, nbytes=written, saved_at=time_of_commit(root))
                 size = _commit(staging, root, dated, latest, delete)
-                prune(root, keep, iteration, say, delete)
+                prune(root, keep, iteration, say, delete, run_id)
                 return size
 
         try:

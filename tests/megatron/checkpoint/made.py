@@ -166,12 +166,14 @@ def save_grid(root: Path, grid: Grid, step: int = 1, seed: int = 0, padding: flo
     return ThreadWorld(grid.tp * grid.dp).run(work)
 
 
-def save_solo(root: Path, step: int, seed: int | None = None, tag: str | None = None) -> None:
+def save_solo(root: Path, step: int, seed: int | None = None, tag: str | None = None, run: str = "solo",
+              **given: Any) -> None:
     """A small checkpoint of one rank; its content depends on the seed (default: the step) alone."""
     data = torch.full((16,), float(step if seed is None else seed))
     writer.save(root, tag or f"global_step{step}", pieces=[Piece("w", "weight", (16,), None, 0, 1, 0, data)],
                 rank_state={"stream": torch.arange(4, dtype=torch.uint8)}, shared_state={}, config={},
-                layout={"tp": 1, "dp": 1}, world=SOLO, run_id="solo", iteration=step, say=lambda line: None)
+                layout={"tp": 1, "dp": 1}, world=SOLO, run_id=run, iteration=step,
+                **{"say": lambda line: None, **given})
 
 
 # ---- tags whose content is changed, with checksums that are right afterwards ----------------------------------------

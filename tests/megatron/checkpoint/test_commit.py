@@ -241,6 +241,19 @@ def test_prune_leaves_steps_after_the_one_just_saved_and_keeps_that_one(tmp_path
     assert tag_names(tmp_path) == ["global_step5", "global_step90", "global_step100"]
 
 
+def test_keep_last_counts_and_deletes_the_tags_of_its_own_run_only(tmp_path: Path) -> None:
+    said: list[str] = []
+    for step in (1, 2, 3, 50):
+        save_solo(tmp_path, step, run="old")
+    for step in (4, 5, 6, 7):
+        save_solo(tmp_path, step, run="new", say=said.append, keep=Keep(2))
+    assert tag_names(tmp_path) == [f"global_step{step}" for step in (1, 2, 3, 6, 7, 50)]
+    assert said == [f"note: {tmp_path} holds global_step1, global_step2, global_step3 and 1 more of another run: "
+                    "--keep-last counts and deletes the checkpoints of this run only"]
+    save_solo(tmp_path, 8, run="old", say=said.append, keep=Keep(2))  # that run, resumed
+    assert tag_names(tmp_path) == [f"global_step{step}" for step in (3, 6, 7, 8, 50)] and len(said) == 1
+
+
 def test_links_are_swept_without_what_they_lead_to(tmp_path: Path) -> None:
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "file").write_text("kept")

@@ -50,7 +50,7 @@ def test_tag_and_time_are_found_without_parsing(tmp_path: Path) -> None:
                        (first, 0)):
         (tmp_path / "manifest.json").write_bytes(data)
         assert saved_at_of(tmp_path) == time
-        assert stamp_of(tmp_path) == (Stamp("global_step7", time) if time else None)
+        assert stamp_of(tmp_path) == (Stamp("global_step7", time, "run") if time else None)
     for bit in range(0, len(data := MANIFEST.to_bytes()) * 8, 7):
         flipped = bytearray(data)
         flipped[bit // 8] ^= 1 << bit % 8
