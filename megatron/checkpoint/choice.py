@@ -116,7 +116,7 @@ def oldest_first(root: Path) -> list[Manifest]:
 
 
 def steps_oldest_first(root: Path) -> list[tuple[str, int, str]]:
-    """(tag, step, run id) of all complete tags named by their step, in the order of their commits. Nothing is parsed."""
+    """(tag, step, run id) of all complete tags named by their step, in order of commit. Nothing is parsed."""
     found = []
     for tag, step in steps_of(root).items():
         if target_outside(folder_of(root, tag), root) is not None:

@@ -1,4 +1,5 @@
-"""What can be known of a manifest without parsing it: its tag, whose run saved it, the time of its commit, its checksum. No torch.
+"""What can be known of a manifest without parsing it: its tag, its run, the time of its commit, its checksum. No
+torch.
 
 A manifest of an older format can be hundreds of megabytes, which take seconds to parse; these questions are asked at
 every save, about every tag in the folder. All formats begin with the tag and end with the time and the checksum.
