@@ -128,7 +128,9 @@ class GroupReader:
 
 def _text(value: Any) -> str:
     if type(value) is float and isfinite(value):
-        return repr(value)  # as JSON has it, sooner
+        return repr(value + 0.0)  # as JSON has it, sooner; minus zero is zero
+    if type(value) is int and value == float(value):
+        return repr(float(value))  # 1 is 1.0
     return json.dumps(plain(value, fetches=False), sort_keys=True)
 
 
@@ -150,6 +152,8 @@ def plain(value: Any, *, fetches: bool = True) -> Any:
         return value.tolist()
     if isinstance(value, (list, tuple)):
         return [plain(item, fetches=fetches) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((plain(item, fetches=fetches) for item in value), key=repr)
     if isinstance(value, Mapping):
         return {str(key): plain(item, fetches=fetches) for key, item in value.items()}
     return value if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__

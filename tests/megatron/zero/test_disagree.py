@@ -430,6 +430,28 @@ def test_every_change_of_a_group_is_seen_and_an_order_is_none() -> None:
     assert look().checksum == before.checksum
 
 
+@pytest.mark.parametrize("one, other", [(1, 1.0), (0.0, -0.0), (0, -0.0), ({0.5, 0.9}, {0.9, 0.5})])
+def test_numbers_that_are_equal_are_no_difference(one: Any, other: Any) -> None:
+    assert settings.GroupReader([group(x=one)])() == settings.GroupReader([group(x=other)])()
+
+
+@pytest.mark.parametrize("one, other", [({0.5, 0.99}, {0.9, 0.99}), (1, 1.5), (2**53 + 1, 2**53), ("0.1", 0.1)])
+def test_values_of_other_kinds_are_compared_too(one: Any, other: Any) -> None:
+    assert settings.GroupReader([group(x=one)])() != settings.GroupReader([group(x=other)])()
+
+
+def test_names_that_change_places_are_seen() -> None:
+    groups = [group(weight_decay=0.5)]
+    reader = settings.GroupReader(groups)
+    first = reader()
+    keys, values = list(groups[0]), list(groups[0].values())
+    i, j = keys.index("lr"), keys.index("weight_decay")
+    keys[i], keys[j] = keys[j], keys[i]
+    groups[0].clear()
+    groups[0].update(zip(keys, values, strict=True))
+    assert reader().checksum != first.checksum
+
+
 def test_a_key_that_moves_to_the_next_group_with_its_value_is_seen() -> None:
     value, groups = (1, 2), list[dict[str, Any]]([{"lr": 1}, {"lr": 2}])
     reader = settings.GroupReader(groups)
