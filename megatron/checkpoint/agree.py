@@ -109,12 +109,11 @@ def unlike_each(told: Sequence[Mapping[str, Any]], world: Group, check: Callable
 
 
 def same_key(path: str | None, world: Group) -> Key | None:
-    """What checkpoints are signed with, the same on all ranks, which may have its file each in a place of its own."""
-    if path is None:
-        return None
+    """What checkpoints are signed with, the same on all ranks, which may have its file each in a place of its own. All
+    come here, those without a key too."""
     key = agree(lambda: read_key(path), world)
-    assert key is not None
-    alike({f"content of {FLAG}": key.mark}, world, "the ranks would sign checkpoints with different keys")
+    alike({f"content of {FLAG}": "not given" if key is None else key.mark}, world,
+          "the ranks would sign checkpoints with different keys")
     return key
 
 

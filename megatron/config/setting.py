@@ -59,7 +59,8 @@ class Setting:
     newcomer: bool = False
     """Listed by `--help`; the others are listed by `--help-all` only."""
     place: bool = False
-    """Where something lies, which may differ from node to node: ranks compare what is found there."""
+    """Where something lies, which may differ from node to node: ranks compare whether it is given, and what is found
+    there."""
 
 
 def setting(default: Any, help: str, *aliases: str, json: str | Key | tuple[Key, ...] = (),
@@ -72,6 +73,11 @@ def setting(default: Any, help: str, *aliases: str, json: str | Key | tuple[Key,
 def declared(item: Field[Any]) -> Setting:
     found: Setting = item.metadata["setting"]
     return found
+
+
+def place_told(value: Any) -> str:
+    """What ranks compare of a place before they look there: what they do depends on whether there is one."""
+    return "given" if value else "not given"
 
 
 def plain_type(hint: Any) -> tuple[Any, bool]:

@@ -25,7 +25,7 @@ from megatron.config.problems import Problems
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.save import SaveConfig
 from megatron.config.schedule import ScheduleConfig
-from megatron.config.setting import declared, flag_name, require
+from megatron.config.setting import declared, flag_name, place_told, require
 from megatron.config.train import TrainConfig
 from megatron.config.words import Words
 from megatron.config.zero import ZeroConfig
@@ -126,9 +126,10 @@ class Config:
         return self.words.of(message)
 
     def told(self) -> dict[str, Any]:
-        """Flag -> value, of all that every rank has to be told alike."""
-        return {flag_name(item.name): getattr(getattr(self, name), item.name)
-                for name, section in SECTIONS.items() for item in fields(section) if not declared(item).place}
+        """Flag -> value, of all that every rank has to be told alike; of a place only whether it is given."""
+        found = {flag_name(item.name): (getattr(getattr(self, name), item.name), declared(item).place)
+                 for name, section in SECTIONS.items() for item in fields(section)}
+        return {flag: place_told(value) if is_place else value for flag, (value, is_place) in found.items()}
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """Plain JSON values, section by section (saved in every checkpoint)."""

@@ -7,6 +7,7 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from megatron.config.setting import place_told
 from megatron.config.tree import require
 
 TOKENIZER_FLAGS = {
@@ -14,6 +15,9 @@ TOKENIZER_FLAGS = {
     "vocab_file": ("FILE", "vocab.json or a tokenizer.json of GPT-2's kind; the text of CharacterLevelTokenizer"),
     "merge_file": ("FILE", "merges.txt"), "tokenizer_path": ("FILE", "a SentencePiece model")}
 """With what stands for the value, and its meaning."""
+
+PLACES = {*TOKENIZER_FLAGS, "checkpoint_key"} - {"tokenizer_type"}
+"""Flags of files, which may lie elsewhere on each node."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +53,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def told(asked: argparse.Namespace) -> dict[str, object]:
-    """Flag -> value, of all that every rank has to be told alike; files may lie elsewhere on each node."""
-    return {f"--{name.replace('_', '-')}": value for name, value in vars(asked).items()
-            if name not in (*TOKENIZER_FLAGS, "checkpoint_key")}
+    """Flag -> value, of all that every rank has to be told alike; of a place whether it is given."""
+    return {f"--{name.replace('_', '-')}": place_told(value) if name in PLACES else value
+            for name, value in vars(asked).items()}
 
 
 def source_of(asked: argparse.Namespace) -> Source:

@@ -54,6 +54,11 @@ class Watch:
     def writes(self) -> bool:
         return self.tensorboard_dir is not None or self.csv_dir is not None
 
+    def told(self) -> dict[str, bool]:
+        """What all ranks have to be told alike beside the configuration: they come together where rank 0 opens files.
+        The folder and the rest are rank 0's own."""
+        return {"csv_monitor.enabled": self.csv_dir is not None}
+
 
 def watch_of(keys: Mapping[str, Any]) -> Watch:
     """From the values of a configuration file, by path."""

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
@@ -22,13 +23,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.checkpoint.agree import same_key
 from megatron.config.setting import declared, flag_name
-from megatron.config.tree import SECTIONS, Config
+from megatron.config.tree import SECTIONS, Config, DataConfig
 from megatron.errors import ConfigError, PeerError, TrainerError
+from megatron.inference.source import add_flags, told
 from megatron.launch import alike, link
 from megatron.launch.alike import _modules, check_alike, code_digest, difference
 from megatron.ranges import differences, ranges
 from megatron.zero import initialize
+from mpu.groups import build
 from tests.distributed import run_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -198,24 +202,31 @@ def other(value: object) -> object:
 
 PLACES = {"train_data", "valid_data", "test_data", "vocab_file", "merge_file", "tokenizer_path", "data_cache_path",
           "checkpoint_key", "offload_optimizer_nvme_path", "offload_param_nvme_path"}
-"""May differ from node to node; what is found there is compared later."""
+"""May differ from node to node; whether they are given is compared, and what is found there later."""
 EVERY = [(name, item.name) for name, section in SECTIONS.items() for item in fields(section)]
 
 
 @pytest.mark.parametrize(("section", "name"), EVERY, ids=[name for _, name in EVERY])
 def test_no_two_values_of_any_setting_are_taken_for_the_same(section: str, name: str) -> None:
     config = Config()
-    changed = object.__new__(type(getattr(config, section)))
+    theirs = with_value(config, section, name, other(getattr(getattr(config, section), name)))
+    found = compare([config.told(), theirs.told()])
+    assert found[0] == found[1] and found[0] is not None and f"{flag_name(name)} is " in found[0]
+    if name in PLACES:
+        assert f"{flag_name(name)} is not given on rank 0, given on rank 1" in found[0]
+        elsewhere = with_value(theirs, section, name, other(getattr(getattr(theirs, section), name)))
+        assert theirs.told() == elsewhere.told()
+
+
+def with_value(config: Config, section: str, name: str, value: object) -> Config:
+    """Unchecked."""
+    changed, found = object.__new__(type(getattr(config, section))), object.__new__(Config)
     for item in fields(changed):
         object.__setattr__(changed, item.name, getattr(getattr(config, section), item.name))
-    object.__setattr__(changed, name, other(getattr(changed, name)))
-    theirs = object.__new__(Config)
+    object.__setattr__(changed, name, value)
     for item in fields(Config):
-        object.__setattr__(theirs, item.name, changed if item.name == section else getattr(config, item.name))
-    assert (config.told() == theirs.told()) == (name in PLACES)
-    if name not in PLACES:
-        found = compare([config.told(), theirs.told()])
-        assert found[0] == found[1] and found[0] is not None and f"{flag_name(name)} is " in found[0]
+        object.__setattr__(found, item.name, changed if item.name == section else getattr(config, item.name))
+    return found
 
 
 def test_a_setting_says_of_itself_that_it_is_a_place() -> None:
@@ -263,7 +274,11 @@ def started(starter: str, folder: Path, extra: str) -> tuple[list[int], str, flo
     began = time.monotonic()
     running = [subprocess.Popen(line, env=environment, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
                                 text=True) for line in STARTERS[starter](command, port)]
-    said = [process.communicate(timeout=90)[1] for process in running]
+    try:
+        said = [process.communicate(timeout=90)[1] for process in running]
+    finally:
+        for process in running:
+            process.kill()
     return [process.returncode for process in running], "".join(said), time.monotonic() - began
 
 
@@ -314,6 +329,49 @@ def test_differences_that_would_leave_ranks_waiting_are_named(extra: str, tmp_pa
 def test_a_rank_whose_flags_are_refused_leaves_nobody_waiting(tmp_path: Path) -> None:
     codes, said, seconds = started("launcher", tmp_path, "--no-such-flag 1")
     assert codes == [2] and "--no-such-flag" in said and seconds < 30
+
+
+ONE_RANK_ONLY = ("--valid-data corpus.jsonl", "--test-data corpus.jsonl", "--vocab-file v",
+                 "--merge-file m", "--tokenizer-path t", "--data-cache-path cache", "--checkpoint-key key",
+                 "--load run", "--load-hf hf", "--metrics-file log.jsonl", "--tensorboard-dir board")
+"""What names files and folders; of some the whole is compared. (Drives are given with a device, which is compared.)"""
+
+
+@pytest.mark.parametrize("extra", [flags if flags.split()[0] in ("--checkpoint-key", "--metrics-file") else
+                                   pytest.param(flags, marks=pytest.mark.slow) for flags in ONE_RANK_ONLY])
+def test_a_place_that_is_given_on_one_rank_alone_is_named(extra: str, tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("k" * 40)
+    (tmp_path / "corpus.jsonl").write_text('{"text": "some text"}\n')
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text(json.dumps({
+        "model_type": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 257, "n_positions": 16}))
+    codes, said, seconds = started("by hand", tmp_path, extra)
+    errors = [line for line in said.splitlines() if line.startswith("error:")]
+    assert set(codes) == {2} and len(errors) == 1 and seconds < 60, said
+    assert f"{extra.split()[0]} is " in errors[0] and " on rank 0, " in errors[0]
+
+
+def has_a_key(rank: int, world: int, key: str) -> str:
+    try:
+        same_key(key if rank == 1 else None, build(1).world)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_key_that_one_rank_alone_has_is_named_wherever_it_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("k" * 40)
+    first, second = run_ranks(has_a_key, 2, str(tmp_path / "key"))
+    assert first == second and "content of --checkpoint-key is not given on rank 0, " in first
+
+
+def test_programs_that_use_a_model_compare_whether_their_places_are_given() -> None:
+    parser = ArgumentParser()
+    add_flags(parser)
+    plain = told(parser.parse_args(["--load", "run"]))
+    for flag in ("--checkpoint-key", "--vocab-file", "--merge-file", "--tokenizer-path"):
+        one, two = (told(parser.parse_args(["--load", "run", flag, place])) for place in "ab")
+        assert one == two and one[flag] == "given" and plain[flag] == "not given"
 
 
 @pytest.mark.slow  # one run for each setting of its kind
@@ -386,6 +444,8 @@ def initialized(rank: int, world_size: int, changed: Mapping[str, Any], lr: floa
     ({"gradient_clipping": 3.0}, 0.0, "gradient_clipping is 0.0 on rank 0, 3.0 on rank 1"),
     ({"bf16": {"enabled": True}}, 0.0, "bf16"), ({"gradient_accumulation_steps": 4}, 0.0, "is "),
     ({"optimizer": {"type": "Adam", "params": {"lr": 0.1}}}, 0.0, "lr is 0.001 on rank 0, 0.1 on rank 1"),
+    ({"checkpoint": {"key_file": "key"}}, 0.0, "checkpoint.key_file is not given on rank 0, given on rank 1"),
+    ({"csv_monitor": {"enabled": True}}, 0.0, "csv_monitor.enabled is false on rank 0, true on rank 1"),
     ({}, 0.5, "lr of param group 0 is 0.5 on rank 0, 1.0 on rank 1")])
 def test_scripts_that_configure_their_ranks_differently_get_no_engine(changed: dict[str, Any], lr: float, words: str
                                                                       ) -> None:
@@ -412,8 +472,8 @@ def test_ranks_that_find_other_text_under_the_same_name_do_not_train(tmp_path: P
 
 
 def test_what_is_told_does_not_hold_places_apart() -> None:
-    config = Config()
-    assert config.told() == replace(config, data=replace(config.data, data_cache_path="/scratch/7")).told()
+    config = Config(data=DataConfig(data_cache_path="/scratch/7"))
+    assert config.told() == replace(config, data=replace(config.data, data_cache_path="/scratch/8")).told()
 
 
 def test_the_error_is_one_of_configuration() -> None:
