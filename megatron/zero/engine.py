@@ -46,6 +46,10 @@ from mpu.device import on_accelerator
 from mpu.groups import Groups
 
 
+MOST_RIDERS = 8
+"""Numbers of a caller that travel in the exchange of a step; always so many, so that ranks which give others meet."""
+
+
 class ZeroEngine:
     def __init__(self, module: nn.Module, groups: Groups, *, zero: ZeroConfig, precision: PrecisionConfig, rule: Rule,
                  param_groups: list[ParamGroup], device: torch.device, homes: Homes | None = None,
@@ -124,7 +128,8 @@ class ZeroEngine:
     def step(self, lr: float | None = None, riders: Sequence[Tensor | float] = (), aside: Sequence[float] = (),
              ) -> StepReport | None:
         """At the accumulation boundary: clip, update, publish; None in between. `lr` sets that of all groups. `riders`
-        are numbers to be summed over all ranks on the way; those given `aside` come back beside them."""
+        are at most MOST_RIDERS numbers to be summed over all ranks on the way (a rank that gives fewer adds 0); those
+        given `aside` come back beside them."""
         self._check_whole()
         self._aside.check_here("engine.step()")
         if self._in_no_sync:
@@ -148,9 +153,12 @@ class ZeroEngine:
         self.residency.done_with_all()  # a forward may have run since the backward
         self.finish_update()
         try:
-            objection = self.passes.objection() or self._roster.objection() or self._set_by_hand()
-            self.last_report = self._step(self.passes.take_trace(), objection, riders, aside, self.accumulation,
+            unfit = _against(riders)
+            objection = self.passes.objection() or self._roster.objection() or self._set_by_hand() or unfit
+            filled = [*(riders if unfit is None else ()), *(MOST_RIDERS * [0.0])][:MOST_RIDERS]
+            self.last_report = self._step(self.passes.take_trace(), objection, filled, aside, self.accumulation,
                                           self.micro_batch)
+            self.last_report.given = len(riders)
         except BaseException as error:
             self.passes.note_interruption(error)
             self.log.explain(error)
@@ -382,6 +390,15 @@ class ZeroEngine:
 
     def restore_counters(self, saved: dict[str, Any]) -> None:
         self.state.restore(saved)
+
+
+def _against(riders: Sequence[Tensor | float]) -> str | None:
+    """Why these cannot travel. Each rank's caller chooses them, and the exchange has one length."""
+    if len(riders) > MOST_RIDERS:
+        return f"step(riders=...) has {len(riders)} numbers: give at most {MOST_RIDERS}"
+    shapes = (list(value.shape) for value in riders if isinstance(value, Tensor) and value.dim())
+    return next((f"step(riders=...) has a tensor of shape {shape}: give numbers, or tensors of shape []"
+                 for shape in shapes), None)
 
 
 def forget_gradients(module: nn.Module) -> None:

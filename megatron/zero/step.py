@@ -58,6 +58,8 @@ class StepReport:
         """What this rank took it with; None where there is no other rank."""
         self.losses: Sequence[Tensor] = ()
         """Of this rank's micro-batches. Looked at only where a gradient is not finite."""
+        self.given = riders
+        """How many riders this rank gave; what fills them up to `riders` is nobody's."""
         self._found: Found | None = None
 
     @property
@@ -81,8 +83,8 @@ class StepReport:
 
     @property
     def riders(self) -> tuple[float, ...]:
-        """Sums over the world of the numbers that travelled along."""
-        return self.found.riders[:self._riders]
+        """Sums over the world of the numbers that travelled along, as many as this rank gave."""
+        return self.found.riders[:self.given]
 
     @property
     def aside(self) -> tuple[float, ...]:

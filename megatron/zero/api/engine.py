@@ -114,7 +114,8 @@ class Engine(EngineStatus):
              ) -> StepReport | None:
         """Once per micro-batch, after `backward`. At the accumulation boundary: clip, update, forget the gradients, and
         move the learning rate on, unless the step was skipped for an overflow. `lr_kwargs` go to the scheduler;
-        `riders` are summed over all ranks on the way (`StepReport.riders`)."""
+        `riders`, at most 8 numbers, are summed over all ranks on the way (`StepReport.riders`); a rank that gives fewer
+        adds 0."""
         with self.config.words.speaking(), HERE, self.monitor.phase("step"):
             self.conclude()
             report = self.core.step(riders=riders, aside=self._background.progress)

@@ -269,6 +269,35 @@ def test_a_step_at_a_boundary_that_only_one_rank_sees_does_not_hang(stage: int, 
     assert stage > 1 or "rank 0 is at a save" in error
 
 
+# ---- riders --------------------------------------------------------------------------------------------------------
+
+
+def rides(rank: int, world: int, stage: int, side: bool) -> tuple[list[Any], list[str]]:
+    """Each rank gives other numbers of riders; then one gives what cannot travel."""
+    with accelerator_side(side):
+        engine = engine_of(stage)
+        found: list[Any] = []
+        for given in ([[1.0, 2.0], []], [[], [3.0]], [8 * [1.0], [torch.tensor(2.0), 4]]):
+            engine.backward(engine(rows(rank, 0)))
+            report = engine.step(riders=given[rank])
+            assert report is not None and report.applied
+            found.append(report.riders)
+        before, refused = whole(engine), []
+        for wrong in (9 * [1.0], [torch.ones(2)]):
+            engine.backward(engine(rows(rank, 1)))
+            refused.append(said(lambda: (engine.step(riders=wrong if rank == 1 else [1.0]), engine.conclude())))
+            assert torch.equal(whole(engine), before)
+        return found, refused
+
+
+@pytest.mark.parametrize("stage, side", [(0, False), (1, True), (3, False)])
+def test_other_riders_on_one_rank_add_nothing_or_are_refused(stage: int, side: bool) -> None:
+    (first, said_there), (second, said_here) = run_ranks(rides, 2, stage, side)
+    assert first == [(1.0, 2.0), (), (3.0, 5.0, *(6 * [1.0]))] and second == [(), (3.0,), (3.0, 5.0)]
+    assert said_there == said_here and "has 9 numbers: give at most 8 (so on rank 1, not on all)" in said_here[0]
+    assert "a tensor of shape [2]: give numbers" in said_here[1]
+
+
 # ---- arguments -----------------------------------------------------------------------------------------------------
 
 
