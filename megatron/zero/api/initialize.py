@@ -82,7 +82,8 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
     settings = _settings(source, argument, groups)
     config = settings.config
     with config.words.speaking():
-        alike({**config.told(), **settings.watch.told()}, groups.world, "the ranks give zero.initialize different configurations")
+        alike({**config.told(), **settings.watch.told()}, groups.world,
+              "the ranks give zero.initialize different configurations")
     device = device or distributed.device_for(distributed.read_environment())
     if device.type == "cuda":
         torch.cuda.set_device(device)  # also where the script has met by itself: control messages go by way of it

@@ -101,7 +101,7 @@ CHANGES: dict[str, tuple[Callable[[Engine], None], str]] = {
     "betas": (set_betas, "betas of param group 1 is [0.9, 0.999] on {others}, [0.5, 0.75] on {last}"),
     "in place": (set_in_a_list, "betas of param group 0 is [0.9, 0.999] on {others}, [0.5, 0.999] on {last}"),
     "a scheduler": (step_a_scheduler, "lr of param group 1 is 0.1 on {others}, 0.05 on {last}"),
-    "a key": (new_key, "scale of param group 0 is not there on {others}, 2 on {last}")}
+    "a key": (new_key, "scale of param group 0 is not there on {others}, 2.0 on {last}")}
 
 
 def steps_with_others(rank: int, world: int, stage: int, what: str, side: bool) -> str:
