@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 from data.storage import DataError, StorageFault, UsageError
 from megatron.checkpoint.signature import FLAG, Key, read_key
+from megatron.config.setting import place_told
 from megatron.errors import (CheckpointError, ConfigError, MemoryLack, NumericsError, PeerError, StorageError,
                              TrainerError)
 from megatron.launch.alike import difference
@@ -111,9 +112,12 @@ def unlike_each(told: Sequence[Mapping[str, Any]], world: Group, check: Callable
 def same_key(path: str | None, world: Group) -> Key | None:
     """What checkpoints are signed with, the same on all ranks, which may have its file each in a place of its own. All
     come here, those without a key too."""
+    alike({FLAG: place_told(path)}, world, "some ranks would sign checkpoints, and others not")
+    if path is None:
+        return None
     key = agree(lambda: read_key(path), world)
-    alike({f"content of {FLAG}": "not given" if key is None else key.mark}, world,
-          "the ranks would sign checkpoints with different keys")
+    assert key is not None
+    alike({f"content of {FLAG}": key.mark}, world, "the ranks would sign checkpoints with different keys")
     return key
 
 
