@@ -196,8 +196,8 @@ def test_a_file_of_unknown_kind_is_refused_with_what_is_expected(folder: Path) -
 def test_a_source_that_changes_while_it_is_read_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = write_texts(folder / "texts", 3)
 
-    def build(*arguments: Any) -> None:
-        build_corpus(*arguments)
+    def build(*arguments: Any, **named: Any) -> None:
+        build_corpus(*arguments, **named)
         (texts / "00.txt").write_text("changed")
 
     monkeypatch.setattr(cached, "build_corpus", build)
