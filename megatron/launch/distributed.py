@@ -26,7 +26,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, PeerError
 from megatron.launch.alike import check_alike, facts_of_code
 from megatron.launch.knock import wait_until_listening
 from megatron.whereabouts import HERE, PLACES_VARIABLE, START_UP, UNKNOWN
@@ -254,7 +254,12 @@ def _store(env: Environment, timeout: timedelta) -> torch.distributed.Store:
     tcp = partial(dist.TCPStore, address, port, None, env.rank == 0, timeout, wait_for_workers=False)
     if env.rank > 0:
         wait_until_listening(address, port, timeout.total_seconds())
-        return tcp()
+        try:
+            return tcp()
+        except RuntimeError as error:
+            raise PeerError(
+                f"what answers at {address}:{port} is not rank 0 ({str(error).splitlines()[0]}): another program "
+                "listens there, or rank 0 has left; look for its error, or choose a free MASTER_PORT") from error
     if address not in LOOPBACK:
         return tcp()
     # TCPStore listens on every interface even for 127.0.0.1, unless it is handed a socket that is bound already.

@@ -162,6 +162,22 @@ def test_ranks_of_jobs_of_different_sizes_are_told_at_once(sizes: tuple[int, ...
             assert f"{size} on {ranges(who)}" in found[0]
 
 
+def test_a_rank_of_another_size_that_comes_late_is_told_among_the_others_or_alone() -> None:
+    store, limit = dist.HashStore(), timedelta(seconds=30)
+    with ThreadPoolExecutor(3) as pool:
+        ranks = [pool.submit(check_alike, store, rank, size, FACTS, limit) for rank, size in enumerate((4, 3))]
+        time.sleep(0.2)
+        ranks.append(pool.submit(check_alike, store, 2, 3, FACTS, limit))
+        for rank in ranks:
+            with pytest.raises(ConfigError, match="WORLD_SIZE is 4 on rank 0, 3 on ranks 1-2"):
+                rank.result(20)
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(lambda rank: check_alike(store, rank, 2, FACTS, limit), range(2))] == [None, None]
+    with pytest.raises(ConfigError, match="WORLD_SIZE is 2 on rank [01], 3 on rank 2"):
+        check_alike(store, 2, 3, FACTS, limit)
+
+
 def test_a_rank_that_is_left_by_rank_0_does_not_say_that_it_waited() -> None:
     class Broken(dist.HashStore):
         def wait(self, *words: Any) -> None:

@@ -6,13 +6,15 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, PeerError
 from megatron.launch import distributed
 from megatron.launch.distributed import Environment, device_for
 from tests.megatron.helpers import ROOT, TINY
@@ -43,6 +45,26 @@ def test_a_port_in_use_is_a_config_error_that_names_it(address: str, busy_port: 
     with pytest.raises(ConfigError, match=f"port {busy_port} .* in use.*--master-port.*MASTER_PORT"):
         distributed.init(timeout_seconds=5)
     assert not torch.distributed.is_initialized()
+
+
+def test_a_program_that_is_not_rank_0_is_named(environ: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, _ = other.accept()
+                    with connection, suppress(OSError):
+                        connection.settimeout(1)
+                        if connection.recv(100):
+                            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        threading.Thread(target=serve, daemon=True).start()
+        port = other.getsockname()[1]
+        for name, value in {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            environ.setenv(name, str(value))
+        with pytest.raises(PeerError, match=rf"what answers at 127\.0\.0\.1:{port} is not rank 0 .*MASTER_PORT"):
+            distributed.init(timeout_seconds=1)
+        other.shutdown(socket.SHUT_RDWR)
 
 
 def test_a_port_that_needs_other_rights_is_one_too(environ: pytest.MonkeyPatch) -> None:

@@ -124,6 +124,15 @@ def test_every_rank_gets_its_numbers_and_one_node_meets_over_loopback(start, tmp
     assert not os.path.exists(os.path.dirname(seen[0]["MEGATRON_STORE_FILE"])), "the private folder is removed"
 
 
+@pytest.mark.parametrize("given", [None, "INFO"])
+def test_warnings_of_torchs_in_scripts_of_others_are_not_printed_unless_somebody_asks(start, monkeypatch, given):
+    monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
+    if given:
+        monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", given)
+    level = given or "ERROR"
+    assert start("print(os.environ['TORCH_CPP_LOG_LEVEL'])").end() == (0, f"{level}\n{level}\n", [])
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_arguments_reach_the_script_unchanged(start, ranks):
     arguments = ("--", "a b", "$(touch x)", ";", "'\"", "--nproc-per-node", "-x", "", "*", "--key=v w", "\u00e9\n")
