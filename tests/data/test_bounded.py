@@ -208,7 +208,7 @@ def unreadable(*_: object) -> NoReturn:
     raise OSError(5, "Input/output error")
 
 
-def whose_tokens_are_unreadable(path: object, dtype: object, count: int) -> np.ndarray[Any, Any]:
+def whose_tokens_are_unreadable(path: object, dtype: object, count: int, offset: int = 0) -> np.ndarray[Any, Any]:
     """The head of a token file can be read."""
     return np.zeros(count, "<i4") if isinstance(path, str) else unreadable()
 

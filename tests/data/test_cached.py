@@ -79,7 +79,7 @@ def test_the_shards_of_a_folder_are_summed_side_by_side(tmp_path: Path, monkeypa
         monkeypatch.setattr(module, name, meets)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
     _, note = cached.cached_corpus(str(texts), ByteLevelTokenizer(), Reading(), str(tmp_path / "cache"))
-    assert "2 files, 2 documents" in note and both.n_waiting == 0
+    assert "2 files, 2 documents" in str(note) and both.n_waiting == 0
 
 
 @pytest.mark.parametrize("module, name", [(cached, "crc32_file"), (recorded, "sha256_file")])

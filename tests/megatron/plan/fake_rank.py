@@ -19,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron.zero.api.engine
+import megatron.checkpoint.agree
 import mpu.draws
 from megatron.config.tree import Config
 from megatron.train.build import engine as build_engine
@@ -59,6 +60,7 @@ def rank_0_of(world: int) -> Iterator[LiveBytes]:
         patch.setattr(torch.Tensor, "data_ptr", _place)
         patch.setattr(mpu.draws, "normal_rows", lambda out, *places: None)
         patch.setattr(megatron.zero.api.engine, "broadcast_json", lambda value, group: value)
+        patch.setattr(megatron.checkpoint.agree, "least", lambda numbers, group: list(numbers))
         if world > 1:
             dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
             stack.callback(dist.destroy_process_group)
