@@ -5,7 +5,7 @@
 
 The optimizer, its schedulers and the loop are the user's: `loss.backward()`, `optimizer.step()`.
 
-shard.py (what a parameter is between two passes), gradients.py (and its gradient), settings.py and arguments.py (how a
+shard.py (what a parameter is between two passes), rectangles.py (and as torch's checkpoints store it), gradients.py (and its gradient), settings.py and arguments.py (how a
 module is sharded), place.py (over which ranks), same.py (whether they start alike), whole.py (a bucket's masters,
 whole), agreement.py (what ranks compare in a backward), scaling.py (the loss scale of fp16), root.py (the units of a
 model in training), sharding.py (what sharding a module does), fully_shard.py and member.py (torch's function),

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from zlib import crc32
 
 import torch
+from torch import Tensor
 
 from megatron.errors import ConfigError
 from megatron.zero.exchanges import ExchangeLog
@@ -32,21 +33,24 @@ class Agreement:
         self._dp, self._device, self._log, self._waits = dp, device, log, waits
         self._open: HostCopy | None = None
 
-    def __call__(self, trace: int, reached: Reached, overflow: bool) -> tuple[Reached, bool]:
-        """What the ranks together have reached, and whether on one of them a gradient overflowed. Collective."""
+    def __call__(self, trace: int, reached: Reached, overflows: Sequence[Tensor]) -> tuple[Reached, bool]:
+        """What the ranks together have reached, and whether on one of them a gradient overflowed: one of `overflows` is
+        true. Collective."""
+        overflow = torch.stack([one.to(self._device) for one in overflows]).any() if overflows else torch.tensor(False)
         if self._dp.is_solo:
-            return reached, overflow
+            return reached, bool(overflow)
         self._log.meet("the end of a backward")
         mask = crc32(repr([sorted(one) for one in reached]).encode())
         numbers = torch.empty(5, dtype=torch.float64, device=self._device)
-        for place, value in zip(numbers, (trace, -trace, mask, -mask, overflow), strict=True):
+        for place, value in zip(numbers, (trace, -trace, mask, -mask), strict=False):
             place.fill_(value)
+        numbers[-1].copy_(overflow)
         all_reduce_into(numbers, self._dp, "max").wait()
         self._open = HostCopy(numbers)
         if on_accelerator(self._device) and not self._waits:
             return reached, False
-        overflow = bool(self._open.values()[-1])
-        return self._union(reached) if self._masks_differ() else reached, overflow
+        overflowed = bool(self._open.values()[-1])
+        return self._union(reached) if self._masks_differ() else reached, overflowed
 
     def conclude(self) -> None:
         """Raise where the ranks of the last backward differed. All of them come here."""

@@ -17,11 +17,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from megatron.checkpoint.agree import agree
 from megatron.errors import ConfigError
-from megatron.fsdp.optim_state import own_state, split_kinds, whole_states
+from megatron.fsdp.optim_state import cut_of_first, first_states, own_state, split_kinds, whole_states
 from megatron.fsdp.shard import Shard
 from megatron.fsdp.sharding import plain_name, the_member
 from megatron.fsdp.state_dict import buckets_of, full_state_dict, inside, load_from_first, named_tensors, ready
+from megatron.zero.api.hyper import OF_THE_RUN, hyper_parameters
+from mpu.collectives import broadcast_json
 
 State = dict[str, Any]
 
@@ -57,7 +60,8 @@ def set_model_state_dict(model: nn.Module, model_state_dict: Mapping[str, Any], 
 
 def get_optimizer_state_dict(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer], *, options: Any = None,
                              ) -> State:
-    """{"state": {name: {kind: value}}, "param_groups": [{"params": [names], ...}]}"""
+    """{"state": {name: {kind: value}}, "param_groups": [{"params": [names], ...}]}. Of an optimizer that has taken no
+    step, without `full_state_dict`, it is what there is to load into."""
     options = options or StateDictOptions()
     module = inside(model)
     names = _names(model)
@@ -70,8 +74,8 @@ def get_optimizer_state_dict(model: nn.Module, optimizers: Optimizer | Iterable[
             states: Iterable[tuple[nn.Parameter, State]] = list(
                 whole_states(optimizer, buckets_of(module), keeps=keeps, device=device))
         else:
-            keeps = True
-            states = [(one, dict(state)) for one, state in optimizer.state.items() if isinstance(one, nn.Parameter)]
+            keeps, own = True, optimizer.state or first_states(optimizer)
+            states = [(one, dict(state)) for one, state in own.items() if isinstance(one, nn.Parameter)]
         if keeps:
             found["state"] |= {names[id(parameter)]: state for parameter, state in states}
             found["param_groups"] += [{**group, "params": [names[id(one)] for one in group["params"]]}
@@ -82,26 +86,50 @@ def get_optimizer_state_dict(model: nn.Module, optimizers: Optimizer | Iterable[
 def set_optimizer_state_dict(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer],
                              optim_state_dict: Mapping[str, Any], *, options: Any = None) -> None:
     options = options or StateDictOptions()
+    names, states, groups = _names(model), optim_state_dict.get("state", {}), optim_state_dict.get("param_groups", [])
+    is_full, split = options.full_state_dict, split_kinds(states.values())
     if options.broadcast_from_rank0:
-        raise ConfigError("set_optimizer_state_dict(broadcast_from_rank0=True) is not supported: give every rank the "
-                          "full state dict, or use megatron.fsdp.load_checkpoint, where each rank reads its part")
-    names = _names(model)
-    split = split_kinds(optim_state_dict["state"].values())
+        states, groups, is_full = *_of_first(model, states, groups), False
     for optimizer in _each(optimizers):
         number = {names[id(one)]: index for index, one in enumerate(
             one for group in optimizer.param_groups for one in group["params"])}
         parameters = {names[id(one)]: one for group in optimizer.param_groups for one in group["params"]}
-        strange = optim_state_dict["state"].keys() - number.keys()
+        strange = states.keys() - number.keys()
         if strange and options.strict:
             raise ConfigError(f"set_optimizer_state_dict: {len(strange)} names are not the optimizer's, {min(strange)} "
                               "first")
         state = {number[name]: own_state(parameters[name], values, split)
-                 if options.full_state_dict and isinstance(parameters[name], Shard) else dict(values)
-                 for name, values in optim_state_dict["state"].items() if name in number}
-        groups = optimizer.state_dict()["param_groups"]
-        for group, given in zip(groups, _groups_for(optimizer, names, optim_state_dict["param_groups"]), strict=True):
-            group |= {key: value for key, value in given.items() if key != "params"}
-        optimizer.load_state_dict({"state": state, "param_groups": groups})
+                 if is_full and isinstance(parameters[name], Shard) else dict(values)
+                 for name, values in states.items() if name in number}
+        own = optimizer.state_dict()["param_groups"]
+        for group, given in zip(own, _groups_for(optimizer, names, groups), strict=True):
+            group |= {key: value for key, value in given.items() if key not in OF_THE_RUN}
+        optimizer.load_state_dict({"state": state, "param_groups": own})
+
+
+def _of_first(model: nn.Module, states: Mapping[str, State], groups: list[State],
+              ) -> tuple[dict[str, State], list[State]]:
+    """This rank's part of the states that the first rank has, and its groups. Collective."""
+    root = the_member(inside(model)).root
+    parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+    agree(lambda: _check_whole(states, parameters) if root.dp.rank == 0 else None, root.dp)
+    plain = [{**one, "params": group["params"]} for one, group in zip(hyper_parameters(groups), groups, strict=True)]
+    told = broadcast_json([{key: value.item() if isinstance(value, Tensor) else value for key, value in group.items()}
+                           for group in plain], root.dp)
+    tuples = {key for group in plain for key, value in group.items() if isinstance(value, tuple)}
+    tuples = set(broadcast_json(sorted(tuples), root.dp))
+    return (cut_of_first(parameters, states, root.dp, root.device),
+            [{key: tuple(value) if key in tuples else value for key, value in group.items()} for group in told])
+
+
+def _check_whole(states: Mapping[str, State], parameters: Mapping[str, nn.Parameter]) -> None:
+    split = split_kinds(states.values())
+    for name, state in states.items():
+        for kind, value in state.items():
+            if kind in split and name in parameters and value.shape != parameters[name].shape:
+                raise ConfigError(f"set_optimizer_state_dict: the state {kind!r} of {name} has shape "
+                                  f"{list(value.shape)}, expected {list(parameters[name].shape)}: give the first rank "
+                                  "the full state dict of this model's optimizer")
 
 
 def get_state_dict(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer], *, options: Any = None,

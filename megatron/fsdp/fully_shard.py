@@ -10,8 +10,8 @@ A module that is sharded is of a class of its own, which has the methods of `FSD
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, cast
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -22,22 +22,22 @@ from megatron.fsdp.settings import MixedPrecisionPolicy, OffloadPolicy, Settings
 from megatron.fsdp.sharding import shard
 
 
-def fully_shard(module: nn.Module, *, mesh: Any = None, reshard_after_forward: bool | int | None = None,
+Modules = TypeVar("Modules", nn.Module, Sequence[nn.Module])
+
+
+def fully_shard(module: Modules, *, mesh: Any = None, reshard_after_forward: bool | int | None = None,
                 shard_placement_fn: Any = None, mp_policy: Any = MixedPrecisionPolicy(),
                 offload_policy: Any = OffloadPolicy(), ignored_params: Iterable[nn.Parameter] | None = None,
-                sync_module_states: bool = False) -> FSDPModule:
-    """Shard the parameters of `module`, those of modules that are sharded inside excepted; returns the module.
+                sync_module_states: bool = False) -> Modules:
+    """Shard the parameters of `module`, those of modules that are sharded inside excepted; returns the module. The
+    modules of a list are sharded one by one.
 
     `mesh` is of one dimension (None: all ranks). `reshard_after_forward` splits the parameters again between forward
     and backward; a number does so among so many neighbouring ranks. (None: of an outermost module no, of others yes, as
     the outermost one is needed at once.) Ranks must start from equal weights, or say `sync_module_states`, which is not
     torch's, and all have those of the first.
     """
-    if not isinstance(module, nn.Module):
-        raise ConfigError(f"fully_shard takes one module, not {type(module).__name__}: call it for each, or for a "
-                          "module that has them")
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):
-        raise ConfigError(f"fully_shard of a {type(module).__name__}, which has no forward: shard the modules in it")
+    modules = [module] if isinstance(module, nn.Module) else _outermost(module)
     if shard_placement_fn is not None:
         raise ConfigError("fully_shard(shard_placement_fn=...) is not supported: parameters are split as flat ranges")
     group = group_of_mesh(mesh)
@@ -49,7 +49,20 @@ def fully_shard(module: nn.Module, *, mesh: Any = None, reshard_after_forward: b
         input_dtype=mp_policy.param_dtype if mp_policy.cast_forward_inputs else None,
         on_host=hasattr(offload_policy, "pin_memory"), pins=getattr(offload_policy, "pin_memory", False),
         copies_first=sync_module_states)
-    shard(module, settings, group, device_of(module, group), tuple(ignored_params or ()))
-    cls = type(module)
-    module.__class__ = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
-    return cast(FSDPModule, module)
+    ignored = tuple(ignored_params or ())
+    for one in modules:
+        if isinstance(one, nn.ModuleList | nn.ModuleDict):
+            raise ConfigError(f"fully_shard of a {type(one).__name__}, which has no forward: shard the modules in it")
+        shard(one, settings, group, device_of(one, group), ignored)
+        cls = type(one)
+        one.__class__ = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+    return module
+
+
+def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those that are in no other one."""
+    if not all(isinstance(one, nn.Module) for one in modules):
+        raise ConfigError("fully_shard takes a module or a list of modules, not "
+                          f"{', '.join(type(one).__name__ for one in modules)}")
+    inside = {id(child) for one in modules for child in one.modules() if child is not one}
+    return [one for one in dict.fromkeys(modules) if id(one) not in inside]

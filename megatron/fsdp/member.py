@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
 
@@ -11,7 +12,16 @@ from megatron.fsdp.sharding import Member, members, the_member
 from megatron.zero.bucket import FlatBucket
 
 
-class FSDPModule:
+class NoCopies:
+    """A mixin for what is bound to its ranks and buffers."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ConfigError(f"{type(self).__name__} is sharded, and cannot be copied or pickled as a whole "
+                          "(copy.deepcopy, AveragedModel, torch.save(model)): save model.state_dict(); for a second "
+                          "model copy the first before it is sharded, and shard both")
+
+
+class FSDPModule(NoCopies):
     """A mixin; `fully_shard` makes a module's class one of this."""
 
     @property

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from megatron.errors import ConfigError
-from megatron.fsdp.shard import Shard, as_run, local, place_of, runs
+from megatron.fsdp.shard import Shard, as_run, gradient_of, local, place_of, runs, set_gradient
 from megatron.fsdp.whole import joined
 from megatron.zero.bucket import FlatBucket
+from mpu.collectives import broadcast_into, broadcast_json
+from mpu.groups import Group
 
 State = dict[str, Any]
 
@@ -94,6 +96,53 @@ def own_state(parameter: nn.Parameter, state: Mapping[str, Any], split: Collecti
             raise ConfigError(f"the state {kind!r} of {name} has shape {list(value.shape)}, expected {list(whole)}")
         run = value.detach().flatten()[offset : offset + count].clone()
         found[kind] = as_run(run.to(local(parameter).device), parameter)
+    return found
+
+
+def first_states(optimizer: Optimizer) -> dict[nn.Parameter, State]:
+    """The state that the optimizer would begin with: what a step without gradients and rate makes. It keeps none."""
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    gradients = [gradient_of(one) for one in parameters]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    try:
+        for group in optimizer.param_groups:
+            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+        for one in parameters:
+            set_gradient(one, torch.zeros_like(one.detach()) if one.requires_grad else None)
+        optimizer.step()
+        return {one: dict(optimizer.state[one]) for one in parameters if one in optimizer.state}
+    finally:
+        optimizer.state.clear()
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for one, gradient in zip(parameters, gradients, strict=True):
+            set_gradient(one, gradient)
+
+
+def cut_of_first(parameters: Mapping[str, nn.Parameter], states: Mapping[str, State], dp: Group, device: torch.device,
+                 ) -> dict[str, State]:
+    """This rank's part of the whole states that the first rank has, by the parameters' names. Collective; that of one
+    parameter is whole at a time."""
+    split = split_kinds(states.values())
+    plan = broadcast_json({name: {kind: [str(value.dtype).removeprefix("torch."), list(value.shape), kind in split]
+                                  if isinstance(value, Tensor) else value for kind, value in state.items()}
+                           for name, state in states.items()}, dp)
+    found: dict[str, State] = {}
+    for name, kinds in plan.items():
+        whole: State = {}
+        for kind, what in kinds.items():
+            if not isinstance(what, list):
+                whole[kind] = what
+                continue
+            value = torch.empty(what[1], dtype=getattr(torch, what[0]), device=device)
+            if dp.rank == 0:
+                value.copy_(states[name][kind])
+            broadcast_into(value.view(-1).view(torch.uint8), 0, dp).wait()
+            whole[kind] = value if value.dim() else value.cpu()
+        if isinstance(parameters.get(name), Shard):
+            whole = own_state(parameters[name], whole, {kind for kind, what in kinds.items()
+                                                        if isinstance(what, list) and what[2]})
+        found[name] = whole
     return found
 
 

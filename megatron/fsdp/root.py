@@ -12,7 +12,7 @@ views of the masters (shard.py, gradients.py).
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -29,7 +29,6 @@ from megatron.zero.forwards import ForwardCheck
 from megatron.zero.hooks import (
     Unit,
     attach,
-    autograd_runs,
     scale_gradients,
     when_autograd_is_through,
     when_forward_is_over,
@@ -67,6 +66,7 @@ class Root:
                              allows_unused=True, splits_parameters=True, step_under_way=lambda: self.steps + 1)
         self.residency = residency
         self._running: list[Unit] = []
+        self._backward_goes_on: Callable[[], bool] = lambda: False
         self.steps = 0
         """Optimizer steps, as far as forwards have seen them."""
         self._watched = False
@@ -129,6 +129,7 @@ class Root:
                 self.rest()
 
     def before_backward(self, unit: Unit, weights: int, call: object) -> None:
+        self._leave_failed_backward()
         if not self.passes.in_backward:
             self._begin_backward()
         self.passes.before_backward(unit, weights, call)
@@ -137,6 +138,7 @@ class Root:
         self.passes.inputs_done(unit)
 
     def gradient_ready(self, unit: Unit, bucket: FlatBucket, index: int) -> None:
+        self._leave_failed_backward()
         if not self.passes.in_backward:  # no output of a unit led here: weights that were used by hand
             self._begin_backward()
         self.passes.gradient_ready(unit, bucket, index)
@@ -189,7 +191,7 @@ class Root:
 
     def _leave_failed_backward(self) -> None:
         """Where a backward has raised, nobody is told; what it had accumulated is incomplete."""
-        if self.passes.in_backward and not autograd_runs():
+        if self.passes.in_backward and not self._backward_goes_on():
             self.passes.fail(RuntimeError("a backward that failed"))
 
     def _begin_backward(self) -> None:
@@ -201,15 +203,16 @@ class Root:
         self.passes.begin(reduces=self.syncs)
         for bucket in self.trained:
             bucket.grads.per_sum = self._predivided[bucket] / (self.divisor * self.scaling.scale)
-        when_autograd_is_through(self._end_backward)
+        self._backward_goes_on = when_autograd_is_through(self._end_backward)
 
     def _end_backward(self) -> None:
         try:
             self.passes.complete(ends_step=True)
             reached: Reached = [bucket.grads.reached for bucket in self.trained]
             if self.syncs:
-                overflow = self.scaling.is_on and not all(_is_finite(bucket) for bucket in self.trained)
-                reached, overflow = self._agreement(self.passes.take_trace(), reached, overflow)
+                overflows = [~bucket.grads.shard.isfinite().all() for bucket in self.trained
+                             if bucket.grads.is_summed] if self.scaling.is_on else []
+                reached, overflow = self._agreement(self.passes.take_trace(), reached, overflows)
                 if self.scaling.after(overflow):
                     reached = self._drop(reached)
         except BaseException as error:
@@ -227,7 +230,3 @@ class Root:
             print(f"fp16: a gradient overflowed, and what was accumulated is dropped; the loss scale is now "
                   f"{self.scaling.scale:g}", file=sys.stderr)
         return [frozenset() for _ in reached]
-
-
-def _is_finite(bucket: FlatBucket) -> bool:
-    return not bucket.grads.is_summed or bool(bucket.grads.shard.isfinite().all())

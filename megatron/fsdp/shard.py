@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.errors import ConfigError
+from megatron.fsdp.rectangles import Rectangle, Rectangular, rectangles
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.holders import holder_of
 from megatron.zero.placeholder import ALLOWED, SIZES, Placeholder, vacate
@@ -44,16 +45,18 @@ ELEMENTWISE = frozenset("""
 
 CONVERSIONS = frozenset("to type half float double bfloat16 cpu cuda xpu".split())
 
-NEEDS_NOTHING = ALLOWED | {_TENSOR.is_pinned, _TENSOR.data_ptr, _TENSOR.untyped_storage,
-                           _TENSOR.is_shared, _TENSOR.is_set_to}
+NEEDS_NOTHING = ALLOWED | {_TENSOR.is_pinned, _TENSOR.untyped_storage, _TENSOR.is_shared, _TENSOR.is_set_to}
 
 _GET_DATA, _SET_DATA = _TENSOR.data.__get__, _TENSOR.data.__set__
 _ALIASES = frozenset((_GET_DATA, _TENSOR.detach, torch.detach, _TENSOR.view_as))
 _COPIES = frozenset((_TENSOR.copy_,))
 
 
-class Shard(Placeholder):
+class Shard(Rectangular, Placeholder):
     """A parameter between two passes."""
+
+    def _run(self) -> tuple[Tensor, list[Rectangle], torch.Size]:
+        return _rectangles(self)
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (),
@@ -66,7 +69,7 @@ class Shard(Placeholder):
     __str__ = __repr__  # type: ignore[assignment]
 
 
-class Run(Tensor):
+class Run(Rectangular, Tensor):
     """What is made of a parameter's run, element by element."""
 
     whole: torch.Size
@@ -82,6 +85,9 @@ class Run(Tensor):
     def __torch_function__(cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:
         return _answer(func, args, {} if kwargs is None else kwargs)
+
+    def _run(self) -> tuple[Tensor, list[Rectangle], torch.Size]:
+        return _rectangles(self)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Run(of {_described(self)}, {local(self).numel()} elements from {self.offset}, {self.dtype})"
@@ -139,6 +145,11 @@ def place_of(part: Tensor) -> tuple[torch.Size, str, int]:
     return torch.Size(slot.shape), slot.name, 0 if segment is None else segment.slot_offset
 
 
+def _rectangles(part: Tensor) -> tuple[Tensor, list[Rectangle], torch.Size]:
+    run, (whole, _, offset) = local(part), place_of(part)
+    return run, list(rectangles(whole, offset, run.numel())), whole
+
+
 def bucket_of(part: Tensor) -> FlatBucket:
     holder = holder_of(part)
     if not isinstance(holder, FlatBucket):
@@ -186,7 +197,7 @@ def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
         return func(torch.empty(place_of(part)[0], dtype=_dtype(part), device="meta"), *args[1:], **kwargs)
     if func in _ALIASES and args and args[0] is part:
         return _alias(part)
-    if func == _SET_DATA or func in _COPIES:
+    if (func == _SET_DATA or func in _COPIES) and args[0] is part:
         return _copied(func, part, *args[1:], **kwargs)
     name = _plain_name(func)
     if name not in ELEMENTWISE:
@@ -322,12 +333,14 @@ _INSTEAD = {
             "megatron.fsdp.clip_grad_norm_(parameters, limit)",
     "amp": "no GradScaler is needed here: fp16 scales the loss by itself (docs/fsdp.md)",
     "conversion": "choose the precision with mixed_precision or mp_policy, and the device before it is sharded",
+    "data_ptr": "to store it use torch.distributed.checkpoint.save (async_save cannot), save_checkpoint or the full "
+                "state dict of megatron.fsdp (docs/fsdp.md)",
     "": "for its values call model.summon_full_params(), for a state dict model.state_dict()",
 }
 
 
 def _refusal(part: Tensor, name: str) -> ConfigError:
-    kind = ("norm" if name.endswith("norm") else "amp" if name.startswith("amp") else
+    kind = (name if name in _INSTEAD else "norm" if name.endswith("norm") else "amp" if name.startswith("amp") else
             "conversion" if name in CONVERSIONS else "")
     what = "the gradient or a state of " if isinstance(part, Run) else ""
     return ConfigError(f"{what}{_described(part)} cannot be used here ({name}): this rank has a run of its elements, "

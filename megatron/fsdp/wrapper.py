@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from megatron.errors import ConfigError
 from megatron.fsdp.arguments import Arguments, read_arguments
 from megatron.fsdp.clip import clip_grad_norm_
+from megatron.fsdp.member import NoCopies
 from megatron.fsdp.place import device_of, group_of
 from megatron.fsdp.optim_state import gather_full_optim_state_dict, get_shard_from_optim_state_dict
 from megatron.fsdp.sharding import WRAPPED, Member, plain_name, shard, the_member
@@ -36,7 +37,7 @@ from megatron.fsdp.summon import summon_full_params
 from megatron.zero.hooks import rename_when_loading
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(NoCopies, nn.Module):
     def __init__(self, module: nn.Module, process_group: ProcessGroup | None = None, **given: Any) -> None:
         """`given` are the arguments of arguments.py. Every rank of the group makes it."""
         super().__init__()

@@ -119,11 +119,6 @@ def when_forward_is_over(module: nn.Module, call: Callable[[], None]) -> Removab
     return module.register_forward_hook(lambda module, args, output: call(), always_call=True)
 
 
-def autograd_runs() -> bool:
-    """In this thread, now."""
-    return torch._C._current_graph_task_id() != -1
-
-
 def rename_when_loading(module: nn.Module, rename: Callable[[dict[str, Any], str], None]) -> RemovableHandle:
     """`rename(state_dict, prefix)` before the module takes its part of a state dict."""
     handle: RemovableHandle = module.register_load_state_dict_pre_hook(
@@ -131,9 +126,15 @@ def rename_when_loading(module: nn.Module, rename: Callable[[dict[str, Any], str
     return handle
 
 
-def when_autograd_is_through(call: Callable[[], None]) -> None:
-    """At the end of the backward under way, before `backward()` returns."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)
+def when_autograd_is_through(call: Callable[[], None]) -> Callable[[], bool]:
+    """At the end of the backward under way, before `backward()` returns. Gives a way to ask whether that will still
+    come: a backward that raises forgets what was to be called after it, and tells nobody."""
+    def once() -> None:
+        call()
+
+    torch.autograd.Variable._execution_engine.queue_callback(once)
+    still_held = ref(once)
+    return lambda: still_held() is not None
 
 
 def change_outputs(module: nn.Module, change: Callable[[Any], Any]) -> RemovableHandle:

@@ -223,11 +223,12 @@ class Passes:
 
     def _close_others(self, unit: Unit, *, replays: bool) -> None:
         """The backward of `unit` begins. Autograd goes back in the order of the forward, so that of a unit whose calls
-        have all begun theirs is over, unless it has `unit` inside: what has no gradient now gets none. A unit that
-        torch checkpoints with use_reentrant=True has no counted call, and is over when another one is recomputed."""
+        have all begun theirs is over, unless it has `unit` inside, or returned what `unit` returns as well: what has no
+        gradient now gets none. A unit that torch checkpoints with use_reentrant=True has no counted call, and is over
+        when another one is recomputed."""
         for other in sorted(self._begun.keys() - {unit}, key=lambda one: -one.index):
             calls = self._calls[other]
-            is_over = not calls if replays else len(self._begun[other]) >= calls
+            is_over = not calls if replays else (len(self._begun[other]) >= calls and unit not in self._around[other])
             if is_over and other not in self._around[unit]:
                 del self._begun[other]
                 self._residency.done(other)

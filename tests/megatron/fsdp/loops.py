@@ -66,16 +66,20 @@ def adamw(model: nn.Module, rate: float = RATE) -> torch.optim.Optimizer:
 
 
 def train(model: nn.Module, clip: Callable[[], Any], rank: int, steps: int, accumulation: int = 2,
-          optimizer: torch.optim.Optimizer | None = None) -> list[float]:
-    """Losses of this rank."""
+          optimizer: torch.optim.Optimizer | None = None, learn: Callable[[int], None] | None = None) -> list[float]:
+    """Losses of this rank. `learn` makes the gradients of a step, instead of a backward after each forward."""
     optimizer = optimizer or adamw(model)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    losses = []
-    for number in range(steps):
+    losses: list[float] = []
+
+    def forwards_and_backwards(number: int) -> None:
         for micro in range(accumulation):
             loss = model(batch(rank, accumulation * number + micro)) / accumulation
             loss.backward()
             losses.append(float(loss.detach()))
+
+    for number in range(steps):
+        (learn or forwards_and_backwards)(number)
         clip()
         optimizer.step()
         schedule.step()
@@ -138,18 +142,17 @@ class Masters(nn.Module):
 
 def by_masters(make: Callable[[], nn.Module], dtype: torch.dtype, rank: int, steps: int, rate: float = RATE,
                ) -> tuple[list[float], dict[str, Tensor]]:
-    model = Masters(make(), dtype)
-    optimizer = adamw(model, rate)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    losses = []
-    for number in range(steps):
+    model, losses = Masters(make(), dtype), []
+
+    def learn(number: int) -> None:
         for micro in range(2):
             loss = model(batch(rank, 2 * number + micro)) / 2
             loss.backward()
             model.bring()
             losses.append(float(loss.detach()))
+
+    def clip() -> None:
         clip_grad_norm_(model.parameters(), CLIP)  # of plain parameters: the same norm to the bit
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
+
+    train(model, clip, rank, steps, optimizer=adamw(model, rate), learn=learn)
     return losses, {name: getattr(model, key).detach() for key, name in model.names.items()}

@@ -63,6 +63,7 @@ MODELS: dict[str, type[nn.Module]] = {
     "gated": Gated, "odd sizes": models.OddSizes, "dicts": models.Dicts, "layer drop": models.LayerDrop,
     "permuted": models.Permuted, "in place": models.InPlace, "three elements": models.ThreeElements,
     "no list": models.NoList, "all in blocks": models.AllInBlocks, "list in block": models.ListInBlock,
+    "ends in a block": models.EndsInABlock, "root ends in a block": models.RootEndsInABlock,
 }
 
 
@@ -89,7 +90,7 @@ def both(rank: int, world: int, name: str, way: str, steps: int) -> float:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["tied", "convolutions", "frozen", "gated"])
+@pytest.mark.parametrize("name", ["tied", "convolutions", "frozen", "gated", "root ends in a block"])
 def test_losses_and_weights_are_those_of_ddp(name: str, way: str) -> None:
     assert max(run_ranks(both, 2, name, way, STEPS)) <= TOLERANCE
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -90,6 +92,36 @@ def a_norm_of_a_gradient(rank: int) -> None:
                                      partial(torchs_clip, foreach=True), torchs_norm, a_norm_of_a_gradient])
 def test_torchs_clip_names_the_right_call(mistake: Callable[[int], Any]) -> None:
     refused(mistake, "clip_grad_norm_")
+
+
+def copied(rank: int, way: str, copy: Callable[[nn.Module], Any]) -> None:
+    copy(around(Net(), way))
+
+
+@pytest.mark.parametrize("copy", [deepcopy, torch.optim.swa_utils.AveragedModel, pickle.dumps])
+@pytest.mark.parametrize("way", ["torch", "nested"])
+def test_a_copy_of_a_sharded_model(way: str, copy: Callable[[nn.Module], Any]) -> None:
+    refused(partial(copied, way=way, copy=copy), "model.state_dict()")
+
+
+def by_safetensors(rank: int) -> None:
+    """It goes by the size of a tensor and where it begins, and would read other memory."""
+    from safetensors.torch import save
+    save({"weight": around(Net(), "torch").first.weight.data})
+
+
+def in_the_background(rank: int) -> None:
+    import torch.distributed.checkpoint as dcp
+    dcp.async_save({"model": around(Net(), "torch").state_dict()}, checkpoint_id="/nowhere")
+
+
+def into_an_ordinary_tensor(rank: int) -> None:
+    torch.zeros(6, 6).copy_(around(Net(), "torch").first.weight)
+
+
+@pytest.mark.parametrize("mistake", [by_safetensors, in_the_background, into_an_ordinary_tensor])
+def test_a_part_is_not_taken_for_the_whole(mistake: Callable[[int], Any]) -> None:
+    refused(mistake)
 
 
 def a_grad_scaler(rank: int) -> None:
@@ -455,72 +487,60 @@ def zeroed_between_forward_and_backward(rank: int) -> dict[str, torch.Tensor]:
     return whole(model)
 
 
+def trained(model: nn.Module, rank: int, learn: Callable[[int], None]) -> dict[str, torch.Tensor]:
+    train(model, lambda: clip_grad_norm_(model.parameters(), CLIP), rank, STEPS, learn=learn)
+    return whole(model)
+
+
+def halves(model: nn.Module, rank: int, number: int) -> list[torch.Tensor]:
+    """The losses of a step."""
+    return [model(batch(rank, 2 * number + micro)) / 2 for micro in range(2)]
+
+
 def forwards_together(rank: int) -> dict[str, torch.Tensor]:
     """Both forwards first, one backward of their sum."""
     model = around(Net(), "nested")
-    optimizer = adamw(model)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    for number in range(STEPS):
-        losses = [model(batch(rank, 2 * number + micro)) / 2 for micro in range(2)]
-        sum(losses).backward()  # type: ignore[union-attr]
-        model.clip_grad_norm_(CLIP)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-    return whole(model)
+    return trained(model, rank, lambda number: sum(halves(model, rank, number)).backward())  # type: ignore[union-attr]
 
 
 def forwards_first(rank: int) -> dict[str, torch.Tensor]:
     """Both forwards first, then both backwards."""
     model = around(Net(), "torch")
-    optimizer = adamw(model)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    for number in range(STEPS):
-        for loss in [model(batch(rank, 2 * number + micro)) / 2 for micro in range(2)]:
+
+    def learn(number: int) -> None:
+        for loss in halves(model, rank, number):
             loss.backward()
-        clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-    return whole(model)
+
+    return trained(model, rank, learn)
 
 
 def no_sync(rank: int) -> dict[str, torch.Tensor]:
     model = around(Net(), "nested")
-    optimizer = adamw(model)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    for number in range(STEPS):
+
+    def learn(number: int) -> None:
         with model.no_sync():
             (model(batch(rank, 2 * number)) / 2).backward()
         (model(batch(rank, 2 * number + 1)) / 2).backward()
-        model.clip_grad_norm_(CLIP)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-    return whole(model)
+
+    return trained(model, rank, learn)
 
 
 def without_sync_by_torchs_name(rank: int) -> dict[str, torch.Tensor]:
     model: Any = around(Net(), "torch")
-    optimizer = adamw(model)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    for number in range(STEPS):
+
+    def learn(number: int) -> None:
         for micro in range(2):
             model.set_requires_gradient_sync(micro == 1)
             (model(batch(rank, 2 * number + micro)) / 2).backward()
-        clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-    return whole(model)
+
+    return trained(model, rank, learn)
 
 
 def gradients_halved_by_hand(rank: int) -> dict[str, torch.Tensor]:
     """`p.grad = p.grad / 2`, and in place, count."""
     model = around(Net(), "torch")
-    optimizer = adamw(model)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    for number in range(STEPS):
+
+    def learn(number: int) -> None:
         for micro in range(2):
             model(batch(rank, 2 * number + micro)).backward()
         for index, parameter in enumerate(model.parameters()):
@@ -528,11 +548,40 @@ def gradients_halved_by_hand(rank: int) -> dict[str, torch.Tensor]:
                 parameter.grad = parameter.grad / 2  # type: ignore[operator]
             else:
                 parameter.grad.mul_(0.5)  # type: ignore[union-attr]
-        clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-    return whole(model)
+
+    return trained(model, rank, learn)
+
+
+class Fails(torch.autograd.Function):
+    """In its backward."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        raise RuntimeError("on purpose")
+
+
+def failed_backwards_of_other_forwards(at_the_end: bool, rank: int) -> dict[str, torch.Tensor]:
+    """The backward that follows has no forward of its own in between; what the failed one had is dropped."""
+    model = around(Net(), "torch")
+
+    def learn(number: int) -> None:
+        if at_the_end:
+            wrong = model(Fails.apply(batch(rank, 77).requires_grad_()))
+        else:
+            handle = model.blocks[0].register_forward_hook(lambda block, args, out: Fails.apply(out))
+            wrong = model(batch(rank, 77))
+            handle.remove()
+        first, second = halves(model, rank, number)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            wrong.backward()
+        first.backward()
+        second.backward()
+
+    return trained(model, rank, learn)
 
 
 def a_failed_forward_in_between(rank: int) -> dict[str, torch.Tensor]:
@@ -569,6 +618,7 @@ def recomputed_outside(rank: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("way", [
     optimizer_before_wrapping, evaluations_in_between, zeroed_gradients, zeroed_between_forward_and_backward,
     forwards_together, forwards_first, no_sync, without_sync_by_torchs_name, gradients_halved_by_hand,
-    a_failed_forward_in_between, recomputed, recomputed_outside])
+    a_failed_forward_in_between, partial(failed_backwards_of_other_forwards, False),
+    partial(failed_backwards_of_other_forwards, True), recomputed, recomputed_outside])
 def test_other_orders_of_calls_give_the_same_weights(way: Callable[[int], dict[str, torch.Tensor]]) -> None:
     assert max(run_ranks(same_as_ddp, 2, way)) <= 1e-6

@@ -12,7 +12,7 @@ from torch import nn
 
 from megatron.errors import ConfigError
 from megatron.fsdp import (FSDP, StateDictOptions, clip_grad_norm_, get_optimizer_state_dict, get_state_dict,
-                           set_model_state_dict, set_state_dict)
+                           set_optimizer_state_dict, set_state_dict)
 from megatron.fsdp.state_dict import consolidate_shard_weights, full_state_dict
 from megatron.fsdp.summon import summon_full_params
 from tests.distributed import run_ranks
@@ -275,8 +275,13 @@ def by_torchs_functions(rank: int, world: int, way: str, first_only: bool) -> tu
         with torch.no_grad(), summon_full_params(getattr(again, "module", again)):
             for parameter in again.parameters():
                 parameter.zero_()
-        set_model_state_dict(again, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
-        return same(full_state_dict(getattr(again, "module", again)), expected), (not state) == (rank > 0), count
+        other = adamw(again, rate=1.0)
+        set_state_dict(again, other, model_state_dict=weights, optim_state_dict=state,
+                       options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+        assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+        equal = equal_state(get_state_dict(again, other, options=options)[1], state)
+        whole = full_state_dict(getattr(again, "module", again))
+        return same(whole, expected), (not state) == (rank > 0) and equal, count
     again = around(Everything(), way)
     other = adamw(again)
     set_state_dict(again, other, model_state_dict=weights, optim_state_dict=state, options=options)
@@ -290,6 +295,21 @@ def test_torchs_functions_give_and_take_the_whole(way: str, first_only: bool) ->
     names = len(Everything().state_dict())
     found = run_ranks(by_torchs_functions, 2, way, first_only)
     assert found == [(True, True, names), (True, True, 0 if first_only else names)]
+
+
+def of_another_model(rank: int, world: int) -> str:
+    model, optimizer = trained("nested", rank, 1)
+    state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if rank == 0:
+        state["state"]["last.bias"]["exp_avg"] = torch.ones(7)
+    with pytest.raises(ConfigError) as caught:
+        set_optimizer_state_dict(model, optimizer, state,
+                                 options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    return str(caught.value)
+
+
+def test_a_wrong_state_on_the_first_rank_is_refused_on_all() -> None:
+    assert all("'exp_avg' of last.bias" in said for said in run_ranks(of_another_model, 2))
 
 
 def in_parts(rank: int, world: int) -> bool:

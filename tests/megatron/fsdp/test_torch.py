@@ -16,11 +16,13 @@ from tests.megatron.zero.models import Net
 
 def script(fully_shard: Any, MixedPrecisionPolicy: Any, rank: int, settings: dict[str, Any], dtype: torch.dtype | None,
            ) -> list[float]:
-    """As torch's tutorial has it."""
+    """As torch's tutorial has it; layers at both ends in one call."""
     model: Any = Net()
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else MixedPrecisionPolicy()
     for block in model.blocks:
         fully_shard(block, mp_policy=policy, **settings)
+    ends = [model.first, model.last]
+    assert fully_shard(ends, mp_policy=policy, **settings) is ends
     fully_shard(model, mp_policy=policy, **settings)
     decayed = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     others = [parameter for parameter in model.parameters() if parameter.dim() < 2]

@@ -109,6 +109,42 @@ class AllInBlocks(nn.Module):
         return (x - 1).square().mean()
 
 
+class Ending(nn.Module):
+    """Returns what its last layer returns: one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(WIDTH, 7), nn.Linear(7, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.narrow(self.wide(x).tanh().mean(0))  # type: ignore[no-any-return]
+
+
+class EndsInABlock(nn.Module):
+    """Returns what its last block returns, and that what its last layer returns: one tensor is the output of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.blocks = nn.ModuleList([Block(), Block(), Ending()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class RootEndsInABlock(EndsInABlock):
+    """With layers of the root before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.first(x))
+
+
 class Dicts(Net):
     """A block returns a dict."""
 

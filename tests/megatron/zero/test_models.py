@@ -20,9 +20,9 @@ from megatron.zero.api.engine import Engine
 from mpu import groups
 from tests.distributed import RankError, run_ranks
 from tests.megatron.zero.homes.test_equal import everywhere
-from tests.megatron.zero.models import (AllInBlocks, Backwards, Buffers, Dicts, Frozen, FrozenRoot, InPlace,
-                                        LayerDrop, ListInBlock, Net, NoList, OddSizes, Permuted, RankDrop, Records,
-                                        ThreeElements, Tuples, WIDTH, Words)
+from tests.megatron.zero.models import (AllInBlocks, Backwards, Buffers, Dicts, EndsInABlock, Frozen, FrozenRoot,
+                                        InPlace, LayerDrop, ListInBlock, Net, NoList, OddSizes, Permuted, RankDrop, Records,
+                                        RootEndsInABlock, ThreeElements, Tuples, WIDTH, Words)
 from tests.megatron.zero.run import DTYPES, PlainLoop, configure, engine_around, late_network, step, weights
 from tests.megatron.zero.sharing import (BlockReadsBlock, BlockTwice, Experts, InAnObject, NestedLists, OtherMethod,
                                          ReadLater, RootReadsBlock, Teacher, TiedBlocks, TiedInOneBlock, TiedToRoot,
@@ -170,7 +170,8 @@ ALL = (0, 1, 2, 3)
 
 WORKS: dict[Case, tuple[int, ...]] = {
     **{Case(model): ALL for model in (
-        Net, OddSizes, ThreeElements, NoList, AllInBlocks, Dicts, Tuples, TiedInOneBlock, BlockReadsBlock, BlockTwice,
+        Net, OddSizes, ThreeElements, NoList, AllInBlocks, EndsInABlock, RootEndsInABlock, Dicts, Tuples,
+        TiedInOneBlock, BlockReadsBlock, BlockTwice,
         Backwards, LayerDrop, Frozen, FrozenRoot, Buffers, ListInBlock, InPlace, Teacher, Permuted, Words, Records,
         TiedToRoot, TiedBlocks, NestedLists, Experts, Wrapped)},
     **{Case(Net, script): ALL for script in (evaluating, looking, summing, queueing, failing_forward,
