@@ -5,13 +5,14 @@
 
 The optimizer, its schedulers and the loop are the user's: `loss.backward()`, `optimizer.step()`.
 
-shard.py (what a parameter is between two passes), rectangles.py (and as torch's checkpoints store it), gradients.py (and its gradient), settings.py and arguments.py (how a
-module is sharded), place.py (over which ranks), same.py (whether they start alike), whole.py (a bucket's masters,
-whole), agreement.py (what ranks compare in a backward), scaling.py (the loss scale of fp16), root.py (the units of a
-model in training), sharding.py (what sharding a module does), fully_shard.py and member.py (torch's function),
-wrapper.py (FairScale's class), wrap.py (which modules are wrapped), clip.py (the norm of gradients), summon.py
-(parameters whole for a while), state_dict.py and optim_state.py (state, whole and in parts), distributed_state.py (by
-torch's functions), checkpoint.py (and as checkpoints), checkpointing.py (activation checkpointing).
+shard.py (what a parameter is between two passes), rectangles.py (and as torch's checkpoints store it), gradients.py
+(and its gradient), settings.py and arguments.py (how a module is sharded), place.py (over which ranks), same.py
+(whether they start alike), whole.py (a bucket's masters, whole), agreement.py (what ranks compare in a backward),
+scaling.py (the loss scale of fp16), root.py (the units of a model in training), sharding.py (what sharding a module
+does), fully_shard.py and member.py (torch's function), wrapper.py (FairScale's class), wrap.py (which modules are
+wrapped), clip.py (the norm of gradients), summon.py (parameters whole for a while), state_dict.py and optim_state.py
+(state, whole and in parts), distributed_state.py (by torch's functions), checkpoint.py (and as checkpoints),
+checkpointing.py (activation checkpointing).
 """
 
 from megatron.fsdp.checkpoint import load_checkpoint, save_checkpoint

@@ -21,8 +21,8 @@ from mpu import groups
 from tests.distributed import RankError, run_ranks
 from tests.megatron.zero.homes.test_equal import everywhere
 from tests.megatron.zero.models import (AllInBlocks, Backwards, Buffers, Dicts, EndsInABlock, Frozen, FrozenRoot,
-                                        InPlace, LayerDrop, ListInBlock, Net, NoList, OddSizes, Permuted, RankDrop, Records,
-                                        RootEndsInABlock, ThreeElements, Tuples, WIDTH, Words)
+                                        InPlace, LayerDrop, ListInBlock, Net, NoList, OddSizes, Permuted, RankDrop,
+                                        Records, RootEndsInABlock, ThreeElements, Tuples, WIDTH, Words)
 from tests.megatron.zero.run import DTYPES, PlainLoop, configure, engine_around, late_network, step, weights
 from tests.megatron.zero.sharing import (BlockReadsBlock, BlockTwice, Experts, InAnObject, NestedLists, OtherMethod,
                                          ReadLater, RootReadsBlock, Teacher, TiedBlocks, TiedInOneBlock, TiedToRoot,
