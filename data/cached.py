@@ -24,7 +24,7 @@ from data.inputs import CACHE_SUFFIX, Found, find, kind_of
 from data.preprocess import Reading, build_corpus
 from data.recorded import threaded
 from data.sample_index import digest
-from data.storage import DataError, check_is_file, crc32_file, exclusive, make_folder, write_json_atomic
+from data.storage import DataError, StorageFault, check_is_file, crc32_file, exclusive, make_folder, write_json_atomic
 from data.tokenizer import Tokenizer
 
 TOKENS_SUFFIX = ".bin"
@@ -66,6 +66,8 @@ def _contents(files: Sequence[str], sums: Sums) -> tuple[list[str], int]:
         sizes = [os.path.getsize(path) for path in files]
         with sums:
             found = list(threaded(sums.of, files, _readers()))
+    except StorageFault:  # the folder of the checksums
+        raise
     except OSError as error:
         raise DataError(f"{error.filename}: cannot read: {error.strerror}") from error
     return [f"{kind_of(path)}-{size}-{crc}" for path, size, crc in zip(files, sizes, found)], sum(sizes)

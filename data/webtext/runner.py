@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from data.compressed import damage_in
 from data.parallel import ordered_map
-from data.recorded import check_shards
+from data.recorded import check_shards, threaded
 from data.storage import DataError, crc32_file, make_folder, staged_file, watched, write_json_atomic
 from data.webtext.counts import Counts
 from data.webtext.document import Document, Drop, Fault, Function
@@ -188,7 +188,7 @@ def check_content(sources: Sequence[Source], workers: int) -> None:
 def checksums(paths: Sequence[str], workers: int = 1) -> list[str]:
     """Of the content of each file."""
     try:
-        return list(ordered_map(crc32_file, paths, min(workers, len(paths))))
+        return list(threaded(crc32_file, paths, workers))
     except OSError as error:
         raise DataError(f"{error.filename}: cannot read: {error.strerror}") from error
 

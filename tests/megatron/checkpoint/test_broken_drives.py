@@ -51,6 +51,8 @@ def save(rank: int, call: str, name: str, number: int = 0, **more: str) -> Case:
 QUICK = [
     save(1, "write", "rank1.safetensors", errno.ENOSPC),
     Case(Fault(1, "preadv", r"corpus\.bin$", errno.EIO, STEP), "--train-data", "{}/corpus.bin", 3),
+    Case(Fault(0, "open", r"/cache/[^/]*lock$", errno.ENOSPC), "--data-cache-path", "{}/cache/",
+         flags="--train-data {}/text.jsonl --data-cache-path {}/cache"),
 ]
 SAVES = [
     save(1, "fsync", "rank1.safetensors", errno.EIO), save(1, "open", "rank1.json", errno.EDQUOT),
@@ -79,8 +81,6 @@ OTHERS = [
          flags="--metrics-file {}/metrics"),
     Case(Fault(0, "write", "/events[^/]*$", errno.ENOSPC, STEP), "--tensorboard-dir", "{}/board",
          flags="--tensorboard-dir {}/board"),
-    Case(Fault(0, "open", r"/cache/[^/]*lock$", errno.ENOSPC), "--data-cache-path", "{}/cache/",
-         flags="--train-data {}/text.jsonl --data-cache-path {}/cache"),
     Case(Fault(1, "open", "/cache/", errno.EROFS), "--data-cache-path", "{}/cache/",
          flags="--train-data {}/text.jsonl --data-cache-path {}/cache"),
     Case(Fault(1, "open", r"corpus\.idx$", errno.EIO), "--train-data", "{}/corpus.idx", 3),

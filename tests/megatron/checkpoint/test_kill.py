@@ -258,7 +258,7 @@ with armed(int(os.environ["RANK"]), Fault(int(victim), call, int(when), how), in
 @pytest.mark.parametrize(("victim", "call", "how", "code", "words"), [
     (1, "fsync", "signal=KILL", 5, ["rank 1", "signal 9"]), (0, "rename", "signal=KILL", 5, ["rank 0", "signal 9"]),
     (1, "fsync", "error=EIO", 7, ["rank1.safetensors", "Input/output error", "bytes needed"]),
-    (0, "rename", "error=ENOSPC", 7, ["global_step3", "No space left on device"])])
+    (0, "rename", "error=ENOSPC", 7, ["zero_to_fp32.py", "No space left on device"])])
 def test_a_launched_job_ends_with_one_line_and_goes_on(story: Story, victim: int, call: str, how: str, code: int,
                                                        words: list[str]) -> None:
     trial = story.trial("prune")
