@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import _unsafe_preserve_version_counter
 
+from megatron.fsdp import sharding
 from megatron.zero.api import offload
 from megatron.zero.homes.ferry import Ferry, Mark
 
@@ -148,7 +149,8 @@ def late_ferry() -> Iterator[Ferry]:
     up, down = LateLane("up"), LateLane("down")
     up.other, down.other = down, up
     ferry = Ferry(up, down)
-    with patch.object(offload, "ferry_for", lambda device: ferry):
+    with patch.object(offload, "ferry_for", lambda device: ferry), \
+            patch.object(sharding, "_ferry", lambda device: ferry):
         yield ferry
 
 

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import monotonic_ns
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -25,7 +26,7 @@ from megatron.zero.bucket import FlatBucket
 from megatron.zero.engine import forget_gradients
 from megatron.zero.exchanges import ExchangeLog
 from megatron.zero.holders import holder_of
-from megatron.zero.homes.ferry import ferry_for
+from megatron.zero.homes.ferry import Ferry, ferry_for
 from megatron.zero.homes.here import Here
 from megatron.zero.homes.host import Host
 from megatron.zero.homes.shelf import Homes
@@ -212,11 +213,22 @@ class _Cutter:
         return bucket
 
     def _homes(self, work: torch.dtype, master: torch.dtype) -> Homes:
-        ferry = ferry_for(self._device) if self.settings.on_host else None
+        ferry = _ferry(self._device) if self.settings.on_host else None
         if ferry is None:
             return Homes(Here(self._device, master), Here(self._device, work))
         pins = self.settings.pins and self._device.type == "cuda"
         return Homes(Host(master, 0, pinned=pins), Host(work, 0, pinned=pins), ferry, pins)
+
+
+_FERRIES: WeakValueDictionary[torch.device, Ferry] = WeakValueDictionary()
+
+
+def _ferry(device: torch.device) -> Ferry | None:
+    """One for all sharded modules: its streams are the device's."""
+    ferry = _FERRIES.get(device) or ferry_for(device)
+    if ferry is not None:
+        _FERRIES[device] = ferry
+    return ferry
 
 
 def _neighbours(reshards: bool | int, group: Group) -> Group:
