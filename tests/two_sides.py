@@ -200,7 +200,8 @@ def _methods(sides: Sides) -> dict[str, Any]:
     where, to, numpy, tolist = Tensor.device, Tensor.to, Tensor.numpy, Tensor.tolist
 
     def device(x: Tensor) -> torch.device:
-        where.__get__(x)  # what refuses questions does
+        if type(x) is not Tensor:  # what refuses questions does; asked directly, torch would name this property
+            type(x).__torch_function__(where.__get__, (type(x),), (x,))
         return DEVICE if sides.of(x) == "device" else HOST
 
     def moved(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -236,6 +237,7 @@ def _methods(sides: Sides) -> dict[str, Any]:
             sides.blocks("tolist")
         return tolist(x)
 
+    moved.__name__, cpu.__name__ = "to", "cpu"  # shards go by names
     return {"device": property(device), "to": moved, "cpu": cpu, "numpy": as_numpy, "tolist": as_list}
 
 

@@ -36,21 +36,27 @@ class Agreement:
     def __call__(self, trace: int, reached: Reached, overflows: Sequence[Tensor]) -> tuple[Reached, bool]:
         """What the ranks together have reached, and whether on one of them a gradient overflowed: one of `overflows` is
         true. Collective."""
-        overflow = torch.stack([one.to(self._device) for one in overflows]).any() if overflows else torch.tensor(False)
         if self._dp.is_solo:
-            return reached, bool(overflow)
+            return reached, bool(overflows) and bool(self._any(overflows))
         self._log.meet("the end of a backward")
         mask = crc32(repr([sorted(one) for one in reached]).encode())
         numbers = torch.empty(5, dtype=torch.float64, device=self._device)
         for place, value in zip(numbers, (trace, -trace, mask, -mask), strict=False):
             place.fill_(value)
-        numbers[-1].copy_(overflow)
+        numbers[-1].copy_(self._any(overflows))
         all_reduce_into(numbers, self._dp, "max").wait()
         self._open = HostCopy(numbers)
         if on_accelerator(self._device) and not self._waits:
             return reached, False
         overflowed = bool(self._open.values()[-1])
         return self._union(reached) if self._masks_differ() else reached, overflowed
+
+    def _any(self, flags: Sequence[Tensor]) -> Tensor:
+        """Of flags on the device and of others on the host, where there is nothing to wait for; one look is left."""
+        on_host = any(bool(flag) for flag in flags if not on_accelerator(flag))
+        others = [flag for flag in flags if on_accelerator(flag)]
+        start = torch.full((), on_host, dtype=torch.bool, device=self._device)
+        return torch.stack([start, *others]).any() if others else start
 
     def conclude(self) -> None:
         """Raise where the ranks of the last backward differed. All of them come here."""

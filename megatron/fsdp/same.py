@@ -15,6 +15,7 @@ from megatron.errors import ConfigError
 from megatron.launch.alike import difference
 from megatron.zero.api.same import first_difference, kind_of
 from megatron.zero.holders import holder_of, shape_of
+from mpu.device import on_accelerator
 from mpu.groups import Group
 
 CHUNK = 1 << 22
@@ -55,7 +56,7 @@ def _digest(parameter: nn.Parameter) -> str:
 
 def sum_of_bytes(values: Tensor) -> str:
     data = values.contiguous().view(-1).view(torch.uint8)
-    if data.device.type == "cpu":
+    if not on_accelerator(data):
         return f"{crc32(data.numpy()):08x}"
     total = torch.zeros(2, dtype=torch.int64, device=data.device)
     for number, chunk in enumerate(data.split(CHUNK)):
