@@ -3,23 +3,22 @@
 A parameter that no rank has reached keeps no gradient, as with DistributedDataParallel, and an optimizer leaves it
 alone. One that some ranks have reached has the mean, in which the others count as zero.
 
-Where all ranks did the same, two digests travel. On an accelerator they are looked at when the next forward begins: to
-wait for them would hold up the optimizer's launches. Ranks that reached different parameters are an error there.
+One exchange tells both. On an accelerator a rank that has reached everything need not wait for it: what it says of the
+blocks is looked at when the next backward ends, or before state is taken from the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from zlib import crc32
+from collections.abc import Iterable, Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
 
-from megatron.errors import ConfigError
 from megatron.zero.exchanges import ExchangeLog
 from megatron.zero.forwards import different_blocks
-from megatron.zero.verdict import HostCopy
-from mpu.collectives import all_gather_json, all_reduce_into
+from megatron.zero.verdict import HostCopy, row_on
+from mpu.collectives import all_reduce_into
 from mpu.device import on_accelerator
 from mpu.groups import Group
 
@@ -28,51 +27,46 @@ Reached = Sequence[frozenset[int]]
 
 
 class Agreement:
-    def __init__(self, dp: Group, device: torch.device, log: ExchangeLog, *, waits: bool) -> None:
-        """`waits`: the optimizer must know of an overflow before its step, and so the host."""
-        self._dp, self._device, self._log, self._waits = dp, device, log, waits
+    def __init__(self, dp: Group, device: torch.device, log: ExchangeLog, counts: Sequence[int], *, waits: bool,
+                 ) -> None:
+        """`counts`: the parameters of each bucket. `waits`: the optimizer must know of an overflow before its step, and
+        so the host."""
+        self._dp, self._device, self._log, self._counts, self._waits = dp, device, log, counts, waits
         self._open: HostCopy | None = None
 
     def __call__(self, trace: int, reached: Reached, overflows: Sequence[Tensor]) -> tuple[Reached, bool]:
         """What the ranks together have reached, and whether on one of them a gradient overflowed: one of `overflows` is
         true. Collective."""
         if self._dp.is_solo:
-            return reached, bool(overflows) and bool(self._any(overflows))
+            return reached, any(map(bool, overflows))
+        self.conclude()
         self._log.meet("the end of a backward")
-        mask = crc32(repr([sorted(one) for one in reached]).encode())
-        numbers = torch.empty(5, dtype=torch.float64, device=self._device)
-        for place, value in zip(numbers, (trace, -trace, mask, -mask), strict=False):
-            place.fill_(value)
-        numbers[-1].copy_(self._any(overflows))
+        marks = [index in one for one, count in zip(reached, self._counts, strict=True) for index in range(count)]
+        numbers = row_on(self._device, (trace, -trace, _any(overflows), *marks))
         all_reduce_into(numbers, self._dp, "max").wait()
         self._open = HostCopy(numbers)
-        if on_accelerator(self._device) and not self._waits:
+        if on_accelerator(self._device) and all(marks) and not self._waits:
             return reached, False
-        overflowed = bool(self._open.values()[-1])
-        return self._union(reached) if self._masks_differ() else reached, overflowed
-
-    def _any(self, flags: Sequence[Tensor]) -> Tensor:
-        """Of flags on the device and of others on the host, where there is nothing to wait for; one look is left."""
-        on_host = any(bool(flag) for flag in flags if not on_accelerator(flag))
-        others = [flag for flag in flags if on_accelerator(flag)]
-        start = torch.full((), on_host, dtype=torch.bool, device=self._device)
-        return torch.stack([start, *others]).any() if others else start
+        _, _, overflow, *found = self._open.values()
+        if not on_accelerator(self._device):
+            self.conclude()
+        marked = iter(found)
+        return [frozenset(index for index, mark in enumerate(islice(marked, count)) if mark)
+                for count in self._counts], bool(overflow)
 
     def conclude(self) -> None:
-        """Raise where the ranks of the last backward differed. All of them come here."""
-        if self._open is not None and self._masks_differ():
-            raise ConfigError("the last backward reached other parameters on some ranks than on others, and their "
-                              "optimizers have gone different ways: use every parameter on every rank")
+        """Raise where the ranks of the last backward ran other blocks. All of them come here."""
+        if self._open is not None:
+            trace, minus_trace, *_ = self._open.values()
+            self._open = None
+            if trace != -minus_trace:
+                raise different_blocks(self._log, self._dp)
 
-    def _masks_differ(self) -> bool:
-        """Of the ranks; an error where what they ran differs."""
-        assert self._open is not None
-        trace, minus_trace, mask, minus_mask, _ = self._open.values()
-        self._open = None
-        if trace != -minus_trace:
-            raise different_blocks(self._log, self._dp)
-        return mask != -minus_mask
 
-    def _union(self, reached: Reached) -> Reached:
-        everywhere = all_gather_json([sorted(one) for one in reached], self._dp)
-        return [frozenset(index for rank in everywhere for index in rank[number]) for number in range(len(reached))]
+def _any(flags: Iterable[Tensor]) -> Tensor | float:
+    """Of flags on the host, where there is nothing to wait for, and of others on the device."""
+    kinds: dict[bool, list[Tensor]] = {True: [], False: []}
+    for flag in flags:
+        kinds[on_accelerator(flag)].append(flag)
+    on_host = any(map(bool, kinds[False]))
+    return torch.stack(kinds[True]).any() if kinds[True] and not on_host else float(on_host)

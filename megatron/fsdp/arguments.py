@@ -84,6 +84,8 @@ _IDLE = {
     "disable_reshard_on_root": "the outermost module keeps its parameters until its backward",
     "no_broadcast_optim_state": "the optimizer's state is never broadcast",
     "clear_autocast_cache": "autocast finds parameters of the precision it wants, or casts them itself",
+    "verbose": "what is sharded is shown by print(model)",
+    "move_grads_to_cpu": "gradients are where the step is taken: with move_params_to_cpu on the host",
     "compute_device": "a module computes where it is, or on this rank's GPU",
     "allow_reset_parameters": "reset_parameters() works inside summon_full_params()",
     "process_group_reduce_scatter": "gradients and parameters take turns on one process group",

@@ -80,8 +80,7 @@ def load_checkpoint(model: nn.Module, optimizer: Optimizer | None, load_dir: str
     found = open_checkpoint(Path(load_dir), None if tag is None else str(tag), world=root.dp)
     agree(lambda: check_shared(found), root.dp)
     agree(lambda: _check(found, root, optimizer), root.dp)
-    for bucket in root.buckets:
-        agree(partial(_read, found, bucket, WEIGHT, own_masters(bucket)), root.dp)
+    agree(partial(_read_all, found, root), root.dp)
     root.note_edits()
     for name, buffer in _buffers(module).items():
         if name in found.shared_state["buffers"]:
@@ -181,18 +180,27 @@ def _read(found: Checkpoint, bucket: FlatBucket, kind: str, out: Tensor) -> None
                        out=out[start:stop])
 
 
+def _read_all(found: Checkpoint, root: Root) -> None:
+    for bucket in root.buckets:
+        _read(found, bucket, WEIGHT, own_masters(bucket))
+
+
+def _state_of(found: Checkpoint, bucket: FlatBucket, kind: str) -> Tensor:
+    """This rank's. (torch's optimizers keep state in the precision of the parameter.)"""
+    flat = torch.zeros(bucket.layout.shard_numel, dtype=bucket.kept.dtype, device=bucket.updates_on)
+    _read(found, bucket, kind, flat)
+    return flat
+
+
 def _load_optimizer(found: Checkpoint, root: Root, optimizer: Optimizer) -> None:
     engine = found.shared_state["engine"]
     uneven = engine.get("rule", {}).get("parameters", {})
     number = {id(one): index for index, one in enumerate(one for group in optimizer.param_groups
                                                          for one in group["params"])}
     state: dict[int, State] = {}
-    for bucket in root.trained:
-        kinds = [kind for kind in found.kinds if kind != WEIGHT and found.has(kind)]
-        flats = {kind: torch.zeros(bucket.layout.shard_numel, dtype=bucket.kept.dtype, device=bucket.updates_on)
-                 for kind in kinds}  # torch's optimizers keep state in the precision of the parameter
-        for kind, flat in flats.items():
-            agree(partial(_read, found, bucket, kind, flat), root.dp)
+    kinds = [kind for kind in found.kinds if kind != WEIGHT and found.has(kind)]
+    read = agree(lambda: [{kind: _state_of(found, bucket, kind) for kind in kinds} for bucket in root.trained], root.dp)
+    for bucket, flats in zip(root.trained, read, strict=True):
         for parameter, slot, (start, stop, _) in zip(bucket.parameters, bucket.layout.slots, runs(bucket), strict=True):
             counts = uneven.get(slot.name) if uneven else {"step": float(engine.get("optimizer_steps", 0))}
             if id(parameter) in number and counts is not None and kinds:

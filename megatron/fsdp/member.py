@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -38,7 +39,10 @@ class FSDPModule(NoCopies):
     def unshard(self, async_op: bool = False) -> Unsharding | None:
         """Make the parameters of this module whole, until its forward is over or `reshard` is called. Every rank calls
         it."""
-        buckets = self._member().unit.buckets
+        member = self._member()
+        if not member.root.is_running:
+            member.root.catch_up()
+        buckets = member.unit.buckets
         for bucket in buckets:
             bucket.prefetch()
         waits = Unsharding(buckets)
@@ -80,13 +84,15 @@ class FSDPModule(NoCopies):
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         for member in self._members(recurse):
+            member.settings = replace(member.settings, reshards=reshard_after_forward)
             member.root.set_stays(member.unit, not reshard_after_forward)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """What sums of gradients over the ranks are divided by, in place of the number of ranks."""
+        """What sums of this module's gradients over the ranks are divided by, in place of the number of ranks."""
         if not factor > 0:
             raise ConfigError(f"set_gradient_divide_factor({factor}): give a number above 0")
-        self._member().root.divisor = factor
+        member = self._member()
+        member.root.divisors |= dict.fromkeys(member.unit.buckets, factor)
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor
 

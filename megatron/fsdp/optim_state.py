@@ -124,8 +124,7 @@ def cut_of_first(parameters: Mapping[str, nn.Parameter], states: Mapping[str, St
     """This rank's part of the whole states that the first rank has, by the parameters' names. Collective; that of one
     parameter is whole at a time."""
     split = split_kinds(states.values())
-    plan = broadcast_json({name: {kind: [str(value.dtype).removeprefix("torch."), list(value.shape), kind in split]
-                                  if isinstance(value, Tensor) else value for kind, value in state.items()}
+    plan = broadcast_json({name: {kind: _described(value, kind in split) for kind, value in state.items()}
                            for name, state in states.items()}, dp)
     found: dict[str, State] = {}
     for name, kinds in plan.items():
@@ -134,16 +133,26 @@ def cut_of_first(parameters: Mapping[str, nn.Parameter], states: Mapping[str, St
             if not isinstance(what, list):
                 whole[kind] = what
                 continue
-            value = torch.empty(what[1], dtype=getattr(torch, what[0]), device=device)
+            dtype, shape, _, number = what
+            if number is not None:
+                whole[kind] = torch.tensor(number, dtype=getattr(torch, dtype))
+                continue
+            value = whole[kind] = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
             if dp.rank == 0:
                 value.copy_(states[name][kind])
             broadcast_into(value.view(-1).view(torch.uint8), 0, dp).wait()
-            whole[kind] = value if value.dim() else value.cpu()
         if isinstance(parameters.get(name), Shard):
             whole = own_state(parameters[name], whole, {kind for kind, what in kinds.items()
                                                         if isinstance(what, list) and what[2]})
         found[name] = whole
     return found
+
+
+def _described(value: Any, is_split: bool) -> Any:
+    """A state in JSON: of a tensor its precision, shape, whether it is split, and its number where it is one."""
+    if not isinstance(value, Tensor):
+        return value
+    return [str(value.dtype).removeprefix("torch."), list(value.shape), is_split, None if value.dim() else value.item()]
 
 
 def split_kinds(states: Iterable[Mapping[str, Any]]) -> set[str]:

@@ -31,9 +31,11 @@ def group_of(process_group: ProcessGroup | None) -> Group:
 
 def device_of(module: nn.Module, group: Group) -> torch.device:
     """The GPU that the module is on, or this rank's where the ranks' backend wants one."""
-    on_gpus = [parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"]
-    if on_gpus:
-        return on_gpus[0]
-    if group.is_solo or group.sends_from_host:
-        return torch.device("cpu")
-    return distributed.device_for(distributed.read_environment())
+    device = next((parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"), None)
+    if device is None:
+        if group.is_solo or group.sends_from_host:
+            return torch.device("cpu")
+        device = distributed.device_for(distributed.read_environment())
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # events and control messages go by way of it
+    return device

@@ -23,6 +23,7 @@ from megatron.errors import ConfigError
 from megatron.fsdp.agreement import Agreement, Reached
 from megatron.fsdp.gradients import ShownGradients
 from megatron.fsdp.scaling import Scaling
+from megatron.fsdp.settings import cast
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.exchanges import ExchangeLog
 from megatron.zero.forwards import ForwardCheck
@@ -39,6 +40,7 @@ from megatron.zero.residency import Residency
 from megatron.zero.turns import Turns
 from megatron.zero.units import connect_sinks, disconnect_sinks
 from megatron.zero.watch import watch_over
+from mpu.device import on_accelerator
 from mpu.groups import Group, Groups
 
 UNLIMITED = 1 << 62
@@ -55,8 +57,8 @@ class Root:
         self.buckets = [bucket for unit in units for bucket in unit.buckets]
         self.trained = [bucket for bucket in self.buckets if bucket.trainable]
         self.syncs = True
-        self.divisor: float = dp.size
-        """Of the sums over the ranks."""
+        self.divisors: dict[FlatBucket, float] = {}
+        """Of the sums over the ranks, where it is not their number."""
         self._predivided = {bucket: bucket.grads.predivide for bucket in self.trained}
         self.summoned: str | None = None
         """Who has the parameters whole."""
@@ -66,6 +68,8 @@ class Root:
                              allows_unused=True, splits_parameters=True, step_under_way=lambda: self.steps + 1)
         self.residency = residency
         self._running: list[Unit] = []
+        self._is_scaled = False
+        """What the loss scale is for has come by in this backward."""
         self._backward_goes_on: Callable[[], bool] = lambda: False
         self.steps = 0
         """Optimizer steps, as far as forwards have seen them."""
@@ -75,9 +79,10 @@ class Root:
         self._handles += [when_forward_is_over(unit.module, partial(self._after_any_forward, unit)) for unit in units]
         if all(bucket.work.dtype == torch.float32 for bucket in self.trained):  # in 16 bits a sum in place is rounded
             connect_sinks(self.units)  # otherwise than autograd's, and DistributedDataParallel's
-        self._agreement = Agreement(dp, device, log, waits=self.scaling.is_on)
+        self._agreement = Agreement(dp, device, log, [len(bucket.parameters) for bucket in self.trained],
+                                    waits=self.scaling.is_on)
         if self.scaling.is_on:
-            self._handles.append(scale_gradients(self.module, lambda: self.scaling.scale))
+            self._handles.append(scale_gradients(self.module, self._scale, partial(cast, dtype=torch.float32)))
 
     def set_stays(self, unit: Unit, stays: bool) -> None:
         (self._stays.add if stays else self._stays.discard)(unit)
@@ -96,7 +101,7 @@ class Root:
 
     def check_idle(self, what: str) -> None:
         self._leave_failed_backward()
-        if self.passes.in_backward or self._running:
+        if self.is_running:
             raise ConfigError(f"{what} inside a forward or backward of the model: do it before or after")
         if self.summoned is not None:
             raise ConfigError(f"{what} inside {self.summoned}: leave it first")
@@ -150,7 +155,6 @@ class Root:
         if self.summoned is not None:
             raise ConfigError(f"a forward inside {self.summoned}: its parameters are lent there; leave it first")
         self._watch()
-        self._agreement.conclude()
         for shown in self._gradients:
             shown.let_go_of_forgotten()
         self.heed_writes()
@@ -160,6 +164,16 @@ class Root:
         if not self._watched:
             self._watched = True
             watch_over(self)
+
+    def catch_up(self) -> None:
+        """Before something is taken from the model outside of its passes: what was written to it counts, and what the
+        ranks told each other last has been looked at."""
+        self._agreement.conclude()
+        self.heed_writes()
+
+    @property
+    def is_running(self) -> bool:
+        return self.passes.in_backward or bool(self._running)
 
     def rest(self) -> None:
         """Nothing is whole that no pass needs now."""
@@ -200,13 +214,26 @@ class Root:
             raise ConfigError(f"a backward inside {self.summoned}: its parameters are lent there; leave it first")
         for shown in self._gradients:
             shown.take()
+        self._is_scaled = False
         self.passes.begin(reduces=self.syncs)
         for bucket in self.trained:
-            bucket.grads.per_sum = self._predivided[bucket] / (self.divisor * self.scaling.scale)
+            bucket.grads.collect(widely=not self.syncs)
+            divisor = self.divisors.get(bucket, self.dp.size)
+            bucket.grads.per_sum = self._predivided[bucket] / (divisor * self.scaling.scale)
         self._backward_goes_on = when_autograd_is_through(self._end_backward)
+
+    def _scale(self) -> float:
+        self._is_scaled = True
+        return self.scaling.scale
+
+    def _check_scaled(self) -> None:
+        if self.scaling.is_on and not self._is_scaled:
+            raise ConfigError("fp16: a backward that does not come from what the outermost sharded module returned: "
+                              "its gradients are not scaled. Return what the loss is made of, or use bf16")
 
     def _end_backward(self) -> None:
         try:
+            self._check_scaled()
             self.passes.complete(ends_step=True)
             reached: Reached = [bucket.grads.reached for bucket in self.trained]
             if self.syncs:
@@ -219,6 +246,8 @@ class Root:
             self.passes.fail(error)
             raise
         self.passes.end(retain_graph=False)
+        if on_accelerator(self.device):  # the next forward wants the memory
+            self.turns.clear()
         for shown, indices in zip(self._gradients, reached, strict=True):
             shown.show(indices)
 

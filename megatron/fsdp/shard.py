@@ -15,6 +15,7 @@ not.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -42,6 +43,9 @@ ELEMENTWISE = frozenset("""
     imod ipow iand ior ixor fused_adam fused_adamw fused_sgd fused_adagrad
 """.split())
 """Operations of torch by name, without underscores at the ends and "foreach_" before it."""
+
+NUMBERS = ("__bool__", "__float__", "__int__", "__index__", "__complex__")
+"""A parameter as one number of Python."""
 
 CONVERSIONS = frozenset("to type half float double bfloat16 cpu cuda xpu".split())
 
@@ -165,16 +169,27 @@ class Shards:
         self._runs: list[Tensor] = []
 
     def __call__(self, bucket: FlatBucket) -> None:
-        if not self._runs:
+        is_first = not self._runs
+        if is_first:
             self._runs = self._cut(bucket)
         for parameter, run in zip(bucket.parameters, self._runs, strict=True):
             vacate(parameter, run, Shard)
+            if is_first:
+                _make_known(type(parameter))
 
     @staticmethod
     def _cut(bucket: FlatBucket) -> list[Tensor]:
         masters = bucket.kept.in_memory(WEIGHT)
         assert masters is not None, "on a drive"
         return [masters[start:stop] for start, stop, _ in runs(bucket)]
+
+
+def _make_known(kind: type[Tensor]) -> None:
+    """torch's optimizers take parameters of classes that they do not know one by one."""
+    for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
+        known = getattr(import_module(module), "_foreach_supported_types", None)
+        if isinstance(known, list) and kind not in known:
+            known.append(kind)
 
 
 def runs(bucket: FlatBucket) -> list[tuple[int, int, int]]:
@@ -189,8 +204,8 @@ def runs(bucket: FlatBucket) -> list[tuple[int, int, int]]:
 
 
 def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    part = next(_parts((*args, *kwargs.values())), None)
-    if func in NEEDS_NOTHING or part is None:
+    part = None if func in NEEDS_NOTHING else next(_parts((*args, *kwargs.values())), None)
+    if part is None:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     if func in SIZES and args and args[0] is part:
@@ -237,6 +252,8 @@ def _copied(func: Callable[..., Any], part: Tensor, source: Any, *more: Any, **k
 def _check_sizes(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Operands that go together are runs of one size, or single numbers."""
     for column in _columns((*args, *kwargs.values())):
+        if all(isinstance(one, Shard | Run) for one in column) and _are_of_one_size(column):
+            continue
         sizes = {local_size(one) for one in column if isinstance(one, Shard | Run) or _has_elements(one)}
         if len(sizes) > 1:
             part = next(one for one in column if isinstance(one, Shard | Run))
@@ -245,6 +262,12 @@ def _check_sizes(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
                 f"tensor of shape {list(next(iter(sizes - {local_size(part)})))}: an optimizer's state must be made "
                 "with torch.zeros_like(parameter), and not by its shape. Optimizers that look at whole parameters "
                 "cannot be used on shards (docs/fsdp.md)")
+
+
+def _are_of_one_size(parts: Sequence[Tensor]) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        first, *others = (part.numel() for part in parts)  # they are flat
+    return all(other == first for other in others)
 
 
 def _columns(values: tuple[Any, ...]) -> Iterator[Sequence[Any]]:
@@ -313,6 +336,8 @@ def _parts(values: Iterable[Any]) -> Iterator[Tensor]:
 
 def _plain_name(func: Callable[..., Any]) -> str:
     name = getattr(func, "__name__", str(func))
+    if name in NUMBERS:
+        return f"{name.strip('_')}()"
     if name in ("__get__", "__set__"):
         name = getattr(getattr(func, "__self__", None), "__name__", name)
     return name.strip("_").removeprefix("foreach_")

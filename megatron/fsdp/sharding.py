@@ -106,6 +106,8 @@ def shard(module: nn.Module, settings: Settings, group: Group, device: torch.dev
     stays = {unit} if settings.stays else set()
     stays |= {member.unit for _, _, member in inner if member.settings.stays}
     member = Member(unit, settings, Root(units, stays, group, device, log, turns))
+    for root in roots.values():
+        member.root.divisors |= root.divisors
     module.__dict__[_MEMBER] = member
     for _, _, one in inner:
         one.root = member.root
@@ -204,10 +206,9 @@ class _Cutter:
         own = members[0][1].dtype
         settings, row = self.settings, policy(STAGE)
         work = settings.param_dtype or own
-        sent = settings.reduce_dtype if settings.reduce_dtype not in (None, work) else None
-        kinds = Dtypes(work, work, own, sent, own, keeps_frozen=True)
+        kinds = Dtypes(work, work, own, settings.reduce_dtype, own, keeps_frozen=True)
         cut = Cut(row, Wire(predivide=settings.predivide), kinds, self._group, self._device, 0, lambda parameter: 0,
-                  self._log, self._homes(work, own), self._turns, Shards())
+                  self._log, self._homes(work, own), self._turns, Shards(), alike=not settings.copies_first)
         bucket = cut.bucket(name, members, row if members[0][1].requires_grad else row.frozen)
         bucket.near = self._near
         return bucket

@@ -45,6 +45,7 @@ def ready(module: nn.Module, what: str) -> None:
     for root in {id(member.root): member.root for _, _, member in members(module)}.values():
         root.check_idle(what)
         meet(root.log, root.dp, what)
+        root.catch_up()
         root.rest()
 
 

@@ -82,10 +82,11 @@ class FlatBucket:
     def __init__(self, name: str, slots: Sequence[Slot], parameters: Sequence[nn.Parameter], *, policy: Policy,
                  dp: Group, device: torch.device, dtypes: Dtypes, wire: Wire, turns: Turns,
                  log: ExchangeLog, homes: Homes,
-                 leaves: Callable[[FlatBucket], None] = leave_placeholders) -> None:
-        """`leaves` says what the parameters are while their elements are split."""
+                 leaves: Callable[[FlatBucket], None] = leave_placeholders, alike: bool = False) -> None:
+        """`leaves` says what the parameters are while their elements are split. `alike`: all ranks have the same
+        values; otherwise the first rank's are sent."""
         self.name, self.device, self._dtypes, self._wire, self._dp, self._log = name, device, dtypes, wire, dp, log
-        self._leaves = leaves
+        self._leaves, self._source = leaves, SOLO if alike else dp
         self.trainable = parameters[0].requires_grad
         self._policy = policy
         self.shard_group, self.replicas = (dp, SOLO) if policy.split_optim else (SOLO, dp)
@@ -224,7 +225,7 @@ class FlatBucket:
     def _values(self) -> Iterator[tuple[Slot, Tensor]]:
         """Each parameter, whole; the weights at work have it as well, where they are whole. Collective."""
         for slot, view, parameter in zip(self.layout.slots, self._views, self.parameters, strict=True):
-            value = whole_value(parameter, self._dp, self.device)
+            value = whole_value(parameter, self._source, self.device)
             if self.is_here:
                 view.copy_(value)
             yield slot, value

@@ -67,6 +67,8 @@ class FlatGradients:
         self._departure: Pending | None = None  # the reduction under way
         self._sum: Tensor | None = None  # where it puts this rank's part
         self._whole: Buffer | None = None
+        self._kind = dtypes.grads
+        """Of the whole."""
         self._shard: Tensor | None = None
 
     def join(self, log: ExchangeLog, turns: Turns) -> None:
@@ -219,7 +221,7 @@ class FlatGradients:
     def _buffer(self) -> Buffer:
         if self._whole is None:
             new = self._turns.take if self._accumulates_shard else Buffer.of
-            self._whole = new(self.layout, self._dtypes.grads, self._device)
+            self._whole = new(self.layout, self._kind, self._device)
         return self._whole
 
     def _drop_buffer(self, leaves: Mark | None = None) -> None:
@@ -257,7 +259,7 @@ class FlatGradients:
         self._number = self._log.begin_sum(self.name)
         mine = self._own(grads)
         stays = self._keeps_shard and self._shard is None and self._descent is None  # when the whole gradient goes
-        if stays and self._owners.size > 1 or self._dtypes.grad_shard != self._dtypes.grads:
+        if stays and self._owners.size > 1 or self._dtypes.grad_shard != grads.dtype:
             mine = torch.empty_like(mine, dtype=self._dtypes.grad_shard)
         self._sum, self._departure = mine, self._send(grads.to(self._dtypes.sent or grads.dtype), mine)
         if not self._wire.overlap:
@@ -362,6 +364,12 @@ class FlatGradients:
     def is_summed(self) -> bool:
         """There are gradients, and all of them are in the shard."""
         return self._shard is not None and not (self._keeps_shard and self.filled)
+
+    def collect(self, *, widely: bool) -> None:
+        """The backward that begins is followed by others before a sum (or not): those are added up in the precision of
+        the shard."""
+        if self._whole is None:
+            self._kind = self._dtypes.grad_shard if widely else self._dtypes.grads
 
     def begin_backward(self) -> None:
         """A second backward after the sum was taken, before a step: what was summed must not be summed again, so it is

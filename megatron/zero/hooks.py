@@ -104,12 +104,16 @@ def change_inputs(module: nn.Module, change: Callable[[Any], Any]) -> RemovableH
                                             with_kwargs=True)
 
 
-def scale_gradients(module: nn.Module, scale: Callable[[], float]) -> RemovableHandle:
-    """The gradients of its outputs are multiplied as they come in."""
-    def hook(module: nn.Module, args: object, output: object) -> None:
+def scale_gradients(module: nn.Module, scale: Callable[[], float],
+                    widened: Callable[[Any], Any] = lambda output: output) -> RemovableHandle:
+    """The gradients of its outputs are multiplied as they come in: in the precision of what is `widened`, since small
+    ones would have become zero in 16 bits."""
+    def hook(module: nn.Module, args: object, output: object) -> object:
+        output = widened(output)
         for tensor in _tensors(output):
             if tensor.requires_grad:
                 tensor.register_hook(lambda gradient: gradient * scale())
+        return output
 
     return module.register_forward_hook(hook)
 

@@ -50,13 +50,15 @@ class Cut:
     turns: Turns = field(default_factory=Turns)
     leaves: Callable[[FlatBucket], None] = leave_placeholders
     """What parameters are while their elements are split."""
+    alike: bool = False
+    """All ranks have the same values: none are sent."""
 
     def bucket(self, name: str, members: list[tuple[str, nn.Parameter]], policy: Policy) -> FlatBucket:
         slots = [Slot(path, tuple(shape_of(p)), self.group_of(p) if p.requires_grad else 0, partition_of(p))
                  for path, p in members]
         return FlatBucket(name, slots, [p for _, p in members], policy=policy, dp=self.dp, device=self.device,
                           dtypes=self.dtypes, wire=self.wire, turns=self.turns, log=self.log,
-                          homes=self.homes, leaves=self.leaves)
+                          homes=self.homes, leaves=self.leaves, alike=self.alike)
 
     def persists(self, parameter: nn.Parameter) -> bool:
         return self.policy.split_params and shape_of(parameter).numel() < self.persistence_threshold

@@ -109,7 +109,7 @@ class HostCopy:
             self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
             self._host.copy_(numbers, non_blocking=True)
             self._arrived = torch.cuda.Event()
-            self._arrived.record()
+            self._arrived.record(torch.cuda.current_stream(numbers.device))
 
     def values(self) -> list[float]:
         if self._arrived is not None:
