@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron.errors import ConfigError, NumericsError
 from megatron.fsdp.gradients import summed_gradient
+from megatron.fsdp.resting import rest_around
 from megatron.fsdp.shard import Shard, bucket_of
 from megatron.zero.bucket import FlatBucket
 from mpu.collectives import all_reduce
@@ -26,6 +27,7 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
                     error_if_nonfinite: bool = False, foreach: bool | None = None) -> Tensor:
     """As torch.nn.utils.clip_grad_norm_, and every rank calls it. Parameters that are not sharded count once."""
     found = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    rest_around(found)
     buckets = _by_bucket(found)
     group = _group_of(buckets)
     sharded = [run for bucket, members in buckets.items() for run in _runs(bucket, members)]

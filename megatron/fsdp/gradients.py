@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.errors import ConfigError
-from megatron.fsdp.shard import Run, gradient_of, local, run_of, runs, set_gradient
+from megatron.fsdp.shard import NEEDS_NOTHING, Run, gradient_of, local, run_of, runs, set_gradient
 from megatron.zero.bucket import FlatBucket
 
 _TENSOR: Any = Tensor
@@ -29,8 +29,7 @@ class Unsummed(Run):
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:
-        if func in (_TENSOR.requires_grad_, _TENSOR.detach_, _TENSOR.grad_fn.__get__, _TENSOR.requires_grad.__get__,
-                    _TENSOR.device.__get__, _TENSOR.dtype.__get__):
+        if func in NEEDS_NOTHING or func == _TENSOR.detach_:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **({} if kwargs is None else kwargs))
         if func in (_TENSOR.zero_, torch._foreach_zero_):  # zero_grad(set_to_none=False)

@@ -18,8 +18,8 @@ class NoCopies:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ConfigError(f"{type(self).__name__} is sharded, and cannot be copied or pickled as a whole "
-                          "(copy.deepcopy, AveragedModel, torch.save(model)): save model.state_dict(); for a second "
-                          "model copy the first before it is sharded, and shard both")
+                          "(copy.deepcopy, AveragedModel, torch.save(model)): save a full state dict (docs/fsdp.md); "
+                          "for a second model copy the first before it is sharded, and shard both")
 
 
 class FSDPModule(NoCopies):

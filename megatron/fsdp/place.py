@@ -14,6 +14,9 @@ from mpu import groups
 from mpu.groups import Group
 
 
+distributed.leave_at_exit()  # before the script meets, where it imports before that
+
+
 def group_of_mesh(mesh: Any) -> Group:
     """Of a torch DeviceMesh; None: all ranks."""
     if mesh is None:

@@ -23,11 +23,11 @@ from megatron.errors import ConfigError
 from megatron.fsdp.agreement import Agreement, Reached
 from megatron.fsdp.gradients import ShownGradients
 from megatron.fsdp.scaling import Scaling
-from megatron.fsdp.settings import cast
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.exchanges import ExchangeLog
 from megatron.zero.forwards import ForwardCheck
 from megatron.zero.hooks import (
+    Call,
     Unit,
     attach,
     scale_gradients,
@@ -82,7 +82,7 @@ class Root:
         self._agreement = Agreement(dp, device, log, [len(bucket.parameters) for bucket in self.trained],
                                     waits=self.scaling.is_on)
         if self.scaling.is_on:
-            self._handles.append(scale_gradients(self.module, self._scale, partial(cast, dtype=torch.float32)))
+            self._handles.append(scale_gradients(self.module, self._scale))
 
     def set_stays(self, unit: Unit, stays: bool) -> None:
         (self._stays.add if stays else self._stays.discard)(unit)
@@ -127,13 +127,16 @@ class Root:
         self.passes.after_forward(unit)
 
     def _after_any_forward(self, unit: Unit) -> None:
-        """One that has raised leaves nothing whole."""
-        if unit in self._running and not self.passes.in_backward:
+        """One that has raised leaves nothing whole, and neither does one that no backward follows."""
+        if self.passes.in_backward:
+            return
+        has_raised = unit in self._running
+        if has_raised:
             del self._running[self._running.index(unit):]
-            if not self._running:
-                self.rest()
+        if not self._running and (has_raised or not torch.is_grad_enabled()):
+            self.rest()
 
-    def before_backward(self, unit: Unit, weights: int, call: object) -> None:
+    def before_backward(self, unit: Unit, weights: int, call: Call) -> None:
         self._leave_failed_backward()
         if not self.passes.in_backward:
             self._begin_backward()
@@ -153,8 +156,11 @@ class Root:
     def _begin_forward(self) -> None:
         self._running.clear()  # of a forward that failed
         if self.summoned is not None:
-            raise ConfigError(f"a forward inside {self.summoned}: its parameters are lent there; leave it first")
+            raise ConfigError(f"a forward inside {self.summoned}: its parameters are lent there; leave it first. (A "
+                              "forward needs none: every rank calls it, and parameters come as they are used.)")
         self._watch()
+        if torch.is_grad_enabled():
+            self._check_trained()
         for shown in self._gradients:
             shown.let_go_of_forgotten()
         self.heed_writes()
@@ -175,9 +181,28 @@ class Root:
     def is_running(self) -> bool:
         return self.passes.in_backward or bool(self._running)
 
+    def _check_trained(self) -> None:
+        """Refuse what would be trained on the gradients of one rank."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for bucket in self.buckets:
+                for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True):
+                    if not bucket.trainable and parameter.requires_grad:
+                        raise ConfigError(f"{slot.name} was unfrozen after it was sharded, and its gradient would be "
+                                          "that of one rank: shard it with requires_grad, and freeze it afterwards")
+                    if len(parameter._post_accumulate_grad_hooks or ()) > bucket.trainable:
+                        raise ConfigError(f"{slot.name} has a hook of register_post_accumulate_grad_hook, which would "
+                                          "see the gradient of one rank, or none: p.grad is there when backward() "
+                                          "returns; take the step after it")
+
     def rest(self) -> None:
         """Nothing is whole that no pass needs now."""
         self.residency.done_with_all()
+
+    def rest_between(self) -> None:
+        """Before the parameters are used as shards: what a forward without a backward has left whole is split again."""
+        self._leave_failed_backward()
+        if not self.is_running and self.summoned is None:
+            self.rest()
 
     def note_edits(self) -> None:
         """The masters were written to; what was gathered before is of the weights before."""
@@ -206,6 +231,7 @@ class Root:
     def _leave_failed_backward(self) -> None:
         """Where a backward has raised, nobody is told; what it had accumulated is incomplete."""
         if self.passes.in_backward and not self._backward_goes_on():
+            self._is_scaled = False
             self.passes.fail(RuntimeError("a backward that failed"))
 
     def _begin_backward(self) -> None:
@@ -214,7 +240,6 @@ class Root:
             raise ConfigError(f"a backward inside {self.summoned}: its parameters are lent there; leave it first")
         for shown in self._gradients:
             shown.take()
-        self._is_scaled = False
         self.passes.begin(reduces=self.syncs)
         for bucket in self.trained:
             bucket.grads.collect(widely=not self.syncs)
@@ -227,7 +252,8 @@ class Root:
         return self.scaling.scale
 
     def _check_scaled(self) -> None:
-        if self.scaling.is_on and not self._is_scaled:
+        is_scaled, self._is_scaled = self._is_scaled, False
+        if self.scaling.is_on and not is_scaled:
             raise ConfigError("fp16: a backward that does not come from what the outermost sharded module returned: "
                               "its gradients are not scaled. Return what the loss is made of, or use bf16")
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron.errors import ConfigError
+from megatron.zero.nested import mapped
 
 
 @dataclass(frozen=True)
@@ -64,19 +63,6 @@ def cast(value: Any, dtype: torch.dtype | None) -> Any:
     if dtype is None:
         return value
     return mapped(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
-
-
-def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with every tensor changed, wherever it is nested."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
-        return type(value)(*(mapped(item, change) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(mapped(item, change) for item in value)
-    if isinstance(value, dict):
-        return type(value)((key, mapped(item, change)) for key, item in value.items())
-    return value
 
 
 def check_dtype(name: str, dtype: Any) -> torch.dtype | None:

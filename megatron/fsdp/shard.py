@@ -14,7 +14,9 @@ not.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -67,6 +69,9 @@ class Shard(Rectangular, Placeholder):
                            kwargs: Mapping[str, Any] | None = None) -> Any:
         return _answer(func, args, {} if kwargs is None else kwargs)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _plain(self).__reduce_ex__(protocol)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Shard({_described(self)}, {self.dtype}, requires_grad={self.requires_grad})"
 
@@ -102,7 +107,7 @@ class Run(Rectangular, Tensor):
         return format(repr(self), format_spec)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return local(self).clone().__reduce_ex__(protocol)  # a file of one rank's part has plain tensors
+        return _plain(self).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Run:
         return as_run(local(self).clone(), self)
@@ -115,6 +120,21 @@ def local(part: Tensor) -> Tensor:
     """The elements of this rank, as an ordinary tensor."""
     with torch._C.DisableTorchFunctionSubclass():
         return part.detach().as_subclass(Tensor)
+
+
+def _plain(part: Tensor) -> Tensor:
+    """For a file, which has this rank's elements alone."""
+    if local(part).numel() != place_of(part)[0].numel():
+        _warn_of_parts()
+    return local(part).clone()
+
+
+@cache
+def _warn_of_parts() -> None:
+    print("warning: what is pickled (torch.save) has this rank's part of sharded tensors, and loads on the same rank "
+          "of as many: every rank must save its own. For one file take get_state_dict(model, optimizer, "
+          "options=StateDictOptions(full_state_dict=True, cpu_offload=True)) of megatron.fsdp on every rank, and save "
+          "on rank 0 (docs/fsdp.md)", file=sys.stderr, flush=True)
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor | None:
@@ -151,7 +171,8 @@ def place_of(part: Tensor) -> tuple[torch.Size, str, int]:
 
 def _rectangles(part: Tensor) -> tuple[Tensor, list[Rectangle], torch.Size]:
     run, (whole, _, offset) = local(part), place_of(part)
-    return run, list(rectangles(whole, offset, run.numel())), whole
+    found = list(rectangles(whole, offset, run.numel()))
+    return run, found if whole.numel() else [Rectangle((0,) * len(whole), tuple(whole), 0)], whole
 
 
 def bucket_of(part: Tensor) -> FlatBucket:
@@ -232,11 +253,14 @@ def _alias(part: Tensor) -> Run:
 
 
 def _copied(func: Callable[..., Any], part: Tensor, source: Any, *more: Any, **kwargs: Any) -> Any:
-    """`p.copy_(values)` and `p.data = values`, of a run or of everything."""
+    """`p.copy_(values)`, of a run or of everything; and `p.data = p.data`."""
     whole, name, offset = place_of(part)
     target = local(part)
     if func == _SET_DATA and (source.dtype, source.device) != (target.dtype, target.device):  # half(), to()
         raise _refusal(part, "to")
+    if func == _SET_DATA and not (isinstance(source, Shard | Run) and local(source).is_set_to(target)):
+        raise ConfigError(f"{name}.data = ... would part the parameter from its buffers: write p.data.copy_(values), "
+                          "and keep old values with p.data.clone()")
     values = local(source) if isinstance(source, Shard | Run) else source
     if isinstance(values, Tensor) and not isinstance(source, Shard | Run) and values.shape == whole:
         values = values.detach().flatten()[offset : offset + target.numel()]
@@ -360,7 +384,7 @@ _INSTEAD = {
     "conversion": "choose the precision with mixed_precision or mp_policy, and the device before it is sharded",
     "data_ptr": "to store it use torch.distributed.checkpoint.save (async_save cannot), save_checkpoint or the full "
                 "state dict of megatron.fsdp (docs/fsdp.md)",
-    "": "for its values call model.summon_full_params(), for a state dict model.state_dict()",
+    "": "whole values are in `with megatron.fsdp.summon_full_params(model)`, full state dicts in docs/fsdp.md",
 }
 
 
@@ -368,5 +392,20 @@ def _refusal(part: Tensor, name: str) -> ConfigError:
     kind = (name if name in _INSTEAD else "norm" if name.endswith("norm") else "amp" if name.startswith("amp") else
             "conversion" if name in CONVERSIONS else "")
     what = "the gradient or a state of " if isinstance(part, Run) else ""
+    if (optimizer := _optimizer_under_way()) is not None:
+        return ConfigError(f"{optimizer} cannot be used here: its step needs {name} of a whole parameter, and this "
+                           f"rank has a run of the elements of {_described(part)}. Optimizers that treat each element by "
+                           "itself (SGD, Adam, AdamW, Lion) can, and zero.initialize has LAMB (docs/fsdp.md)")
     return ConfigError(f"{what}{_described(part)} cannot be used here ({name}): this rank has a run of its elements, "
                        f"and the result would be another one on each rank; {_INSTEAD[kind]}")
+
+
+def _optimizer_under_way() -> str | None:
+    """The class of the optimizer whose step has led here."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, torch.optim.Optimizer):
+            return type(owner).__name__
+        frame = frame.f_back  # type: ignore[assignment]
+    return None

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from megatron.errors import ConfigError
+from megatron.fsdp.resting import know
 from megatron.fsdp.root import Root
 from megatron.fsdp.same import check_same
 from megatron.fsdp.settings import Settings, cast
@@ -30,7 +31,7 @@ from megatron.zero.homes.ferry import Ferry, ferry_for
 from megatron.zero.homes.here import Here
 from megatron.zero.homes.host import Host
 from megatron.zero.homes.shelf import Homes
-from megatron.zero.hooks import Unit, change_inputs, change_outputs
+from megatron.zero.hooks import Unit, before_state, change_inputs, change_outputs
 from megatron.zero.policy import Wire, policy
 from megatron.zero.precision import Dtypes
 from megatron.zero.turns import Turns
@@ -51,6 +52,9 @@ class Member:
     root: Root
     sharded_at: int = field(default_factory=monotonic_ns)
     """Modules are sharded one after the other, in one order on all ranks."""
+
+    def rest(self) -> None:
+        self.root.rest_between()
 
 
 def member_of(module: nn.Module) -> Member | None:
@@ -108,6 +112,8 @@ def shard(module: nn.Module, settings: Settings, group: Group, device: torch.dev
     member = Member(unit, settings, Root(units, stays, group, device, log, turns))
     for root in roots.values():
         member.root.divisors |= root.divisors
+    know(member.root)
+    before_state(module, member.rest)
     module.__dict__[_MEMBER] = member
     for _, _, one in inner:
         one.root = member.root

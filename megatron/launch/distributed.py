@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from megatron.errors import ConfigError, PeerError
@@ -160,10 +160,7 @@ def init_process_group(env: Environment, backend: str | None = None,
         show_place(env)
     if torch.distributed.is_initialized() or env.world_size == 1 and not also_alone:
         return
-    # Its default arguments name the default group, and would keep it alive after `shutdown`; imported before there is
-    # one, they name none.
-    importlib.import_module("torch.distributed.nn.functional")
-    atexit.register(_shutdown_at_exit)
+    leave_at_exit()
     _make_room_for_connections()
     chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
     timeout = timedelta(seconds=timeout_seconds)
@@ -320,6 +317,15 @@ def on_early_exit(answer: Callable[[], None]) -> None:
     """Call this where a script ends with exit code 0 in the middle of a step."""
     if answer not in _EARLY:
         _EARLY.append(answer)
+
+
+@cache
+def leave_at_exit() -> None:
+    """Also of a process group that the script has made."""
+    # Its default arguments name the default group, and would keep it alive after `shutdown`; imported before there is
+    # one, they name none.
+    importlib.import_module("torch.distributed.nn.functional")
+    atexit.register(_shutdown_at_exit)
 
 
 def _shutdown_at_exit() -> None:

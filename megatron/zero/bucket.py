@@ -105,7 +105,7 @@ class FlatBucket:
         self.gradient_unit: Callable[[], float] = lambda: 1.0
         """What a sum of gradients is multiplied by to be their mean."""
         self._lent: Tensor | None = None  # what the user was given
-        self._has_left = False  # since the parameters were whole
+        self._has_left = self._is_vacant = False  # since the parameters were whole
         self.set_aside: set[str] = set()
         """What is on the host between two phases of a program (aside.py)."""
         self._came_to_be_lent = False
@@ -252,8 +252,6 @@ class FlatBucket:
             try:
                 if not self.is_at_hand and self._near_part is None:
                     self._bring_own(self._span(self._whole))
-                for parameter, view in zip(self.parameters, self._views, strict=True):
-                    fill(parameter, view)
                 self._start_gather()
             except BaseException:  # of a drive, say: nobody may take what is there now for weights
                 if self._arrival is None:
@@ -295,9 +293,17 @@ class FlatBucket:
             if self.place is Place.ARRIVING:  # else Ctrl-C came before the next line
                 self._move(Place.WHOLE)
             self._arrival = None
-            if self._has_left:
-                self._edits.shift(-1)
-                self._has_left = False
+            self._come_back()
+
+    def _come_back(self) -> None:
+        """What has arrived may be used."""
+        if self._is_vacant:
+            for parameter, view in zip(self.parameters, self._views, strict=True):
+                fill(parameter, view)
+            self._is_vacant = False
+        if self._has_left:
+            self._edits.shift(-1)
+            self._has_left = False
 
     def gather(self) -> None:
         """Parameters are whole when this returns."""
@@ -334,6 +340,7 @@ class FlatBucket:
 
     def show_absent(self) -> None:
         """The parameters become what they are while their elements are split."""
+        self._is_vacant = True
         self._leaves(self)
 
     def check(self) -> None:
@@ -348,12 +355,17 @@ class FlatBucket:
 
     def check_places(self) -> None:
         """Refuse parameters that are whole, and elsewhere than in the buffers."""
-        for slot, parameter, view in zip(self.layout.slots, self.parameters, self._views if self.is_here else ()):
+        views = self._views if self.is_here and not self._is_vacant else ()
+        for slot, parameter, view in zip(self.layout.slots, self.parameters, views):
             if parameter.data_ptr() != view.data_ptr():
                 raise ConfigError(
                     f"{slot.name} has left the engine's buffers (half(), to() and `p.data = ...` do this), and would "
                     "not be trained: choose fp16 or bf16 in the configuration, and edit weights in place inside "
                     "zero.GatheredParameters")
+
+    def has(self, tensor: Tensor) -> bool:
+        """It is a view of the parameters."""
+        return tensor.untyped_storage().data_ptr() == self._whole.untyped_storage().data_ptr()
 
     def heed_writes(self) -> bool:
         """Of parameters that may be written to where their shards are: whether one was, since the last call."""
@@ -403,16 +415,12 @@ class FlatBucket:
         self.is_set_aside = True
         if not self.comes_and_goes:
             self._edits.shift(+1)
-            self._has_left = True
+            self._has_left = self._is_vacant = True
             leave_placeholders(self)
 
     def move_in(self) -> None:
         if self.is_set_aside and not self.comes_and_goes:
-            for parameter, view in zip(self.parameters, self._views, strict=True):
-                fill(parameter, view)
-            if self._has_left:
-                self._edits.shift(-1)
-                self._has_left = False
+            self._come_back()
         self.is_set_aside = False
 
     # ---- lending parameters to the user (holders.py) ----------------------------------------------------------

@@ -6,8 +6,8 @@ has. Recomputation needs nothing here: the receiver knows whether a forward runs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Protocol
 from weakref import ref
@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron.errors import ConfigError
 from megatron.zero.bucket import FlatBucket
+from megatron.zero.nested import mapped, tensors_in
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +50,10 @@ class Unit:
         """Those elements are here, or on their way."""
         return any(bucket.is_here for bucket in self.buckets if bucket.comes_and_goes)
 
+    def lends(self, tensor: Tensor) -> bool:
+        """It is a view of parameters that come and go."""
+        return any(bucket.comes_and_goes and bucket.has(tensor) for bucket in self.buckets)
+
     @cached_property
     def has_frozen(self) -> bool:
         return any(not bucket.trainable for bucket in self.buckets)
@@ -65,7 +70,7 @@ class Events(Protocol):
 
     def after_forward(self, unit: Unit) -> None: ...
 
-    def before_backward(self, unit: Unit, weights: int, call: object) -> None:
+    def before_backward(self, unit: Unit, weights: int, call: Call) -> None:
         """Of one `call` of the unit, once for each of its outputs; `weights` is what the count was in that forward."""
 
     def inputs_done(self, unit: Unit) -> None:
@@ -89,12 +94,16 @@ def attach(units: Sequence[Unit], events: Events) -> list[RemovableHandle]:
     """Report the events of every unit; the handles remove the hooks."""
     handles: list[RemovableHandle] = []
     for unit in units:
-        handles.append(unit.module.register_forward_pre_hook(partial(_before, events, unit), with_kwargs=True))
+        handles.append(unit.module.register_forward_pre_hook(partial(_before, events, unit), with_kwargs=True,
+                                                             prepend=True))  # those of the user see whole parameters
         handles.append(unit.module.register_forward_hook(partial(_after, events, unit)))
         for bucket in unit.buckets:
             for index, parameter in enumerate(bucket.parameters if bucket.trainable else ()):
                 ready = partial(_ready, ref(events), ref(unit), ref(bucket), index)
+                is_trained = parameter.requires_grad
+                parameter.requires_grad_(True)  # who freezes it later may unfreeze it again
                 handles.append(parameter.register_post_accumulate_grad_hook(ready))
+                parameter.requires_grad_(is_trained)
     return handles
 
 
@@ -104,18 +113,27 @@ def change_inputs(module: nn.Module, change: Callable[[Any], Any]) -> RemovableH
                                             with_kwargs=True)
 
 
-def scale_gradients(module: nn.Module, scale: Callable[[], float],
-                    widened: Callable[[Any], Any] = lambda output: output) -> RemovableHandle:
-    """The gradients of its outputs are multiplied as they come in: in the precision of what is `widened`, since small
-    ones would have become zero in 16 bits."""
-    def hook(module: nn.Module, args: object, output: object) -> object:
-        output = widened(output)
-        for tensor in _tensors(output):
-            if tensor.requires_grad:
-                tensor.register_hook(lambda gradient: gradient * scale())
-        return output
+class _Scaled(torch.autograd.Function):
+    """The same in fp32, where small gradients are still there when they are multiplied. What comes by way of another
+    output of the module does not pass here."""
 
-    return module.register_forward_hook(hook)
+    @staticmethod
+    def forward(context: Any, x: Tensor, scale: Callable[[], float]) -> Tensor:
+        context.scale, context.dtype = scale, x.dtype
+        return x.float() if x.dtype != torch.float32 else x.view_as(x)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return (gradient * context.scale()).to(context.dtype), None
+
+
+def scale_gradients(module: nn.Module, scale: Callable[[], float]) -> RemovableHandle:
+    """The gradients of its outputs, which become fp32, are multiplied as they come in."""
+    def scaled(tensor: Tensor) -> Tensor:
+        narrow = tensor.is_floating_point() and tensor.element_size() <= 4
+        return _Scaled.apply(tensor, scale) if narrow else tensor  # type: ignore[no-any-return, no-untyped-call]
+
+    return change_outputs(module, lambda output: mapped(output, scaled))
 
 
 def when_forward_is_over(module: nn.Module, call: Callable[[], None]) -> RemovableHandle:
@@ -128,6 +146,12 @@ def rename_when_loading(module: nn.Module, rename: Callable[[dict[str, Any], str
     handle: RemovableHandle = module.register_load_state_dict_pre_hook(
         lambda module, state, prefix, *more: rename(state, prefix))
     return handle
+
+
+def before_state(module: nn.Module, call: Callable[[], None]) -> None:
+    """Before a state dict is taken of the module, or loaded into it."""
+    module.register_state_dict_pre_hook(lambda module, prefix, keep_vars: call())
+    module.register_load_state_dict_pre_hook(lambda module, *given: call())
 
 
 def when_autograd_is_through(call: Callable[[], None]) -> Callable[[], bool]:
@@ -155,13 +179,32 @@ def _before_loading(buckets: set[FlatBucket], module: nn.Module, *arguments: obj
 def _before(events: Events, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
     events.before_forward(unit)
     if unit.has_frozen and torch.is_grad_enabled():
-        inputs = [tensor for tensor in _tensors((args, kwargs)) if tensor.requires_grad]
+        inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad and not tensor.is_leaf]
         if inputs:
             register_multi_grad_hook(inputs, lambda gradients: events.inputs_done(unit))
 
 
-def _after(events: Events, unit: Unit, module: nn.Module, inputs: object, output: object) -> None:
-    seen, call = list(_tensors(output)), object()
+class Call:
+    """One forward of a unit. The backward of another one that returned the same tensor begins together with its."""
+
+    def __init__(self, outputs: Sequence[Tensor]) -> None:
+        self._marks = {_mark_of(x) for x in outputs}
+
+    def begins_with(self, other: Call) -> bool:
+        return not self._marks.isdisjoint(other._marks)
+
+
+def _mark_of(output: Tensor) -> object:
+    """The same for whatever calls have returned this tensor."""
+    mark = output.__dict__.setdefault("zero_mark", object())
+    return mark
+
+
+def _after(events: Events, unit: Unit, module: nn.Module, inputs: object, output: object) -> object:
+    if any(map(unit.lends, tensors_in(output))):  # its memory is about to go
+        output = mapped(output, lambda tensor: tensor.clone() if unit.lends(tensor) else tensor)
+    seen = list(tensors_in(output))
+    call = Call([tensor for tensor in seen if tensor.requires_grad])
     for tensor in seen:
         if tensor.requires_grad:
             tensor.register_hook(partial(_backward, events, unit, events.weights, call))
@@ -170,9 +213,10 @@ def _after(events: Events, unit: Unit, module: nn.Module, inputs: object, output
                           "backward could not be announced; return tensors, or tuples, lists, dicts or dataclasses of "
                           "them")
     events.after_forward(unit)
+    return output
 
 
-def _backward(events: Events, unit: Unit, weights: int, call: object, gradient: Tensor) -> None:
+def _backward(events: Events, unit: Unit, weights: int, call: Call, gradient: Tensor) -> None:
     events.before_backward(unit, weights, call)
 
 
@@ -183,18 +227,3 @@ def _ready(events_of: ref[Events], unit_of: ref[Unit], bucket_of: ref[FlatBucket
     events, unit, bucket = events_of(), unit_of(), bucket_of()
     if events is not None and unit is not None and bucket is not None:
         events.gradient_ready(unit, bucket, index)
-
-
-def _tensors(value: object) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists, dicts and records."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for inner in value.values():
-            yield from _tensors(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _tensors(inner)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for item in fields(value):
-            yield from _tensors(getattr(value, item.name))

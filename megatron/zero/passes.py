@@ -24,7 +24,7 @@ from megatron.zero.bucket import FlatBucket
 from megatron.zero.forwards import ForwardCheck
 from megatron.zero.gradients import UNSEEN
 from megatron.zero.exchanges import INTERRUPTED, ExchangeLog
-from megatron.zero.hooks import Unit
+from megatron.zero.hooks import Call, Unit
 from megatron.zero.reductions import ReductionOrder
 from megatron.zero.residency import TRACES, Phase, Resident
 from megatron.zero.versions import is_of_old_version
@@ -47,12 +47,13 @@ class Passes:
         self._reduces = False
         self._complaint: str | None = None
         self._abandoned = 0
-        self._inputs_done: set[Unit] = set()
+        self._entered, self._inputs_done = Counter[Unit](), Counter[Unit]()
+        """Calls whose backward has begun, and those that have the gradients of their inputs."""
         self._calls, self._calls_of = Counter[Unit](), 0
         """Forwards that a backward may still be of, by unit; and the weights they used."""
-        self._seen: set[object] = set()
+        self._seen: set[Call] = set()
         """Calls whose backward has begun."""
-        self._begun: dict[Unit, set[object]] = {}
+        self._begun: dict[Unit, set[Call]] = {}
         """The same, of units not all of whose gradients have arrived."""
         self._trace_before = 0  # of the forward under way
         self.before_evaluation: Callable[[], None] | None = None
@@ -111,6 +112,7 @@ class Passes:
 
     def _leave_backward(self) -> None:
         self.in_backward = False
+        self._entered.clear()
         self._inputs_done.clear()
         self._begun.clear()
         self._seen.clear()
@@ -193,7 +195,7 @@ class Passes:
         if unit.is_root and not learns and self._residency.trace != self._trace_before:
             self.check_forward(self._residency.trace)
 
-    def before_backward(self, unit: Unit, weights: int, call: object) -> None:
+    def before_backward(self, unit: Unit, weights: int, call: Call) -> None:
         if weights != self.weights:
             raise ConfigError("backward of a forward that ran before the weights changed (a step, a loaded checkpoint, "
                               "or a delayed update that somebody waited for): its gradients would mix old and new; run "
@@ -203,9 +205,10 @@ class Passes:
             return
         if self.in_backward:
             self._seen.add(call)
+            self._entered[unit] += 1
         self._running.clear()  # a recomputation ends before its forward does
         if self._splits_parameters and self.in_backward:
-            self._close_others(unit, replays=False)
+            self._close_others(unit, replays=False, call=call)
             if not unit.is_root:
                 self._begun.setdefault(unit, set()).add(call)
         self._residency.enter(unit, Phase.BACKWARD)
@@ -221,14 +224,17 @@ class Passes:
                 self._calls_of = self.weights
             self._calls[unit] += 1
 
-    def _close_others(self, unit: Unit, *, replays: bool) -> None:
+    def _close_others(self, unit: Unit, *, replays: bool, call: Call | None = None) -> None:
         """The backward of `unit` begins. Autograd goes back in the order of the forward, so that of a unit whose calls
-        have all begun theirs is over, unless it has `unit` inside, or returned what `unit` returns as well: what has no
-        gradient now gets none. A unit that torch checkpoints with use_reentrant=True has no counted call, and is over
+        have all begun theirs is over, unless it has `unit` inside, or the two returned one tensor: what has no gradient
+        now gets none. A unit that torch checkpoints with use_reentrant=True has no counted call, and is over
         when another one is recomputed."""
         for other in sorted(self._begun.keys() - {unit}, key=lambda one: -one.index):
             calls = self._calls[other]
-            is_over = not calls if replays else (len(self._begun[other]) >= calls and unit not in self._around[other])
+            begun = self._begun[other]
+            is_over = not calls if replays else (len(begun) >= calls and unit not in self._around[other])
+            if call is not None and any(call.begins_with(one) for one in begun):
+                continue
             if is_over and other not in self._around[unit]:
                 del self._begun[other]
                 self._residency.done(other)
@@ -237,7 +243,7 @@ class Passes:
                         self._reductions.ready(bucket)
 
     def inputs_done(self, unit: Unit) -> None:
-        self._inputs_done.add(unit)
+        self._inputs_done[unit] += 1
         self._finish(unit)
 
     def gradient_ready(self, unit: Unit, bucket: FlatBucket, index: int) -> None:
@@ -255,5 +261,6 @@ class Passes:
         made = all(bucket.grads.complete for bucket in unit.buckets if bucket.trainable)
         if made:
             self._begun.pop(unit, None)
-        if made and not unit.is_root and (not unit.has_frozen or unit in self._inputs_done):
+        if made and not unit.is_root and (
+                not unit.has_frozen or self._inputs_done[unit] >= self._entered[unit]):
             self._residency.done(unit)
