@@ -23,6 +23,7 @@ from megatron.errors import ConfigError
 from megatron.fsdp.agreement import Agreement, Reached
 from megatron.fsdp.gradients import ShownGradients
 from megatron.fsdp.scaling import Scaling
+from megatron.fsdp.shard import gradient_of, set_gradient
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.exchanges import ExchangeLog
 from megatron.zero.forwards import ForwardCheck
@@ -147,8 +148,11 @@ class Root:
 
     def gradient_ready(self, unit: Unit, bucket: FlatBucket, index: int) -> None:
         self._leave_failed_backward()
-        if not self.passes.in_backward:  # no output of a unit led here: weights that were used by hand
+        if not self.passes.in_backward:  # no output of a unit led here, but a tensor that was kept aside
+            gradient = gradient_of(bucket.parameters[index])
+            set_gradient(bucket.parameters[index], None)  # it is not one that was shown
             self._begin_backward()
+            set_gradient(bucket.parameters[index], gradient)
         self.passes.gradient_ready(unit, bucket, index)
 
     # ---- forward ------------------------------------------------------------------------------------------------

@@ -394,8 +394,8 @@ def _refusal(part: Tensor, name: str) -> ConfigError:
     what = "the gradient or a state of " if isinstance(part, Run) else ""
     if (optimizer := _optimizer_under_way()) is not None:
         return ConfigError(f"{optimizer} cannot be used here: its step needs {name} of a whole parameter, and this "
-                           f"rank has a run of the elements of {_described(part)}. Optimizers that treat each element by "
-                           "itself (SGD, Adam, AdamW, Lion) can, and zero.initialize has LAMB (docs/fsdp.md)")
+                           f"rank has a run of the elements of {_described(part)}. Optimizers that treat each element "
+                           "by itself (SGD, Adam, AdamW, Lion) can, and zero.initialize has LAMB (docs/fsdp.md)")
     return ConfigError(f"{what}{_described(part)} cannot be used here ({name}): this rank has a run of its elements, "
                        f"and the result would be another one on each rank; {_INSTEAD[kind]}")
 

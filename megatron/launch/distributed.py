@@ -158,7 +158,10 @@ def init_process_group(env: Environment, backend: str | None = None,
         raise ConfigError("--distributed-backend nccl needs a GPU, but torch sees none; leave the flag out or use gloo")
     if env.world_size > 1:
         show_place(env)
-    if torch.distributed.is_initialized() or env.world_size == 1 and not also_alone:
+    if torch.distributed.is_initialized():  # by the script
+        leave_at_exit()
+        return
+    if env.world_size == 1 and not also_alone:
         return
     leave_at_exit()
     _make_room_for_connections()

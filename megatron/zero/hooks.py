@@ -131,7 +131,7 @@ def scale_gradients(module: nn.Module, scale: Callable[[], float]) -> RemovableH
     """The gradients of its outputs, which become fp32, are multiplied as they come in."""
     def scaled(tensor: Tensor) -> Tensor:
         narrow = tensor.is_floating_point() and tensor.element_size() <= 4
-        return _Scaled.apply(tensor, scale) if narrow else tensor  # type: ignore[no-any-return, no-untyped-call]
+        return _Scaled.apply(tensor, scale) if narrow else tensor  # type: ignore[no-untyped-call]
 
     return change_outputs(module, lambda output: mapped(output, scaled))
 
@@ -204,10 +204,10 @@ def _after(events: Events, unit: Unit, module: nn.Module, inputs: object, output
     if any(map(unit.lends, tensors_in(output))):  # its memory is about to go
         output = mapped(output, lambda tensor: tensor.clone() if unit.lends(tensor) else tensor)
     seen = list(tensors_in(output))
-    call = Call([tensor for tensor in seen if tensor.requires_grad])
-    for tensor in seen:
-        if tensor.requires_grad:
-            tensor.register_hook(partial(_backward, events, unit, events.weights, call))
+    made = [tensor for tensor in seen if tensor.requires_grad and not tensor.is_leaf]  # leaves come out of order
+    call = Call(made)
+    for tensor in made:
+        tensor.register_hook(partial(_backward, events, unit, events.weights, call))
     if not seen and output is not None and unit.numel:
         raise ConfigError(f"{unit.name} returned a {type(output).__name__}, in which no tensor can be found: its "
                           "backward could not be announced; return tensors, or tuples, lists, dicts or dataclasses of "

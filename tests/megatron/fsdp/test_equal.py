@@ -16,6 +16,7 @@ from tests.distributed import run_ranks
 from tests.megatron.fsdp.loops import RATE, WAYS, by_ddp, by_masters, by_shards, mixed
 from tests.megatron.zero import models
 from tests.megatron.zero.run import configure_gpt2
+from tests.wires import accelerator_side
 
 STEPS, TOLERANCE = 50, 1e-6
 
@@ -64,6 +65,7 @@ MODELS: dict[str, type[nn.Module]] = {
     "permuted": models.Permuted, "in place": models.InPlace, "three elements": models.ThreeElements,
     "no list": models.NoList, "all in blocks": models.AllInBlocks, "list in block": models.ListInBlock,
     "ends in a block": models.EndsInABlock, "root ends in a block": models.RootEndsInABlock,
+    "slices": models.Slices, "passes": models.Passes, "frozen twice": models.FrozenTwice,
 }
 
 
@@ -90,9 +92,33 @@ def both(rank: int, world: int, name: str, way: str, steps: int) -> float:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["tied", "convolutions", "frozen", "gated", "root ends in a block"])
+@pytest.mark.parametrize("name", ["tied", "convolutions", "frozen", "gated", "root ends in a block", "slices",
+                                  "passes", "frozen twice"])
 def test_losses_and_weights_are_those_of_ddp(name: str, way: str) -> None:
     assert max(run_ranks(both, 2, name, way, STEPS)) <= TOLERANCE
+
+
+def uneven(rank: int, world: int) -> tuple[bool, bool, bool]:
+    """On an accelerator; rank 1 does not use a layer of the root, and nobody a block's."""
+    class Chooses(models.Net):
+        def middle(self, x: Tensor) -> Tensor:
+            if rank == 0:
+                x = x + self.sometimes(x)
+            return super().middle(x)
+
+        def change(self) -> None:
+            self.sometimes, self.never = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+
+    with accelerator_side():
+        plain = by_ddp(Chooses, rank, 5)
+        found = by_shards(Chooses, "torch", rank, 5)
+    start = Chooses().state_dict()
+    return (difference(plain, found) <= TOLERANCE, torch.equal(found[1]["never.weight"], start["never.weight"]),
+            not torch.equal(found[1]["sometimes.weight"], start["sometimes.weight"]))
+
+
+def test_ranks_beside_accelerators_may_use_other_layers_of_the_root() -> None:
+    assert run_ranks(uneven, 2) == [(True, True, True)] * 2
 
 
 def test_every_row_of_a_table_that_three_ranks_do_not_divide_is_that_of_ddp() -> None:

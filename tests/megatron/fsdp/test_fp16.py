@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megatron.fsdp import clip_grad_norm_
 from megatron.fsdp.scaling import INITIAL
+from megatron.fsdp.shard import local
 from megatron.fsdp.sharding import the_member
 from tests.distributed import run_ranks
 from tests.megatron.fsdp.loops import CLIP, adamw, around, batch, by_ddp, by_shards, mixed, whole
@@ -103,3 +104,65 @@ def wide_layers(rank: int, world: int) -> tuple[list[torch.dtype], bool]:
 def test_a_layer_can_stay_in_fp32() -> None:
     seen, changed = run_ranks(wide_layers, 2)[0]
     assert seen == [torch.bfloat16, torch.float32, torch.bfloat16] and changed
+
+
+# ---- where the scale comes in ------------------------------------------------------------------------------------
+
+
+class Both(nn.Module):
+    """Returns its logits and the loss that is made of them; sharded it returns fp32."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.kind, self.layer = kind, nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Any:
+        logits = self.layer(x)
+        loss = logits.float().square().mean()
+        return {"loss": loss, "tuple": (logits, loss), "dict": {"logits": logits, "loss": loss},
+                "logits": logits}[self.kind]
+
+
+def loss_of(output: Any) -> Tensor:
+    if isinstance(output, dict):
+        return output["loss"]  # type: ignore[no-any-return]
+    if isinstance(output, tuple):
+        return output[1]  # type: ignore[no-any-return]
+    return output if output.dim() == 0 else output.float().square().mean()
+
+
+def ratio(rank: int, world: int, kind: str, way: str, small: float) -> float:
+    """Of the gradients' norm and that in fp32."""
+    norms = []
+    for given in ({}, mixed(way, torch.float16)):
+        model = around(Both(kind), way, **given)
+        (loss_of(model(batch(rank, 0))) * small).backward()
+        norms.append(float(clip_grad_norm_(model.parameters(), 1e9)))
+    return norms[1] / norms[0]
+
+
+@pytest.mark.parametrize("way", ["whole", "torch"])
+@pytest.mark.parametrize("kind", ["loss", "tuple", "dict", "logits"])
+def test_a_gradient_is_scaled_once_whatever_is_returned(kind: str, way: str) -> None:
+    """Also one that is below fp16's smallest number before it is scaled: the scale comes in where the loss is fp32."""
+    for small in (1.0, 1e-7):
+        assert all(abs(found - 1) < 5e-3 for found in run_ranks(ratio, 2, kind, way, small))
+
+
+def summed(rank: int, world: int, dtype: torch.dtype, syncs: bool) -> float:
+    """256 and nine times 1: in bf16 that is 256; in fp16 the same one octave further."""
+    model: Any = around(nn.Linear(1, 1, bias=False), "torch", **mixed("torch", dtype))
+    small = 1.0 if dtype == torch.bfloat16 else 2.0**-11
+    start = 256.0 if dtype == torch.bfloat16 else 1.0
+    for number, size in enumerate([start, *[small] * 9]):
+        model.set_requires_gradient_sync(syncs or number == 9)
+        model(torch.full((1, 1), size)).sum().backward()
+    gradient = local(model.weight.grad)
+    return float(gradient - start) / small if gradient.numel() else 9.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_are_added_up_in_fp32_with_and_without_sums_in_between(dtype: torch.dtype) -> None:
+    for syncs in (True, False):
+        assert run_ranks(summed, 2, dtype, syncs) == [9.0, 9.0], syncs

@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ import torch
 from torch import nn
 
 from megatron.errors import TrainerError
-from megatron.fsdp import FSDP, checkpoint_wrapper, clip_grad_norm_, enable_wrap, fully_shard, auto_wrap
-from megatron.fsdp.summon import summon_full_params
+from megatron.fsdp import (FSDP, MixedPrecisionPolicy, auto_wrap, checkpoint_wrapper, clip_grad_norm_, enable_wrap,
+                           fully_shard, summon_full_params)
+from megatron.fsdp.shard import Shard
 from tests.distributed import run_ranks
 from tests.megatron.fsdp.loops import CLIP, adamw, around, batch, by_ddp, train, whole
 from tests.megatron.zero.models import Net
@@ -239,6 +241,66 @@ def to_another_dtype(rank: int) -> None:
 @pytest.mark.parametrize("mistake", [half, to_another_dtype])
 def test_another_precision_afterwards(mistake: Callable[[int], Any]) -> None:
     refused(mistake, "mixed_precision")
+
+
+def unfrozen_afterwards(rank: int) -> None:
+    model = Net()
+    model.last.bias.requires_grad_(False)
+    model = around(model, "torch")
+    model.last.bias.requires_grad_(True)
+    model(batch(rank, 0))
+
+
+def stepped_in_backward(rank: int) -> None:
+    model = around(Net(), "torch")
+    model.first.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    model(batch(rank, 0))
+
+
+def another_tensor(rank: int) -> None:
+    """The old values would be overwritten with the new ones."""
+    model = around(Net(), "torch")
+    kept = model.first.weight.data
+    model.first.weight.data = kept.clone()
+
+
+def as_a_number(rank: int) -> None:
+    model = nn.Linear(1, 1)
+    fully_shard(model)
+    float(model.weight)
+
+
+class ByHand(Net):
+    """Uses a parameter of a block that is the next to run, and on its way."""
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        return super().middle(x + self.blocks[0].narrow.bias)  # type: ignore[operator, union-attr]
+
+
+def by_hand(rank: int) -> None:
+    model = around(ByHand(), "torch")
+    for number in range(3):
+        model(batch(rank, number)).backward()
+
+
+class Aside(Net):
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        self.aside = x.float().square().mean()
+        return super().middle(x)
+
+
+def a_loss_that_is_not_returned(rank: int) -> None:
+    model = around(Aside(), "torch", mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
+    model(batch(rank, 0))
+    model.aside.backward()
+
+
+@pytest.mark.parametrize("mistake, words", [
+    (unfrozen_afterwards, "unfrozen after it was sharded"), (stepped_in_backward, "post_accumulate"),
+    (another_tensor, "p.data.clone()"), (as_a_number, "float()"), (by_hand, "narrow.bias"),
+    (a_loss_that_is_not_returned, "not scaled")])
+def test_what_would_be_wrong_on_one_rank(mistake: Callable[[int], Any], words: str) -> None:
+    refused(mistake, words)
 
 
 class Rows(torch.optim.Optimizer):
@@ -584,6 +646,59 @@ def failed_backwards_of_other_forwards(at_the_end: bool, rank: int) -> dict[str,
     return trained(model, rank, learn)
 
 
+class Skips(Net):
+    """In evaluation it leaves out a block that is on its way."""
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x) if self.training or number != 1 else x
+        return x
+
+
+def an_evaluation_that_skips(rank: int) -> dict[str, torch.Tensor]:
+    model: Any = around(Skips(), "torch")
+
+    def evaluate_and_clip() -> None:
+        with torch.no_grad():
+            model.eval()(batch(rank, 99))
+        model.train()
+        assert isinstance(model.blocks[1].wide.weight, Shard), "it is at rest"
+        clip_grad_norm_(model.parameters(), CLIP)
+
+    train(model, evaluate_and_clip, rank, STEPS)
+    return whole(model)
+
+
+def a_forward_without_a_backward(rank: int) -> dict[str, torch.Tensor]:
+    """Before a clip, before a step, and before states are taken and loaded."""
+    model: Any = around(Net(), "torch")
+    optimizer = adamw(model)
+
+    def step(self: torch.optim.Optimizer) -> None:
+        model(batch(rank, 98))
+        type(self).step(self)
+
+    def look_and_clip() -> None:
+        model(batch(rank, 99))
+        model.load_state_dict(model.state_dict())
+        model(batch(rank, 99))
+        clip_grad_norm_(model.parameters(), CLIP)
+
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+    train(model, look_and_clip, rank, STEPS, optimizer=optimizer)
+    return whole(model)
+
+
+def frozen_and_thawed_before_the_outer_one(rank: int) -> dict[str, torch.Tensor]:
+    model: Any = Net()
+    for block in model.blocks:
+        fully_shard(block)
+        block.requires_grad_(False)
+    fully_shard(model)
+    model.requires_grad_(True)
+    return trained(model, rank, lambda number: sum(halves(model, rank, number)).backward())  # type: ignore[union-attr]
+
+
 def a_failed_forward_in_between(rank: int) -> dict[str, torch.Tensor]:
     model = around(Net(), "torch")
 
@@ -618,6 +733,7 @@ def recomputed_outside(rank: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("way", [
     optimizer_before_wrapping, evaluations_in_between, zeroed_gradients, zeroed_between_forward_and_backward,
     forwards_together, forwards_first, no_sync, without_sync_by_torchs_name, gradients_halved_by_hand,
+    an_evaluation_that_skips, a_forward_without_a_backward, frozen_and_thawed_before_the_outer_one,
     a_failed_forward_in_between, partial(failed_backwards_of_other_forwards, False),
     partial(failed_backwards_of_other_forwards, True), recomputed, recomputed_outside])
 def test_other_orders_of_calls_give_the_same_weights(way: Callable[[int], dict[str, torch.Tensor]]) -> None:

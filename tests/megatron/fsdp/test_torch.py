@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron.fsdp.shard import local
 from tests.distributed import run_ranks
+from tests.megatron.helpers import ROOT
 from tests.megatron.fsdp.loops import EPS, batch
 from tests.megatron.zero.models import Net
 
@@ -88,6 +93,73 @@ def methods(rank: int, world: int) -> set[str]:
 
 def test_the_methods_of_torchs_module_are_there() -> None:
     assert run_ranks(methods, 1)[0] <= NOT_HERE
+
+
+def losses_of(rank: int, world: int, early: bool) -> list[float]:
+    """`unshard` before a forward begins to gather, and what is gathered are the weights after the step."""
+    from megatron.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model: Any = fully_shard(Net(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for number in range(4):
+        if early:
+            model.unshard(async_op=True)
+        loss = model(batch(rank, number))
+        loss.backward()
+        losses.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_unshard_brings_the_weights_after_a_step() -> None:
+    assert run_ranks(losses_of, 2, True) == run_ranks(losses_of, 2, False)
+
+
+def divided(rank: int, world: int, early: bool) -> dict[str, float]:
+    """How many times the mean a gradient is, where a block's is divided by 1."""
+    from megatron.fsdp import fully_shard
+
+    norms = []
+    for factor in (None, 1.0):
+        model: Any = Net()
+        fully_shard(model.blocks[0])
+        if early and factor:
+            model.blocks[0].set_gradient_divide_factor(factor)
+        fully_shard(model)
+        if factor and not early:
+            model.blocks[0].set_gradient_divide_factor(factor)
+        model(batch(0, 0)).backward()
+        norms.append({name: local(parameter.grad).norm() for name, parameter in model.named_parameters()
+                      if local(parameter).numel()})
+    return {name: float(norms[1][name] / norm) for name, norm in norms[0].items()}
+
+
+def test_a_divisor_is_that_of_a_module() -> None:
+    for early in (False, True):
+        for found in run_ranks(divided, 2, early):
+            assert all(abs(ratio - (2 if name.startswith("blocks.0") else 1)) < 1e-5 for name, ratio in found.items())
+
+
+SCRIPT = """
+import torch, torch.distributed as dist
+from torch import nn
+from megatron.fsdp import fully_shard
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = fully_shard(nn.Linear(4, 4))
+for _ in range(3):
+    model(torch.ones(1, 4)).sum().backward()
+"""
+
+
+def test_a_script_that_meets_by_itself_ends_well(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    for _ in range(3):
+        command = [sys.executable, "-m", "megatron.launch", "--nproc-per-node", "2", str(tmp_path / "script.py")]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
 
 
 def whole_in_between(rank: int, world: int) -> tuple[bool, bool, float]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.fsdp import fully_shard
+from megatron.fsdp import MixedPrecisionPolicy, fully_shard
 from tests.distributed import run_ranks
 from tests.megatron.fsdp.loops import adamw, around, batch
 from tests.megatron.zero.models import Net
@@ -120,11 +120,23 @@ def test_no_sync_sends_no_gradients() -> None:
         assert outside["reduce_scatter", BLOCK, "float32"] >= BLOCKS
 
 
-def test_a_reduction_is_in_the_precision_that_was_asked_for() -> None:
-    for found in run_ranks(sent, 2, "nested", {"mixed_precision": True, "compute_dtype": torch.bfloat16,
-                                               "fp32_reduce_scatter": True}):
-        assert {dtype for kind, _, dtype in found if kind == "reduce_scatter"} == {"float32"}
+@pytest.mark.parametrize("asked, summed", [(None, "float32"), (torch.float32, "float32"), (torch.bfloat16, "bfloat16")])
+def test_a_reduction_is_in_the_precision_that_was_asked_for(asked: torch.dtype | None, summed: str) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=asked)
+    for found in run_ranks(sent, 2, "torch", {"mp_policy": policy}):
+        assert {dtype for kind, _, dtype in found if kind == "reduce_scatter"} == {summed}
         assert {dtype for kind, _, dtype in found if kind == "all_gather"} == {"bfloat16"}
+
+
+def built(rank: int, world: int, sync: bool) -> list[str]:
+    with counted() as operations:
+        around(Net(), "torch", sync_module_states=sync)
+    return [one.kind for one in operations if one.numel > 20]
+
+
+def test_values_that_are_alike_are_not_sent_again() -> None:
+    assert run_ranks(built, 2, False) == [[], []]
+    assert all(set(found) == {"broadcast"} for found in run_ranks(built, 2, True))
 
 
 def among_neighbours(rank: int, world: int) -> tuple[Traffic, bool]:

@@ -145,6 +145,52 @@ class RootEndsInABlock(EndsInABlock):
         return super().forward(self.first(x))
 
 
+class Slices(Net):
+    """A block returns a view of its parameter, as position embeddings do."""
+
+    class Element(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.linspace(-1, 1, 3 * WIDTH).view(3, WIDTH))
+
+        def forward(self, x: Tensor) -> Any:
+            return self.table[:1], super().forward(x)
+
+    def middle(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            shift, x = block(x)
+            x = x + shift.tanh()
+        return x
+
+
+class Passes(Net):
+    """A block that returns what it was given, now and then."""
+
+    class Element(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if float(x[0, -1].detach()) > 0 else x
+
+    def middle(self, x: Tensor) -> Tensor:
+        step = x[:, -1:].detach()
+        for number, block in enumerate(self.blocks):
+            x = torch.cat([x[:, :-1], (step * (-1) ** number).sign() + 0 * x[:, -1:]], 1)
+            x = block(x)
+        return x
+
+
+class FrozenTwice(Net):
+    """A block with frozen layers is used twice in a row."""
+
+    def change(self) -> None:
+        self.blocks[1].requires_grad_(False)
+        self.blocks[2].wide.requires_grad_(False)
+
+    def middle(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(block(x))
+        return x
+
+
 class Dicts(Net):
     """A block returns a dict."""
 

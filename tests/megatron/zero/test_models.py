@@ -21,8 +21,9 @@ from mpu import groups
 from tests.distributed import RankError, run_ranks
 from tests.megatron.zero.homes.test_equal import everywhere
 from tests.megatron.zero.models import (AllInBlocks, Backwards, Buffers, Dicts, EndsInABlock, Frozen, FrozenRoot,
-                                        InPlace, LayerDrop, ListInBlock, Net, NoList, OddSizes, Permuted, RankDrop,
-                                        Records, RootEndsInABlock, ThreeElements, Tuples, WIDTH, Words)
+                                        FrozenTwice, InPlace, LayerDrop, ListInBlock, Net, NoList, OddSizes, Passes,
+                                        Permuted, RankDrop, Records, RootEndsInABlock, Slices, ThreeElements, Tuples,
+                                        WIDTH, Words)
 from tests.megatron.zero.run import DTYPES, PlainLoop, configure, engine_around, late_network, step, weights
 from tests.megatron.zero.sharing import (BlockReadsBlock, BlockTwice, Experts, InAnObject, NestedLists, OtherMethod,
                                          ReadLater, RootReadsBlock, Teacher, TiedBlocks, TiedInOneBlock, TiedToRoot,
@@ -170,7 +171,8 @@ ALL = (0, 1, 2, 3)
 
 WORKS: dict[Case, tuple[int, ...]] = {
     **{Case(model): ALL for model in (
-        Net, OddSizes, ThreeElements, NoList, AllInBlocks, EndsInABlock, RootEndsInABlock, Dicts, Tuples,
+        Net, OddSizes, ThreeElements, NoList, AllInBlocks, EndsInABlock, RootEndsInABlock, Slices, Passes,
+        FrozenTwice, Dicts, Tuples,
         TiedInOneBlock, BlockReadsBlock, BlockTwice,
         Backwards, LayerDrop, Frozen, FrozenRoot, Buffers, ListInBlock, InPlace, Teacher, Permuted, Words, Records,
         TiedToRoot, TiedBlocks, NestedLists, Experts, Wrapped)},
