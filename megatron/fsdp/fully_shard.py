@@ -11,6 +11,7 @@ A module that is sharded is of a class of its own, which has the methods of `FSD
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any, TypeVar
 
 from torch import nn
@@ -54,9 +55,14 @@ def fully_shard(module: Modules, *, mesh: Any = None, reshard_after_forward: boo
         if isinstance(one, nn.ModuleList | nn.ModuleDict):
             raise ConfigError(f"fully_shard of a {type(one).__name__}, which has no forward: shard the modules in it")
         shard(one, settings, group, device_of(one, group), ignored)
-        cls = type(one)
-        one.__class__ = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+        one.__class__ = _sharded(type(one))  # type: ignore[arg-type]  # mypy: a class has no hash
     return module
+
+
+@cache
+def _sharded(cls: type[nn.Module]) -> type[nn.Module]:
+    """One for all modules of a class: torch.compile looks at it."""
+    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
 
 
 def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:

@@ -94,9 +94,9 @@ def attach(units: Sequence[Unit], events: Events) -> list[RemovableHandle]:
     """Report the events of every unit; the handles remove the hooks."""
     handles: list[RemovableHandle] = []
     for unit in units:
-        handles.append(unit.module.register_forward_pre_hook(partial(_before, events, unit), with_kwargs=True,
-                                                             prepend=True))  # those of the user see whole parameters
-        handles.append(unit.module.register_forward_hook(partial(_after, events, unit)))
+        handles.append(unit.module.register_forward_pre_hook(  # before those of the user, which see whole parameters
+            _uncompiled(partial(_before, events, unit)), with_kwargs=True, prepend=True))
+        handles.append(unit.module.register_forward_hook(_uncompiled(partial(_after, events, unit))))
         for bucket in unit.buckets:
             for index, parameter in enumerate(bucket.parameters if bucket.trainable else ()):
                 ready = partial(_ready, ref(events), ref(unit), ref(bucket), index)
@@ -105,6 +105,16 @@ def attach(units: Sequence[Unit], events: Events) -> list[RemovableHandle]:
                 handles.append(parameter.register_post_accumulate_grad_hook(ready))
                 parameter.requires_grad_(is_trained)
     return handles
+
+
+def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """What torch.compile leaves as it is, where it compiles calls of modules and so comes by."""
+    def call(*given: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return torch._dynamo.disable(hook, recursive=True)(*given)
+        return hook(*given)
+
+    return call
 
 
 def change_inputs(module: nn.Module, change: Callable[[Any], Any]) -> RemovableHandle:
@@ -138,7 +148,7 @@ def scale_gradients(module: nn.Module, scale: Callable[[], float]) -> RemovableH
 
 def when_forward_is_over(module: nn.Module, call: Callable[[], None]) -> RemovableHandle:
     """Whether it returned or raised, and after what else is to happen then."""
-    return module.register_forward_hook(lambda module, args, output: call(), always_call=True)
+    return module.register_forward_hook(_uncompiled(lambda module, args, output: call()), always_call=True)
 
 
 def rename_when_loading(module: nn.Module, rename: Callable[[dict[str, Any], str], None]) -> RemovableHandle:

@@ -142,6 +142,39 @@ def test_a_divisor_is_that_of_a_module() -> None:
             assert all(abs(ratio - (2 if name.startswith("blocks.0") else 1)) < 1e-5 for name, ratio in found.items())
 
 
+def compiled(rank: int, world: int, how: str) -> list[float]:
+    """Losses; `aot_eager` takes the graphs apart and runs them as they are."""
+    from megatron.fsdp import fully_shard
+
+    model: Any = Net()
+    if how == "blocks before":
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+    for block in model.blocks:
+        fully_shard(block)
+    if how == "blocks after":
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+    fully_shard(model)
+    run: Any = torch.compile(model, backend="aot_eager") if how == "model" else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    losses = []
+    for number in range(4):
+        loss = run(batch(rank, number))
+        loss.backward()
+        losses.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_compiled_modules_are_sharded_as_others() -> None:
+    expected = run_ranks(compiled, 2, "eager")
+    for how in ("blocks before", "blocks after", "model"):
+        for found, wanted in zip(run_ranks(compiled, 2, how, timeout=120), expected, strict=True):
+            assert found == pytest.approx(wanted, rel=1e-6), how
+
+
 SCRIPT = """
 import torch, torch.distributed as dist
 from torch import nn
