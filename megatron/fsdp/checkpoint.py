@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from megatron.checkpoint.piece import Piece, sharding_of
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.tensorfile import DTYPE_NAMES
 from megatron.checkpoint.writer import save
-from megatron.errors import CheckpointError, ConfigError
+from megatron.errors import CheckpointError, ConfigError, StorageError
 from megatron.fsdp.optim_state import State, numbers_of, split_of
 from megatron.fsdp.root import Root
 from megatron.fsdp.shard import as_run, local, runs
@@ -44,6 +45,19 @@ from mpu.collectives import broadcast_json
 from mpu.random import capture_rng, restore_rng
 
 
+@contextmanager
+def _naming_arguments() -> Iterator[None]:
+    """An error names what the caller gave, and not the trainer's flag."""
+    try:
+        yield
+    except StorageError as error:
+        flag, text = "--save", str(error)
+        if not text.startswith(flag):
+            raise
+        raise StorageError(f"save_dir{text.removeprefix(flag)}") from error
+
+
+@_naming_arguments()
 def save_checkpoint(model: nn.Module, optimizer: Optimizer, save_dir: str | os.PathLike[str],
                     tag: str | int | None = None, *, scheduler: Any = None,
                     client_state: Mapping[str, Any] | None = None, keep: Keep = Keep()) -> str:

@@ -49,6 +49,7 @@ from megatron.zero.exchanges import (ENDED, FAILED, INTERRUPTED, ExchangeLog, Re
 from mpu.collectives import broadcast_json
 from mpu.groups import Groups
 from mpu.wire.abort import hold_off_abort
+from mpu.wire import waits
 from mpu.wire.board import Board
 
 LOOK_SECONDS = 1.0
@@ -56,6 +57,8 @@ PATIENCE = 3
 """Looks without a new exchange before a rank asks the board."""
 RAREST = 8
 """Looks between two questions, at most."""
+LONG = 60
+"""Looks without a new exchange after which a rank that waits says so, once for all of them."""
 POLL_SECONDS = 0.2
 END_SECONDS = 1.5
 """At a good end, for the other ranks to come to theirs."""
@@ -162,6 +165,9 @@ class Watch:
             still += 1
             if count != self._log.count:
                 count, still, due = self._log.count, 0, PATIENCE
+            elif still == LONG:
+                with suppress(RuntimeError):
+                    self._tell_of_wait()
             elif still >= due:
                 due = still + min(RAREST, still // PATIENCE)
                 try:
@@ -181,6 +187,14 @@ class Watch:
         with suppress(RuntimeError):
             self.look()  # tells the others that nothing follows
             self._keep_store(self._board.count("heard"), END_SECONDS)
+
+    def _tell_of_wait(self) -> None:
+        """It may be in vain: a rank that is in an exchange of the script's own, a barrier say, may never come."""
+        if waits.is_waiting() and self._board.count(f"told/{self._log.count}", 1) == 1:
+            what, purpose = self._log.record(self._rank).place
+            where = f"{what} ({purpose})" if purpose else what
+            write_lines(f"note: rank {self._rank} has waited {LONG * LOOK_SECONDS:g} s at {where} for ranks that are "
+                        "not there yet: every rank has to come to it\n".encode())
 
     def _leave_with(self, error: TrainerError | None) -> None:
         if error is not None and not self._log.is_over and self._floor.acquire(blocking=False):

@@ -35,6 +35,10 @@ def end() -> None:
     _NUMBERS[0][0] = 0
 
 
+def is_waiting() -> bool:
+    return bool(_NUMBERS[0][0] == WAITING)
+
+
 def exchanging(send: Callable[P, T], mark: int = WAITING) -> Callable[P, T]:
     """A function that is one exchange, or (`sending`) begins one and does not wait for it."""
     @wraps(send)

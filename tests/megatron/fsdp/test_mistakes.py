@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from types import MethodType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from megatron.errors import TrainerError
 from megatron.fsdp import (FSDP, MixedPrecisionPolicy, auto_wrap, checkpoint_wrapper, clip_grad_norm_, enable_wrap,
                            fully_shard, summon_full_params)
 from megatron.fsdp.shard import Shard
+from megatron.zero import watch
 from tests.distributed import run_ranks
 from tests.megatron.fsdp.loops import CLIP, adamw, around, batch, by_ddp, train, whole
 from tests.megatron.zero.models import Net
@@ -124,6 +127,22 @@ def into_an_ordinary_tensor(rank: int) -> None:
 @pytest.mark.parametrize("mistake", [by_safetensors, in_the_background, into_an_ordinary_tensor])
 def test_a_part_is_not_taken_for_the_whole(mistake: Callable[[int], Any]) -> None:
     refused(mistake)
+
+
+def a_state_dict_on_one_rank(rank: int, world: int) -> None:
+    """The other is in a barrier of the script's own, as most scripts have it; here it comes after a while."""
+    with patch.multiple(watch, LOOK_SECONDS=0.02):
+        model = around(Net(), "nested")
+        model(batch(rank, 0)).backward()
+        if rank == 1:
+            time.sleep(4)
+        model.state_dict()
+
+
+def test_a_rank_that_waits_for_long_says_where(capfd: pytest.CaptureFixture[str]) -> None:
+    run_ranks(a_state_dict_on_one_rank, 2)
+    said = capfd.readouterr().err
+    assert said.count("note: rank 0 has waited 1.2 s at a full state dict for ranks that are not there yet") == 1
 
 
 def a_grad_scaler(rank: int) -> None:
