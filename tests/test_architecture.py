@@ -25,12 +25,12 @@ FLOORS: tuple[tuple[str, str], ...] = (
     ("0: arithmetic and records; no process group, argv or clock", """
         mpu.split
         data data.storage data.lock data.held data.pages data.identity data.format data.sampling
-        megatron.errors megatron.ranges megatron.version megatron.neighbours megatron.whereabouts
+        megatron.errors megatron.ranges megatron.version megatron.neighbours megatron.whereabouts megatron.layer_drop
         megatron.config.kinds megatron.config.setting megatron.config.problems megatron.config.words
         megatron.config.optimizers
         megatron.config.model megatron.config.data megatron.config.parallel megatron.config.optim
         megatron.config.schedule megatron.config.precision megatron.config.zero megatron.config.offload
-        megatron.config.recompute megatron.config.train megatron.config.save megatron.config.log
+        megatron.config.recompute megatron.config.layer_drop megatron.config.train megatron.config.save megatron.config.log
         megatron.config.presets megatron.config.tree megatron.config.hf_shape megatron.config megatron.config.loose_json
         megatron.config.ds_keys megatron.config.ds_reader megatron.config.ds_together megatron.config.ds_batch
         megatron.config.ds_file
@@ -111,7 +111,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero.api.offload megatron.zero.api.meanwhile
         megatron.zero.api.init megatron.zero.api.loading
         megatron.zero.api.curves megatron.zero.api.monitor megatron.zero.api.batching megatron.zero.api.hyper
-        megatron.zero.api.shared megatron.zero.api.saved
+        megatron.zero.api.shared megatron.zero.api.saved megatron.zero.api.layer_drop
         megatron.zero.api.weights megatron.zero.api.optimizer megatron.zero.api.casting megatron.zero.api.schedule
         megatron.zero.api.status
         megatron.zero.api.names megatron.zero.api.engine megatron.zero.api.meeting
@@ -173,7 +173,7 @@ PLACES = {module: (floor, place)
 """Module -> (floor, place on it)."""
 
 ROOMS = ("data", "mpu", "megatron.errors", "megatron.ranges", "megatron.version", "megatron.neighbours",
-         "megatron.whereabouts",
+         "megatron.whereabouts", "megatron.layer_drop",
          "megatron.config", "megatron.launch", "megatron.model", "megatron.recompute", "megatron.optim",
          "megatron.checkpoint",
          "megatron.zero", "megatron.zero.api", "megatron.fsdp",

@@ -140,6 +140,7 @@ def _fields(found: Found, flags: Mapping[str, Any], problems: Problems,
     yield from ds_together.optimizer(found, flags, problems)
     yield from ds_together.scheduler(found, flags, problems, peak)
     yield from ds_together.tensorboard(found)
+    yield from ds_together.layer_drop(found, flags)
 
 
 def _simple(found: Found, problems: Problems) -> Iterator[tuple[str, Any, str]]:

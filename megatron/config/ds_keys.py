@@ -210,7 +210,6 @@ _ABSENT: dict[str, Row] = {
     "elasticity": Absent(
         "the batch size does not change with the world; a run can be resumed with any number of ranks that divides it"),
     "autotuning": Absent("nothing is tuned automatically"),
-    "progressive_layer_drop": Absent("layers are not dropped"),
     "quantize_training": Absent("weights are not quantised in training"),
     "compression_training": Absent("the model is not compressed in training"),
     "weight_quantization": Absent("weights are not quantised"),

@@ -1,4 +1,5 @@
-"""JSON keys that mean something only together: an optimizer and its parameters, a scheduler and its, tensorboard's.
+"""JSON keys that mean something only together: an optimizer and its parameters, a scheduler and its, tensorboard's,
+those of layer dropping.
 
 Each function yields (field, value, path of the key it came from). What does not fit goes to `problems`.
 """
@@ -176,6 +177,15 @@ def tensorboard(found: Found) -> Iterator[Setting]:
         folder = found.keys.get("tensorboard.output_path") or "runs"
         folder = os.path.join(folder, found.keys.get("tensorboard.job_name", "DeepSpeedJobName"))
         yield "tensorboard_dir", folder, found.first("tensorboard.output_path", "tensorboard.enabled")
+
+
+def layer_drop(found: Found, flags: Mapping[str, Any]) -> Iterator[Setting]:
+    """As in DeepSpeed, a file that does not say theta leaves nothing out; the flag's default is the published one."""
+    theta = "progressive_layer_drop.theta"
+    if theta in found.keys:
+        yield "pld_theta", found.keys[theta], theta
+    elif found.keys.get("progressive_layer_drop.enabled") and "pld_theta" not in flags and not found.given(theta):
+        yield "pld_theta", 1.0, theta
 
 
 def _share(part: int, whole: int) -> float:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from megatron.config.data import DataConfig
+from megatron.config.layer_drop import LayerDropConfig
 from megatron.config.log import LogConfig
 from megatron.config.model import ModelConfig
 from megatron.config.offload import OffloadConfig
@@ -31,7 +32,7 @@ from megatron.config.words import Words
 from megatron.config.zero import ZeroConfig
 
 __all__ = [
-    "PRESETS", "SECTIONS", "Config", "DataConfig", "LogConfig", "ModelConfig", "OffloadConfig",
+    "PRESETS", "SECTIONS", "Config", "DataConfig", "LayerDropConfig", "LogConfig", "ModelConfig", "OffloadConfig",
     "OptimConfig", "ParallelConfig", "PrecisionConfig", "RecomputeConfig", "SaveConfig", "ScheduleConfig",
     "TrainConfig", "ZeroConfig", "build_config", "data_parallel_size", "flag_name", "require",
 ]
@@ -50,6 +51,7 @@ class Config:
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    layer_drop: LayerDropConfig = field(default_factory=LayerDropConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     save: SaveConfig = field(default_factory=SaveConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -89,11 +91,22 @@ class Config:
         require(not (self.train.cuda_graphs and self.recompute.checkpoint_activations),
                 "--cuda-graphs and --checkpoint-activations exclude each other: the replay of a recomputed forward "
                 "takes the memory of the backward under way; leave one out")
+        if self.layer_drop.progressive_layer_drop:
+            self._check_layer_drop()
         again = self.recompute
         buffered = again.checkpoint_activations and again.contiguous_memory_optimization
         require(not buffered or (again.number_checkpoints or self.chunks) >= self.chunks,
                 f"--number-checkpoints {again.number_checkpoints} is below the {self.chunks} chunks of --num-layers "
                 f"{self.model.num_layers} with --checkpoint-num-layers {again.checkpoint_num_layers}: leave it out")
+
+    def _check_layer_drop(self) -> None:
+        require(not self.train.cuda_graphs,
+                "--progressive-layer-drop and --cuda-graphs exclude each other: what is replayed is always the same, "
+                "and each step leaves out other blocks; leave one out")
+        require(self.zero.ignore_unused_parameters,
+                "--progressive-layer-drop needs --ignore-unused-parameters: a block that is left out has no gradient")
+        require(self.model.num_layers > 1,
+                "--progressive-layer-drop needs --num-layers of at least 2, not 1: the first block is never left out")
 
     @property
     def chunks(self) -> int:

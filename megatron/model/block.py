@@ -1,7 +1,11 @@
-"""One transformer block, pre-LayerNorm: x + attention(LN(x)), then x + MLP(LN(x))."""
+"""One transformer block, pre-LayerNorm: x + attention(LN(x)), then x + MLP(LN(x)).
+
+`scale` multiplies both branches: what is left out in other steps counts for more in this one (layer_drop.py).
+"""
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -21,9 +25,9 @@ class Block(nn.Module):
         self.ln_2 = init.norm(config.hidden_size, config.layernorm_epsilon)
         self.mlp = MLP(config, init.at("mlp"), tp)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:  # [b, s, h] -> [b, s, h]
-        x = x + self._drop(self.attn(self.ln_1(x), mask))
-        return x + self._drop(self.mlp(self.ln_2(x)))
+    def forward(self, x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Tensor:  # [b, s, h] -> [b, s, h]
+        x = torch.add(x, self._drop(self.attn(self.ln_1(x), mask)), alpha=scale)
+        return torch.add(x, self._drop(self.mlp(self.ln_2(x))), alpha=scale)
 
     def _drop(self, x: Tensor) -> Tensor:
         # Outside the split regions every tensor parallel rank draws the same mask from the default stream.

@@ -7,13 +7,15 @@ loss or a sample.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron import layer_drop
 from megatron.config.tree import ModelConfig
 from megatron.model.attention import document_mask
 from megatron.model.block import Block
@@ -30,7 +32,7 @@ class GPT2(nn.Module):
     def __init__(self, config: ModelConfig, tp: Group = SOLO, seed: int = 1234, deferred: bool = False) -> None:
         """`deferred`: parameters are left for an engine to fill."""
         super().__init__()
-        self.config, self.tp = config, tp
+        self.config, self.tp, self.seed = config, tp, seed
         init = GPT2Init(config.init_method_std, config.num_layers, seed, deferred)
         padded = pad_vocab(config.tokens, config.make_vocab_size_divisible_by, tp.size)
         self.wte = VocabParallelEmbedding(config.tokens, config.hidden_size, init.weight("wte.weight"),
@@ -41,13 +43,19 @@ class GPT2(nn.Module):
         self.ln_f = init.norm(config.hidden_size, config.layernorm_epsilon)
         self.run_blocks: Callable[..., Tensor] = run_in_order
         """How the blocks are run; activation checkpointing replaces it."""
+        self.before_blocks: Callable[[Sequence[nn.Module]], None] = lambda blocks: None
+        """Told which blocks run, where some are left out."""
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, loss_weight: Tensor | None = None,
-                positions: Tensor | None = None, segments: Tensor | None = None, grad_scale: float = 1.0) -> Tensor:
+                positions: Tensor | None = None, segments: Tensor | None = None, grad_scale: float = 1.0, *,
+                progressive_layer_drop: bool = False, pld_theta: float = 1.0, pld_step: int = 0) -> Tensor:
         """[b, s] tokens -> the mean loss over `targets` (weighted by `loss_weight`), or without targets [b, V] logits
         of the last position. `positions` and `segments` (document numbers) keep documents apart. `grad_scale` is the
-        factor the caller will multiply the loss by (see linear_cross_entropy)."""
-        x = self.hidden_states(tokens, positions, segments)  # [b, s, h]
+        factor the caller will multiply the loss by (see linear_cross_entropy). With `progressive_layer_drop` a model in
+        training leaves out the blocks that are drawn for the step `pld_step` at `pld_theta` (layer_drop.py)."""
+        drops = progressive_layer_drop and self.training
+        blocks = self._kept_blocks(pld_step, pld_theta) if drops else None
+        x = self.hidden_states(tokens, positions, segments, blocks)  # [b, s, h]
         if targets is None:
             return self.logits(x[:, -1])
         weight = torch.ones_like(targets, dtype=torch.float32) if loss_weight is None else loss_weight
@@ -62,15 +70,22 @@ class GPT2(nn.Module):
             weight_sink=self.wte.grad_sink,
         )
 
-    def hidden_states(self, tokens: Tensor, positions: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
-        """[b, s] -> [b, s, h], after the final LayerNorm."""
+    def _kept_blocks(self, step: int, theta: float) -> list[Callable[..., Tensor]]:
+        """The blocks that run in this step. A block that does not is not called at all: nothing is gathered for it."""
+        scales = layer_drop.kept(self.seed, step, len(self.blocks), theta)
+        self.before_blocks([self.blocks[number] for number in scales])
+        return [partial(self.blocks[number], scale=scale) for number, scale in scales.items()]
+
+    def hidden_states(self, tokens: Tensor, positions: Tensor | None = None, segments: Tensor | None = None,
+                      blocks: Iterable[Callable[..., Tensor]] | None = None) -> Tensor:
+        """[b, s] -> [b, s, h], after the final LayerNorm; through all blocks, or through these."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.wte(tokens) + self.wpe(positions)
         if self.config.hidden_dropout:
             x = F.dropout(x, self.config.hidden_dropout, self.training)
         mask = None if segments is None else document_mask(segments)
-        x = self.run_blocks(list(self.blocks), x, mask)
+        x = self.run_blocks(list(self.blocks if blocks is None else blocks), x, mask)
         return self.ln_f(x)  # type: ignore[no-any-return]
 
     def logits(self, x: Tensor) -> Tensor:
@@ -82,7 +97,7 @@ class GPT2(nn.Module):
         return linear(copy_to_region(x, self.tp), self.wte.weight)
 
 
-def run_in_order(blocks: Sequence[nn.Module], x: Tensor, *args: Any) -> Tensor:
+def run_in_order(blocks: Sequence[Callable[..., Tensor]], x: Tensor, *args: Any) -> Tensor:
     for block in blocks:
         x = block(x, *args)
     return x

@@ -19,7 +19,7 @@ from inspect import signature
 from typing import Any, Protocol
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.config import ds_file
 from megatron.config.ds_keys import TABLE
@@ -138,7 +138,7 @@ def in_chunks(chunk: int, checkpoint: Callable[..., Any] = checkpoint) -> Callab
     """A way to run blocks (for `GPT2.run_blocks`) that checkpoints every `chunk` of them; the last chunk may be
     shorter."""
 
-    def run(blocks: Sequence[nn.Module], x: Tensor, *args: Any) -> Tensor:
+    def run(blocks: Sequence[Callable[..., Tensor]], x: Tensor, *args: Any) -> Tensor:
         for start in range(0, len(blocks), chunk):
             x = checkpoint(partial(run_in_order, blocks[start : start + chunk]), x, *args)
         return x

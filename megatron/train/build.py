@@ -123,6 +123,7 @@ def engine(config: Config, model: GPT2, groups: Groups, device: torch.device) ->
     built = initialize(model=model, model_parameters=param_groups(model, config.optim.weight_decay),
                        lr_scheduler=schedule_of(config), mpu=groups, config=config, device=device)[0]
     built.reads_weights_between_steps = False
+    model.before_blocks = built.core.will_run
     return built
 
 

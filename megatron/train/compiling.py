@@ -68,6 +68,8 @@ def _between_blocks(config: Config, dp_size: int) -> Iterator[str]:
         yield "the parameters of blocks come and go at stage 3"
     elif config.zero.zero_stage and dp_size > 1:
         yield "new weights arrive block by block"
+    if config.layer_drop.progressive_layer_drop:
+        yield "blocks are left out"
     if config.offload.offload_optimizer_device != "none":
         yield "new weights come from the host block by block"
     if config.recompute.checkpoint_activations:

@@ -108,6 +108,11 @@ class ZeroEngine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
+    def will_run(self, modules: Sequence[nn.Module]) -> None:
+        """The forward under way calls these units and no others, in this order: whoever leaves some out and says so
+        here gathers nothing in vain, and keeps nobody waiting for their gradients. The same on all ranks."""
+        self.passes.announce(modules)
+
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Gradients of `loss` divided by the number of micro-batches (unless `scale_wrt_gas` is off); returns that
         quotient."""

@@ -13,10 +13,10 @@ used all of it does so.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.errors import ConfigError
 from megatron.whereabouts import BACKWARD, FORWARD, HERE
@@ -57,6 +57,9 @@ class Passes:
         """The same, of units not all of whose gradients have arrived."""
         self._trace_before = 0  # of the forward under way
         self.before_evaluation: Callable[[], None] | None = None
+        self._root, self._unit_of = units[0], {unit.module: unit for unit in units}
+        self._ran, self._left_out, self._ran_with = set[Unit](), set[Unit](), 0
+        """Units that ran with these weights; those that a forward of theirs has said it leaves out."""
         self._running: list[Unit] = []
         self._around: dict[Unit, set[Unit]] = {}
         """Units whose forward has called this one's."""
@@ -84,6 +87,10 @@ class Passes:
             bucket.grads.heed()
         for bucket in self._buckets:
             bucket.grads.begin_backward()
+        for unit in self._left_out - self._ran if reduces else ():
+            for bucket in unit.buckets:
+                if bucket.trainable:
+                    self._reductions.ready(bucket)  # with no gradient: what comes after it need not wait
 
     def complete(self, *, ends_step: bool) -> None:
         """Autograd is through: send what has not been sent, and wait for the sums."""
@@ -150,6 +157,12 @@ class Passes:
             raise ConfigError(complaint)
         return complaint
 
+    def announce(self, modules: Iterable[nn.Module]) -> None:
+        """The forward under way calls these modules, in this order, and no other units."""
+        units = [self._unit_of[part] for module in modules for part in module.modules() if part in self._unit_of]
+        self._left_out.update(set(self._unit_of.values()).difference(units, [self._root]))
+        self._residency.expect(units)
+
     def objection(self) -> str | None:
         """What this rank has against the step that its last backward ended: until another one does."""
         return self._complaint
@@ -174,6 +187,11 @@ class Passes:
             self._residency.start()
             self._trace_before = self._residency.trace
             self._running.clear()  # of a forward that failed
+            if self._ran_with != self.weights:
+                self._ran.clear()
+                self._left_out.clear()
+                self._ran_with = self.weights
+        self._ran.add(unit)
         if self._splits_parameters:
             self._note_call(unit)
         try:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from enum import Enum
+from typing import TypeGuard
 
 from megatron.errors import ConfigError
 from megatron.zero.exchanges import ExchangeLog
@@ -47,6 +48,9 @@ class Resident:
 
     def start(self) -> None:
         """A forward of the whole model begins. What a failed one left in use is released."""
+
+    def expect(self, units: Sequence[Unit]) -> None:
+        """The forward that has begun goes through these units, in this order, and so does its backward, back."""
 
     def enter(self, unit: Unit, phase: Phase) -> None:
         """The unit is about to be used."""
@@ -90,7 +94,9 @@ class Residency(Resident):
         self._whole: set[Unit] = set()
         self.live = 0
         """Elements that are whole now."""
-        self._stays = stays
+        self._stays, self._root, self._all = stays, units[0], frozenset(units)
+        self._left_out: Set[Unit] = frozenset()
+        """Units that the last forward has said it does not use."""
         pairs = list(zip(units[1:], units[2:]))
         self._followers = {(Phase.FORWARD, unit): after for unit, after in pairs}
         self._followers |= {(Phase.BACKWARD, after): unit for unit, after in pairs}
@@ -101,6 +107,14 @@ class Residency(Resident):
         for unit in [*self._in_use]:
             self._rest(unit)
         self._last = None
+        self._left_out = frozenset()
+
+    def expect(self, units: Sequence[Unit]) -> None:
+        way = [self._root, *units, self._root]
+        self._left_out = self._all.difference(way)
+        for one, after in zip(way, way[1:]):
+            self._followers[Phase.FORWARD, one] = after
+            self._followers[Phase.BACKWARD, after] = one
 
     def enter(self, unit: Unit, phase: Phase) -> None:
         self._log.purpose = phase.value
@@ -122,17 +136,21 @@ class Residency(Resident):
 
     def _prefetch(self, unit: Unit | None) -> None:
         """Begin to gather the unit that is next, if there is room for it."""
-        if self._prefetches and unit is not None and unit not in self._whole and unit not in self._over and \
-                self.live + unit.numel <= self._max_live:
+        if self._is_wanted(unit) and self.live + unit.numel <= self._max_live:
             self._bring(unit)
             for bucket in unit.buckets:
                 bucket.prefetch()
 
     def _expect(self, unit: Unit | None) -> None:
         """Begin to fetch this rank's part of the unit after the next one, where that is elsewhere."""
-        if self._prefetches and unit is not None and unit not in self._whole and unit not in self._over:
+        if self._is_wanted(unit):
             for bucket in unit.buckets:
                 bucket.work.expect()
+
+    def _is_wanted(self, unit: Unit | None) -> TypeGuard[Unit]:
+        """It is away, and this pass will come to it, as far as is known."""
+        return self._prefetches and unit is not None and unit not in self._whole and unit not in self._over and \
+            unit not in self._left_out
 
     def leave(self, unit: Unit, *, backward_follows: bool) -> None:
         if unit not in self._in_backward:

@@ -37,6 +37,7 @@ from megatron.errors import ConfigError
 from megatron.whereabouts import HERE
 from megatron.zero.api.batching import Batching
 from megatron.zero.api.casting import cast_inputs
+from megatron.zero.api.layer_drop import ProgressiveLayerDrop
 from megatron.zero.api.loading import Collate, EpochLoader, make_loader
 from megatron.zero.api.monitor import Monitor, Watch
 from megatron.zero.api.names import TABLE, look_up
@@ -72,6 +73,10 @@ class Engine(EngineStatus):
         if watch.writes:
             on_rank_0(self.monitor.open, core.groups.world)
         self.mpu = mpu
+        self.progressive_layer_drop = (
+            ProgressiveLayerDrop(config.layer_drop, core.module, lambda: core.global_steps)
+            if config.layer_drop.progressive_layer_drop else None)
+        """What tells the model which layers to leave out; None where it leaves out none."""
         self.training_dataloader: DataLoader[Any] | None = None
         """The loader of `training_data`, where that was given; its epoch is part of a checkpoint."""
         self.inside_no_sync_ctxt = self.is_compiled = self._told_of_host = False
@@ -97,6 +102,8 @@ class Engine(EngineStatus):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.config.precision.auto_cast:
             args, kwargs = cast_inputs((args, kwargs), torch.float16)
+        if self.progressive_layer_drop is not None and self.training:
+            kwargs = {**kwargs, **self.progressive_layer_drop.arguments()}
         with self.config.words.speaking(), HERE, self.monitor.phase("forward"):
             return self.core.module(*args, **kwargs)
 
@@ -151,6 +158,10 @@ class Engine(EngineStatus):
         """Momentum, or betas, of each param group in the next step."""
         self._settle_rate()
         return super().get_mom()
+
+    def get_pld_theta(self) -> float | None:
+        """theta of progressive layer dropping in the step under way; None where no layer is left out."""
+        return None if self.progressive_layer_drop is None else self.progressive_layer_drop.get_theta()
 
     def _settle_rate(self) -> None:
         """Where the rate moved on trust: go back, if the step turns out to have been skipped. Local."""

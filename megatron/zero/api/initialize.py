@@ -36,6 +36,7 @@ from megatron.optim.schedule import Schedule
 from megatron.optim.torch_rule import from_torch
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.init import groups_of
+from megatron.zero.api.layer_drop import check_forward
 from megatron.zero.api.meanwhile import notes as meanwhile_notes
 from megatron.zero.api.meeting import DEFAULT_PORT, init_distributed
 from megatron.zero.api.monitor import Watch, watch_of
@@ -91,6 +92,8 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
     with config.words.speaking():
         rule, param_groups, defaults, client = _rule_and_groups(settings, model, model_parameters, optimizer)
         _check_groups(model, param_groups)
+        if config.layer_drop.progressive_layer_drop:
+            check_forward(model)
         check_model(model, groups.world)
         alike(_numbers(rule, param_groups, model), groups.world, "the ranks give zero.initialize different optimizers")
         moved = meanwhile_notes(model, config, device.type)
@@ -109,7 +112,7 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
           groups.world, "the ranks give zero.initialize different schedules")
     engine = Engine(core, config, wrapped, scheduler, settings.watch, mpu)
     splits = any(bucket.comes_and_goes for bucket in (*core.buckets, *core.frozen))
-    engine.notes = moved + told + offload_notes(config, homes, splits=splits)
+    engine.notes = moved + told + offload_notes(config, homes, splits=splits) + config.layer_drop.notes()
     if groups.world.rank == 0:
         _say(settings, engine, groups.dp.size)
         for number in (number for number, group in enumerate(param_groups) if not group["params"]):
@@ -158,7 +161,7 @@ DEEPSPEED_DEFAULTS = {"clip_grad": 0.0, "weight_decay": 0.0}
 """Where its defaults are not ours; the learning rate's depends on the optimizer."""
 
 
-SHOWN = ("parallel", "optim", "schedule", "precision", "zero", "offload", "recompute")
+SHOWN = ("parallel", "optim", "schedule", "precision", "zero", "offload", "recompute", "layer_drop")
 """Sections of the configuration that are an engine's as a whole."""
 
 

@@ -124,6 +124,11 @@ SETTINGS: dict[str, Row] = {
     "dynamic_loss_scale_args": Reads(lambda e: {
         "init_scale": e.config.precision.initial_loss_scale, "scale_window": e.config.precision.loss_scale_window,
         "delayed_shift": e.config.precision.hysteresis, "min_scale": e.config.precision.min_scale}, "as a dict"),
+    "pld_enabled": Reads(lambda e: e.config.layer_drop.progressive_layer_drop, "the setting"),
+    "pld_theta": Reads(lambda e: e.config.layer_drop.pld_theta, "what theta falls to"),
+    "pld_gamma": Reads(lambda e: e.config.layer_drop.pld_gamma, "how fast it falls"),
+    "pld_params": Reads(lambda e: e.progressive_layer_drop is not None and {
+        "theta": e.config.layer_drop.pld_theta, "gamma": e.config.layer_drop.pld_gamma}, "as a dict, or False"),
     "optimizer_name": Reads(lambda e: e.get_type()[0], "the name of the optimizer"),
     "optimizer_params": Reads(lambda e: {key: value for key, value in e.optimizer.param_groups[0].items()
                                          if key != "params"}, "hyper-parameters of the first param group"),
@@ -174,7 +179,7 @@ MODULE |= _refused(_PLACED, "double type share_memory to_empty requires_grad_ xp
 
 CONSTANTS: dict[str, Row] = {
     **_constant(False, "there is no such thing here, so it is off", """
-        amp_enabled pld_enabled eigenvalue_enabled curriculum_enabled curriculum_enabled_legacy
+        amp_enabled eigenvalue_enabled curriculum_enabled curriculum_enabled_legacy
         curriculum_learning_enabled data_efficiency_enabled data_sampling_enabled random_ltd_enabled
         flops_profiler_enabled autotuning_enabled autotuning_profile_model_info elasticity_enabled
         sparse_gradients_enabled torch_autocast_enabled super_offload is_deepcompile_enabled
@@ -224,8 +229,7 @@ REFUSED: dict[str, Row] = {
         curriculum_learning_config curriculum_params curriculum_params_legacy random_ltd_config random_ltd_initialize
         random_ltd_scheduler"""),
     **_refused("nothing of that kind exists here", """
-        pld_params pld_theta pld_gamma get_pld_theta progressive_layer_drop eigenvalue_verbose eigenvalue_max_iter
-        eigenvalue_tol eigenvalue_stability eigenvalue_gas_boundary_resolution eigenvalue_layer_name
+        eigenvalue_verbose eigenvalue_max_iter eigenvalue_tol eigenvalue_stability eigenvalue_gas_boundary_resolution eigenvalue_layer_name
         eigenvalue_layer_num quantize_training amp_params zenflow_config swap_tensor_config load_moe_state_dict
         all_to_all_group local_all_to_all_group expert_parallel_group expert_data_parallel_group gate_modules moe_layers
         num_experts torch_autocast_dtype torch_autocast_lower_precision_safe_modules tensor_parallel_config mesh_device

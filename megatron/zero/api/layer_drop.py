@@ -1,0 +1,66 @@
+"""Progressive layer dropping, as an engine offers it: theta of the step under way, handed to the model's forward.
+
+In training the forward gets the keyword arguments `progressive_layer_drop=True, pld_theta=theta`, as DeepSpeed gives
+them, and where it names it also `pld_step`, the number of steps before this one: with that a model draws alike on every
+rank (megatron/layer_drop.py). In evaluation it gets none of them, and the model is whole. The engine leaves out nothing
+by itself: which blocks a model has is the model's business.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from megatron.config.layer_drop import LayerDropConfig
+from megatron.errors import ConfigError
+
+GIVEN = ("progressive_layer_drop", "pld_theta")
+STEP = "pld_step"
+
+
+class ProgressiveLayerDrop:
+    """`engine.progressive_layer_drop`, with the names that DeepSpeed's has. It holds no state: the step is the
+    engine's, so that a resumed run goes on where it was."""
+
+    def __init__(self, config: LayerDropConfig, module: nn.Module, step: Callable[[], int]) -> None:
+        schedule = config.schedule
+        assert schedule is not None, "it is made where blocks are left out"
+        self._schedule, self._step, self._wants_step = schedule, step, check_forward(module)
+        self.theta, self.gamma = config.pld_theta, config.pld_gamma
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps before the one under way."""
+        return self._step()
+
+    @property
+    def current_theta(self) -> float:
+        return self._schedule.at(self.step)
+
+    def get_theta(self) -> float:
+        """theta of the step under way."""
+        return self.current_theta
+
+    def get_state(self) -> dict[str, Any]:
+        """The keyword arguments of the forward."""
+        return dict(zip(GIVEN, (True, self.current_theta), strict=True))
+
+    def arguments(self) -> dict[str, Any]:
+        """Those, and the step for a forward that names it."""
+        return {**self.get_state(), **({STEP: self.step} if self._wants_step else {})}
+
+
+def check_forward(module: nn.Module) -> bool:
+    """The forward takes what is given to it, or it is refused; whether it asks for the step as well."""
+    taken = inspect.signature(module.forward).parameters
+    takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values())
+    missing = [name for name in GIVEN if name not in taken and not takes_any]
+    if missing:
+        raise ConfigError(
+            f"--progressive-layer-drop: forward of {type(module).__name__} takes no {' and no '.join(missing)}, and the "
+            "model decides which of its layers a step leaves out: give its forward the keyword arguments "
+            "progressive_layer_drop=False, pld_theta=1.0 (docs/methods.md), or leave it out")
+    return STEP in taken
