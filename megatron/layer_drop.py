@@ -1,7 +1,7 @@
 """Progressive layer dropping (Zhang and He, 2020): which blocks a training step runs. Pure arithmetic on the host.
 
-    theta(t) = (1 - theta) exp(-gamma t) + theta      falls from 1 to theta; t counts the optimizer steps before this one
-    p_i(t)   = 1 - i (1 - theta(t)) / L               the chance that block i of L runs, from 0: the first always does
+    theta(t) = (1 - theta) exp(-gamma t) + theta    falls from 1 to theta; t is the number of steps before this one
+    p_i(t)   = 1 - i (1 - theta(t)) / L             the chance that block i of L runs, from 0: the first always does
 
 A block that runs has its branches multiplied by 1 / p_i, so that its mean is that of the whole block; one that does not
 hands its input on. A draw is a function of (seed, step, block), and of nothing drawn before: all ranks, the

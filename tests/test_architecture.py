@@ -25,7 +25,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
     ("0: arithmetic and records; no process group, argv or clock", """
         mpu.split
         data data.storage data.lock data.held data.pages data.identity data.format data.sampling
-        megatron.errors megatron.ranges megatron.version megatron.neighbours megatron.whereabouts megatron.layer_drop
+        megatron.errors megatron.ranges megatron.version megatron.neighbours megatron.whereabouts
+        megatron.layer_drop
         megatron.config.kinds megatron.config.setting megatron.config.problems megatron.config.words
         megatron.config.optimizers
         megatron.config.model megatron.config.data megatron.config.parallel megatron.config.optim

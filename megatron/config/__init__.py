@@ -2,8 +2,9 @@
 
     setting.py      how a field is declared: default, help, flag aliases, JSON keys
     problems.py     errors, collected: one run names all of them; words.py: the names of settings in them
-    model.py, data.py, parallel.py, optim.py, schedule.py, precision.py, zero.py, offload.py, recompute.py, train.py,
-    layer_drop.py, save.py, log.py    one section each; optimizers.py: the optimizers and their parameters; presets.py
+    model.py, data.py, parallel.py, optim.py, schedule.py, precision.py, zero.py, offload.py, recompute.py,
+    layer_drop.py, train.py, save.py, log.py    one section each; optimizers.py: the optimizers and their parameters;
+    presets.py
     tree.py         the whole Config, and checks across sections
     flags.py        the command line; help.py, foreign.py: what it says to people and to other programs' flags
     hf_shape.py     the shape of a model in a Hugging Face folder

@@ -54,6 +54,11 @@ class ModelConfig:
 
     def parameters(self, vocab_size: int | None = None) -> int:
         """Exact parameter count (tied embeddings once), without vocabulary padding."""
+        h, blocks = self.hidden_size, self.num_layers * self.block_parameters
+        return (vocab_size or self.tokens) * h + self.max_position_embeddings * h + blocks + 2 * h
+
+    @property
+    def block_parameters(self) -> int:
+        """Those of one transformer block."""
         h, ffn = self.hidden_size, self.ffn_size
-        block = (4 * h + 2 * h * ffn) + 4 * h * h + (5 * h + ffn)
-        return (vocab_size or self.tokens) * h + self.max_position_embeddings * h + self.num_layers * block + 2 * h
+        return (4 * h + 2 * h * ffn) + 4 * h * h + (5 * h + ffn)

@@ -26,9 +26,15 @@ class Block(nn.Module):
         self.mlp = MLP(config, init.at("mlp"), tp)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Tensor:  # [b, s, h] -> [b, s, h]
-        x = torch.add(x, self._drop(self.attn(self.ln_1(x), mask)), alpha=scale)
-        return torch.add(x, self._drop(self.mlp(self.ln_2(x))), alpha=scale)
+        x = _plus(x, self._drop(self.attn(self.ln_1(x), mask)), scale)
+        return _plus(x, self._drop(self.mlp(self.ln_2(x))), scale)
 
     def _drop(self, x: Tensor) -> Tensor:
         # Outside the split regions every tensor parallel rank draws the same mask from the default stream.
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
+
+
+def _plus(x: Tensor, branch: Tensor, scale: float) -> Tensor:
+    """x + scale * branch: one launch. In a compiled graph it is one anyway, and there an `alpha` would be a constant, so
+    that each new scale were compiled again."""
+    return x + branch * scale if torch.compiler.is_compiling() else torch.add(x, branch, alpha=scale)

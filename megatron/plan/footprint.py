@@ -14,6 +14,7 @@ from shlex import quote
 from typing import Literal
 
 from megatron.config.tree import Config, ModelConfig, OffloadConfig, ZeroConfig, data_parallel_size
+from megatron.layer_drop import expected_blocks
 from megatron.plan.activations import FP32, Activations, Device
 from megatron.zero.homes.parts import (
     PART_ON_HOST, STEP_SETS, Share, cut, largest, part_of_step, part_of_weights, sets_of_weights,
@@ -123,6 +124,13 @@ class Run:
     @property
     def layers(self) -> int:
         return self.config.model.num_layers
+
+    @cached_property
+    def running_blocks(self) -> float:
+        """Blocks that a step runs, on average over the run: fewer than there are, where some are left out."""
+        schedule = self.config.layer_drop.schedule
+        theta = 1.0 if schedule is None else schedule.mean(self.config.train.train_iters)
+        return expected_blocks(self.layers, theta)
 
     @cached_property
     def work(self) -> int:
@@ -333,7 +341,8 @@ class Run:
             return Traffic(2 * gradients, 0)
         gathered = numel
         if self.policy.split_params:
-            gathered = self.resident.numel + self.accumulation * (self.root.numel + 2 * blocks)
+            twice = round(2 * self.running_blocks * self.block.numel)  # forward and backward
+            gathered = self.resident.numel + self.accumulation * (self.root.numel + twice)
         return Traffic(gradients, gathered * self.work * peers // self.dp)
 
 

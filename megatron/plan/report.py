@@ -79,10 +79,10 @@ def _cheapest(choice: Choice | None) -> dict[str, Any] | None:
 
 
 def _time(run: Run, tflops: float | None) -> dict[str, float]:
-    """Work of a step, and how long it takes at so many TFLOP/s a rank."""
+    """Work of a step, and how long it takes at so many TFLOP/s a rank: means over the run."""
     train = run.config.train
     tokens = run.config.global_batch_size(run.dp) * run.config.seq_length
-    flops = tokens * flops_per_token(run.config.model, run.config.seq_length)
+    flops = tokens * flops_per_token(run.config.model, run.config.seq_length, run.running_blocks)
     found = {"tokens_per_step": float(tokens), "flops_per_step": flops}
     if tflops is not None:
         seconds = flops / (tflops * 1e12 * run.ranks)

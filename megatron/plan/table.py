@@ -41,6 +41,9 @@ def _run_in_words(asked: Run, machine: Machine, found: dict[str, Any]) -> Iterat
            f"data parallel {asked.dp}")
     yield (f"{steps} micro-batch{'es' * (steps > 1)} of {config.train.batch_size} x {config.seq_length} tokens per "
            f"step; {_recomputation_in_words(asked)}")
+    if asked.config.layer_drop.progressive_layer_drop:
+        yield (f"{asked.running_blocks:.1f} of {asked.layers} blocks run in a step, on average over "
+               f"{config.train.train_iters} steps; memory is that of the first step, which runs all")
     time = found["time"]
     if "days" in time:
         yield (f"at {machine.tflops:g} TFLOP/s per rank: {time['seconds_per_step']:.3g} s per step, "

@@ -39,8 +39,8 @@ class Board:
     def step(self, metrics: StepMetrics, tokens: int) -> None:
         """`tokens` is what the run has consumed: the second axis of the loss."""
         found = {f"train/{key}": getattr(metrics, key) for key in STEP_SCALARS}
-        of_drive = {f"train/{key}": value for key, value in metrics.of_drive().items()}
-        self._add({**found, "train/memory_gib": metrics.max_memory_bytes / GIB, **of_drive}, metrics.iteration)
+        more = {f"train/{key}": value for key, value in {**metrics.of_drive(), **metrics.of_dropping()}.items()}
+        self._add({**found, "train/memory_gib": metrics.max_memory_bytes / GIB, **more}, metrics.iteration)
         self._add({"train/lm_loss_by_tokens": metrics.lm_loss}, tokens)
 
     def evaluation(self, name: str, iteration: int, loss: float, tokens: int, of_text: Mapping[str, float]) -> None:

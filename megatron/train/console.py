@@ -135,10 +135,16 @@ def console_line(window: Sequence[StepMetrics], train_iters: int) -> str:
         f"TFLOP/s {sum(m.tflops * m.step_ms for m in window) / 1e3 / seconds:.2f}",
         *([f"MFU {100 * last.mfu:.1f}%"] if last.mfu is not None else []),
         f"memory {last.max_memory_bytes / 2**30:.2f} GiB",
+        *_of_dropping(window),
         *_of_drive(window),
         *([f"skipped {skipped}"] if (skipped := sum(m.skipped for m in window)) else []),
     ]
     return " | ".join(parts)
+
+
+def _of_dropping(window: Sequence[StepMetrics]) -> list[str]:
+    told = [m.dropping for m in window if m.dropping is not None]
+    return [f"theta {told[-1].theta:.3f}, {sum(one.blocks for one in told) / len(told):.1f} blocks"] if told else []
 
 
 def _of_drive(window: Sequence[StepMetrics]) -> list[str]:

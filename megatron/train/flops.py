@@ -41,9 +41,12 @@ FP32_TFLOPS = {
 """Peaks of fp32 without matrix units, from the same sheets."""
 
 
-def flops_per_token(model: ModelConfig, seq_length: int) -> float:
-    """Forward and backward: 6 per parameter, plus attention scores and values over the sequence."""
-    return 6.0 * model.parameters() + 12.0 * model.num_layers * model.hidden_size * seq_length
+def flops_per_token(model: ModelConfig, seq_length: int, blocks: float | None = None) -> float:
+    """Forward and backward: 6 per parameter, plus attention scores and values over the sequence. `blocks`: so many of
+    them run, or all."""
+    ran = model.num_layers if blocks is None else blocks
+    parameters = model.parameters() - (model.num_layers - ran) * model.block_parameters
+    return 6.0 * parameters + 12.0 * ran * model.hidden_size * seq_length
 
 
 def peak_tflops(device_name: str, arithmetic: str = "16-bit") -> float | None:

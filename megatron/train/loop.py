@@ -20,12 +20,13 @@ import torch
 from megatron.config.tree import Config
 from megatron.errors import Interrupted, NumericsError, TrainerError
 from megatron.launch.signals import StopRequest
+from megatron.layer_drop import kept
 from megatron.train.batches import Batch, BatchRule, BatchStream, Samples, samples_digest
 from megatron.train.evaluation import SizedSamples, evaluate, forward_loss
 from megatron.train.compiling import arithmetic
 from megatron.train.flops import flops_per_token, peak_tflops
 from megatron.train.log import RunLog
-from megatron.train.metrics import Lap, Rates, StepMetrics, Stopwatch, max_memory_bytes
+from megatron.train.metrics import Dropping, Lap, Rates, StepMetrics, Stopwatch, max_memory_bytes
 from megatron.train.rate import RateWatch, idle_steps
 from megatron.whereabouts import EVALUATION, HERE, TRAINING
 from megatron.zero.api.engine import Engine
@@ -63,6 +64,7 @@ class Taken:
     samples_digest: str
     micro_batches: int
     lap: Lap
+    dropping: Dropping | None = None
 
 
 @dataclass(frozen=True)
@@ -201,10 +203,20 @@ class Trainer:
     def _step(self, state: TrainState, batches: list[Batch], watch: Stopwatch) -> Taken:
         """One optimizer step: all its micro-batches."""
         digest = samples_digest(state.consumed_samples, self.rule.global_batch)
+        dropping = self._dropping()
         report = self._train_step(batches)
         state.iteration += 1
         state.consumed_samples += self.rule.global_batch
-        return Taken(report, state.iteration, state.consumed_samples, digest, len(batches), watch.lap())
+        return Taken(report, state.iteration, state.consumed_samples, digest, len(batches), watch.lap(), dropping)
+
+    def _dropping(self) -> Dropping | None:
+        """What the step that is about to begin leaves out."""
+        asked = self.engine.progressive_layer_drop
+        if asked is None:
+            return None
+        model, length, theta = self.config.model, self.config.seq_length, asked.get_theta()
+        blocks = len(kept(self.config.train.seed, asked.step, model.num_layers, theta))
+        return Dropping(theta, blocks, flops_per_token(model, length, blocks) / flops_per_token(model, length))
 
     def _train_step(self, batches: list[Batch]) -> StepReport:
         """With the last micro-batch the sum of this rank's losses travels, and what it is asked for."""
@@ -249,13 +261,14 @@ class Trainer:
     def _metrics(self, taken: Taken, loss: float, rates: Rates) -> StepMetrics:
         # Tensor parallel ranks hold equal losses, so the mean over the world is the mean over data parallel.
         mean = loss / (taken.micro_batches * self.engine.groups.world.size)
-        tokens, tflops, mfu = rates.of(taken.lap.seconds)
+        dropping = taken.dropping
+        tokens, tflops, mfu = rates.of(taken.lap.seconds, 1.0 if dropping is None else dropping.share)
         return StepMetrics(
             iteration=taken.iteration, lm_loss=mean, grad_norm=taken.report.grad_norm,
             learning_rate=taken.report.lr, loss_scale=taken.report.loss_scale, skipped=not taken.report.applied,
             consumed_samples=taken.consumed_samples, samples_digest=taken.samples_digest,
             step_ms=taken.lap.seconds * 1e3, tokens_per_s=tokens, tflops=tflops, mfu=mfu,
-            max_memory_bytes=max_memory_bytes(self.device), drive=taken.lap.drive)
+            max_memory_bytes=max_memory_bytes(self.device), drive=taken.lap.drive, dropping=dropping)
 
     def _rates(self) -> Rates:
         peak = self.config.log.peak_tflops

@@ -16,6 +16,16 @@ from megatron.zero.accelerator import peak_resident_bytes
 from megatron.zero.homes.used import DriveUse
 
 
+class Dropping(NamedTuple):
+    """What progressive layer dropping did in a step."""
+
+    theta: float
+    blocks: int
+    """So many ran."""
+    share: float
+    """Of the arithmetic of a step that runs all of them."""
+
+
 @dataclass(frozen=True)
 class StepMetrics:
     """One optimizer step: one line of the metrics file."""
@@ -35,10 +45,16 @@ class StepMetrics:
     max_memory_bytes: int
     drive: DriveUse | None = None
     """Of rank 0; None where nothing is on a drive."""
+    dropping: Dropping | None = None
+    """None where every step runs all blocks."""
 
     def record(self) -> dict[str, Any]:
         """As in the metrics file."""
-        return {**{key: value for key, value in asdict(self).items() if key != "drive"}, **self.of_drive()}
+        own = {key: value for key, value in asdict(self).items() if key not in ("drive", "dropping")}
+        return {**own, **self.of_drive(), **self.of_dropping()}
+
+    def of_dropping(self) -> dict[str, float]:
+        return {} if self.dropping is None else {"pld_theta": self.dropping.theta, "pld_blocks": self.dropping.blocks}
 
     def of_drive(self) -> dict[str, float]:
         if self.drive is None:
@@ -56,10 +72,10 @@ class Rates:
     devices: int
     peak_tflops: float | None
 
-    def of(self, seconds: float) -> tuple[float, float, float | None]:
-        """(tokens/s over all devices, TFLOP/s of one device, MFU)."""
+    def of(self, seconds: float, share: float = 1.0) -> tuple[float, float, float | None]:
+        """(tokens/s over all devices, TFLOP/s of one device, MFU) of a step that did this share of the arithmetic."""
         tokens = self.tokens_per_step / seconds
-        tflops = tokens * self.flops_per_token / self.devices / 1e12
+        tflops = tokens * self.flops_per_token * share / self.devices / 1e12
         return tokens, tflops, tflops / self.peak_tflops if self.peak_tflops else None
 
 

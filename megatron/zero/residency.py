@@ -97,6 +97,8 @@ class Residency(Resident):
         self._stays, self._root, self._all = stays, units[0], frozenset(units)
         self._left_out: Set[Unit] = frozenset()
         """Units that the last forward has said it does not use."""
+        self._turn: Unit | None = None
+        """The unit that it has said is its last: the backward begins there."""
         pairs = list(zip(units[1:], units[2:]))
         self._followers = {(Phase.FORWARD, unit): after for unit, after in pairs}
         self._followers |= {(Phase.BACKWARD, after): unit for unit, after in pairs}
@@ -106,12 +108,12 @@ class Residency(Resident):
     def start(self) -> None:
         for unit in [*self._in_use]:
             self._rest(unit)
-        self._last = None
+        self._last = self._turn = None
         self._left_out = frozenset()
 
     def expect(self, units: Sequence[Unit]) -> None:
         way = [self._root, *units, self._root]
-        self._left_out = self._all.difference(way)
+        self._left_out, self._turn = self._all.difference(way), way[-2]
         for one, after in zip(way, way[1:]):
             self._followers[Phase.FORWARD, one] = after
             self._followers[Phase.BACKWARD, after] = one
@@ -155,7 +157,7 @@ class Residency(Resident):
     def leave(self, unit: Unit, *, backward_follows: bool) -> None:
         if unit not in self._in_backward:
             self._rest(unit)
-            if not backward_follows or unit not in self._stays:
+            if not backward_follows or not (unit in self._stays or unit is self._turn):
                 self._away(unit, soon_back=backward_follows)
 
     def pause(self, unit: Unit) -> None:

@@ -60,7 +60,7 @@ def check_forward(module: nn.Module) -> bool:
     missing = [name for name in GIVEN if name not in taken and not takes_any]
     if missing:
         raise ConfigError(
-            f"--progressive-layer-drop: forward of {type(module).__name__} takes no {' and no '.join(missing)}, and the "
-            "model decides which of its layers a step leaves out: give its forward the keyword arguments "
-            "progressive_layer_drop=False, pld_theta=1.0 (docs/methods.md), or leave it out")
+            f"--progressive-layer-drop: forward of {type(module).__name__} takes no {' and no '.join(missing)}, and it "
+            "is the model that leaves out its layers: give its forward the keyword arguments "
+            "progressive_layer_drop=False, pld_theta=1.0 (docs/methods.md), or leave the setting out")
     return STEP in taken

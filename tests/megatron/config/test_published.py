@@ -70,6 +70,12 @@ ACCEPTED: dict[str, dict[str, Any]] = {
         "offload_param": {"device": "cpu", "nvme_path": None}}},
     "homes switched off": {"optimizer": ADAM, "zero_optimization": {
         "stage": 1, "cpu_offload": False, "offload_optimizer": {"device": "none"}, "offload_param": None}},
+    "layer drop": {"optimizer": ADAM, "progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 0.001}},
+    "layer drop with BERT": {
+        "train_micro_batch_size_per_gpu": 4, "steps_per_print": 100, "prescale_gradients": True,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "weight_decay": 0.01, "bias_correction": True}},
+        "wall_clock_breakdown": False, "fp16": {"enabled": True, "loss_scale": 0},
+        "progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 0.001}},
     "deprecated": {"optimizer": ADAM, "fp32_allreduce": True, "zero_optimization": True, "allgather_size": 5e8},
 }
 
@@ -97,7 +103,9 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "autotuning": ({"autotuning": {"enabled": True, "fast": False}}, ["autotuning is not supported"]),
     "data efficiency": ({"data_efficiency": {"enabled": True, "data_routing": {}}},
                         ["samples are not selected, and no tokens are dropped"]),
-    "layer drop": ({"progressive_layer_drop": {"enabled": True, "theta": 0.5}}, ["layers are not dropped"]),
+    "layer drop beyond its range": ({"progressive_layer_drop": {"enabled": True, "theta": 1.5, "gamma": -1}}, [
+        "progressive_layer_drop.theta is 1.5: expected a number > 0 and <= 1",
+        "progressive_layer_drop.gamma is -1", "2 errors"]),
     "quantised": ({"quantize_training": {"enabled": True}}, ["weights are not quantised in training"]),
     "sparse attention": ({"sparse_attention": {"mode": "fixed", "block": 16}}, ["attention layers are not replaced"]),
     "sparse gradients": ({"sparse_gradients": True}, ["gradients are reduced as dense tensors"]),

@@ -196,6 +196,27 @@ def test_time_follows_from_the_work_of_a_step_and_the_ranks(
     assert "TFLOP/s" not in printed(capsys, monkeypatch, *PUBLISHED_100B)
 
 
+def test_blocks_that_are_left_out_take_neither_time_nor_traffic(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At theta 0.5 from the first steps on, 24 layers: (1 - theta) (L - 1) / (2 L) of the blocks' arithmetic, and of
+    what stage 3 gathers of them. Memory is that of a step that runs all."""
+    argv = ["--preset", "345M", "--zero-stage", "3", "--ranks", "2", "--tflops", "30", "--stage3-param-persistence-"
+            "threshold", "0", "--train-iters", "1000000"]
+    drops = ["--progressive-layer-drop", "--pld-theta", "0.5", "--pld-gamma", "1"]
+    whole, found = (json.loads(printed(capsys, monkeypatch, *argv, *more, "--json")) for more in ([], drops))
+    shape = planned(*argv).config.model
+    blocks = 24 * (6 * shape.block_parameters + 12 * 1024 * 1024)
+    outside = 6 * (shape.parameters() - 24 * shape.block_parameters)
+    saved = 1 - found["time"]["seconds_per_step"] / whole["time"]["seconds_per_step"]
+    assert saved == pytest.approx(0.2396 * blocks / (blocks + outside), rel=1e-3)
+    chosen, before = (next(row for row in rows["rows"] if row["chosen"]) for rows in (found, whole))
+    gathered = 2 * 24 * shape.block_parameters * 4 / 2  # in fp32, half of it is this rank's own
+    assert before["sent_parameters"] - chosen["sent_parameters"] == pytest.approx(0.2396 * gathered, rel=1e-2)
+    assert chosen["peak"] == before["peak"] and chosen["lasting"] == before["lasting"]
+    assert "18.3 of 24 blocks run in a step" in printed(capsys, monkeypatch, *argv, *drops)
+
+
 def test_a_node_holds_its_ranks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     on_host = ["--checkpoint-activations", "--cpu-checkpointing"]
     for argv, ranks in (([], 8), (["--ranks-per-node", "4"], 4), (["--ranks", "2"], 2)):

@@ -1,0 +1,224 @@
+"""Runs that leave blocks out: every layout, stage and recomputation leaves out the same ones, and so does a run that was
+resumed; evaluations are whole; what cannot be is one line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.config.flags import parse_args
+from megatron.config.tree import build_config
+from megatron.errors import ConfigError
+from megatron.layer_drop import ThetaSchedule, kept
+from megatron.model import GPT2
+from megatron.train.build import engine as build_engine
+from megatron.train.build import model as build_model
+from megatron.train.compiling import compilation
+from megatron.zero.api.engine import Engine
+from megatron.zero.reductions import ReductionOrder
+from mpu import groups as mpu_groups
+from tests.distributed import run_ranks
+from tests.megatron.helpers import NO_DROPOUT, TINY, lines, records, steps, tiny_model, total_digest, train, train_all
+from tests.wires import accelerator_side, counted
+
+LAYERS, STEPS, THETA, GAMMA = 6, 6, 0.4, 0.5
+DROPS = ["--progressive-layer-drop", "--pld-theta", THETA, "--pld-gamma", GAMMA]
+FLAGS = [*TINY, "--num-layers", LAYERS, "--mock-data", "--train-iters", STEPS, "--lr", 3e-3, "--global-batch-size", 4,
+         *DROPS]
+
+RAN = [kept(1234, step, LAYERS, ThetaSchedule(THETA, GAMMA).at(step)) for step in range(STEPS)]
+"""The blocks of each step, from the rule."""
+
+TOLERANCE = 1e-4
+"""As in test_layouts.py: the sums are the same in another order."""
+
+
+def test_the_steps_of_these_tests_leave_something_out() -> None:
+    assert len(RAN[0]) == LAYERS, "theta is 1 in the first step"
+    assert {LAYERS - 1 in ran for ran in RAN} == {True, False}
+    assert len({tuple(ran) for ran in RAN}) >= 4
+
+
+def cell(folder: Path, name: str, *flags: object) -> list[object]:
+    return [*FLAGS, *NO_DROPOUT, "--metrics-file", folder / name, "--save", folder / f"{name}.ckpt", *flags]
+
+
+def test_every_layout_and_stage_trains_like_one_process(tmp_path: Path) -> None:
+    """Also with two micro-batches a step: they share the draw, or the sums would differ."""
+    train(cell(tmp_path, "alone", "--batch-size", 4))
+    runs = [cell(tmp_path, f"stage {stage}", "--zero-stage", stage, "--batch-size", 2) for stage in range(4)]
+    runs += [cell(tmp_path, f"accumulated {stage}", "--zero-stage", stage, "--batch-size", 1) for stage in range(4)]
+    runs += [cell(tmp_path, "tensor parallel", "--model-parallel-size", 2, "--batch-size", 2)]
+    runs += [cell(tmp_path, f"recomputed {stage}", "--zero-stage", stage, "--batch-size", 2, "--checkpoint-activations",
+                  "--checkpoint-num-layers", 2, "--stage3-param-persistence-threshold", 0) for stage in (2, 3)]
+    run_ranks(train_all, 2, runs, timeout=300)
+    expected = steps(tmp_path / "alone")
+    assert [row["pld_blocks"] for row in expected] == [len(ran) for ran in RAN]
+    for path in sorted(tmp_path.glob("*[!t]")):
+        for mine, theirs in zip(steps(path), expected, strict=True):
+            assert mine["pld_theta"] == theirs["pld_theta"] and mine["pld_blocks"] == theirs["pld_blocks"]
+            assert mine["lm_loss"] == pytest.approx(theirs["lm_loss"], abs=TOLERANCE), path.name
+            assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], abs=TOLERANCE), path.name
+    same = {total_digest(tmp_path / f"{name}.ckpt") for name in ("stage 0", "stage 1", "stage 2", "stage 3")}
+    assert len(same) == 1, "the stages end with other weights, masters or moments"
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 4])
+def test_recomputation_is_bit_equal(chunk: int, tmp_path: Path) -> None:
+    """With dropout, whose masks are drawn again for the blocks that ran."""
+    again = ["--checkpoint-activations", "--checkpoint-num-layers", chunk]
+    for name, flags in (("plain", []), ("again", again)):
+        train([*FLAGS, "--metrics-file", tmp_path / name, "--save", tmp_path / f"{name}.ckpt", *flags])
+    assert lines(tmp_path / "plain") == lines(tmp_path / "again")
+    assert total_digest(tmp_path / "plain.ckpt") == total_digest(tmp_path / "again.ckpt")
+
+
+def test_inputs_are_kept_in_one_buffer_however_many_chunks_there_are(tmp_path: Path) -> None:
+    train([*FLAGS, "--checkpoint-activations", "--partition-activations", "--contiguous-memory-optimization",
+           "--metrics-file", tmp_path / "rows"])
+    train([*FLAGS, "--metrics-file", tmp_path / "plain"])
+    assert lines(tmp_path / "rows") == lines(tmp_path / "plain")
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    train([*FLAGS, "--metrics-file", tmp_path / "whole", "--save", tmp_path / "whole.ckpt"])
+    part = [*FLAGS, "--metrics-file", tmp_path / "parts", "--save", tmp_path / "parts.ckpt"]
+    train([*part, "--exit-interval", STEPS // 2])
+    assert len(steps(tmp_path / "parts")) == STEPS // 2
+    train([*part, "--load", tmp_path / "parts.ckpt"])
+    assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
+    assert total_digest(tmp_path / "parts.ckpt") == total_digest(tmp_path / "whole.ckpt")
+
+
+def test_an_evaluation_is_whole(tmp_path: Path) -> None:
+    """That of a run at learning rate 0 is the one of the model that leaves nothing out."""
+    for name, flags in (("drops", DROPS), ("whole", ["--no-progressive-layer-drop"])):
+        train([*FLAGS, *flags, "--lr", 0, "--eval-interval", 3, "--eval-iters", 1, "--metrics-file", tmp_path / name])
+    drops, whole = ([row["lm_loss"] for row in records(tmp_path / name) if "eval" in row] for name in ("drops", "whole"))
+    assert drops and drops == whole
+
+
+def test_the_console_and_the_files_tell_theta_and_what_ran(tmp_path: Path) -> None:
+    said = train([*FLAGS, "--log-interval", 2, "--metrics-file", tmp_path / "file", "--tensorboard-dir", tmp_path / "t"])
+    assert f"theta {ThetaSchedule(THETA, GAMMA).at(5):.3f}, {(len(RAN[4]) + len(RAN[5])) / 2:.1f} blocks" in said
+    for step, row in enumerate(steps(tmp_path / "file")):
+        assert row["pld_theta"] == ThetaSchedule(THETA, GAMMA).at(step) and row["pld_blocks"] == len(RAN[step])
+    train([*FLAGS, "--no-progressive-layer-drop", "--metrics-file", tmp_path / "off"])
+    assert "pld_theta" not in steps(tmp_path / "off")[0]
+
+
+# ---- what travels, and when ------------------------------------------------------------------------------------------
+
+
+def engine_for(stage: int, dp: int, **values: Any) -> Engine:
+    config = build_config({
+        **{name: getattr(tiny_model(num_layers=LAYERS), name) for name in (
+            "num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "vocab_size",
+            "attention_dropout", "hidden_dropout")},
+        "progressive_layer_drop": True, "pld_theta": THETA, "pld_gamma": GAMMA, "zero_stage": stage, "batch_size": 2,
+        "global_batch_size": 2 * dp, "stage3_param_persistence_threshold": 0, **values})
+    groups = mpu_groups.build(1)
+    return build_engine(config, build_model(config, groups), groups, torch.device("cpu"))
+
+
+def one_step(engine: Engine) -> None:
+    tokens = torch.randint(257, (2, 17), generator=torch.Generator().manual_seed(engine.groups.dp.rank))
+    engine.backward(engine(tokens[:, :-1], tokens[:, 1:], grad_scale=engine.backward_scale))
+    engine.step()
+
+
+def gathered(rank: int, world: int, recomputes: bool) -> list[int]:
+    """Units gathered in each step at stage 3, on the accelerator's wire."""
+    with accelerator_side():
+        engine = engine_for(3, world, checkpoint_activations=recomputes)
+        found = []
+        for _ in range(STEPS):
+            with counted() as sent:
+                one_step(engine)
+            found.append(sum(kind == "all_gather" and numel >= 1000 for kind, numel, _ in sent))
+        return found
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_stage_3_gathers_only_what_runs(recomputes: bool) -> None:
+    """Each block that runs for its forward and its backward, but the last one once, and the root once: the formula of
+    test_traffic.py. Nothing is gathered ahead that is not used."""
+    for found in run_ranks(gathered, 2, recomputes):
+        assert found == [2 * len(ran) for ran in RAN]
+
+
+def launched_in_backward(rank: int, world: int, stage: int) -> list[int]:
+    """Reductions that were under way when autograd was through, in each step."""
+    found, flush = [], ReductionOrder.flush
+
+    def noted(order: ReductionOrder) -> None:
+        found.append(order._next)
+        flush(order)
+
+    ReductionOrder.flush = noted  # type: ignore[method-assign]
+    engine = engine_for(stage, world)
+    for _ in range(STEPS):
+        one_step(engine)
+    return found
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_what_is_left_out_keeps_no_reduction_waiting(stage: int) -> None:
+    """Gradients are sent in a fixed order, the last block first: one that gets none is passed over. All but the root
+    (and at stage 3 the first block, which is closed with it) are on their way when backward is over."""
+    for found in run_ranks(launched_in_backward, 2, stage):
+        assert all(count >= LAYERS for count in found), found
+
+
+# ---- wrong settings --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags, says", [
+    (["--pld-theta", "0"], "--pld-theta is 0.0: expected a number > 0 and <= 1"),
+    (["--pld-theta", "1.5"], "--pld-theta is 1.5: expected a number > 0 and <= 1"),
+    (["--pld-theta", "nan"], "--pld-theta is nan"),
+    (["--pld-gamma", "-0.1"], "--pld-gamma is -0.1: expected a number >= 0"),
+    (["--num-layers", "1"], "needs --num-layers of at least 2"),
+    (["--cuda-graphs"], "--progressive-layer-drop and --cuda-graphs exclude each other"),
+    (["--no-ignore-unused-parameters"], "--progressive-layer-drop needs --ignore-unused-parameters"),
+])
+def test_a_wrong_setting_is_one_line(flags: Sequence[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)) as caught:
+        parse_args(["--preset", "tiny", "--progressive-layer-drop", *flags])
+    assert caught.value.code == 2 and "\n" not in str(caught.value)
+
+
+def test_one_graph_of_the_whole_model_is_refused() -> None:
+    config = parse_args(["--preset", "tiny", "--progressive-layer-drop", "--compile"])
+    assert compilation(config, 1, torch.device("cpu")).scope == "blocks"
+    config = parse_args(["--preset", "tiny", "--progressive-layer-drop", "--compile", "--compile-scope", "model"])
+    with pytest.raises(ConfigError, match="blocks are left out; use --compile-scope blocks"):
+        compilation(config, 1, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("flags, why", [(["--pld-theta", "1"], "--pld-theta is 1"), (["--pld-gamma", "0"], "gamma is 0")])
+def test_settings_that_leave_nothing_out_are_told(flags: list[str], why: str) -> None:
+    said = train([*TINY, "--mock-data", "--train-iters", 1, "--progressive-layer-drop", *flags])
+    assert f"note: --progressive-layer-drop leaves no block out: {why}" in said.replace("--pld-gamma", "gamma")
+
+
+@pytest.mark.slow  # the compiler takes half a minute
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns about torch
+def test_each_block_is_compiled_once_for_all_scales(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
+        train([*FLAGS, *NO_DROPOUT, "--compile", "--metrics-file", tmp_path / "compiled"])
+    train([*FLAGS, *NO_DROPOUT, "--metrics-file", tmp_path / "eager"])
+    compiled, eager = (steps(tmp_path / name) for name in ("compiled", "eager"))
+    # Fused kernels round elsewhere: as in test_compile.py.
+    assert [row["lm_loss"] for row in compiled] == pytest.approx([row["lm_loss"] for row in eager], rel=1e-4)
+
+
+def test_the_model_of_the_trainer_tells_the_engine_what_it_leaves_out() -> None:
+    engine = engine_for(0, 1)
+    assert isinstance(engine.module, GPT2) and engine.module.before_blocks == engine.core.will_run
