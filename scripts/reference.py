@@ -87,6 +87,7 @@ TOPICS: dict[str, Callable[[str], bool]] = {
     "zero": lambda path: path.startswith("zero_optimization.") and ".offload_" not in path,
     "offload": _under("zero_optimization.offload_", "aio."),
     "activation checkpointing": _under("activation_checkpointing."),
+    "layer dropping": _under("progressive_layer_drop."),
     "checkpoint": _under("checkpoint."),
 }
 

@@ -97,6 +97,7 @@ def own_case(name: str) -> tuple[Any, Any, dict[str, Any]]:
 BOARD = {"tensorboard": {"enabled": True, "output_path": "out", "job_name": "job"}}
 ZERO, PARAM, HOME, KEEP = ("zero_optimization.", "zero_optimization.offload_param.",
                            "zero_optimization.offload_optimizer.", "activation_checkpointing.")
+DROP = "progressive_layer_drop."
 STAGE_2, STAGE_3 = ({"zero_optimization": {"stage": stage}} for stage in (2, 3))
 
 # path -> (value in, fields out, what must be beside it)
@@ -201,6 +202,9 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         nested(KEEP + "partition_activations", True)),
     KEEP + "profile": (True, {"profile_backward": True}, {}),
     KEEP + "number_checkpoints": (4, {"number_checkpoints": 4}, {}),
+    DROP + "enabled": (True, {"progressive_layer_drop": True, "pld_theta": 1.0}, {}),
+    DROP + "theta": (0.6, {"pld_theta": 0.6}, {}),
+    DROP + "gamma": (0.01, {"pld_gamma": 0.01}, {}),
     "tensorboard.enabled": (True, {"tensorboard_dir": "out/job"}, BOARD),
     "tensorboard.output_path": ("", {"tensorboard_dir": "runs/job"}, BOARD),
     "tensorboard.job_name": ("mine", {"tensorboard_dir": "out/mine"}, BOARD),
@@ -908,7 +912,7 @@ STRANGE = [None, True, False, 0, -1, 1, 2, 1.5, 1e9, 5e8, 1e400, math.nan, 10**3
 WHOLE = merged(*(merged(beside, nested(path, value)) for path, (value, expected, beside) in CASES.items()
                  if not isinstance(TABLE[path], Old)
                  and path not in ("bf16.enabled", "scheduler.params.cos_min_ratio", "prescale_gradients",
-                                  HOME + "ratio")
+                                  HOME + "ratio", DROP + "enabled")
                  and beside not in (RANGE, CYCLE) and not path.startswith(("scheduler.params.decay_"))
                  and beside.get("optimizer", ADAM["optimizer"]) == ADAM["optimizer"]),
                ADAM,
