@@ -13,9 +13,9 @@
 """
 
 from megatron.config.tree import (PRESETS, SECTIONS, Config, DataConfig, LayerDropConfig, LogConfig, ModelConfig,
-                                  OffloadConfig, OptimConfig, ParallelConfig, PrecisionConfig, RecomputeConfig, SaveConfig,
-                                  ScheduleConfig, TrainConfig, ZeroConfig, build_config, data_parallel_size, flag_name,
-                                  require)
+                                  OffloadConfig, OptimConfig, ParallelConfig, PrecisionConfig, RecomputeConfig,
+                                  SaveConfig, ScheduleConfig, TrainConfig, ZeroConfig, build_config, data_parallel_size,
+                                  flag_name, require)
 
 __all__ = [
     "PRESETS", "SECTIONS", "Config", "DataConfig", "LayerDropConfig", "LogConfig", "ModelConfig", "OffloadConfig",

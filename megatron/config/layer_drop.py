@@ -21,7 +21,8 @@ class LayerDropConfig:
                                            json=_HERE + "enabled")
     pld_theta: float = setting(
         0.5, "what the keep probability falls to, behind the last block",
-        json=Key(_HERE + "theta", NUMBER, alone=False, default="1.0", help="what the keep probability falls to, behind the last block; 1 leaves nothing out"))
+        json=Key(_HERE + "theta", NUMBER, alone=False, default="1.0",
+                 help="what the keep probability falls to, behind the last block; 1 leaves nothing out"))
     pld_gamma: float = setting(0.001, "how fast it falls: by exp(-this) a step", json=_HERE + "gamma")
 
     def __post_init__(self) -> None:

@@ -35,6 +35,6 @@ class Block(nn.Module):
 
 
 def _plus(x: Tensor, branch: Tensor, scale: float) -> Tensor:
-    """x + scale * branch: one launch. In a compiled graph it is one anyway, and there an `alpha` would be a constant, so
-    that each new scale were compiled again."""
+    """x + scale * branch: one launch. In a compiled graph it is one anyway, and there an `alpha` would be a constant:
+    each new scale would be compiled again."""
     return x + branch * scale if torch.compiler.is_compiling() else torch.add(x, branch, alpha=scale)

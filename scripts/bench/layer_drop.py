@@ -34,8 +34,8 @@ AT_ONCE = 1e3
 def made(options: argparse.Namespace, drops: bool) -> Engine:
     config = build_config({
         "num_layers": options.num_layers, "hidden_size": options.hidden_size, "num_attention_heads": options.heads,
-        "max_position_embeddings": options.seq_length, "vocab_size": options.vocab_size, "batch_size": options.batch_size,
-        "attention_dropout": 0.0, "hidden_dropout": 0.0, "bf16": options.bf16, "compile": False,
+        "max_position_embeddings": options.seq_length, "vocab_size": options.vocab_size,
+        "batch_size": options.batch_size, "attention_dropout": 0.0, "hidden_dropout": 0.0, "bf16": options.bf16, "compile": False,
         "progressive_layer_drop": drops, "pld_theta": options.theta, "pld_gamma": AT_ONCE})
     groups = mpu_groups.build(1)
     return build_engine(config, build_model(config, groups), groups, torch.device(options.device))
@@ -72,8 +72,9 @@ def main() -> None:
     print(f"{layers} layers of width {options.hidden_size}, theta {options.theta:g}, {options.steps} pairs of steps on "
           f"{options.device}")
     print(f"whole {all_of_them * 1e3:.1f} ms, dropping {fewer * 1e3:.1f} ms a step: {1 - fewer / all_of_them:.1%} less")
-    print(f"blocks that ran: {sum(ran) / options.steps:.2f} of {layers}, {1 - sum(ran) / options.steps / layers:.1%} less; "
-          f"formula: {1 - expected_blocks(layers, options.theta) / layers:.1%}")
+    mean = sum(ran) / options.steps
+    print(f"blocks that ran: {mean:.2f} of {layers}, {1 - mean / layers:.1%} less; formula: "
+          f"{1 - expected_blocks(layers, options.theta) / layers:.1%}")
 
 
 if __name__ == "__main__":

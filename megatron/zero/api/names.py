@@ -230,7 +230,8 @@ REFUSED: dict[str, Row] = {
         random_ltd_scheduler"""),
     **_refused("nothing of that kind exists here", """
         eigenvalue_verbose eigenvalue_max_iter eigenvalue_tol eigenvalue_stability
-        eigenvalue_gas_boundary_resolution eigenvalue_layer_name eigenvalue_layer_num quantize_training amp_params zenflow_config swap_tensor_config load_moe_state_dict
+        eigenvalue_gas_boundary_resolution eigenvalue_layer_name eigenvalue_layer_num quantize_training amp_params
+        zenflow_config swap_tensor_config load_moe_state_dict
         all_to_all_group local_all_to_all_group expert_parallel_group expert_data_parallel_group gate_modules moe_layers
         num_experts torch_autocast_dtype torch_autocast_lower_precision_safe_modules tensor_parallel_config mesh_device
         get_optimizer_configuration"""),

@@ -1,5 +1,5 @@
-"""Runs that leave blocks out: every layout, stage and recomputation leaves out the same ones, and so does a run that was
-resumed; evaluations are whole; what cannot be is one line."""
+"""Runs that leave blocks out: every layout, stage and recomputation leaves out the same ones, and so does a run that
+was resumed; evaluations are whole; what cannot be is one line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from megatron.train.build import engine as build_engine
 from megatron.train.build import model as build_model
 from megatron.train.compiling import compilation
 from megatron.zero.api.engine import Engine
+from megatron.zero.hooks import Unit
 from megatron.zero.reductions import ReductionOrder
+from megatron.zero.residency import Phase, Residency
 from mpu import groups as mpu_groups
 from tests.distributed import run_ranks
 from tests.megatron.helpers import NO_DROPOUT, TINY, lines, records, steps, tiny_model, total_digest, train, train_all
@@ -99,12 +101,14 @@ def test_an_evaluation_is_whole(tmp_path: Path) -> None:
     """That of a run at learning rate 0 is the one of the model that leaves nothing out."""
     for name, flags in (("drops", DROPS), ("whole", ["--no-progressive-layer-drop"])):
         train([*FLAGS, *flags, "--lr", 0, "--eval-interval", 3, "--eval-iters", 1, "--metrics-file", tmp_path / name])
-    drops, whole = ([row["lm_loss"] for row in records(tmp_path / name) if "eval" in row] for name in ("drops", "whole"))
+    drops, whole = ([row["lm_loss"] for row in records(tmp_path / name) if "eval" in row]
+                    for name in ("drops", "whole"))
     assert drops and drops == whole
 
 
 def test_the_console_and_the_files_tell_theta_and_what_ran(tmp_path: Path) -> None:
-    said = train([*FLAGS, "--log-interval", 2, "--metrics-file", tmp_path / "file", "--tensorboard-dir", tmp_path / "t"])
+    said = train([*FLAGS, "--log-interval", 2, "--metrics-file", tmp_path / "file", "--tensorboard-dir",
+                  tmp_path / "board"])
     assert f"theta {ThetaSchedule(THETA, GAMMA).at(5):.3f}, {(len(RAN[4]) + len(RAN[5])) / 2:.1f} blocks" in said
     for step, row in enumerate(steps(tmp_path / "file")):
         assert row["pld_theta"] == ThetaSchedule(THETA, GAMMA).at(step) and row["pld_blocks"] == len(RAN[step])
@@ -150,6 +154,31 @@ def test_stage_3_gathers_only_what_runs(recomputes: bool) -> None:
     test_traffic.py. Nothing is gathered ahead that is not used."""
     for found in run_ranks(gathered, 2, recomputes):
         assert found == [2 * len(ran) for ran in RAN]
+
+
+def not_foreseen(rank: int, world: int, recomputes: bool) -> list[list[str]]:
+    """Units that were away when a step needed them, in order."""
+    found: list[list[str]] = []
+    enter = Residency.enter
+
+    def noted(residency: Residency, unit: Unit, phase: Phase) -> None:
+        if unit not in residency._whole:
+            found[-1].append(unit.name)
+        enter(residency, unit, phase)
+
+    Residency.enter = noted  # type: ignore[method-assign]
+    engine = engine_for(3, world, checkpoint_activations=recomputes)
+    for _ in range(STEPS):
+        found.append([])
+        one_step(engine)
+    return found
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_stage_3_gathers_ahead_what_runs_next(recomputes: bool) -> None:
+    """However the set of blocks changes: only the root, which is first, is not on its way before it is needed."""
+    for found in run_ranks(not_foreseen, 2, recomputes):
+        assert found == [["root"]] * STEPS
 
 
 def launched_in_backward(rank: int, world: int, stage: int) -> list[int]:
@@ -201,7 +230,8 @@ def test_one_graph_of_the_whole_model_is_refused() -> None:
         compilation(config, 1, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("flags, why", [(["--pld-theta", "1"], "--pld-theta is 1"), (["--pld-gamma", "0"], "gamma is 0")])
+@pytest.mark.parametrize("flags, why", [
+    (["--pld-theta", "1"], "--pld-theta is 1"), (["--pld-gamma", "0"], "gamma is 0")])
 def test_settings_that_leave_nothing_out_are_told(flags: list[str], why: str) -> None:
     said = train([*TINY, "--mock-data", "--train-iters", 1, "--progressive-layer-drop", *flags])
     assert f"note: --progressive-layer-drop leaves no block out: {why}" in said.replace("--pld-gamma", "gamma")
