@@ -31,7 +31,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.config.optimizers
         megatron.config.model megatron.config.data megatron.config.parallel megatron.config.optim
         megatron.config.schedule megatron.config.precision megatron.config.zero megatron.config.offload
-        megatron.config.recompute megatron.config.layer_drop megatron.config.train megatron.config.save megatron.config.log
+        megatron.config.recompute megatron.config.layer_drop megatron.config.train megatron.config.save
+        megatron.config.log
         megatron.config.presets megatron.config.tree megatron.config.hf_shape megatron.config megatron.config.loose_json
         megatron.config.ds_keys megatron.config.ds_reader megatron.config.ds_together megatron.config.ds_batch
         megatron.config.ds_file

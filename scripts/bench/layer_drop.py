@@ -35,7 +35,8 @@ def made(options: argparse.Namespace, drops: bool) -> Engine:
     config = build_config({
         "num_layers": options.num_layers, "hidden_size": options.hidden_size, "num_attention_heads": options.heads,
         "max_position_embeddings": options.seq_length, "vocab_size": options.vocab_size,
-        "batch_size": options.batch_size, "attention_dropout": 0.0, "hidden_dropout": 0.0, "bf16": options.bf16, "compile": False,
+        "batch_size": options.batch_size, "attention_dropout": 0.0, "hidden_dropout": 0.0, "bf16": options.bf16,
+        "compile": False,
         "progressive_layer_drop": drops, "pld_theta": options.theta, "pld_gamma": AT_ONCE})
     groups = mpu_groups.build(1)
     return build_engine(config, build_model(config, groups), groups, torch.device(options.device))

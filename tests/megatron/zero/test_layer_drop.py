@@ -1,4 +1,4 @@
-"""Progressive layer dropping as a DeepSpeed script has it: the keys, the names, and what a model of one's own is given."""
+"""Progressive layer dropping as a DeepSpeed script has it: the keys, the names, what a model of one's own is given."""
 
 from __future__ import annotations
 
