@@ -54,8 +54,8 @@ def seconds(engine: Engine, rows: torch.Tensor) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0] if __doc__ else None)
-    for name, default in (("num-layers", 24), ("hidden-size", 256), ("heads", 8), ("seq-length", 256),
-                          ("vocab-size", 512), ("batch-size", 8), ("steps", 40)):
+    for name, default in (("num-layers", 24), ("hidden-size", 192), ("heads", 6), ("seq-length", 128),
+                          ("vocab-size", 512), ("batch-size", 8), ("steps", 60)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--theta", type=float, default=0.5)
     parser.add_argument("--device", default="cpu")
