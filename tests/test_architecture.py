@@ -80,7 +80,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero.homes.nvme megatron.zero.homes.depot megatron.zero.parked
         megatron.zero.exchanges megatron.zero.turns megatron.zero.versions megatron.zero.sinks megatron.zero.gradients
         megatron.zero.edits megatron.zero.bucket megatron.zero.together megatron.zero.aside
-        megatron.zero.norm megatron.zero.roster megatron.zero.hooks megatron.zero.utils
+        megatron.zero.norm megatron.zero.roster megatron.zero.nested megatron.zero.hooks megatron.zero.utils
         megatron.zero.units megatron.zero.residency megatron.zero.reductions megatron.zero.forwards
         megatron.zero.passes megatron.zero.state
         megatron.zero.renewal megatron.zero.update megatron.zero.step megatron.zero.engine
@@ -119,8 +119,10 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero.api.names megatron.zero.api.engine megatron.zero.api.meeting
         megatron.zero.api.initialize
         megatron.zero
-        megatron.fsdp.settings megatron.fsdp.shard megatron.fsdp.gradients megatron.fsdp.arguments megatron.fsdp.place
+        megatron.fsdp.settings megatron.fsdp.rectangles
+        megatron.fsdp.shard megatron.fsdp.gradients megatron.fsdp.arguments megatron.fsdp.place
         megatron.fsdp.same megatron.fsdp.whole megatron.fsdp.agreement megatron.fsdp.scaling megatron.fsdp.root
+        megatron.fsdp.resting
         megatron.fsdp.sharding megatron.fsdp.member megatron.fsdp.fully_shard megatron.fsdp.clip megatron.fsdp.summon
         megatron.fsdp.state_dict megatron.fsdp.optim_state megatron.fsdp.wrapper megatron.fsdp.wrap
         megatron.fsdp.checkpointing megatron.fsdp.checkpoint megatron.fsdp.distributed_state megatron.fsdp
@@ -193,6 +195,7 @@ NAMES_OF_DISTRIBUTED = {
     "megatron.launch.distributed": QUERIES_OF_DISTRIBUTED | {
         "init_process_group", "destroy_process_group", "FileStore", "HashStore", "TCPStore", "PrefixStore",
         "rendezvous"},
+    "megatron.fsdp.rectangles": {"checkpoint"},  # the records of its protocol
 }
 """What a module may use of torch.distributed, besides its types. mpu.wire alone names operations."""
 

@@ -6,7 +6,7 @@ has. Recomputation needs nothing here: the receiver knows whether a forward runs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from megatron.errors import ConfigError
@@ -156,6 +157,12 @@ def rename_when_loading(module: nn.Module, rename: Callable[[dict[str, Any], str
     handle: RemovableHandle = module.register_load_state_dict_pre_hook(
         lambda module, state, prefix, *more: rename(state, prefix))
     return handle
+
+
+def before_every_step(call: Callable[[Iterator[Tensor]], None]) -> None:
+    """Of any optimizer of torch; `call` is given its parameters."""
+    register_optimizer_step_pre_hook(
+        lambda optimizer, args, kwargs: call(one for group in optimizer.param_groups for one in group["params"]))
 
 
 def before_state(module: nn.Module, call: Callable[[], None]) -> None:
