@@ -110,12 +110,13 @@ def attach(units: Sequence[Unit], events: Events) -> list[RemovableHandle]:
 
 def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
     """What torch.compile leaves as it is, where it compiles calls of modules and so comes by."""
-    def call(*given: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            return torch._dynamo.disable(hook, recursive=True)(*given)
-        return hook(*given)
+    return partial(_call_uncompiled, hook)
 
-    return call
+
+def _call_uncompiled(hook: Callable[..., Any], *given: Any) -> Any:
+    if torch.compiler.is_dynamo_compiling():
+        return torch._dynamo.disable(hook, recursive=True)(*given)
+    return hook(*given)
 
 
 def change_inputs(module: nn.Module, change: Callable[[Any], Any]) -> RemovableHandle:

@@ -160,15 +160,17 @@ class Watch:
             self._closed.wait(POLL_SECONDS)
 
     def _run(self) -> None:
-        count, still, due, failures = -1, 0, PATIENCE, 0
+        count, still, due, failures, has_told = -1, 0, PATIENCE, 0, False
         while not self._closed.wait(LOOK_SECONDS) and not self._log.is_over:
             still += 1
             if count != self._log.count:
-                count, still, due = self._log.count, 0, PATIENCE
-            elif still == LONG:
+                count, still, due, has_told = self._log.count, 0, PATIENCE, False
+                continue
+            if still >= LONG and not has_told and waits.is_waiting():
+                has_told = True
                 with suppress(RuntimeError):
-                    self._tell_of_wait()
-            elif still >= due:
+                    self._tell_of_wait(still)
+            if still >= due:
                 due = still + min(RAREST, still // PATIENCE)
                 try:
                     self._leave_with(self.look())
@@ -188,12 +190,13 @@ class Watch:
             self.look()  # tells the others that nothing follows
             self._keep_store(self._board.count("heard"), END_SECONDS)
 
-    def _tell_of_wait(self) -> None:
+    def _tell_of_wait(self, looks: int) -> None:
         """It may be in vain: a rank that is in an exchange of the script's own, a barrier say, may never come."""
-        if waits.is_waiting() and self._board.count(f"told/{self._log.count}", 1) == 1:
+        if self._board.count(f"told/{self._log.count}", 1) == 1:
             what, purpose = self._log.record(self._rank).place
             where = f"{what} ({purpose})" if purpose else what
-            write_lines(f"note: rank {self._rank} has waited {LONG * LOOK_SECONDS:g} s at {where} for ranks that are "
+            seconds = looks * LOOK_SECONDS
+            write_lines(f"note: rank {self._rank} has waited {seconds:.3g} s at {where} for ranks that are "
                         "not there yet: every rank has to come to it\n".encode())
 
     def _leave_with(self, error: TrainerError | None) -> None:
