@@ -1,5 +1,6 @@
-"""Programs that tests start hear SIGHUP, also where the tests themselves run under `nohup`: what a process ignores its
-children ignore, but what it listens to they do not inherit."""
+"""What programs that tests start inherit. They hear SIGHUP, also where the tests themselves run under `nohup`: what a
+process ignores its children ignore, but what it listens to they do not inherit. And they write whole lines, also where
+PYTHONUNBUFFERED is set: an unbuffered `print` writes its text and its line end apart, and those of two ranks mix."""
 
 from __future__ import annotations
 
@@ -16,3 +17,10 @@ def hears_hang_ups() -> Iterator[None]:
         signal.signal(signal.SIGHUP, lambda *_: None)
     yield
     signal.signal(signal.SIGHUP, former)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def writes_whole_lines() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PYTHONUNBUFFERED", raising=False)
+        yield
