@@ -15,6 +15,7 @@
     kernels.py                   whether Triton's kernels work here
     random.py                    random streams
     grads.py, norm_kernel.py     norm and clipping of split gradients; the norms of rows in Triton
+    one_bit.py                   a mean over ranks at one bit a number
     data.py                      one batch for all ranks of a group
     classic.py, mappings.py      the classic names over one global layout
 

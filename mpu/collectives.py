@@ -26,7 +26,7 @@ from mpu.wire.interface import Op, Pending, Wire
 from mpu.wire.native import NativeWire
 
 __all__ = ["Op", "Pending", "agree", "all_gather", "all_gather_into", "all_gather_json", "all_reduce",
-           "all_reduce_into", "barrier", "broadcast_into", "broadcast_json", "least", "reduce_scatter",
+           "all_reduce_into", "all_to_all_into", "barrier", "broadcast_into", "broadcast_json", "least", "reduce_scatter",
            "reduce_scatter_into"]
 
 _NATIVE, _GLOO = NativeWire(), GlooWire()
@@ -68,6 +68,14 @@ def reduce_scatter_into(shard: Tensor, full: Tensor, group: Group, at_a_time: in
         shard.view(-1).copy_(full.view(-1))
         return Pending()
     return wire_for(full).reduce_scatter(shard, full, group, sum_in, at_a_time)
+
+
+def all_to_all_into(received: Tensor, sent: Tensor, group: Group) -> Pending:
+    """Row k of `received` <- this rank's row of what rank k sent. Both are [size, n], and not the same memory."""
+    if group.is_solo:
+        received.copy_(sent)
+        return Pending()
+    return wire_for(sent).all_to_all(received, sent, group)
 
 
 def broadcast_into(x: Tensor, src: int, group: Group) -> Pending:

@@ -47,7 +47,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         mpu.classic mpu.collectives mpu.partition mpu.draws mpu.sinks mpu.few_rows
         mpu.regions mpu.layers
         mpu.vocab_share mpu.loss_walk mpu.loss_cpu mpu.loss_kernel mpu.loss_accelerator mpu.cross_entropy
-        mpu.random mpu.norm_kernel mpu.grads mpu.data mpu.mappings mpu
+        mpu.random mpu.norm_kernel mpu.grads mpu.one_bit mpu.data mpu.mappings mpu
         data.facts data.indexed data.draft data.writer data.sample_index data.gpt2_dataset
         data.tokenizer_base data.bpe_engines data.fast_tokenizer data.gpt2_bpe data.sentencepiece_model data.tokenizer
         data.cli data.compressed data.chunks data.parallel data.recorded data.inputs data.jsonl data.plain_text
@@ -69,7 +69,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
     """),
     ("3: the engine", """
         megatron.optim.rule megatron.optim.adam_kernel megatron.optim.adam megatron.optim.lion megatron.optim.lamb
-        megatron.optim.cpu_adam megatron.optim.torch_rule megatron.optim.build
+        megatron.optim.one_bit megatron.optim.cpu_adam megatron.optim.torch_rule megatron.optim.build
         megatron.zero.precision megatron.zero.verdict megatron.zero.settings megatron.zero.holders
         megatron.zero.placeholder megatron.zero.waiting megatron.zero.drawn megatron.zero.tiling
         megatron.zero.homes.ferry megatron.zero.homes.shelf megatron.zero.homes.here megatron.zero.homes.lanes
@@ -83,7 +83,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero.norm megatron.zero.roster megatron.zero.nested megatron.zero.hooks megatron.zero.utils
         megatron.zero.units megatron.zero.residency megatron.zero.reductions megatron.zero.forwards
         megatron.zero.passes megatron.zero.state
-        megatron.zero.renewal megatron.zero.update megatron.zero.step megatron.zero.engine
+        megatron.zero.own_exchange megatron.zero.renewal megatron.zero.update megatron.zero.step megatron.zero.engine
     """),
     ("4: the application", """
         megatron.config.help megatron.config.foreign megatron.config.flags
@@ -113,7 +113,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero.api.offload megatron.zero.api.meanwhile
         megatron.zero.api.init megatron.zero.api.loading
         megatron.zero.api.curves megatron.zero.api.monitor megatron.zero.api.batching megatron.zero.api.hyper
-        megatron.zero.api.shared megatron.zero.api.saved megatron.zero.api.layer_drop
+        megatron.zero.api.shared megatron.zero.api.owed megatron.zero.api.saved megatron.zero.api.layer_drop
         megatron.zero.api.weights megatron.zero.api.optimizer megatron.zero.api.casting megatron.zero.api.schedule
         megatron.zero.api.status
         megatron.zero.api.names megatron.zero.api.engine megatron.zero.api.meeting

@@ -73,6 +73,7 @@ def keys_of_fields() -> Iterator[Key]:
 _PURE_SPEED = "DeepSpeed's inner workings differ from ours, and its result is the same either way"
 _ZEROPP = "quantised and hierarchical exchange (ZeRO++, MiCS) does not exist here"
 _SCALARS = "scalars go to tensorboard and --metrics-file"
+_ONE_WIRE = "what is packed to one bit travels like everything else"
 _16BIT_STATE = "master weights, gradients' sums and moments are fp32 here"
 _ZERO, _OPTIMIZER_HOME = "zero_optimization.", "zero_optimization.offload_optimizer"
 
@@ -128,6 +129,8 @@ _OPTIMIZER: dict[str, Row] = {
     **{path: row for takes in OPTIMIZERS.values() for name, default in takes.own.items()
        for path, row in _together(f"optimizer.params.{name}", OF_TYPE[type(default)]).items()},
     "optimizer.params.fp32_optimizer_states": Only((True,), _16BIT_STATE),
+    "optimizer.params.cuda_aware": NoEffect(BOOLEAN, False, _ONE_WIRE),
+    "optimizer.params.comm_backend_name": NoEffect(choice("nccl", "mpi", "compressed", "hccl"), "nccl", _ONE_WIRE),
     "optimizer.params.torch_adam": NoEffect(BOOLEAN, False, "the same optimizer runs on every device"),
     "optimizer.params.max_grad_norm": Old(("gradient_clipping",), NUMBER),
 }

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron.config.ds_reader import Found
-from megatron.config.optimizers import DEEPSPEED_TYPES, OPTIMIZERS
+from megatron.config.optimizers import AUTO, DEEPSPEED_TYPES, OPTIMIZERS
 from megatron.config.schedule import STYLES, ScheduleConfig
 from megatron.config.optim import OptimConfig
 from megatron.config.problems import Problems
@@ -21,8 +21,8 @@ from megatron.config.problems import Problems
 Setting = tuple[str, Any, str]
 """(field, value, path of the key)"""
 
-PARAMS = "optimizer.params."
-OF_EVERY_TYPE = ("max_grad_norm", "fp32_optimizer_states", "torch_adam")
+PARAMS, FREEZE_STEP = "optimizer.params.", "freeze_step"
+OF_EVERY_TYPE = ("max_grad_norm", "fp32_optimizer_states", "torch_adam", "cuda_aware", "comm_backend_name")
 """Optimizer parameters that are read alike whatever the type."""
 WARMUP_STEPS, TOTAL_STEPS = "scheduler.params.warmup_num_steps", "scheduler.params.total_num_steps"
 WARMUP_TYPE, COSINE_FLOOR = "scheduler.params.warmup_type", "scheduler.params.cos_min_ratio"
@@ -55,9 +55,13 @@ def optimizer(found: Found, flags: Mapping[str, Any], problems: Problems) -> Ite
         if name not in takes.parameters:
             problems.append(f"{path} is not a parameter of {named or chosen}, which takes "
                             f"{', '.join(takes.parameters)}; leave it out")
-        elif path not in found.autos:
+        elif path in found.autos:
+            if name == FREEZE_STEP:
+                yield takes.fields[name], AUTO, path
+        else:
             parts = takes.fields.get(name, "").split()
-            yield from zip(parts, value if len(parts) > 1 else [value], [path, path])
+            yield from zip(parts, value if len(parts) > 1 else [str(value) if name == FREEZE_STEP else value],
+                           [path, path])
             if name in takes.own:
                 own[path] = f"{name}={json.dumps(value)}"
     if own:

@@ -6,8 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.kinds import AT_LEAST_0, choice
-from megatron.config.optimizers import DEEPSPEED_TYPES, OPTIMIZERS, REFUSED_TYPES, Name, own_parameter
+from megatron.config.kinds import AT_LEAST_0, COUNT, choice
+from megatron.config.optimizers import AUTO, DEEPSPEED_TYPES, ONE_BIT, OPTIMIZERS, REFUSED_TYPES, Name, own_parameter
 from megatron.config.problems import Problems
 from megatron.config.setting import Key, require, setting
 from megatron.errors import ConfigError
@@ -30,6 +30,10 @@ class OptimConfig:
     adam_eps: float = setting(1e-8, "epsilon of the same optimizers", "adam-epsilon")
     adam_w_mode: bool = setting(True, "adam: decoupled weight decay (--no-adam-w-mode: added to the gradient)")
     sgd_momentum: float = setting(0.9, "momentum of sgd")
+    onebit_freeze_step: str = setting(
+        "100000", "steps of onebit_adam's warm-up, after which gradients travel at one bit a number; auto: until the "
+        "variance has settled", metavar="N|auto",
+        json=Key("optimizer.params.freeze_step", COUNT, alone=False))
     optimizer_params: tuple[str, ...] = setting(
         (), "further parameters of the optimizer, such as nesterov=true", metavar="NAME=VALUE")
     clip_grad: float = setting(1.0, "largest global gradient norm; 0 turns clipping off",
@@ -40,14 +44,26 @@ class OptimConfig:
         problems.require_range(self, "weight_decay clip_grad", 0)
         problems.require_range(self, "adam_beta1 adam_beta2 sgd_momentum", 0, 0.9999999)
         problems.require_range(self, "adam_eps", 0, open_low=True)
+        problems.require(self.onebit_freeze_step == AUTO or self.onebit_freeze_step.isascii() and
+                         self.onebit_freeze_step.isdigit() and 0 < int(self.onebit_freeze_step) < 10**12,
+                         f"--onebit-freeze-step is {self.onebit_freeze_step}: expected a number of steps from 1 on, or "
+                         f"{AUTO}")
         problems.require(self.optimizer in OPTIMIZERS,
                          f"--optimizer is {self.optimizer}: expected {', '.join(OPTIMIZERS)}")
         problems.stop()
         require(self.adam_w_mode or self.optimizer != "adamw",
                 "--no-adam-w-mode contradicts --optimizer adamw: give --optimizer adam")
+        require(self.adam_w_mode or self.optimizer not in ONE_BIT,
+                f"--no-adam-w-mode and --optimizer {self.optimizer} exclude each other: a weight's decay cannot be added "
+                "to a momentum that travels at one bit; leave it out")
         own = self._own_parameters()
         require(not own.get("amsgrad") or own.get("bias_correction", True),
                 f"--optimizer-params amsgrad=true needs bias_correction=true in {self.optimizer}: leave one out")
+
+    @property
+    def freeze_step(self) -> int | None:
+        """Steps of a warm-up before one bit a number; None where they are to be found."""
+        return None if self.onebit_freeze_step == AUTO else int(self.onebit_freeze_step)
 
     def hyper_parameters(self) -> dict[str, Any]:
         """The optimizer's hyper-parameters by the names of torch.optim, without the learning rate."""

@@ -12,7 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Name = Literal["adam", "adamw", "sgd", "lamb", "lion", "adagrad", "rmsprop", "nadam", "radam", "adamax", "adadelta",
-               "asgd", "rprop"]
+               "asgd", "rprop", "onebit_adam"]
+
+AUTO = "auto"
+"""A number of steps that is found while a run goes on."""
 
 
 @dataclass(frozen=True)
@@ -51,19 +54,23 @@ OPTIMIZERS: dict[str, Takes] = {
     "adadelta": Takes({}, {"rho": 0.9, "eps": 1e-6}, "Adadelta", lr=1.0),
     "asgd": Takes({}, {"lambd": 1e-4, "alpha": 0.75, "t0": 1e6}, "ASGD", lr=1e-2),
     "rprop": Takes({}, {"etas": (0.5, 1.2), "step_sizes": (1e-6, 50.0)}, "Rprop", decays=False, lr=1e-2),
+    "onebit_adam": Takes({**_ADAM, "freeze_step": "onebit_freeze_step"}, {"bias_correction": True}),
 }
+
+ONE_BIT = ("onebit_adam",)
+"""Those with an exchange of their own, at one bit a number."""
 
 
 DEEPSPEED_TYPES = {
     "Adam": "adam", "AdamW": "adamw", "FusedAdam": "adam", "DeepSpeed_Adam": "adam", "DeepSpeedCPUAdam": "adam",
     "SGD": "sgd", "Lamb": "lamb", "FusedLamb": "lamb", "Lion": "lion", "FusedLion": "lion", "DeepSpeedCPULion": "lion",
     "Adagrad": "adagrad", "DeepSpeedCPUAdagrad": "adagrad", "RMSprop": "rmsprop", "NAdam": "nadam", "RAdam": "radam",
-    "Adamax": "adamax", "Adadelta": "adadelta", "ASGD": "asgd", "Rprop": "rprop",
+    "Adamax": "adamax", "Adadelta": "adadelta", "ASGD": "asgd", "Rprop": "rprop", "OneBitAdam": "onebit_adam",
 }
 """optimizer.type of a DeepSpeed file -> --optimizer"""
 _WHOLE_MATRICES = "it works on whole matrices, and ranks hold parts of flat ones; use AdamW"
 REFUSED_TYPES = {
-    **dict.fromkeys(("onebitadam", "zerooneadam", "onebitlamb"), "gradients are not compressed here; use Adam or Lamb"),
+    **dict.fromkeys(("zerooneadam", "onebitlamb"), "gradients are not compressed here; use Adam or Lamb"),
     **dict.fromkeys(("muadam", "muadamw", "musgd"),
                     "learning rates do not depend on a layer's width; use Adam, AdamW or SGD"),
     **dict.fromkeys(("muon", "adafactor"), _WHOLE_MATRICES),

@@ -19,6 +19,7 @@ from megatron.config.log import LogConfig
 from megatron.config.model import ModelConfig
 from megatron.config.offload import OffloadConfig
 from megatron.config.optim import OptimConfig
+from megatron.config.optimizers import ONE_BIT
 from megatron.config.parallel import ParallelConfig, data_parallel_size
 from megatron.config.precision import PrecisionConfig
 from megatron.config.presets import PRESETS
@@ -93,6 +94,8 @@ class Config:
                 "takes the memory of the backward under way; leave one out")
         if self.layer_drop.progressive_layer_drop:
             self._check_layer_drop()
+        if self.optim.optimizer in ONE_BIT:
+            self._check_one_bit()
         again = self.recompute
         buffered = again.checkpoint_activations and again.contiguous_memory_optimization
         require(not buffered or (again.number_checkpoints or self.chunks) >= self.chunks,
@@ -107,6 +110,15 @@ class Config:
                 "--progressive-layer-drop needs --ignore-unused-parameters: a block that is left out has no gradient")
         require(self.model.num_layers > 1,
                 "--progressive-layer-drop needs --num-layers of at least 2, not 1: the first block is never left out")
+
+    def _check_one_bit(self) -> None:
+        name = f"--optimizer {self.optim.optimizer}"
+        require(self.zero.zero_stage < 2,
+                f"{name} needs --zero-stage 0 or 1, not {self.zero.zero_stage}: each rank says what its own gradients "
+                "are, whole, and from stage 2 on they are summed and split as they are made")
+        require(self.offload.offload_optimizer_device == "none",
+                f"{name} and --offload-optimizer-device {self.offload.offload_optimizer_device} exclude each other: what "
+                "a rank says is made of the momentum, on the device; leave one out")
 
     @property
     def chunks(self) -> int:

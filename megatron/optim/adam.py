@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.optim.rule import Span, StepScalars
+from megatron.optim.rule import Span, StepScalars, Summed
 from mpu.collectives import agree
 from mpu.device import on_accelerator
 from mpu.groups import Group
@@ -37,7 +37,7 @@ Batch = tuple[list[Tensor], ...]
 
 
 @dataclass
-class AdamW:
+class AdamW(Summed):
     """Adam with decoupled weight decay, unless `decoupled` is False."""
 
     tile: int = LARGEST_TILE

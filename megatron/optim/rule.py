@@ -11,6 +11,10 @@ takes them from there as tensors (`StepScalars`) need not wait for it; `OneByOne
 An elementwise rule needs nothing else. One that looks at whole parameters (Lamb) finds their borders in `parts`, and
 `total` adds up per-parameter sums over the ranks; it is called for every group of every bucket on every rank, be the
 span empty there or not.
+
+A rule may have an exchange of its own in the place of the sum of gradients, once it `keeps_gradients`: each rank then
+holds the gradients it made, whole; the rule `says` what is to travel of them, at one bit a number and with errors made
+good later (mpu/one_bit.py), and the mean over the ranks comes to `step` as the gradient.
 """
 
 from __future__ import annotations
@@ -74,6 +78,18 @@ class StepScalars:
         return StepScalars(torch.full((), float(steps_taken + 1), device=device), divisor)
 
 
+@dataclass(frozen=True)
+class Saying:
+    """A part of a bucket whose parameters share their hyper-parameters, as one rank has it: whole."""
+
+    owed: Tensor
+    """fp32; what is to travel is added to it."""
+    grad: Tensor
+    """What this rank made, of any precision."""
+    before: Tensor
+    """The first of the rule's states, the same on all ranks, in fp32; it may be written to."""
+
+
 class Rule(Protocol):
     """`states` names the tensors kept beside each weight."""
 
@@ -92,6 +108,25 @@ class Rule(Protocol):
     def waits(self) -> bool:
         """It wants the numbers of a step on the host: `step_many` raises."""
 
+    @property
+    def has_exchange(self) -> bool:
+        """It may keep gradients some day; its states are then on the device, and the first is the same on all ranks."""
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Gradients are not summed from now on: `say` decides what travels."""
+
+    @property
+    def speaks_where(self) -> str:
+        """The state that is 0 where there never was a gradient; nothing is said there."""
+
+    def begin_step(self, taken: int, groups: Sequence[ParamGroup], size_of: Callable[[str], float]) -> None:
+        """Another step begins, after `taken` ones: decide whether to keep gradients. `size_of` a state is the sum of its
+        absolute values over the whole model; collective, so all ranks ask it or none."""
+
+    def say(self, what: Saying, hyper: Mapping[str, Any], *, factor: float) -> None:
+        """Add to what is owed. `factor` makes this rank's gradient of `grad`."""
+
     def settle_on(self, device: torch.device, world: Group) -> None:
         """Choose how spans on `device` are updated, where that is a choice: alike on all ranks, or copies of one weight
         would drift apart. Collective."""
@@ -109,7 +144,20 @@ class Rule(Protocol):
     def restore(self, scalars: Mapping[str, Any]) -> None: ...
 
 
-class OneByOne:
+class Summed:
+    """Part of a rule whose gradients are summed over the ranks, at every step."""
+
+    has_exchange = keeps_gradients = False
+    speaks_where = ""
+
+    def begin_step(self, taken: int, groups: Sequence[ParamGroup], size_of: Callable[[str], float]) -> None:
+        """Nothing changes."""
+
+    def say(self, what: Saying, hyper: Mapping[str, Any], *, factor: float) -> None:
+        raise AssertionError(f"the gradients of {type(self).__name__} are summed")
+
+
+class OneByOne(Summed):
     """Part of a rule that steps one span after the other, by numbers on the host."""
 
     waits = True

@@ -30,6 +30,7 @@ from megatron.zero.homes.here import Here
 from megatron.zero.homes.shelf import HOST, Homes, Run
 from megatron.zero.hooks import attach, guard_loading
 from megatron.zero.layout import Slot
+from megatron.zero.own_exchange import Line
 from megatron.zero.passes import Passes
 from megatron.zero.policy import policy, wire
 from megatron.zero.precision import dtypes, scale_rule
@@ -377,6 +378,7 @@ class ZeroEngine:
         self._micro_batches = 0
         agreed(lambda: self.state.fill(names, read))
         self.state.publish()
+        self._follow_rule()
         self.count_new_weights()
 
     @property
@@ -392,9 +394,20 @@ class ZeroEngine:
     def forget_optimizer_steps(self) -> None:
         self.conclude()  # a step that the host has not heard of is one of those
         self.state.forget_optimizer_steps()
+        self._follow_rule()
 
     def restore_counters(self, saved: dict[str, Any]) -> None:
         self.state.restore(saved)
+        self._follow_rule()
+
+    @property
+    def exchanged(self) -> Sequence[Line]:
+        """What travels in the place of gradients, bucket by bucket, while something does (own_exchange.py)."""
+        return () if self._step.exchange is None else self._step.exchange.lines
+
+    def _follow_rule(self) -> None:
+        if self._step.exchange is not None:
+            self._step.exchange.follow()
 
 
 def _against(riders: Sequence[Tensor | float]) -> str | None:

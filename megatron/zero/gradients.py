@@ -61,6 +61,8 @@ class FlatGradients:
         self.is_final = False
         """The backward that ends a step has run, and the shard holds all gradients of the step."""
         self._keeps_shard = policy.split_grads  # what is reduced next is added to the shard
+        self.stays = False
+        """What another exchange than this one is to send: each rank keeps its own, whole."""
         self.predivide, self.per_sum = wire.predivide, 1.0
         """What a sum over data parallel is multiplied by before it counts."""
         self._claims: dict[int, ReferenceType[SlotClaim]] = {}  # slots that a forward has written to
@@ -252,6 +254,9 @@ class FlatGradients:
         for index, slot in enumerate(self.layout.slots):
             if index not in self.filled:
                 grads[slot.offset : slot.end].zero_()
+        if self.stays:
+            self._shard = grads
+            return
         if self._wire.predivide != 1:
             grads.mul_(1 / self._wire.predivide)
         if self._descent is not None and self._shard is not None:
@@ -332,6 +337,11 @@ class FlatGradients:
         """On the side where the weights are updated."""
         assert self._shard is not None, f"{self.name} has no reduced gradient"
         return self._shard if self._descent is None else self._descent.sums
+
+    def put(self, shard: Tensor) -> None:
+        """What has come of the gradients that stayed: the owner's part, for the update."""
+        self._clear()
+        self._shard = shard
 
     def hand_over(self) -> Tensor:
         """The shard on the host, for an update that goes on beside the next backward."""

@@ -19,17 +19,19 @@ from mpu.groups import Groups
 
 
 class GradNorm:
-    """Of the reduced gradients that this rank owns."""
+    """Of the reduced gradients that this rank owns; with `whole`, of all that it has made itself."""
 
-    def __init__(self, buckets: Sequence[FlatBucket], groups: Groups) -> None:
+    def __init__(self, buckets: Sequence[FlatBucket], groups: Groups, *, whole: bool = False) -> None:
         self._buckets = buckets
         device = buckets[0].device
-        lengths = [bucket.layout.shard_numel // NORM_ROW for bucket in buckets]
+        shards = {bucket: range(bucket.layout.shards) if whole else [bucket.shard_group.rank] for bucket in buckets}
+        self._shards = shards
+        lengths = [len(shards[bucket]) * bucket.layout.shard_numel // NORM_ROW for bucket in buckets]
         self._rows = torch.zeros(sum(lengths), device=device)
         """The norm of each row of each shard, of the last step that was asked about."""
         self._rows_of = self._rows.split(lengths)
         self._counts = None if groups.tp.rank == 0 else torch.cat(
-            [_counts(bucket.layout, bucket.shard_group.rank) for bucket in buckets]).to(device)
+            [_counts(bucket.layout, rank) for bucket in buckets for rank in shards[bucket]]).to(device)
 
     def square(self) -> Tensor:
         """The square of the norm of what this rank counts, a 0-dimensional fp64 tensor; not finite where any of its
@@ -45,10 +47,11 @@ class GradNorm:
         """The first parameter with a gradient here that was not finite when `square` was last called."""
         on_host = self._rows.cpu().split([len(rows) for rows in self._rows_of])
         for bucket, rows in zip(self._buckets, on_host, strict=True):
-            for segment in bucket.layout.segments(bucket.shard_group.rank):
-                stop = segment.shard_offset + segment.count
-                if not rows[segment.shard_offset // NORM_ROW : -(-stop // NORM_ROW)].isfinite().all():
-                    return segment.slot.name
+            for rank, of_shard in zip(self._shards[bucket], rows.view(len(self._shards[bucket]), -1), strict=True):
+                for segment in bucket.layout.segments(rank):
+                    stop = segment.shard_offset + segment.count
+                    if not of_shard[segment.shard_offset // NORM_ROW : -(-stop // NORM_ROW)].isfinite().all():
+                        return segment.slot.name
         return None
 
 

@@ -28,6 +28,7 @@ from megatron.zero.exchanges import AFTER_A_STEP, STEP, ExchangeLog
 from megatron.zero.forwards import different_blocks
 from megatron.zero.homes.shelf import Homes
 from megatron.zero.norm import GradNorm
+from megatron.zero.own_exchange import OwnExchange
 from megatron.zero.settings import GroupReader, StepSettings, different_settings, settings_of_a_step
 from megatron.zero.state import State
 from megatron.zero.update import DelayedUpdate, Update
@@ -51,6 +52,8 @@ class StepReport:
                  riders: int, settings: StepSettings | None = None) -> None:
         self.number, self.loss_scale, self.lr = number, loss_scale, lr
         """Which optimizer step it was; the scale its gradients carried; the rate of the first param group."""
+        self.remark: str | None = None
+        """What changes from this step on."""
         self.complaint: str | None = None
         """Why the step was skipped, where that is unusual. Known once the step is concluded."""
         self.verdict, self.objection, self._riders = verdict, objection, riders
@@ -78,8 +81,13 @@ class StepReport:
 
     @property
     def grad_norm(self) -> float:
-        """Before clipping; not finite when the step was skipped."""
+        """Of the mean gradient, or of what an exchange of the rule's own has in its place, before clipping; not finite
+        when the step was skipped."""
         return self.found.norm
+
+    def note_norm(self, norm: float) -> None:
+        """Of what is applied, where it is not the mean gradient."""
+        self._found = self.found._replace(norm=norm)
 
     @property
     def riders(self) -> tuple[float, ...]:
@@ -104,7 +112,12 @@ class Step:
         self._skips_in_a_row, self._max_skipped = 0, max_skipped
         self._norm = GradNorm(state.buckets, groups)
         self._update = (DelayedUpdate if homes.delays else Update)(state, homes, groups, rule, param_groups)
-        self.is_deferred = self._update.is_together and not rule.waits and not scale_rule.dynamic
+        self.exchange = OwnExchange(state, groups, rule, param_groups) if rule.has_exchange else None
+        """Of the rule's own, in the place of the sum of gradients."""
+        self.is_deferred = self._update.is_together and not rule.waits and not scale_rule.dynamic \
+            and self.exchange is None
+        self._own_norm: GradNorm | None = None  # of gradients that stay
+        self._remark: str | None = None  # for the next report
         self._losses: list[Tensor] = []  # of the step under way, or the last one
         self._parts = Counter[str]()  # what each of them is of its micro-batch's
         self._hyper_parameters = GroupReader(param_groups)
@@ -121,8 +134,15 @@ class Step:
         if first:
             self._losses = []
             self._parts.clear()
+            if self.exchange is not None:
+                self._begin_exchange(self.exchange)
         self._losses.append(loss.detach())
         self._parts[f"1/{divisor}"] += 1
+
+    def _begin_exchange(self, exchange: OwnExchange) -> None:
+        self._remark = exchange.begin_step() or self._remark
+        if exchange.is_on and self._own_norm is None:
+            self._own_norm = GradNorm(self._state.buckets, self._groups, whole=True)
 
     def __call__(self, trace: int, objection: str | None = None, riders: Sequence[Tensor | float] = (),
                  aside: Sequence[float] = (), accumulation: int = 1, micro_batch: int | None = None) -> StepReport:
@@ -133,21 +153,23 @@ class Step:
         self.conclude()
         self._log.meet(STEP)
         self._log.purpose = AFTER_A_STEP
-        square = self._norm.square()  # first: the device has something to do while the host looks at the settings
+        square = self._gradient_norm.square()  # first: the device has something to do while the host looks at the settings
         counters, world = self._state.counters, self._groups.world
         settings = None if world.is_solo else settings_of_a_step(
             counters.global_steps + 1, self._parts, accumulation, micro_batch, self._hyper_parameters())
         sums = exchange(square, world, digest=0 if settings is None else settings.digest(trace, world.size),
-                        counts=self._state.buckets[0].replicas.rank == 0, objects=objection is not None,
+                        counts=self._keeps_gradients or self._state.buckets[0].replicas.rank == 0, objects=objection is not None,
                         riders=(*riders, *aside))
         verdict = Verdict(sums, world.size, per_unit=self._unit(), limit=self._clip_grad)
         report = StepReport(verdict, objection, number=counters.global_steps + 1, settings=settings,
                             loss_scale=counters.scaler.scale, lr=self._param_groups[0]["lr"], riders=len(riders))
+        report.remark, self._remark = self._remark, None
         report.losses = self._losses  # and a step that is refused may be called again
         if self.is_deferred:
             self._update(lambda device: self._scalars(verdict))
-        elif (found := self._undisputed(report)).applied:
-            self._update(partial(StepScalars.of, found.factor, counters.optimizer_steps), found.factor)
+        elif self._undisputed(report).applied:
+            factor = self._exchanged(report) if self._keeps_gradients else report.found.factor
+            self._update(partial(StepScalars.of, factor, counters.optimizer_steps), factor)
         for bucket in self._state.buckets:
             bucket.grads.discard()
         counters.global_steps += 1
@@ -155,6 +177,21 @@ class Step:
         if not self.is_deferred:
             self.conclude()
         return report
+
+    @property
+    def _keeps_gradients(self) -> bool:
+        return self.exchange is not None and self.exchange.is_on
+
+    @property
+    def _gradient_norm(self) -> GradNorm:
+        return self._own_norm if self._keeps_gradients and self._own_norm is not None else self._norm
+
+    def _exchanged(self, report: StepReport) -> float:
+        """What came of gradients that stayed is where the update looks, once it is multiplied by this."""
+        assert self.exchange is not None
+        norm, factor = self.exchange(self._unit() * self._divisor, self._clip_grad)
+        report.note_norm(norm)
+        return factor
 
     def _unit(self) -> float:
         """What a sum of gradients is multiplied by to be their mean."""
@@ -253,7 +290,7 @@ class Step:
         and do not tell whose was bad; the losses do, where a forward made it."""
         tp = self._groups.tp
         finite = all(bool(loss.isfinite().all()) for loss in report.losses)
-        known = all_gather_json([self._norm.first_bad(), tp.rank, finite], self._groups.world)
+        known = all_gather_json([self._gradient_norm.first_bad(), tp.rank, finite], self._groups.world)
         bad = [rank for rank, (_, _, is_finite) in enumerate(known) if not is_finite]
         where = f" on {ranges(bad)}" if len(known) > 1 else ""
         loss = f"the loss{where} is not finite" if bad else "every loss is finite"

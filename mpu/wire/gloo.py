@@ -11,7 +11,7 @@ What peers send needs a place until it is summed: `at_a_time` bounds it, and `wa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -59,6 +59,11 @@ class GlooWire:
     def broadcast(self, x: Tensor, src: int, group: Group) -> Pending:
         return Pending([dist.broadcast(x, group.ranks[src], group=group.control_handle, async_op=True)])
 
+    @sending
+    def all_to_all(self, received: Tensor, sent: Tensor, group: Group) -> Pending:
+        received[group.rank].copy_(sent[group.rank])
+        return _swap(list(received), list(sent), group)
+
 
 def _pieces(flat: Tensor, at_a_time: int | None) -> Sequence[Tensor]:
     return flat.split(at_a_time) if at_a_time is not None and flat.numel() > at_a_time else [flat]
@@ -66,15 +71,25 @@ def _pieces(flat: Tensor, at_a_time: int | None) -> Sequence[Tensor]:
 
 def _exchange(mine: Tensor, own: Tensor, group: Group) -> Pending:
     """mine [n] <- the sum over the ranks of row `group.rank` of their `own` [size, n]."""
-    handle = group.control_handle
-    peers = [rank for rank in range(group.size) if rank != group.rank]
+    peers = _peers(group)
     is_free = mine.dtype == own.dtype and mine.data_ptr() != own[group.rank].data_ptr()
     places = [mine] if is_free else []  # the place of the sum can take what one of the others has for this rank
     received = places + [torch.empty_like(own[0]) for _ in peers[len(places):]]
-    exchange = [dist.P2POp(dist.irecv, part, group.ranks[peer], handle) for peer, part in zip(peers, received)]
-    exchange += [dist.P2POp(dist.isend, own[peer], group.ranks[peer], handle) for peer in peers]
     parts = [*received[:group.rank], own[group.rank], *received[group.rank:]]  # in rank order
-    return Pending(dist.batch_isend_irecv(exchange), lambda: _sum_in_rank_order(parts, mine), _limit_of(handle))
+    return _swap(parts, list(own), group, lambda: _sum_in_rank_order(parts, mine))
+
+
+def _peers(group: Group) -> list[int]:
+    return [rank for rank in range(group.size) if rank != group.rank]
+
+
+def _swap(received: Sequence[Tensor], sent: Sequence[Tensor], group: Group,
+          finish: Callable[[], None] | None = None) -> Pending:
+    """received[k] <- what the other rank k sends here; this rank's own place is left alone."""
+    handle = group.control_handle
+    exchange = [dist.P2POp(dist.irecv, received[peer], group.ranks[peer], handle) for peer in _peers(group)]
+    exchange += [dist.P2POp(dist.isend, sent[peer], group.ranks[peer], handle) for peer in _peers(group)]
+    return Pending(dist.batch_isend_irecv(exchange), finish, _limit_of(handle))
 
 
 def _limit_of(handle: dist.ProcessGroup | None) -> timedelta | None:

@@ -1,4 +1,4 @@
-"""What every wire can do: four operations on flat buffers that the caller owns, each under way when the call returns.
+"""What every wire can do: five operations on flat buffers that the caller owns, each under way when the call returns.
 
 Until `Pending.wait` nothing may write to any of the buffers, nor read a destination. Several operations may be under
 way: they are started, and waited for, in the same order on every rank.
@@ -64,3 +64,6 @@ class Wire(Protocol):
 
     def broadcast(self, x: Tensor, src: int, group: Group) -> Pending:
         """x <- x of the group's rank `src`."""
+
+    def all_to_all(self, received: Tensor, sent: Tensor, group: Group) -> Pending:
+        """Row k of `received` <- this rank's row of what rank k sent; both are [size, n]."""

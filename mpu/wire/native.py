@@ -45,6 +45,10 @@ class NativeWire:
     def broadcast(self, x: Tensor, src: int, group: Group) -> Pending:
         return Pending([dist.broadcast(x, group.ranks[src], group=group.handle, async_op=True)])
 
+    @sending
+    def all_to_all(self, received: Tensor, sent: Tensor, group: Group) -> Pending:
+        return Pending([dist.all_to_all_single(received, sent, group=group.handle, async_op=True)])
+
 
 def widened(dtype: torch.dtype) -> torch.dtype:
     """The precision in which numbers of this one are added up."""

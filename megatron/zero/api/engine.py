@@ -184,6 +184,8 @@ class Engine(EngineStatus):
             return
         if report.complaint is not None and self.groups.world.rank == 0:
             print(f"warning: {report.complaint}", file=sys.stderr)
+        if report.remark is not None and self.groups.world.rank == 0:
+            print(report.remark, flush=True)
         self._background.poll(report.aside)
 
     def train(self, mode: bool = True) -> Engine:

@@ -36,6 +36,7 @@ from megatron.checkpoint.writer import Hold, Saving, saving
 from megatron.errors import CheckpointError, ConfigError
 from megatron.ranges import named, ranges
 from megatron.zero.api.hyper import SCHEDULED, check_groups, hyper_parameters, restore_groups
+from megatron.zero.api.owed import load_owed, owed_kinds, owed_pieces, owed_tensors
 from megatron.zero.api.shared import check_shared, check_values, where_of
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.exchanges import LOAD, SAVE
@@ -132,10 +133,12 @@ def saving_engine(engine: ZeroEngine, root: Path, tag: str, who: Identity, *, cl
     tp = engine.groups.tp
     pieces = [Piece(slot.name, run.kind, slot.shape, slot.partition, tp.rank, tp.size, offset, _data_of(run))
               for slot, offset, run in engine.state_runs(kinds, frozen)]
+    pieces += owed_pieces(engine) if optimizer else ()
     shared = {
         "run_id": who.run_id,
         "engine": engine.counters(),
         "optimizer": engine.rule.name,
+        "owed": owed_kinds(engine) if optimizer else [],
         "param_groups": hyper_parameters(engine.param_groups),
         "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
         "buffers": {name: buffer.detach().cpu() for name, buffer in engine.module.named_buffers()},
@@ -162,6 +165,8 @@ def _tensors(engine: ZeroEngine, kinds: tuple[str, ...], frozen: bool) -> Iterat
                 yield TensorEntry(kind, slot.name, DTYPE_NAMES[bucket.kept.dtype],
                                   sharding_of(slot.shape, slot.partition, groups.tp.size),
                                   Spread(slot.offset, layout.shard_numel))
+    if len(kinds) > 1:
+        yield from owed_tensors(engine)
 
 
 def _place(groups: Groups) -> int:
@@ -195,6 +200,8 @@ def load_engine(engine: ZeroEngine, found: Checkpoint, scheduler: Stateful | Non
             engine.restore_counters({**shared["engine"], **own})
     if not optimizer:
         agree(engine.forget_optimizer_steps, engine.groups.world)
+    else:
+        agree(lambda: load_owed(engine, found), engine.groups.world)
     if wanted and groups is not None:  # one of an older version holds none
         restore_groups(engine.param_groups, groups, wanted.__contains__)
     if options.counters and options.scheduler and scheduler is not None and shared["lr_scheduler"] is not None:
@@ -239,7 +246,8 @@ def _read_run(engine: ZeroEngine, found: Checkpoint | Foreign, kind: str, slot: 
 
 
 def _check_optimizer(engine: ZeroEngine, found: Checkpoint) -> None:
-    missing = [kind for kind in engine.state_kinds if not found.has(kind)]
+    kinds = (*engine.state_kinds, *found.shared_state.get("owed", ()))
+    missing = [kind for kind in kinds if not found.has(kind)]
     saved = found.shared_state["optimizer"]
     if missing or saved != engine.rule.name:
         where = f"{found.tag} of {found.folder.parent}"

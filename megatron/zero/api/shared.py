@@ -38,6 +38,8 @@ def check_shared(found: Checkpoint) -> None:
         engine.done()
     if state.fields.get("optimizer") is not None:
         state.take("optimizer", str)
+    if not all(isinstance(kind, str) for kind in (state.take("owed", list) if "owed" in state.fields else ())):
+        raise CheckpointError(f"{where}: field 'owed': expected names of kinds of state")
     for index, group in enumerate(state.take("param_groups", list) if "param_groups" in state.fields else ()):
         Record(group, f"{where}: param_groups[{index}]")
     if state.fields.get("lr_scheduler") is not None:

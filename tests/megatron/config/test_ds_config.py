@@ -94,6 +94,7 @@ def own_case(name: str) -> tuple[Any, Any, dict[str, Any]]:
     return value, {key: value for key, value in found.items() if value != "adam"}, typed(kind)
 
 
+ONE_BIT = typed("OneBitAdam")
 BOARD = {"tensorboard": {"enabled": True, "output_path": "out", "job_name": "job"}}
 ZERO, PARAM, HOME, KEEP = ("zero_optimization.", "zero_optimization.offload_param.",
                            "zero_optimization.offload_optimizer.", "activation_checkpointing.")
@@ -126,6 +127,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "fp16.auto_cast": (True, {"fp16": True, "auto_cast": True}, FP16),
     "optimizer.params.momentum": (0.5, {"optimizer": "sgd", "sgd_momentum": 0.5}, typed("SGD")),
     **{f"optimizer.params.{name}": own_case(name) for name in OWN},
+    "optimizer.params.freeze_step": (400, {"optimizer": "onebit_adam", "onebit_freeze_step": "400"}, ONE_BIT),
     "optimizer.params.lr": (1e-3, {"lr": 1e-3}, ADAM),
     "optimizer.params.betas": ([0.8, 0.95], {"adam_beta1": 0.8, "adam_beta2": 0.95}, ADAM),
     "optimizer.params.eps": (1e-6, {"adam_eps": 1e-6}, ADAM),
@@ -243,7 +245,7 @@ def test_a_key_that_is_fixed_here_is_accepted_with_its_value_and_refused_with_it
 def test_a_key_without_effect_says_so_unless_it_is_the_default(path):
     row = TABLE[path]
     assert build(nested(path, row.default)).notes == ()
-    others = {0: 5, "Fail": "Warn", 0.8: 0.5, None: "0,1", "": "out", "DeepSpeedJobName": "job"}
+    others = {0: 5, "nccl": "mpi", "Fail": "Warn", 0.8: 0.5, None: "0,1", "": "out", "DeepSpeedJobName": "job"}
     other = not row.default if isinstance(row.default, bool) else others[row.default]
     config = build(nested(path, other))
     assert changes(config) == {} and len(config.notes) == 1
@@ -291,6 +293,9 @@ def test_a_section_must_be_an_object_and_null_is_none(path):
 def test_auto_is_the_default_and_is_answered(path):
     if path == "optimizer.params.momentum":
         return  # below: a file that says nothing of momentum means 0
+    if path == "optimizer.params.freeze_step":
+        assert changes(build(merged(ONE_BIT, nested(path, "auto"))))["onebit_freeze_step"] == "auto"  # it is found
+        return
     beside = typed(OWN[path.rpartition(".")[2]][0]) if path.rpartition(".")[2] in OWN else {}
     beside = WARMUP if path.startswith("scheduler") else beside
     given = {"scheduler": {"params": {"warmup_min_lr": "auto"}}} if beside is WARMUP else nested(path, "auto")
@@ -388,7 +393,11 @@ def test_an_unknown_key_is_refused_with_its_path_and_the_nearest_name(path, told
 
 
 @pytest.mark.parametrize(("tree", "told"), [
-    (typed("OneBitAdam"), "gradients are not compressed"), (typed("OneBitLamb"), "gradients are not compressed"),
+    (merged(typed("OneBitAdam"), {"zero_optimization": {"stage": 2}}), "from stage 2 on they are summed and split"),
+    (merged(typed("OneBitAdam"), nested("zero_optimization", {"stage": 1, "offload_optimizer": {"device": "cpu"}})),
+     "exclude each other"),
+    (merged(typed("OneBitAdam"), nested("optimizer.params.freeze_step", 0)), "optimizer.params.freeze_step is 0"),
+    (typed("OneBitLamb"), "gradients are not compressed"),
     (typed("Muon"), "it works on whole matrices"), (typed("Adafactor"), "it works on whole matrices"),
     (typed("LBFGS"), "evaluates the loss several times"), (typed("SparseAdam"), "gradients are dense"),
     (typed("Adm"), 'optimizer.type is "Adm": expected "Adam" or "AdamW"'), (typed("Adm"), 'did you mean "Adam"?'),
@@ -470,12 +479,12 @@ def test_a_deprecated_key_beside_its_new_name_must_say_the_same(old, new):
 
 def test_every_error_of_a_file_is_reported_at_once():
     tree = {"fp16": {"enabled": 1, "auto": True}, "gradient_cliping": 1, "autotuning": {"enabled": True},
-            "optimizer": {"type": "OneBitLamb", "params": {"freeze_step": 3, "lr": "x"}},
+            "optimizer": {"type": "MuAdam", "params": {"width": 3, "lr": "x"}},
             "zero_optimization": {"stage": [], "overlap_com": True}, "scheduler": {"params": {"warmup_num_steps": -1}}}
     told = refusal(tree)
     assert "9 errors: (1) " in told and "(9) " in told and "\n" not in told
     for word in ("fp16.enabled is 1", "unknown key fp16.auto;", "unknown key gradient_cliping", "autotuning is not",
-                 'optimizer.type "OneBitLamb" is not supported', "use Adam or Lamb, without freeze_step;",
+                 'optimizer.type "MuAdam" is not supported', "use Adam, AdamW or SGD, without width;",
                  'optimizer.params.lr is "x"', "zero_optimization.stage is []",
                  "unknown key zero_optimization.overlap_com",
                  "scheduler.params.warmup_num_steps is -1"):

@@ -70,6 +70,8 @@ ACCEPTED: dict[str, dict[str, Any]] = {
         "offload_param": {"device": "cpu", "nvme_path": None}}},
     "homes switched off": {"optimizer": ADAM, "zero_optimization": {
         "stage": 1, "cpu_offload": False, "offload_optimizer": {"device": "none"}, "offload_param": None}},
+    "1-bit": {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-4, "freeze_step": 400, "cuda_aware": False,
+                                                             "comm_backend_name": "nccl"}}},
     "layer drop": {"optimizer": ADAM, "progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 0.001}},
     "layer drop with BERT": {
         "train_micro_batch_size_per_gpu": 4, "steps_per_print": 100, "prescale_gradients": True,
@@ -82,10 +84,6 @@ ACCEPTED: dict[str, dict[str, Any]] = {
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "compression": ({"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}},
                     ["compression_training is not supported, the model is not compressed"]),
-    "1-bit": ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-4, "freeze_step": 400, "cuda_aware": False,
-                                                              "comm_backend_name": "nccl"}}},
-              ['config: optimizer.type "OneBitAdam" is not supported, gradients are not compressed here; use Adam or '
-               "Lamb, without freeze_step, cuda_aware, comm_backend_name"]),
     "1-bit Lamb without its type": ({"optimizer": {"type": "Lamb", "params": {"coeff_beta": 0.9, "factor_max": 4,
                                                                               "freeze_step": 5}}},
                                     ["params.coeff_beta", "params.factor_max", "params.freeze_step", "3 errors"]),

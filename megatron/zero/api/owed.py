@@ -1,0 +1,102 @@
+"""What ranks owe each other (zero/own_exchange.py) <-> a checkpoint.
+
+    worker_error    [dp ranks, ...shape of the parameter]: each rank writes its own, whole
+    server_error    [...shape of the parameter]: each server writes its chunk
+
+On as many ranks as wrote it, each takes its own again. On another number every rank takes the mean: what the ranks owe
+on average, which is all that the next mean of their numbers shows of it, is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from megatron.checkpoint.cut import Spread
+from megatron.checkpoint.manifest import TensorEntry
+from megatron.checkpoint.piece import Piece, sharding_of
+from megatron.checkpoint.reader import Checkpoint
+from megatron.checkpoint.tensorfile import DTYPE_NAMES
+from megatron.errors import CheckpointError
+from megatron.zero.engine import ZeroEngine
+from megatron.zero.layout import Slot
+from megatron.zero.own_exchange import OWED, OWED_TO_ALL, Line
+from mpu.split import Partition
+
+
+def owed_pieces(engine: ZeroEngine) -> Iterator[Piece]:
+    """This rank's."""
+    dp, tp = engine.groups.dp, engine.groups.tp
+    for line in engine.exchanged:
+        for slot in _slots(line):
+            shape, partition = _of_all(slot, dp.size)
+            yield Piece(slot.name, OWED, shape, partition, tp.rank, tp.size, dp.rank * slot.numel,
+                        line.mean.owed[slot.offset : slot.end])
+        for segment in line.layout.segments(dp.rank):
+            slot, start = segment.slot, segment.shard_offset
+            yield Piece(slot.name, OWED_TO_ALL, slot.shape, slot.partition, tp.rank, tp.size, segment.slot_offset,
+                        line.mean.owed_to_all[start : start + segment.count])
+
+
+def owed_tensors(engine: ZeroEngine) -> Iterator[TensorEntry]:
+    """Of all ranks together."""
+    tp = engine.groups.tp.size
+    for line in engine.exchanged:
+        dtype = DTYPE_NAMES[line.mean.owed.dtype]
+        for slot in _slots(line):
+            shape, partition = _of_all(slot, engine.groups.dp.size)
+            yield TensorEntry(OWED, slot.name, dtype, sharding_of(shape, partition, tp), Spread(0, slot.numel))
+            yield TensorEntry(OWED_TO_ALL, slot.name, dtype, sharding_of(slot.shape, slot.partition, tp),
+                              Spread(slot.offset, line.layout.shard_numel))
+
+
+def owed_kinds(engine: ZeroEngine) -> list[str]:
+    return [OWED, OWED_TO_ALL] if engine.exchanged else []
+
+
+def load_owed(engine: ZeroEngine, found: Checkpoint) -> None:
+    """After the rule has been told that it keeps gradients. A run that was in its warm-up owed nothing."""
+    tp = engine.groups.tp
+    where: dict[str, Any] = {"tp_rank": tp.rank, "tp_size": tp.size}
+    for line in engine.exchanged if found.has(OWED) else ():
+        for slot in _slots(line):
+            _load_owed(engine, found, slot, line.mean.owed[slot.offset : slot.end], where)
+        for segment in line.layout.segments(engine.groups.dp.rank):
+            slot, start = segment.slot, segment.shard_offset
+            found.read(OWED_TO_ALL, slot.name, shape=slot.shape, partition=slot.partition, offset=segment.slot_offset,
+                       out=line.mean.owed_to_all[start : start + segment.count], **where)
+
+
+def _load_owed(engine: ZeroEngine, found: Checkpoint, slot: Slot, out: Tensor, where: dict[str, Any]) -> None:
+    dp = engine.groups.dp
+    ranks = _ranks_that_owed(engine, found, slot)
+    shape, partition = _of_all(slot, ranks)
+    if ranks == dp.size:
+        found.read(OWED, slot.name, shape=shape, partition=partition, offset=dp.rank * slot.numel, out=out, **where)
+        return
+    out.zero_()
+    for rank in range(ranks):
+        one = out.new_empty(slot.numel)
+        found.read(OWED, slot.name, shape=shape, partition=partition, offset=rank * slot.numel, out=one, **where)
+        out.add_(one, alpha=1 / ranks)
+
+
+def _ranks_that_owed(engine: ZeroEngine, found: Checkpoint, slot: Slot) -> int:
+    saved, expected = found.shape(OWED, slot.name), sharding_of(*_of_all(slot, 1), engine.groups.tp.size).shape
+    if len(saved) != len(expected) or saved[1:] != expected[1:] or not saved[0]:
+        raise CheckpointError(f"{found.tag} of {found.folder.parent} is of another model: {OWED} {slot.name!r}: shape "
+                              f"expected [ranks, {', '.join(map(str, expected[1:]))}], found {list(saved)}")
+    return saved[0]
+
+
+def _slots(line: Line) -> Iterator[Slot]:
+    return (slot for slot in line.layout.slots if slot.numel)
+
+
+def _of_all(slot: Slot, ranks: int) -> tuple[tuple[int, ...], Partition | None]:
+    """Shape and cut of one parameter's numbers of so many ranks."""
+    partition = slot.partition
+    return (ranks, *slot.shape), partition and replace(partition, dim=partition.dim % len(slot.shape) + 1)

@@ -1,0 +1,165 @@
+"""OwnExchange: what travels of the gradients where an optimizer's rule decides that, in the place of their sum.
+
+Once the rule `keeps_gradients`, backwards leave them on the rank that made them. A step then asks the rule what each
+rank says of them, has the mean of that over data parallel taken at one bit a number (mpu/one_bit.py), and puts this
+rank's part of it where the update finds a gradient. The server of a chunk is the rank that owns it from stage 1 on; at
+stage 0, where everybody owns everything, it is the rank that writes it to checkpoints.
+
+What a rank owes lasts from step to step: it is in checkpoints, whole for each rank, and of each server. On another
+number of ranks every one takes the mean of what the ranks owed, so that what they owe on average is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from megatron.optim.rule import ParamGroup, Rule, Saying
+from megatron.zero.bucket import FlatBucket
+from megatron.zero.layout import FlatLayout, Slot
+from megatron.zero.state import State
+from megatron.zero.verdict import clip_factor
+from mpu.collectives import all_gather_into, all_reduce
+from mpu.grads import NORM_ROW
+from mpu.groups import Group, Groups
+from mpu.one_bit import OneBitMean
+
+OWED, OWED_TO_ALL = "worker_error", "server_error"
+"""Kinds of state in a checkpoint, by their published names."""
+
+
+class OwnExchange:
+    """Of an engine whose rule has one. Everything but the properties is collective over the world."""
+
+    def __init__(self, state: State, groups: Groups, rule: Rule, param_groups: Sequence[ParamGroup]) -> None:
+        self._state, self._groups, self._rule, self._param_groups = state, groups, rule, param_groups
+        self.lines: list[Line] = []
+        """One for each bucket, while the exchange is on."""
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.lines)
+
+    def follow(self) -> None:
+        """The rule was told another state: be as it wants it, and know nothing of before."""
+        self.lines = [Line(bucket, self._groups, self._rule) for bucket in self._state.buckets
+                      ] if self._rule.keeps_gradients else []
+        for bucket in self._state.buckets:
+            bucket.grads.stays = self.is_on
+
+    def begin_step(self) -> str | None:
+        """Before the first backward of a step. A remark, where the rule takes over."""
+        if self.is_on:
+            return None
+        self._rule.begin_step(self._state.counters.optimizer_steps, self._param_groups, self._size_of)
+        if not self._rule.keeps_gradients:
+            return None
+        self.follow()
+        return self._remark()
+
+    def _size_of(self, kind: str) -> float:
+        """The sum of the absolute values of a state, over the whole model."""
+        total = torch.zeros((), dtype=torch.float64, device=self._state.buckets[0].device)
+        for bucket in self._state.buckets:
+            for segment in bucket.layout.segments(bucket.shard_group.rank):
+                if segment.slot.partition is not None or self._groups.tp.rank == 0:
+                    run = _at_hand(bucket, kind)[segment.shard_offset : segment.shard_offset + segment.count]
+                    total += run.sum(dtype=torch.float64)
+        return float(all_reduce(all_reduce(total, self._state.buckets[0].shard_group), self._groups.tp))
+
+    def _remark(self) -> str:
+        numbers = sum(slot.numel for line in self.lines for slot in line.layout.slots)
+        silent = sum(line.silent for line in self.lines)
+        quiet = f"; {silent} numbers that never had a gradient stay without one" if silent else ""
+        return (f" {self._rule.name}: from step {self._state.counters.optimizer_steps + 1} on the variance is frozen and "
+                f"the momentum travels at one bit a number: {numbers} on each tensor parallel rank{quiet}")
+
+    def __call__(self, factor: float, limit: float) -> tuple[float, float]:
+        """The norm of what came, and what clips that to `limit`. `factor` makes a rank's own gradient."""
+        for line in self.lines:
+            line.say(self._rule, self._param_groups, factor)
+            line.mean.send()
+        for line in self.lines:
+            line.mean.serve()
+        square = torch.zeros((), dtype=torch.float64, device=self._state.buckets[0].device)
+        for line in self.lines:
+            line.mean.receive()
+            square += (line.mean.squares() * line.counted).sum()
+        norm = float(all_reduce(square, self._groups.tp)) ** 0.5
+        clipped = clip_factor(norm, limit)
+        for line in self.lines:
+            line.put(clipped)
+        return norm, clipped
+
+
+class Line:
+    """The exchange of one bucket."""
+
+    def __init__(self, bucket: FlatBucket, groups: Groups, rule: Rule) -> None:
+        self.bucket, self._first, self._dp = bucket, rule.states[0], groups.dp
+        self.layout = FlatLayout(bucket.layout.slots, groups.dp.size)
+        """A shard is a server's chunk, at stage 0 as well."""
+        segments = [list(self.layout.segments(rank)) for rank in range(groups.dp.size)]
+        rows = [_rows([segment.shard_offset for segment in each], self.layout.shard_numel) for each in segments]
+        self.mean = OneBitMean(groups.dp, rows, bucket.device)
+        numbers = max(map(len, rows))
+        self.counted = torch.tensor(
+            [[float(groups.tp.rank == 0 or segment.slot.partition is not None) for segment in each] +
+             [0.0] * (numbers - len(each)) for each in segments], dtype=torch.float64, device=bucket.device)
+        """Segments that this tensor parallel rank counts in a norm."""
+        silent = self._whole(rule.speaks_where) == 0
+        self.mean.be_silent(silent)
+        self.silent = int(silent.sum()) - (len(silent) - sum(slot.numel for slot in self.layout.slots))
+        """Numbers of parameters that are not spoken of."""
+        self._clipped: float | None = None
+        """What was said last, times this, is the first state; None: it is not known here."""
+
+    def _whole(self, kind: str) -> Tensor:
+        """A state, of all chunks."""
+        own = _at_hand(self.bucket, kind)
+        if self.bucket.shard_group.is_solo:
+            return pad(own, (0, self.layout.numel - len(own))) if len(own) < self.layout.numel else own
+        whole = torch.empty(self.layout.numel, dtype=own.dtype, device=own.device)
+        all_gather_into(whole, own, self._dp).wait()
+        return whole
+
+    def _before(self) -> Tensor:
+        if self._clipped is None or self.bucket.shard_group.is_solo:
+            return self._whole(self._first)
+        whole = torch.empty(self.layout.numel, device=self.bucket.device)
+        self.mean.said_into(whole)
+        return whole.mul_(self._clipped)
+
+    def say(self, rule: Rule, param_groups: Sequence[ParamGroup], factor: float) -> None:
+        grads, before = self.bucket.grads.shard, self._before()
+        everything = FlatLayout(self.layout.slots)
+        for number, group in enumerate(param_groups):
+            span = slice(*everything.group_span(0, number))
+            if span.start < span.stop:
+                rule.say(Saying(self.mean.owed[span], grads[span], before[span]), group, factor=factor)
+
+    def put(self, clipped: float) -> None:
+        """This rank's part is the gradient now."""
+        self._clipped = clipped
+        rank = None if self.bucket.shard_group.is_solo else self._dp.rank
+        said = torch.empty(self.layout.numel if rank is None else self.layout.shard_numel, device=self.bucket.device)
+        self.mean.said_into(said, rank)
+        self.bucket.grads.put(said[: self.bucket.layout.shard_numel])
+
+
+def _at_hand(bucket: FlatBucket, kind: str) -> Tensor:
+    found = bucket.kept.at_hand(kind)
+    assert found is not None, "a rule with an exchange of its own keeps its states on the device"
+    return found
+
+
+def _rows(starts: Sequence[int], numel: int) -> list[int]:
+    """Rows of segments that begin there; the first begins at 0, and padding belongs to the one before it."""
+    ends = [*starts[1:], numel]
+    return [(end - (start if number else 0)) // NORM_ROW for number, (start, end) in enumerate(zip(starts, ends))] \
+        or [numel // NORM_ROW]

@@ -1,0 +1,320 @@
+"""1-bit Adam in the engine: Adam until it freezes, then what NumPy makes of workers and servers; any stage, any layout,
+and on from a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.zero.api.engine import Engine
+from mpu import groups
+from tests.distributed import run_ranks
+from tests.megatron.zero.run import configure, engine_around, weights
+
+WIDTH, FREEZE, LR, DECAY, BETAS, EPS = 12, 6, 2**-9, 2**-3, (0.9, 0.99), 1e-4  # 1 - LR * DECAY is exact in fp32
+SETTINGS = {"optimizer": "onebit_adam", "onebit_freeze_step": str(FREEZE), "clip_grad": 0.0, "weight_decay": DECAY,
+            "adam_beta2": BETAS[1], "adam_eps": EPS, "lr": LR}
+
+
+class Net(nn.Module):
+    """A loss whose gradient is its input: what is compared is the optimizer. (Where gradients depend on weights, the
+    rounding of one turns a sign some steps later.)"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(9, WIDTH)
+        self.body = nn.Linear(WIDTH, 30)
+        self.head = nn.Linear(30, 5)
+
+    def forward(self, gradient: Tensor) -> Tensor:
+        flat = torch.cat([parameter.flatten() for parameter in self.parameters()])
+        return (flat * gradient.to(flat.dtype)).sum()
+
+
+def batch(step: int, rank: int) -> Tensor:
+    """The gradients of one rank: some of the numbers of a parameter large, others small, and two rows of none."""
+    sizes = torch.randn(9 * WIDTH + WIDTH * 30 + 30 + 150 + 5, generator=torch.Generator().manual_seed(1))
+    sizes[7 * WIDTH : 9 * WIDTH] = 0.0
+    noise = torch.randn(len(sizes), generator=torch.Generator().manual_seed(100 * step + rank))
+    return sizes * (0.3 + noise) / 10
+
+
+def engine_of(stage: int = 0, accumulation: int = 1, **settings: Any) -> Engine:
+    return engine_around(Net(), configure(**{**SETTINGS, "zero_stage": stage, **settings}), groups.build(1), accumulation)
+
+
+def train(engine: Engine, first: int, last: int) -> list[float]:
+    """The norms that its steps report."""
+    norms = []
+    accumulation, rank = engine.gradient_accumulation_steps(), engine.groups.dp.rank
+    for step in range(first, last):
+        for micro in range(accumulation):
+            report = None
+            engine.backward(engine(batch(accumulation * step + micro, rank)))
+            report = engine.step() or engine.core.last_report
+        norms.append(report.grad_norm if report is not None else 0.0)
+    return norms
+
+
+def trained(rank: int, world: int, steps: int, settings: dict[str, Any]) -> dict[str, Tensor]:
+    engine = engine_of(**settings)
+    train(engine, 0, steps)
+    return weights(engine)
+
+
+# ---- beside Adam, and beside the reference ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("bias", [True, False])
+def test_until_it_freezes_it_is_adam_bit_for_bit(stage: int, bias: bool) -> None:
+    own = {"zero_stage": stage, "clip_grad": 0.2, "optimizer_params": (f"bias_correction={str(bias).lower()}",)}
+    found = run_ranks(trained, 2, FREEZE, own)
+    assert _same(found, run_ranks(trained, 2, FREEZE, {**own, "optimizer": "adam"}))
+    later = run_ranks(trained, 2, FREEZE + 1, own)
+    assert not _same(later, run_ranks(trained, 2, FREEZE + 1, {**own, "optimizer": "adam"})), "it never froze"
+
+
+def _same(found: list[dict[str, Tensor]], wanted: list[dict[str, Tensor]]) -> bool:
+    return all(torch.equal(one[name], other[name]) for one, other in zip(found, wanted, strict=True) for name in one)
+
+
+def reference(ranks: int, steps: int, clip: float) -> tuple[dict[str, Tensor], list[float]]:
+    """Weights and norms by NumPy in fp64, all ranks at once. A flat buffer of parameters that begin at multiples of
+    128, those that decay first, in equal chunks of such; a size for each parameter in each chunk."""
+    model = Net().double()
+    parameters = sorted(model.named_parameters(), key=lambda named: named[1].dim() < 2)
+    places, end = {}, 0
+    for name, parameter in parameters:
+        places[name] = slice(end, end + parameter.numel())
+        end += -(-parameter.numel() // 128) * 128
+    chunk = -(--(-end // ranks) // 128) * 128
+    numel = chunk * ranks
+    segments = [slice(max(place.start, low), min(place.stop, low + chunk)) for low in range(0, numel, chunk)
+                for place in places.values() if max(place.start, low) < min(place.stop, low + chunk)]
+    decay = np.zeros(numel)
+    for name, parameter in parameters:
+        decay[places[name]] = DECAY if parameter.dim() >= 2 else 0
+    m, v, owed, served = np.zeros(numel), np.zeros(numel), np.zeros((ranks, numel)), np.zeros(numel)
+    norms = []
+
+    def say(x: Any) -> Any:
+        said = np.zeros_like(x)
+        for part in segments:
+            live = v[part] != 0
+            size = np.sqrt((x[part][live] ** 2).sum() / max(1, live.sum()))
+            said[part] = np.where(x[part] >= 0, size, -size) * live
+        return said
+
+    for step in range(steps):
+        grads = np.zeros((ranks, numel))
+        for rank in range(ranks):
+            model.zero_grad()
+            model(batch(step, rank).double()).backward()
+            for name, parameter in parameters:
+                grads[rank][places[name]] = parameter.grad.flatten().numpy()
+        if step < FREEZE:
+            mean = grads.mean(0)
+            norms.append(np.linalg.norm(mean))
+            mean *= min(1, clip / (norms[-1] + 1e-6)) if clip else 1
+            m, v = BETAS[0] * m + (1 - BETAS[0]) * mean, BETAS[1] * v + (1 - BETAS[1]) * mean ** 2
+            of_v = 1 - BETAS[1] ** (step + 1)
+        else:
+            owed += BETAS[0] * m + (1 - BETAS[0]) * grads
+            owed *= v != 0
+            says = np.stack([say(one) for one in owed])
+            owed -= says
+            served += says.mean(0)
+            m = say(served)
+            served -= m
+            norms.append(np.linalg.norm(m))
+            m *= min(1, clip / (norms[-1] + 1e-6)) if clip else 1
+        update = m / (1 - BETAS[0] ** (step + 1)) / (np.sqrt(v / of_v) + EPS)
+        with torch.no_grad():
+            for name, parameter in parameters:
+                place = places[name]
+                flat = parameter.flatten().numpy()
+                flat = flat * (1 - LR * decay[place]) - LR * update[place]
+                parameter.copy_(torch.from_numpy(flat).view(parameter.shape))
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}, norms
+
+
+def _told(rank: int, world: int, steps: int, settings: dict[str, Any]) -> tuple[dict[str, Tensor], list[float]]:
+    engine = engine_of(**settings)
+    norms = train(engine, 0, steps)
+    return weights(engine), norms
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.2])
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_fifty_steps_are_those_of_the_reference(ranks: int, stage: int, clip: float) -> None:
+    wanted, wanted_norms = reference(ranks, 50, clip)
+    by_rank = run_ranks(_told, ranks, 50, {"stage": stage, "clip_grad": clip})
+    for found, norms in by_rank:
+        assert norms == pytest.approx(wanted_norms, rel=1e-5)
+        for name, weight in found.items():
+            assert (weight.double() - wanted[name]).abs().max() < 1e-6 * wanted[name].abs().max().clamp(min=1), name
+    assert _same([by_rank[0][0]] * ranks, [found for found, _ in by_rank]), "the ranks have other weights"
+
+
+def test_on_one_rank_it_is_adam_whose_variance_stands_still() -> None:
+    [found] = run_ranks(trained, 1, 20, {})
+    model, (beta1, beta2) = Net(), BETAS
+    moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in model.named_parameters()}
+    for step in range(20):
+        model.zero_grad()
+        model(batch(step, 0)).backward()
+        for name, p in model.named_parameters():
+            m, v = moments[name]
+            m.mul_(beta1).add_(p.grad, alpha=1 - beta1)
+            if step < FREEZE:
+                v.mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
+            else:
+                m[v == 0] = 0
+            size = (v / (1 - beta2 ** min(step + 1, FREEZE))).sqrt() + EPS
+            with torch.no_grad():
+                p.mul_(1 - LR * DECAY * (p.dim() >= 2)).sub_(LR * m / (1 - beta1 ** (step + 1)) / size)
+    for name, p in model.named_parameters():
+        assert (found[name] - p).abs().max() < 1e-6, name
+
+
+def test_rows_without_a_gradient_only_decay() -> None:
+    first, *_ = run_ranks(trained, 2, 20, {})
+    unused = Net().table.weight.detach()[7:]
+    for _ in range(20):
+        unused = unused * (1 - LR * DECAY)
+    assert (first["table.weight"][7:] - unused).abs().max() < 1e-6
+
+
+# ---- any split of the work ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}, {"fp16": True, "initial_scale_power": 8}])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_stages_0_and_1_are_the_same_bits(precision: dict[str, Any], accumulation: int) -> None:
+    """On two ranks, where the sums of the warm-up are (mpu/wire/gloo.py)."""
+    own = {**precision, "accumulation": accumulation, "clip_grad": 0.2}
+    assert _same(*(run_ranks(trained, 2, 15, {**own, "stage": stage}) for stage in (0, 1)))
+
+
+def _overflows(rank: int, world: int, stage: int) -> list[tuple[Tensor, ...]]:
+    engine = engine_of(stage, fp16=True, initial_scale_power=8)
+    train(engine, 0, 2 * FREEZE)
+    assert engine.core.exchanged
+    before = _all_state(engine)
+    loss = engine(batch(99, rank))
+    engine.backward(loss * (float("inf") if rank else 1.0))
+    report = engine.step()
+    assert report is not None and not report.applied
+    after = _all_state(engine)
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    train(engine, FREEZE + 3, FREEZE + 5)
+    assert not torch.equal(_all_state(engine)[0], after[0])
+    return []
+
+
+def _all_state(engine: Engine) -> list[Tensor]:
+    kept = [bucket.kept.at_hand(kind) for bucket in engine.core.buckets for kind in bucket.kept.kinds]
+    owed = [owed for line in engine.core.exchanged for owed in (line.mean.owed, line.mean.owed_to_all)]
+    return [tensor.clone() for tensor in (*kept, *owed) if tensor is not None]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_gradient_that_overflows_on_one_rank_leaves_everything_as_it_was(stage: int) -> None:
+    run_ranks(_overflows, 2, stage)
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def _saves(rank: int, world: int, folder: str, stage: int, at: int) -> list[Tensor]:
+    engine = engine_of(stage)
+    train(engine, 0, at)
+    engine.save_checkpoint(folder, tag="kept")
+    train(engine, at, at + 4)
+    return _all_state(engine)
+
+
+def _resumes(rank: int, world: int, folder: str, stage: int, at: int) -> list[Tensor]:
+    engine = engine_of(stage)
+    engine.load_checkpoint(folder, tag="kept")
+    train(engine, at, at + 4)
+    return _all_state(engine)
+
+
+@pytest.mark.parametrize("at", [FREEZE - 1, FREEZE, FREEZE + 5])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_run_goes_on_bit_for_bit(tmp_path: Path, stage: int, at: int) -> None:
+    kept, again = (run_ranks(work, 3, str(tmp_path), stage, at) for work in (_saves, _resumes))
+    for one, other in zip(kept, again, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def _owed_on_average(rank: int, world: int, folder: str, saves: bool) -> tuple[dict[str, Tensor], int]:
+    """By parameter, what all ranks and servers owe: this rank's part of the mean."""
+    engine = engine_of(1)
+    if saves:
+        train(engine, 0, FREEZE + 5)
+        engine.save_checkpoint(folder, tag="kept")
+    else:
+        engine.load_checkpoint(folder, tag="kept")
+    found: dict[str, Tensor] = {}
+    for line in engine.core.exchanged:
+        for slot in line.layout.slots:
+            found[slot.name] = line.mean.owed[slot.offset : slot.end] / world
+        for segment in line.layout.segments(rank):
+            own = line.mean.owed_to_all[segment.shard_offset : segment.shard_offset + segment.count]
+            found[segment.slot.name][segment.slot_offset : segment.slot_offset + segment.count] += own
+    return found, len(train(engine, FREEZE + 5, FREEZE + 7))
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_on_other_ranks_the_mean_of_what_is_owed_stays(tmp_path: Path, ranks: int) -> None:
+    kept = run_ranks(_owed_on_average, 2, str(tmp_path), True)
+    again = run_ranks(_owed_on_average, ranks, str(tmp_path), False)
+    for name in kept[0][0]:
+        wanted, found = (sum(owed[name].double() for owed, _ in by_rank) for by_rank in (kept, again))
+        assert wanted.abs().max() > 0 and (found - wanted).abs().max() <= 1e-6 * wanted.abs().max(), name
+
+
+def _starts_anew(rank: int, world: int, folder: str) -> bool:
+    engine = engine_of(0)
+    engine.load_checkpoint(folder, tag="kept", load_optimizer_states=False)
+    froze = bool(engine.core.exchanged)
+    train(engine, 0, FREEZE)
+    warm = bool(engine.core.exchanged)
+    train(engine, FREEZE, FREEZE + 1)
+    return not froze and not warm and bool(engine.core.exchanged)
+
+
+def test_without_the_optimizers_state_the_warm_up_begins_anew(tmp_path: Path) -> None:
+    run_ranks(_saves, 2, str(tmp_path), 0, FREEZE + 2)
+    assert all(run_ranks(_starts_anew, 2, str(tmp_path)))
+
+
+# ---- when it freezes ------------------------------------------------------------------------------------------------
+
+
+def _frozen_at(rank: int, world: int, stage: int) -> int | None:
+    """Of a run whose gradients hardly change, and whose rate rises for 35 steps."""
+    engine = engine_of(stage, onebit_freeze_step="auto", adam_beta2=0.9)
+    for step in range(60):
+        for group in engine.core.param_groups:
+            group["lr"] = 1e-6 * min(1.0, (step + 1) / 35)
+        engine.backward(engine(batch(0, rank)))
+        engine.step()
+    found: int | None = engine.core.rule.scalars()["frozen_at"]
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_the_end_of_the_warm_up_is_found(stage: int) -> None:
+    """beta2 of 0.9: looked at every 10 steps; the first time that no rate of the last 10 steps rose is step 50."""
+    assert run_ranks(_frozen_at, 2, stage) == [50, 50]

@@ -1,0 +1,179 @@
+"""The mean at one bit a number, beside the same written down for all ranks at once in NumPy."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from mpu.collectives import all_gather_into, all_to_all_into
+from mpu.groups import SOLO, build
+from mpu.one_bit import OneBitMean, pack, unpack
+from tests.distributed import run_ranks
+from tests.megatron.counting import on_the_accelerator_side
+
+ROW, STEPS = 128, 20
+SEGMENTS = {1: [[2, 1]], 2: [[1, 2], [3]], 3: [[1, 1], [2], [1, 1]]}
+"""Ranks -> rows of each segment of each chunk."""
+
+
+def given(rank: int, step: int, ranks: int) -> Tensor:
+    """Numbers whose size differs from segment to segment."""
+    rows = sum(map(sum, SEGMENTS[ranks]))
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(rows, ROW, generator=generator).mul_(torch.logspace(-4, 2, rows)[:, None]).view(-1)
+
+
+def silent(ranks: int) -> Tensor:
+    """Some numbers here and there, and the end of the last row."""
+    mask = torch.rand(ranks * ROW * sum(SEGMENTS[ranks][0]), generator=torch.Generator().manual_seed(5)) < 0.1
+    mask[-50:] = True
+    return mask
+
+
+def said(rank: int, world: int, quiet: bool) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    mean = OneBitMean(build(1).dp, SEGMENTS[world], torch.device("cpu"))
+    if quiet:
+        mean.be_silent(silent(world))
+    found = []
+    for step in range(STEPS):
+        mean.owed.add_(given(rank, step, world))
+        mean.send()
+        mean.serve()
+        mean.receive()
+        out = torch.empty_like(mean.owed)
+        mean.said_into(out)
+        own = torch.empty(mean.chunk)
+        mean.said_into(own, rank)
+        assert torch.equal(own, out.view(world, -1)[rank])
+        found.append((out, mean.owed.clone(), mean.owed_to_all.clone(), mean.squares()))
+    return found
+
+
+def one_bit(x: Any, rows: list[int], speaks: Any) -> Any:
+    """What is said of a chunk, in fp64."""
+    out, start = np.zeros_like(x), 0
+    for count in rows:
+        here = slice(start, start + count * ROW)
+        live = speaks[here]
+        size = np.sqrt((x[here][live] ** 2).sum() / max(1, live.sum()))
+        out[here] = np.where(x[here] >= 0, size, -size) * live
+        start = here.stop
+    return out
+
+
+def by_hand(ranks: int, quiet: bool) -> list[tuple[Any, list[Any], list[Any]]]:
+    rows, numel = SEGMENTS[ranks], ranks * ROW * sum(SEGMENTS[ranks][0])
+    speaks = ~silent(ranks).numpy() if quiet else np.ones(numel, dtype=bool)
+    chunks = np.arange(numel).reshape(ranks, -1)
+    owed, served = np.zeros((ranks, numel)), np.zeros((ranks, numel // ranks))
+    found = []
+    for step in range(STEPS):
+        out = np.zeros(numel)
+        owed += np.stack([given(rank, step, ranks).double().numpy() for rank in range(ranks)])
+        owed *= speaks
+        says = np.stack([np.concatenate([one_bit(owed[rank][chunk], rows[number], speaks[chunk])
+                                         for number, chunk in enumerate(chunks)]) for rank in range(ranks)])
+        owed -= says
+        for number, chunk in enumerate(chunks):
+            served[number] += says[:, chunk].mean(0)
+            out[chunk] = one_bit(served[number], rows[number], speaks[chunk])
+            served[number] -= out[chunk]
+        found.append((out, list(owed.copy()), list(served.copy())))
+    return found
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_is_said_and_owed_is_what_the_reference_says(ranks: int, quiet: bool) -> None:
+    by_rank, wanted = run_ranks(said, ranks, quiet), by_hand(ranks, quiet)
+    largest = float(given(0, 0, ranks).abs().max())
+    for step, (out, owed, served) in enumerate(wanted):
+        for rank in range(ranks):
+            found = by_rank[rank][step]
+            assert torch.equal(found[0], by_rank[0][step][0]), "the ranks heard different things"
+            for have, want in zip(found, (out, owed[rank], served[rank])):
+                np.testing.assert_allclose(have.double().numpy(), want, rtol=1e-5, atol=1e-6 * largest)
+            np.testing.assert_allclose(float(found[3].sum()), (out ** 2).sum(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_nothing_is_lost(ranks: int) -> None:
+    """All that was said, and what is owed now, is the mean of all that was given."""
+    by_rank = run_ranks(said, ranks, False)
+    total = sum(by_rank[0][step][0].double() for step in range(STEPS))
+    owed = sum(by_rank[rank][-1][1].double() for rank in range(ranks)) / ranks
+    served = torch.cat([by_rank[rank][-1][2].double() for rank in range(ranks)])
+    wanted = sum(given(rank, step, ranks).double() for rank in range(ranks) for step in range(STEPS)) / ranks
+    assert (total + owed + served - wanted).abs().max() < 1e-5 * wanted.abs().max()
+
+
+def test_a_group_of_one_says_everything_it_owes() -> None:
+    mean = OneBitMean(SOLO, SEGMENTS[1], torch.device("cpu"))
+    mask = silent(1)
+    mean.be_silent(mask)
+    numbers, out = given(0, 0, 1), torch.empty(3 * ROW)
+    mean.owed.copy_(numbers)
+    mean.owed_to_all.fill_(1.0)  # of a run on more ranks
+    mean.send(), mean.serve(), mean.receive()
+    mean.said_into(out)
+    assert torch.equal(out, (numbers + 1).masked_fill(mask, 0.0))
+    assert not mean.owed.any() and not mean.owed_to_all.any()
+    assert float(mean.squares().sum()) == pytest.approx(float(out.double().square().sum()), rel=1e-6)
+
+
+def test_a_segment_of_which_nothing_is_said_is_zero() -> None:
+    found = run_ranks(_says_nothing, 2)
+    assert all(not out[:ROW].any() and out.isfinite().all() for out in found)
+
+
+def _says_nothing(rank: int, world: int) -> Tensor:
+    mean = OneBitMean(build(1).dp, SEGMENTS[2], torch.device("cpu"))
+    mask = torch.zeros(6 * ROW, dtype=torch.bool)
+    mask[:ROW] = True
+    mean.be_silent(mask)
+    mean.owed.fill_(3.0)
+    mean.send(), mean.serve(), mean.receive()
+    out = torch.empty_like(mean.owed)
+    mean.said_into(out)
+    return out
+
+
+def test_bits_pack_alike_on_both_sides() -> None:
+    bits = torch.rand(1024, generator=torch.Generator().manual_seed(0)) < 0.5
+    here = pack(bits)
+    assert here.dtype == torch.uint8 and len(here) == 128 and torch.equal(unpack(here), bits)
+    with on_the_accelerator_side():
+        assert torch.equal(pack(bits), here) and torch.equal(unpack(here), bits)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_bytes_on_the_wire_are_those_of_the_formula(ranks: int) -> None:
+    for chunk_rows, each in run_ranks(_bytes, ranks):
+        numel = ranks * chunk_rows * ROW
+        signs = 2 * (ranks - 1) * numel // 8 // ranks
+        sizes = 2 * (ranks - 1) * 4 * max(map(len, SEGMENTS[ranks]))
+        assert each == signs + sizes
+
+
+def _bytes(rank: int, world: int) -> tuple[int, int]:
+    """(rows of a chunk, bytes that this rank sends in one exchange)"""
+    sent = [0]
+
+    def to_servers(received: Tensor, messages: Tensor, group: Any) -> Any:
+        sent[0] += messages[0].numel() * messages.element_size() * (world - 1)
+        return all_to_all_into(received, messages, group)
+
+    def to_all(full: Tensor, message: Tensor, group: Any) -> Any:
+        sent[0] += message.numel() * message.element_size() * (world - 1)
+        return all_gather_into(full, message, group)
+
+    with patch("mpu.one_bit.all_to_all_into", to_servers), patch("mpu.one_bit.all_gather_into", to_all):
+        mean = OneBitMean(build(1).dp, SEGMENTS[world], torch.device("cpu"))
+        mean.owed.add_(1.0)
+        mean.send(), mean.serve(), mean.receive()
+    return mean.chunk // ROW, sent[0]
