@@ -26,8 +26,8 @@ from mpu.wire.interface import Op, Pending, Wire
 from mpu.wire.native import NativeWire
 
 __all__ = ["Op", "Pending", "agree", "all_gather", "all_gather_into", "all_gather_json", "all_reduce",
-           "all_reduce_into", "all_to_all_into", "barrier", "broadcast_into", "broadcast_json", "least", "reduce_scatter",
-           "reduce_scatter_into"]
+           "all_reduce_into", "all_to_all_into", "barrier", "broadcast_into", "broadcast_json", "least",
+           "reduce_scatter", "reduce_scatter_into"]
 
 _NATIVE, _GLOO = NativeWire(), GlooWire()
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.config.kinds import AT_LEAST_0, COUNT, choice
-from megatron.config.optimizers import AUTO, DEEPSPEED_TYPES, ONE_BIT, OPTIMIZERS, REFUSED_TYPES, Name, own_parameter
+from megatron.config.optimizers import (AUTO, DEEPSPEED_TYPES, ONE_BIT, OPTIMIZERS, REFUSED_TYPES, Name,
+                                        own_parameter)
 from megatron.config.problems import Problems
 from megatron.config.setting import Key, require, setting
 from megatron.errors import ConfigError
@@ -54,8 +55,8 @@ class OptimConfig:
         require(self.adam_w_mode or self.optimizer != "adamw",
                 "--no-adam-w-mode contradicts --optimizer adamw: give --optimizer adam")
         require(self.adam_w_mode or self.optimizer not in ONE_BIT,
-                f"--no-adam-w-mode and --optimizer {self.optimizer} exclude each other: a weight's decay cannot be added "
-                "to a momentum that travels at one bit; leave it out")
+                f"--no-adam-w-mode and --optimizer {self.optimizer} exclude each other: a weight's decay cannot be "
+                "added to a momentum that travels at one bit; leave it out")
         own = self._own_parameters()
         require(not own.get("amsgrad") or own.get("bias_correction", True),
                 f"--optimizer-params amsgrad=true needs bias_correction=true in {self.optimizer}: leave one out")

@@ -117,8 +117,8 @@ class Config:
                 f"{name} needs --zero-stage 0 or 1, not {self.zero.zero_stage}: each rank says what its own gradients "
                 "are, whole, and from stage 2 on they are summed and split as they are made")
         require(self.offload.offload_optimizer_device == "none",
-                f"{name} and --offload-optimizer-device {self.offload.offload_optimizer_device} exclude each other: what "
-                "a rank says is made of the momentum, on the device; leave one out")
+                f"{name} and --offload-optimizer-device {self.offload.offload_optimizer_device} exclude each other: "
+                "what a rank says is made of the momentum, on the device; leave one out")
 
     @property
     def chunks(self) -> int:

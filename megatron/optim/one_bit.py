@@ -2,7 +2,7 @@
 https://arxiv.org/abs/2102.02888).
 
     warm-up       AdamW, bit for bit
-    afterwards    each rank says beta1 m + (1 - beta1) g, of its own gradient g; what comes is the new m (mpu/one_bit.py)
+    afterwards    each rank says beta1 m + (1 - beta1) g, of its own gradient; what comes is the new m (mpu/one_bit.py)
                   w <- w - lr (m^ / (sqrt(v^) + eps) + decay w),  v^ as it was when the warm-up ended
 
 Beside the original: the first gradient counts, the moments are corrected for their bias if that is wanted (that of v

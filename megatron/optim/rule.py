@@ -121,8 +121,8 @@ class Rule(Protocol):
         """The state that is 0 where there never was a gradient; nothing is said there."""
 
     def begin_step(self, taken: int, groups: Sequence[ParamGroup], size_of: Callable[[str], float]) -> None:
-        """Another step begins, after `taken` ones: decide whether to keep gradients. `size_of` a state is the sum of its
-        absolute values over the whole model; collective, so all ranks ask it or none."""
+        """Another step begins, after `taken` ones: decide whether to keep gradients. `size_of` a state is the sum of
+        its absolute values over the whole model; collective, so all ranks ask it or none."""
 
     def say(self, what: Saying, hyper: Mapping[str, Any], *, factor: float) -> None:
         """Add to what is owed. `factor` makes this rank's gradient of `grad`."""

@@ -11,9 +11,7 @@ number of ranks every one takes the mean of what the ranks owed, so that what th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,12 +19,12 @@ from torch.nn.functional import pad
 
 from megatron.optim.rule import ParamGroup, Rule, Saying
 from megatron.zero.bucket import FlatBucket
-from megatron.zero.layout import FlatLayout, Slot
+from megatron.zero.layout import FlatLayout
 from megatron.zero.state import State
 from megatron.zero.verdict import clip_factor
 from mpu.collectives import all_gather_into, all_reduce
 from mpu.grads import NORM_ROW
-from mpu.groups import Group, Groups
+from mpu.groups import Groups
 from mpu.one_bit import OneBitMean
 
 OWED, OWED_TO_ALL = "worker_error", "server_error"
@@ -76,8 +74,9 @@ class OwnExchange:
         numbers = sum(slot.numel for line in self.lines for slot in line.layout.slots)
         silent = sum(line.silent for line in self.lines)
         quiet = f"; {silent} numbers that never had a gradient stay without one" if silent else ""
-        return (f" {self._rule.name}: from step {self._state.counters.optimizer_steps + 1} on the variance is frozen and "
-                f"the momentum travels at one bit a number: {numbers} on each tensor parallel rank{quiet}")
+        step = self._state.counters.optimizer_steps + 1
+        return (f" {self._rule.name}: from step {step} on the variance is frozen and the momentum travels at one bit a "
+                f"number: {numbers} on each tensor parallel rank{quiet}")
 
     def __call__(self, factor: float, limit: float) -> tuple[float, float]:
         """The norm of what came, and what clips that to `limit`. `factor` makes a rank's own gradient."""

@@ -153,13 +153,13 @@ class Step:
         self.conclude()
         self._log.meet(STEP)
         self._log.purpose = AFTER_A_STEP
-        square = self._gradient_norm.square()  # first: the device has something to do while the host looks at the settings
+        square = self._gradient_norm.square()  # first: the device works at it while the host looks at the settings
         counters, world = self._state.counters, self._groups.world
         settings = None if world.is_solo else settings_of_a_step(
             counters.global_steps + 1, self._parts, accumulation, micro_batch, self._hyper_parameters())
         sums = exchange(square, world, digest=0 if settings is None else settings.digest(trace, world.size),
-                        counts=self._keeps_gradients or self._state.buckets[0].replicas.rank == 0, objects=objection is not None,
-                        riders=(*riders, *aside))
+                        counts=self._keeps_gradients or self._state.buckets[0].replicas.rank == 0,
+                        objects=objection is not None, riders=(*riders, *aside))
         verdict = Verdict(sums, world.size, per_unit=self._unit(), limit=self._clip_grad)
         report = StepReport(verdict, objection, number=counters.global_steps + 1, settings=settings,
                             loss_scale=counters.scaler.scale, lr=self._param_groups[0]["lr"], riders=len(riders))

@@ -46,7 +46,8 @@ def batch(step: int, rank: int) -> Tensor:
 
 
 def engine_of(stage: int = 0, accumulation: int = 1, **settings: Any) -> Engine:
-    return engine_around(Net(), configure(**{**SETTINGS, "zero_stage": stage, **settings}), groups.build(1), accumulation)
+    config = configure(**{**SETTINGS, "zero_stage": stage, **settings})
+    return engine_around(Net(), config, groups.build(1), accumulation)
 
 
 def train(engine: Engine, first: int, last: int) -> list[float]:
