@@ -119,6 +119,10 @@ class LateWire:
         return self._network.start(f"broadcast of {x.numel()}", lambda: self._wire.broadcast(x, src, group),
                                    [x] if here else [], [] if here else [x])
 
+    def all_to_all(self, received: Tensor, sent: Tensor, group: Group) -> Pending:
+        return self._network.start(f"all-to-all of {sent.numel()}", lambda: self._wire.all_to_all(
+            received, sent, group), [sent], [received])
+
 
 @contextmanager
 def late_wire(seed: int = 0) -> Iterator[Network]:

@@ -23,7 +23,7 @@ from megatron.errors import ConfigError
 from megatron.fsdp.agreement import Agreement, Reached
 from megatron.fsdp.gradients import ShownGradients
 from megatron.fsdp.scaling import Scaling
-from megatron.fsdp.shard import gradient_of, set_gradient
+from megatron.fsdp.shard import Shards, gradient_of, set_gradient
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.exchanges import ExchangeLog
 from megatron.zero.forwards import ForwardCheck
@@ -57,6 +57,7 @@ class Root:
         self.groups = Groups(dp, dp=dp)
         self.buckets = [bucket for unit in units for bucket in unit.buckets]
         self.trained = [bucket for bucket in self.buckets if bucket.trainable]
+        self._shards = [bucket.leaves for bucket in self.buckets if isinstance(bucket.leaves, Shards)]
         self.syncs = True
         self.divisors: dict[FlatBucket, float] = {}
         """Of the sums over the ranks, where it is not their number."""
@@ -165,6 +166,8 @@ class Root:
         self._watch()
         if torch.is_grad_enabled():
             self._check_trained()
+            for shards in self._shards:
+                shards.enter_pass()
         for shown in self._gradients:
             shown.let_go_of_forgotten()
         self.heed_writes()
@@ -200,7 +203,12 @@ class Root:
 
     def rest(self) -> None:
         """Nothing is whole that no pass needs now."""
+        self._leave_pass()
         self.residency.done_with_all()
+
+    def _leave_pass(self) -> None:
+        for shards in self._shards:
+            shards.leave_pass()
 
     def rest_between(self) -> None:
         """Before the parameters are used as shards: what a forward without a backward has left whole is split again."""
@@ -276,6 +284,7 @@ class Root:
             self.passes.fail(error)
             raise
         self.passes.end(retain_graph=False)
+        self._leave_pass()
         if on_accelerator(self.device):  # the next forward wants the memory
             self.turns.clear()
         for shown, indices in zip(self._gradients, reached, strict=True):

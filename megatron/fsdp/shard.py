@@ -18,7 +18,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -118,8 +119,15 @@ Part = Shard | Run
 
 def local(part: Tensor) -> Tensor:
     """The elements of this rank, as an ordinary tensor."""
+    _appear()
     with torch._C.DisableTorchFunctionSubclass():
         return part.detach().as_subclass(Tensor)
+
+
+def _appear() -> None:
+    """Somebody looks, within a pass."""
+    for shards in [*Shards.empty] if Shards.empty else ():
+        shards.appear()
 
 
 def _plain(part: Tensor) -> Tensor:
@@ -184,19 +192,50 @@ def bucket_of(part: Tensor) -> FlatBucket:
 
 class Shards:
     """What a bucket's parameters are while their elements are split. (It holds nothing of the bucket: that holds
-    it.)"""
+    it.)
+
+    Within a pass they keep the precision that they are used in, with no elements: where autograd meets a parameter
+    again in another one, it gives its gradient in two parts. Whoever looks at one finds its run all the same."""
+
+    empty: ClassVar[WeakSet[Shards]] = WeakSet()
+    """Those whose parameters have no elements now, unless they are whole."""
 
     def __init__(self) -> None:
         self._runs: list[Tensor] = []
+        self._bucket: Callable[[], FlatBucket | None] = lambda: None
+        self._in_pass = False
 
     def __call__(self, bucket: FlatBucket) -> None:
-        is_first = not self._runs
-        if is_first:
-            self._runs = self._cut(bucket)
+        if not self._runs:
+            self._runs, self._bucket = self._cut(bucket), ref(bucket)
+            self._show(bucket)
+            for parameter in bucket.parameters:
+                _make_known(type(parameter))
+        elif self._in_pass:
+            self.empty.add(self)
+            for parameter in bucket.parameters:
+                vacate(parameter, bucket.nothing, Shard)
+        else:
+            self._show(bucket)
+
+    def enter_pass(self) -> None:
+        bucket = self._bucket()
+        self._in_pass = bucket is not None and bucket.work.dtype != bucket.kept.dtype
+
+    def leave_pass(self) -> None:
+        self._in_pass = False
+        self.appear()
+
+    def appear(self) -> None:
+        """Parameters without elements are their runs."""
+        bucket = self._bucket()
+        if self in self.empty and bucket is not None and bucket.is_vacant:
+            self._show(bucket)
+        self.empty.discard(self)
+
+    def _show(self, bucket: FlatBucket) -> None:
         for parameter, run in zip(bucket.parameters, self._runs, strict=True):
             vacate(parameter, run, Shard)
-            if is_first:
-                _make_known(type(parameter))
 
     @staticmethod
     def _cut(bucket: FlatBucket) -> list[Tensor]:
@@ -226,6 +265,8 @@ def runs(bucket: FlatBucket) -> list[tuple[int, int, int]]:
 
 def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     part = None if func in NEEDS_NOTHING else next(_parts((*args, *kwargs.values())), None)
+    if part is not None and func not in SIZES:
+        _appear()
     if part is None:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)

@@ -86,7 +86,7 @@ class FlatBucket:
         """`leaves` says what the parameters are while their elements are split. `alike`: all ranks have the same
         values; otherwise the first rank's are sent."""
         self.name, self.device, self._dtypes, self._wire, self._dp, self._log = name, device, dtypes, wire, dp, log
-        self._leaves, self._source = leaves, SOLO if alike else dp
+        self.leaves, self._source = leaves, SOLO if alike else dp
         self.trainable = parameters[0].requires_grad
         self._policy = policy
         self.shard_group, self.replicas = (dp, SOLO) if policy.split_optim else (SOLO, dp)
@@ -341,7 +341,12 @@ class FlatBucket:
     def show_absent(self) -> None:
         """The parameters become what they are while their elements are split."""
         self._is_vacant = True
-        self._leaves(self)
+        self.leaves(self)
+
+    @property
+    def is_vacant(self) -> bool:
+        """The parameters are what they are while their elements are split."""
+        return self._is_vacant
 
     def check(self) -> None:
         """Refuse parameters that are no longer what was taken over. (Nothing can be put into one that is away.)"""

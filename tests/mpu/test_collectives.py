@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from mpu.collectives import (
-    agree, all_gather, all_gather_into, all_gather_json, all_reduce, all_reduce_into, barrier, broadcast_into,
-    broadcast_json,
-    reduce_scatter, reduce_scatter_into,
+    agree, all_gather, all_gather_into, all_gather_json, all_reduce, all_reduce_into, all_to_all_into, barrier,
+    broadcast_into, broadcast_json, reduce_scatter, reduce_scatter_into,
 )
 from mpu.groups import SOLO, build
 from mpu.split import ParallelError
@@ -59,6 +58,7 @@ def _into(rank: int, world: int, dtype: torch.dtype) -> None:
         all_gather_into(gathered, inputs[rank][mine].clone(), group),
         all_gather_into(alias, alias[mine], group),
         broadcast_into(sent_copy := sent.clone(), world - 1, group),
+        all_to_all_into(swapped := torch.empty_like(sent).view(world, -1), sent.view(world, -1), group),
     ]
     for operation in pending:
         operation.wait()
@@ -69,6 +69,7 @@ def _into(rank: int, world: int, dtype: torch.dtype) -> None:
     assert torch.equal(flat, total)
     assert torch.equal(gathered, whole) and torch.equal(alias, whole)
     assert torch.equal(sent_copy, inputs[world - 1])
+    assert torch.equal(swapped, torch.stack([inputs[r].view(world, -1)[rank] for r in range(world)]))
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

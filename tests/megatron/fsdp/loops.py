@@ -132,9 +132,12 @@ class Masters(nn.Module):
         """After a backward."""
         for name, parameter in self.model[0].named_parameters():
             if parameter.grad is not None:
-                mean = parameter.grad.float()
-                dist.all_reduce(mean)
-                mean /= dist.get_world_size()
+                of_all = [torch.empty_like(parameter.grad) for _ in range(dist.get_world_size())]
+                dist.all_gather(of_all, parameter.grad.contiguous())
+                mean = of_all[0].float()
+                for other in of_all[1:]:  # in the order of the ranks, as shards are summed
+                    mean += other.float()
+                mean /= len(of_all)
                 master = getattr(self, name.replace(".", "/"))
                 master.grad = mean if master.grad is None else master.grad + mean
                 parameter.grad = None
@@ -155,4 +158,5 @@ def by_masters(make: Callable[[], nn.Module], dtype: torch.dtype, rank: int, ste
         clip_grad_norm_(model.parameters(), CLIP)  # of plain parameters: the same norm to the bit
 
     train(model, clip, rank, steps, optimizer=adamw(model, rate), learn=learn)
-    return losses, {name: getattr(model, key).detach() for key, name in model.names.items()}
+    buffers = dict(model.model[0].named_buffers())
+    return losses, {**{name: getattr(model, key).detach() for key, name in model.names.items()}, **buffers}

@@ -65,7 +65,7 @@ MODELS: dict[str, type[nn.Module]] = {
     "permuted": models.Permuted, "in place": models.InPlace, "three elements": models.ThreeElements,
     "no list": models.NoList, "all in blocks": models.AllInBlocks, "list in block": models.ListInBlock,
     "ends in a block": models.EndsInABlock, "root ends in a block": models.RootEndsInABlock,
-    "slices": models.Slices, "passes": models.Passes, "frozen twice": models.FrozenTwice,
+    "slices": models.Slices, "passes": models.Passes, "twice": models.Twice, "frozen twice": models.FrozenTwice,
 }
 
 
@@ -148,7 +148,8 @@ def both_in_16_bits(rank: int, world: int, name: str, way: str, steps: int) -> f
     return difference(plain, by_shards(MODELS[name], way, rank, steps, rate_of(name), **mixed(way, torch.bfloat16)))
 
 
-@pytest.mark.parametrize("name, way, world", [("tied", "torch", 2), ("frozen", "nested", 2), ("odd sizes", "whole", 3)])
+@pytest.mark.parametrize("name, way, world", [("tied", "torch", 2), ("frozen", "nested", 2), ("odd sizes", "whole", 3),
+                                              ("twice", "nested", 2), ("tied", "torch", 3)])
 def test_bf16_is_that_of_masters_by_hand(name: str, way: str, world: int) -> None:
     assert max(run_ranks(both_in_16_bits, world, name, way, STEPS)) <= TOLERANCE
 

@@ -178,6 +178,15 @@ class Passes(Net):
         return super().forward(x)
 
 
+class Twice(Net):
+    """Every block is used twice in a row."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(block(x))
+        return x
+
+
 class FrozenTwice(Net):
     """A block with frozen layers is used twice in a row."""
 

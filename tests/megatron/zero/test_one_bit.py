@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from megatron.zero.api.engine import Engine
 from mpu import groups
 from tests.distributed import run_ranks
-from tests.megatron.zero.run import configure, engine_around, weights
+from tests.late_wire import late_wire
+from tests.megatron.zero.run import configure, configure_gpt2, engine_around, gpt2_engine, gpt2_loss, weights
 
 WIDTH, FREEZE, LR, DECAY, BETAS, EPS = 12, 6, 2**-9, 2**-3, (0.9, 0.99), 1e-4  # 1 - LR * DECAY is exact in fp32
 SETTINGS = {"optimizer": "onebit_adam", "onebit_freeze_step": str(FREEZE), "clip_grad": 0.0, "weight_decay": DECAY,
@@ -205,6 +206,30 @@ def test_stages_0_and_1_are_the_same_bits(precision: dict[str, Any], accumulatio
     assert _same(*(run_ranks(trained, 2, 15, {**own, "stage": stage}) for stage in (0, 1)))
 
 
+def _gpt2(rank: int, world: int, stage: int, precision: dict[str, Any]) -> tuple[dict[str, Tensor], list[str], int]:
+    """Weights at tensor parallel 2, and which of them every tensor parallel rank has."""
+    grid = groups.build(2)
+    engine = gpt2_engine(configure_gpt2(**{**SETTINGS, "zero_stage": stage, "model_parallel_size": 2, "clip_grad": 0.5,
+                                           "batch_size": 2, "global_batch_size": 4, **precision}), grid)
+    for step in range(2 * FREEZE):
+        rows = torch.randint(0, 61, (4, 17), generator=torch.Generator().manual_seed(step))
+        engine.backward(gpt2_loss(engine, rows.chunk(2)[grid.dp.rank]))
+        engine.step()
+    assert engine.exchanged
+    slots = [slot for line in engine.exchanged for slot in line.layout.slots]
+    return weights(engine), [slot.name for slot in slots if slot.partition is None], grid.tp.rank
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}])
+def test_gpt2_trains_alike_at_stages_0_and_1_of_tensor_parallel_ranks(precision: dict[str, Any]) -> None:
+    first, second = (run_ranks(_gpt2, 4, stage, precision) for stage in (0, 1))
+    for (found, replicated, tp), (other, _, _) in zip(first, second, strict=True):
+        same = next(one for one, _, rank in first if rank == tp)
+        for name, weight in found.items():
+            assert torch.equal(weight, other[name]) and torch.equal(weight, same[name]), name
+            assert name not in replicated or torch.equal(weight, first[0][0][name]), f"{name} on other tp ranks"
+
+
 def _overflows(rank: int, world: int, stage: int) -> list[tuple[Tensor, ...]]:
     engine = engine_of(stage, fp16=True, initial_scale_power=8)
     train(engine, 0, 2 * FREEZE)
@@ -225,6 +250,19 @@ def _all_state(engine: Engine) -> list[Tensor]:
     kept = [bucket.kept.at_hand(kind) for bucket in engine.core.buckets for kind in bucket.kept.kinds]
     owed = [owed for line in engine.core.exchanged for owed in (line.mean.owed, line.mean.owed_to_all)]
     return [tensor.clone() for tensor in (*kept, *owed) if tensor is not None]
+
+
+def _late(rank: int, world: int, stage: int) -> dict[str, Tensor]:
+    """Every exchange ends as late as it may, or at a random earlier moment."""
+    engine = engine_of(stage)
+    with late_wire(seed=stage):
+        train(engine, 0, 2 * FREEZE)
+    return weights(engine)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_nobody_reads_what_is_still_on_its_way(stage: int) -> None:
+    assert _same(run_ranks(_late, 3, stage), run_ranks(trained, 3, 2 * FREEZE, {"stage": stage}))
 
 
 @pytest.mark.parametrize("stage", [0, 1])
