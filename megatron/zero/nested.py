@@ -1,8 +1,9 @@
-"""The tensors in what a module is given and returns: nested tuples, lists, dicts and records."""
+"""The tensors in what a module is given and returns: nested tuples, lists, mappings and records."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
@@ -13,11 +14,11 @@ from torch import Tensor
 def tensors_in(value: object) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, dict):
-        for inner in value.values():
-            yield from tensors_in(inner)
     elif isinstance(value, list | tuple):
         for inner in value:
+            yield from tensors_in(inner)
+    elif isinstance(value, Mapping):
+        for inner in value.values():
             yield from tensors_in(inner)
     elif is_dataclass(value) and not isinstance(value, type):
         for item in fields(value):
@@ -32,7 +33,7 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return type(value)(*(mapped(item, change) for item in value))
     if isinstance(value, list | tuple):
         return type(value)(mapped(item, change) for item in value)
-    if isinstance(value, dict):
+    if isinstance(value, dict | UserDict):
         changed = copy(value)  # of its own kind: some are records as well
         for key, item in value.items():
             changed[key] = mapped(item, change)

@@ -21,6 +21,7 @@ from megatron.inference.api.example import example_of
 from megatron.inference.api.policy import Plan
 from megatron.inference.api.same import check_tensors
 from megatron.launch.exits import is_peer_loss
+from megatron.zero.nested import tensors_in
 from mpu.groups import Group
 
 ROUNDINGS = {torch.float32: 64, torch.float64: 64, torch.float16: 16, torch.bfloat16: 8}
@@ -41,7 +42,7 @@ class Proof:
         problem = "its first layer takes neither tokens nor features"
         if example is not None:
             self._example = example
-            check_tensors(_tensors([example.args, example.kwargs]), tp, "example_inputs")
+            check_tensors(tensors_in([example.args, example.kwargs]), tp, "example_inputs")
             try:
                 self._outputs = self._run(self._keep)
                 unused = [path for path in self._rows() if path not in self._kept]
@@ -71,7 +72,7 @@ class Proof:
 
     def _run(self, hear: Callable[[str, Tensor], Tensor]) -> list[Tensor]:
         with torch.no_grad(), _heard(self._rows(), hear):
-            return list(_tensors(self._model(*self._example.args, **self._example.kwargs)))
+            return list(tensors_in(self._model(*self._example.args, **self._example.kwargs)))
 
     def _rows(self) -> dict[str, nn.Module]:
         """Row layers by their paths; one that is in two places by its first."""
@@ -129,17 +130,6 @@ def _off(one: Tensor, whole: Tensor) -> str | None:
 
 def _inputs(given: Any) -> str:
     return "made-up inputs" if given is None else "example_inputs"
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _tensors(inner)
-    elif isinstance(value, (tuple, list)):
-        for inner in value:
-            yield from _tensors(inner)
 
 
 def _line(error: BaseException) -> str:
