@@ -5,8 +5,9 @@
     def test_something() -> None:
         first, second = run_ranks(work, 2, 0.5)
 
-The ranks are forked from a *fork server*, a process that has imported torch but never ran an operation: a job
-costs about a tenth of a second, and no rank inherits the OpenMP threads of the test process (forking those hangs).
+The ranks are forked from a *fork server*, a process that has imported torch and the trainer but never ran an
+operation: a job costs about a tenth of a second, and no rank inherits the OpenMP threads of the test process (forking
+those hangs).
 So the function must be importable by name (module level; no lambda, no closure), and its arguments and results
 must pickle. Pickle is fine here: this is test code talking to itself.
 
@@ -42,8 +43,12 @@ _GRACE = 0.5
 
 _PR_SET_PDEATHSIG = 1
 
-_PRELOAD = ["numpy", "pytest", "safetensors.torch", "torch._dynamo", "torch.fx.experimental.symbolic_shapes", __name__]
-"""What the fork server imports once: also the parts of torch that a first backward or optimizer step would import."""
+_PRELOAD = ["numpy", "pytest", "safetensors.torch", "torch._dynamo", "torch.fx.experimental.symbolic_shapes",
+            "torch.distributed.checkpoint", "transformers.models.gpt2.modeling_gpt2", "megatron.zero.api.initialize",
+            "megatron.fsdp", "megatron.train.resume", "megatron.inference.api.init_inference",
+            "megatron.checkpoint.interchange", "tests.megatron.zero.models", __name__]
+"""What the fork server imports once, where each rank would take half a second: also the parts of torch that a first
+backward or optimizer step would import. What cannot be imported is left to the test that needs it."""
 
 
 class RankError(AssertionError):
