@@ -137,7 +137,7 @@ class Masters(nn.Module):
                 mean = of_all[0].float()
                 for other in of_all[1:]:  # in the order of the ranks, as shards are summed
                     mean += other.float()
-                mean /= len(of_all)
+                mean *= 1 / len(of_all)  # which rounds otherwise than a division by 3
                 master = getattr(self, name.replace(".", "/"))
                 master.grad = mean if master.grad is None else master.grad + mean
                 parameter.grad = None

@@ -5,6 +5,7 @@ Tolerance: sums over ranks and of squares are taken in another order. Losses abo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from tests.megatron.zero import models
 from tests.megatron.zero.run import configure_gpt2
 from tests.wires import accelerator_side
 
-STEPS, TOLERANCE = 50, 1e-6
+STEPS, FEW, TOLERANCE = 50, 10, 1e-6
+"""FEW steps show what a wrong gradient or order does; rounding that grows is seen in STEPS."""
 
 
 class RealVocabulary(nn.Module):
@@ -86,26 +88,30 @@ def difference(one: tuple[list[float], dict[str, Tensor]], other: tuple[list[flo
                           for name in one[1] if name not in statistics and one[1][name].numel())])
 
 
-def both(rank: int, world: int, name: str, way: str, steps: int) -> float:
+def both(rank: int, world: int, name: str, ways: Sequence[str], steps: int) -> dict[str, float]:
+    """Each way's difference from DistributedDataParallel."""
     torch.manual_seed(1)
     torch.set_default_dtype(torch.float64 if name in GROWS else torch.float32)
     plain = by_ddp(MODELS[name], rank, steps, rate_of(name))
     if name == "vocabulary":
         table = "gpt2.wte.weight"
         assert (plain[1][table] != RealVocabulary().get_parameter(table)).any(1).all(), "every row is trained"
-    return difference(plain, by_shards(MODELS[name], way, rank, steps, rate_of(name)))
+    return {way: difference(plain, by_shards(MODELS[name], way, rank, steps, rate_of(name))) for way in ways}
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["tied", "convolutions", "frozen", "gated"])
-def test_losses_and_weights_are_those_of_ddp(name: str, way: str) -> None:
-    assert max(run_ranks(both, 2, name, way, STEPS)) <= TOLERANCE
+def check(found: list[dict[str, float]]) -> None:
+    """Of all ranks."""
+    assert not [(way, off) for rank in found for way, off in rank.items() if not off <= TOLERANCE]
 
 
-@pytest.mark.parametrize("way", ["twice nested", "torch"])
+@pytest.mark.parametrize("name, steps", [("tied", STEPS), ("convolutions", FEW), ("frozen", FEW), ("gated", FEW)])
+def test_losses_and_weights_are_those_of_ddp(name: str, steps: int) -> None:
+    check(run_ranks(both, 2, name, WAYS, steps))
+
+
 @pytest.mark.parametrize("name", ["root ends in a block", "slices", "passes", "frozen twice"])
-def test_models_whose_blocks_hand_on_other_things_are_those_of_ddp(name: str, way: str) -> None:
-    assert max(run_ranks(both, 2, name, way, 10)) <= TOLERANCE
+def test_models_whose_blocks_hand_on_other_things_are_those_of_ddp(name: str) -> None:
+    check(run_ranks(both, 2, name, ["twice nested", "torch"], FEW))
 
 
 def uneven(rank: int, world: int) -> tuple[bool, bool, bool]:
@@ -132,34 +138,34 @@ def test_ranks_beside_accelerators_may_use_other_layers_of_the_root() -> None:
 
 
 def test_every_row_of_a_table_that_three_ranks_do_not_divide_is_that_of_ddp() -> None:
-    assert max(run_ranks(both, 3, "vocabulary", "torch", STEPS)) <= TOLERANCE
+    check(run_ranks(both, 3, "vocabulary", ["torch"], FEW))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
-def test_losses_and_weights_are_those_of_ddp_of_every_model(name: str, way: str, world: int) -> None:
-    assert max(run_ranks(both, world, name, way, STEPS)) <= TOLERANCE
+def test_losses_and_weights_are_those_of_ddp_of_every_model(name: str, world: int) -> None:
+    check(run_ranks(both, world, name, WAYS, STEPS, timeout=300))
 
 
-def both_in_16_bits(rank: int, world: int, name: str, way: str, steps: int) -> float:
+def both_in_16_bits(rank: int, world: int, name: str, ways: Sequence[str], steps: int) -> dict[str, float]:
     plain = by_masters(MODELS[name], torch.bfloat16, rank, steps, rate_of(name))
-    return difference(plain, by_shards(MODELS[name], way, rank, steps, rate_of(name), **mixed(way, torch.bfloat16)))
+    return {way: difference(plain, by_shards(MODELS[name], way, rank, steps, rate_of(name),
+                                             **mixed(way, torch.bfloat16))) for way in ways}
 
 
-@pytest.mark.parametrize("name, way, world", [("tied", "torch", 2), ("frozen", "nested", 2), ("odd sizes", "whole", 3),
-                                              ("twice", "nested", 2), ("tied", "torch", 3)])
-def test_bf16_is_that_of_masters_by_hand(name: str, way: str, world: int) -> None:
-    assert max(run_ranks(both_in_16_bits, world, name, way, STEPS)) <= TOLERANCE
+@pytest.mark.parametrize("name, way, world, steps", [("tied", "torch", 2, FEW), ("frozen", "nested", 2, STEPS),
+                                                     ("odd sizes", "whole", 3, FEW),
+                                                     ("twice", "nested", 2, FEW), ("tied", "torch", 3, FEW)])
+def test_bf16_is_that_of_masters_by_hand(name: str, way: str, world: int, steps: int) -> None:
+    check(run_ranks(both_in_16_bits, world, name, [way], steps))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", sorted(set(MODELS) - {"layer drop", "gated"}))
-def test_bf16_is_that_of_masters_by_hand_for_every_model(name: str, way: str, world: int) -> None:
-    assert max(run_ranks(both_in_16_bits, world, name, way, STEPS)) <= TOLERANCE
+def test_bf16_is_that_of_masters_by_hand_for_every_model(name: str, world: int) -> None:
+    check(run_ranks(both_in_16_bits, world, name, WAYS, STEPS, timeout=300))
 
 
 def bits(rank: int, world: int, way: str) -> Any:
