@@ -37,6 +37,7 @@ from megatron.zero.homes.ferry import Mark
 from megatron.zero.homes.here import HereShelf
 from megatron.zero.homes.shelf import HOST, WEIGHT, Homes, Shelf
 from megatron.zero.layout import FlatLayout, Slot
+from megatron.zero.loan import Loan, bring_home
 from megatron.zero.placeholder import fill, vacate
 from megatron.zero.policy import Policy, Wire
 from megatron.zero.precision import Dtypes
@@ -74,8 +75,6 @@ class FlatBucket:
     """Neighbours among which the parameters are kept split between forward and backward. (A group of one: they are
     not.)"""
     _near_part: Tensor | None = None
-    written_whole: str | None = None
-    """A parameter that was written to where it did not last; looked at by `heed_writes` alone."""
     is_at_hand: bool
     """This rank's part of the weights at work need not be fetched."""
 
@@ -104,11 +103,10 @@ class FlatBucket:
                                    log=log, descent=self._descent(homes))
         self.gradient_unit: Callable[[], float] = lambda: 1.0
         """What a sum of gradients is multiplied by to be their mean."""
-        self._lent: Tensor | None = None  # what the user was given
+        self._loan: Loan | None = None  # to the user
         self._has_left = self._is_vacant = False  # since the parameters were whole
         self.set_aside: set[str] = set()
         """What is on the host between two phases of a program (aside.py)."""
-        self._came_to_be_lent = False
         self._take_over(homes)
         self._edits = Edits(self.layout, self.parameters, self.shard_group.rank)
 
@@ -141,7 +139,7 @@ class FlatBucket:
     @property
     def forgets_edits(self) -> bool:
         """What is written to the parameters now is overwritten by the masters at the next step."""
-        return self.keeps_masters and self._lent is None
+        return self.keeps_masters and self._loan is None
 
     @property
     def keeps_masters(self) -> bool:
@@ -313,7 +311,7 @@ class FlatBucket:
     def leave(self, *, soon_back: bool = False) -> None:
         """Where parameters are split: keep the shard only; but what is lent stays. What will be `soon_back` may be kept
         among neighbours. What Ctrl-C has left half way is completed by the next call."""
-        if not self.comes_and_goes or self._lent is not None:
+        if not self.comes_and_goes or self._loan is not None:
             return
         if not soon_back:
             self._near_part = None
@@ -321,9 +319,7 @@ class FlatBucket:
             self.await_parameters()
             if soon_back and not self.near.is_solo:
                 self._near_part = self._whole.view(self.near.size, -1)[self.near.rank].clone()
-            if self.written_whole is None:
-                self.written_whole = self._edits.touched()
-            self._edits.shift(+1)
+            self._edits.leave()
             self._has_left = True
             self._move(Place.AWAY)
         if self._whole.untyped_storage().nbytes():
@@ -374,17 +370,12 @@ class FlatBucket:
 
     def heed_writes(self) -> bool:
         """Of parameters that may be written to where their shards are: whether one was, since the last call."""
-        if self.written_whole is not None:
-            name, self.written_whole = self.written_whole, None
-            raise ConfigError(
-                f"{name} was written to while all of it was here, in a forward or between that and its backward, and "
-                "that is lost: change weights after the backward, or inside summon_full_params()")
-        return self._edits.take()
+        return self._edits.heed()
 
     def check_edits(self, *, thoroughly: bool) -> None:
         """Refuse what was written to the parameters, where it would not last (edits.py), or does not count yet."""
-        if self._lent is not None:
-            if self._is_edited():
+        if self._loan is not None:
+            if self._loan.first_edited() is not None:
                 self.check_not_lent("a save")
         elif self.comes_and_goes or self.keeps_masters:
             self._edits.check(None if self.comes_and_goes else self.shard, self.kept, thoroughly=thoroughly)
@@ -455,81 +446,52 @@ class FlatBucket:
                 self.check_edits(thoroughly=False)
 
     def lend(self) -> None:
-        self._came_to_be_lent, self._log.purpose = not self.is_here, "GatheredParameters"
+        comes_for_it, self._log.purpose = not self.is_here, "GatheredParameters"
         self.gather()
-        self._lent = self._whole.clone()
+        self._loan = Loan(self._whole, self.layout, self.shard_group.rank, came_for_it=comes_for_it)
         if self.keeps_masters and not self.comes_and_goes:  # what was written by hand before is an edit of this loan
-            self.kept.read(WEIGHT, 0, self._span(self._lent))
+            self.kept.read(WEIGHT, 0, self._loan.own_before)
 
     def read_master(self, start: int, out: Tensor) -> None:
         """out <- this rank's masters from `start` on. Edits of a loan count when it ends."""
-        if self._lent is None or self.keeps_masters or self.comes_and_goes:
+        if self._loan is None or self.keeps_masters or self.comes_and_goes:
             self.kept.read(WEIGHT, start, out)
         else:
-            out.copy_(self._span(self._lent)[start : start + len(out)])
+            out.copy_(self._loan.own_before[start : start + len(out)])
 
     def check_before_return(self, editor: int | None) -> None:
+        assert self._loan is not None, f"bucket {self.name} was not lent"
         for slot, parameter, view in zip(self.layout.slots, self.parameters, self._views):
-            if parameter.data_ptr() != view.data_ptr():  # `p.data = ...` is an edit too
-                self._bring_home(slot.name, parameter, view)
-        if editor is None and self._is_edited():
-            raise ConfigError(f"{self._first_edited()} was edited inside GatheredParameters without modifier_rank, or "
-                              "by hand before it: the edit would be lost; say which rank's edits count")
-
-    def _bring_home(self, name: str, parameter: nn.Parameter, view: Tensor) -> None:
-        if (parameter.shape, parameter.dtype) != (view.shape, view.dtype):
-            raise ConfigError(f"{name} became a tensor of {parameter.dtype} and shape {list(parameter.shape)} inside "
-                              f"GatheredParameters; the engine trains {view.dtype} of shape {list(view.shape)}: give "
-                              "it values of that kind")
-        view.copy_(parameter.detach())
-        fill(parameter, view)
+            if parameter.data_ptr() != view.data_ptr():
+                bring_home(slot.name, parameter, view)
+        if editor is None and (edited := self._loan.first_edited()) is not None:
+            raise ConfigError(f"{edited} was edited inside GatheredParameters without modifier_rank, or by hand before "
+                              "it: the edit would be lost; say which rank's edits count")
 
     def take_back(self, editor: int | None) -> None:
-        assert self._lent is not None, f"bucket {self.name} was not lent"
+        assert self._loan is not None, f"bucket {self.name} was not lent"
         if editor is not None:
             self._log.note(f"edits of {self.name}")
             broadcast_into(self._whole, editor, self._dp).wait()
-            self._keep_edits(self._span(self._whole), self._span(self._lent))
-        self._end_loan()
-
-    def _keep_edits(self, new: Tensor, old: Tensor) -> None:
-        self.work.write(WEIGHT, 0, new)
-        for part in self.kept.parts if self.keeps_masters else ():
-            edited = new[part] != old[part]
-            if edited.any():
-                with self.kept.open(part, [WEIGHT], writes=True) as kept:  # others keep the bits that `new` has not
-                    masters = kept[WEIGHT]
-                    there = edited.to(masters.device)
-                    masters[there] = new[part][edited].to(masters.device, masters.dtype)
-
-    def _is_edited(self) -> bool:
-        assert self._lent is not None
-        return not torch.equal(self._whole.view(torch.uint8), self._lent.view(torch.uint8))  # bits: nan is not nan
-
-    def _first_edited(self) -> str:
-        assert self._lent is not None
-        now, before = self._whole.view(torch.uint8), self._lent.view(torch.uint8)
-        size = self._whole.element_size()
-        return next((slot.name for slot in self.layout.slots
-                     if not torch.equal(*(flat[slot.offset * size : slot.end * size] for flat in (now, before)))),
-                    self.name)
+            self._loan.keep_edits(self.work, self.kept)
+        self._end(self._loan)
 
     def check_not_lent(self, what: str) -> None:
-        if self._lent is not None:
+        if self._loan is not None:
             raise ConfigError(f"{what} inside zero.GatheredParameters, which has {self.layout.slots[0].name}: edits "
                               "count when the block ends; leave it first")
 
     def cancel_loan(self) -> None:
-        if self._lent is not None:
+        if self._loan is not None:
             for parameter, view in zip(self.parameters, self._views):
                 fill(parameter, view)
-            self._whole.copy_(self._lent)
-            self._end_loan()
+            self._loan.undo()
+            self._end(self._loan)
 
-    def _end_loan(self) -> None:
-        self._lent = None
+    def _end(self, loan: Loan) -> None:
+        self._loan = None
         self._edits.note()
-        if self._came_to_be_lent:
+        if loan.came_for_it:
             self.leave()
 
     def give_back(self) -> None:

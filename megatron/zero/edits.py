@@ -27,6 +27,7 @@ class Edits:
 
     def __init__(self, layout: FlatLayout, parameters: Sequence[nn.Parameter], rank: int) -> None:
         self._layout, self._parameters, self._rank = layout, parameters, rank
+        self._lost: str | None = None  # a parameter that was written to where it did not last; for `heed` alone
         self.note()
 
     def note(self) -> None:
@@ -34,18 +35,30 @@ class Edits:
         with torch._C.DisableTorchFunctionSubclass():  # placeholders have counts too
             self._counts = self._count()
 
-    def touched(self) -> str | None:
+    def heed(self) -> bool:
+        """Where writes to what is left of the parameters last: whether there were any since `note`. They have been
+        dealt with; those to a whole that has left since are lost, and refused."""
+        if self._lost is not None:
+            name, self._lost = self._lost, None
+            raise ConfigError(
+                f"{name} was written to while all of it was here, in a forward or between that and its backward, and "
+                "that is lost: change weights after the backward, or inside summon_full_params()")
+        counts = self._counts
+        self.note()
+        return counts != self._counts
+
+    def leave(self) -> None:
+        """The whole parameters leave, with what was written to them."""
+        if self._lost is None:
+            self._lost = self._touched()
+        self.shift(+1)
+
+    def _touched(self) -> str | None:
         """The first parameter that was written to since `note`."""
         counts = self._count()
         if counts == self._counts:
             return None
         return next(slot.name for slot, now, before in zip(self._layout.slots, counts, self._counts) if now != before)
-
-    def take(self) -> bool:
-        """Whether something was written since `note`; it has been dealt with."""
-        counts = self._counts
-        self.note()
-        return counts != self._counts
 
     def shift(self, by: int) -> None:
         """Let the parameters leave (+1) or come back (-1), which is no write (versions.py)."""
