@@ -95,10 +95,11 @@ def by_ddp(make: Callable[[], nn.Module], rank: int, steps: int, rate: float = R
     return losses, {name: tensor.detach().clone() for name, tensor in model.module.state_dict().items()}
 
 
-def by_shards(make: Callable[[], nn.Module], way: str, rank: int, steps: int, rate: float = RATE, **given: Any,
-              ) -> tuple[list[float], dict[str, Tensor]]:
+def by_shards(make: Callable[[], nn.Module], way: str, rank: int, steps: int, rate: float = RATE, limit: float = CLIP,
+              **given: Any) -> tuple[list[float], dict[str, Tensor]]:
     model = around(make(), way, **given)
-    losses = train(model, lambda: clip_grad_norm_(model.parameters(), CLIP), rank, steps, optimizer=adamw(model, rate))
+    losses = train(model, lambda: clip_grad_norm_(model.parameters(), limit), rank, steps,
+                   optimizer=adamw(model, rate))
     return losses, whole(model)
 
 
@@ -144,7 +145,7 @@ class Masters(nn.Module):
 
 
 def by_masters(make: Callable[[], nn.Module], dtype: torch.dtype, rank: int, steps: int, rate: float = RATE,
-               ) -> tuple[list[float], dict[str, Tensor]]:
+               limit: float = CLIP) -> tuple[list[float], dict[str, Tensor]]:
     model, losses = Masters(make(), dtype), []
 
     def learn(number: int) -> None:
@@ -155,7 +156,7 @@ def by_masters(make: Callable[[], nn.Module], dtype: torch.dtype, rank: int, ste
             losses.append(float(loss.detach()))
 
     def clip() -> None:
-        clip_grad_norm_(model.parameters(), CLIP)  # of plain parameters: the same norm to the bit
+        clip_grad_norm_(model.parameters(), limit)  # of plain parameters: the same norm to the bit, on two ranks
 
     train(model, clip, rank, steps, optimizer=adamw(model, rate), learn=learn)
     buffers = dict(model.model[0].named_buffers())
