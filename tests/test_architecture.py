@@ -69,7 +69,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
     """),
     ("3: the engine", """
         megatron.optim.rule megatron.optim.adam_kernel megatron.optim.adam megatron.optim.lion megatron.optim.lamb
-        megatron.optim.one_bit megatron.optim.cpu_adam megatron.optim.torch_rule megatron.optim.build
+        megatron.optim.one_bit megatron.optim.one_bit_lamb megatron.optim.cpu_adam megatron.optim.torch_rule
+        megatron.optim.build
         megatron.zero.precision megatron.zero.verdict megatron.zero.settings megatron.zero.holders
         megatron.zero.placeholder megatron.zero.waiting megatron.zero.drawn megatron.zero.tiling
         megatron.zero.homes.ferry megatron.zero.homes.shelf megatron.zero.homes.here megatron.zero.homes.lanes

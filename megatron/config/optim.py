@@ -32,8 +32,8 @@ class OptimConfig:
     adam_w_mode: bool = setting(True, "adam: decoupled weight decay (--no-adam-w-mode: added to the gradient)")
     sgd_momentum: float = setting(0.9, "momentum of sgd")
     onebit_freeze_step: str = setting(
-        "100000", "steps of onebit_adam's warm-up, after which gradients travel at one bit a number; auto: until the "
-        "variance has settled", metavar="N|auto",
+        "100000", "steps of the warm-up of onebit_adam and onebit_lamb, after which gradients travel at one bit a "
+        "number; auto: until the variance has settled", metavar="N|auto",
         json=Key("optimizer.params.freeze_step", COUNT, alone=False))
     optimizer_params: tuple[str, ...] = setting(
         (), "further parameters of the optimizer, such as nesterov=true", metavar="NAME=VALUE")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Name = Literal["adam", "adamw", "sgd", "lamb", "lion", "adagrad", "rmsprop", "nadam", "radam", "adamax", "adadelta",
-               "asgd", "rprop", "onebit_adam"]
+               "asgd", "rprop", "onebit_adam", "onebit_lamb"]
 
 AUTO = "auto"
 """A number of steps that is found while a run goes on."""
@@ -39,12 +39,14 @@ class Takes:
 
 
 _ADAM = {"betas": "adam_beta1 adam_beta2", "eps": "adam_eps"}
+_ONE_BIT = {**_ADAM, "freeze_step": "onebit_freeze_step"}
+_LAMB = {"max_coeff": 10.0, "min_coeff": 0.01, "bias_correction": True, "eps_inside_sqrt": False}
 
 OPTIMIZERS: dict[str, Takes] = {
     "adam": Takes({**_ADAM, "adam_w_mode": "adam_w_mode"}, {"amsgrad": False, "bias_correction": True}, "Adam"),
     "adamw": Takes({**_ADAM, "adam_w_mode": "adam_w_mode"}, {"amsgrad": False, "bias_correction": True}, "AdamW"),
     "sgd": Takes({"momentum": "sgd_momentum"}, {"dampening": 0.0, "nesterov": False}, "SGD"),
-    "lamb": Takes(_ADAM, {"max_coeff": 10.0, "min_coeff": 0.01, "bias_correction": True, "eps_inside_sqrt": False}),
+    "lamb": Takes(_ADAM, _LAMB),
     "lion": Takes({}, {"betas": (0.9, 0.99)}),
     "adagrad": Takes({}, {"eps": 1e-10, "lr_decay": 0.0, "initial_accumulator_value": 0.0}, "Adagrad", lr=1e-2),
     "rmsprop": Takes({}, {"alpha": 0.99, "eps": 1e-8, "momentum": 0.0, "centered": False}, "RMSprop", lr=1e-2),
@@ -54,10 +56,12 @@ OPTIMIZERS: dict[str, Takes] = {
     "adadelta": Takes({}, {"rho": 0.9, "eps": 1e-6}, "Adadelta", lr=1.0),
     "asgd": Takes({}, {"lambd": 1e-4, "alpha": 0.75, "t0": 1e6}, "ASGD", lr=1e-2),
     "rprop": Takes({}, {"etas": (0.5, 1.2), "step_sizes": (1e-6, 50.0)}, "Rprop", decays=False, lr=1e-2),
-    "onebit_adam": Takes({**_ADAM, "freeze_step": "onebit_freeze_step"}, {"bias_correction": True}),
+    "onebit_adam": Takes(_ONE_BIT, {"bias_correction": True}),
+    "onebit_lamb": Takes(_ONE_BIT, {**_LAMB, "coeff_beta": 0.9, "factor_max": 4.0, "factor_min": 0.5,
+                                    "factor_threshold": 0.1}),
 }
 
-ONE_BIT = ("onebit_adam",)
+ONE_BIT = ("onebit_adam", "onebit_lamb")
 """Those with an exchange of their own, at one bit a number."""
 
 
@@ -66,11 +70,12 @@ DEEPSPEED_TYPES = {
     "SGD": "sgd", "Lamb": "lamb", "FusedLamb": "lamb", "Lion": "lion", "FusedLion": "lion", "DeepSpeedCPULion": "lion",
     "Adagrad": "adagrad", "DeepSpeedCPUAdagrad": "adagrad", "RMSprop": "rmsprop", "NAdam": "nadam", "RAdam": "radam",
     "Adamax": "adamax", "Adadelta": "adadelta", "ASGD": "asgd", "Rprop": "rprop", "OneBitAdam": "onebit_adam",
+    "OneBitLamb": "onebit_lamb",
 }
 """optimizer.type of a DeepSpeed file -> --optimizer"""
 _WHOLE_MATRICES = "it works on whole matrices, and ranks hold parts of flat ones; use AdamW"
 REFUSED_TYPES = {
-    **dict.fromkeys(("zerooneadam", "onebitlamb"), "gradients are not compressed here; use Adam or Lamb"),
+    "zerooneadam": "steps are not left out, nor gradients compressed, here; use OneBitAdam or Adam",
     **dict.fromkeys(("muadam", "muadamw", "musgd"),
                     "learning rates do not depend on a layer's width; use Adam, AdamW or SGD"),
     **dict.fromkeys(("muon", "adafactor"), _WHOLE_MATRICES),

@@ -14,6 +14,7 @@ from megatron.optim.adam import AdamW
 from megatron.optim.lamb import Lamb
 from megatron.optim.lion import Lion
 from megatron.optim.one_bit import OneBitAdam
+from megatron.optim.one_bit_lamb import OneBitLamb
 from megatron.optim.rule import Rule
 from megatron.optim.torch_rule import from_torch
 
@@ -29,8 +30,10 @@ def build_rule(optim: OptimConfig, tile: int) -> tuple[Rule, dict[str, Any]]:
         return Lamb(tile), hyper
     if optim.optimizer == "lion":
         return Lion(tile), hyper
+    hyper.pop("freeze_step", None)  # as the field has it
+    if optim.optimizer == "onebit_lamb":
+        return OneBitLamb(optim.freeze_step, tile), hyper
     if optim.optimizer == "onebit_adam":
-        hyper.pop("freeze_step")  # as the field has it
         return OneBitAdam(optim.freeze_step, tile, bias_correction=hyper.pop("bias_correction")), hyper
     adam = optim.optimizer in ("adam", "adamw")
     decoupled = adam and optim.adam_w_mode

@@ -35,24 +35,24 @@ class Lamb(OneByOne):
     elementwise = False
 
     def step(self, span: Span, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> None:
+        self.take(span, hyper, factor=factor, steps_taken=steps_taken)
+
+    def take(self, span: Span, hyper: Mapping[str, Any], *, factor: float, steps_taken: int) -> Tensor:
+        """A step; the trust ratios of the bucket's parameters, 1 where the span has nothing of one."""
         beta1, beta2 = hyper["betas"]
+        of_moments = corrections(hyper, steps_taken + 1)
         weights = torch.zeros(span.slots, dtype=torch.float64, device=span.master.device)
         updates = torch.zeros_like(weights)
-        for slot, tile in self._tiles(span):
+        for slot, tile in tiles(span, self.tile):
             grad = span.grad[tile].to(torch.float32).mul_(factor)
             span.states["exp_avg"][tile].mul_(beta1).add_(grad, alpha=1 - beta1)
             span.states["exp_avg_sq"][tile].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
             weights[slot] += sum_of_squares(span.master[tile])
-            updates[slot] += sum_of_squares(_update(span, tile, hyper, steps_taken))
+            updates[slot] += sum_of_squares(_update(span, tile, hyper, of_moments))
         ratios = _trust_ratios(span.total(weights).sqrt(), span.total(updates).sqrt(), hyper)
-        for slot, tile in self._tiles(span):
-            span.master[tile].sub_(_update(span, tile, hyper, steps_taken).mul_(ratios[slot] * hyper["lr"]))
-
-    def _tiles(self, span: Span) -> Iterator[tuple[int, slice]]:
-        """(slot, elements of the span), none of them padding."""
-        for part in span.parts:
-            for start in range(part.start, part.stop, self.tile):
-                yield part.slot, slice(start, min(start + self.tile, part.stop))
+        for slot, tile in tiles(span, self.tile):
+            span.master[tile].sub_(_update(span, tile, hyper, of_moments).mul_(ratios[slot] * hyper["lr"]))
+        return ratios
 
     def scalars(self) -> dict[str, Any]:
         return {}
@@ -61,17 +61,31 @@ class Lamb(OneByOne):
         pass
 
 
-def _update(span: Span, tile: slice, hyper: Mapping[str, Any], steps_taken: int) -> Tensor:
-    """u of these elements, from the new moments."""
-    corrections = [1.0, 1.0]
-    if hyper["bias_correction"]:
-        corrections = [1 - beta ** (steps_taken + 1) for beta in hyper["betas"]]
-    denominator = span.states["exp_avg_sq"][tile] / corrections[1]
+def tiles(span: Span, size: int) -> Iterator[tuple[int, slice]]:
+    """(slot, elements of the span), none of them padding."""
+    for part in span.parts:
+        for start in range(part.start, part.stop, size):
+            yield part.slot, slice(start, min(start + size, part.stop))
+
+
+def corrections(hyper: Mapping[str, Any], steps: int) -> tuple[float, float]:
+    """What the moments are divided by that have seen so many steps."""
+    beta1, beta2 = hyper["betas"]
+    return (1 - beta1 ** steps, 1 - beta2 ** steps) if hyper["bias_correction"] else (1.0, 1.0)
+
+
+def denominator(squares: Tensor, correction: float, hyper: Mapping[str, Any]) -> Tensor:
+    """sqrt(v^) + eps, of v."""
+    corrected = squares / correction
     if hyper["eps_inside_sqrt"]:
-        denominator.add_(hyper["eps"]).sqrt_()
-    else:
-        denominator.sqrt_().add_(hyper["eps"])
-    update = (span.states["exp_avg"][tile] / corrections[0]).div_(denominator)
+        return corrected.add_(hyper["eps"]).sqrt_()
+    return corrected.sqrt_().add_(hyper["eps"])
+
+
+def _update(span: Span, tile: slice, hyper: Mapping[str, Any], of_moments: tuple[float, float]) -> Tensor:
+    """u of these elements, from the new moments."""
+    size = denominator(span.states["exp_avg_sq"][tile], of_moments[1], hyper)
+    update = (span.states["exp_avg"][tile] / of_moments[0]).div_(size)
     return update.add_(span.master[tile], alpha=hyper["weight_decay"])
 
 

@@ -1,5 +1,5 @@
-"""1-bit Adam over flat fp32 spans: Adam at first, and from a step on one bit a number on the wire (Tang et al. 2021,
-https://arxiv.org/abs/2102.02888).
+"""What optimizers have in common that warm up on sums of gradients, and from a step on have one bit a number on the
+wire; and 1-bit Adam over flat fp32 spans (Tang et al. 2021, https://arxiv.org/abs/2102.02888).
 
     warm-up       AdamW, bit for bit
     afterwards    each rank says beta1 m + (1 - beta1) g, of its own gradient; what comes is the new m (mpu/one_bit.py)
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, final
 
 import torch
 
@@ -31,36 +31,23 @@ SETTLED = 0.96
 
 
 @dataclass
-class OneBitAdam:
+class OneBit:
+    """Part of a rule with states `exp_avg` and `exp_avg_sq`: when the second freezes, and what is said of the first."""
+
     freeze_step: int | None
     """Steps of the warm-up; None: until v has settled."""
-    tile: int = LARGEST_TILE
-    bias_correction: bool = True
     frozen_at: int | None = field(default=None, init=False)
     """Steps that v has seen, once it is frozen."""
     _sum: float = field(default=0.0, init=False)
     _rate: float = field(default=0.0, init=False)
     """The sum of v and the learning rate, when they were last looked at."""
 
-    name = "OneBitAdam"
-    states = AdamW.states
-    elementwise = True
     has_exchange = True
     speaks_where = "exp_avg_sq"
-
-    def __post_init__(self) -> None:
-        self._adam = AdamW(self.tile, bias_correction=self.bias_correction)
 
     @property
     def keeps_gradients(self) -> bool:
         return self.frozen_at is not None
-
-    @property
-    def waits(self) -> bool:
-        return self.keeps_gradients
-
-    def settle_on(self, device: torch.device, world: Group) -> None:
-        self._adam.settle_on(device, world)
 
     def begin_step(self, taken: int, groups: Sequence[ParamGroup], size_of: Callable[[str], float]) -> None:
         if self.freeze_step is None:
@@ -81,6 +68,34 @@ class OneBitAdam:
     def say(self, what: Saying, hyper: Mapping[str, Any], *, factor: float) -> None:
         beta1 = hyper["betas"][0]
         what.owed.add_(what.before, alpha=beta1).add_(what.grad, alpha=(1 - beta1) * factor)
+
+    def scalars(self) -> dict[str, Any]:
+        return {"frozen_at": self.frozen_at, "sum": self._sum, "rate": self._rate}
+
+    def restore(self, scalars: Mapping[str, Any]) -> None:
+        self.frozen_at = scalars.get("frozen_at")
+        self._sum, self._rate = scalars.get("sum", 0.0), scalars.get("rate", 0.0)
+
+
+@final
+@dataclass
+class OneBitAdam(OneBit):
+    tile: int = LARGEST_TILE
+    bias_correction: bool = True
+
+    name = "OneBitAdam"
+    states = AdamW.states
+    elementwise = True
+
+    def __post_init__(self) -> None:
+        self._adam = AdamW(self.tile, bias_correction=self.bias_correction)
+
+    @property
+    def waits(self) -> bool:
+        return self.keeps_gradients
+
+    def settle_on(self, device: torch.device, world: Group) -> None:
+        self._adam.settle_on(device, world)
 
     def step_many(self, spans: Sequence[Span], hyper: Mapping[str, Any], at: StepScalars) -> bool:
         return self._adam.step_many(spans, hyper, at)
@@ -104,10 +119,3 @@ class OneBitAdam:
         weights = span.master[tile]
         weights.mul_(1 - hyper["lr"] * hyper["weight_decay"])
         weights.addcdiv_(momentum, denominator, value=-hyper["lr"] / of_m)
-
-    def scalars(self) -> dict[str, Any]:
-        return {"frozen_at": self.frozen_at, "sum": self._sum, "rate": self._rate}
-
-    def restore(self, scalars: Mapping[str, Any]) -> None:
-        self.frozen_at = scalars.get("frozen_at")
-        self._sum, self._rate = scalars.get("sum", 0.0), scalars.get("rate", 0.0)

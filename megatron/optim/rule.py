@@ -8,9 +8,9 @@ multiplied by: unscaling, averaging and clipping are one number.
 Whether a step is to be taken at all, and the factor, follow from a norm that the device has just computed. A rule that
 takes them from there as tensors (`StepScalars`) need not wait for it; `OneByOne` is for those that want numbers.
 
-An elementwise rule needs nothing else. One that looks at whole parameters (Lamb) finds their borders in `parts`, and
-`total` adds up per-parameter sums over the ranks; it is called for every group of every bucket on every rank, be the
-span empty there or not.
+An elementwise rule needs nothing else. One that looks at whole parameters (Lamb) finds their borders in `parts`;
+`total` adds up per-parameter sums over the ranks, and `largest` takes maxima. It is called for every group of every
+bucket on every rank, be the span empty there or not; so all ranks know the numbers of all parameters, by their `names`.
 
 A rule may have an exchange of its own in the place of the sum of gradients, once it `keeps_gradients`: each rank then
 holds the gradients it made, whole; the rule `says` what is to travel of them, at one bit a number and with errors made
@@ -31,6 +31,10 @@ from mpu.groups import Group
 
 ParamGroup = dict[str, Any]
 """As torch's optimizers have them: "params", and the hyper-parameters these share ("lr" is one of them)."""
+
+
+def _of_one_rank(of_parts: Tensor) -> Tensor:
+    return of_parts
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,10 @@ class Span:
     """[slots] sums over this rank's parts -> sums over whole parameters. Collective."""
     narrow: Tensor | None = None
     """Where the new weights are wanted in 16 bits, if that is on the same device. Only `step_many` may write there."""
+    largest: Callable[[Tensor], Tensor] = _of_one_rank
+    """[slots] maxima over this rank's parts -> maxima over whole parameters. Collective."""
+    names: Sequence[str] = ()
+    """Those of the bucket's parameters, where the rule looks at whole ones."""
 
 
 @dataclass(frozen=True)

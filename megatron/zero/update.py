@@ -29,6 +29,7 @@ from megatron.zero.state import State
 from mpu.collectives import all_reduce
 from mpu.device import on_accelerator
 from mpu.groups import Groups
+from mpu.wire.interface import Op
 
 Hypers = Sequence[Mapping[str, Any]]
 """The hyper-parameters of each group, as they are at this step."""
@@ -131,18 +132,19 @@ class Update:
             Part(index, start - span.start, stop - span.start)
             for index, start, stop in bucket.layout.slot_spans(bucket.shard_group.rank)
             if span.start <= start < span.stop]
+        names = () if self._rule.elementwise else tuple(slot.name for slot in bucket.layout.slots)
         here = slice(span.start - tile.part.start, span.stop - tile.part.start)
         states = {kind: values[here] for kind, values in tile.kept.items() if kind != WEIGHT}
         narrow = None if tile.narrow is None else tile.narrow[here]
         return Span(group, tile.kept[WEIGHT][here], tile.grads[here], states, parts, len(bucket.layout.slots),
-                    partial(self._slot_totals, bucket), narrow)
+                    partial(self._of_slots, bucket, "sum"), narrow, partial(self._of_slots, bucket, "max"), names)
 
-    def _slot_totals(self, bucket: FlatBucket, sums: Tensor) -> Tensor:
-        """Sums over this rank's part of each parameter -> over the whole parameter."""
+    def _of_slots(self, bucket: FlatBucket, op: Op, of_parts: Tensor) -> Tensor:
+        """Sums or maxima over this rank's part of each parameter -> over the whole parameter."""
         if bucket.shard_group.is_solo and self._groups.tp.is_solo:
-            return sums
-        here = all_reduce(sums.to(bucket.device), bucket.shard_group)
-        return torch.where(self._is_split[bucket], all_reduce(here, self._groups.tp), here).to(sums.device)
+            return of_parts
+        here = all_reduce(of_parts.to(bucket.device), bucket.shard_group, op)
+        return torch.where(self._is_split[bucket], all_reduce(here, self._groups.tp, op), here).to(of_parts.device)
 
 
 class DelayedUpdate(Update):

@@ -46,7 +46,7 @@ def spans_of(master: Tensor, grad: Tensor, states: dict[str, Tensor], cuts: Sequ
     for start, stop in zip((0, *cuts), (*cuts, len(master)), strict=True):
         cut = slice(start, stop)
         yield Span(0, master[cut], grad[cut], {name: flat[cut] for name, flat in states.items()},
-                   (Part(0, 0, stop - start),), 1, lambda sums: sums)
+                   (Part(0, 0, stop - start),), 1, lambda sums: sums, names=("weight",))
 
 
 def flat_run(rule: Rule, hyper: dict[str, Any], cuts: Sequence[int] = (), dtype: torch.dtype = torch.float32,

@@ -1,0 +1,401 @@
+"""1-bit Lamb in the engine: Lamb until it freezes, then what NumPy makes of the published algorithm; any stage, any
+layout, and on from a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.zero.api.engine import Engine
+from mpu import groups
+from tests.distributed import run_ranks
+from tests.megatron.zero.run import configure, configure_gpt2, engine_around, gpt2_engine, gpt2_loss, weights
+
+WIDTH, FREEZE, LR, DECAY, BETAS, EPS = 12, 6, 2**-9, 2**-3, (0.9, 0.95), 1e-4
+SETTINGS = {"optimizer": "onebit_lamb", "onebit_freeze_step": str(FREEZE), "clip_grad": 0.0, "weight_decay": DECAY,
+            "adam_beta1": BETAS[0], "adam_beta2": BETAS[1], "adam_eps": EPS, "lr": LR}
+DEFAULTS = {"max_coeff": 10.0, "min_coeff": 0.01, "coeff_beta": 0.9, "factor_max": 4.0, "factor_min": 0.5,
+            "factor_threshold": 0.1, "bias_correction": True, "eps_inside_sqrt": False}
+
+
+class Net(nn.Module):
+    """A loss whose gradient is its input: what is compared is the optimizer. One parameter has no numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(9, WIDTH)
+        self.body = nn.Linear(WIDTH, 30)
+        self.head = nn.Linear(30, 5)
+        self.nothing = nn.Parameter(torch.empty(0))
+
+    def forward(self, gradient: Tensor) -> Tensor:
+        flat = torch.cat([parameter.flatten() for parameter in self.parameters()])
+        return (flat * gradient.to(flat.dtype)).sum()
+
+
+NUMBERS = {name: parameter.numel() for name, parameter in Net().named_parameters()}
+"""Of each parameter, in the order in which `batch` has them."""
+
+
+def batch(step: int, rank: int) -> Tensor:
+    """The gradients of one rank: some of the numbers of a parameter large, others small, and two rows of none. What
+    they are together changes, so that factors move both ways."""
+    sizes = dict(zip(NUMBERS, torch.randn(sum(NUMBERS.values()), generator=torch.Generator().manual_seed(1)
+                                          ).split(list(NUMBERS.values()))))
+    sizes["table.weight"][7 * WIDTH : 9 * WIDTH] = 0.0
+    if step >= 2 * FREEZE:
+        sizes["body.weight"] *= 0.02
+        sizes["head.weight"] *= 10
+    flat = torch.cat([sizes[name] for name in NUMBERS])
+    noise = torch.randn(len(flat), generator=torch.Generator().manual_seed(100 * step + rank))
+    return flat * (0.3 + noise) / 10
+
+
+def engine_of(stage: int = 0, accumulation: int = 1, **settings: Any) -> Engine:
+    config = configure(**{**SETTINGS, "zero_stage": stage, **settings})
+    return engine_around(Net(), config, groups.build(1), accumulation)
+
+
+def train(engine: Engine, first: int, last: int) -> list[float]:
+    """The norms that its steps report."""
+    norms = []
+    accumulation, rank = engine.gradient_accumulation_steps(), engine.groups.dp.rank
+    for step in range(first, last):
+        for micro in range(accumulation):
+            report = None
+            engine.backward(engine(batch(accumulation * step + micro, rank)))
+            report = engine.step() or engine.core.last_report
+        norms.append(report.grad_norm if report is not None else 0.0)
+    return norms
+
+
+def _trained(rank: int, world: int, steps: int, settings: dict[str, Any]) -> tuple[dict[str, Tensor], list[float], Any]:
+    engine = engine_of(**settings)
+    norms = train(engine, 0, steps)
+    return weights(engine), norms, engine.core.rule.scalars()
+
+
+def _same(found: list[Any], wanted: list[Any]) -> bool:
+    return all(torch.equal(one[0][name], other[0][name]) for one, other in zip(found, wanted, strict=True)
+               for name in one[0])
+
+
+# ---- beside Lamb, and beside the reference ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("own", [(), ("bias_correction=false", "max_coeff=0.5", "eps_inside_sqrt=true")])
+def test_until_it_freezes_it_is_lamb_bit_for_bit(stage: int, own: tuple[str, ...]) -> None:
+    settings = {"stage": stage, "clip_grad": 0.2, "optimizer_params": own}
+    lamb = {**settings, "optimizer": "lamb"}
+    assert _same(run_ranks(_trained, 2, FREEZE, settings), run_ranks(_trained, 2, FREEZE, lamb))
+    later = run_ranks(_trained, 2, FREEZE + 1, settings)
+    assert not _same(later, run_ranks(_trained, 2, FREEZE + 1, lamb)), "it never froze"
+
+
+@dataclass
+class Reference:
+    """All ranks at once, by NumPy in fp64. A flat buffer of parameters that begin at multiples of 128, those that decay
+    first, in equal chunks of such; a size for each parameter in each chunk. Momenta are scaled as published."""
+
+    ranks: int
+    clip: float
+    own: dict[str, Any]
+    held: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("lowest", "highest", "falling", "rising"), 0))
+    """How often a factor was held."""
+
+    def __post_init__(self) -> None:
+        parameters = sorted(Net().named_parameters(), key=lambda named: named[1].dim() < 2)
+        self.shapes = {name: parameter.shape for name, parameter in parameters}
+        self.places, end = {}, 0
+        for name, parameter in parameters:
+            self.places[name] = slice(end, end + parameter.numel())
+            end += -(-parameter.numel() // 128) * 128
+        chunk = -(--(-end // self.ranks) // 128) * 128
+        numel = chunk * self.ranks
+        cuts = [(max(place.start, low), min(place.stop, low + chunk)) for low in range(0, numel, chunk)
+                for place in self.places.values()]
+        self.segments = [slice(start, stop) for start, stop in cuts if start < stop]
+        self.w, self.decay, self.m, self.v, self.fresh, self.served = (np.zeros(numel) for _ in range(6))
+        for name, parameter in parameters:
+            self.w[self.places[name]] = parameter.detach().flatten().numpy()
+            self.decay[self.places[name]] = DECAY if parameter.dim() >= 2 else 0
+        self.owed, self.scale = np.zeros((self.ranks, numel)), np.ones(numel)
+        self.average, self.factor = dict.fromkeys(self.places, 0.0), dict.fromkeys(self.places, 1.0)
+        self.norms: list[float] = []
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: torch.from_numpy(self.w[place]).view(self.shapes[name]) for name, place in self.places.items()}
+
+    def step(self, step: int) -> None:
+        self.of_m, self.of_v = (1 - beta ** (step + 1) if self.own["bias_correction"] else 1.0 for beta in BETAS)
+        grads = np.zeros((self.ranks, len(self.w)))
+        for rank in range(self.ranks):
+            for name, run in zip(NUMBERS, batch(step, rank).split(list(NUMBERS.values()))):
+                grads[rank][self.places[name]] = run.numpy()
+        (self.warm_up if step < FREEZE else self.compressed)(step, grads)
+
+    def clipped(self, came: Any) -> Any:
+        self.norms.append(float(np.linalg.norm(came)))
+        return came * (min(1, self.clip / (self.norms[-1] + 1e-6)) if self.clip else 1)
+
+    def below(self, v: Any, correction: float) -> Any:
+        return np.sqrt(v / correction + EPS) if self.own["eps_inside_sqrt"] else np.sqrt(v / correction) + EPS
+
+    def warm_up(self, step: int, grads: Any) -> None:
+        grad, own = self.clipped(grads.mean(0)), self.own
+        self.m, self.v = (beta * old + (1 - beta) * new
+                          for beta, old, new in zip(BETAS, (self.m, self.v), (grad, grad ** 2)))
+        update = self.m / self.of_m / self.below(self.v, self.of_v) + self.decay * self.w
+        for name, place in self.places.items():
+            norms = np.linalg.norm(self.w[place]), np.linalg.norm(update[place])
+            ratio = np.clip(norms[0] / norms[1], own["min_coeff"], own["max_coeff"]) if all(norms) else 1.0
+            if ratio != 1:
+                self.average[name] = own["coeff_beta"] * self.average[name] + (1 - own["coeff_beta"]) * ratio
+            self.w[place] -= LR * ratio * update[place]
+
+    def say(self, x: Any) -> Any:
+        said = np.zeros_like(x)
+        for part in self.segments:
+            live = self.v[part] != 0
+            size = np.sqrt((x[part][live] ** 2).sum() / max(1, live.sum()))
+            said[part] = np.where(x[part] >= 0, size, -size) * live
+        return said
+
+    def switch(self) -> None:
+        self.fresh = self.v.copy()
+        self.frozen_of_v = 1 - BETAS[1] ** FREEZE if self.own["bias_correction"] else 1.0
+        full = {name: place for name, place in self.places.items() if self.m[place].any()}
+        sizes = {name: np.sqrt((self.m[place] ** 2).mean()) for name, place in full.items()}
+        for name, place in full.items():
+            self.scale[place] = np.mean(list(sizes.values())) / sizes[name]
+
+    def compressed(self, step: int, grads: Any) -> None:
+        if step == FREEZE:
+            self.switch()
+        self.owed += (BETAS[0] * self.m + (1 - BETAS[0]) * grads) * self.scale
+        self.owed *= self.v != 0
+        says = np.stack([self.say(one) for one in self.owed])
+        self.owed -= says
+        self.served += says.mean(0)
+        said = self.say(self.served)
+        self.served -= said
+        m = self.clipped(said / self.scale)
+        grad = (m - BETAS[0] * self.m) / (1 - BETAS[0])
+        self.m, self.fresh = m, BETAS[1] * self.fresh + (1 - BETAS[1]) * grad ** 2
+        frozen = self.below(self.v, self.frozen_of_v)
+        ratios = frozen / self.below(self.fresh, self.of_v)
+        alone = m / self.of_m / frozen
+        update = alone + self.decay * self.w
+        for name, place in self.places.items():
+            live = self.v[place] != 0
+            if live.any():
+                share = min(1, np.linalg.norm(alone[place]) / np.linalg.norm(update[place]))
+                self.factor[name] = self.next_factor(self.factor[name], ratios[place][live].max() * share + 1 - share)
+            self.w[place] -= LR * (self.average[name] or 1) * self.factor[name] * update[place]
+
+    def next_factor(self, before: float, wanted: float) -> float:
+        own, near = self.own, self.own["factor_threshold"]
+        within = min(max(wanted, own["factor_min"]), own["factor_max"])
+        found: float = min(max(within, before * (1 - near)), before * (1 + near))
+        self.held["lowest"] += found == own["factor_min"]
+        self.held["highest"] += found == own["factor_max"]
+        self.held["falling"] += found > within
+        self.held["rising"] += found < within
+        return found
+
+
+OWN: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "others": {"factor_threshold": 0.02, "factor_max": 1.5, "factor_min": 0.8, "coeff_beta": 0.7, "max_coeff": 0.8,
+               "bias_correction": False, "eps_inside_sqrt": True},
+}
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.2])
+@pytest.mark.parametrize("own", OWN)
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_fifty_steps_are_those_of_the_reference(ranks: int, stage: int, own: str, clip: float) -> None:
+    reference = Reference(ranks, clip, {**DEFAULTS, **OWN[own]})
+    for step in range(50):
+        reference.step(step)
+    assert reference.scale.max() > 3 * reference.scale.min(), "the published scale has nothing to do"
+    held = reference.held
+    assert held["falling"] and (held["rising"] if own == "others" else held["lowest"] or held["highest"]), held
+    given = tuple(f"{name}={str(value).lower()}" for name, value in OWN[own].items())
+    by_rank = run_ranks(_trained, ranks, 50, {"stage": stage, "clip_grad": clip, "optimizer_params": given})
+    wanted = reference.weights()
+    for found, norms, scalars in by_rank:
+        assert norms == pytest.approx(reference.norms, rel=1e-5)
+        for name, weight in found.items():
+            off = (weight.double() - wanted[name]).norm()
+            assert off <= 1e-6 * wanted[name].norm(), f"{name} is off by {off / wanted[name].norm():.1e}"
+            assert scalars["trust"][name] == pytest.approx([reference.average[name], reference.factor[name]], rel=1e-5)
+        assert scalars == by_rank[0][2]
+    assert _same([by_rank[0]] * ranks, by_rank), "the ranks have other weights"
+
+
+# ---- parameters of which there is little to say ----------------------------------------------------------------------
+
+
+def _without_momentum(rank: int, world: int, stage: int, empty: str, settings: dict[str, Any]) -> list[Tensor]:
+    """A parameter of which a rank is told nothing; the weights after each compressed step."""
+    engine = engine_of(stage, **settings)
+    found = []
+    for step in range(2 * FREEZE):
+        flat = batch(step, rank)
+        if settings or step == FREEZE - 1:
+            start = list(NUMBERS).index(empty)
+            first = sum(list(NUMBERS.values())[:start])
+            flat[first : first + NUMBERS[empty]] = 0.0
+        engine.backward(engine(flat))
+        engine.step()
+        found.append(weights(engine)[empty])
+    assert all(weight.isfinite().all() for weight in weights(engine).values())
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_momentum_of_zeros_when_it_freezes_harms_nobody(stage: int) -> None:
+    """beta1 of 0 and a last gradient of 0, where v has seen others."""
+    for found in run_ranks(_without_momentum_once, 2, stage):
+        assert torch.equal(found[FREEZE - 1], found[FREEZE - 2]), "the bias has no decay, and its momentum is 0"
+        assert all(not torch.equal(found[step], found[step - 1]) for step in range(FREEZE, 2 * FREEZE))
+
+
+def _without_momentum_once(rank: int, world: int, stage: int) -> list[Tensor]:
+    SETTINGS["adam_beta1"] = 0.0
+    return _without_momentum(rank, world, stage, "head.bias", {})
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_parameter_without_a_gradient_stays_without_one(stage: int) -> None:
+    for found in run_ranks(_without_momentum, 2, stage, "head.bias", {"clip_grad": 0.2}):
+        assert all(torch.equal(weight, Net().head.bias) for weight in found)
+
+
+def test_a_parameter_whose_ratio_was_always_1_does_not_stand_still() -> None:
+    settings = {"optimizer_params": ("min_coeff=1", "max_coeff=1")}
+    (before, _, scalars), *_ = run_ranks(_trained, 2, FREEZE, settings)
+    (after, _, _), *_ = run_ranks(_trained, 2, FREEZE + 1, settings)
+    assert all(average == 0 for average, _ in scalars["trust"].values())
+    for name in before:
+        assert not before[name].numel() or 0 < (after[name] - before[name]).abs().max() < 10 * LR, name
+
+
+# ---- any split of the work -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}, {"fp16": True, "initial_scale_power": 8}])
+def test_stages_0_and_1_train_alike(precision: dict[str, Any]) -> None:
+    """Norms of parts are added up in another order, in fp64: what is rounded to fp32 is mostly the same, and masters
+    are far closer than a step of bf16 is wide."""
+    own = {**precision, "accumulation": 2, "clip_grad": 0.2}
+    (found, norms, scalars), (other, other_norms, others) = (
+        run_ranks(_trained, 2, 15, {**own, "stage": stage})[0] for stage in (0, 1))
+    assert scalars["frozen_at"] == FREEZE and norms == pytest.approx(other_norms, rel=1e-6)
+    for name in found:
+        assert scalars["trust"][name] == pytest.approx(others["trust"][name], rel=1e-6)
+        assert (found[name] != other[name]).float().mean() < 0.01 or torch.allclose(found[name], other[name], 1e-6, 0)
+
+
+def _gpt2(rank: int, world: int, tp: int, stage: int) -> tuple[dict[str, Tensor], list[str], dict[str, Any]]:
+    """Weights, those of them that every tensor parallel rank has, and what the rule knows."""
+    grid = groups.build(tp)
+    engine = gpt2_engine(configure_gpt2(**{**SETTINGS, "zero_stage": stage, "model_parallel_size": tp, "clip_grad": 0.5,
+                                           "batch_size": 2, "global_batch_size": 4}), grid)
+    for step in range(2 * FREEZE):
+        rows = torch.randint(0, 61, (4, 17), generator=torch.Generator().manual_seed(step))
+        engine.backward(gpt2_loss(engine, rows.chunk(2)[grid.dp.rank]))
+        engine.step()
+    assert engine.exchanged
+    slots = [slot for line in engine.exchanged for slot in line.layout.slots]
+    return weights(engine), [slot.name for slot in slots if slot.partition is None], engine.rule.scalars()
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_gpt2_trains_on_tensor_parallel_ranks(stage: int) -> None:
+    """What ranks have in common is the same; the warm-up's averages are those of whole parameters."""
+    by_rank = run_ranks(_gpt2, 4, 2, stage)
+    alone = run_ranks(_gpt2, 2, 1, stage)
+    for found, replicated, scalars in by_rank:
+        assert scalars == by_rank[0][2]
+        assert all(torch.equal(found[name], by_rank[0][0][name]) for name in replicated)
+    for name, (average, _) in alone[0][2]["trust"].items():
+        assert by_rank[0][2]["trust"][name][0] == pytest.approx(average, rel=1e-3), name
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def _all_state(engine: Engine) -> list[Tensor]:
+    kept = [bucket.kept.at_hand(kind) for bucket in engine.core.buckets for kind in bucket.kept.kinds]
+    owed = [owed for line in engine.core.exchanged for owed in (line.mean.owed, line.mean.owed_to_all)]
+    return [tensor.clone() for tensor in (*kept, *owed) if tensor is not None]
+
+
+def _saves(rank: int, world: int, folder: str, stage: int, at: int) -> tuple[list[Tensor], Any]:
+    engine = engine_of(stage)
+    train(engine, 0, at)
+    engine.save_checkpoint(folder, tag="kept")
+    train(engine, at, at + 4)
+    return _all_state(engine), engine.core.rule.scalars()
+
+
+def _resumes(rank: int, world: int, folder: str, stage: int, at: int) -> tuple[list[Tensor], Any]:
+    engine = engine_of(stage)
+    engine.load_checkpoint(folder, tag="kept")
+    engine.save_checkpoint(folder, tag="again")  # knows what it has not looked at yet
+    engine = engine_of(stage)
+    engine.load_checkpoint(folder, tag="again")
+    train(engine, at, at + 4)
+    return _all_state(engine), engine.core.rule.scalars()
+
+
+@pytest.mark.parametrize("at", [FREEZE - 1, FREEZE, FREEZE + 5])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_run_goes_on_bit_for_bit(tmp_path: Path, stage: int, at: int) -> None:
+    kept, again = (run_ranks(work, 3, str(tmp_path), stage, at) for work in (_saves, _resumes))
+    for (one, knows), (other, knew) in zip(kept, again, strict=True):
+        assert len(one) > 4 and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+        assert knows == knew
+
+
+def _elsewhere(rank: int, world: int, folder: str, stage: int, saves: bool) -> tuple[dict[str, Tensor], Any]:
+    """By parameter, what all ranks and servers owe: this rank's part of the mean; and what the rule knows."""
+    engine = engine_of(stage)
+    if saves:
+        train(engine, 0, FREEZE + 5)
+        engine.save_checkpoint(folder, tag="kept")
+    else:
+        engine.load_checkpoint(folder, tag="kept")
+    found: dict[str, Tensor] = {}
+    for line in engine.core.exchanged:
+        for slot in line.layout.slots:
+            found[slot.name] = line.mean.owed[slot.offset : slot.end] / world
+        for segment in line.layout.segments(rank):
+            own = line.mean.owed_to_all[segment.shard_offset : segment.shard_offset + segment.count]
+            found[segment.slot.name][segment.slot_offset : segment.slot_offset + segment.count] += own
+    knows = engine.core.rule.scalars()
+    train(engine, FREEZE + 5, FREEZE + 7)
+    assert all(weight.isfinite().all() for weight in weights(engine).values())
+    return found, knows
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_on_other_ranks_it_goes_on_with_the_mean_of_what_is_owed(tmp_path: Path, ranks: int, stage: int) -> None:
+    kept = run_ranks(_elsewhere, 2, str(tmp_path), stage, True)
+    again = run_ranks(_elsewhere, ranks, str(tmp_path), 1 - stage, False)
+    assert all(knows == kept[0][1] for _, knows in (*kept, *again)) and set(kept[0][1]["trust"]) == set(NUMBERS)
+    for name in (name for name in NUMBERS if NUMBERS[name]):
+        wanted, found = (sum(owed[name].double() for owed, _ in by_rank) for by_rank in (kept, again))
+        assert wanted.abs().max() > 0 and (found - wanted).abs().max() <= 1e-6 * wanted.abs().max(), name
