@@ -84,7 +84,9 @@ OWN = {"dampening": ("SGD", "sgd", 0.5), "nesterov": ("SGD", "sgd", True), "amsg
        "alpha": ("RMSprop", "rmsprop", 0.9), "centered": ("RMSprop", "rmsprop", True),
        "momentum_decay": ("NAdam", "nadam", 0.01), "decoupled_weight_decay": ("RAdam", "radam", True),
        "rho": ("Adadelta", "adadelta", 0.8), "lambd": ("ASGD", "asgd", 0.1), "t0": ("ASGD", "asgd", 10.0),
-       "etas": ("Rprop", "rprop", [0.4, 1.1]), "step_sizes": ("Rprop", "rprop", [1e-5, 1.0])}
+       "etas": ("Rprop", "rprop", [0.4, 1.1]), "step_sizes": ("Rprop", "rprop", [1e-5, 1.0]),
+       "coeff_beta": ("OneBitLamb", "onebit_lamb", 0.8), "factor_max": ("OneBitLamb", "onebit_lamb", 3.0),
+       "factor_min": ("OneBitLamb", "onebit_lamb", 0.4), "factor_threshold": ("OneBitLamb", "onebit_lamb", 0.2)}
 
 
 def own_case(name: str) -> tuple[Any, Any, dict[str, Any]]:
@@ -397,7 +399,11 @@ def test_an_unknown_key_is_refused_with_its_path_and_the_nearest_name(path, told
     (merged(typed("OneBitAdam"), nested("zero_optimization", {"stage": 1, "offload_optimizer": {"device": "cpu"}})),
      "exclude each other"),
     (merged(typed("OneBitAdam"), nested("optimizer.params.freeze_step", 0)), "optimizer.params.freeze_step is 0"),
-    (typed("OneBitLamb"), "gradients are not compressed"),
+    (merged(typed("OneBitLamb"), {"zero_optimization": {"stage": 3}}), "from stage 2 on they are summed and split"),
+    (merged(typed("OneBitLamb"), nested("zero_optimization", {"stage": 1, "offload_optimizer": {"device": "cpu"}})),
+     "what a rank says is made of the momentum, on the device"),
+    (merged(typed("OneBitLamb"), nested("optimizer.params.amsgrad", True)), "amsgrad is not a parameter of OneBitLamb"),
+    (typed("ZeroOneAdam"), "steps are not left out, nor gradients compressed"),
     (typed("Muon"), "it works on whole matrices"), (typed("Adafactor"), "it works on whole matrices"),
     (typed("LBFGS"), "evaluates the loss several times"), (typed("SparseAdam"), "gradients are dense"),
     (typed("Adm"), 'optimizer.type is "Adm": expected "Adam" or "AdamW"'), (typed("Adm"), 'did you mean "Adam"?'),

@@ -72,6 +72,10 @@ ACCEPTED: dict[str, dict[str, Any]] = {
         "stage": 1, "cpu_offload": False, "offload_optimizer": {"device": "none"}, "offload_param": None}},
     "1-bit": {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-4, "freeze_step": 400, "cuda_aware": False,
                                                              "comm_backend_name": "nccl"}}},
+    "1-bit Lamb": {"optimizer": {"type": "OneBitLamb", "params": {
+        "lr": 11e-3, "weight_decay": 0.01, "bias_correction": False, "freeze_step": 1000, "max_coeff": 0.3,
+        "min_coeff": 0.01, "cuda_aware": False, "comm_backend_name": "nccl", "coeff_beta": 0.9, "factor_max": 4.0,
+        "factor_min": 0.5, "factor_threshold": 0.1}}, "gradient_clipping": 1.0, "fp16": FP16},
     "layer drop": {"optimizer": ADAM, "progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 0.001}},
     "layer drop with BERT": {
         "train_micro_batch_size_per_gpu": 4, "steps_per_print": 100, "prescale_gradients": True,

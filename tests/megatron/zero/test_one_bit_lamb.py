@@ -246,40 +246,37 @@ def test_fifty_steps_are_those_of_the_reference(ranks: int, stage: int, own: str
 # ---- parameters of which there is little to say ----------------------------------------------------------------------
 
 
-def _without_momentum(rank: int, world: int, stage: int, empty: str, settings: dict[str, Any]) -> list[Tensor]:
-    """A parameter of which a rank is told nothing; the weights after each compressed step."""
+BIAS, QUIET = "head.bias", range(FREEZE - 1, FREEZE + 2)
+"""A parameter without decay; steps across the end of the warm-up."""
+
+
+def _biases(rank: int, world: int, stage: int, quiet: range, settings: dict[str, Any]) -> list[Tensor]:
+    """The bias after each step; it has no gradient at the quiet ones."""
     engine = engine_of(stage, **settings)
     found = []
     for step in range(2 * FREEZE):
-        flat = batch(step, rank)
-        if settings or step == FREEZE - 1:
-            start = list(NUMBERS).index(empty)
-            first = sum(list(NUMBERS.values())[:start])
-            flat[first : first + NUMBERS[empty]] = 0.0
-        engine.backward(engine(flat))
+        gradients = dict(zip(NUMBERS, batch(step, rank).split(list(NUMBERS.values()))))
+        if step in quiet:
+            gradients[BIAS].zero_()
+        engine.backward(engine(torch.cat(list(gradients.values()))))
         engine.step()
-        found.append(weights(engine)[empty])
+        found.append(weights(engine)[BIAS])
     assert all(weight.isfinite().all() for weight in weights(engine).values())
     return found
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_a_momentum_of_zeros_when_it_freezes_harms_nobody(stage: int) -> None:
-    """beta1 of 0 and a last gradient of 0, where v has seen others."""
-    for found in run_ranks(_without_momentum_once, 2, stage):
-        assert torch.equal(found[FREEZE - 1], found[FREEZE - 2]), "the bias has no decay, and its momentum is 0"
-        assert all(not torch.equal(found[step], found[step - 1]) for step in range(FREEZE, 2 * FREEZE))
-
-
-def _without_momentum_once(rank: int, world: int, stage: int) -> list[Tensor]:
-    SETTINGS["adam_beta1"] = 0.0
-    return _without_momentum(rank, world, stage, "head.bias", {})
+def test_a_momentum_of_zeros_harms_nobody(stage: int) -> None:
+    """With beta1 of 0, where v has seen other gradients."""
+    for found in run_ranks(_biases, 2, stage, QUIET, {"adam_beta1": 0.0}):
+        stands = [step for step in range(1, 2 * FREEZE) if torch.equal(found[step], found[step - 1])]
+        assert stands == list(QUIET), "a momentum of 0 moves nothing, and any other does"
 
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_parameter_without_a_gradient_stays_without_one(stage: int) -> None:
-    for found in run_ranks(_without_momentum, 2, stage, "head.bias", {"clip_grad": 0.2}):
-        assert all(torch.equal(weight, Net().head.bias) for weight in found)
+    for found in run_ranks(_biases, 2, stage, range(2 * FREEZE), {"clip_grad": 0.2}):
+        assert all(torch.equal(bias, Net().head.bias) for bias in found)
 
 
 def test_a_parameter_whose_ratio_was_always_1_does_not_stand_still() -> None:
@@ -288,7 +285,7 @@ def test_a_parameter_whose_ratio_was_always_1_does_not_stand_still() -> None:
     (after, _, _), *_ = run_ranks(_trained, 2, FREEZE + 1, settings)
     assert all(average == 0 for average, _ in scalars["trust"].values())
     for name in before:
-        assert not before[name].numel() or 0 < (after[name] - before[name]).abs().max() < 10 * LR, name
+        assert not before[name].numel() or not torch.equal(after[name], before[name]), name
 
 
 # ---- any split of the work -------------------------------------------------------------------------------------------
@@ -301,7 +298,8 @@ def test_stages_0_and_1_train_alike(precision: dict[str, Any]) -> None:
     own = {**precision, "accumulation": 2, "clip_grad": 0.2}
     (found, norms, scalars), (other, other_norms, others) = (
         run_ranks(_trained, 2, 15, {**own, "stage": stage})[0] for stage in (0, 1))
-    assert scalars["frozen_at"] == FREEZE and norms == pytest.approx(other_norms, rel=1e-6)
+    assert scalars["frozen_at"] == FREEZE
+    assert norms == pytest.approx(other_norms, rel=1e-6, nan_ok=True), "in fp16 one step is skipped"
     for name in found:
         assert scalars["trust"][name] == pytest.approx(others["trust"][name], rel=1e-6)
         assert (found[name] != other[name]).float().mean() < 0.01 or torch.allclose(found[name], other[name], 1e-6, 0)
