@@ -45,14 +45,13 @@ NUMBERS = {name: parameter.numel() for name, parameter in Net().named_parameters
 
 
 def batch(step: int, rank: int) -> Tensor:
-    """The gradients of one rank: some of the numbers of a parameter large, others small, and two rows of none. What
-    they are together changes, so that factors move both ways."""
+    """The gradients of one rank: some of the numbers of a parameter large, others small, and two rows of none; so are
+    parameters, which change, so that factors move both ways."""
     sizes = dict(zip(NUMBERS, torch.randn(sum(NUMBERS.values()), generator=torch.Generator().manual_seed(1)
                                           ).split(list(NUMBERS.values()))))
     sizes["table.weight"][7 * WIDTH : 9 * WIDTH] = 0.0
-    if step >= 2 * FREEZE:
-        sizes["body.weight"] *= 0.02
-        sizes["head.weight"] *= 10
+    sizes["body.weight"] *= 0.3 if step < 2 * FREEZE else 0.01
+    sizes["head.weight"] *= 2 if step < 2 * FREEZE else 20
     flat = torch.cat([sizes[name] for name in NUMBERS])
     noise = torch.randn(len(flat), generator=torch.Generator().manual_seed(100 * step + rank))
     return flat * (0.3 + noise) / 10
