@@ -5,6 +5,7 @@ drawn before. So a rank draws the elements it keeps and no others, and they are 
 parallel size, every ZeRO stage and every device.
 
     64 bits    of the counter: the finalizer of splitmix64 (Steele, Lea and Flood, 2014) over key + counter * odd
+    uniform    one counter an element, its upper 24 bits: a number of [0, 1)
     normal     Box and Muller: one counter gives r cos(t) and r sin(t). Counters 4k .. 4k + 3 give
                the elements 8k .. 8k + 3 by their cosines, and 8k + 4 .. 8k + 7 by their sines
 
@@ -79,19 +80,37 @@ class Normal:
     blocks: Blocks
 
     def __call__(self, out: Tensor, start: int) -> None:
-        blocks, done = self.blocks, 0
-        while done < out.numel():
-            left = out.numel() - done
-            block, within = divmod(start + done, blocks.local)
-            count = min(left, blocks.local - within)
-            rows = left // count if within == 0 and count == blocks.local else 1
-            run = out[done : done + rows * count].view(rows, count)
-            place = blocks.first + within  # in its block
-            real = max(0, min(count, blocks.size - place))
-            run[:, real:] = 0
-            if real:
-                normal_rows(run[:, :real], self.key, block * blocks.size + place, blocks.size, self.std)
-            done += rows * count
+        _by_blocks(out, start, self.blocks, lambda run, place: normal_rows(run, self.key, place, self.blocks.size,
+                                                                           self.std))
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """[0, 1), evenly, the numbers of `key`: a source for the part that `blocks` describes."""
+
+    key: int
+    blocks: Blocks
+
+    def __call__(self, out: Tensor, start: int) -> None:
+        _by_blocks(out, start, self.blocks, lambda run, place: uniform_rows(run, self.key, place, self.blocks.size))
+
+
+def _by_blocks(out: Tensor, start: int, blocks: Blocks, fill: Callable[[Tensor, int], None]) -> None:
+    """`fill(run, place)` for runs [rows, count] of `out`, whose rows are a block of the whole tensor apart and begin at
+    `place` of it; padding is zero."""
+    done = 0
+    while done < out.numel():
+        left = out.numel() - done
+        block, within = divmod(start + done, blocks.local)
+        count = min(left, blocks.local - within)
+        rows = left // count if within == 0 and count == blocks.local else 1
+        run = out[done : done + rows * count].view(rows, count)
+        place = blocks.first + within  # in its block
+        real = max(0, min(count, blocks.size - place))
+        run[:, real:] = 0
+        if real:
+            fill(run[:, :real], block * blocks.size + place)
+        done += rows * count
 
 
 @dataclass(frozen=True)
@@ -124,6 +143,20 @@ def normal_rows(out: Tensor, key: int, start: int, stride: int, std: float = 1.0
             begin = start + first * stride + low
             part.copy_(one_by_one(part, key, begin, stride, std) if room is None else
                        room.draw(part, key, begin, stride, std))
+
+
+def uniform_rows(out: Tensor, key: int, start: int, stride: int) -> None:
+    """out[i, j] <- the number of [0, 1) of `key` at place start + i * stride + j."""
+    rows, width = out.shape
+    at_a_time = max(1, (ACCELERATOR_BLOCK if on_accelerator(out) else CPU_BLOCK) // width)
+    lanes = torch.arange(width, device=out.device)
+    for first in range(0, rows, at_a_time):
+        part = out[first : first + at_a_time]
+        places = torch.arange(first, first + len(part), device=out.device).mul_(stride).add_(start)
+        bits = (places.unsqueeze(1) + lanes).view(-1)
+        shifted = torch.empty_like(bits)
+        _mixed(bits, key, shifted)
+        part.copy_(_shift(bits, 40, shifted).view(part.shape)).mul_(2.0**-24)
 
 
 class _Room:
@@ -171,13 +204,18 @@ def one_by_one(like: Tensor, key: int, start: int, stride: int, std: float) -> T
 
 def _polar(bits: Tensor, key: int, shifted: Tensor, half: Tensor, angle: Tensor, radius: Tensor) -> None:
     """Fill `angle` and `radius`, fp32, from the counters in `bits`; the others are room of the same length."""
-    is_numpys = not on_accelerator(bits) and type(bits) is Tensor  # numpy knows nothing of fake tensors
-    mix, shift = (_mix_numpy, _shift_numpy) if is_numpys else (_mix_torch, _shift)
-    mix(bits, key, shifted)
+    shift = _mixed(bits, key, shifted)
     angle.copy_(half.copy_(bits)).mul_(2 * math.pi / 2**32)  # the lower 32 bits
     radius.copy_(half.copy_(shift(bits, 32, shifted)))
     radius.mul_(2.0**-32).add_(0.5).clamp_(min=2.0**-33)  # in (0, 1]
     radius.log_().mul_(-2.0).sqrt_()
+
+
+def _mixed(bits: Tensor, key: int, shifted: Tensor) -> Callable[[Tensor, int, Tensor], Tensor]:
+    """Make 64 random bits of each counter, by the fastest way here; that of shifting them comes back."""
+    is_numpys = not on_accelerator(bits) and type(bits) is Tensor  # numpy knows nothing of fake tensors
+    (_mix_numpy if is_numpys else _mix_torch)(bits, key, shifted)
+    return _shift_numpy if is_numpys else _shift
 
 
 def _mix_numpy(z: Tensor, key: int, shifted: Tensor) -> None:

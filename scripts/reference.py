@@ -88,6 +88,7 @@ TOPICS: dict[str, Callable[[str], bool]] = {
     "offload": _under("zero_optimization.offload_", "aio."),
     "activation checkpointing": _under("activation_checkpointing."),
     "layer dropping": _under("progressive_layer_drop."),
+    "quantisation": _under("quantize_training.", "compression_training.weight_quantization."),
     "checkpoint": _under("checkpoint."),
 }
 
@@ -110,7 +111,10 @@ def _key_rows(belongs: Callable[[str], bool]) -> Iterator[str]:
 
 
 WORDS = {"gradient_accumulation_steps": "micro-batches per optimizer step; 1 where nothing is said",
-         "scheduler.params.decay_step_size": "of `OneCycle`: steps per decay; 0, the default, is no decay"}
+         "scheduler.params.decay_step_size": "of `OneCycle`: steps per decay; 0, the default, is no decay",
+         "compression_training.weight_quantization.different_groups":
+             "one group of modules, `[\"*\"]`, with the params `start_bits` (16), `target_bits` (8) and "
+             "`quantization_period` (1): `--quantize-start-bits`, `--quantize-target-bits`, `--quantize-period`"}
 """Keys that set no field of their own."""
 
 

@@ -26,13 +26,13 @@ FLOORS: tuple[tuple[str, str], ...] = (
         mpu.split
         data data.storage data.lock data.held data.pages data.identity data.format data.sampling
         megatron.errors megatron.ranges megatron.version megatron.neighbours megatron.whereabouts
-        megatron.layer_drop
+        megatron.layer_drop megatron.quantize
         megatron.config.kinds megatron.config.setting megatron.config.problems megatron.config.words
         megatron.config.optimizers
         megatron.config.model megatron.config.data megatron.config.parallel megatron.config.optim
         megatron.config.schedule megatron.config.precision megatron.config.zero megatron.config.offload
-        megatron.config.recompute megatron.config.layer_drop megatron.config.train megatron.config.save
-        megatron.config.log
+        megatron.config.recompute megatron.config.layer_drop megatron.config.quantize megatron.config.train
+        megatron.config.save megatron.config.log
         megatron.config.presets megatron.config.tree megatron.config.hf_shape megatron.config megatron.config.loose_json
         megatron.config.ds_keys megatron.config.ds_reader megatron.config.ds_together megatron.config.ds_batch
         megatron.config.ds_file
@@ -68,9 +68,9 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.recompute.keep megatron.recompute.replay megatron.recompute.deepspeed megatron.recompute
     """),
     ("3: the engine", """
-        megatron.optim.rule megatron.optim.adam_kernel megatron.optim.adam megatron.optim.lion megatron.optim.lamb
-        megatron.optim.one_bit megatron.optim.one_bit_lamb megatron.optim.cpu_adam megatron.optim.torch_rule
-        megatron.optim.build
+        megatron.optim.grid megatron.optim.rule megatron.optim.adam_kernel megatron.optim.adam megatron.optim.lion
+        megatron.optim.lamb megatron.optim.one_bit megatron.optim.one_bit_lamb megatron.optim.cpu_adam
+        megatron.optim.torch_rule megatron.optim.build
         megatron.zero.precision megatron.zero.verdict megatron.zero.settings megatron.zero.holders
         megatron.zero.placeholder megatron.zero.waiting megatron.zero.drawn megatron.zero.tiling
         megatron.zero.homes.ferry megatron.zero.homes.shelf megatron.zero.homes.here megatron.zero.homes.lanes
@@ -80,7 +80,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero.homes.preflight megatron.zero.homes.room
         megatron.zero.homes.nvme megatron.zero.homes.depot megatron.zero.parked
         megatron.zero.exchanges megatron.zero.turns megatron.zero.versions megatron.zero.sinks megatron.zero.gradients
-        megatron.zero.edits megatron.zero.loan megatron.zero.bucket megatron.zero.together megatron.zero.aside
+        megatron.zero.edits megatron.zero.loan megatron.zero.bucket megatron.zero.rows megatron.zero.quantise
+        megatron.zero.curvature megatron.zero.together megatron.zero.aside
         megatron.zero.norm megatron.zero.roster megatron.zero.nested megatron.zero.hooks megatron.zero.utils
         megatron.zero.units megatron.zero.residency megatron.zero.reductions megatron.zero.forwards
         megatron.zero.passes megatron.zero.state
@@ -115,6 +116,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero.api.init megatron.zero.api.loading
         megatron.zero.api.curves megatron.zero.api.monitor megatron.zero.api.batching megatron.zero.api.hyper
         megatron.zero.api.shared megatron.zero.api.owed megatron.zero.api.saved megatron.zero.api.layer_drop
+        megatron.zero.api.eigenvalues
         megatron.zero.api.weights megatron.zero.api.optimizer megatron.zero.api.casting megatron.zero.api.schedule
         megatron.zero.api.status
         megatron.zero.api.names megatron.zero.api.engine megatron.zero.api.meeting
@@ -131,6 +133,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.inference.prompts megatron.inference.lines
         megatron.inference.cache megatron.inference.recorded megatron.inference.decoder megatron.inference.sampling
         megatron.inference.generation megatron.inference.wording megatron.inference.int8 megatron.inference.pages
+        megatron.inference.rounded
         megatron.inference.loading megatron.inference.live megatron.inference.answers megatron.inference.terminal
         megatron.inference.session megatron.inference.command
         megatron.inference.api megatron.inference.api.arguments megatron.inference.api.policy megatron.inference.api.cut
@@ -178,7 +181,7 @@ PLACES = {module: (floor, place)
 """Module -> (floor, place on it)."""
 
 ROOMS = ("data", "mpu", "megatron.errors", "megatron.ranges", "megatron.version", "megatron.neighbours",
-         "megatron.whereabouts", "megatron.layer_drop",
+         "megatron.whereabouts", "megatron.layer_drop", "megatron.quantize",
          "megatron.config", "megatron.launch", "megatron.model", "megatron.recompute", "megatron.optim",
          "megatron.checkpoint",
          "megatron.zero", "megatron.zero.api", "megatron.fsdp",

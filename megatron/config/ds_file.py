@@ -141,6 +141,7 @@ def _fields(found: Found, flags: Mapping[str, Any], problems: Problems,
     yield from ds_together.scheduler(found, flags, problems, peak)
     yield from ds_together.tensorboard(found)
     yield from ds_together.layer_drop(found, flags)
+    yield from ds_together.weight_group(found)
 
 
 def _simple(found: Found, problems: Problems) -> Iterator[tuple[str, Any, str]]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megatron.config.kinds import (ANY, ANY_TEXT, BOOLEAN, COUNT, COUNT_0, COUNT_0_OR_NONE, INTEGER, NUMBER, OF_TYPE,
-                                   SWITCH_OR_OBJECT, TEXT, Kind, choice)
+                                   SWITCH_OR_OBJECT, TEXT, WEIGHT_GROUP, Kind, choice)
 from megatron.config.optimizers import OPTIMIZERS
 from megatron.config.setting import Key, declared, kind_of, plain_type
 from megatron.config.tree import SECTIONS
@@ -207,16 +207,30 @@ _MONITORS: dict[str, Row] = {
     "timers": Absent("there are no timers to configure"),
 }
 
+_SHARED = "compression_training.weight_quantization.shared_parameters."
+_QUANTISED: dict[str, Row] = {
+    **{f"{place}eigenvalue.gas_boundary_resolution": NoEffect(
+        COUNT, 1, "eigenvalues are found when a bit is about to fall, and at no other step")
+       for place in ("", "quantize_training.")},
+    "compression_training.enabled": Only((False,), "each of its sections has a switch of its own"),
+    "quantize_training.quantizer_kernel": NoEffect(BOOLEAN, False, _PURE_SPEED),
+    _SHARED + "quantizer_kernel": NoEffect(BOOLEAN, False, _PURE_SPEED),
+    _SHARED + "quantize_weight_in_forward": NoEffect(
+        BOOLEAN, False, "the forward has weights that were rounded when the step before made them, in any precision"),
+    **_together("compression_training.weight_quantization.different_groups", WEIGHT_GROUP),
+}
+
 _ABSENT: dict[str, Row] = {
     "torch_autocast": Absent("autocast is not used; enable bf16 or fp16, or call torch.autocast in the model"),
     "amp": Absent("apex is not used; enable bf16 or fp16"),
     "elasticity": Absent(
         "the batch size does not change with the world; a run can be resumed with any number of ranks that divides it"),
     "autotuning": Absent("nothing is tuned automatically"),
-    "quantize_training": Absent("weights are not quantised in training"),
-    "compression_training": Absent("the model is not compressed in training"),
-    "weight_quantization": Absent("weights are not quantised"),
-    "eigenvalue": Absent("weights are not quantised in training, and this would only guide it"),
+    **{f"compression_training.{name}": Absent("of compression in training there is weight_quantization alone") for name
+       in ("activation_quantization", "sparse_pruning", "row_pruning", "head_pruning", "channel_pruning",
+           "layer_reduction")},
+    "weight_quantization": Absent("weights of a model that is not trained are quantised by init_inference, and those "
+                                  "of one that is by quantize_training"),
     "curriculum_learning": Absent("samples are not ordered by difficulty; a loader of your own can do so"),
     "data_efficiency": Absent("samples are not selected, and no tokens are dropped"),
     "sparse_attention": Absent("attention layers are not replaced; use a model with sparse attention of its own"),
@@ -231,7 +245,7 @@ _ABSENT: dict[str, Row] = {
 }
 
 TABLE: dict[str, Row] = {**{key.path: key for key in keys_of_fields()}, **_TOP, **_PRECISION, **_OPTIMIZER,
-                         **_SCHEDULER, **_ZERO_OPTIMIZATION, **_CHECKPOINT, **_MONITORS, **_ABSENT}
+                         **_SCHEDULER, **_ZERO_OPTIMIZATION, **_CHECKPOINT, **_MONITORS, **_QUANTISED, **_ABSENT}
 """Every key that is known, by its path."""
 
 OBJECTS = frozenset(path[:index] for path in TABLE for index, letter in enumerate(path) if letter == ".")

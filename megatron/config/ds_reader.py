@@ -147,8 +147,7 @@ class _Reader:
             elif converted != row.default:
                 self.notices.append(f"{path} {shown(value)} has no effect: {row.reason}")
         elif isinstance(row, Absent):
-            off = value is None or value is False or value == {}
-            if not off and not (isinstance(value, dict) and value.get("enabled") is False):
+            if not _is_off(value):
                 raise _Refused(f"{path} is not supported, {row.reason}; leave it out")
 
     def _take_key(self, path: str, value: Any, row: Key) -> None:
@@ -182,6 +181,14 @@ class _Reader:
         if not agree(self.keys[new], _converted(new, converted, row.expects)):
             raise _Refused(f"{path} {shown(value)} is the old name of {known} {shown(self.raw[new])}, and both are "
                            f"given with different values; leave {path} out")
+
+
+def _is_off(value: Any) -> bool:
+    """A section that is not there, or is switched off; those of compression_training are so further in."""
+    if not isinstance(value, dict) or not value:
+        return value is None or value is False or value == {}
+    return value.get("enabled") is False or isinstance(value.get("shared_parameters"), dict) and \
+        value["shared_parameters"].get("enabled") is False
 
 
 def _converted(path: str, value: Any, kind: Kind) -> Any:

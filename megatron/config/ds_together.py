@@ -192,6 +192,14 @@ def layer_drop(found: Found, flags: Mapping[str, Any]) -> Iterator[Setting]:
         yield "pld_theta", 1.0, theta
 
 
+def weight_group(found: Found) -> Iterator[Setting]:
+    """The bits of compression_training."""
+    path = "compression_training.weight_quantization.different_groups"
+    if path in found.keys:
+        for field, value in zip(("start_bits", "target_bits", "period"), found.keys[path], strict=True):
+            yield f"quantize_{field}", value, path
+
+
 def _share(part: int, whole: int) -> float:
     """part / whole, such that int(share * whole) is part again."""
     share = part / whole

@@ -68,6 +68,21 @@ def _from(low: int, convert: Callable[[Any], Any], high: float = math.inf) -> Ca
     return checked
 
 
+_BITS = ("start_bits", "target_bits")
+
+
+def _weight_group(value: Any) -> tuple[int, int, int]:
+    """(start_bits, target_bits, quantization_period) of the one group of modules."""
+    (group,) = value.values() if isinstance(value, dict) and len(value) == 1 else ({},)
+    if not isinstance(group, dict) or group.get("modules", ["*"]) not in (["*"], "*") or \
+            set(group) - {"params", "modules", "related_modules"} or group.get("related_modules") or \
+            not isinstance(group.get("params"), dict) or set(group["params"]) - {*_BITS, "quantization_period"}:
+        raise ValueError
+    start, target, period = (_integer(group["params"].get(name, default))
+                             for name, default in (*zip(_BITS, (16, 8)), ("quantization_period", 1)))
+    return start, target, period
+
+
 def choice(*words: str) -> Kind:
     """One of these texts, in upper or lower case."""
     known = {word.lower(): word for word in words}
@@ -93,6 +108,10 @@ COUNT_0_OR_NONE = Kind("an integer of at least 0", lambda value: 0 if value is N
 ANY = Kind("anything", lambda value: value)
 EXPONENT = Kind("an integer from 0 to 64", _from(0, _integer, 64))
 PAIR = Kind("a list of two numbers", _pair)
+
+WEIGHT_GROUP = Kind('one group with the params start_bits, target_bits and quantization_period, and with modules ["*"]',
+                    _weight_group)
+"""Of compression_training: which bits which modules have; here all have the same."""
 SWITCH_OR_OBJECT = Kind("an object {...}", _boolean)
 """A section that was a switch once."""
 

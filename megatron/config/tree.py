@@ -24,6 +24,7 @@ from megatron.config.parallel import ParallelConfig, data_parallel_size
 from megatron.config.precision import PrecisionConfig
 from megatron.config.presets import PRESETS
 from megatron.config.problems import Problems
+from megatron.config.quantize import QuantizeConfig
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.save import SaveConfig
 from megatron.config.schedule import ScheduleConfig
@@ -34,8 +35,8 @@ from megatron.config.zero import ZeroConfig
 
 __all__ = [
     "PRESETS", "SECTIONS", "Config", "DataConfig", "LayerDropConfig", "LogConfig", "ModelConfig", "OffloadConfig",
-    "OptimConfig", "ParallelConfig", "PrecisionConfig", "RecomputeConfig", "SaveConfig", "ScheduleConfig",
-    "TrainConfig", "ZeroConfig", "build_config", "data_parallel_size", "flag_name", "require",
+    "OptimConfig", "ParallelConfig", "PrecisionConfig", "QuantizeConfig", "RecomputeConfig", "SaveConfig",
+    "ScheduleConfig", "TrainConfig", "ZeroConfig", "build_config", "data_parallel_size", "flag_name", "require",
 ]
 
 
@@ -53,6 +54,7 @@ class Config:
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     layer_drop: LayerDropConfig = field(default_factory=LayerDropConfig)
+    quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     save: SaveConfig = field(default_factory=SaveConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -96,6 +98,12 @@ class Config:
             self._check_layer_drop()
         if self.optim.optimizer in ONE_BIT:
             self._check_one_bit()
+        require(not (self.quantize.quantize_training and self.model.memory_centric_tiled_linear),
+                "--quantize-training and --memory-centric-tiled-linear exclude each other: weights are scaled by "
+                "groups of rows of whole matrices, which are cut there; leave one out")
+        require(not (self.quantize.quantize_eigenvalue and self.train.cuda_graphs),
+                "--quantize-eigenvalue and --cuda-graphs exclude each other: an eigenvalue takes forwards that no step "
+                "follows; leave one out")
         again = self.recompute
         buffered = again.checkpoint_activations and again.contiguous_memory_optimization
         require(not buffered or (again.number_checkpoints or self.chunks) >= self.chunks,

@@ -13,6 +13,7 @@
     prompts.py      where prompts come from: all at hand, or through a pipe
     lines.py        prompts of a file or a pipe, each with its place
     wording.py      the words of a text that is being made
+    rounded.py      the weights of a run that was quantised in training, as they were at work
     loading.py      a model from a checkpoint or a Hugging Face folder, at any tensor parallel size: this rank's part
     live.py         the model of an engine in training
     answers.py      prompts in, text out, in order

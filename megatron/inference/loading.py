@@ -36,6 +36,7 @@ from megatron.config.tree import ModelConfig, require
 from megatron.errors import CheckpointError
 from megatron.inference.int8 import Int8, activations_on
 from megatron.inference.pages import Room
+from megatron.inference.rounded import rounded_weights
 from megatron.inference.source import Source
 from megatron.model.gpt2 import GPT2
 from megatron.zero.tiling import tile_linears
@@ -76,6 +77,13 @@ class Found:
     """None: it does not say."""
     assumes_tokenizer: bool = False
     """Nothing says which it is: GPT-2's is taken."""
+
+    has_own_levels: Callable[[str], bool] | None = None
+    """Whether a matrix was quantised in training, to levels that are int8's."""
+
+    def has_levels(self, name: str) -> bool:
+        """It need not be quantised now."""
+        return self.is_int8 or self.has_own_levels is not None and self.has_own_levels(name)
 
     @property
     def is_int8(self) -> bool:
@@ -140,7 +148,9 @@ def open_trained(folder: str, groups: Groups, step: int | None = None, key_file:
     precision = "int8" if found.has(LEVELS) else precision
     said = agree(lambda: Record(found.shared_state, f"tag {found.tag}: file {SHARED_STATE}").take("client_state", dict),
                  groups.world)
-    return Found(found, shape, data, precision, f"{found.tag} of {root}", tokenizer_facts_in(said))
+    rounded = None if precision == "int8" else agree(lambda: rounded_weights(found, DTYPES[precision]), groups.world)
+    return Found(rounded or found, shape, data, precision, f"{found.tag} of {root}", tokenizer_facts_in(said),
+                 has_own_levels=None if rounded is None else rounded.has_levels)
 
 
 def open_hf(folder: str, groups: Groups) -> Found:
@@ -210,14 +220,17 @@ def build(found: Found, groups: Groups, dtype: torch.dtype, device: torch.device
     parts = [_Part(found, name, parameter, groups.tp) for name, parameter in model.named_parameters()]
     rest = dtype if dtype != torch.int8 else activations_on(device) if activations is None else activations
     matrices = {part.name for part in parts if dtype == torch.int8 and is_quantised(part.name, part.shape)}
-    maxima = {} if found.is_int8 else _maxima_of_rows([part for part in parts if part.name in matrices], groups)
+    levelled = agree(lambda: {name for name in sorted(matrices) if found.has_levels(name)}, groups.world)
+    maxima = _maxima_of_rows([part for part in parts if part.name in matrices - levelled], groups)
 
     def fill() -> None:
         room = Room([part.shape for part in parts if part.name in matrices], device)
         for part in parts:
             if part.name in matrices:
                 levels, scale = room.take(part.shape), torch.empty(part.shape[0], dtype=rest, device=device)
-                _share(partial(part.int8, levels, scale, maxima.get(part.name)), (levels, scale), groups.dp)
+                read = partial(part.stored, levels, scale) if part.name in levelled else \
+                    partial(part.int8, levels, scale, maxima.get(part.name))
+                _share(read, (levels, scale), groups.dp)
                 put(model, part.name, Int8(levels, scale))
             else:
                 numbers = torch.empty(part.shape, dtype=rest, device=device)
@@ -292,10 +305,11 @@ class _Part:
                                       f"{str(out.dtype).removeprefix('torch.')}; ask for another --dtype")
 
     def int8(self, levels: Tensor, scale: Tensor, maxima: Tensor | None) -> None:
-        if not self._found.is_int8:
-            where = f"{self._found.name}: {self.name}"
-            scale.copy_(quantise_into(levels, self.reader("weight"), where, maxima))
-            return
+        where = f"{self._found.name}: {self.name}"
+        scale.copy_(quantise_into(levels, self.reader("weight"), where, maxima))
+
+    def stored(self, levels: Tensor, scale: Tensor) -> None:
+        """As it is int8 already."""
         self.reader(LEVELS)(0, levels.view(-1))
         stored = torch.empty(len(levels))
         cut = self._partition if self._partition is not None and self._partition.dim == 0 else None

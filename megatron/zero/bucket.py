@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from enum import Enum
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +67,16 @@ def leave_placeholders(bucket: FlatBucket) -> None:
         vacate(parameter, bucket.nothing)
 
 
+class Rounds(Protocol):
+    """Rounds what a bucket's weights at work are (quantise.py)."""
+
+    def __call__(self) -> None:
+        """This rank's part, which is that of the masters. Collective."""
+
+    def of_masters(self, part: slice, masters: Tensor) -> Tensor:
+        """What a part of the masters became when it was last published."""
+
+
 class FlatBucket:
     """The buffers of one unit; see the module docstring for the vocabulary."""
 
@@ -75,6 +86,8 @@ class FlatBucket:
     """Neighbours among which the parameters are kept split between forward and backward. (A group of one: they are
     not.)"""
     _near_part: Tensor | None = None
+    rounding: Rounds | None = None
+    """What is between masters and weights at work, besides their precision."""
     is_at_hand: bool
     """This rank's part of the weights at work need not be fetched."""
 
@@ -173,7 +186,7 @@ class FlatBucket:
             self.work = HereShelf(self._span(self._whole))
         self.is_at_hand = self.work.at_hand(WEIGHT) is not None
         apart = (self.trainable or self._dtypes.keeps_frozen) and (
-            work != self._dtypes.master or self.home.is_elsewhere or not self.is_at_hand)
+            work != self._dtypes.master or self._dtypes.rounds or self.home.is_elsewhere or not self.is_at_hand)
         self.kept: Shelf = self.home.shelf(self.name, layout.shard_numel) if apart else self.work
         sources = sources_of(self.parameters)
         if sources is not None:
@@ -378,7 +391,12 @@ class FlatBucket:
             if self._loan.first_edited() is not None:
                 self.check_not_lent("a save")
         elif self.comes_and_goes or self.keeps_masters:
-            self._edits.check(None if self.comes_and_goes else self.shard, self.kept, thoroughly=thoroughly)
+            self._edits.check(None if self.comes_and_goes else self.shard, self.kept, self.of_masters,
+                              thoroughly=thoroughly)
+
+    def of_masters(self, part: slice, masters: Tensor) -> Tensor:
+        """What a part of the masters is at work, in the precision of either."""
+        return masters if self.rounding is None else self.rounding.of_masters(part, masters)
 
     def renew(self) -> None:
         """The weights at work <- the masters; on this rank, `send` is to follow."""
@@ -390,6 +408,8 @@ class FlatBucket:
 
     def send(self) -> None:
         """After the optimizer, and once the working copy of the shard is new: bring it to every rank that holds one."""
+        if self.rounding is not None:
+            self.rounding()
         if self.comes_and_goes:
             assert not self.is_here, f"{self.name} is whole, with values of before the step"
         elif self.shard_group.size > 1:
@@ -450,7 +470,9 @@ class FlatBucket:
         self.gather()
         self._loan = Loan(self._whole, self.layout, self.shard_group.rank, came_for_it=comes_for_it)
         if self.keeps_masters and not self.comes_and_goes:  # what was written by hand before is an edit of this loan
-            self.kept.read(WEIGHT, 0, self._loan.own_before)
+            for part in self.kept.parts:
+                with self.kept.open(part, [WEIGHT]) as kept:
+                    self._loan.own_before[part] = self.of_masters(part, kept[WEIGHT])
 
     def read_master(self, start: int, out: Tensor) -> None:
         """out <- this rank's masters from `start` on. Edits of a loan count when it ends."""
@@ -474,7 +496,19 @@ class FlatBucket:
             self._log.note(f"edits of {self.name}")
             broadcast_into(self._whole, editor, self._dp).wait()
             self._loan.keep_edits(self.work, self.kept)
+            if self.rounding is not None:
+                self._round_edits()
         self._end(self._loan)
+
+    def _round_edits(self) -> None:
+        """What is whole is what the edited masters are at work."""
+        assert self.rounding is not None
+        self.renew()
+        self.rounding()
+        if not self.is_at_hand:
+            self._bring_own(self._span(self._whole))
+        self._start_gather()
+        self.await_parameters()
 
     def check_not_lent(self, what: str) -> None:
         if self._loan is not None:

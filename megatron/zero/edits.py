@@ -8,7 +8,7 @@ flat buffers, which have other counts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from megatron.errors import ConfigError
 from megatron.zero.homes.shelf import WEIGHT, Shelf
 from megatron.zero.layout import FlatLayout
 from megatron.zero.versions import count_versions
+
+OfMasters = Callable[[slice, Tensor], Tensor]
+"""A part of the masters -> the weights at work that it is, in the precision of either."""
 
 AT_A_TIME = 1 << 24
 """Elements that are compared at a time."""
@@ -68,25 +71,26 @@ class Edits:
     def _count(self) -> list[int]:
         return [parameter._version for parameter in self._parameters]
 
-    def check(self, work: Tensor | None, masters: Shelf, *, thoroughly: bool) -> None:
-        """Refuse writes since `note`. `work`, where the parameters are whole, is this rank's part of them; `masters` is
-        the same in fp32: where no rank has another part, a write that was undone does not count. `thoroughly` compares
+    def check(self, work: Tensor | None, masters: Shelf, of_masters: OfMasters, *, thoroughly: bool) -> None:
+        """Refuse writes since `note`. `work`, where the parameters are whole, is this rank's part of them, made
+        `of_masters`: where no rank has another part, a write that was undone does not count. `thoroughly` compares
         them in any case. (The caller has switched `__torch_function__` off.)"""
         counts = self._count()
         if counts == self._counts and (work is None or not thoroughly):  # nearly always
             return
         touched = [slot.name for slot, *pair in zip(self._layout.slots, counts, self._counts) if pair[0] != pair[1]]
-        if work is not None and (touched or thoroughly) and (edited := self._edited(work, masters)) is not None:
-            self._refuse(edited)
+        if work is not None and (touched or thoroughly):
+            if (edited := self._edited(work, masters, of_masters)) is not None:
+                self._refuse(edited)
         self._counts = counts
         if touched and (work is None or self._layout.shards > 1):
             self._refuse(touched[0])
 
-    def _edited(self, work: Tensor, masters: Shelf) -> str | None:
-        """The first parameter of which the two differ."""
+    def _edited(self, work: Tensor, masters: Shelf, of_masters: OfMasters) -> str | None:
+        """The first parameter that is not what was made of the masters."""
         for part in masters.parts:
             with masters.open(part, [WEIGHT]) as kept:
-                master = kept[WEIGHT]
+                master = of_masters(part, kept[WEIGHT])
                 if not any(map(_differ, work[part].split(AT_A_TIME), master.split(AT_A_TIME))):
                     continue
                 for segment in self._layout.segments(self._rank, part):

@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.config.tree import PrecisionConfig, ZeroConfig
+from megatron.config.tree import PrecisionConfig, QuantizeConfig, ZeroConfig
 from megatron.errors import ConfigError
 from megatron.optim.loss_scale import LossScaleState
 from megatron.optim.rule import ParamGroup, Rule
 from megatron.whereabouts import HERE, OPTIMIZER_STEP
 from megatron.zero.aside import WEIGHTS, Aside
+from megatron.zero.bucket import publish
 from megatron.zero.exchanges import ExchangeLog
 from megatron.zero.forwards import ForwardCheck
 from megatron.zero.homes.here import Here
@@ -34,6 +35,7 @@ from megatron.zero.own_exchange import Line
 from megatron.zero.passes import Passes
 from megatron.zero.policy import policy, wire
 from megatron.zero.precision import dtypes, scale_rule
+from megatron.zero.quantise import Quantisation
 from megatron.zero.reductions import ReductionOrder
 from megatron.zero.residency import Residency, Resident, reused_within
 from megatron.zero.roster import Roster
@@ -54,7 +56,9 @@ MOST_RIDERS = 8
 class ZeroEngine:
     def __init__(self, module: nn.Module, groups: Groups, *, zero: ZeroConfig, precision: PrecisionConfig, rule: Rule,
                  param_groups: list[ParamGroup], device: torch.device, homes: Homes | None = None,
-                 clip_grad: float = 0.0, accumulation: int = 1) -> None:
+                 clip_grad: float = 0.0, accumulation: int = 1, quantize: QuantizeConfig = QuantizeConfig(),
+                 seed: int = 0) -> None:
+        """`seed` is that of stochastic rounding."""
         self.module, self.groups, self.param_groups, self.rule = module, groups, param_groups, rule
         self.micro_batch: int | None = None
         """Samples of a micro-batch, where somebody says; here they are only compared with those of other ranks."""
@@ -70,7 +74,7 @@ class ZeroEngine:
         self.accumulate(accumulation)
         travel = wire(zero, groups.dp.size)
         group_of = {parameter: number for number, group in enumerate(param_groups) for parameter in group["params"]}
-        kinds = dtypes(self._policy, precision, accumulation)
+        kinds = dtypes(self._policy, precision, accumulation, rounds=quantize.quantize_training)
         self.homes = homes or Homes(Here(device), Here(device, kinds.work))
         turns = Turns()
         self._units = build_units(module, Cut(
@@ -80,6 +84,9 @@ class ZeroEngine:
         scaling = scale_rule(precision)
         self.state = State(self._units, rule, scaling.start(), groups.world, loads_masters=zero.load_from_fp32_weights)
         self.buckets, self.frozen = self.state.buckets, self.state.frozen
+        if (schedule := quantize.schedule) is not None:
+            self.state.quantisation = Quantisation(quantize, schedule, module, self.buckets, groups, seed)
+            publish(self.buckets)
         on_host = [bucket.home.walks_on_host for bucket in self.buckets]
         rule.settle_on(HOST if all(on_host) else device, groups.world)
         for bucket in (*self.buckets, *self.frozen):
@@ -244,6 +251,19 @@ class ZeroEngine:
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Set whether the next backward and step end an optimizer step; None: count micro-batches again."""
         self._boundary = is_boundary
+
+    @contextmanager
+    def without_a_step(self) -> Iterator[None]:
+        """Between two steps: each backward inside sums its gradients over the ranks, and they are forgotten
+        afterwards."""
+        before, self._boundary = self._boundary, True
+        try:
+            yield
+        finally:
+            self._boundary = before
+            self.zero_grad()
+            self.passes.take_trace()
+            self.count_new_weights()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

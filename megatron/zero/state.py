@@ -23,6 +23,7 @@ from megatron.zero.bucket import FlatBucket, publish
 from megatron.zero.homes.shelf import WEIGHT, Run
 from megatron.zero.hooks import Unit
 from megatron.zero.layout import FlatLayout, Slot
+from megatron.zero.quantise import Quantisation
 from mpu.collectives import all_gather_json
 from mpu.groups import Group
 
@@ -56,6 +57,8 @@ class State:
         for bucket in self.buckets:
             bucket.kept.add(rule.states)
         self.counters = Counters(scaler)
+        self.quantisation: Quantisation | None = None
+        """What rounds the weights at work."""
         self.changing: str | None = None
         """What writes to the tensors now. Found later, it ended half way (Ctrl-C, a damaged file)."""
         self._rule, self._world, self._loads_masters = rule, world, loads_masters
@@ -123,17 +126,21 @@ class State:
         for part in all_gather_json(self._rule.scalars(), self._world):  # a rank knows those of its own spans
             of_rule |= part
         counters = self.counters
+        rounding = {} if self.quantisation is None else {"quantisation": self.quantisation.numbers()}
         return {"global_steps": counters.global_steps, "skipped_steps": counters.skipped_steps,
                 "micro_steps": counters.micro_steps, "optimizer_steps": counters.optimizer_steps, "rule": of_rule,
                 "loss_scale": counters.scaler.scale, "clean_steps": counters.scaler.clean_steps,
-                "hysteresis_left": counters.scaler.hysteresis_left}
+                "hysteresis_left": counters.scaler.hysteresis_left, **rounding}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Go on from what `numbers` returned."""
+        """Go on from what `numbers` returned. Collective where weights are rounded, which they are anew."""
         scaler = LossScaleState(saved["loss_scale"], saved["clean_steps"], saved["hysteresis_left"])
         self.counters = Counters(scaler, saved["global_steps"], saved["skipped_steps"], saved["micro_steps"],
                                  saved["optimizer_steps"])
         self._rule.restore(saved["rule"])
+        if self.quantisation is not None:
+            self.quantisation.restore(saved.get("quantisation"), self.counters.applied_steps)
+            publish(self.buckets)
 
     def forget_optimizer_steps(self) -> None:
         """The optimizer starts anew: its states are zeros, and its bias corrections start from their first step."""

@@ -114,8 +114,8 @@ class Step:
         self._update = (DelayedUpdate if homes.delays else Update)(state, homes, groups, rule, param_groups)
         self.exchange = OwnExchange(state, groups, rule, param_groups) if rule.has_exchange else None
         """Of the rule's own, in the place of the sum of gradients."""
-        self.is_deferred = self._update.is_together and not rule.waits and not scale_rule.dynamic \
-            and self.exchange is None
+        self.is_deferred = self._update.is_together and not rule.waits and not scale_rule.dynamic and \
+            self.exchange is None and state.quantisation is None  # whose bits the host counts
         self._own_norm: GradNorm | None = None  # of gradients that stay
         self._remark: str | None = None  # for the next report
         self._losses: list[Tensor] = []  # of the step under way, or the last one
@@ -169,6 +169,8 @@ class Step:
             self._update(lambda device: self._scalars(verdict))
         elif self._undisputed(report).applied:
             factor = self._exchanged(report) if self._keeps_gradients else report.found.factor
+            if self._state.quantisation is not None:
+                self._state.quantisation.advance(counters.applied_steps + 1)
             self._update(partial(StepScalars.of, factor, counters.optimizer_steps), factor)
         for bucket in self._state.buckets:
             bucket.grads.discard()

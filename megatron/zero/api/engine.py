@@ -37,6 +37,7 @@ from megatron.errors import ConfigError
 from megatron.whereabouts import HERE
 from megatron.zero.api.batching import Batching
 from megatron.zero.api.casting import cast_inputs
+from megatron.zero.api.eigenvalues import Eigenvalues
 from megatron.zero.api.layer_drop import ProgressiveLayerDrop
 from megatron.zero.api.loading import Collate, EpochLoader, make_loader
 from megatron.zero.api.monitor import Monitor, Watch
@@ -77,6 +78,9 @@ class Engine(EngineStatus):
             ProgressiveLayerDrop(config.layer_drop, core.module, lambda: core.global_steps)
             if config.layer_drop.progressive_layer_drop else None)
         """What tells the model which layers to leave out; None where it leaves out none."""
+        quantisation = core.state.quantisation
+        self._eigenvalues = Eigenvalues(core, config.quantize, quantisation) if quantisation is not None and \
+            config.quantize.quantize_eigenvalue else None
         self.training_dataloader: DataLoader[Any] | None = None
         """The loader of `training_data`, where that was given; its epoch is part of a checkpoint."""
         self.inside_no_sync_ctxt = self.is_compiled = self._told_of_host = False
@@ -104,6 +108,8 @@ class Engine(EngineStatus):
             args, kwargs = cast_inputs((args, kwargs), torch.float16)
         if self.progressive_layer_drop is not None and self.training:
             kwargs = {**kwargs, **self.progressive_layer_drop.arguments()}
+        if self._eigenvalues is not None and self.training:
+            self._eigenvalues.note(args, kwargs)
         with self.config.words.speaking(), HERE, self.monitor.phase("forward"):
             return self.core.module(*args, **kwargs)
 
@@ -128,6 +134,10 @@ class Engine(EngineStatus):
             report = self.core.step(riders=riders, aside=self._background.progress)
             if self.reads_weights_between_steps:
                 self.core.settle()
+        if self._eigenvalues is not None and report is not None and report.applied:
+            with self.config.words.speaking():
+                self._eigenvalues.after_step()
+        self._tell_of_bits()
         self._batching.after_step(report is not None)
         if report is None:
             return None
@@ -138,6 +148,13 @@ class Engine(EngineStatus):
             self._tell()
         self.monitor.step_done(self)
         return report
+
+    def _tell_of_bits(self) -> None:
+        """Which fell in this step."""
+        quantisation = self.core.state.quantisation
+        for line in () if quantisation is None else quantisation.take_news():
+            if self.groups.world.rank == 0:
+                print(line, flush=True)
 
     def _move_rate_on(self, report: StepReport, lr_kwargs: Mapping[str, Any]) -> None:
         """At once where the rate can go back, should the step turn out to have been skipped."""

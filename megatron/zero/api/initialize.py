@@ -101,7 +101,8 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
     try:
         core = ZeroEngine(model, groups, zero=config.zero, precision=config.precision, rule=rule,
                           param_groups=param_groups, device=device, homes=homes,
-                          clip_grad=config.optim.clip_grad, accumulation=config.accumulation(groups.dp.size))
+                          clip_grad=config.optim.clip_grad, accumulation=config.accumulation(groups.dp.size),
+                          quantize=config.quantize, seed=config.train.seed)
     except BaseException:  # of a full drive, which whoever tries again needs empty
         homes.close()
         raise
@@ -112,7 +113,9 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
           groups.world, "the ranks give zero.initialize different schedules")
     engine = Engine(core, config, wrapped, scheduler, settings.watch, mpu)
     splits = any(bucket.comes_and_goes for bucket in (*core.buckets, *core.frozen))
-    engine.notes = moved + told + offload_notes(config, homes, splits=splits) + config.layer_drop.notes()
+    iters = config.train.train_iters if settings.found is None else None  # a loop of the user's has its own
+    engine.notes = [*moved, *told, *offload_notes(config, homes, splits=splits), *config.layer_drop.notes(),
+                    *config.quantize.notes(iters)]
     if groups.world.rank == 0:
         _say(settings, engine, groups.dp.size)
         for number in (number for number, group in enumerate(param_groups) if not group["params"]):
@@ -161,7 +164,7 @@ DEEPSPEED_DEFAULTS = {"clip_grad": 0.0, "weight_decay": 0.0}
 """Where its defaults are not ours; the learning rate's depends on the optimizer."""
 
 
-SHOWN = ("parallel", "optim", "schedule", "precision", "zero", "offload", "recompute", "layer_drop")
+SHOWN = ("parallel", "optim", "schedule", "precision", "zero", "offload", "recompute", "layer_drop", "quantize")
 """Sections of the configuration that are an engine's as a whole."""
 
 

@@ -129,6 +129,7 @@ SETTINGS: dict[str, Row] = {
     "pld_gamma": Reads(lambda e: e.config.layer_drop.pld_gamma, "how fast it falls"),
     "pld_params": Reads(lambda e: e.progressive_layer_drop is not None and {
         "theta": e.config.layer_drop.pld_theta, "gamma": e.config.layer_drop.pld_gamma}, "as a dict, or False"),
+    "quantize_training": Reads(lambda e: e.config.quantize.quantize_training, "the setting"),
     "optimizer_name": Reads(lambda e: e.get_type()[0], "the name of the optimizer"),
     "optimizer_params": Reads(lambda e: {key: value for key, value in e.optimizer.param_groups[0].items()
                                          if key != "params"}, "hyper-parameters of the first param group"),
@@ -230,8 +231,8 @@ REFUSED: dict[str, Row] = {
         random_ltd_scheduler"""),
     **_refused("nothing of that kind exists here", """
         eigenvalue_verbose eigenvalue_max_iter eigenvalue_tol eigenvalue_stability
-        eigenvalue_gas_boundary_resolution eigenvalue_layer_name eigenvalue_layer_num quantize_training amp_params
-        zenflow_config swap_tensor_config load_moe_state_dict
+        eigenvalue_gas_boundary_resolution eigenvalue_layer_name eigenvalue_layer_num amp_params zenflow_config
+        swap_tensor_config load_moe_state_dict
         all_to_all_group local_all_to_all_group expert_parallel_group expert_data_parallel_group gate_modules moe_layers
         num_experts torch_autocast_dtype torch_autocast_lower_precision_safe_modules tensor_parallel_config mesh_device
         get_optimizer_configuration"""),

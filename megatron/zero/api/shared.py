@@ -35,6 +35,8 @@ def check_shared(found: Checkpoint) -> None:
             engine.count(name)
         engine.number("loss_scale", above=0)
         engine.take("rule", dict)
+        if "quantisation" in engine.fields:
+            _check_quantisation(Record(engine.take("quantisation", dict), f"{where}: field 'quantisation'"))
         engine.done()
     if state.fields.get("optimizer") is not None:
         state.take("optimizer", str)
@@ -53,6 +55,16 @@ def check_shared(found: Checkpoint) -> None:
             loop.count(name)
     state.take("client_state", dict)
     state.fields = {name: value for name, value in state.fields.items() if value is not None}
+    state.done()
+
+
+def _check_quantisation(state: Record) -> None:
+    """Its counter, and one name, and one number of each kind, for every block."""
+    state.count("counter")
+    counts = {len(state.counts(name)) for name in ("bits", "periods", "fell_at", "factors")}
+    counts.add(len([name for name in state.take("blocks", list) if isinstance(name, str)]))
+    if len(counts) != 1 or 0 in counts:
+        raise CheckpointError(f"{state.where}: bits, periods, fell_at and factors are not of the same blocks")
     state.done()
 
 

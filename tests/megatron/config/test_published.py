@@ -76,6 +76,9 @@ ACCEPTED: dict[str, dict[str, Any]] = {
         "lr": 11e-3, "weight_decay": 0.01, "bias_correction": False, "freeze_step": 1000, "max_coeff": 0.3,
         "min_coeff": 0.01, "cuda_aware": False, "comm_backend_name": "nccl", "coeff_beta": 0.9, "factor_max": 4.0,
         "factor_min": 0.5, "factor_threshold": 0.1}}, "gradient_clipping": 1.0, "fp16": FP16},
+    "compression that is off": {"optimizer": ADAM, "compression_training": {
+        "layer_reduction": {"enabled": False}, "weight_quantization": {"shared_parameters": {"enabled": False}},
+        "row_pruning": {"shared_parameters": {"enabled": False}, "different_groups": {}}}},
     "layer drop": {"optimizer": ADAM, "progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 0.001}},
     "layer drop with BERT": {
         "train_micro_batch_size_per_gpu": 4, "steps_per_print": 100, "prescale_gradients": True,
@@ -86,8 +89,12 @@ ACCEPTED: dict[str, dict[str, Any]] = {
 }
 
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "compression": ({"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}},
-                    ["compression_training is not supported, the model is not compressed"]),
+    "compression": ({"compression_training": {"row_pruning": {"shared_parameters": {"enabled": True}}}},
+                    ["compression_training.row_pruning is not supported, of compression in training there is"]),
+    "other bits for some modules": ({"compression_training": {"weight_quantization": {
+        "shared_parameters": {"enabled": True}, "different_groups": {"wq1": {
+            "params": {"start_bits": 8, "target_bits": 4}, "modules": ["attention.self"]}}}}},
+        ["weight_quantization.different_groups is", 'and with modules ["*"]']),
     "1-bit Lamb without its type": ({"optimizer": {"type": "Lamb", "params": {"coeff_beta": 0.9, "factor_max": 4,
                                                                               "freeze_step": 5}}},
                                     ["params.coeff_beta", "params.factor_max", "params.freeze_step", "3 errors"]),
@@ -108,7 +115,9 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "layer drop beyond its range": ({"progressive_layer_drop": {"enabled": True, "theta": 1.5, "gamma": -1}}, [
         "progressive_layer_drop.theta is 1.5: expected a number > 0 and <= 1",
         "progressive_layer_drop.gamma is -1", "2 errors"]),
-    "quantised": ({"quantize_training": {"enabled": True}}, ["weights are not quantised in training"]),
+    "quantised to more bits": ({"quantize_training": {"enabled": True, "quantize_bits": {
+        "start_bits": 8, "target_bits": 12}}},
+        ["quantize_bits.target_bits 12 is above quantize_training.quantize_bits.start_bits 8"]),
     "sparse attention": ({"sparse_attention": {"mode": "fixed", "block": 16}}, ["attention layers are not replaced"]),
     "sparse gradients": ({"sparse_gradients": True}, ["gradients are reduced as dense tensors"]),
     "sequence parallel": ({"sequence_parallel_size": 4, "compile": {"enabled": True}},

@@ -1,0 +1,99 @@
+"""The weights of a run that was quantised in training (MoQ), as it had them at work.
+
+Its checkpoint holds exact masters. Here they are rounded once more to the grids of the last step, which are found from
+the whole of each matrix; the same bits come out. Where the levels of a grid fit into int8, and no blend is left, they
+are given as they are, with the scales of their rows: an int8 model without further loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.int8 import LEVELS, SCALE
+from megatron.checkpoint.reader import Checkpoint
+from megatron.config.quantize import QuantizeConfig
+from megatron.zero.layout import Segment, Slot
+from megatron.zero.quantise import block_of, noise_key, progress_in
+from megatron.zero.rows import Matrix, Rounded, Survey, strips_of
+from mpu.groups import SOLO, Group
+from mpu.split import Partition
+
+WEIGHT = "weight"
+_HOST = torch.device("cpu")
+
+
+def rounded_weights(found: Checkpoint, work: torch.dtype) -> RoundedWeights | None:
+    """None: the run does not round its weights, or had not begun to. `work` is their precision in training."""
+    config = QuantizeConfig(**found.config.get("quantize", {}))
+    engine = found.shared_state["engine"]
+    applied = engine["global_steps"] - engine["skipped_steps"] if engine else 0
+    if "quantisation" not in engine or not config.quantize_training or applied < config.quantize_offset:
+        return None
+    return RoundedWeights(found, config, engine["quantisation"], work, found.config["train"]["seed"])
+
+
+@final
+class RoundedWeights:
+    """Of a checkpoint, to be read like it."""
+
+    def __init__(self, found: Checkpoint, config: QuantizeConfig, saved: Mapping[str, Any], work: torch.dtype,
+                 seed: int) -> None:
+        schedule = config.schedule
+        assert schedule is not None
+        self._found, self._config, self._schedule, self._work, self._seed = found, config, schedule, work, seed
+        self._progress, self._counter = progress_in(saved), saved["counter"]
+        self._rounded = cache(self._find)
+
+    def has_levels(self, name: str) -> bool:
+        """They fit int8, and there is nothing between them."""
+        shape = self._found.shape(WEIGHT, name)
+        return len(shape) > 1 and self._rounded(name).blend == 0 and self._rounded(name).grid.fits_int8
+
+    def read(self, kind: str, name: str, *, shape: tuple[int, ...], partition: Partition | None, tp_rank: int,
+             tp_size: int, offset: int, out: Tensor) -> None:
+        """Like the checkpoint's, and also of the kinds of an int8 model."""
+        tp = Group(tp_rank, tp_size, tuple(range(tp_size)))
+        if kind == SCALE:
+            local = (shape[0], *self._found.shape(WEIGHT, name)[1:])
+            group = self._matrix(name, local, partition, tp).group_of_row
+            out.copy_(self._rounded(name).grid.scale[group[offset : offset + len(out)]])
+            return
+        numbers = torch.empty(len(out)) if kind == LEVELS else out
+        self._found.read(WEIGHT, name, shape=shape, partition=partition, tp_rank=tp_rank, tp_size=tp_size,
+                         offset=offset, out=numbers)
+        if len(shape) > 1:
+            rounded, matrix = self._rounded(name), self._matrix(name, shape, partition, tp)
+            for strip in strips_of(matrix, Segment(matrix.slot, offset, 0, len(numbers)), 0):
+                place = strip.of(numbers)
+                x = place.to(self._work).float()
+                place.copy_(rounded.levels(x, strip) if kind == LEVELS else rounded.of(x, strip).to(self._work))
+        if numbers is not out:
+            out.copy_(numbers)
+
+    def _matrix(self, name: str, shape: tuple[int, ...], partition: Partition | None, tp: Group) -> Matrix:
+        slot = Slot(name, shape, partition=partition)
+        return Matrix.of(slot, self._config.quantize_groups, 0, tp, _HOST, is_table=True)
+
+    def _find(self, name: str) -> Rounded:
+        """The grid, from all of the matrix, read a part at a time."""
+        matrix = self._matrix(name, tuple(self._found.shape(WEIGHT, name)), None, SOLO)
+        blocks = list(self._progress)
+        now = self._progress[blocks[block_of(name, blocks)]]
+
+        def walk(matrices: Mapping[str, Matrix]) -> Iterator[tuple[Tensor, Tensor, Matrix]]:
+            for strip in strips_of(matrix, Segment(matrix.slot, 0, 0, matrix.slot.numel), 0):
+                flat = torch.empty(strip.rows * strip.width)
+                self._found.read(WEIGHT, name, shape=matrix.slot.shape, partition=None, tp_rank=0, tp_size=1,
+                                 offset=strip.start, out=flat)
+                yield flat.view(strip.rows, strip.width).to(self._work).float(), strip.group, matrix
+
+        survey = Survey({name: matrix}, walk, lambda mine, op: mine, _HOST)
+        grid = survey.grids({name: now.bits}, symmetric=self._config.quantize_type == "symmetric")[name]
+        draws = self._config.quantize_rounding == "stochastic"
+        return Rounded(grid, self._schedule.blend(now, self._counter),
+                       noise_key(self._seed, self._counter, name) if draws else None)

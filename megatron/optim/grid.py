@@ -1,0 +1,131 @@
+"""Grids: the few numbers that the weights of a group may be, and the nearest of them.
+
+    bits        numbers of a group                                     from
+    3 and more  k * scale for low <= k <= high
+                symmetric:  scale = 2 max|w| / 2^bits, k from -2^(bits-1) to 2^(bits-1) - 1
+                asymmetric: scale = (max w - min w) / 2^bits, k from round(min w / scale) on, 2^bits of them
+    2           -scale, 0, scale: 0 up to 0.7 mean|w|, and scale the mean of the others
+    1           -scale, scale = mean|w|; 0 stays 0
+
+The largest positive number of an even grid is a step below the largest weight. A group of zeros stays so, and a group
+of equal numbers too. Rounding is to the nearest, ties to even, or `noise` of [0, 1) is added and what is below taken:
+up with the chance of the distance.
+
+Means do not depend on the order in which parts of a group are added up: magnitudes are counted in whole units of a
+power of two (`Unit`), and sums of integers are exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.quantize import EVEN_BITS
+
+THRESHOLD = 0.7
+"""Of a ternary grid, in mean|w|."""
+
+
+class Grid(Protocol):
+    """Of the groups of one matrix: level k of a group is the number k * scale."""
+
+    @property
+    def scale(self) -> Tensor:
+        """[groups]"""
+
+    def levels(self, x: Tensor, group: Tensor, noise: Tensor | None = None) -> Tensor:
+        """k of each number of x [rows, columns] in fp32, of which row i belongs to `group[i]`."""
+
+    @property
+    def fits_int8(self) -> bool:
+        """So do all its levels."""
+
+
+@dataclass(frozen=True)
+class Even:
+    scale: Tensor
+    """[groups], and so are the others."""
+    low: Tensor
+    high: Tensor
+
+    def levels(self, x: Tensor, group: Tensor, noise: Tensor | None = None) -> Tensor:
+        """k of each number."""
+        scale, low, high = (numbers[group].unsqueeze(1) for numbers in (self.scale, self.low, self.high))
+        steps = x / torch.where(scale != 0, scale, torch.inf)
+        steps = steps.round_() if noise is None else steps.add_(noise).floor_()
+        return torch.minimum(torch.maximum(steps, low, out=steps), high, out=steps)
+
+    @property
+    def fits_int8(self) -> bool:
+        return bool((self.low >= -128).all() and (self.high <= 127).all())
+
+
+@dataclass(frozen=True)
+class Signs:
+    """Ternary and binary."""
+
+    scale: Tensor
+    threshold: Tensor
+
+    fits_int8 = True
+
+    def levels(self, x: Tensor, group: Tensor, noise: Tensor | None = None) -> Tensor:
+        return x.sign().mul_(x.abs() > self.threshold[group].unsqueeze(1))
+
+
+def nearest(grid: Grid, x: Tensor, group: Tensor, noise: Tensor | None = None) -> Tensor:
+    """The numbers of the grid that x is rounded to."""
+    return grid.levels(x, group, noise).mul_(grid.scale[group].unsqueeze(1))
+
+
+def even_grid(bits: int, highest: Tensor, lowest: Tensor, *, symmetric: bool) -> Even:
+    """From the largest and the smallest number of each group, in fp32."""
+    assert bits >= EVEN_BITS
+    count = 2.0 ** bits
+    if symmetric:
+        largest = torch.maximum(highest, -lowest)
+        low = torch.full_like(largest, -count / 2)
+        return Even(largest * (2 / count), low, low + (count - 1))
+    spread = highest - lowest
+    is_spread = spread > 0
+    scale = torch.where(is_spread, spread / count, highest)
+    low = torch.where(is_spread, (lowest / torch.where(is_spread, scale, 1.0)).round(), 1.0)
+    return Even(scale, low, torch.where(is_spread, low + (count - 1), low))
+
+
+@dataclass(frozen=True)
+class Unit:
+    """In what the magnitudes of each group are counted: a power of two, so small that a count of `members` fits."""
+
+    one: Tensor
+    """[groups] in fp64."""
+
+    @staticmethod
+    def of(largest: Tensor, members: Tensor) -> Unit:
+        """`largest` |w| of each group, and how many it has."""
+        exponent = torch.frexp(largest.double())[1]
+        room = 62 - torch.frexp(members.double())[1]
+        return Unit(torch.ldexp(torch.ones_like(largest, dtype=torch.float64), exponent - room))
+
+    def count(self, x: Tensor, group: Tensor) -> Tensor:
+        """|x| in units, int64: what is below one is dropped."""
+        return (x.double().abs_() / self.one[group].unsqueeze(1)).long()
+
+    def mean(self, counts: Tensor, members: Tensor) -> Tensor:
+        """fp32 of what was counted over so many; 0 of none."""
+        return (counts.double() * self.one / members.double().clamp(min=1)).float()
+
+
+def threshold_of(mean: Tensor) -> Tensor:
+    return mean * THRESHOLD
+
+
+def binary_grid(mean: Tensor) -> Signs:
+    return Signs(mean, torch.full_like(mean, -1.0))
+
+
+def ternary_grid(threshold: Tensor, mean_beyond: Tensor) -> Signs:
+    return Signs(mean_beyond, threshold)

@@ -1,0 +1,80 @@
+"""Quantisation in training (MoQ, mixture of quantisation): how many bits the weights at work have. Pure arithmetic.
+
+    counter    applied steps since quantisation began; a step that was skipped does not count
+    period     when the counter reaches it a bit falls, and the period is doubled and multiplied by a factor
+    factor     1; with eigenvalues 1 + floor(4 e), e in (0, 1]: the curvature of a block beside that of the steepest one
+    blend      with mixed 16 bits, the share of a weight that is not rounded: 1 when a bit has just fallen, then less
+
+The period is compared with the counter itself: without factors bits fall when it is P, 2P, 4P, ..., and from 16 to 8
+bits it takes 128 P steps.
+
+Not here: the grids (optim/grid.py), and who rounds what (zero/quantise.py).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+EVEN_BITS = 3
+"""From so many bits on the numbers of a grid are evenly spaced; 2 bits are ternary, 1 is binary."""
+NEVER = 10**14
+"""A counter that no run reaches."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the bits of one block have fallen."""
+
+    bits: int
+    period: int
+    fell_at: int = 0
+    """The counter when the last one fell."""
+
+
+@dataclass(frozen=True)
+class BitSchedule:
+    start: int
+    target: int
+    period: int
+    change_ratio: float | None = None
+    """How fast the blend falls, a step; None: weights are rounded at once."""
+
+    def begin(self) -> Progress:
+        return Progress(self.start, self.period)
+
+    def is_due(self, now: Progress, counter: int) -> bool:
+        """A bit falls when the counter is this."""
+        return now.bits > self.target and counter >= now.period
+
+    def after(self, now: Progress, counter: int, factor: int = 1) -> Progress:
+        """One bit at most falls in a step."""
+        if not self.is_due(now, counter):
+            return now
+        return replace(now, bits=now.bits - 1, period=min(now.period * 2 * factor, NEVER), fell_at=counter)
+
+    def blend(self, now: Progress, counter: int) -> float:
+        if self.change_ratio is None:
+            return 0.0
+        return max(0.0, 1.0 - self.change_ratio * (counter - now.fell_at))
+
+    def falls(self, factor: int = 1) -> list[int]:
+        """The counter at each fall, if the factor is always this."""
+        return [self.period * (2 * factor) ** number for number in range(self.start - self.target)]
+
+    def bits_at(self, counter: int, factor: int = 1) -> int:
+        return self.start - sum(counter >= fall for fall in self.falls(factor))
+
+
+def factor_of(share: float) -> int:
+    """What a period is multiplied by in a block whose largest eigenvalue is this share of that of the steepest block:
+    1 to 5."""
+    return 1 + math.floor(4 * share)
+
+
+def shares(eigenvalues: list[float]) -> list[float]:
+    """|eigenvalue| of each block over the largest. What is 0 or not finite counts as the largest: it was not found, and
+    caution costs only time."""
+    found = [abs(value) if math.isfinite(value) else 0.0 for value in eigenvalues]
+    largest = max(found, default=0.0)
+    return [value / largest if value > 0 else 1.0 for value in found]

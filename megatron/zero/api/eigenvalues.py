@@ -1,0 +1,62 @@
+"""Eigenvalues for quantisation in training: when a bit is about to fall, of every block, with the last batch of a step.
+
+The forward of the last micro-batch is run again, with the same random numbers, so it has to return the loss. It is run
+on every rank: each has its own micro-batch, and gradients are those of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from megatron.config.quantize import QuantizeConfig
+from megatron.errors import ConfigError
+from megatron.zero.curvature import Curvature
+from megatron.zero.engine import ZeroEngine
+from megatron.zero.quantise import Quantisation
+from mpu.random import capture_rng, restore_rng
+
+
+class Eigenvalues:
+    def __init__(self, core: ZeroEngine, config: QuantizeConfig, quantisation: Quantisation) -> None:
+        self._core, self._quantisation = core, quantisation
+        self._curvature = Curvature(core.buckets, core.groups.tp, max_iter=config.eigenvalue_max_iter,
+                                    tol=config.eigenvalue_tol, stability=config.eigenvalue_stability)
+        self._last: tuple[Sequence[Any], Mapping[str, Any], dict[str, object]] | None = None
+
+    def note(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """A forward of training begins, with these."""
+        self._last = (args, kwargs, capture_rng()) if self._quantisation.is_near else None
+
+    def after_step(self) -> None:
+        """Find them, if they will be wanted by the next step. Collective."""
+        if self._last is None or not self._quantisation.is_due(self._core.applied_steps):
+            return
+        core, (args, kwargs, streams) = self._core, self._last
+        core.conclude()
+        now = capture_rng()
+
+        def run() -> None:
+            core.zero_grad()
+            core.count_new_weights()
+            restore_rng(streams)
+            core.backward(_loss(core.module, args, kwargs) * core.accumulation)
+
+        try:
+            with core.without_a_step():
+                self._quantisation.learn([
+                    self._curvature.eigenvalue(block, f"{block} {self._quantisation.counter}", run)
+                    for block in self._quantisation.blocks[1:]])
+        finally:
+            restore_rng(now)
+        self._last = None
+
+
+def _loss(module: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    loss = module(*args, **kwargs)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise ConfigError("--quantize-eigenvalue: the forward of the model returns something else than its loss, which "
+                          "is run again to find eigenvalues: let it return the loss, or leave the setting out")
+    return loss

@@ -1,0 +1,198 @@
+"""Rows of matrices in groups, and the grids of these groups (optim/grid.py): what is rounded alike.
+
+    Matrix     the part of a parameter that a tensor parallel rank has: its rows, and the group of each
+    Strip      a few of its rows, or a part of one, in flat memory
+    Survey     finds grids: walks over the numbers that are here, and combines what it finds over those who have others
+    Rounded    how a matrix is rounded: its grid, the blend, the noise
+
+Groups are runs of rows of the logical tensor. Extremes and sums of integers are exact in any order, each element is
+then rounded by itself, and noise is drawn by its place in the logical tensor (mpu/draws.py): the result does not depend
+on how a tensor is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.errors import ConfigError
+from megatron.optim.grid import Grid, Unit, binary_grid, even_grid, nearest, ternary_grid, threshold_of
+from megatron.quantize import EVEN_BITS
+from megatron.zero.layout import Segment, Slot
+from mpu.collectives import Op
+from mpu.draws import Blocks, Uniform, blocks_of
+from mpu.groups import Group
+
+AT_A_TIME = 1 << 22
+"""Numbers that are in memory in fp32."""
+
+Walk = Callable[[Mapping[str, "Matrix"]], Iterator[tuple[Tensor, Tensor, "Matrix"]]]
+"""(numbers [rows, columns] in fp32, the group of each row among those of all matrices, their matrix) of these."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """The part of a parameter that a tensor parallel rank has, as rows, and the groups they belong to."""
+
+    slot: Slot
+    columns: int
+    groups: slice
+    """Among those of the bucket."""
+    members: list[int]
+    """Numbers of each, in the logical tensor."""
+    group_of_row: Tensor
+    """Counted from 0; one more than there are for padding."""
+    blocks: Blocks
+    is_cut: bool
+    """Over tensor parallel ranks."""
+
+    @staticmethod
+    def of(slot: Slot, wanted: int, first: int, tp: Group, device: torch.device, is_table: bool) -> Matrix:
+        blocks = blocks_of(slot.shape, slot.partition, tp.rank, tp.size)
+        rows, columns = slot.shape[0], prod(slot.shape[1:])
+        cut_rows = slot.partition is not None and slot.partition.dim % len(slot.shape) == 0
+        stride = 1 if slot.partition is None else slot.partition.stride
+        if cut_rows:
+            block, place = np.divmod(np.arange(rows), blocks.local // columns)
+            size = blocks.size // columns
+            there = block * size + blocks.first // columns + place
+            is_padding = blocks.first // columns + place >= size
+            logical, width = stride * size, columns
+        else:
+            there, is_padding = np.arange(rows), np.zeros(rows, bool)
+            logical, width = rows, columns * blocks.size // blocks.local
+        if logical % wanted and not (is_table and wanted <= logical):
+            raise ConfigError(f"--quantize-groups {wanted} does not divide the {logical} rows of {slot.name}: give a "
+                              "divisor of the rows of every matrix")
+        each = -(-logical // wanted)
+        count = -(-logical // each)
+        members = [(min(logical, (group + 1) * each) - group * each) * width for group in range(count)]
+        index = np.where(is_padding, count, there // each)
+        return Matrix(slot, columns, slice(first, first + count + 1), members, torch.from_numpy(index).to(device),
+                      blocks, slot.partition is not None)
+
+
+@dataclass(frozen=True)
+class Strip:
+    """Rows of a matrix, or a part of one, in a part of a shard."""
+
+    matrix: Matrix
+    row: int
+    column: int
+    rows: int
+    width: int
+    start: int
+    """In the part."""
+
+    def of(self, flat: Tensor) -> Tensor:
+        return flat[self.start : self.start + self.rows * self.width].view(self.rows, self.width)
+
+    @property
+    def group(self) -> Tensor:
+        """Of each row."""
+        return self.matrix.group_of_row[self.row : self.row + self.rows]
+
+    def noise(self, key: int, device: torch.device) -> Tensor:
+        out = torch.empty(self.rows * self.width, device=device)
+        Uniform(key, self.matrix.blocks)(out, self.row * self.matrix.columns + self.column)
+        return out.view(self.rows, self.width)
+
+
+@dataclass(frozen=True)
+class Survey:
+    matrices: Mapping[str, Matrix]
+    walk: Walk
+    combined: Callable[[Tensor, Op], Tensor]
+    device: torch.device
+    counts_whole: bool = True
+    """Of matrices that all tensor parallel ranks have whole, this one counts the numbers."""
+
+    @property
+    def count(self) -> int:
+        return max((one.groups.stop for one in self.matrices.values()), default=0)
+
+    def grids(self, bits: Mapping[str, int], *, symmetric: bool) -> dict[str, Grid]:
+        """Of every matrix, by its name."""
+        highest, lowest = self._extremes()
+        few = {name: one for name, one in self.matrices.items() if bits[name] < EVEN_BITS}
+        found: dict[str, Grid] = {name: even_grid(bits[name], highest[one.groups], lowest[one.groups],
+                                                  symmetric=symmetric)
+                                  for name, one in self.matrices.items() if name not in few}
+        return {**found, **(self._signs(few, torch.maximum(highest, -lowest), bits) if few else {})}
+
+    def _extremes(self) -> tuple[Tensor, Tensor]:
+        """The largest and the smallest number of each group."""
+        found = torch.full((2, self.count), -torch.inf, device=self.device)
+        for x, group, _ in self.walk(self.matrices):
+            found[0].scatter_reduce_(0, group, x.amax(1), "amax")
+            found[1].scatter_reduce_(0, group, -x.amin(1), "amax")
+        found = self.combined(found, "max")
+        for one in self.matrices.values():
+            found[:, one.groups.stop - 1] = 0  # padding
+        return found[0], -found[1]
+
+    def _signs(self, few: Mapping[str, Matrix], largest: Tensor, bits: Mapping[str, int]) -> dict[str, Grid]:
+        members = torch.ones(self.count, dtype=torch.int64)
+        for one in few.values():
+            members[one.groups.start : one.groups.stop - 1] = torch.tensor(one.members)
+        members = members.to(self.device)
+        unit = Unit.of(largest, members)
+        mean = unit.mean(self._sums(few, unit.count), members)
+        ternary = {name: one for name, one in few.items() if bits[name] == 2}
+        binary: dict[str, Grid] = {name: binary_grid(mean[one.groups]) for name, one in few.items()
+                                   if name not in ternary}
+        return {**binary, **(self._ternary(ternary, unit, threshold_of(mean)) if ternary else {})}
+
+    def _ternary(self, matrices: Mapping[str, Matrix], unit: Unit, threshold: Tensor) -> dict[str, Grid]:
+        def beyond(x: Tensor, group: Tensor) -> Tensor:
+            return x.abs() > threshold[group].unsqueeze(1)
+
+        sums = self._sums(matrices, lambda x, group: unit.count(x, group).mul_(beyond(x, group)))
+        mean = unit.mean(sums, self._sums(matrices, lambda x, group: beyond(x, group).long()))
+        return {name: ternary_grid(threshold[one.groups], mean[one.groups]) for name, one in matrices.items()}
+
+    def _sums(self, matrices: Mapping[str, Matrix], count: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        found = torch.zeros(self.count, dtype=torch.int64, device=self.device)
+        for x, group, matrix in self.walk(matrices):
+            if matrix.is_cut or self.counts_whole:
+                found.index_add_(0, group, count(x, group).sum(1))
+        return self.combined(found, "sum")
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """How a matrix is rounded."""
+
+    grid: Grid
+    blend: float
+    key: int | None
+    """Of the noise, where there is any."""
+
+    def of(self, x: Tensor, strip: Strip) -> Tensor:
+        rounded = nearest(self.grid, x, strip.group, self._noise(x, strip))
+        return rounded.mul_(1 - self.blend).add_(x * self.blend) if self.blend else rounded
+
+    def levels(self, x: Tensor, strip: Strip) -> Tensor:
+        """Of the grid, as if there were no blend."""
+        return self.grid.levels(x, strip.group, self._noise(x, strip))
+
+    def _noise(self, x: Tensor, strip: Strip) -> Tensor | None:
+        return None if self.key is None else strip.noise(self.key, x.device)
+
+
+def strips_of(matrix: Matrix, segment: Segment, start: int) -> Iterator[Strip]:
+    """A part of a row, whole rows AT_A_TIME, a part of a row."""
+    at, end = segment.slot_offset, segment.slot_offset + segment.count
+    while at < end:
+        row, column = divmod(at, matrix.columns)
+        if column or end - at < matrix.columns:
+            rows, width = 1, min(matrix.columns - column, end - at)
+        else:
+            rows, width = max(1, min((end - at) // matrix.columns, AT_A_TIME // matrix.columns)), matrix.columns
+        yield Strip(matrix, row, column, rows, width, start)
+        at, start = at + rows * width, start + rows * width

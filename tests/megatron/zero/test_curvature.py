@@ -1,0 +1,169 @@
+"""Eigenvalues of blocks: those of the dense second derivative, at every stage; steep blocks keep their bits longer."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from megatron import zero
+from megatron.errors import ConfigError
+from megatron.zero.api.engine import Engine
+from tests.distributed import run_ranks
+
+BLOCKS = 3
+
+
+class Model(nn.Module):
+    """Blocks of different steepness; the forward returns the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.head = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(BLOCKS))
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = torch.tanh((1 + 2 * number) * self.dropout(layer(x)))
+        return (self.head(x) - 1).square().mean()
+
+
+def made(stage: int = 0, model: nn.Module | None = None, accumulation: int = 1, eigenvalue: Any = None,
+         **more: Any) -> Engine:
+    return zero.initialize(model=model or Model(), config={
+        "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "eigenvalue": {"enabled": True, "verbose": True, "tol": 1e-4, **(eigenvalue or {})},
+        "quantize_training": {
+            "enabled": True, "quantize_verbose": True, "quantize_bits": {"start_bits": 16, "target_bits": 12},
+            "quantize_schedule": {"quantize_period": 2, "schedule_offset": 0}}, **more})[0]
+
+
+def batch(rank: int) -> Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
+
+
+def step(engine: Engine, count: int = 1) -> None:
+    for _ in range(count):
+        engine.backward(engine(batch(engine.groups.dp.rank)))
+        engine.step()
+
+
+def found(rank: int, world: int, stage: int, accumulation: int) -> tuple[list[float], dict[str, Tensor]]:
+    """The eigenvalues before the first bit falls, and the weights they are of."""
+    engine, seen = made(stage, accumulation=accumulation), []
+    quantisation = engine.core.state.quantisation
+    assert quantisation is not None
+    learn = quantisation.learn
+    quantisation.learn = lambda values: (seen.append(list(values)), learn(values))  # type: ignore
+    step(engine, accumulation)
+    with zero.GatheredParameters(list(engine.module.parameters())):
+        weights = {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
+    assert len(seen) == 1
+    return seen[0], weights
+
+
+def dense(weights: dict[str, Tensor], ranks: int) -> list[float]:
+    """From the whole second derivative by the parameters of each block, in fp64."""
+    model = Model().double()
+    wide = {name: value.double() for name, value in weights.items()}
+    values = []
+    for number in range(BLOCKS):
+        names = [name for name in wide if name.startswith(f"layers.{number}.")]
+        flat = torch.cat([wide[name].flatten() for name in names])
+
+        def loss(x: Tensor, names: list[str] = names) -> Tensor:
+            pieces = x.split([wide[name].numel() for name in names])
+            new = {name: piece.view(wide[name].shape) for name, piece in zip(names, pieces)}
+            parts = [functional_call(model, {**wide, **new}, (batch(rank).double(),)) for rank in range(ranks)]
+            return torch.stack(parts).mean()
+
+        eigenvalues = torch.linalg.eigvalsh(torch.autograd.functional.hessian(loss, flat))
+        values.append(float(eigenvalues[eigenvalues.abs().argmax()]))
+    return values
+
+
+@pytest.mark.parametrize("world, accumulation", [(1, 1), (2, 1), (2, 2)])
+def test_eigenvalues_are_those_of_the_dense_second_derivative(world: int, accumulation: int) -> None:
+    for stage in range(4) if world > 1 else (0,):
+        ranks = run_ranks(found, world, stage, accumulation) if world > 1 else [found(0, 1, stage, accumulation)]
+        for values, weights in ranks:
+            # fp32 gradients, moved weights of 16 bits, and an iteration that ends at a change of 1e-4
+            assert values == pytest.approx(dense(weights, world), rel=0.02)
+
+
+def test_steep_blocks_keep_their_bits_longer_and_the_line_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    """All fall at counter 2; the period is then 2 * 2 * factor."""
+    engine = made()
+    step(engine, 9)
+    said = capsys.readouterr().out
+    factors = [int(found) for found in re.findall(r"\(x (\d)\)", said)]
+    first = factors[:BLOCKS]
+    assert max(first) == 5 and min(first) < 5
+    numbers = engine.core.state.quantisation.numbers()  # type: ignore[union-attr]
+    assert numbers["blocks"] == ["", "layers.0", "layers.1", "layers.2"]
+    assert f"current bit-precision = 15, step = 2, quantization period = {4 * first[0]}, index = 1" in said
+    flattest, steepest = first.index(min(first)) + 1, first.index(5) + 1
+    assert numbers["bits"][steepest] == 15 and numbers["periods"][steepest] == 20
+    assert numbers["bits"][0] == 13 and numbers["bits"][flattest] <= 15
+
+
+def test_nothing_else_changes(tmp_path: Path) -> None:
+    """Weights, gradients and random streams are those of a run that does not look, until bits fall otherwise."""
+    runs = []
+    for enabled in (True, False):
+        torch.manual_seed(3)
+        model = Model()
+        model.dropout.p = 0.3
+        engine = made(model=model, eigenvalue={"enabled": enabled})
+        step(engine, 2)
+        runs.append([parameter.detach().clone() for parameter in model.parameters()])
+        runs[-1].append(torch.rand(3))
+    assert all(mine.equal(theirs) for mine, theirs in zip(*runs, strict=True))
+
+
+def test_a_resumed_run_knows_its_factors(tmp_path: Path) -> None:
+    """Saved between finding them and the fall."""
+    whole = made()
+    step(whole, 5)
+    part = made()
+    step(part, 1)
+    part.save_checkpoint(tmp_path)
+    again = made()
+    again.load_checkpoint(tmp_path)
+    step(again, 4)
+    assert again.core.state.quantisation.numbers() == whole.core.state.quantisation.numbers()  # type: ignore
+    for mine, theirs in zip(again.module.parameters(), whole.module.parameters(), strict=True):
+        assert mine.equal(theirs)
+
+
+class Outputs(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x)
+
+
+@pytest.mark.parametrize("eigenvalue, says", [
+    ({"layer_name": "bert.encoder.layer"}, "the model has no such list of blocks; its lists are layers"),
+    ({"layer_num": 12}, "is 12, and layers has 3"),
+    ({"max_iter": 0}, "max_iter is 0: expected a number >= 1"),
+    ({"tol": 0}, "tol is 0"),
+])
+def test_a_wrong_setting_is_one_line(eigenvalue: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        made(eigenvalue=eigenvalue)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_forward_that_returns_no_loss_is_refused() -> None:
+    engine = made(model=Outputs())
+    with pytest.raises(ConfigError, match="returns something else than its loss"):
+        engine.backward(engine(batch(0)).mean())
+        engine.step()

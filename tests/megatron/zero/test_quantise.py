@@ -1,0 +1,197 @@
+"""Quantisation in training as a DeepSpeed script has it: the keys however they are spelt, and what a script does to
+weights that are rounded beside masters that are not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron import zero
+from megatron.config import ds_file
+from megatron.config.flags import parse_args
+from megatron.config.quantize import QuantizeConfig
+from megatron.errors import ConfigError
+from megatron.zero.api.engine import Engine
+from megatron.zero.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from tests.distributed import run_ranks
+
+BITS = {"start_bits": 16, "target_bits": 8}
+SCHEDULE = {"quantize_period": 400, "schedule_offset": 0}
+MIXED = {"enabled": True, "quantize_change_ratio": 0.01}
+MEANT = QuantizeConfig(
+    quantize_training=True, quantize_start_bits=16, quantize_target_bits=8, quantize_period=400, quantize_offset=0,
+    quantize_groups=8, quantize_type="asymmetric", quantize_rounding="stochastic", quantize_mixed=True,
+    quantize_change_ratio=0.01, quantize_verbose=True)
+
+SPELT: dict[str, dict[str, Any]] = {
+    algo: {"quantize_training": {
+        "enabled": True, "quantize_verbose": True, "quantizer_kernel": True, "quantize_bits": BITS,
+        algo: {"q_type": "asymmetric", "rounding": "stochastic"}, "quantize_schedule": SCHEDULE, "quantize_groups": 8,
+        "fp16_mixed_quantize": MIXED}}
+    for algo in ("quantize_algo", "quantize-algo")}
+SPELT["compression_training"] = {"compression_training": {"weight_quantization": {
+    "shared_parameters": {
+        "enabled": True, "quantizer_kernel": False, "schedule_offset": 0, "quantize_groups": 8,
+        "quantize_verbose": True, "quantization_type": "asymmetric", "rounding": "stochastic",
+        "quantize_weight_in_forward": False, "fp16_mixed_quantize": MIXED},
+    "different_groups": {"wq1": {"params": {**BITS, "quantization_period": 400}, "modules": ["*"]}}}}}
+
+
+@pytest.mark.parametrize("name", SPELT)
+def test_the_keys_say_the_same_in_every_spelling(name: str, tmp_path: Path) -> None:
+    assert ds_file.build({"train_batch_size": 8, **SPELT[name]}).quantize == MEANT
+    (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 8, **SPELT[name]}))
+    with pytest.raises(ConfigError, match="--quantize-target-bits is 4, but .*bits|--quantize-target-bits is 4, but .*"
+                                          "different_groups"):
+        parse_args(["--preset", "tiny", "--deepspeed_config", str(tmp_path / "ds.json"),
+                    "--quantize-target-bits", "4"])
+
+
+def test_two_spellings_that_disagree_are_refused() -> None:
+    both = {"quantize_algo": {"q_type": "asymmetric"}, "quantize-algo": {"q_type": "symmetric"}}
+    with pytest.raises(ConfigError, match='quantize_algo.q_type "asymmetric" and '
+                                          'quantize_training.quantize-algo.q_type "symmetric" disagree'):
+        ds_file.build({"train_batch_size": 8, "quantize_training": {"enabled": True, **both}})
+
+
+@pytest.mark.parametrize("block, says", [
+    ({"quantize_bits": {"start_bits": 8, "target_bits": 9}}, "target_bits 9 is above quantize_training.quantize_bits"),
+    ({"quantize_bits": {"target_bits": -1}}, "quantize_bits.target_bits is -1: expected a number >= 1 and <= 16"),
+    ({"quantize_algo": {"q_type": "symetric"}}, 'did you mean "symmetric"'),
+    ({"quantize_algo": {"rounding": "nearest_neighbor"}}, 'expected "nearest" or "stochastic"'),
+    ({"quantize_schedule": {"quantize_period": 0}}, "quantize_period is 0"),
+    ({"quantise_bits": {}}, "did you mean quantize_training.quantize_bits?"),
+])
+def test_a_wrong_key_is_one_line(block: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ds_file.build({"train_batch_size": 8, "quantize_training": {"enabled": True, **block}})
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+# ---- an engine -------------------------------------------------------------------------------------------------------
+
+
+def made(stage: int = 0, precision: str | None = None, **block: Any) -> Engine:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+    return zero.initialize(model=model, config={
+        "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **({precision: {"enabled": True}} if precision else {}),
+        "quantize_training": {
+            "enabled": True, "quantize_groups": 2, "quantize_bits": {"start_bits": 3, "target_bits": 3},
+            "quantize_schedule": {"quantize_period": 1, "schedule_offset": 0}, **block}})[0]
+
+
+def step(engine: Engine, count: int = 1) -> None:
+    dtype = next(iter(engine.module.parameters())).dtype
+    for index in range(count):
+        x = torch.linspace(-1, 1, 16, dtype=dtype).view(2, 8) * (1 + index + engine.groups.dp.rank)
+        engine.backward(engine(x).float().square().mean())
+        engine.step()
+
+
+def values(x: Tensor) -> list[int]:
+    """How many different numbers each of the two groups has."""
+    return [len(half.unique()) for half in x.detach().float().chunk(2)]
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_matrices_are_rounded_and_their_masters_are_not(precision: str | None) -> None:
+    engine = made(0, precision)
+    before = engine.module[0].weight.detach().clone()
+    assert max(values(before)) <= 8
+    step(engine, 2)
+    weight, bias = engine.module[0].weight, engine.module[0].bias
+    assert max(values(weight)) <= 8 and len(bias.unique()) == 16
+    master = safe_get_full_fp32_param(weight)
+    assert master is not None and min(values(master)) > 30
+    assert safe_get_full_fp32_param(bias).to(bias.dtype).equal(bias)  # type: ignore[union-attr]
+
+
+def scripted(rank: int, world: int, stage: int) -> list[dict[str, Tensor]]:
+    """What a script may do between steps: each time the weights that it sees then, and the masters."""
+    found = []
+
+    def look() -> None:
+        with zero.GatheredParameters(list(engine.module.parameters())):
+            found.append({name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()})
+        found.append({name: safe_get_full_fp32_param(parameter)  # type: ignore[misc]
+                      for name, parameter in engine.module.named_parameters()})
+
+    engine = made(stage)
+    step(engine, 2)
+    look()
+    with zero.GatheredParameters([engine.module[0].weight], modifier_rank=0):
+        if rank == 0:
+            engine.module[0].weight[:3] = torch.linspace(-0.3, 0.2, 24).view(3, 8)
+    look()
+    safe_set_full_fp32_param(engine.module[2].weight, torch.linspace(-1, 1, 128).view(8, 16))
+    look()
+    with zero.GatheredParameters(list(engine.module.parameters())):
+        state = {name: value + 0.01 for name, value in engine.module.state_dict().items()}
+    engine.load_module_state_dict(state)
+    look()
+    step(engine)
+    look()
+    return found
+
+
+def test_edits_are_masters_and_are_rounded_at_once() -> None:
+    """At every stage the same; what was not edited keeps its exact master."""
+    expected = scripted(0, 1, 0)
+    weights, masters = expected[0::2], expected[1::2]
+    for seen in weights:
+        assert max(values(seen["0.weight"])) <= 8 and max(values(seen["2.weight"])) <= 8
+    edited, exact = masters[1]["0.weight"], masters[0]["0.weight"]
+    assert edited[:3].equal(torch.linspace(-0.3, 0.2, 24).view(3, 8)) and edited[3:].equal(exact[3:])
+    assert masters[2]["2.weight"].equal(torch.linspace(-1, 1, 128).view(8, 16))
+    assert masters[3]["0.weight"].equal(weights[2]["0.weight"] + 0.01)
+    alike = [run_ranks(scripted, 2, stage) for stage in range(4)]
+    for ranks in alike:
+        for found in ranks:
+            assert all(max(values(seen["0.weight"])) <= 8 for seen in found[0::2])
+            assert found[3]["0.weight"][3:].equal(found[1]["0.weight"][3:])
+            assert found[5]["2.weight"].equal(masters[2]["2.weight"])
+            for mine, theirs in zip(found, alike[0][0], strict=True):
+                assert all(mine[name].equal(value) for name, value in theirs.items())
+
+
+def test_a_write_that_would_not_last_is_still_found(tmp_path: Path) -> None:
+    """Also one that torch does not count: the weights are compared with what the masters are on the grid."""
+    engine = made(0, quantize_algo={"rounding": "stochastic"})
+    step(engine, 2)
+    engine.save_checkpoint(tmp_path)  # rounded weights are no edit
+    engine.module[0].weight.data[0, 0] += 1
+    with pytest.raises(ConfigError, match="0.weight was written to in place"):
+        engine.save_checkpoint(tmp_path)
+
+
+def test_the_weights_that_are_saved_for_others_are_the_rounded_ones(tmp_path: Path) -> None:
+    engine = made(0, "bf16", quantize_bits={"start_bits": 4, "target_bits": 4})
+    step(engine)
+    engine.save_16bit_model(tmp_path, "weights.bin")
+    saved = torch.load(tmp_path / "weights.bin", weights_only=True)
+    assert max(values(saved["0.weight"])) <= 16 and saved["0.weight"].equal(engine.module[0].weight)
+
+
+def test_a_checkpoint_holds_exact_masters_and_the_counters(tmp_path: Path) -> None:
+    engine = made(0, quantize_bits={"start_bits": 6, "target_bits": 3}, quantize_algo={"rounding": "stochastic"})
+    step(engine, 3)
+    engine.save_checkpoint(tmp_path)
+    again = made(0, quantize_bits={"start_bits": 6, "target_bits": 3}, quantize_algo={"rounding": "stochastic"})
+    again.load_checkpoint(tmp_path)
+    for mine, theirs in zip(again.module.parameters(), engine.module.parameters(), strict=True):
+        assert mine.equal(theirs)
+        assert safe_get_full_fp32_param(mine).equal(safe_get_full_fp32_param(theirs))  # type: ignore
+    quantisation = again.core.state.quantisation
+    assert quantisation is not None and quantisation.numbers() == {
+        "counter": 3, "blocks": [""], "bits": [4], "periods": [4], "fell_at": [2], "factors": [1]}
+    step(engine, 2)
+    step(again, 2)
+    assert again.module[0].weight.equal(engine.module[0].weight)
