@@ -88,7 +88,7 @@ TOPICS: dict[str, Callable[[str], bool]] = {
     "offload": _under("zero_optimization.offload_", "aio."),
     "activation checkpointing": _under("activation_checkpointing."),
     "layer dropping": _under("progressive_layer_drop."),
-    "quantisation": _under("quantize_training.", "compression_training.weight_quantization."),
+    "quantisation": _under("quantize_training.", "compression_training.weight_quantization.", "eigenvalue."),
     "checkpoint": _under("checkpoint."),
 }
 

@@ -229,8 +229,6 @@ _ABSENT: dict[str, Row] = {
     **{f"compression_training.{name}": Absent("of compression in training there is weight_quantization alone") for name
        in ("activation_quantization", "sparse_pruning", "row_pruning", "head_pruning", "channel_pruning",
            "layer_reduction")},
-    "weight_quantization": Absent("weights of a model that is not trained are quantised by init_inference, and those "
-                                  "of one that is by quantize_training"),
     "curriculum_learning": Absent("samples are not ordered by difficulty; a loader of your own can do so"),
     "data_efficiency": Absent("samples are not selected, and no tokens are dropped"),
     "sparse_attention": Absent("attention layers are not replaced; use a model with sparse attention of its own"),

@@ -101,6 +101,9 @@ BOARD = {"tensorboard": {"enabled": True, "output_path": "out", "job_name": "job
 ZERO, PARAM, HOME, KEEP = ("zero_optimization.", "zero_optimization.offload_param.",
                            "zero_optimization.offload_optimizer.", "activation_checkpointing.")
 DROP = "progressive_layer_drop."
+BITS, SHARED = "quantize_training.", "compression_training.weight_quantization.shared_parameters."
+GROUPS = "compression_training.weight_quantization.different_groups"
+QUANTISED = {"quantize_training": {"enabled": True}}
 STAGE_2, STAGE_3 = ({"zero_optimization": {"stage": stage}} for stage in (2, 3))
 
 # path -> (value in, fields out, what must be beside it)
@@ -209,6 +212,34 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     DROP + "enabled": (True, {"progressive_layer_drop": True, "pld_theta": 1.0}, {}),
     DROP + "theta": (0.6, {"pld_theta": 0.6}, {}),
     DROP + "gamma": (0.01, {"pld_gamma": 0.01}, {}),
+    BITS + "enabled": (True, {"quantize_training": True}, {}),
+    BITS + "quantize_bits.start_bits": (12, {"quantize_start_bits": 12}, {}),
+    BITS + "quantize_bits.target_bits": (4, {"quantize_target_bits": 4}, {}),
+    BITS + "quantize_schedule.quantize_period": (400, {"quantize_period": 400}, {}),
+    BITS + "quantize_schedule.schedule_offset": (0, {"quantize_offset": 0}, {}),
+    BITS + "quantize_groups": (8, {"quantize_groups": 8}, {}),
+    **{BITS + f"{algo}.q_type": ("asymmetric", {"quantize_type": "asymmetric"}, {})
+       for algo in ("quantize_algo", "quantize-algo")},
+    **{BITS + f"{algo}.rounding": ("stochastic", {"quantize_rounding": "stochastic"}, {})
+       for algo in ("quantize_algo", "quantize-algo")},
+    BITS + "quantize_verbose": (True, {"quantize_verbose": True}, {}),
+    SHARED + "enabled": (True, {"quantize_training": True}, {}),
+    SHARED + "schedule_offset": (0, {"quantize_offset": 0}, {}),
+    SHARED + "quantize_groups": (8, {"quantize_groups": 8}, {}),
+    SHARED + "quantization_type": ("asymmetric", {"quantize_type": "asymmetric"}, {}),
+    SHARED + "rounding": ("stochastic", {"quantize_rounding": "stochastic"}, {}),
+    SHARED + "quantize_verbose": (True, {"quantize_verbose": True}, {}),
+    GROUPS: ({"wq1": {"params": {"start_bits": 12, "target_bits": 4, "quantization_period": 50}, "modules": ["*"]}},
+             {"quantize_start_bits": 12, "quantize_target_bits": 4, "quantize_period": 50}, {}),
+    **{place + "fp16_mixed_quantize.enabled": (True, {"quantize_mixed": True}, {}) for place in (BITS, SHARED)},
+    **{place + "fp16_mixed_quantize.quantize_change_ratio": (0.01, {"quantize_change_ratio": 0.01}, {})
+       for place in (BITS, SHARED)},
+    **{f"{place}eigenvalue.{name}": case for place in ("", BITS) for name, case in {
+        "enabled": (True, {"quantize_training": True, "quantize_eigenvalue": True}, QUANTISED),
+        "max_iter": (50, {"eigenvalue_max_iter": 50}, {}), "tol": (0.1, {"eigenvalue_tol": 0.1}, {}),
+        "stability": (0.0, {"eigenvalue_stability": 0.0}, {}), "layer_num": (12, {"eigenvalue_layer_num": 12}, {}),
+        "layer_name": ("h", {"eigenvalue_layer_name": "h"}, {}), "verbose": (True, {"eigenvalue_verbose": True}, {}),
+    }.items()},
     "tensorboard.enabled": (True, {"tensorboard_dir": "out/job"}, BOARD),
     "tensorboard.output_path": ("", {"tensorboard_dir": "runs/job"}, BOARD),
     "tensorboard.job_name": ("mine", {"tensorboard_dir": "out/mine"}, BOARD),
@@ -247,7 +278,7 @@ def test_a_key_that_is_fixed_here_is_accepted_with_its_value_and_refused_with_it
 def test_a_key_without_effect_says_so_unless_it_is_the_default(path):
     row = TABLE[path]
     assert build(nested(path, row.default)).notes == ()
-    others = {0: 5, "nccl": "mpi", "Fail": "Warn", 0.8: 0.5, None: "0,1", "": "out", "DeepSpeedJobName": "job"}
+    others = {0: 5, 1: 5, "nccl": "mpi", "Fail": "Warn", 0.8: 0.5, None: "0,1", "": "out", "DeepSpeedJobName": "job"}
     other = not row.default if isinstance(row.default, bool) else others[row.default]
     config = build(nested(path, other))
     assert changes(config) == {} and len(config.notes) == 1
