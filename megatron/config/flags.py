@@ -19,6 +19,7 @@ from typing import Any, Literal, NoReturn
 
 from megatron.config import ds_file, foreign, help
 from megatron.config.hf_shape import shape_in, tokenizer_in
+from megatron.config.optimizers import ONE_BIT
 from megatron.config.setting import declared, flag_name, plain_type
 from megatron.config.tree import PRESETS, SECTIONS, Config, build_config, require
 from megatron.config.words import Words
@@ -73,6 +74,7 @@ def parse_args(argv: Sequence[str], world_size: int = 1, *, planning: bool = Fal
     for said in ("deepspeed", "dry_run"):  # nothing that a run is configured with
         values.pop(said, None)
     config = _built(values, preset, world_size)
+    _check_warm_up(config)
     return replace(config, notes=(*notes, *config.save.notes(), *config.notes))
 
 
@@ -89,6 +91,14 @@ def _built(values: dict[str, Any], preset: dict[str, Any], world_size: int) -> C
             f"--cpu-optimizer keeps the optimizer's state on the host, but {config.in_its_words(flag_name(name))} is "
             "none: give one of them")
     return config
+
+
+def _check_warm_up(config: Config) -> None:
+    """A run that ends before its optimizer's warm-up does is another one than was asked for."""
+    warm_up, iters = config.optim.freeze_step, config.train.train_iters
+    require(config.optim.optimizer not in ONE_BIT or warm_up is None or iters == 0 or warm_up < iters,
+            config.in_its_words(f"--onebit-freeze-step {warm_up} is not below --train-iters {iters}, so that nothing "
+                                "would travel at one bit: 15 to 25 % of the steps are usual, or give auto"))
 
 
 def asks_for_plan(argv: Sequence[str]) -> bool:
