@@ -232,7 +232,7 @@ class Run:
     @property
     def keeps_masters(self) -> bool:
         """The device has fp32 masters of the state that stays, apart from the weights at work."""
-        return self.work < FP32 or self.away.params != "none"
+        return self.work < FP32 or self.away.params != "none" or self.config.quantize.quantize_training
 
     @cached_property
     def optimizer_here(self) -> int:

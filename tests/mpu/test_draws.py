@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mpu import draws
-from mpu.draws import Blocks, Constant, Draw, Normal, blocks_of, key_of, normal_rows, one_by_one
+from mpu.draws import Blocks, Constant, Draw, Normal, Uniform, blocks_of, key_of, normal_rows, one_by_one
 from mpu.groups import Group
 from mpu.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, VocabParallelEmbedding, partition_of
 from mpu.partition import join_slices
@@ -143,3 +143,33 @@ def test_keys_tell_seeds_and_names_apart() -> None:
     out = torch.empty(3)
     Constant(2.5)(out, 7)
     assert out.tolist() == [2.5] * 3
+
+
+def test_uniform_numbers_are_those_of_the_definition_and_even() -> None:
+    """Of each place the upper 24 bits; any run is that of the whole."""
+    n = 100_000
+    found = torch.empty(n)
+    Uniform(KEY, Blocks(n, n, 0))(found, 0)
+    for place in (0, 1, 77, n - 1):
+        z = (KEY + place * 0x9E3779B97F4A7C15) % 2**64
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            z = (z ^ z >> shift) * factor % 2**64
+        assert float(found[place]) == ((z ^ z >> 31) >> 40) / 2**24
+    assert 0 <= found.min() and found.max() < 1
+    part = torch.empty(1000)
+    Uniform(KEY, Blocks(n, n, 0))(part, 777)
+    assert part.equal(found[777:1777])
+    even = (torch.arange(n) + 0.5) / n
+    assert float((found.sort().values - even).abs().max()) < 2.0 / math.sqrt(n)  # Kolmogorov and Smirnov
+
+
+@pytest.mark.parametrize("partition", [Partition(0), Partition(0, stride=3), Partition(1)])
+def test_uniform_parts_of_ranks_are_slices_of_one_tensor(partition: Partition) -> None:
+    whole, parts, shape = torch.empty(48 * 12), [], (48, 12)
+    Uniform(KEY, Blocks(48 * 12, 48 * 12, 0))(whole, 0)
+    local = tuple(size // (2 if dim == partition.dim else 1) for dim, size in enumerate(shape))
+    for rank in range(2):
+        out = torch.empty(math.prod(local))
+        Uniform(KEY, blocks_of(local, partition, rank, 2))(out, 0)
+        parts.append(out.view(local))
+    assert join_slices(parts, partition).equal(whole.view(shape))
