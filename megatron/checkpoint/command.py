@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from megatron.checkpoint.choice import all_tags, candidates, explain_choice, latest_tag, locate, unreadable
 from megatron.checkpoint.manifest import LATEST, Manifest
@@ -23,6 +23,9 @@ from megatron.checkpoint.signature import Key, read_key
 from megatron.checkpoint.tags import complete, held, manifest_of, tag_names, verify
 from megatron.config.help import typed
 from megatron.errors import EXIT_STORAGE, CheckpointError, ConfigError, TrainerError, exit_code
+
+if TYPE_CHECKING:
+    from megatron.checkpoint.reader import Checkpoint
 
 
 def list_tags(root: Path, tag: str | None) -> None:
@@ -90,6 +93,7 @@ def merge_weights(root: Path, tag: str | None, output: Path, key: Key | None) ->
     from megatron.checkpoint.reader import open_checkpoint
 
     checkpoint = open_checkpoint(root, tag, key=key)
+    _tell_of_masters(checkpoint)
     print(f"{output}: weights of {checkpoint.tag} as fp32, {merge(checkpoint, output)} bytes")
 
 
@@ -100,7 +104,9 @@ def convert(source: Path, tag: str | None, output: Path, vocab_size: int | None,
     from megatron.checkpoint.reader import open_checkpoint
 
     if tag is not None or tag_names(source):
-        for path in export(open_checkpoint(source, tag, key=key), output, say=lambda line: print(f"note: {line}")):
+        checkpoint = open_checkpoint(source, tag, key=key)
+        _tell_of_masters(checkpoint)
+        for path in export(checkpoint, output, say=lambda line: print(f"note: {line}")):
             print(f"{path}: {path.stat().st_size} bytes")
         return
     found = open_foreign(source, vocab_size, heads, version)
@@ -119,10 +125,20 @@ def quantise(source: Path, tag: str | None, output: Path, vocab_size: int | None
     from megatron.checkpoint.interchange.convert import open_foreign, quantise_weights
     from megatron.checkpoint.reader import open_checkpoint
 
-    ours = tag is not None or bool(tag_names(source))
-    found = open_checkpoint(source, tag, key=key) if ours else open_foreign(source, vocab_size, heads, version)
-    report = quantise_weights(found, output, key)
+    if tag is not None or tag_names(source):
+        found = open_checkpoint(source, tag, key=key)
+        _tell_of_masters(found)
+        report = quantise_weights(found, output, key)
+    else:
+        report = quantise_weights(open_foreign(source, vocab_size, heads, version), output, key)
     print(f"{output}: {report.tag} with int8 weights, {report.bytes} bytes")
+
+
+def _tell_of_masters(found: Checkpoint) -> None:
+    """What is written is not what a run had at work that rounds its weights."""
+    if "quantisation" in found.shared_state.get("engine", {}):
+        print(f"note: {found.tag} was quantised in training, and these are its exact masters: megatron.generate, "
+              "evaluate and serve load the weights that it had at work, with --dtype int8 on its own grid")
 
 
 MODULE = "python -m megatron.checkpoint"

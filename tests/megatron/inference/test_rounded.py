@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.command import main as checkpoint
 from megatron.inference import loading
 from megatron.inference.int8 import Int8
 from megatron.model.gpt2 import GPT2
@@ -104,3 +105,9 @@ def test_levels_that_int8_does_not_hold_are_quantised_like_any_others(tmp_path: 
         scale = found[f"{name} scale"]
         assert scale.allclose(expected[name].abs().amax(1) / 127)
         assert ((found[name].float() * scale[:, None] - expected[name]).abs() <= scale[:, None] * 0.501).all()
+
+
+def test_a_conversion_says_that_it_writes_the_masters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trained(tmp_path / "run", quantize_start_bits=8)
+    checkpoint(["convert", str(tmp_path / "run"), "--output", str(tmp_path / "int8"), "--dtype", "int8"])
+    assert "global_step3 was quantised in training, and these are its exact masters" in capsys.readouterr().out

@@ -24,7 +24,9 @@ from megatron.zero.api.saved import whole_weights
 from megatron.zero.homes.shelf import WEIGHT
 from mpu import groups as mpu_groups
 from tests.distributed import run_ranks
-from tests.megatron.helpers import NO_DROPOUT, TINY, lines, records, steps, tiny_model, total_digest, train, train_all, write_corpus
+from tests.megatron.helpers import (NO_DROPOUT, TINY, lines, records, steps, tiny_model, total_digest, train, train_all,
+                                    write_corpus)
+from tests.wires import accelerator_side
 
 STEPS = 8
 ROUNDED = ["--quantize-training", "--quantize-start-bits", 6, "--quantize-target-bits", 3, "--quantize-period", 2,
@@ -102,6 +104,29 @@ def test_weights_are_the_same_bits_for_every_tensor_parallel_size_and_stage() ->
             assert mine.keys() == theirs.keys()
             for name, value in theirs.items():
                 assert mine[name][: len(value)].equal(value[: len(mine[name])]), (grid, tp, stage, name)
+
+
+def on_accelerators(rank: int, world: int, stage: int) -> dict[str, Tensor]:
+    """The weights after a few steps, by the wire and the order of an accelerator."""
+    with accelerator_side():
+        engine = engine_for(1, world, zero_stage=stage, bf16=True, quantize_start_bits=6, quantize_target_bits=4,
+                            quantize_period=1, quantize_rounding="stochastic")
+        assert not engine.core.is_deferred, "the host counts the steps that bits fall by"
+        tokens = torch.randint(257, (2, 17), generator=torch.Generator().manual_seed(rank))
+        for _ in range(4):
+            engine.backward(engine(tokens[:, :-1], tokens[:, 1:], grad_scale=engine.backward_scale))
+            engine.step()
+        assert engine.core.state.quantisation is not None
+        assert engine.core.state.quantisation.progress[0].bits == 4
+        engine.conclude()
+        return whole_weights(engine.core)
+
+
+def test_stages_agree_on_accelerators_too() -> None:
+    expected = run_ranks(on_accelerators, 2, 0)[0]
+    for stage in (2, 3):
+        found = run_ranks(on_accelerators, 2, stage)[0]
+        assert all(found[name].equal(value) for name, value in expected.items()), stage
 
 
 def published(x: Tensor, groups: int, bits: int) -> Tensor:
@@ -198,7 +223,8 @@ def test_eigenvalues_schedule_the_same_bits_in_every_layout(tmp_path: Path) -> N
         "0": ["--zero-stage", 0, "--batch-size", 2], "2": ["--zero-stage", 2, "--batch-size", 1],
         "3": ["--zero-stage", 3, "--stage3-param-persistence-threshold", 0, "--batch-size", 2],
         "tp": ["--model-parallel-size", 2, "--batch-size", 4],
-        "again": ["--zero-stage", 3, "--batch-size", 2, "--checkpoint-activations", "--offload-optimizer-device", "cpu"],
+        "again": ["--zero-stage", 3, "--batch-size", 2, "--checkpoint-activations", "--offload-optimizer-device",
+                  "cpu"],
         "fp16": ["--fp16", "--batch-size", 2, "--initial-loss-scale", 2.0**10]}
     said = run_ranks(train_all, 2, [cell(tmp_path, name, *more, *flags) for name, flags in layouts.items()],
                      timeout=300)[0]
@@ -207,18 +233,17 @@ def test_eigenvalues_schedule_the_same_bits_in_every_layout(tmp_path: Path) -> N
     assert first["0"].keys() == {"blocks.0", "blocks.1"}
     falls = {name: re.findall("current bit-precision.*", text) for name, text in zip(layouts, said)}
     assert len(falls["0"]) >= 4
-    for name in layouts:
+    for name in layouts.keys() - {"2"}:  # there the last micro-batch is another one
         for block, value in first["0"].items():
-            if name != "2":  # there the last micro-batch is another one
-                # Printed to 4 digits; weights of fp16 move by steps of their own.
-                assert float(first[name][block]) == pytest.approx(float(value), rel=0.1 if name == "fp16" else 0.01), name
-        if name not in ("2", "fp16"):
+            # Printed to 4 digits; weights of fp16 move by steps of their own.
+            assert float(first[name][block]) == pytest.approx(float(value), rel=0.1 if name == "fp16" else 0.01), name
+        if name != "fp16":
             assert falls[name] == falls["0"], name
 
 
 def test_a_model_of_16_bits_trains_as_well_with_8_and_better_with_4_than_rounded_afterwards(tmp_path: Path) -> None:
-    """Perplexity of a corpus that follows a rule: at 8 bits within 0.5 % of the run that rounds nothing; at 4 bits below
-    that of the same run, rounded to the same grid when it was over."""
+    """Perplexity of a corpus that follows a rule: at 8 bits within 0.5 % of the run that rounds nothing; at 4 bits
+    below that of the same run, rounded to the same grid when it was over."""
     corpus = write_corpus(tmp_path / "corpus", documents=400)
     base = [*TINY, *NO_DROPOUT, "--train-data", corpus, "--valid-data", corpus, "--train-iters", 300, "--lr", 5e-3,
             "--batch-size", 8, "--quantize-offset", 0]
@@ -231,9 +256,8 @@ def test_a_model_of_16_bits_trains_as_well_with_8_and_better_with_4_than_rounded
     eight = perplexity("eight", "--quantize-training", "--quantize-period", 1)  # 8 bits from step 128 on
     four = perplexity("four", "--quantize-training", "--quantize-start-bits", 6, "--quantize-target-bits", 4,
                       "--quantize-period", 50)
-    afterwards = perplexity("afterwards", "--quantize-training", "--quantize-start-bits", 4, "--quantize-target-bits", 4,
-                            "--load", tmp_path / "ckpt", "--finetune", "--train-iters", 1, "--lr", 0,
+    afterwards = perplexity("afterwards", "--quantize-training", "--quantize-start-bits", 4, "--quantize-target-bits",
+                            4, "--load", tmp_path / "ckpt", "--finetune", "--train-iters", 1, "--lr", 0,
                             "--eval-interval", 1)
-    print(plain, eight, four, afterwards)
     assert eight < 1.005 * plain
     assert four < afterwards
