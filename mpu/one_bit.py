@@ -20,7 +20,7 @@ A group of one says everything, and owes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -33,6 +33,8 @@ from mpu.groups import Group
 
 EIGHT = 8
 """Signs in a byte."""
+IN_CACHE = 1 << 19
+"""Numbers that a CPU works on at a time: their copies stay in its caches."""
 
 
 class OneBitMean:
@@ -41,11 +43,15 @@ class OneBitMean:
         the same number of rows."""
         self.group = group
         self.chunk = NORM_ROW * sum(segments[0])
-        self._sizes = max(map(len, segments))
-        self._rows = torch.tensor([[*rows, *[0] * (self._sizes - len(rows))] for rows in segments], device=device)
+        self._segments = max(map(len, segments))
+        self._rows = torch.tensor([[*rows, *[0] * (self._segments - len(rows))] for rows in segments], device=device)
         self._counts = self._rows * NORM_ROW
         """Numbers of each segment that are spoken of."""
+        self._tile = IN_CACHE if device.type == "cpu" else None
+        """Numbers worked on at a time; None: all, where launches count."""
         self._silent: Tensor | None = None
+        self._has_silence: dict[int, bool] = {}
+        """By where a tile begins, where there are tiles."""
         self.owed = torch.zeros(group.size * self.chunk, device=device)
         """By this rank, to the servers of all chunks."""
         self.owed_to_all = torch.zeros(self.chunk, device=device)
@@ -58,19 +64,33 @@ class OneBitMean:
 
     def _message(self, chunks: int) -> Tensor:
         """Signs and sizes of so many chunks."""
-        return torch.zeros(chunks, self.chunk // EIGHT + 4 * self._sizes, dtype=torch.uint8, device=self.owed.device)
+        return torch.zeros(chunks, self.chunk // EIGHT + 4 * self._segments, dtype=torch.uint8, device=self.owed.device)
 
     def be_silent(self, silent: Tensor) -> None:
         """Where this mask of all chunks is true."""
         self._silent = pack(silent)
         rows = silent.logical_not().view(-1, NORM_ROW).sum(1)
         self._counts = _by_segment(rows.double(), self._rows).long()
-        for chunks, owed in ((slice(None), self.owed), (self._own, self.owed_to_all)):
-            self._hush(owed, chunks)
+        everything = range(self.group.size)
+        self._has_silence = {} if self._tile is None else {
+            place.start: bool(silent[place].any()) for place, _ in self._walk(everything)}
+        self._hush_all(self.owed, everything)
+        self._hush_all(self.owed_to_all, self._own)
 
     @property
-    def _own(self) -> slice:
-        return slice(self.group.rank, self.group.rank + 1)
+    def _own(self) -> range:
+        return range(self.group.rank, self.group.rank + 1)
+
+    def _walk(self, chunks: range) -> Iterator[tuple[slice, slice]]:
+        """What is worked on at a time in these chunks: where it is among all of them, and in a buffer of these."""
+        first, end = chunks.start * self.chunk, chunks.stop * self.chunk
+        if self._tile is None:
+            yield slice(first, end), slice(0, end - first)
+            return
+        for chunk in chunks:
+            for start in range(chunk * self.chunk, (chunk + 1) * self.chunk, self._tile):
+                stop = min(start + self._tile, (chunk + 1) * self.chunk)
+                yield slice(start, stop), slice(start - first, stop - first)
 
     # ---- an exchange ------------------------------------------------------------------------------------------------
 
@@ -78,12 +98,12 @@ class OneBitMean:
         """What this rank says is on its way to the servers."""
         if self.group.is_solo:
             self._whole = self.owed + self.owed_to_all
-            self._hush(self._whole, slice(None))
+            self._hush_all(self._whole, self._own)
             self.owed.zero_()
             self.owed_to_all.zero_()
             return
         said, self._heard = self._message(self.group.size), self._message(self.group.size)
-        self._say(self.owed, slice(None), said)
+        self._say(self.owed, range(self.group.size), said)
         self._under_way = all_to_all_into(self._heard, said, self.group)
 
     def serve(self) -> None:
@@ -94,7 +114,7 @@ class OneBitMean:
         assert self._heard is not None, "nothing was sent"
         own, heard, self._heard = self._own, self._heard, None
         for said in heard.split(1):
-            self.owed_to_all.add_(self._read(said, own), alpha=1 / self.group.size)
+            self._read(said, own, self.owed_to_all, 1 / self.group.size)
         mine = self._message(1)
         self._say(self.owed_to_all, own, mine)
         self._under_way = all_gather_into(self._said, mine, self.group)
@@ -107,9 +127,9 @@ class OneBitMean:
         """out <- what was said last, of all chunks or one."""
         if self.group.is_solo:
             out.copy_(self._whole)
-        else:
-            chunks = slice(None) if chunk is None else slice(chunk, chunk + 1)
-            out.copy_(self._read(self._said[chunks], chunks))
+            return
+        chunks = range(self.group.size) if chunk is None else range(chunk, chunk + 1)
+        self._read(self._said[chunks.start : chunks.stop], chunks, out.zero_(), 1.0)
 
     def squares(self) -> Tensor:
         """[chunks, segments]: the sum of the squares of what was said last, in fp64."""
@@ -119,34 +139,62 @@ class OneBitMean:
 
     # ---- what is said -----------------------------------------------------------------------------------------------
 
-    def _say(self, owed: Tensor, chunks: slice, message: Tensor) -> None:
+    def _say(self, owed: Tensor, chunks: range, message: Tensor) -> None:
         """message <- what these chunks owe, at one bit a number; the rest stays owed."""
-        self._hush(owed, chunks)
-        sums = _by_segment(row_norms(owed).double().square(), self._rows[chunks])
-        self._sizes_of(message).copy_((sums / self._counts[chunks].clamp(min=1)).sqrt())
-        self._signs_of(message).copy_(pack(owed >= 0).view(len(message), -1))
-        owed.sub_(self._read(message, chunks))
+        norms = torch.empty(len(owed) // NORM_ROW, device=owed.device)
+        for place, here in self._walk(chunks):
+            self._hush(owed[here], place)
+            row_norms(owed[here], norms[_per(NORM_ROW, here)])
+        sums = _by_segment(norms.double().square(), self._rows[chunks.start : chunks.stop])
+        counts = self._counts[chunks.start : chunks.stop]
+        self._sizes_of(message).copy_((sums / counts.clamp(min=1)).sqrt())
+        sizes, signs = self._sizes(message, chunks), torch.empty(len(owed) // EIGHT, dtype=torch.uint8,
+                                                                 device=owed.device)
+        for place, here in self._walk(chunks):
+            positive = owed[here] >= 0
+            signs[_per(EIGHT, here)] = pack(positive)
+            owed[here].sub_(_signed(positive, sizes[_per(NORM_ROW, here)]))
+            self._hush(owed[here], place)
+        self._signs_of(message).copy_(signs.view(len(message), -1))
 
-    def _read(self, message: Tensor, chunks: slice) -> Tensor:
-        """The numbers that it says."""
-        rows = self._rows[chunks].flatten()
-        each_row = len(message) * self.chunk // NORM_ROW
-        sizes = self._sizes_of(message).flatten().repeat_interleave(rows, output_size=each_row)
-        positive = unpack(self._signs_of(message)).view(-1, NORM_ROW)
-        said = torch.where(positive, sizes[:, None], -sizes[:, None]).view(-1)
-        self._hush(said, chunks)
-        return said
+    def _read(self, message: Tensor, chunks: range, add_to: Tensor, factor: float) -> None:
+        """Add the numbers that it says, times a factor."""
+        signs, sizes = self._signs_of(message).reshape(-1), self._sizes(message, chunks).mul_(factor)
+        for place, here in self._walk(chunks):
+            numbers = _signed(unpack(signs[_per(EIGHT, here)]), sizes[_per(NORM_ROW, here)])
+            self._hush(numbers, place)
+            add_to[here].add_(numbers)
 
-    def _hush(self, numbers: Tensor, chunks: slice) -> None:
-        if self._silent is not None:
-            each = self.chunk // EIGHT
-            numbers.masked_fill_(unpack(self._silent.view(-1, each)[chunks]), 0.0)
+    def _sizes(self, message: Tensor, chunks: range) -> Tensor:
+        """Of each row."""
+        rows = self._rows[chunks.start : chunks.stop].flatten()
+        count = len(message) * self.chunk // NORM_ROW
+        return self._sizes_of(message).flatten().repeat_interleave(rows, output_size=count)
+
+    def _hush_all(self, numbers: Tensor, chunks: range) -> None:
+        for place, here in self._walk(chunks):
+            self._hush(numbers[here], place)
+
+    def _hush(self, numbers: Tensor, place: slice) -> None:
+        if self._silent is not None and self._has_silence.get(place.start, True):
+            numbers.masked_fill_(unpack(self._silent[_per(EIGHT, place)]), 0.0)
 
     def _signs_of(self, message: Tensor) -> Tensor:
         return message[:, : self.chunk // EIGHT]
 
     def _sizes_of(self, message: Tensor) -> Tensor:
         return message[:, self.chunk // EIGHT :].view(torch.float32)
+
+
+def _per(many: int, place: slice) -> slice:
+    """The same place where there is one of so many."""
+    return slice(place.start // many, place.stop // many)
+
+
+def _signed(positive: Tensor, size_of_row: Tensor) -> Tensor:
+    """The size of its row for each number, or less than nothing."""
+    size = size_of_row[:, None]
+    return torch.where(positive.view(-1, NORM_ROW), size, -size).view(-1)
 
 
 def _by_segment(of_rows: Tensor, rows: Tensor) -> Tensor:

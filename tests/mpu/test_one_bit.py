@@ -35,8 +35,9 @@ def silent(ranks: int) -> Tensor:
     return mask
 
 
-def said(rank: int, world: int, quiet: bool) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+def said(rank: int, world: int, quiet: bool, tile: int | None) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
     mean = OneBitMean(build(1).dp, SEGMENTS[world], torch.device("cpu"))
+    mean._tile = tile
     if quiet:
         mean.be_silent(silent(world))
     found = []
@@ -88,9 +89,10 @@ def by_hand(ranks: int, quiet: bool) -> list[tuple[Any, list[Any], list[Any]]]:
 
 
 @pytest.mark.parametrize("quiet", [False, True])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_what_is_said_and_owed_is_what_the_reference_says(ranks: int, quiet: bool) -> None:
-    by_rank, wanted = run_ranks(said, ranks, quiet), by_hand(ranks, quiet)
+@pytest.mark.parametrize("ranks, tile", [(2, None), (2, ROW), (2, 2 * ROW), (3, None), (3, 1 << 19)])
+def test_what_is_said_and_owed_is_what_the_reference_says(ranks: int, tile: int | None, quiet: bool) -> None:
+    """Also a tile at a time, of which the last of a chunk is smaller."""
+    by_rank, wanted = run_ranks(said, ranks, quiet, tile), by_hand(ranks, quiet)
     largest = float(given(0, 0, ranks).abs().max())
     for step, (out, owed, served) in enumerate(wanted):
         for rank in range(ranks):
@@ -104,7 +106,7 @@ def test_what_is_said_and_owed_is_what_the_reference_says(ranks: int, quiet: boo
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_nothing_is_lost(ranks: int) -> None:
     """All that was said, and what is owed now, is the mean of all that was given."""
-    by_rank = run_ranks(said, ranks, False)
+    by_rank = run_ranks(said, ranks, False, None)
     total = sum(by_rank[0][step][0].double() for step in range(STEPS))
     owed = sum(by_rank[rank][-1][1].double() for rank in range(ranks)) / ranks
     served = torch.cat([by_rank[rank][-1][2].double() for rank in range(ranks)])
