@@ -13,6 +13,7 @@ from functools import cached_property
 from shlex import quote
 from typing import Literal
 
+from megatron.config.optimizers import ONE_BIT
 from megatron.config.tree import Config, ModelConfig, OffloadConfig, ZeroConfig, data_parallel_size
 from megatron.layer_drop import expected_blocks
 from megatron.plan.activations import FP32, Activations, Device
@@ -237,7 +238,15 @@ class Run:
     @cached_property
     def optimizer_here(self) -> int:
         """Bytes of those that are."""
-        return (self.shard_numel - self.away_numel) * FP32 * (MOMENTS_PER_WEIGHT + self.keeps_masters)
+        return (self.shard_numel - self.away_numel) * FP32 * (MOMENTS_PER_WEIGHT + self.keeps_masters) + self.owed
+
+    @property
+    def owed(self) -> int:
+        """Bytes of what a rank with a 1-bit optimizer owes to others after the warm-up, and of what was said last."""
+        if self.config.optim.optimizer not in ONE_BIT:
+            return 0
+        numel = self.root.numel + self.layers * self.block.numel
+        return numel * FP32 + numel * FP32 // self.dp + numel * 2 // 8  # signs of the numbers, and which are silent
 
     @property
     def tile(self) -> int:
@@ -337,6 +346,9 @@ class Run:
         numel = self.root.numel + self.resident.numel + blocks
         times = self.accumulation if self.policy.split_grads else 1
         gradients = numel * self.grads * peers // self.dp * times
+        if self.config.optim.optimizer in ONE_BIT:  # after the warm-up, to the servers and back
+            return Traffic(2 * (numel * peers // self.dp // 8),
+                           numel * self.work * peers // self.dp if self.policy.split_optim else 0)
         if not self.policy.split_optim:
             return Traffic(2 * gradients, 0)
         gathered = numel

@@ -1,0 +1,72 @@
+"""1-bit Adam learns what Adam learns: a small model, two ranks, several seeds, and a copy that forgets what it owes."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.config.tree import build_config
+from megatron.train import build
+from mpu import groups
+from tests.distributed import run_ranks
+
+STEPS, ROWS, LENGTH, TOKENS, SEEDS = 400, 8, 32, 64, 5
+
+
+def text(count: int, seed: int) -> Tensor:
+    """Rows of a chain in which a token depends on the two before it, and one time in ten on nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.randint(TOKENS, (TOKENS, TOKENS), generator=torch.Generator().manual_seed(0))
+    rows = torch.randint(TOKENS, (count, LENGTH + 1), generator=generator)
+    surprise = torch.rand(count, LENGTH + 1, generator=generator) < 0.1
+    for place in range(2, LENGTH + 1):
+        follows = table[rows[:, place - 2] % 8, rows[:, place - 1]]
+        rows[:, place] = torch.where(surprise[:, place], rows[:, place], follows)
+    return rows
+
+
+def held_out_loss(rank: int, world: int, seed: int, settings: dict[str, Any], forgets: bool) -> float:
+    grid = groups.build(1)
+    config = build_config({
+        "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": LENGTH,
+        "vocab_size": TOKENS, "make_vocab_size_divisible_by": 8, "attention_dropout": 0.0, "hidden_dropout": 0.0,
+        "batch_size": ROWS, "global_batch_size": ROWS * world, "lr": 2e-3, "warmup": 0.05, "lr_decay_iters": STEPS,
+        "train_iters": STEPS, "seed": seed, "compile": False, **settings})
+    engine = build.engine(config, build.model(config, grid), grid, torch.device("cpu"))
+    for step in range(STEPS):
+        rows = text(ROWS, 10_000 * (seed + 1) + 2 * step + rank)
+        engine.backward(engine(rows[:, :-1], rows[:, 1:], grad_scale=engine.backward_scale))
+        engine.step()
+        for line in engine.core.exchanged if forgets else ():
+            line.mean.owed.zero_()
+            line.mean.owed_to_all.zero_()
+    assert bool(engine.core.exchanged) == ("onebit" in config.optim.optimizer)
+    engine.eval()
+    with torch.no_grad():
+        rows = text(256, 5)
+        return float(engine(rows[:, :-1], rows[:, 1:]))
+
+
+def losses(settings: dict[str, Any], forgets: bool = False, seeds: int = SEEDS) -> list[float]:
+    return [run_ranks(held_out_loss, 2, seed, settings, forgets, timeout=300)[0] for seed in range(seeds)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1])
+def test_it_ends_where_adam_ends_and_debts_matter(stage: int, record_property: Callable[[str, object], None]) -> None:
+    """Within two deviations of Adam's seeds, after a warm-up of a fifth of the run. Without its debts it is worse."""
+    adam = losses({"zero_stage": stage})
+    one_bit = losses({"zero_stage": stage, "optimizer": "onebit_adam", "onebit_freeze_step": str(STEPS // 5)})
+    forgetful = losses({"zero_stage": stage, "optimizer": "onebit_adam", "onebit_freeze_step": str(STEPS // 5)}, True)
+    told = {"adam": adam, "one bit": one_bit, "without debts": forgetful}
+    for name, found in told.items():
+        record_property(name, [round(loss, 4) for loss in found])
+        print(f"{name}: {statistics.mean(found):.4f} +- {statistics.stdev(found):.4f}")
+    deviation = statistics.stdev(adam)
+    assert statistics.mean(one_bit) <= statistics.mean(adam) + 2 * deviation, told
+    assert statistics.mean(forgetful) > statistics.mean(one_bit) + 2 * deviation, told
