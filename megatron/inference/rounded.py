@@ -30,7 +30,7 @@ _HOST = torch.device("cpu")
 def rounded_weights(found: Checkpoint, work: torch.dtype) -> RoundedWeights | None:
     """None: the run does not round its weights, or had not begun to. `work` is their precision in training."""
     config = QuantizeConfig(**found.config.get("quantize", {}))
-    engine = found.shared_state["engine"]
+    engine = found.shared_state.get("engine") or {}
     applied = engine["global_steps"] - engine["skipped_steps"] if engine else 0
     if "quantisation" not in engine or not config.quantize_training or applied < config.quantize_offset:
         return None

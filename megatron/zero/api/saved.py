@@ -200,7 +200,7 @@ def load_engine(engine: ZeroEngine, found: Checkpoint, scheduler: Stateful | Non
             engine.restore_counters({**shared["engine"], **own})
     if not optimizer:
         agree(engine.forget_optimizer_steps, engine.groups.world)
-    else:
+    elif engine.exchanged:
         agree(lambda: load_owed(engine, found), engine.groups.world)
     if wanted and groups is not None:  # one of an older version holds none
         restore_groups(engine.param_groups, groups, wanted.__contains__)

@@ -22,6 +22,7 @@ from megatron.zero.utils import safe_set_full_fp32_param
 from mpu import groups
 from tests.distributed import RankError, run_ranks
 from tests.late_wire import late_wire
+from tests.megatron.zero import test_one_bit as one_bit
 from tests.megatron.zero.run import configure_gpt2, gpt2_engine, gpt2_loss, weights
 from tests.wires import accelerator_side
 from tests.without_waits import Place, waits, without
@@ -199,15 +200,25 @@ def places() -> Iterator[Place]:
     (test_aside.py, homes/test_ferry.py)."""
     for path in sorted({*FOLDER.glob("*.py")} - {FOLDER / name for name in ("watch.py", "aside.py", "update.py")}):
         yield from waits(f"megatron.zero.{path.stem}")
+    yield from waits("mpu.one_bit")
+
+
+def said(stage: int) -> list[Tensor]:
+    """What an optimizer with an exchange of its own makes of weights."""
+    if stage > 1:
+        return []
+    engine = one_bit.engine_of(stage)
+    one_bit.train(engine, 0, one_bit.FREEZE + 3)
+    return [*weights(engine).values()]
 
 
 def mutated(rank: int, world: int, folder: str, place: Place) -> str:
     """What becomes of the lives without one wait: "" if nothing."""
     try:
         for stage in (1, 3):
-            wanted = life(rank, stage, True, f"{folder}/plain") + drawn(rank, stage, True)
+            wanted = life(rank, stage, True, f"{folder}/plain") + drawn(rank, stage, True) + said(stage)
             with without(place), late_wire():
-                found = life(rank, stage, True, f"{folder}/late") + drawn(rank, stage, True)
+                found = life(rank, stage, True, f"{folder}/late") + drawn(rank, stage, True) + said(stage)
             if not all(map(torch.equal, found, wanted)):
                 return "other numbers"
     except Exception as error:
