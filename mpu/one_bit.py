@@ -115,7 +115,8 @@ class OneBitMean:
         assert self._heard is not None, "nothing was sent"
         own, heard, self._heard = self._own, self._heard, None
         for said in heard.split(1):
-            self._read(said, own, self.owed_to_all, 1 / self.group.size)
+            for there, numbers in self._read(said, own, self.owed_to_all, 1 / self.group.size):
+                there.add_(numbers)
         mine = self._message(1)
         self._say(self.owed_to_all, own, mine)
         self._under_way = all_gather_into(self._said, mine, self.group)
@@ -125,12 +126,13 @@ class OneBitMean:
         self._under_way.wait()
 
     def said_into(self, out: Tensor, chunk: int | None = None) -> None:
-        """out <- what was said last, of all chunks or one."""
+        """out <- what was said last, of all chunks or one. Where `out` is shorter the end is left out."""
         if self.group.is_solo:
-            out.copy_(self._whole)
+            out.copy_(self._whole[: len(out)])
             return
         chunks = range(self.group.size) if chunk is None else range(chunk, chunk + 1)
-        self._read(self._said[chunks.start : chunks.stop], chunks, out.zero_(), 1.0)
+        for there, numbers in self._read(self._said[chunks.start : chunks.stop], chunks, out, 1.0):
+            there.copy_(numbers)
 
     def squares(self) -> Tensor:
         """[chunks, segments]: the sum of the squares of what was said last, in fp64."""
@@ -158,13 +160,14 @@ class OneBitMean:
             self._hush(owed[here], place)
         self._signs_of(message).copy_(signs.view(len(message), -1))
 
-    def _read(self, message: Tensor, chunks: range, add_to: Tensor, factor: float) -> None:
-        """Add the numbers that it says, times a factor."""
+    def _read(self, message: Tensor, chunks: range, out: Tensor, factor: float) -> Iterator[tuple[Tensor, Tensor]]:
+        """Where in `out`, the numbers that it says there, times a factor."""
         signs, sizes = self._signs_of(message).reshape(-1), self._sizes(message, chunks).mul_(factor)
         for place, here in self._walk(chunks):
             numbers = _signed(unpack(signs[_per(EIGHT, here)]), sizes[_per(NORM_ROW, here)])
             self._hush(numbers, place)
-            add_to[here].add_(numbers)
+            there = out[here]
+            yield there, numbers[: len(there)]
 
     def _sizes(self, message: Tensor, chunks: range) -> Tensor:
         """Of each row."""

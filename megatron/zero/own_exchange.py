@@ -145,10 +145,10 @@ class Line:
     def put(self, clipped: float) -> None:
         """This rank's part is the gradient now."""
         self._clipped = clipped
-        rank = None if self.bucket.shard_group.is_solo else self._dp.rank
-        said = torch.empty(self.layout.numel if rank is None else self.layout.shard_numel, device=self.bucket.device)
-        self.mean.said_into(said, rank)
-        self.bucket.grads.put(said[: self.bucket.layout.shard_numel])
+        own = self.bucket.grads.shard[: self.bucket.layout.shard_numel]  # spent
+        said = own if own.dtype == torch.float32 else torch.empty_like(own, dtype=torch.float32)
+        self.mean.said_into(said, None if self.bucket.shard_group.is_solo else self._dp.rank)
+        self.bucket.grads.put(said)
 
 
 def _at_hand(bucket: FlatBucket, kind: str) -> Tensor:
