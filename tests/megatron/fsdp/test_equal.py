@@ -168,7 +168,10 @@ def test_bf16_is_that_of_masters_by_hand(name: str, way: str, world: int, steps:
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("name", sorted(set(MODELS) - {"layer drop", "gated"}))
 def test_bf16_is_that_of_masters_by_hand_for_every_model(name: str, world: int) -> None:
-    check(run_ranks(both_in_16_bits, world, name, WAYS, STEPS, timeout=300))
+    """A policy of torch's says nothing of buffers, and its batch norm takes no 16-bit weights beside fp32 statistics:
+    under torch's own fully_shard it raises the same."""
+    ways = [way for way in WAYS if (name, way) != ("convolutions", "torch")]
+    check(run_ranks(both_in_16_bits, world, name, ways, STEPS, timeout=300))
 
 
 def bits(rank: int, world: int, way: str) -> Any:
