@@ -199,3 +199,25 @@ def alone(rank: int, world: int, way: str) -> float:
 @pytest.mark.parametrize("way", WAYS)
 def test_one_process_without_a_group_is_the_plain_loop(way: str) -> None:
     assert run_ranks(alone, 1, way, init=False)[0] <= TOLERANCE
+
+
+def looked_at(rank: int, world: int, looks: bool) -> dict[str, Tensor]:
+    """Of a 16-bit run: who looks at parameters between a forward and its backward finds what they are at rest."""
+    from tests.megatron.fsdp.loops import adamw, around, batch, whole
+
+    model = around(models.Net(), "torch", **mixed("torch", torch.bfloat16))
+    optimizer = adamw(model)
+    for step in range(3):
+        loss = model(batch(rank, step))
+        if looks:
+            optimizer.zero_grad()
+            assert all(parameter.mul(1).dtype == torch.float32 for parameter in model.blocks[0].parameters())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole(model)
+
+
+def test_parameters_that_are_looked_at_within_a_pass_train_the_same_bits() -> None:
+    for one, other in zip(*(run_ranks(looked_at, 2, looks) for looks in (False, True)), strict=True):
+        assert all(torch.equal(weight, other[name]) for name, weight in one.items())
