@@ -78,6 +78,11 @@ class OneBitMean:
         self._hush_all(self.owed, everything)
         self._hush_all(self.owed_to_all, self._own)
 
+    def forget(self) -> None:
+        """What is owed, for good: other numbers come from now on."""
+        self.owed.zero_()
+        self.owed_to_all.zero_()
+
     @property
     def _own(self) -> range:
         return range(self.group.rank, self.group.rank + 1)
@@ -100,8 +105,7 @@ class OneBitMean:
         if self.group.is_solo:
             self._whole = self.owed + self.owed_to_all
             self._hush_all(self._whole, self._own)
-            self.owed.zero_()
-            self.owed_to_all.zero_()
+            self.forget()
             return
         said, self._heard = self._message(self.group.size), self._message(self.group.size)
         self._say(self.owed, range(self.group.size), said)

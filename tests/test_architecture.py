@@ -69,8 +69,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
     """),
     ("3: the engine", """
         megatron.optim.grid megatron.optim.rule megatron.optim.adam_kernel megatron.optim.adam megatron.optim.lion
-        megatron.optim.lamb megatron.optim.one_bit megatron.optim.one_bit_lamb megatron.optim.cpu_adam
-        megatron.optim.torch_rule megatron.optim.build
+        megatron.optim.lamb megatron.optim.one_bit megatron.optim.one_bit_lamb megatron.optim.zero_one
+        megatron.optim.cpu_adam megatron.optim.torch_rule megatron.optim.build
         megatron.zero.precision megatron.zero.verdict megatron.zero.settings megatron.zero.holders
         megatron.zero.placeholder megatron.zero.waiting megatron.zero.drawn megatron.zero.tiling
         megatron.zero.homes.ferry megatron.zero.homes.shelf megatron.zero.homes.here megatron.zero.homes.lanes
@@ -80,8 +80,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero.homes.preflight megatron.zero.homes.room
         megatron.zero.homes.nvme megatron.zero.homes.depot megatron.zero.parked
         megatron.zero.exchanges megatron.zero.turns megatron.zero.versions megatron.zero.sinks megatron.zero.gradients
-        megatron.zero.edits megatron.zero.loan megatron.zero.bucket megatron.zero.rows megatron.zero.quantise
-        megatron.zero.curvature megatron.zero.together megatron.zero.aside
+        megatron.zero.edits megatron.zero.loan megatron.zero.bucket megatron.zero.drift
+        megatron.zero.rows megatron.zero.quantise megatron.zero.curvature megatron.zero.together megatron.zero.aside
         megatron.zero.norm megatron.zero.roster megatron.zero.nested megatron.zero.hooks megatron.zero.utils
         megatron.zero.units megatron.zero.residency megatron.zero.reductions megatron.zero.forwards
         megatron.zero.passes megatron.zero.state

@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron.config.kinds import (ANY, ANY_TEXT, BOOLEAN, COUNT, COUNT_0, COUNT_0_OR_NONE, INTEGER, NUMBER, OF_TYPE,
                                    SWITCH_OR_OBJECT, TEXT, WEIGHT_GROUP, Kind, choice)
-from megatron.config.optimizers import OPTIMIZERS
+from megatron.config.optimizers import NEVER, OPTIMIZERS
 from megatron.config.setting import Key, declared, kind_of, plain_type
 from megatron.config.tree import SECTIONS
 
@@ -126,6 +126,8 @@ _PRECISION: dict[str, Row] = {
 _OPTIMIZER: dict[str, Row] = {
     "optimizer.legacy_fusion": NoEffect(BOOLEAN, False, _PURE_SPEED),
     **_together("optimizer.params.adam_w_mode", BOOLEAN),
+    **_together("optimizer.params.var_freeze_step", Kind(
+        f"{COUNT.expected}, or {NEVER}", lambda given: given if given == NEVER else COUNT.convert(given))),
     **{path: row for takes in OPTIMIZERS.values() for name, default in takes.own.items()
        for path, row in _together(f"optimizer.params.{name}", OF_TYPE[type(default)]).items()},
     "optimizer.params.fp32_optimizer_states": Only((True,), _16BIT_STATE),

@@ -19,7 +19,7 @@ from typing import Any, Literal, NoReturn
 
 from megatron.config import ds_file, foreign, help
 from megatron.config.hf_shape import shape_in, tokenizer_in
-from megatron.config.optimizers import ONE_BIT
+from megatron.config.optimizers import NEVER, ONE_BIT
 from megatron.config.setting import declared, flag_name, plain_type
 from megatron.config.tree import PRESETS, SECTIONS, Config, build_config, require
 from megatron.config.words import Words
@@ -96,9 +96,12 @@ def _built(values: dict[str, Any], preset: dict[str, Any], world_size: int) -> C
 def _check_warm_up(config: Config) -> None:
     """A run that ends before its optimizer's warm-up does is another one than was asked for."""
     warm_up, iters = config.optim.freeze_step, config.train.train_iters
-    require(config.optim.optimizer not in ONE_BIT or warm_up is None or iters == 0 or warm_up < iters,
-            config.in_its_words(f"--onebit-freeze-step {warm_up} is not below --train-iters {iters}, so that nothing "
-                                "would travel at one bit: 15 to 25 % of the steps are usual, or give auto"))
+    never = config.optim.onebit_freeze_step == NEVER
+    what, instead = ("ranks would never step by themselves", " or never") if \
+        config.optim.optimizer == "zeroone_adam" else ("nothing would travel at one bit", "")
+    require(config.optim.optimizer not in ONE_BIT or never or warm_up is None or iters == 0 or warm_up < iters,
+            config.in_its_words(f"--onebit-freeze-step {warm_up} is not below --train-iters {iters}, so that {what}: "
+                                f"15 to 25 % of the steps are usual, or give auto{instead}"))
 
 
 def asks_for_plan(argv: Sequence[str]) -> bool:

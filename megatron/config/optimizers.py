@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Name = Literal["adam", "adamw", "sgd", "lamb", "lion", "adagrad", "rmsprop", "nadam", "radam", "adamax", "adadelta",
-               "asgd", "rprop", "onebit_adam", "onebit_lamb"]
+               "asgd", "rprop", "onebit_adam", "onebit_lamb", "zeroone_adam"]
 
 AUTO = "auto"
 """A number of steps that is found while a run goes on."""
+NEVER = "never"
+"""No number of steps is enough."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +61,12 @@ OPTIMIZERS: dict[str, Takes] = {
     "onebit_adam": Takes(_ONE_BIT, {"bias_correction": True}),
     "onebit_lamb": Takes(_ONE_BIT, {**_LAMB, "coeff_beta": 0.9, "factor_max": 4.0, "factor_min": 0.5,
                                     "factor_threshold": 0.1}),
+    "zeroone_adam": Takes({**_ADAM, "var_freeze_step": "onebit_freeze_step"},
+                          {"bias_correction": True, "var_update_scaler": 16, "local_step_scaler": 32678,
+                           "local_step_clipper": 16}),
 }
 
-ONE_BIT = ("onebit_adam", "onebit_lamb")
+ONE_BIT = ("onebit_adam", "onebit_lamb", "zeroone_adam")
 """Those with an exchange of their own, at one bit a number."""
 
 
@@ -70,12 +75,11 @@ DEEPSPEED_TYPES = {
     "SGD": "sgd", "Lamb": "lamb", "FusedLamb": "lamb", "Lion": "lion", "FusedLion": "lion", "DeepSpeedCPULion": "lion",
     "Adagrad": "adagrad", "DeepSpeedCPUAdagrad": "adagrad", "RMSprop": "rmsprop", "NAdam": "nadam", "RAdam": "radam",
     "Adamax": "adamax", "Adadelta": "adadelta", "ASGD": "asgd", "Rprop": "rprop", "OneBitAdam": "onebit_adam",
-    "OneBitLamb": "onebit_lamb",
+    "OneBitLamb": "onebit_lamb", "ZeroOneAdam": "zeroone_adam",
 }
 """optimizer.type of a DeepSpeed file -> --optimizer"""
 _WHOLE_MATRICES = "it works on whole matrices, and ranks hold parts of flat ones; use AdamW"
 REFUSED_TYPES = {
-    "zerooneadam": "steps are not left out, nor gradients compressed, here; use OneBitAdam or Adam",
     **dict.fromkeys(("muadam", "muadamw", "musgd"),
                     "learning rates do not depend on a layer's width; use Adam, AdamW or SGD"),
     **dict.fromkeys(("muon", "adafactor"), _WHOLE_MATRICES),
@@ -94,6 +98,10 @@ def own_parameter(optimizer: str, name: str, value: Any) -> Any:
         if isinstance(value, bool):
             return value
         raise ValueError(f"{name} is {value!r}: expected true or false")
+    if isinstance(default, int):
+        if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 10**12:
+            return value
+        raise ValueError(f"{name} is {value!r}: expected a whole number from 1 on")
     if isinstance(default, float):
         if _is_number(value):
             return float(value)

@@ -9,8 +9,8 @@ Beside the original: the first gradient counts, the moments are corrected for th
 once, as v no longer moves), and what v says never had a gradient is not spoken of, since it would be given one bit's
 worth of noise, divided by nothing.
 
-When the warm-up ends is a number of steps, or found: where the sum of v has moved by less than 4 % in 1 / (1 - beta2)
-steps, the measure of the paper, in none of which the learning rate was still rising.
+When v freezes is a number of steps, or found: where the sum of v has moved by less than 4 % in 1 / (1 - beta2) steps,
+the measure of the paper, in none of which the learning rate was still rising.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
+from torch import Tensor
 
 from megatron.optim.adam import IN_CACHE, LARGEST_TILE, AdamW
-from megatron.optim.rule import ParamGroup, Saying, Span, StepScalars
+from megatron.optim.rule import ParamGroup, Saying, Span, StepScalars, Travel
 from mpu.device import on_accelerator
 from mpu.groups import Group
 
@@ -40,16 +41,28 @@ class OneBit:
     """Steps that v has seen, once it is frozen."""
     _sum: float = field(default=0.0, init=False)
     _rate: float = field(default=0.0, init=False)
-    """The sum of v and the learning rate, when they were last looked at."""
+    _looked_after: int = field(default=0, init=False)
+    """The sum of v and the learning rate, when they were last looked at, and after how many steps that was."""
 
     has_exchange = True
+    has_own_steps = False
     speaks_where = "exp_avg_sq"
 
     @property
-    def keeps_gradients(self) -> bool:
+    def remark(self) -> str:
+        return "the variance is frozen and the momentum travels at one bit a number"
+
+    @property
+    def travel(self) -> Travel:
+        return Travel.SUM if self.frozen_at is None else Travel.SAID
+
+    @property
+    def owes(self) -> bool:
         return self.frozen_at is not None
 
     def begin_step(self, taken: int, groups: Sequence[ParamGroup], size_of: Callable[[str], float]) -> None:
+        if self.frozen_at is not None:
+            return
         if self.freeze_step is None:
             ends = self._has_settled(taken, groups, size_of)
         else:
@@ -59,22 +72,35 @@ class OneBit:
 
     def _has_settled(self, taken: int, groups: Sequence[ParamGroup], size_of: Callable[[str], float]) -> bool:
         span = max(1, round(1 / (1 - min(group["betas"][1] for group in groups))))
-        if not taken or taken % span:
+        if taken == self._looked_after or taken % span:
             return False
         before, rate = self._sum, self._rate
         self._sum, self._rate = size_of("exp_avg_sq"), max(float(group["lr"]) for group in groups)
+        self._looked_after = taken
         return self._rate <= rate and min(before, self._sum) >= SETTLED * max(before, self._sum) > 0
 
     def say(self, what: Saying, hyper: Mapping[str, Any], *, factor: float) -> None:
         beta1 = hyper["betas"][0]
-        what.owed.add_(what.before, alpha=beta1).add_(what.grad, alpha=(1 - beta1) * factor)
+        what.owed.add_(what.before(), alpha=beta1).add_(what.grad, alpha=(1 - beta1) * factor)
+
+    @property
+    def differing(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def has_drifted(self) -> bool:
+        return False
+
+    def at_work(self, group: int, masters: Tensor, states: Mapping[str, Tensor], hyper: Mapping[str, Any]) -> Tensor:
+        return masters
 
     def scalars(self) -> dict[str, Any]:
-        return {"frozen_at": self.frozen_at, "sum": self._sum, "rate": self._rate}
+        return {"frozen_at": self.frozen_at, "sum": self._sum, "rate": self._rate, "looked_after": self._looked_after}
 
     def restore(self, scalars: Mapping[str, Any]) -> None:
         self.frozen_at = scalars.get("frozen_at")
         self._sum, self._rate = scalars.get("sum", 0.0), scalars.get("rate", 0.0)
+        self._looked_after = scalars.get("looked_after", 0)
 
 
 @final
@@ -92,7 +118,7 @@ class OneBitAdam(OneBit):
 
     @property
     def waits(self) -> bool:
-        return self.keeps_gradients
+        return self.frozen_at is not None
 
     def settle_on(self, device: torch.device, world: Group) -> None:
         self._adam.settle_on(device, world)

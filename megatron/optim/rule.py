@@ -12,15 +12,18 @@ An elementwise rule needs nothing else. One that looks at whole parameters (Lamb
 `total` adds up per-parameter sums over the ranks, and `largest` takes maxima. It is called for every group of every
 bucket on every rank, be the span empty there or not; so all ranks know the numbers of all parameters, by their `names`.
 
-A rule may have an exchange of its own in the place of the sum of gradients, once it `keeps_gradients`: each rank then
-holds the gradients it made, whole; the rule `says` what is to travel of them, at one bit a number and with errors made
-good later (mpu/one_bit.py), and the mean over the ranks comes to `step` as the gradient.
+A rule may have an exchange of its own in the place of the sum of gradients. What is to `travel` may be another thing
+at each step; where it is not the sum, each rank holds the gradients it made, whole. The rule `says` what is to travel
+of them, at one bit a number and with errors made good later (mpu/one_bit.py), and the mean over the ranks comes to
+`step` as the gradient. Where nothing travels a rank steps by its own gradient: the masters, which are the same on all
+ranks, stay as they are, and what a rank has `at_work` is made of them and of its own states.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any, Protocol
 
 import torch
@@ -94,8 +97,27 @@ class Saying:
     """fp32; what is to travel is added to it."""
     grad: Tensor
     """What this rank made, of any precision."""
-    before: Tensor
-    """The first of the rule's states, the same on all ranks, in fp32; it may be written to."""
+    before: Callable[[], Tensor]
+    """The first of the rule's states, in fp32. It may have to be fetched, and is not to be written to."""
+    states: Mapping[str, Tensor]
+    """All of them, where this rank has them whole."""
+
+
+class Travel(Enum):
+    """What goes from rank to rank of the gradients of a step."""
+
+    SUM = auto()
+    """All of them, added up."""
+    SAID = auto()
+    """What each rank says of its own; the mean of that is clipped."""
+    NOTHING = auto()
+    """Each rank steps by its own, clipped by what they are on all ranks."""
+    STEPS = auto()
+    """What such steps have come to on each rank, this one included."""
+
+    @property
+    def is_own(self) -> bool:
+        return self in (Travel.NOTHING, Travel.STEPS)
 
 
 class Rule(Protocol):
@@ -118,22 +140,45 @@ class Rule(Protocol):
 
     @property
     def has_exchange(self) -> bool:
-        """It may keep gradients some day; its states are then on the device, and the first is the same on all ranks."""
+        """Something else than the sum may travel some day; its states are then on the device."""
 
     @property
-    def keeps_gradients(self) -> bool:
-        """Gradients are not summed from now on: `say` decides what travels."""
+    def has_own_steps(self) -> bool:
+        """Nothing at all may; every rank has whole states then."""
+
+    @property
+    def travel(self) -> Travel:
+        """At this step, or the last one until the next begins."""
+
+    @property
+    def owes(self) -> bool:
+        """Something else than the sum has travelled, or is about to."""
+
+    @property
+    def remark(self) -> str:
+        """What travels now, and why."""
 
     @property
     def speaks_where(self) -> str:
         """The state that is 0 where there never was a gradient; nothing is said there."""
 
     def begin_step(self, taken: int, groups: Sequence[ParamGroup], size_of: Callable[[str], float]) -> None:
-        """Another step begins, after `taken` ones: decide whether to keep gradients. `size_of` a state is the sum of
-        its absolute values over the whole model; collective, so all ranks ask it or none."""
+        """Another step begins, after `taken` ones: decide what travels. `size_of` a state is the sum of its absolute
+        values over the whole model; collective, so all ranks ask it or none. A step that was skipped begins again."""
 
     def say(self, what: Saying, hyper: Mapping[str, Any], *, factor: float) -> None:
         """Add to what is owed. `factor` makes this rank's gradient of `grad`."""
+
+    @property
+    def differing(self) -> tuple[str, ...]:
+        """States that are this rank's own."""
+
+    @property
+    def has_drifted(self) -> bool:
+        """The last step was this rank's own: weights at work are not the masters."""
+
+    def at_work(self, group: int, masters: Tensor, states: Mapping[str, Tensor], hyper: Mapping[str, Any]) -> Tensor:
+        """They are these, of a part of a shard whose parameters share their hyper-parameters."""
 
     def settle_on(self, device: torch.device, world: Group) -> None:
         """Choose how spans on `device` are updated, where that is a choice: alike on all ranks, or copies of one weight
@@ -155,14 +200,19 @@ class Rule(Protocol):
 class Summed:
     """Part of a rule whose gradients are summed over the ranks, at every step."""
 
-    has_exchange = keeps_gradients = False
-    speaks_where = ""
+    has_exchange = has_own_steps = has_drifted = owes = False
+    travel = Travel.SUM
+    speaks_where = remark = ""
+    differing: tuple[str, ...] = ()
 
     def begin_step(self, taken: int, groups: Sequence[ParamGroup], size_of: Callable[[str], float]) -> None:
         """Nothing changes."""
 
     def say(self, what: Saying, hyper: Mapping[str, Any], *, factor: float) -> None:
         raise AssertionError(f"the gradients of {type(self).__name__} are summed")
+
+    def at_work(self, group: int, masters: Tensor, states: Mapping[str, Tensor], hyper: Mapping[str, Any]) -> Tensor:
+        return masters
 
 
 class OneByOne(Summed):

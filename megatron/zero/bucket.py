@@ -76,6 +76,10 @@ class Rounds(Protocol):
     def of_masters(self, part: slice, masters: Tensor) -> Tensor:
         """What a part of the masters became when it was last published."""
 
+    @property
+    def is_ranks_own(self) -> bool:
+        """Other ranks, with the same masters, have other weights at work."""
+
 
 class FlatBucket:
     """The buffers of one unit; see the module docstring for the vocabulary."""
@@ -186,7 +190,7 @@ class FlatBucket:
             self.work = HereShelf(self._span(self._whole))
         self.is_at_hand = self.work.at_hand(WEIGHT) is not None
         apart = (self.trainable or self._dtypes.keeps_frozen) and (
-            work != self._dtypes.master or self._dtypes.rounds or self.home.is_elsewhere or not self.is_at_hand)
+            work != self._dtypes.master or self._dtypes.apart or self.home.is_elsewhere or not self.is_at_hand)
         self.kept: Shelf = self.home.shelf(self.name, layout.shard_numel) if apart else self.work
         sources = sources_of(self.parameters)
         if sources is not None:
@@ -483,6 +487,9 @@ class FlatBucket:
 
     def check_before_return(self, editor: int | None) -> None:
         assert self._loan is not None, f"bucket {self.name} was not lent"
+        if editor is not None and self.rounding is not None and self.rounding.is_ranks_own:
+            raise ConfigError(f"weights of {self.name} cannot be edited now: the optimizer lets ranks step by "
+                              "themselves, and each has others until they exchange; edit them right after that")
         for slot, parameter, view in zip(self.layout.slots, self.parameters, self._views):
             if parameter.data_ptr() != view.data_ptr():
                 bring_home(slot.name, parameter, view)

@@ -1,9 +1,10 @@
 """OwnExchange: what travels of the gradients where an optimizer's rule decides that, in the place of their sum.
 
-Once the rule `keeps_gradients`, backwards leave them on the rank that made them. A step then asks the rule what each
-rank says of them, has the mean of that over data parallel taken at one bit a number (mpu/one_bit.py), and puts this
-rank's part of it where the update finds a gradient. The server of a chunk is the rank that owns it from stage 1 on; at
-stage 0, where everybody owns everything, it is the rank that writes it to checkpoints.
+Where it is not the sum that travels, backwards leave gradients on the rank that made them. A step then asks the rule
+what each rank says of them, has the mean of that over data parallel taken at one bit a number (mpu/one_bit.py), and
+puts this rank's part of it where the update finds a gradient; or nothing travels, and the rank's own gradients stay
+there. The server of a chunk is the rank that owns it from stage 1 on; at stage 0, where everybody owns everything, it
+is the rank that writes it to checkpoints.
 
 What a rank owes lasts from step to step: it is in checkpoints, whole for each rank, and of each server. On another
 number of ranks every one takes the mean of what the ranks owed, so that what they owe on average is the same.
@@ -11,13 +12,14 @@ number of ranks every one takes the mean of what the ranks owed, so that what th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron.optim.rule import ParamGroup, Rule, Saying
+from megatron.optim.rule import ParamGroup, Rule, Saying, Travel
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.layout import FlatLayout
 from megatron.zero.state import State
@@ -37,28 +39,39 @@ class OwnExchange:
     def __init__(self, state: State, groups: Groups, rule: Rule, param_groups: Sequence[ParamGroup]) -> None:
         self._state, self._groups, self._rule, self._param_groups = state, groups, rule, param_groups
         self.lines: list[Line] = []
-        """One for each bucket, while the exchange is on."""
+        """One for each bucket, once something may be owed."""
 
     @property
     def is_on(self) -> bool:
-        return bool(self.lines)
+        return self._rule.travel is not Travel.SUM
 
     def follow(self) -> None:
         """The rule was told another state: be as it wants it, and know nothing of before."""
         self.lines = [Line(bucket, self._groups, self._rule) for bucket in self._state.buckets
-                      ] if self._rule.keeps_gradients else []
+                      ] if self._rule.owes else []
+        self._leave_gradients()
+
+    def _leave_gradients(self) -> None:
         for bucket in self._state.buckets:
             bucket.grads.stays = self.is_on
 
     def begin_step(self) -> str | None:
         """Before the first backward of a step. A remark, where the rule takes over."""
-        if self.is_on:
-            return None
+        before = self._rule.travel
         self._rule.begin_step(self._state.counters.optimizer_steps, self._param_groups, self._size_of)
-        if not self._rule.keeps_gradients:
-            return None
-        self.follow()
-        return self._remark()
+        if self._rule.owes and not self.lines:
+            self.follow()
+            return self._remark()
+        self._leave_gradients()
+        now = self._rule.travel
+        if before is Travel.SUM and now is not before:
+            for line in self.lines:
+                line.hush(self._rule)
+        if now.is_own and not before.is_own:
+            for line in self.lines:
+                line.mean.forget()
+            return self._remark()
+        return None
 
     def _size_of(self, kind: str) -> float:
         """The sum of the absolute values of a state, over the whole model."""
@@ -73,13 +86,31 @@ class OwnExchange:
     def _remark(self) -> str:
         numbers = sum(slot.numel for line in self.lines for slot in line.layout.slots)
         silent = sum(line.silent for line in self.lines)
-        quiet = f"; {silent} numbers that never had a gradient stay without one" if silent else ""
+        quiet = f"; {silent} numbers that never had a gradient are left out" if silent else ""
         step = self._state.counters.optimizer_steps + 1
-        return (f" {self._rule.name}: from step {step} on the variance is frozen and the momentum travels at one bit a "
-                f"number: {numbers} on each tensor parallel rank{quiet}")
+        return (f" {self._rule.name}: from step {step} on {self._rule.remark}: {numbers} on each tensor parallel "
+                f"rank{quiet}")
 
-    def __call__(self, factor: float, limit: float) -> tuple[float, float]:
-        """The norm of what came, and what clips that to `limit`. `factor` makes a rank's own gradient."""
+    def __call__(self, factor: float, limit: float, of_ranks: float) -> tuple[float, float]:
+        """What the gradient that the update finds is multiplied by, and the norm that was clipped to `limit`. `factor`
+        makes a rank's own gradient; the norms of those have the root mean square `of_ranks`, which is what is clipped
+        where ranks step by themselves."""
+        if self._rule.travel.is_own:
+            factor *= clip_factor(of_ranks, limit)
+        if self._rule.travel is Travel.NOTHING:
+            return factor, of_ranks
+        square = self._exchange(factor)
+        if self._rule.travel is Travel.STEPS:
+            norm, clipped = of_ranks, 1.0
+        else:
+            norm = float(all_reduce(square, self._groups.tp)) ** 0.5
+            clipped = clip_factor(norm, limit)
+        for line in self.lines:
+            line.put(clipped)
+        return clipped, norm
+
+    def _exchange(self, factor: float) -> Tensor:
+        """The square of the norm of what came, as far as this tensor parallel rank counts it."""
         for line in self.lines:
             line.say(self._rule, self._param_groups, factor)
             line.mean.send()
@@ -89,11 +120,7 @@ class OwnExchange:
         for line in self.lines:
             line.mean.receive()
             square += (line.mean.squares() * line.counted).sum()
-        norm = float(all_reduce(square, self._groups.tp)) ** 0.5
-        clipped = clip_factor(norm, limit)
-        for line in self.lines:
-            line.put(clipped)
-        return norm, clipped
+        return square
 
 
 class Line:
@@ -111,12 +138,16 @@ class Line:
             [[float(groups.tp.rank == 0 or segment.slot.partition is not None) for segment in each] +
              [0.0] * (numbers - len(each)) for each in segments], dtype=torch.float64, device=bucket.device)
         """Segments that this tensor parallel rank counts in a norm."""
+        self.hush(rule)
+        self._clipped: float | None = None
+        """What was said last, times this, is the first state; None: it is not known here."""
+
+    def hush(self, rule: Rule) -> None:
+        """Be silent of what never had a gradient."""
         silent = self._whole(rule.speaks_where) == 0
         self.mean.be_silent(silent)
         self.silent = int(silent.sum()) - (len(silent) - sum(slot.numel for slot in self.layout.slots))
         """Numbers of parameters that are not spoken of."""
-        self._clipped: float | None = None
-        """What was said last, times this, is the first state; None: it is not known here."""
 
     def _whole(self, kind: str) -> Tensor:
         """A state, of all chunks."""
@@ -135,12 +166,19 @@ class Line:
         return whole.mul_(self._clipped)
 
     def say(self, rule: Rule, param_groups: Sequence[ParamGroup], factor: float) -> None:
-        grads, before = self.bucket.grads.shard, self._before()
+        grads, before = self.bucket.grads.shard, cache(self._before)
         everything = FlatLayout(self.layout.slots)
         for number, group in enumerate(param_groups):
             span = slice(*everything.group_span(0, number))
             if span.start < span.stop:
-                rule.say(Saying(self.mean.owed[span], grads[span], before[span]), group, factor=factor)
+                rule.say(Saying(self.mean.owed[span], grads[span], lambda: before()[span], self.own(rule.states, span)),
+                         group, factor=factor)
+
+    def own(self, kinds: Sequence[str], span: slice) -> Mapping[str, Tensor]:
+        """States, where this rank has them whole."""
+        if not self.bucket.shard_group.is_solo:
+            return {}
+        return {kind: _at_hand(self.bucket, kind)[span] for kind in kinds}
 
     def put(self, clipped: float) -> None:
         """This rank's part is the gradient now."""

@@ -26,8 +26,9 @@ class Dtypes:
     """None: as backward leaves them."""
     master: torch.dtype = torch.float32
     """Of what lasts."""
-    rounds: bool = False
-    """Weights at work are rounded (quantise.py): what lasts is apart also in one precision."""
+    apart: bool = False
+    """Weights at work are made of what lasts (quantise.py, drift.py), which is apart from them also in one
+    precision."""
     keeps_frozen: bool = False
     """What is frozen lasts in the precision of the masters as well, not in that of its use."""
 
@@ -40,7 +41,7 @@ class Dtypes:
         return self.sent not in (None, self.grads) or on_accelerator(device) and self.summed != self.grads
 
 
-def dtypes(policy: Policy, precision: PrecisionConfig, accumulation: int, *, rounds: bool = False) -> Dtypes:
+def dtypes(policy: Policy, precision: PrecisionConfig, accumulation: int, *, apart: bool = False) -> Dtypes:
     """A sum over several 16-bit micro-batches is taken in fp32, and so is one over ranks of what is sent in another
     precision than that of the weights."""
     work = DTYPES[precision.name]
@@ -48,7 +49,7 @@ def dtypes(policy: Policy, precision: PrecisionConfig, accumulation: int, *, rou
     wide = accumulation > 1 or sent not in (None, work)
     sums = torch.float32 if wide else work
     in_place = sent == torch.float32 or not policy.split_grads  # the sum over micro-batches is taken in `grads`
-    return Dtypes(work, sums if in_place else work, sums, sent, rounds=rounds)
+    return Dtypes(work, sums if in_place else work, sums, sent, apart=apart)
 
 
 def scale_rule(precision: PrecisionConfig) -> LossScaleRule:

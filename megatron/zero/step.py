@@ -158,7 +158,7 @@ class Step:
         settings = None if world.is_solo else settings_of_a_step(
             counters.global_steps + 1, self._parts, accumulation, micro_batch, self._hyper_parameters())
         sums = exchange(square, world, digest=0 if settings is None else settings.digest(trace, world.size),
-                        counts=self._keeps_gradients or self._state.buckets[0].replicas.rank == 0,
+                        counts=self._gradients_stay or self._state.buckets[0].replicas.rank == 0,
                         objects=objection is not None, riders=(*riders, *aside))
         verdict = Verdict(sums, world.size, per_unit=self._unit(), limit=self._clip_grad)
         report = StepReport(verdict, objection, number=counters.global_steps + 1, settings=settings,
@@ -168,7 +168,7 @@ class Step:
         if self.is_deferred:
             self._update(lambda device: self._scalars(verdict))
         elif self._undisputed(report).applied:
-            factor = self._exchanged(report) if self._keeps_gradients else report.found.factor
+            factor = self._exchanged(report) if self._gradients_stay else report.found.factor
             if self._state.quantisation is not None:
                 self._state.quantisation.advance(counters.applied_steps + 1)
             self._update(partial(StepScalars.of, factor, counters.optimizer_steps), factor)
@@ -181,17 +181,18 @@ class Step:
         return report
 
     @property
-    def _keeps_gradients(self) -> bool:
+    def _gradients_stay(self) -> bool:
         return self.exchange is not None and self.exchange.is_on
 
     @property
     def _gradient_norm(self) -> GradNorm:
-        return self._own_norm if self._keeps_gradients and self._own_norm is not None else self._norm
+        return self._own_norm if self._gradients_stay and self._own_norm is not None else self._norm
 
     def _exchanged(self, report: StepReport) -> float:
         """What came of gradients that stayed is where the update looks, once it is multiplied by this."""
         assert self.exchange is not None
-        norm, factor = self.exchange(self._unit() * self._divisor, self._clip_grad)
+        of_ranks = report.found.norm * self._divisor / self._groups.dp.size ** 0.5
+        factor, norm = self.exchange(self._unit() * self._divisor, self._clip_grad, of_ranks)
         report.note_norm(norm)
         return factor
 

@@ -202,6 +202,7 @@ def load_engine(engine: ZeroEngine, found: Checkpoint, scheduler: Stateful | Non
         agree(engine.forget_optimizer_steps, engine.groups.world)
     elif engine.exchanged:
         agree(lambda: load_owed(engine, found), engine.groups.world)
+        engine.publish_own()
     if wanted and groups is not None:  # one of an older version holds none
         restore_groups(engine.param_groups, groups, wanted.__contains__)
     if options.counters and options.scheduler and scheduler is not None and shared["lr_scheduler"] is not None:

@@ -191,7 +191,7 @@ def test_a_flag_that_would_do_more_elsewhere_is_accepted_with_a_note() -> None:
     assert config.schedule.lr == 1e-3 and parse_args(["--cpu-torch-adam"]).notes == ()
 
 
-@pytest.mark.parametrize("name", ["onebit_adam", "onebit_lamb"])
+@pytest.mark.parametrize("name", ["onebit_adam", "onebit_lamb", "zeroone_adam"])
 def test_a_warm_up_of_one_bit_that_outlasts_the_run_is_refused(name: str) -> None:
     argv = ["--optimizer", name, "--train-iters", "100", "--onebit-freeze-step"]
     for beyond in ("100", "100000"):
@@ -200,8 +200,11 @@ def test_a_warm_up_of_one_bit_that_outlasts_the_run_is_refused(name: str) -> Non
     for wrong in ("0", "-1", "1.5", "soon", ""):
         with pytest.raises(ConfigError, match="expected a number of steps from 1 on, or auto"):
             parse_args([*argv[:-1], f"--onebit-freeze-step={wrong}"])
-    for within in ("99", "auto"):
+    for within in ("99", "auto", *(["never"] if name == "zeroone_adam" else [])):
         assert parse_args([*argv, within]).optim.onebit_freeze_step == within
+    if name != "zeroone_adam":
+        with pytest.raises(ConfigError, match="expected a number of steps from 1 on, or auto"):
+            parse_args([*argv, "never"])
 
 
 def test_what_is_not_loaded_may_be_absent() -> None:

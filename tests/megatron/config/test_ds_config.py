@@ -86,7 +86,9 @@ OWN = {"dampening": ("SGD", "sgd", 0.5), "nesterov": ("SGD", "sgd", True), "amsg
        "rho": ("Adadelta", "adadelta", 0.8), "lambd": ("ASGD", "asgd", 0.1), "t0": ("ASGD", "asgd", 10.0),
        "etas": ("Rprop", "rprop", [0.4, 1.1]), "step_sizes": ("Rprop", "rprop", [1e-5, 1.0]),
        "coeff_beta": ("OneBitLamb", "onebit_lamb", 0.8), "factor_max": ("OneBitLamb", "onebit_lamb", 3.0),
-       "factor_min": ("OneBitLamb", "onebit_lamb", 0.4), "factor_threshold": ("OneBitLamb", "onebit_lamb", 0.2)}
+       "factor_min": ("OneBitLamb", "onebit_lamb", 0.4), "factor_threshold": ("OneBitLamb", "onebit_lamb", 0.2),
+       "var_update_scaler": ("ZeroOneAdam", "zeroone_adam", 4), "local_step_scaler": ("ZeroOneAdam", "zeroone_adam", 9),
+       "local_step_clipper": ("ZeroOneAdam", "zeroone_adam", 2)}
 
 
 def own_case(name: str) -> tuple[Any, Any, dict[str, Any]]:
@@ -96,7 +98,8 @@ def own_case(name: str) -> tuple[Any, Any, dict[str, Any]]:
     return value, {key: value for key, value in found.items() if value != "adam"}, typed(kind)
 
 
-ONE_BIT = typed("OneBitAdam")
+ONE_BIT, ZERO_ONE = typed("OneBitAdam"), typed("ZeroOneAdam")
+FREEZE_STEPS = {"optimizer.params.freeze_step": ONE_BIT, "optimizer.params.var_freeze_step": ZERO_ONE}
 BOARD = {"tensorboard": {"enabled": True, "output_path": "out", "job_name": "job"}}
 ZERO, PARAM, HOME, KEEP = ("zero_optimization.", "zero_optimization.offload_param.",
                            "zero_optimization.offload_optimizer.", "activation_checkpointing.")
@@ -133,6 +136,8 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "optimizer.params.momentum": (0.5, {"optimizer": "sgd", "sgd_momentum": 0.5}, typed("SGD")),
     **{f"optimizer.params.{name}": own_case(name) for name in OWN},
     "optimizer.params.freeze_step": (400, {"optimizer": "onebit_adam", "onebit_freeze_step": "400"}, ONE_BIT),
+    "optimizer.params.var_freeze_step": ("never", {"optimizer": "zeroone_adam", "onebit_freeze_step": "never"},
+                                         ZERO_ONE),
     "optimizer.params.lr": (1e-3, {"lr": 1e-3}, ADAM),
     "optimizer.params.betas": ([0.8, 0.95], {"adam_beta1": 0.8, "adam_beta2": 0.95}, ADAM),
     "optimizer.params.eps": (1e-6, {"adam_eps": 1e-6}, ADAM),
@@ -304,7 +309,7 @@ WRONG = {"true or false": ["true ", 1, 0, None, [], "false"],
          "an integer from 0 to 64": [-1, 65, 1e9, "10", True],
          "a list of two numbers": [0.9, [0.9], [0.9, "x"], [1, 2, 3], {"0": 1}],
          "a text that is not empty": [1, True, "", []], "a text": [1, True, []],
-         "an object {...}": ["2", 1, []]}
+         "an object {...}": ["2", 1, []], "an integer of at least 1, or never": [0, 1.5, True, "soon", []]}
 
 
 @pytest.mark.parametrize("path", rows(Key, Old, NoEffect))
@@ -326,8 +331,9 @@ def test_a_section_must_be_an_object_and_null_is_none(path):
 def test_auto_is_the_default_and_is_answered(path):
     if path == "optimizer.params.momentum":
         return  # below: a file that says nothing of momentum means 0
-    if path == "optimizer.params.freeze_step":
-        assert changes(build(merged(ONE_BIT, nested(path, "auto"))))["onebit_freeze_step"] == "auto"  # it is found
+    if path in FREEZE_STEPS:
+        found = build(merged(FREEZE_STEPS[path], nested(path, "auto")))
+        assert changes(found)["onebit_freeze_step"] == "auto"  # it is found
         return
     beside = typed(OWN[path.rpartition(".")[2]][0]) if path.rpartition(".")[2] in OWN else {}
     beside = WARMUP if path.startswith("scheduler") else beside
@@ -434,7 +440,11 @@ def test_an_unknown_key_is_refused_with_its_path_and_the_nearest_name(path, told
     (merged(typed("OneBitLamb"), nested("zero_optimization", {"stage": 1, "offload_optimizer": {"device": "cpu"}})),
      "what a rank says is made of the momentum, on the device"),
     (merged(typed("OneBitLamb"), nested("optimizer.params.amsgrad", True)), "amsgrad is not a parameter of OneBitLamb"),
-    (typed("ZeroOneAdam"), "steps are not left out, nor gradients compressed"),
+    (merged(typed("ZeroOneAdam"), {"zero_optimization": {"stage": 1}}), "each rank steps by itself, with whole"),
+    (merged(typed("ZeroOneAdam"), {"zero_optimization": {"stage": 2}}), "from stage 2 on they are summed and split"),
+    (merged(typed("ZeroOneAdam"), QUANTISED), "each to another grid"),
+    (merged(typed("ZeroOneAdam"), nested("optimizer.params.local_step_clipper", 0)), "local_step_clipper"),
+    (merged(typed("ZeroOneAdam"), nested("optimizer.params.var_freeze_step", "soon")), "of at least 1, or never"),
     (typed("Muon"), "it works on whole matrices"), (typed("Adafactor"), "it works on whole matrices"),
     (typed("LBFGS"), "evaluates the loss several times"), (typed("SparseAdam"), "gradients are dense"),
     (typed("Adm"), 'optimizer.type is "Adm": expected "Adam" or "AdamW"'), (typed("Adm"), 'did you mean "Adam"?'),

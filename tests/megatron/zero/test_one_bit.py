@@ -9,59 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.zero.api.engine import Engine
 from mpu import groups
 from tests.distributed import run_ranks
 from tests.late_wire import late_wire
+from tests.megatron.zero.given_gradients import Flat, Net, all_state, noisy, same, train, with_numbers
 from tests.megatron.zero.run import configure, configure_gpt2, engine_around, gpt2_engine, gpt2_loss, weights
 
-WIDTH, FREEZE, LR, DECAY, BETAS, EPS = 12, 6, 2**-9, 2**-3, (0.9, 0.99), 1e-4  # 1 - LR * DECAY is exact in fp32
+FREEZE, LR, DECAY, BETAS, EPS = 6, 2**-9, 2**-3, (0.9, 0.99), 1e-4  # 1 - LR * DECAY is exact in fp32
 SETTINGS = {"optimizer": "onebit_adam", "onebit_freeze_step": str(FREEZE), "clip_grad": 0.0, "weight_decay": DECAY,
             "adam_beta2": BETAS[1], "adam_eps": EPS, "lr": LR}
-
-
-class Net(nn.Module):
-    """A loss whose gradient is its input: what is compared is the optimizer. (Where gradients depend on weights, the
-    rounding of one turns a sign some steps later.)"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table = nn.Embedding(9, WIDTH)
-        self.body = nn.Linear(WIDTH, 30)
-        self.head = nn.Linear(30, 5)
-
-    def forward(self, gradient: Tensor) -> Tensor:
-        flat = torch.cat([parameter.flatten() for parameter in self.parameters()])
-        return (flat * gradient.to(flat.dtype)).sum()
-
-
-def batch(step: int, rank: int) -> Tensor:
-    """The gradients of one rank: some of the numbers of a parameter large, others small, and two rows of none."""
-    sizes = torch.randn(9 * WIDTH + WIDTH * 30 + 30 + 150 + 5, generator=torch.Generator().manual_seed(1))
-    sizes[7 * WIDTH : 9 * WIDTH] = 0.0
-    noise = torch.randn(len(sizes), generator=torch.Generator().manual_seed(100 * step + rank))
-    return sizes * (0.3 + noise) / 10
 
 
 def engine_of(stage: int = 0, accumulation: int = 1, **settings: Any) -> Engine:
     config = configure(**{**SETTINGS, "zero_stage": stage, **settings})
     return engine_around(Net(), config, groups.build(1), accumulation)
-
-
-def train(engine: Engine, first: int, last: int) -> list[float]:
-    """The norms that its steps report."""
-    norms = []
-    accumulation, rank = engine.gradient_accumulation_steps(), engine.groups.dp.rank
-    for step in range(first, last):
-        for micro in range(accumulation):
-            report = None
-            engine.backward(engine(batch(accumulation * step + micro, rank)))
-            report = engine.step() or engine.core.last_report
-        norms.append(report.grad_norm if report is not None else 0.0)
-    return norms
 
 
 def trained(rank: int, world: int, steps: int, settings: dict[str, Any]) -> dict[str, Tensor]:
@@ -78,28 +42,15 @@ def trained(rank: int, world: int, steps: int, settings: dict[str, Any]) -> dict
 def test_until_it_freezes_it_is_adam_bit_for_bit(stage: int, bias: bool) -> None:
     own = {"zero_stage": stage, "clip_grad": 0.2, "optimizer_params": (f"bias_correction={str(bias).lower()}",)}
     found = run_ranks(trained, 2, FREEZE, own)
-    assert _same(found, run_ranks(trained, 2, FREEZE, {**own, "optimizer": "adam"}))
+    assert same(found, run_ranks(trained, 2, FREEZE, {**own, "optimizer": "adam"}))
     later = run_ranks(trained, 2, FREEZE + 1, own)
-    assert not _same(later, run_ranks(trained, 2, FREEZE + 1, {**own, "optimizer": "adam"})), "it never froze"
-
-
-def _same(found: list[dict[str, Tensor]], wanted: list[dict[str, Tensor]]) -> bool:
-    return all(torch.equal(one[name], other[name]) for one, other in zip(found, wanted, strict=True) for name in one)
+    assert not same(later, run_ranks(trained, 2, FREEZE + 1, {**own, "optimizer": "adam"})), "it never froze"
 
 
 def reference(ranks: int, steps: int, clip: float) -> tuple[dict[str, Tensor], list[float]]:
-    """Weights and norms by NumPy in fp64, all ranks at once. A flat buffer of parameters that begin at multiples of
-    128, those that decay first, in equal chunks of such; a size for each parameter in each chunk."""
-    model = Net().double()
-    parameters = sorted(model.named_parameters(), key=lambda named: named[1].dim() < 2)
-    places, end = {}, 0
-    for name, parameter in parameters:
-        places[name] = slice(end, end + parameter.numel())
-        end += -(-parameter.numel() // 128) * 128
-    chunk = -(--(-end // ranks) // 128) * 128
-    numel = chunk * ranks
-    segments = [slice(max(place.start, low), min(place.stop, low + chunk)) for low in range(0, numel, chunk)
-                for place in places.values() if max(place.start, low) < min(place.stop, low + chunk)]
+    """Weights and norms by NumPy in fp64, all ranks at once."""
+    model, flat = Net().double(), Flat(ranks)
+    places, numel, parameters = flat.places, flat.numel, list(model.named_parameters())
     decay = np.zeros(numel)
     for name, parameter in parameters:
         decay[places[name]] = DECAY if parameter.dim() >= 2 else 0
@@ -108,7 +59,7 @@ def reference(ranks: int, steps: int, clip: float) -> tuple[dict[str, Tensor], l
 
     def say(x: Any) -> Any:
         said = np.zeros_like(x)
-        for part in segments:
+        for part in flat.segments:
             live = v[part] != 0
             size = np.sqrt((x[part][live] ** 2).sum() / max(1, live.sum()))
             said[part] = np.where(x[part] >= 0, size, -size) * live
@@ -118,7 +69,7 @@ def reference(ranks: int, steps: int, clip: float) -> tuple[dict[str, Tensor], l
         grads = np.zeros((ranks, numel))
         for rank in range(ranks):
             model.zero_grad()
-            model(batch(step, rank).double()).backward()
+            model(noisy(step, rank).double()).backward()
             for name, parameter in parameters:
                 grads[rank][places[name]] = parameter.grad.flatten().numpy()
         if step < FREEZE:
@@ -141,9 +92,9 @@ def reference(ranks: int, steps: int, clip: float) -> tuple[dict[str, Tensor], l
         with torch.no_grad():
             for name, parameter in parameters:
                 place = places[name]
-                flat = parameter.flatten().numpy()
-                flat = flat * (1 - LR * decay[place]) - LR * update[place]
-                parameter.copy_(torch.from_numpy(flat).view(parameter.shape))
+                run = parameter.flatten().numpy()
+                run = run * (1 - LR * decay[place]) - LR * update[place]
+                parameter.copy_(torch.from_numpy(run).view(parameter.shape))
     return {name: parameter.detach() for name, parameter in model.named_parameters()}, norms
 
 
@@ -161,9 +112,9 @@ def test_fifty_steps_are_those_of_the_reference(ranks: int, stage: int, clip: fl
     by_rank = run_ranks(_told, ranks, 50, {"stage": stage, "clip_grad": clip})
     for found, norms in by_rank:
         assert norms == pytest.approx(wanted_norms, rel=1e-5)
-        for name, weight in found.items():
+        for name, weight in with_numbers(found):
             assert (weight.double() - wanted[name]).abs().max() < 1e-6 * wanted[name].abs().max().clamp(min=1), name
-    assert _same([by_rank[0][0]] * ranks, [found for found, _ in by_rank]), "the ranks have other weights"
+    assert same([by_rank[0][0]] * ranks, [found for found, _ in by_rank]), "the ranks have other weights"
 
 
 def test_on_one_rank_it_is_adam_whose_variance_stands_still() -> None:
@@ -172,7 +123,7 @@ def test_on_one_rank_it_is_adam_whose_variance_stands_still() -> None:
     moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in model.named_parameters()}
     for step in range(20):
         model.zero_grad()
-        model(batch(step, 0)).backward()
+        model(noisy(step, 0)).backward()
         for name, p in model.named_parameters():
             m, v = moments[name]
             m.mul_(beta1).add_(p.grad, alpha=1 - beta1)
@@ -183,7 +134,7 @@ def test_on_one_rank_it_is_adam_whose_variance_stands_still() -> None:
             size = (v / (1 - beta2 ** min(step + 1, FREEZE))).sqrt() + EPS
             with torch.no_grad():
                 p.mul_(1 - LR * DECAY * (p.dim() >= 2)).sub_(LR * m / (1 - beta1 ** (step + 1)) / size)
-    for name, p in model.named_parameters():
+    for name, p in with_numbers(dict(model.named_parameters())):
         assert (found[name] - p).abs().max() < 1e-6, name
 
 
@@ -203,7 +154,7 @@ def test_rows_without_a_gradient_only_decay() -> None:
 def test_stages_0_and_1_are_the_same_bits(precision: dict[str, Any], accumulation: int) -> None:
     """On two ranks, where the sums of the warm-up are (mpu/wire/gloo.py)."""
     own = {**precision, "accumulation": accumulation, "clip_grad": 0.2}
-    assert _same(*(run_ranks(trained, 2, 15, {**own, "stage": stage}) for stage in (0, 1)))
+    assert same(*(run_ranks(trained, 2, 15, {**own, "stage": stage}) for stage in (0, 1)))
 
 
 def _gpt2(rank: int, world: int, stage: int, precision: dict[str, Any]) -> tuple[dict[str, Tensor], list[str], int]:
@@ -234,22 +185,16 @@ def _overflows(rank: int, world: int, stage: int) -> list[tuple[Tensor, ...]]:
     engine = engine_of(stage, fp16=True, initial_scale_power=8)
     train(engine, 0, 2 * FREEZE)
     assert engine.core.exchanged
-    before = _all_state(engine)
-    loss = engine(batch(99, rank))
+    before = all_state(engine)
+    loss = engine(noisy(99, rank))
     engine.backward(loss * (float("inf") if rank else 1.0))
     report = engine.step()
     assert report is not None and not report.applied
-    after = _all_state(engine)
+    after = all_state(engine)
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
     train(engine, FREEZE + 3, FREEZE + 5)
-    assert not torch.equal(_all_state(engine)[0], after[0])
+    assert not torch.equal(all_state(engine)[0], after[0])
     return []
-
-
-def _all_state(engine: Engine) -> list[Tensor]:
-    kept = [bucket.kept.at_hand(kind) for bucket in engine.core.buckets for kind in bucket.kept.kinds]
-    owed = [owed for line in engine.core.exchanged for owed in (line.mean.owed, line.mean.owed_to_all)]
-    return [tensor.clone() for tensor in (*kept, *owed) if tensor is not None]
 
 
 def _late(rank: int, world: int, stage: int) -> dict[str, Tensor]:
@@ -262,7 +207,7 @@ def _late(rank: int, world: int, stage: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_nobody_reads_what_is_still_on_its_way(stage: int) -> None:
-    assert _same(run_ranks(_late, 3, stage), run_ranks(trained, 3, 2 * FREEZE, {"stage": stage}))
+    assert same(run_ranks(_late, 3, stage), run_ranks(trained, 3, 2 * FREEZE, {"stage": stage}))
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -278,14 +223,14 @@ def _saves(rank: int, world: int, folder: str, stage: int, at: int) -> list[Tens
     train(engine, 0, at)
     engine.save_checkpoint(folder, tag="kept")
     train(engine, at, at + 4)
-    return _all_state(engine)
+    return all_state(engine)
 
 
 def _resumes(rank: int, world: int, folder: str, stage: int, at: int) -> list[Tensor]:
     engine = engine_of(stage)
     engine.load_checkpoint(folder, tag="kept")
     train(engine, at, at + 4)
-    return _all_state(engine)
+    return all_state(engine)
 
 
 @pytest.mark.parametrize("at", [FREEZE - 1, FREEZE, FREEZE + 5])
@@ -318,7 +263,7 @@ def _owed_on_average(rank: int, world: int, folder: str, saves: bool) -> tuple[d
 def test_on_other_ranks_the_mean_of_what_is_owed_stays(tmp_path: Path, ranks: int) -> None:
     kept = run_ranks(_owed_on_average, 2, str(tmp_path), True)
     again = run_ranks(_owed_on_average, ranks, str(tmp_path), False)
-    for name in kept[0][0]:
+    for name, _ in with_numbers(kept[0][0]):
         wanted, found = (sum(owed[name].double() for owed, _ in by_rank) for by_rank in (kept, again))
         assert wanted.abs().max() > 0 and (found - wanted).abs().max() <= 1e-6 * wanted.abs().max(), name
 
@@ -347,7 +292,7 @@ def _frozen_at(rank: int, world: int, stage: int) -> int | None:
     for step in range(60):
         for group in engine.core.param_groups:
             group["lr"] = 1e-6 * min(1.0, (step + 1) / 35)
-        engine.backward(engine(batch(0, rank)))
+        engine.backward(engine(noisy(0, rank)))
         engine.step()
     found: int | None = engine.core.rule.scalars()["frozen_at"]
     return found

@@ -10,49 +10,29 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.zero.api.engine import Engine
 from mpu import groups
 from tests.distributed import run_ranks
+from tests.megatron.zero.given_gradients import NUMBERS, WIDTH, Flat, Net, all_state, by_name, same, train
 from tests.megatron.zero.run import configure, configure_gpt2, engine_around, gpt2_engine, gpt2_loss, weights
 
-WIDTH, FREEZE, LR, DECAY, BETAS, EPS = 12, 6, 2**-9, 2**-3, (0.9, 0.95), 1e-4
+FREEZE, LR, DECAY, BETAS, EPS = 6, 2**-9, 2**-3, (0.9, 0.95), 1e-4
 SETTINGS = {"optimizer": "onebit_lamb", "onebit_freeze_step": str(FREEZE), "clip_grad": 0.0, "weight_decay": DECAY,
             "adam_beta1": BETAS[0], "adam_beta2": BETAS[1], "adam_eps": EPS, "lr": LR}
 DEFAULTS = {"max_coeff": 10.0, "min_coeff": 0.01, "coeff_beta": 0.9, "factor_max": 4.0, "factor_min": 0.5,
             "factor_threshold": 0.1, "bias_correction": True, "eps_inside_sqrt": False}
 
 
-class Net(nn.Module):
-    """A loss whose gradient is its input: what is compared is the optimizer. One parameter has no numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table = nn.Embedding(9, WIDTH)
-        self.body = nn.Linear(WIDTH, 30)
-        self.head = nn.Linear(30, 5)
-        self.nothing = nn.Parameter(torch.empty(0))
-
-    def forward(self, gradient: Tensor) -> Tensor:
-        flat = torch.cat([parameter.flatten() for parameter in self.parameters()])
-        return (flat * gradient.to(flat.dtype)).sum()
-
-
-NUMBERS = {name: parameter.numel() for name, parameter in Net().named_parameters()}
-"""Of each parameter, in the order in which `batch` has them."""
-
-
 def batch(step: int, rank: int) -> Tensor:
     """The gradients of one rank: some of the numbers of a parameter large, others small, and two rows of none; so are
     parameters, which change, so that factors move both ways."""
-    sizes = dict(zip(NUMBERS, torch.randn(sum(NUMBERS.values()), generator=torch.Generator().manual_seed(1)
-                                          ).split(list(NUMBERS.values()))))
+    flat = torch.randn(sum(NUMBERS.values()), generator=torch.Generator().manual_seed(1))
+    sizes = by_name(flat)
     sizes["table.weight"][7 * WIDTH : 9 * WIDTH] = 0.0
     sizes["body.weight"] *= 0.3 if step < 2 * FREEZE else 0.01
     sizes["head.weight"] *= 2 if step < 2 * FREEZE else 20
-    flat = torch.cat([sizes[name] for name in NUMBERS])
     noise = torch.randn(len(flat), generator=torch.Generator().manual_seed(100 * step + rank))
     return flat * (0.3 + noise) / 10
 
@@ -62,28 +42,14 @@ def engine_of(stage: int = 0, accumulation: int = 1, **settings: Any) -> Engine:
     return engine_around(Net(), config, groups.build(1), accumulation)
 
 
-def train(engine: Engine, first: int, last: int) -> list[float]:
-    """The norms that its steps report."""
-    norms = []
-    accumulation, rank = engine.gradient_accumulation_steps(), engine.groups.dp.rank
-    for step in range(first, last):
-        for micro in range(accumulation):
-            report = None
-            engine.backward(engine(batch(accumulation * step + micro, rank)))
-            report = engine.step() or engine.core.last_report
-        norms.append(report.grad_norm if report is not None else 0.0)
-    return norms
-
-
 def _trained(rank: int, world: int, steps: int, settings: dict[str, Any]) -> tuple[dict[str, Tensor], list[float], Any]:
     engine = engine_of(**settings)
-    norms = train(engine, 0, steps)
+    norms = train(engine, 0, steps, batch)
     return weights(engine), norms, engine.core.rule.scalars()
 
 
 def _same(found: list[Any], wanted: list[Any]) -> bool:
-    return all(torch.equal(one[0][name], other[0][name]) for one, other in zip(found, wanted, strict=True)
-               for name in one[0])
+    return same([one for one, *_ in found], [one for one, *_ in wanted])
 
 
 # ---- beside Lamb, and beside the reference ---------------------------------------------------------------------------
@@ -101,8 +67,7 @@ def test_until_it_freezes_it_is_lamb_bit_for_bit(stage: int, own: tuple[str, ...
 
 @dataclass
 class Reference:
-    """All ranks at once, by NumPy in fp64. A flat buffer of parameters that begin at multiples of 128, those that decay
-    first, in equal chunks of such; a size for each parameter in each chunk. Momenta are scaled as published."""
+    """All ranks at once, by NumPy in fp64. Momenta are scaled as published."""
 
     ranks: int
     clip: float
@@ -111,22 +76,13 @@ class Reference:
     """How often a factor was held."""
 
     def __post_init__(self) -> None:
-        parameters = sorted(Net().named_parameters(), key=lambda named: named[1].dim() < 2)
-        self.shapes = {name: parameter.shape for name, parameter in parameters}
-        self.places, end = {}, 0
-        for name, parameter in parameters:
-            self.places[name] = slice(end, end + parameter.numel())
-            end += -(-parameter.numel() // 128) * 128
-        chunk = -(--(-end // self.ranks) // 128) * 128
-        numel = chunk * self.ranks
-        cuts = [(max(place.start, low), min(place.stop, low + chunk)) for low in range(0, numel, chunk)
-                for place in self.places.values()]
-        self.segments = [slice(start, stop) for start, stop in cuts if start < stop]
-        self.w, self.decay, self.m, self.v, self.fresh, self.served = (np.zeros(numel) for _ in range(6))
-        for name, parameter in parameters:
+        flat = Flat(self.ranks)
+        self.shapes, self.places, self.segments = flat.shapes, flat.places, flat.segments
+        self.w, self.decay, self.m, self.v, self.fresh, self.served = (np.zeros(flat.numel) for _ in range(6))
+        for name, parameter in Net().named_parameters():
             self.w[self.places[name]] = parameter.detach().flatten().numpy()
             self.decay[self.places[name]] = DECAY if parameter.dim() >= 2 else 0
-        self.owed, self.scale = np.zeros((self.ranks, numel)), np.ones(numel)
+        self.owed, self.scale = np.zeros((self.ranks, flat.numel)), np.ones(flat.numel)
         self.average, self.factor = dict.fromkeys(self.places, 0.0), dict.fromkeys(self.places, 1.0)
         self.norms: list[float] = []
 
@@ -137,7 +93,7 @@ class Reference:
         self.of_m, self.of_v = (1 - beta ** (step + 1) if self.own["bias_correction"] else 1.0 for beta in BETAS)
         grads = np.zeros((self.ranks, len(self.w)))
         for rank in range(self.ranks):
-            for name, run in zip(NUMBERS, batch(step, rank).split(list(NUMBERS.values()))):
+            for name, run in by_name(batch(step, rank)).items():
                 grads[rank][self.places[name]] = run.numpy()
         (self.warm_up if step < FREEZE else self.compressed)(step, grads)
 
@@ -254,7 +210,7 @@ def _biases(rank: int, world: int, stage: int, quiet: range, settings: dict[str,
     engine = engine_of(stage, **settings)
     found = []
     for step in range(2 * FREEZE):
-        gradients = dict(zip(NUMBERS, batch(step, rank).split(list(NUMBERS.values()))))
+        gradients = by_name(batch(step, rank))
         if step in quiet:
             gradients[BIAS].zero_()
         engine.backward(engine(torch.cat(list(gradients.values()))))
@@ -333,18 +289,12 @@ def test_gpt2_trains_on_tensor_parallel_ranks(stage: int) -> None:
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def _all_state(engine: Engine) -> list[Tensor]:
-    kept = [bucket.kept.at_hand(kind) for bucket in engine.core.buckets for kind in bucket.kept.kinds]
-    owed = [owed for line in engine.core.exchanged for owed in (line.mean.owed, line.mean.owed_to_all)]
-    return [tensor.clone() for tensor in (*kept, *owed) if tensor is not None]
-
-
 def _saves(rank: int, world: int, folder: str, stage: int, at: int) -> tuple[list[Tensor], Any]:
     engine = engine_of(stage)
-    train(engine, 0, at)
+    train(engine, 0, at, batch)
     engine.save_checkpoint(folder, tag="kept")
-    train(engine, at, at + 4)
-    return _all_state(engine), engine.core.rule.scalars()
+    train(engine, at, at + 4, batch)
+    return all_state(engine), engine.core.rule.scalars()
 
 
 def _resumes(rank: int, world: int, folder: str, stage: int, at: int) -> tuple[list[Tensor], Any]:
@@ -353,8 +303,8 @@ def _resumes(rank: int, world: int, folder: str, stage: int, at: int) -> tuple[l
     engine.save_checkpoint(folder, tag="again")  # knows what it has not looked at yet
     engine = engine_of(stage)
     engine.load_checkpoint(folder, tag="again")
-    train(engine, at, at + 4)
-    return _all_state(engine), engine.core.rule.scalars()
+    train(engine, at, at + 4, batch)
+    return all_state(engine), engine.core.rule.scalars()
 
 
 @pytest.mark.parametrize("at", [FREEZE - 1, FREEZE, FREEZE + 5])
@@ -370,7 +320,7 @@ def _elsewhere(rank: int, world: int, folder: str, stage: int, saves: bool) -> t
     """By parameter, what all ranks and servers owe: this rank's part of the mean; and what the rule knows."""
     engine = engine_of(stage)
     if saves:
-        train(engine, 0, FREEZE + 5)
+        train(engine, 0, FREEZE + 5, batch)
         engine.save_checkpoint(folder, tag="kept")
     else:
         engine.load_checkpoint(folder, tag="kept")
@@ -382,7 +332,7 @@ def _elsewhere(rank: int, world: int, folder: str, stage: int, saves: bool) -> t
             own = line.mean.owed_to_all[segment.shard_offset : segment.shard_offset + segment.count]
             found[segment.slot.name][segment.slot_offset : segment.slot_offset + segment.count] += own
     knows = engine.core.rule.scalars()
-    train(engine, FREEZE + 5, FREEZE + 7)
+    train(engine, FREEZE + 5, FREEZE + 7, batch)
     assert all(weight.isfinite().all() for weight in weights(engine).values())
     return found, knows
 

@@ -1,0 +1,95 @@
+"""A model whose gradients are its input: what is compared is the optimizer alone. (Where gradients depend on weights,
+the rounding of one turns a sign some steps later.)"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megatron.zero.api.engine import Engine
+
+WIDTH = 12
+Batch = Callable[[int, int], Tensor]
+"""(step, rank) -> the gradients of all parameters of one rank, in their order."""
+
+
+class Net(nn.Module):
+    """One parameter has no numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(9, WIDTH)
+        self.body = nn.Linear(WIDTH, 30)
+        self.head = nn.Linear(30, 5)
+        self.nothing = nn.Parameter(torch.empty(0))
+
+    def forward(self, gradient: Tensor) -> Tensor:
+        flat = torch.cat([parameter.flatten() for parameter in self.parameters()])
+        return (flat * gradient.to(flat.dtype)).sum()
+
+
+NUMBERS = {name: parameter.numel() for name, parameter in Net().named_parameters()}
+"""Of each parameter."""
+
+
+def by_name(flat: Tensor) -> dict[str, Tensor]:
+    return dict(zip(NUMBERS, flat.split(list(NUMBERS.values()))))
+
+
+def with_numbers(found: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
+    return [(name, tensor) for name, tensor in found.items() if tensor.numel()]
+
+
+def noisy(step: int, rank: int) -> Tensor:
+    """Some of the numbers of a parameter large, others small, and two rows of none."""
+    sizes = torch.randn(sum(NUMBERS.values()), generator=torch.Generator().manual_seed(1))
+    by_name(sizes)["table.weight"][7 * WIDTH : 9 * WIDTH] = 0.0
+    noise = torch.randn(len(sizes), generator=torch.Generator().manual_seed(100 * step + rank))
+    return sizes * (0.3 + noise) / 10
+
+
+def train(engine: Engine, first: int, last: int, batch: Batch = noisy) -> list[float]:
+    """The norms that its steps report."""
+    norms = []
+    accumulation, rank = engine.gradient_accumulation_steps(), engine.groups.dp.rank
+    for step in range(first, last):
+        for micro in range(accumulation):
+            report = None
+            engine.backward(engine(batch(accumulation * step + micro, rank)))
+            report = engine.step() or engine.core.last_report
+        norms.append(report.grad_norm if report is not None else 0.0)
+    return norms
+
+
+def same(found: Sequence[dict[str, Tensor]], wanted: Sequence[dict[str, Tensor]]) -> bool:
+    """On all ranks."""
+    return all(torch.equal(one[name], other[name]) for one, other in zip(found, wanted, strict=True) for name in one)
+
+
+def all_state(engine: Engine) -> list[Tensor]:
+    """Of this rank: masters, states, and what is owed."""
+    kept = [bucket.kept.at_hand(kind) for bucket in engine.core.buckets for kind in bucket.kept.kinds]
+    owed = [owed for line in engine.core.exchanged for owed in (line.mean.owed, line.mean.owed_to_all)]
+    return [tensor.clone() for tensor in (*kept, *owed) if tensor is not None]
+
+
+class Flat:
+    """Where parameters are in a buffer that ranks exchange: each begins at a multiple of 128, those that decay first,
+    and every rank serves an equal chunk of such multiples."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        parameters = sorted(Net().named_parameters(), key=lambda named: named[1].dim() < 2)
+        self.shapes, self.places, end = {name: parameter.shape for name, parameter in parameters}, {}, 0
+        for name, parameter in parameters:
+            self.places[name] = slice(end, end + parameter.numel())
+            end += -(-parameter.numel() // 128) * 128
+        chunk = -(--(-end // ranks) // 128) * 128
+        self.numel = chunk * ranks
+        cuts = [(max(place.start, low), min(place.stop, low + chunk)) for low in range(0, self.numel, chunk)
+                for place in self.places.values()]
+        self.segments = [slice(start, stop) for start, stop in cuts if start < stop]
+        """Of one parameter in one chunk, which have one size together."""
