@@ -2,8 +2,8 @@
 2021, https://arxiv.org/abs/2102.02888).
 
     mean = OneBitMean(group, segments, device)
-    mean.owed += numbers                # of this rank, whole
-    mean.send(); mean.serve(); mean.receive()
+    mean.send(give)                     # give(place, owed): adds this rank's numbers to what it owes there
+    mean.serve(); mean.receive()
     mean.said_into(out, chunks)         # the same on all ranks
 
 A flat buffer is cut into one *chunk* for each rank, its *server*, and a chunk into *segments*, parts of parameters.
@@ -20,10 +20,11 @@ A group of one says everything, and owes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mpu.collectives import Pending, all_gather_into, all_to_all_into
@@ -33,8 +34,18 @@ from mpu.groups import Group
 
 EIGHT = 8
 """Signs in a byte."""
-IN_CACHE = 1 << 19
+IN_CACHE = 1 << 17
 """Numbers that a CPU works on at a time: their copies stay in its caches."""
+BITS = np.unpackbits(np.arange(256, dtype=np.uint8)).reshape(256, EIGHT).astype(np.float32)
+"""Byte -> its bits, the highest one first."""
+SIGNS = 1 - 2 * BITS
+
+Give = Callable[[slice, Tensor], None]
+"""(place among all chunks, what is owed there): adds what is to be said of it."""
+
+
+def _nothing(place: slice, owed: Tensor) -> None:
+    """Everything has been added."""
 
 
 class OneBitMean:
@@ -62,6 +73,7 @@ class OneBitMean:
         """What was said, where it is everything."""
         self._heard: Tensor | None = None
         self._under_way = Pending()
+        self._room, self._mask = (torch.empty(0 if self._tile is None else self._tile, device=device) for _ in range(2))
 
     def _message(self, chunks: int) -> Tensor:
         """Signs and sizes of so many chunks."""
@@ -100,15 +112,17 @@ class OneBitMean:
 
     # ---- an exchange ------------------------------------------------------------------------------------------------
 
-    def send(self) -> None:
+    def send(self, give: Give = _nothing) -> None:
         """What this rank says is on its way to the servers."""
         if self.group.is_solo:
+            for place, _ in self._walk(self._own):
+                give(place, self.owed[place])
             self._whole = self.owed + self.owed_to_all
             self._hush_all(self._whole, self._own)
             self.forget()
             return
         said, self._heard = self._message(self.group.size), self._message(self.group.size)
-        self._say(self.owed, range(self.group.size), said)
+        self._say(self.owed, range(self.group.size), said, give)
         self._under_way = all_to_all_into(self._heard, said, self.group)
 
     def serve(self) -> None:
@@ -117,12 +131,17 @@ class OneBitMean:
             return
         self._under_way.wait()
         assert self._heard is not None, "nothing was sent"
-        own, heard, self._heard = self._own, self._heard, None
-        for said in heard.split(1):
-            for there, numbers in self._read(said, own, self.owed_to_all, 1 / self.group.size):
-                there.add_(numbers)
+        heard, self._heard = self._heard.split(1), None
+        sizes = [self._sizes(said, self._own).mul_(1 / self.group.size) for said in heard]
+        first = self._own.start * self.chunk
+
+        def add_up(place: slice, owed: Tensor) -> None:
+            here = slice(place.start - first, place.stop - first)
+            for said, of_rows in zip(heard, sizes):
+                owed.add_(self._numbers(self._signs(said, here), of_rows[_per(NORM_ROW, here)], place))
+
         mine = self._message(1)
-        self._say(self.owed_to_all, own, mine)
+        self._say(self.owed_to_all, self._own, mine, add_up)
         self._under_way = all_gather_into(self._said, mine, self.group)
 
     def receive(self) -> None:
@@ -135,8 +154,17 @@ class OneBitMean:
             out.copy_(self._whole[: len(out)])
             return
         chunks = range(self.group.size) if chunk is None else range(chunk, chunk + 1)
-        for there, numbers in self._read(self._said[chunks.start : chunks.stop], chunks, out, 1.0):
-            there.copy_(numbers)
+        said = self._said[chunks.start : chunks.stop]
+        sizes = self._sizes(said, chunks)
+        for place, here in self._walk(chunks):
+            there = out[here]
+            there.copy_(self._numbers(self._signs(said, here), sizes[_per(NORM_ROW, here)], place)[: len(there)])
+
+    def said_before(self) -> Callable[[slice], Tensor]:
+        """What was said last, until something is again: of a place that `send` gives, until the next is asked for."""
+        said = self._said
+        sizes = self._sizes(said, range(self.group.size))
+        return lambda place: self._numbers(self._signs(said, place), sizes[_per(NORM_ROW, place)], place)
 
     def squares(self) -> Tensor:
         """[chunks, segments]: the sum of the squares of what was said last, in fp64."""
@@ -146,10 +174,11 @@ class OneBitMean:
 
     # ---- what is said -----------------------------------------------------------------------------------------------
 
-    def _say(self, owed: Tensor, chunks: range, message: Tensor) -> None:
+    def _say(self, owed: Tensor, chunks: range, message: Tensor, give: Give) -> None:
         """message <- what these chunks owe, at one bit a number; the rest stays owed."""
         norms = torch.empty(len(owed) // NORM_ROW, device=owed.device)
         for place, here in self._walk(chunks):
+            give(place, owed[here])
             self._hush(owed[here], place)
             row_norms(owed[here], norms[_per(NORM_ROW, here)])
         sums = _by_segment(norms.double().square(), self._rows[chunks.start : chunks.stop])
@@ -158,20 +187,17 @@ class OneBitMean:
         sizes, signs = self._sizes(message, chunks), torch.empty(len(owed) // EIGHT, dtype=torch.uint8,
                                                                  device=owed.device)
         for place, here in self._walk(chunks):
-            rows = owed[here].view(-1, NORM_ROW)
-            signs[_per(EIGHT, here)] = pack(rows.signbit().view(-1))
-            rows.sub_(sizes[_per(NORM_ROW, here), None].expand_as(rows).copysign(rows))
-            self._hush(owed[here], place)
+            packed = signs[_per(EIGHT, here)]
+            packed.copy_(signs_of(owed[here]))
+            owed[here].sub_(self._numbers(packed, sizes[_per(NORM_ROW, here)], place))
         self._signs_of(message).copy_(signs.view(len(message), -1))
 
-    def _read(self, message: Tensor, chunks: range, out: Tensor, factor: float) -> Iterator[tuple[Tensor, Tensor]]:
-        """Where in `out`, the numbers that it says there, times a factor."""
-        signs, sizes = self._signs_of(message).reshape(-1), self._sizes(message, chunks).mul_(factor)
-        for place, here in self._walk(chunks):
-            numbers = _signed(unpack(signs[_per(EIGHT, here)]), sizes[_per(NORM_ROW, here)])
-            self._hush(numbers, place)
-            there = out[here]
-            yield there, numbers[: len(there)]
+    def _numbers(self, signs: Tensor, of_rows: Tensor, place: slice) -> Tensor:
+        """The size of its row for each number, with its sign; 0 where it is silent. On a CPU until the next call."""
+        numbers = _look_up(SIGNS, signs, self._room[: len(signs) * EIGHT])
+        numbers.view(-1, NORM_ROW).mul_(of_rows[:, None])
+        self._hush(numbers, place)
+        return numbers
 
     def _sizes(self, message: Tensor, chunks: range) -> Tensor:
         """Of each row."""
@@ -185,7 +211,16 @@ class OneBitMean:
 
     def _hush(self, numbers: Tensor, place: slice) -> None:
         if self._spoken is not None and self._has_silence.get(place.start, True):
-            numbers.mul_(unpack(self._spoken[_per(EIGHT, place)]))
+            spoken = self._spoken[_per(EIGHT, place)]
+            numbers.mul_(_look_up(BITS, spoken, self._mask[: len(numbers)]))
+
+    def _signs(self, message: Tensor, here: slice) -> Tensor:
+        """Of a part of one chunk of a message, or of all of them."""
+        first = here.start // self.chunk * self.chunk
+        if here.stop <= first + self.chunk:
+            own = slice(here.start - first, here.stop - first)
+            return self._signs_of(message)[first // self.chunk, _per(EIGHT, own)]
+        return self._signs_of(message).reshape(-1)[_per(EIGHT, here)]
 
     def _signs_of(self, message: Tensor) -> Tensor:
         return message[:, : self.chunk // EIGHT]
@@ -199,17 +234,18 @@ def _per(many: int, place: slice) -> slice:
     return slice(place.start // many, place.stop // many)
 
 
-def _signed(is_negative: Tensor, size_of_row: Tensor) -> Tensor:
-    """The size of its row for each number, below zero where that is so. (torch.where takes five times as long.)"""
-    size = size_of_row[:, None]
-    return is_negative.float().view(-1, NORM_ROW).mul_(-2 * size).add_(size).view(-1)
-
-
 def _by_segment(of_rows: Tensor, rows: Tensor) -> Tensor:
     """[chunks, segments]: sums of `of_rows`, always added up in the same order."""
     lengths = rows.flatten()
     sums: Tensor = torch.segment_reduce(of_rows, "sum", lengths=lengths, unsafe=True)
     return sums.view(rows.shape)
+
+
+def signs_of(numbers: Tensor) -> Tensor:
+    """A bit for each, set below zero."""
+    if not on_accelerator(numbers):
+        return torch.from_numpy(np.packbits(np.signbit(numbers.numpy())))
+    return pack(numbers.signbit())
 
 
 def pack(bits: Tensor) -> Tensor:
@@ -219,10 +255,18 @@ def pack(bits: Tensor) -> Tensor:
     return (bits.view(-1, EIGHT).to(torch.uint8) << _places(bits.device)).sum(1, dtype=torch.uint8)
 
 
+def _look_up(table: NDArray[np.float32], packed: Tensor, out: Tensor) -> Tensor:
+    """What a table has for each bit, as fp32; on a CPU in `out`. (To unpack, convert and multiply is 3 times as slow
+    there.)"""
+    if not on_accelerator(packed):
+        np.take(table, packed.numpy(), axis=0, out=out.numpy().reshape(-1, EIGHT), mode="clip")
+        return out
+    zero, one = table[0, 0], table[-1, 0]
+    return unpack(packed).float().mul_(float(one - zero)).add_(float(zero))
+
+
 def unpack(packed: Tensor) -> Tensor:
     """The bits again, one-dimensional."""
-    if not on_accelerator(packed):
-        return torch.from_numpy(np.unpackbits(packed.numpy())).view(torch.bool)
     return (packed.reshape(-1, 1) >> _places(packed.device)).bitwise_and_(1).to(torch.bool).view(-1)
 
 

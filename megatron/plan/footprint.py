@@ -28,6 +28,8 @@ Place = Literal["none", "cpu", "nvme"]
 
 MOMENTS_PER_WEIGHT = 2
 """Numbers that AdamW keeps beside each weight."""
+THREE_STATES = ("onebit_lamb", "zeroone_adam")
+"""Optimizers that keep one more."""
 LARGEST_TILE = 2**24
 """Elements of an optimizer step at a time, at most."""
 
@@ -233,12 +235,14 @@ class Run:
     @property
     def keeps_masters(self) -> bool:
         """The device has fp32 masters of the state that stays, apart from the weights at work."""
-        return self.work < FP32 or self.away.params != "none" or self.config.quantize.quantize_training
+        return self.work < FP32 or self.away.params != "none" or self.config.quantize.quantize_training or \
+            self.config.optim.optimizer == "zeroone_adam"
 
     @cached_property
     def optimizer_here(self) -> int:
         """Bytes of those that are."""
-        return (self.shard_numel - self.away_numel) * FP32 * (MOMENTS_PER_WEIGHT + self.keeps_masters) + self.owed
+        kept = MOMENTS_PER_WEIGHT + (self.config.optim.optimizer in THREE_STATES) + self.keeps_masters
+        return (self.shard_numel - self.away_numel) * FP32 * kept + self.owed
 
     @property
     def owed(self) -> int:

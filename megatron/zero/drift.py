@@ -10,6 +10,12 @@ from torch import Tensor
 from megatron.optim.rule import ParamGroup, Rule
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.homes.shelf import WEIGHT
+from mpu.device import on_accelerator
+
+IN_CACHE = 2**18
+"""Weights that a CPU works on at a time."""
+AT_A_TIME = 2**24
+"""Others, so that what is between them and the masters takes little memory."""
 
 
 class Drift:
@@ -17,6 +23,7 @@ class Drift:
 
     def __init__(self, bucket: FlatBucket, rule: Rule, param_groups: Sequence[ParamGroup]) -> None:
         self._bucket, self._rule, self._param_groups = bucket, rule, param_groups
+        self._tile = AT_A_TIME if on_accelerator(bucket.device) else IN_CACHE
 
     @property
     def is_ranks_own(self) -> bool:
@@ -27,7 +34,10 @@ class Drift:
         kept = self._bucket.kept
         for part in kept.parts if self.is_ranks_own else ():
             with kept.open(part, [WEIGHT]) as found:
-                self._bucket.work.write(WEIGHT, part.start, self.of_masters(part, found[WEIGHT]))
+                for start in range(part.start, part.stop, self._tile):
+                    tile = slice(start, min(start + self._tile, part.stop))
+                    masters = found[WEIGHT][tile.start - part.start : tile.stop - part.start]
+                    self._bucket.work.write(WEIGHT, start, self.of_masters(tile, masters))
 
     def of_masters(self, part: slice, masters: Tensor) -> Tensor:
         """What a part of the masters is at work."""

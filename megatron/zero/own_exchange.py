@@ -12,8 +12,8 @@ number of ranks every one takes the mean of what the ranks owed, so that what th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from megatron.zero.verdict import clip_factor
 from mpu.collectives import all_gather_into, all_reduce
 from mpu.grads import NORM_ROW
 from mpu.groups import Groups
-from mpu.one_bit import OneBitMean
+from mpu.one_bit import Give, OneBitMean
 
 OWED, OWED_TO_ALL = "worker_error", "server_error"
 """Kinds of state in a checkpoint, by their published names."""
@@ -112,8 +112,7 @@ class OwnExchange:
     def _exchange(self, factor: float) -> Tensor:
         """The square of the norm of what came, as far as this tensor parallel rank counts it."""
         for line in self.lines:
-            line.say(self._rule, self._param_groups, factor)
-            line.mean.send()
+            line.mean.send(line.sayings(self._rule, self._param_groups, factor))
         for line in self.lines:
             line.mean.serve()
         square = torch.zeros((), dtype=torch.float64, device=self._state.buckets[0].device)
@@ -158,21 +157,32 @@ class Line:
         all_gather_into(whole, own, self._dp).wait()
         return whole
 
-    def _before(self) -> Tensor:
-        if self._clipped is None or self.bucket.shard_group.is_solo:
-            return self._whole(self._first)
-        whole = torch.empty(self.layout.numel, device=self.bucket.device)
-        self.mean.said_into(whole)
-        return whole.mul_(self._clipped)
+    def sayings(self, rule: Rule, param_groups: Sequence[ParamGroup], factor: float) -> Give:
+        """Has the rule say what this rank's gradients are, a place at a time."""
+        before, everything = self._before(), FlatLayout(self.layout.slots)
+        spans = [slice(*everything.group_span(0, number)) for number in range(len(param_groups))]
 
-    def say(self, rule: Rule, param_groups: Sequence[ParamGroup], factor: float) -> None:
-        grads, before = self.bucket.grads.shard, cache(self._before)
-        everything = FlatLayout(self.layout.slots)
-        for number, group in enumerate(param_groups):
-            span = slice(*everything.group_span(0, number))
-            if span.start < span.stop:
-                rule.say(Saying(self.mean.owed[span], grads[span], lambda: before()[span], self.own(rule.states, span)),
-                         group, factor=factor)
+        def give(place: slice, owed: Tensor) -> None:
+            for group, span in zip(param_groups, spans):
+                start, stop = max(place.start, span.start), min(place.stop, span.stop)
+                if start < stop:
+                    here, within = slice(start, stop), slice(start - place.start, stop - place.start)
+                    what = Saying(owed[within], self.bucket.grads.shard[here], partial(before, place, within),
+                                  self.own(rule.states, here))
+                    rule.say(what, group, factor=factor)
+
+        return give
+
+    def _before(self) -> Callable[[slice, slice], Tensor]:
+        """The first state, of what is within a place."""
+        if self.bucket.shard_group.is_solo:
+            own = _at_hand(self.bucket, self._first)
+            return lambda place, within: own[place][within]
+        if self._clipped is None:
+            whole = cache(partial(self._whole, self._first))  # nobody may want it
+            return lambda place, within: whole()[place][within]
+        said, clipped = self.mean.said_before(), self._clipped
+        return lambda place, within: said(place)[within].mul_(clipped)
 
     def own(self, kinds: Sequence[str], span: slice) -> Mapping[str, Tensor]:
         """States, where this rank has them whole."""

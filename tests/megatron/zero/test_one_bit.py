@@ -302,3 +302,18 @@ def _frozen_at(rank: int, world: int, stage: int) -> int | None:
 def test_the_end_of_the_warm_up_is_found(stage: int) -> None:
     """beta2 of 0.9: looked at every 10 steps; the first time that no rate of the last 10 steps rose is step 50."""
     assert run_ranks(_frozen_at, 2, stage) == [50, 50]
+
+
+def _skips(rank: int, world: int) -> tuple[int, int | None]:
+    """A step is begun twice where the variance is looked at, and has moved."""
+    engine = engine_of(onebit_freeze_step="auto", adam_beta2=0.9, fp16=True, initial_scale_power=8)
+    train(engine, 0, 10)
+    engine.backward(engine(noisy(10, rank)) * (float("inf") if rank else 1.0))
+    report = engine.step()
+    assert report is not None and not report.applied
+    train(engine, 10, 11)
+    return engine.core.optimizer_steps, engine.core.rule.scalars()["frozen_at"]
+
+
+def test_a_step_that_was_skipped_is_not_taken_for_a_variance_that_has_settled() -> None:
+    assert run_ranks(_skips, 2) == [(11, None)] * 2
