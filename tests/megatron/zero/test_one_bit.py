@@ -306,7 +306,7 @@ def test_the_end_of_the_warm_up_is_found(stage: int) -> None:
 
 def _skips(rank: int, world: int) -> tuple[int, int | None]:
     """A step is begun twice where the variance is looked at, and has moved."""
-    engine = engine_of(onebit_freeze_step="auto", adam_beta2=0.9, fp16=True, initial_scale_power=8)
+    engine = engine_of(onebit_freeze_step="auto", adam_beta2=0.9, fp16=True, initial_scale_power=2)
     train(engine, 0, 10)
     engine.backward(engine(noisy(10, rank)) * (float("inf") if rank else 1.0))
     report = engine.step()
