@@ -124,6 +124,8 @@ class _Reader:
         """(path, value) of every key; `type` comes first, because what else is accepted depends on it."""
         for key in sorted(tree, key=lambda key: key != "type"):
             path, value = prefix + key, tree[key]
+            if key == "different_groups" and _is_off(tree):
+                continue  # of a section that is switched off, like those that do not exist here
             if path in OBJECTS and isinstance(value, dict):
                 yield from self._leaves(value, path + ".")
             elif path in OBJECTS and value is None:

@@ -111,7 +111,7 @@ def _warm_up(found: Found, kind: str, flags: Mapping[str, Any], problems: Proble
     if kind == "WarmupLR":
         total = max(1, warmup)  # a constant rate has no end; the warm-up is a share of this
     if total is None:
-        problems.append(f"{kind} needs {TOTAL_STEPS}")
+        problems.append(f"{kind} needs {TOTAL_STEPS} as a number")
     elif warmup > total:
         problems.append(f"{WARMUP_STEPS} {warmup} is above {TOTAL_STEPS} {total}")
     else:
