@@ -142,7 +142,9 @@ def _uncaught(others: Callable[..., object], kind: type[BaseException], error: B
         others(kind, error, trace)
         return
     failure = explain(error)
-    code = _report(error, failure._replace(text=failure.text + _where(trace)), is_debugged())
+    first, *listed = folded(failure.text).splitlines()
+    text = "\n".join([first + _where(trace), *listed])
+    code = _report(error, failure._replace(text=text), is_debugged())
     if among_ranks():
         leave_now(code)
     raise SystemExit(code)  # out of an excepthook it sets the exit code; what the script left for atexit is done
