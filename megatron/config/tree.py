@@ -153,9 +153,9 @@ class Config:
                       f"{name} and --offload-optimizer-device {self.offload.offload_optimizer_device} exclude each "
                       "other: what a rank says is made of the momentum, on the device; leave one out")
         if self.optim.optimizer == "zeroone_adam":
-            found.require(self.zero.zero_stage != 1 or self.optim.onebit_freeze_step == NEVER,
-                          f"{name} needs --zero-stage 0, not 1, or --onebit-freeze-step {NEVER}: once the variance is "
-                          "frozen each rank steps by itself, with whole states")
+            found.require(self.zero.zero_stage == 0 or self.optim.onebit_freeze_step == NEVER,
+                          f"{name} needs --zero-stage 0, not {self.zero.zero_stage}, or --onebit-freeze-step {NEVER}: "
+                          "once the variance is frozen each rank steps by itself, with whole states")
             found.require(not self.quantize.quantize_training,
                           f"{name} and --quantize-training exclude each other: ranks would round weights of their own, "
                           "each to another grid; leave one out")

@@ -150,3 +150,12 @@ def test_the_program_ends_with_a_line_for_each_reason(tmp_path: Path, ranks: int
     head, *lines = done.stderr.splitlines()
     assert done.returncode == 2 and head == f"error: {path}: 3 errors:"
     assert [line[:6] for line in lines] == ["  (1) ", "  (2) ", "  (3) "]
+
+
+@pytest.mark.parametrize("flags", ["--optimizer onebit_lamb --optimizer-params coeff_beta=0.9",
+                                   "--optimizer zeroone_adam --onebit-freeze-step never"])
+def test_what_belongs_to_an_optimizer_in_doubt_is_not_judged_by_another(flags: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_args(["--no-adam-w-mode", *flags.split()])
+    (told,) = sentences_of(caught.value)
+    assert told.startswith("--no-adam-w-mode and --optimizer ")
