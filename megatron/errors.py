@@ -6,6 +6,8 @@ are `assert`s and keep their traceback; nothing here is raised for them.
 
 from __future__ import annotations
 
+import re
+
 EXIT_OK, EXIT_CONFIG, EXIT_DATA, EXIT_CHECKPOINT, EXIT_PEER, EXIT_NUMERICS, EXIT_STORAGE = 0, 2, 3, 4, 5, 6, 7
 EXIT_INTERRUPTED = 130
 
@@ -71,3 +73,26 @@ def exit_code(error: BaseException) -> int | None:
         if cls.__name__ in CODES_BY_NAME:
             return CODES_BY_NAME[cls.__name__]
     return None
+
+
+_LISTED = re.compile(r" {2}\(\d+\) ")
+
+
+def listed(number: int, sentence: str) -> str:
+    """The line of one of several errors, below one that says how many they are."""
+    return f"  ({number}) {sentence}"
+
+
+def is_listed(line: str) -> bool:
+    return _LISTED.match(line) is not None
+
+
+def folded(message: str) -> str:
+    """One line, and one for each error that is listed: other newlines do not hold."""
+    lines: list[str] = []
+    for line in filter(str.strip, message.splitlines()):
+        if is_listed(line) or not lines:
+            lines.append(line.rstrip() if is_listed(line) else line.strip())
+        else:
+            lines[-1] += f" {line.strip()}"
+    return "\n".join(lines)

@@ -1,7 +1,7 @@
 """What a run is, decided once and frozen, before anything heavy is imported: no torch, no files but the named JSON.
 
     setting.py      how a field is declared: default, help, flag aliases, JSON keys
-    problems.py     errors, collected: one run names all of them; words.py: the names of settings in them
+    problems.py     errors, collected; words.py: the names of settings in them; draft.py: one run names all of them
     model.py, data.py, parallel.py, optim.py, schedule.py, precision.py, zero.py, offload.py, recompute.py,
     layer_drop.py, quantize.py, train.py, save.py, log.py    one section each
     optimizers.py   the optimizers and their parameters; presets.py

@@ -12,22 +12,23 @@ from __future__ import annotations
 
 import base64
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron.config import ds_together
+from megatron.config.draft import Draft
 from megatron.config.ds_batch import BATCH, BATCH_FIELDS, solve_batch
-from megatron.config.ds_keys import TABLE, NoEffect, keys_of_fields
+from megatron.config.ds_keys import TABLE, NoEffect, Old, keys_of_fields
 from megatron.config.ds_reader import Found, agree, plain, same, walk
 from megatron.config.ds_together import WARMUP_STEPS
 from megatron.config.kinds import shown
 from megatron.config.loose_json import parse
-from megatron.config.problems import ConfigErrors, Problems
+from megatron.config.problems import Problems
 from megatron.config.schedule import ScheduleConfig
 from megatron.config.setting import Key, flag_name, require
-from megatron.config.tree import Config, build_config, data_parallel_size, section_problems
+from megatron.config.tree import Config, build_config, data_parallel_size
 from megatron.config.words import Words
 from megatron.errors import ConfigError
 
@@ -38,45 +39,55 @@ FP16_ONLY = frozenset(row.field for path, row in TABLE.items()
 
 def build(source: str | os.PathLike[str] | Mapping[str, Any], *, flags: Mapping[str, Any] | None = None,
           fallback: Mapping[str, Any] | None = None, world_size: int = 1, in_engine: bool = False,
-          argument: str = "config") -> Config:
+          argument: str = "config", draft: Draft | None = None) -> Config:
     """The Config of a JSON file (or dict) and flags, which must agree; `fallback` (a preset) yields to both. Its notes
-    are the trainer's, or the engine's; `argument` is what the caller gave the source in."""
-    flags, fallback = flags or {}, fallback or {}
-    found = read(source, argument)
-    tp = flags.get("model_parallel_size", 1)
-    dp = data_parallel_size(world_size, tp if tp >= 1 else 1)  # a wrong size is reported by its section
+    are the trainer's, or the engine's; `argument` is what the caller gave the source in. What is wrong is raised; or it
+    goes to the `draft`, and the Config is what is left without it."""
+    flags, fallback, errors = flags or {}, fallback or {}, draft or Draft()
+    found, problems = examine(source, argument)
     # No flags of a warm-up reach an engine: what DeepSpeed does where the key is absent.
     said = replace(found, autos=tuple(path for path in found.autos if path != WARMUP_STEPS)) if in_engine else found
-    values = resolve(said, flags, dp, fallback.get("lr", ScheduleConfig.lr))
-    words = Words(_keys(said, flags), _other_keys(flags if in_engine else {**fallback, **flags}), in_engine)
-    try:
-        config = build_config({**fallback, **values})
-    except ConfigError as error:
-        raise _in_words(error, words, found.name) from None
-    return replace(config, notes=notes(found, config, dp, in_engine), words=words)
+    errors.doubt(_flags_of(found.refused))
+    values, conflicts = resolve(said, flags, problems, fallback.get("lr", ScheduleConfig.lr))
+    errors.note(problems, found.name)
+    errors.note(conflicts)
+    errors.words = Words(_keys(said, flags), _other_keys(flags if in_engine else {**fallback, **flags}), in_engine,
+                         found.name)
+    dp = 1
+    with errors.collecting():
+        dp = _data_parallel_size(world_size, flags)
+        values |= _batch(said, flags, dp)
+    config = build_config({**fallback, **values}, errors)
+    if draft is None:
+        errors.stop()
+    if errors.is_wrong:
+        return config
+    return replace(config, notes=notes(found, config, dp, in_engine), words=errors.words)
 
 
 def read(source: str | os.PathLike[str] | Mapping[str, Any], argument: str = "config") -> Found:
     """What the file says, every key checked against the table, and against its neighbours; `argument` is what the
     caller gave it in, and the name of a dict."""
+    found, problems = examine(source, argument)
+    resolve(found, {}, problems)
+    problems.stop(found.name)
+    return found
+
+
+def examine(source: str | os.PathLike[str] | Mapping[str, Any], argument: str = "config") -> tuple[Found, Problems]:
+    """What the file says, and what is wrong with its keys one by one."""
     name = argument if isinstance(source, Mapping) else os.fspath(source)
     text = None if isinstance(source, Mapping) else _text_of(name, argument)
     if text is not None and not os.path.exists(name):
         name = "the base64 configuration"
+    doubles = Problems()
     try:
-        tree = plain(source if text is None else parse(text, name), name)
+        tree = plain(source if text is None else parse(text, name), doubles)
     except RecursionError:
         raise ConfigError(f"{name} is nested too deeply to be a configuration") from None
     require(isinstance(tree, dict), f"{name}: expected an object {{...}}, found {shown(tree)}")
     found, problems = walk(tree, name)
-    list(_simple(found, problems))
-    list(ds_together.scheduler(found, {}, problems))
-    if "optimizer.type" in found.keys:
-        list(ds_together.optimizer(found, {}, problems))
-    if problems:  # whoever has to mend the file learns of everything that is wrong in it
-        problems += _out_of_range(found)
-    problems.stop(name)
-    return found
+    return found, Problems([*doubles, *problems])
 
 
 def _text_of(name: str, argument: str) -> str:
@@ -104,33 +115,34 @@ def _decoded(name: str) -> str | None:
 # ---- from keys to fields -----------------------------------------------------------------------------------------
 
 
-def resolve(found: Found, flags: Mapping[str, Any], dp_size: int, peak: float = ScheduleConfig.lr) -> dict[str, Any]:
-    """Flags and keys as one set of field values; ConfigError where they say different things. `peak` is the learning
-    rate where neither says one."""
+def resolve(found: Found, flags: Mapping[str, Any], problems: Problems, peak: float = ScheduleConfig.lr,
+            ) -> tuple[dict[str, Any], Problems]:
+    """Flags and keys as one set of field values, without the batch sizes, and where the two say different things. What
+    is wrong with keys together goes to `problems`. `peak` is the learning rate where neither says one."""
     values: dict[str, Any] = {}
-    problems, conflicts = Problems(), Problems()
+    conflicts = Problems()
     for name, value, path in _fields(found, flags, problems, peak):
         if name in flags and not agree(flags[name], value):
             meant = "" if same(found.raw[path], value) else f" (that is {flag_name(name)} {_word(value)})"
             conflicts.append(f"{flag_name(name)} is {_word(flags[name])}, but {found.written(path)} is "
                              f"{shown(found.raw[path])}{meant}: give one of them, or the same value")
         values[name] = value
-    problems.stop(found.name)
-    conflicts.stop()
-    return {**_without_idle(values, {**values, **flags}), **flags, **_batch(found, flags, dp_size)}
+    given = {**values, **flags}
+    return {name: value for name, value in given.items() if name in flags or _counts(name, given)}, conflicts
 
 
-def _without_idle(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The values without what means nothing where fp16 is not `given`."""
-    return {name: value for name, value in values.items() if given.get("fp16") or name not in FP16_ONLY}
+def _counts(name: str, given: Mapping[str, Any]) -> bool:
+    """Some keys mean nothing where fp16 is not `given`."""
+    return bool(given.get("fp16")) or name not in FP16_ONLY
 
 
-def _out_of_range(found: Found) -> list[str]:
-    """What the sections have against the file's own values; what depends on a value that is not in it is left out."""
-    values = {name: value for name, value, _ in _fields(found, {}, Problems())
-              if name != "optimizer_params" or "optimizer.type" in found.keys}
-    sentences = map(Words(_keys(found, {})).of, section_problems(_without_idle(values, values)))
-    return [sentence for sentence in sentences if "--" not in sentence]
+def _flags_of(paths: Iterable[str]) -> Iterator[str]:
+    """What these keys would have set."""
+    for row in map(TABLE.get, paths):
+        if isinstance(row, Old):
+            yield from _flags_of(row.new)
+        elif isinstance(row, Key) and row.field:
+            yield flag_name(row.field)
 
 
 def _fields(found: Found, flags: Mapping[str, Any], problems: Problems,
@@ -160,29 +172,32 @@ def _simple(found: Found, problems: Problems) -> Iterator[tuple[str, Any, str]]:
         yield row.field, part, path
 
 
+def _data_parallel_size(world_size: int, flags: Mapping[str, Any]) -> int:
+    tp = flags.get("model_parallel_size", 1)
+    return data_parallel_size(world_size, tp if tp >= 1 else 1)  # a wrong size is reported by its section
+
+
 def _batch(found: Found, flags: Mapping[str, Any], dp_size: int) -> dict[str, int]:
     """The batch sizes of the file and of the flags, solved for what is missing; nothing if the file has none."""
+    if not found.refused.isdisjoint(BATCH):
+        return {}
     given = {key: (found.keys[key], found.written(key)) for key in BATCH if key in found.keys}
     if not given:
         return {}
+    problems = Problems()
     for key, name in BATCH_FIELDS.items():
         if name in flags:
             value, flag = flags[name], flag_name(name)
-            require(value >= 1, f"{flag} is {value}: expected a number >= 1")
             was, where = given.setdefault(key, (value, flag))
-            require(was == value, f"{flag} is {value}, but {where} is {was}: give one of them, or the same value")
+            problems.require(value >= 1, f"{flag} is {value}: expected a number >= 1")
+            problems.require(was == value, f"{flag} is {value}, but {where} is {was}: give one of them, or the same "
+                             "value")
+    problems.stop()
     total, micro, accumulation = (given.get(key) for key in BATCH)
     return solve_batch(total, micro, accumulation, dp_size)
 
 
 # ---- words -------------------------------------------------------------------------------------------------------
-
-
-def _in_words(error: ConfigError, words: Words, name: str) -> ConfigError:
-    """The error of a section, which speaks of flags, sentence by sentence in the words of the file."""
-    sentences = error.sentences if isinstance(error, ConfigErrors) else (str(error),)
-    said = tuple(map(words.of, sentences))
-    return ConfigErrors(said, "" if said == sentences else name)
 
 
 def _keys(found: Found, flags: Mapping[str, Any]) -> dict[str, str]:

@@ -11,7 +11,6 @@ This file holds the rows that belong to no field. Reasons are true for any model
 
 from __future__ import annotations
 
-import sys
 import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
@@ -93,12 +92,12 @@ _TOP: dict[str, Row] = {
     "data_types.grad_accum_dtype": Only((None, "fp32"), "sums over micro-batches are taken in fp32"),
     "sparse_gradients": Only((False,), "gradients are reduced as dense tensors; make embeddings without sparse=True"),
     "disable_allgather": Only((False,), "ranks always collect the updated weights; allgather_partitions says how"),
-    "seq_parallel_comm_data_type": Only((None, "fp32"), "there is no sequence parallelism here"),
-    "seq_parallel_communication_data_type": Only((None, "fp32"), "there is no sequence parallelism here"),
-    "use_data_before_expert_parallelism": Only((False,), "there are no experts here"),
+    "seq_parallel_comm_data_type": NoEffect(ANY, None, "there is no sequence parallelism here"),
+    "seq_parallel_communication_data_type": NoEffect(ANY, None, "there is no sequence parallelism here"),
+    "use_data_before_expert_parallelism": NoEffect(BOOLEAN, False, "there are no experts here"),
     "dataloader_drop_last": Only(
         (False,), "the last batch of an epoch is not dropped; give a loader of your own that does"),
-    "graph_harvesting": Only((False,), "kernels are not captured in CUDA graphs"),
+    "graph_harvesting": NoEffect(BOOLEAN, False, "pretrain_gpt2.py captures CUDA graphs with --cuda-graphs"),
     "vocabulary_size": Only((None,), "the size of the vocabulary is the model's own"),
     "sequence_parallel_size": Only((None, 1), "there is no sequence parallelism here"),
     "cuda_visible_devices": NoEffect(ANY, None, "DeepSpeed ignores it too; set CUDA_VISIBLE_DEVICES in the "
@@ -155,9 +154,9 @@ _ZERO_OPTIMIZATION: dict[str, Row] = {
     _ZERO + "cpu_offload_params": _offload_to_cpu("param"),
     _ZERO + "cpu_offload_use_pin_memory": Old(
         tuple(f"{_ZERO}offload_{kind}.pin_memory" for kind in ("optimizer", "param")), BOOLEAN),
-    _ZERO + "stage3_model_persistence_threshold": Only(
-        (sys.maxsize, 2.0**63), "parameters that are not partitioned have no common limit; lower "
-                                "stage3_param_persistence_threshold"),
+    _ZERO + "stage3_model_persistence_threshold": NoEffect(
+        NUMBER, 2.0**63, "parameters that are not partitioned have no common limit; lower "
+                         "stage3_param_persistence_threshold to save memory"),
     _ZERO + "stage3_module_granularity_threshold": NoEffect(COUNT_0, 0, _PURE_SPEED),
     _ZERO + "stage3_use_all_reduce_for_fetch_params": NoEffect(BOOLEAN, False, _PURE_SPEED),
     _ZERO + "use_multi_rank_bucket_allreduce": NoEffect(BOOLEAN, True, _PURE_SPEED),
@@ -167,23 +166,25 @@ _ZERO_OPTIMIZATION: dict[str, Row] = {
     _ZERO + "legacy_stage1": NoEffect(BOOLEAN, False, "every stage is the same engine"),
     _ZERO + "grad_hooks": NoEffect(BOOLEAN, True, "DeepSpeed documents this key but does not have it"),
     _ZERO + "elastic_checkpoint": NoEffect(BOOLEAN, False, "every checkpoint can be loaded with any number of ranks"),
-    _ZERO + "pipeline_loading_checkpoint": Only((False,), "there is no pipeline parallelism here"),
+    _ZERO + "pipeline_loading_checkpoint": NoEffect(BOOLEAN, False, "there is no pipeline parallelism here"),
     **{_ZERO + name: Only((False,), _ZEROPP) for name in (
         "zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients",
         "mics_hierarchical_params_gather")},
     _ZERO + "zero_hpz_partition_size": Only((1,), _ZEROPP),
     _ZERO + "mics_shard_size": Only((-1,), _ZEROPP),
     _ZERO + "zeropp_loco_param": Only((None,), _ZEROPP),
-    _ZERO + "zenflow": Only((None,), "the optimizer step is not split in time"),
-    _ZERO + "leaf_module": Only((None,), "the engine itself decides which modules are gathered together"),
+    _ZERO + "zenflow": Only((None,), "the optimizer step is not split in time (delayed_param_update of "
+                                     "offload_optimizer runs the host's beside the next pass)"),
+    _ZERO + "leaf_module": NoEffect(ANY, None, "the engine itself decides which modules are gathered together"),
     f"{_OPTIMIZER_HOME}.fast_init": NoEffect(
         BOOLEAN, False, "a drive is never filled with zeros first: what was not written yet is zero"),
     f"{_OPTIMIZER_HOME}.pipeline": NoEffect(
         BOOLEAN, False, "DeepSpeed does not read it either; pipeline_read and pipeline_write say it"),
-    f"{_OPTIMIZER_HOME}.super_offload": Only((False,), "there is no SuperOffload step"),
+    f"{_OPTIMIZER_HOME}.super_offload": NoEffect(
+        BOOLEAN, False, "there is no step of that kind, whose result is that of others"),
     f"{_OPTIMIZER_HOME}.cpuadam_cores_perc": NoEffect(NUMBER, 0.8, "OMP_NUM_THREADS sets the number of cores per rank"),
     "aio.thread_count": Old(("aio.intra_op_parallelism",), INTEGER),
-    "aio.use_gds": Only((False,), "NVMe is read through the host, not by the GPU"),
+    "aio.use_gds": NoEffect(BOOLEAN, False, "NVMe is read and written through the host, not by the GPU"),
 }
 
 _CHECKPOINT: dict[str, Row] = {
@@ -191,7 +192,7 @@ _CHECKPOINT: dict[str, Row] = {
         choice("Ignore", "Warn", "Fail"), "Fail", "ranks always agree on a tag, or the run ends"),
     "checkpoint.load_universal": NoEffect(BOOLEAN, False, "every checkpoint can be loaded with any layout"),
     "checkpoint.use_node_local_storage": Only((False,), "a checkpoint is one folder that all nodes share"),
-    "checkpoint.parallel_write.pipeline_stage": Only((False,), "there is no pipeline parallelism here"),
+    "checkpoint.parallel_write.pipeline_stage": NoEffect(BOOLEAN, False, "there is no pipeline parallelism here"),
 }
 
 _MONITORS: dict[str, Row] = {
@@ -241,7 +242,7 @@ _ABSENT: dict[str, Row] = {
         "tensor parallelism is set up by --model-parallel-size, or by the mpu given to zero.initialize"),
     "expert_parallel": Absent("there are no experts here"),
     "zenflow": Absent("the optimizer step is not split in time"),
-    "compile": Absent("compile the model yourself; pretrain_gpt2.py does with --compile"),
+    "compile": Absent("call engine.compile(); pretrain_gpt2.py does with --compile"),
 }
 
 TABLE: dict[str, Row] = {**{key.path: key for key in keys_of_fields()}, **_TOP, **_PRECISION, **_OPTIMIZER,

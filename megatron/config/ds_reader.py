@@ -15,7 +15,7 @@ from megatron.config.ds_keys import AUTO, OBJECTS, TABLE, Absent, NoEffect, Old,
 from megatron.config.kinds import Kind, shown
 from megatron.config.loose_json import Pairs
 from megatron.config.problems import Problems
-from megatron.config.setting import Key, require
+from megatron.config.setting import Key
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,14 @@ class Found:
     of_engine: Mapping[str, Any]
     """What only the engine of `zero.initialize` does, by path."""
     refused: frozenset[str] = frozenset()
-    """Keys whose value is an error."""
+    """Keys whose value is an error, or whose name was misspelt."""
 
     def given(self, path: str) -> bool:
         return path in self.keys or path in self.autos
+
+    def lacks(self, path: str) -> bool:
+        """Nobody has tried to give it."""
+        return not self.given(path) and path not in self.refused
 
     def first(self, *paths: str) -> str:
         """The first of these keys that is given."""
@@ -52,18 +56,21 @@ def walk(tree: dict[str, Any], name: str) -> tuple[Found, Problems]:
     return _Reader(name).read(tree)
 
 
-def plain(value: Any, name: str, path: str = "") -> Any:
-    """Objects become dicts; a key that is given twice is refused with its path."""
+def plain(value: Any, problems: Problems, path: str = "") -> Any:
+    """Objects become dicts; of a key that is given twice the first is kept."""
     if isinstance(value, (Pairs, Mapping)):
         result: dict[str, Any] = {}
         for key, inner in value if isinstance(value, Pairs) else value.items():
             where = f"{path}.{key}" if path else str(key)
-            require(isinstance(key, str), f"{name}: the key {key!r} is not a text")
-            require(key not in result, f"{name}: {where} is given twice; leave one of them out")
-            result[key] = plain(inner, name, where)
+            if not isinstance(key, str):
+                problems.append(f"the key {key!r} is not a text")
+            elif key in result:
+                problems.append(f"{where} is given twice; leave one of them out")
+            else:
+                result[key] = plain(inner, problems, where)
         return result
     if isinstance(value, list):
-        return [plain(inner, name, f"{path}[{index}]") for index, inner in enumerate(value)]
+        return [plain(inner, problems, f"{path}[{index}]") for index, inner in enumerate(value)]
     return value
 
 
@@ -117,6 +124,8 @@ class _Reader:
         """(path, value) of every key; `type` comes first, because what else is accepted depends on it."""
         for key in sorted(tree, key=lambda key: key != "type"):
             path, value = prefix + key, tree[key]
+            if key == "different_groups" and _is_off(tree):
+                continue  # of a section that is switched off, like those that do not exist here
             if path in OBJECTS and isinstance(value, dict):
                 yield from self._leaves(value, path + ".")
             elif path in OBJECTS and value is None:
@@ -128,7 +137,9 @@ class _Reader:
             elif prefix.endswith(".params.") and (owner := f"{prefix[:-7]}type") in self.strangers:
                 self.strangers[owner][1].append(key)  # goes with its type: no error of its own
             else:
-                self.problems.append(f"unknown key {path}; {_nearest(path)}")
+                near, hint = _nearest(path)
+                self.refused.add(near)
+                self.problems.append(f"unknown key {path}; {hint}")
 
     def _take(self, path: str, value: Any) -> None:
         row = TABLE[path]
@@ -212,17 +223,16 @@ def agree(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _nearest(path: str) -> str:
-    """What the user may have meant: another place for a section, a similar key beside it, the same words in another
-    order, or another section for a key."""
+def _nearest(path: str) -> tuple[str, str]:
+    """The key that the user may have meant, and a hint: another place for a section, a similar key beside it, the same
+    words in another order, or another section for a key."""
     section, _, key = path.rpartition(".")
     if parents := sorted(other.rpartition(".")[0] for other in OBJECTS if other.rpartition(".")[2] == key):
-        return "move it " + " or ".join(f"into {parent}" if parent else "to the top level" for parent in parents)
+        return "", "move it " + " or ".join(f"into {parent}" if parent else "to the top level" for parent in parents)
     known = sorted({*TABLE, *OBJECTS})
     beside = [other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == section]
     near = [other for other in beside if sorted(other.split("_")) == sorted(key.split("_"))]
     near = near or difflib.get_close_matches(key, beside, n=1, cutoff=0.6)
-    if near:
-        return f"did you mean {section + '.' if section else ''}{near[0]}?"
     elsewhere = [other for other in known if other.rpartition(".")[2] == key]
-    return f"did you mean {elsewhere[0]}?" if elsewhere else "docs/ds_config.md lists every key"
+    meant = f"{section}.{near[0]}".lstrip(".") if near else next(iter(elsewhere), "")
+    return meant, f"did you mean {meant}?" if meant else "docs/ds_config.md lists every key"

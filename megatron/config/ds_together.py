@@ -44,6 +44,8 @@ DEEPSPEED_WARMUP_STEPS, DEEPSPEED_COSINE_FLOOR, DEEPSPEED_CYCLE_STEPS = 1000, 0.
 
 def optimizer(found: Found, flags: Mapping[str, Any], problems: Problems) -> Iterator[Setting]:
     """The parameters whose field depends on the optimizer, which a flag may name where the file does not."""
+    if "optimizer.type" in found.refused:
+        return
     named = found.keys.get("optimizer.type")
     chosen = DEEPSPEED_TYPES[named] if named else flags.get("optimizer", OptimConfig.optimizer)
     takes, own = OPTIMIZERS[chosen], {}
@@ -84,12 +86,13 @@ def scheduler(found: Found, flags: Mapping[str, Any], problems: Problems,
               peak: float = ScheduleConfig.lr) -> Iterator[Setting]:
     """`peak` is the learning rate where neither the file nor a flag has one."""
     kind = found.keys.get("scheduler.type")
-    given = [path for path in (*found.keys, *found.autos) if path.startswith("scheduler.params.")]
     if kind is None:
-        problems.require(not given or "scheduler.type" in found.refused,
+        has_parameters = any(path.startswith("scheduler.params.")
+                             for path in (*found.keys, *found.autos, *found.refused))
+        problems.require(not has_parameters or not found.lacks("scheduler.type"),
                          f"scheduler.type is missing; expected {' or '.join(STYLES)}")
         return
-    for path in given:
+    for path in filter(lambda path: path.startswith("scheduler.params."), (*found.keys, *found.autos)):
         problems.require(path.removeprefix("scheduler.params.") in SCHEDULER_PARAMS[kind].split(),
                          f"{path} is not a parameter of {kind}; leave it out")
     if kind == "OneCycle":
@@ -101,12 +104,14 @@ def scheduler(found: Found, flags: Mapping[str, Any], problems: Problems,
 
 
 def _warm_up(found: Found, kind: str, flags: Mapping[str, Any], problems: Problems, peak: float) -> Iterator[Setting]:
+    if WARMUP_STEPS in found.refused or TOTAL_STEPS in found.refused:
+        return
     total = found.keys.get(TOTAL_STEPS)
     warmup = found.keys.get(WARMUP_STEPS, 0 if WARMUP_STEPS in found.autos else DEEPSPEED_WARMUP_STEPS)
     if kind == "WarmupLR":
         total = max(1, warmup)  # a constant rate has no end; the warm-up is a share of this
     if total is None:
-        problems.append(f"{kind} needs {TOTAL_STEPS}")
+        problems.append(f"{kind} needs {TOTAL_STEPS} as a number")
     elif warmup > total:
         problems.append(f"{WARMUP_STEPS} {warmup} is above {TOTAL_STEPS} {total}")
     else:
@@ -145,8 +150,9 @@ def _one_cycle(found: Found, problems: Problems) -> Iterator[Setting]:
 
     ends = {name: of(name, None) for name in ("cycle_min_lr", "cycle_max_lr")}
     for name, (value, _) in ends.items():
-        problems.require(value is not None, f"OneCycle needs scheduler.params.{name}")
-    if problems:
+        problems.require(value is not None or not found.lacks(f"scheduler.params.{name}"),
+                         f"OneCycle needs scheduler.params.{name}")
+    if None in (value for value, _ in ends.values()):
         return
     first, where = of("cycle_first_step_size", DEEPSPEED_CYCLE_STEPS)
     second, where_second = of("cycle_second_step_size", first)

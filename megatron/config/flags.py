@@ -12,16 +12,18 @@ import difflib
 import re
 import sys
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import Field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from megatron.config import ds_file, foreign, help
+from megatron.config.draft import Draft
 from megatron.config.hf_shape import shape_in, tokenizer_in
 from megatron.config.optimizers import NEVER, ONE_BIT
+from megatron.config.problems import Problems
 from megatron.config.setting import declared, flag_name, plain_type
-from megatron.config.tree import PRESETS, SECTIONS, Config, build_config, require
+from megatron.config.tree import PRESETS, SECTIONS, Config, build_config
 from megatron.config.words import Words
 from megatron.errors import ConfigError
 from megatron.version import DISTRIBUTION, __version__
@@ -30,7 +32,7 @@ from megatron.version import DISTRIBUTION, __version__
 YES, NO = {"true", "1", "yes", "on"}, {"false", "0", "no", "off"}
 """What other programs write after a switch."""
 
-ON_HOST = "--cpu-optimizer, which is --offload-optimizer-device"
+HOME, ON_HOST = "offload_optimizer_device", "--cpu-optimizer, which is --offload-optimizer-device"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -66,42 +68,42 @@ def parse_args(argv: Sequence[str], world_size: int = 1, *, planning: bool = Fal
         problems += _unknown(parser, unknown, words, table)
     except ConfigError as error:  # one line names everything that has to be changed
         problems.append(str(error))
-    if problems:
-        raise ConfigError("; ".join(problems))
+    Problems(problems).stop()
     values = vars(given)
     preset = PRESETS[values.pop("preset")] if "preset" in values else {}
     preset = {**_said_by_hf(values), **preset}  # flags and a preset that differ are refused when the folder is read
     for said in ("deepspeed", "dry_run"):  # nothing that a run is configured with
         values.pop(said, None)
-    config = _built(values, preset, world_size)
-    _check_warm_up(config)
+    draft, by_name = Draft(), HOME in values or not values.get("cpu_optimizer")
+    with Words({} if by_name else {flag_name(HOME): ON_HOST}).speaking():
+        config = _built(values, preset, world_size, draft)
+        draft.note(_too_long_a_warm_up(config))
+        draft.stop()
     return replace(config, notes=(*notes, *config.save.notes(), *config.notes))
 
 
-def _built(values: dict[str, Any], preset: dict[str, Any], world_size: int) -> Config:
+def _built(values: dict[str, Any], preset: dict[str, Any], world_size: int, draft: Draft) -> Config:
     """Of flags and the JSON file that they name. `--cpu-optimizer` means what the file says, where it says more."""
     source, on_host = values.pop("deepspeed_config", None), values.pop("cpu_optimizer", False)
-    name = "offload_optimizer_device"
     if on_host:
-        preset = {**preset, name: "cpu"}
-    with Words({flag_name(name): ON_HOST} if on_host and name not in values else {}).speaking():
-        config = build_config({**preset, **values}) if source is None else ds_file.build(
-            source, flags=values, fallback=preset, world_size=world_size, argument="--deepspeed-config")
-    require(not on_host or config.offload.offload_optimizer_device != "none",
-            f"--cpu-optimizer keeps the optimizer's state on the host, but {config.in_its_words(flag_name(name))} is "
-            "none: give one of them")
+        preset = {**preset, HOME: "cpu"}
+    config = build_config({**preset, **values}, draft) if source is None else ds_file.build(
+        source, flags=values, fallback=preset, world_size=world_size, argument="--deepspeed-config", draft=draft)
+    if on_host and config.offload.offload_optimizer_device == "none":
+        draft.note([f"--cpu-optimizer keeps the optimizer's state on the host, but {flag_name(HOME)} is none: give one "
+                    "of them"])
     return config
 
 
-def _check_warm_up(config: Config) -> None:
+def _too_long_a_warm_up(config: Config) -> Iterator[str]:
     """A run that ends before its optimizer's warm-up does is another one than was asked for."""
     warm_up, iters = config.optim.freeze_step, config.train.train_iters
-    never = config.optim.onebit_freeze_step == NEVER
     what, instead = ("ranks would never step by themselves", " or never") if \
         config.optim.optimizer == "zeroone_adam" else ("nothing would travel at one bit", "")
-    require(config.optim.optimizer not in ONE_BIT or never or warm_up is None or iters == 0 or warm_up < iters,
-            config.in_its_words(f"--onebit-freeze-step {warm_up} is not below --train-iters {iters}, so that {what}: "
-                                f"15 to 25 % of the steps are usual, or give auto{instead}"))
+    never = config.optim.onebit_freeze_step == NEVER
+    if config.optim.optimizer in ONE_BIT and not never and warm_up is not None and 0 < iters <= warm_up:
+        yield (f"--onebit-freeze-step {warm_up} is not below --train-iters {iters}, so that {what}: 15 to 25 % of the "
+               f"steps are usual, or give auto{instead}")
 
 
 def asks_for_plan(argv: Sequence[str]) -> bool:

@@ -80,7 +80,7 @@ def _weight_group(value: Any) -> tuple[int, int, int]:
         raise ValueError
     start, target, period = (_integer(group["params"].get(name, default))
                              for name, default in (*zip(_BITS, (16, 8)), ("quantization_period", 1)))
-    return start, target, period
+    return start, target, max(period, 1) if start == target else period  # no bit falls, whatever it says: 0 is usual
 
 
 def choice(*words: str) -> Kind:
@@ -109,8 +109,8 @@ ANY = Kind("anything", lambda value: value)
 EXPONENT = Kind("an integer from 0 to 64", _from(0, _integer, 64))
 PAIR = Kind("a list of two numbers", _pair)
 
-WEIGHT_GROUP = Kind('one group with the params start_bits, target_bits and quantization_period, and with modules ["*"]',
-                    _weight_group)
+WEIGHT_GROUP = Kind('one group with the params start_bits, target_bits and quantization_period, and with modules '
+                    '["*"], as all weights have the same bits', _weight_group)
 """Of compression_training: which bits which modules have; here all have the same."""
 SWITCH_OR_OBJECT = Kind("an object {...}", _boolean)
 """A section that was a switch once."""

@@ -52,7 +52,8 @@ class OptimConfig:
         problems.require(freeze == AUTO or freeze == NEVER and zero_one or
                          freeze.isascii() and freeze.isdigit() and 0 < int(freeze) < 10**12,
                          f"--onebit-freeze-step is {freeze}: expected a number of steps from 1 on, or {AUTO}" +
-                         (f", or {NEVER}" if zero_one else ""))
+                         (f", or {NEVER}" if zero_one else f", or {NEVER} with --optimizer zeroone_adam"
+                          if freeze == NEVER else ""))
         problems.require(self.optimizer in OPTIMIZERS,
                          f"--optimizer is {self.optimizer}: expected {', '.join(OPTIMIZERS)}")
         problems.stop()

@@ -92,7 +92,7 @@ def own_parameter(optimizer: str, name: str, value: Any) -> Any:
     """The value as this optimizer takes it; ValueError says what is wrong with it."""
     own = OPTIMIZERS[optimizer].own
     if name not in own:
-        raise ValueError(f"{name} is not a parameter of {optimizer}: expected {', '.join(own) or 'none'}")
+        raise ValueError(f"{name} is not a parameter of --optimizer {optimizer}: expected {', '.join(own) or 'none'}")
     default = own[name]
     if isinstance(default, bool):
         if isinstance(value, bool):

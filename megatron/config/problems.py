@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.config.setting import flag_name
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, listed
 
-SHOWN_AT_ONCE = 12
-"""Errors in one message; the rest is counted."""
+SHOWN_AT_ONCE = 40
+"""Errors in one message: a file with more is of another kind."""
 
 
 class ConfigErrors(ConfigError):
-    """Several errors in one."""
+    """Several errors in one, a line each."""
 
     def __init__(self, sentences: Sequence[str], name: str = "") -> None:
         self.sentences = tuple(dict.fromkeys(sentences))
-        few = self.sentences[:SHOWN_AT_ONCE]
-        text = few[0] if len(self.sentences) == 1 else f"{len(self.sentences)} errors: " + "; ".join(
-            f"({number}) {sentence}" for number, sentence in enumerate(few, 1))
-        more = len(self.sentences) - len(few)
-        super().__init__((f"{name}: " if name else "") + text + (f"; and {more} more" if more else ""))
+        count, few = len(self.sentences), self.sentences[:SHOWN_AT_ONCE]
+        head = f"{count} errors, of which the first {len(few)} are" if count > len(few) else f"{count} errors"
+        text = few[0] if count == 1 else "\n".join([f"{head}:", *map(listed, range(1, count + 1), few)])
+        super().__init__((f"{name}: " if name else "") + text)
+
+
+def sentences_of(error: ConfigError) -> tuple[str, ...]:
+    return error.sentences if isinstance(error, ConfigErrors) else (str(error),)
 
 
 class Problems(list[str]):
@@ -43,16 +45,6 @@ class Problems(list[str]):
             inside = (low < value if open_low else low <= value) and value <= high and math.isfinite(value)
             bounds = f"{'>' if open_low else '>='} {low:g}" + ("" if high == math.inf else f" and <= {high:g}")
             self.require(inside, f"{flag_name(name)} is {value}: expected a number {bounds}")
-
-    @contextmanager
-    def collecting(self) -> Iterator[None]:
-        """A ConfigError of the block is noted, and what comes after the block goes on."""
-        try:
-            yield
-        except ConfigErrors as errors:
-            self.extend(errors.sentences)
-        except ConfigError as error:
-            self.append(str(error))
 
     def stop(self, name: str = "") -> None:
         """Raise what was found, as one error."""

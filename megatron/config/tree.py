@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import InitVar, asdict, dataclass, field, fields
 from typing import Any
 
 from megatron.config.data import DataConfig
+from megatron.config.draft import Draft
 from megatron.config.layer_drop import LayerDropConfig
 from megatron.config.log import LogConfig
 from megatron.config.model import ModelConfig
@@ -23,15 +24,16 @@ from megatron.config.optimizers import NEVER, ONE_BIT
 from megatron.config.parallel import ParallelConfig, data_parallel_size
 from megatron.config.precision import PrecisionConfig
 from megatron.config.presets import PRESETS
-from megatron.config.problems import Problems
+from megatron.config.problems import Problems, sentences_of
 from megatron.config.quantize import QuantizeConfig
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.save import SaveConfig
 from megatron.config.schedule import ScheduleConfig
 from megatron.config.setting import declared, flag_name, place_told, require
 from megatron.config.train import TrainConfig
-from megatron.config.words import Words
+from megatron.config.words import Words, flags_in
 from megatron.config.zero import ZeroConfig
+from megatron.errors import ConfigError
 
 __all__ = [
     "PRESETS", "SECTIONS", "Config", "DataConfig", "LayerDropConfig", "LogConfig", "ModelConfig", "OffloadConfig",
@@ -62,78 +64,101 @@ class Config:
     """What the user should read once about how this tree came about; no section, and not saved."""
     words: Words = field(default_factory=Words, compare=False)
     """What a JSON file said in the place of flags; no section, and not saved."""
+    conflicts: InitVar[Problems | None] = None
+    """Where what is wrong across sections goes; without it, it is raised."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, conflicts: Problems | None) -> None:
+        found = Problems() if conflicts is None else conflicts
+        self._check_model(found)
+        self._check_stage(found)
+        self._check_graphs(found)
+        self._check_recomputation(found)
+        if self.layer_drop.progressive_layer_drop:
+            self._check_layer_drop(found)
+        if self.optim.optimizer in ONE_BIT:
+            self._check_one_bit(found)
+        if conflicts is None:
+            found.stop()
+
+    def _check_model(self, found: Problems) -> None:
         length, table = self.seq_length, self.model.max_position_embeddings
-        require(
+        found.require(
             length <= table,
             f"--seq-length {length} is above --max-position-embeddings {table}: the position table is too short",
         )
         tp = self.parallel.model_parallel_size
-        require(tp == 1 or not self.model.memory_centric_tiled_linear,
-                f"--memory-centric-tiled-linear and --model-parallel-size {tp} exclude each other: both cut the "
-                "matrices of a block; give one of them")
-        require(self.save.load_hf is None or not self.model.memory_centric_tiled_linear,
-                "--load-hf and --memory-centric-tiled-linear exclude each other: its matrices are whole; give one of "
-                "them")
-        for name in ("num_attention_heads", "hidden_size"):
+        for name in ("num_attention_heads", "hidden_size", "intermediate_size"):
             value = getattr(self.model, name)
-            require(value % tp == 0, f"{flag_name(name)} {value} is not divisible by --model-parallel-size {tp}")
-        require(
-            self.model.ffn_size % tp == 0,
-            f"the MLP width {self.model.ffn_size} (--intermediate-size) is not divisible by --model-parallel-size {tp}",
-        )
-        require(self.offload.offload_optimizer_device == "none" or self.zero.zero_stage > 0,
-                f"--offload-optimizer-device {self.offload.offload_optimizer_device} needs --zero-stage 1, 2 or 3, "
-                "not 0")
-        require(self.offload.offload_param_device == "none" or self.zero.zero_stage == 3,
-                f"--offload-param-device {self.offload.offload_param_device} needs --zero-stage 3, "
-                f"not {self.zero.zero_stage}: other stages keep whole parameters on the device")
-        require(not self.train.cuda_graphs or self.zero.zero_stage < 3,
-                "--cuda-graphs needs --zero-stage 0, 1 or 2: at stage 3 parameters have no fixed address")
-        require(not (self.train.cuda_graphs and self.recompute.checkpoint_activations),
-                "--cuda-graphs and --checkpoint-activations exclude each other: the replay of a recomputed forward "
-                "takes the memory of the backward under way; leave one out")
-        if self.layer_drop.progressive_layer_drop:
-            self._check_layer_drop()
-        if self.optim.optimizer in ONE_BIT:
-            self._check_one_bit()
-        require(not (self.quantize.quantize_training and self.model.memory_centric_tiled_linear),
-                "--quantize-training and --memory-centric-tiled-linear exclude each other: weights are scaled by "
-                "groups of rows of whole matrices, which are cut there; leave one out")
-        require(not (self.quantize.quantize_eigenvalue and self.train.cuda_graphs),
-                "--quantize-eigenvalue and --cuda-graphs exclude each other: an eigenvalue takes forwards that no step "
-                "follows; leave one out")
+            found.require(value is None or value % tp == 0,
+                          f"{flag_name(name)} {value} is not divisible by --model-parallel-size {tp}")
+        if self.model.memory_centric_tiled_linear:
+            self._check_tiles(found, tp)
+
+    def _check_tiles(self, found: Problems, tp: int) -> None:
+        found.require(tp == 1,
+                      f"--memory-centric-tiled-linear and --model-parallel-size {tp} exclude each other: both cut the "
+                      "matrices of a block; give one of them")
+        found.require(self.save.load_hf is None,
+                      "--load-hf and --memory-centric-tiled-linear exclude each other: its matrices are whole; give "
+                      "one of them")
+        found.require(not self.quantize.quantize_training,
+                      "--quantize-training and --memory-centric-tiled-linear exclude each other: weights are scaled by "
+                      "groups of rows of whole matrices, which are cut there; leave one out")
+
+    def _check_stage(self, found: Problems) -> None:
+        stage, home = self.zero.zero_stage, self.offload
+        found.require(home.offload_optimizer_device == "none" or stage > 0,
+                      f"--offload-optimizer-device {home.offload_optimizer_device} needs --zero-stage 1, 2 or 3, not 0")
+        found.require(home.offload_param_device == "none" or stage == 3,
+                      f"--offload-param-device {home.offload_param_device} needs --zero-stage 3, not {stage}: other "
+                      "stages keep whole parameters on the device")
+
+    def _check_graphs(self, found: Problems) -> None:
+        if not self.train.cuda_graphs:
+            return
+        found.require(self.zero.zero_stage < 3,
+                      "--cuda-graphs needs --zero-stage 0, 1 or 2: at stage 3 parameters have no fixed address")
+        found.require(not self.recompute.checkpoint_activations,
+                      "--cuda-graphs and --checkpoint-activations exclude each other: the replay of a recomputed "
+                      "forward takes the memory of the backward under way; leave one out")
+        found.require(not self.layer_drop.progressive_layer_drop,
+                      "--progressive-layer-drop and --cuda-graphs exclude each other: what is replayed is always the "
+                      "same, and each step leaves out other blocks; leave one out")
+        found.require(not self.quantize.quantize_eigenvalue,
+                      "--quantize-eigenvalue and --cuda-graphs exclude each other: an eigenvalue takes forwards that "
+                      "no step follows; leave one out")
+
+    def _check_recomputation(self, found: Problems) -> None:
         again = self.recompute
         buffered = again.checkpoint_activations and again.contiguous_memory_optimization
-        require(not buffered or (again.number_checkpoints or self.chunks) >= self.chunks,
-                f"--number-checkpoints {again.number_checkpoints} is below the {self.chunks} chunks of --num-layers "
-                f"{self.model.num_layers} with --checkpoint-num-layers {again.checkpoint_num_layers}: leave it out")
+        found.require(not buffered or (again.number_checkpoints or self.chunks) >= self.chunks,
+                      f"--number-checkpoints {again.number_checkpoints} is below the {self.chunks} chunks of "
+                      f"--num-layers {self.model.num_layers} with --checkpoint-num-layers "
+                      f"{again.checkpoint_num_layers}: leave it out")
 
-    def _check_layer_drop(self) -> None:
-        require(not self.train.cuda_graphs,
-                "--progressive-layer-drop and --cuda-graphs exclude each other: what is replayed is always the same, "
-                "and each step leaves out other blocks; leave one out")
-        require(self.zero.ignore_unused_parameters,
-                "--progressive-layer-drop needs --ignore-unused-parameters: a block that is left out has no gradient")
-        require(self.model.num_layers > 1,
-                "--progressive-layer-drop needs --num-layers of at least 2, not 1: the first block is never left out")
+    def _check_layer_drop(self, found: Problems) -> None:
+        found.require(self.zero.ignore_unused_parameters,
+                      "--progressive-layer-drop needs --ignore-unused-parameters: a block that is left out has no "
+                      "gradient")
+        found.require(self.model.num_layers > 1,
+                      "--progressive-layer-drop needs --num-layers of at least 2, not 1: the first block is never left "
+                      "out")
 
-    def _check_one_bit(self) -> None:
+    def _check_one_bit(self, found: Problems) -> None:
         name = f"--optimizer {self.optim.optimizer}"
-        require(self.zero.zero_stage < 2,
-                f"{name} needs --zero-stage 0 or 1, not {self.zero.zero_stage}: each rank says what its own gradients "
-                "are, whole, and from stage 2 on they are summed and split as they are made")
-        require(self.offload.offload_optimizer_device == "none",
-                f"{name} and --offload-optimizer-device {self.offload.offload_optimizer_device} exclude each other: "
-                "what a rank says is made of the momentum, on the device; leave one out")
+        found.require(self.zero.zero_stage < 2,
+                      f"{name} needs --zero-stage 0 or 1, not {self.zero.zero_stage}: each rank says what its own "
+                      "gradients are, whole, and from stage 2 on they are summed and split as they are made")
+        found.require(self.offload.offload_optimizer_device == "none",
+                      f"{name} and --offload-optimizer-device {self.offload.offload_optimizer_device} exclude each "
+                      "other: what a rank says is made of the momentum, on the device; leave one out")
         if self.optim.optimizer == "zeroone_adam":
-            require(self.zero.zero_stage == 0 or self.optim.onebit_freeze_step == NEVER,
-                    f"{name} needs --zero-stage 0, not {self.zero.zero_stage}, or --onebit-freeze-step {NEVER}: once "
-                    "the variance is frozen each rank steps by itself, with whole states")
-            require(not self.quantize.quantize_training,
-                    f"{name} and --quantize-training exclude each other: ranks would round weights of their own, each "
-                    "to another grid; leave one out")
+            found.require(self.zero.zero_stage == 0 or self.optim.onebit_freeze_step == NEVER,
+                          f"{name} needs --zero-stage 0, not {self.zero.zero_stage}, or --onebit-freeze-step {NEVER}: "
+                          "once the variance is frozen each rank steps by itself, with whole states")
+            found.require(not self.quantize.quantize_training,
+                          f"{name} and --quantize-training exclude each other: ranks would round weights of their own, "
+                          "each to another grid; leave one out")
 
     @property
     def chunks(self) -> int:
@@ -182,22 +207,26 @@ SECTIONS: dict[str, type] = {f.name: f.default_factory for f in fields(Config)  
 """Section name -> its dataclass; every field name is unique across sections (a test holds it)."""
 
 
-def build_config(values: Mapping[str, Any]) -> Config:
-    """A Config from flat field values; fields not named keep their defaults."""
-    sections, problems = _sections(values)
-    problems.stop()
-    return Config(**sections)
+def build_config(values: Mapping[str, Any], draft: Draft | None = None) -> Config:
+    """A Config from flat field values; fields not named keep their defaults. What is wrong is raised; or it goes to
+    the `draft`, and the Config is what is left without it."""
+    found, conflicts = draft or Draft(), Problems()
+    sections = {name: _section(section, {item.name: values[item.name] for item in fields(section)
+                                         if item.name in values}, found) for name, section in SECTIONS.items()}
+    config = Config(**sections, conflicts=conflicts)
+    found.note(conflicts)
+    if draft is None:
+        found.stop()
+    return config
 
 
-def section_problems(values: Mapping[str, Any]) -> Problems:
-    """What the sections have against these field values, each on its own."""
-    return _sections(values)[1]
-
-
-def _sections(values: Mapping[str, Any]) -> tuple[dict[str, Any], Problems]:
-    """Every section that can be made, and what is wrong with the others."""
-    found, problems = {}, Problems()
-    for name, section in SECTIONS.items():
-        with problems.collecting():
-            found[name] = section(**{f.name: values[f.name] for f in fields(section) if f.name in values})
-    return found, problems
+def _section(section: Any, values: Mapping[str, Any], draft: Draft) -> Any:
+    """The section, of the values that nothing is wrong with."""
+    try:
+        return section(**values)
+    except ConfigError as error:
+        sentences = sentences_of(error)
+        draft.note(sentences)
+        wrong = flags_in(" ".join(sentences))
+        left = {name: value for name, value in values.items() if wrong.isdisjoint(flags_in(flag_name(name)))}
+        return _section(section, left if len(left) < len(values) else {}, draft)

@@ -12,6 +12,11 @@ from megatron.errors import TrainerError
 _FLAG = r"--[a-z][\w-]*"
 
 
+def flags_in(message: str) -> set[str]:
+    """The settings that a message names by their flags; --no-compile is --compile."""
+    return {re.sub("^--no-", "--", flag) for flag in re.findall(_FLAG, message)}
+
+
 @dataclass(frozen=True)
 class Words:
     """A message that names a setting of the file names all its settings as the file does."""
@@ -22,12 +27,15 @@ class Words:
     """Flag that neither the file nor the command line gave -> its key."""
     no_flags: bool = False
     """Whoever reads it has keys only."""
+    file: str = ""
+    """Where the keys are."""
 
     def of(self, message: str) -> str:
         """A message that speaks of flags, in these words."""
-        if not self.no_flags and not self.given.keys() & set(re.findall(_FLAG, message)):
+        if not self.no_flags and self.given.keys().isdisjoint({*re.findall(_FLAG, message), *flags_in(message)}):
             return message
         names = {**self.others, **self.given}
+        names = {**{f"--no-{flag[2:]}": f"{key} false" for flag, key in names.items()}, **names}
         return re.sub(_FLAG, lambda match: names.get(match[0], match[0]), message)
 
     @contextmanager

@@ -33,7 +33,7 @@ from typing import NamedTuple, NoReturn
 
 from megatron.launch.leaving import Asked, raise_when_asked
 from megatron.errors import (EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER, EXIT_STORAGE, ConfigError, PeerError,
-                             exit_code)
+                             exit_code, folded)
 from megatron.launch.distributed import on_early_exit, read_environment, take_leave
 from megatron.launch.streams import open_closed_streams
 from megatron.launch.voice import is_ours_to_say, let_others_come
@@ -142,7 +142,9 @@ def _uncaught(others: Callable[..., object], kind: type[BaseException], error: B
         others(kind, error, trace)
         return
     failure = explain(error)
-    code = _report(error, failure._replace(text=failure.text + _where(trace)), is_debugged())
+    first, *listed = folded(failure.text).splitlines()
+    text = "\n".join([first + _where(trace), *listed])
+    code = _report(error, failure._replace(text=text), is_debugged())
     if among_ranks():
         leave_now(code)
     raise SystemExit(code)  # out of an excepthook it sets the exit code; what the script left for atexit is done
@@ -269,11 +271,12 @@ def is_peer_loss(error: BaseException) -> bool:
 
 
 def write_error(text: str) -> None:
-    """Exactly one line: newlines of the message are folded. None, where another rank says the same."""
-    folded = " ".join(part.strip() for part in text.splitlines() if part.strip())
-    if not is_ours_to_say(folded):
+    """Exactly one line that begins so, and below it those of errors that it lists. None, where another rank says the
+    same."""
+    said = folded(text)
+    if not is_ours_to_say(said):
         return
-    line = f"error: {folded.removeprefix('error: ')}\n"
+    line = f"error: {said.removeprefix('error: ')}\n"
     try:
         flush()
         os.write(2, line.encode(errors="backslashreplace"))

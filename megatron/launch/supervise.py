@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from megatron.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER
+from megatron.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER, is_listed
 from megatron.launch.blame import AGAIN, Late, Sight
 from megatron.launch.leaving import REQUESTS, heard
 from megatron.launch.nodes import Nodes
@@ -116,13 +116,16 @@ def described(rank: int, pid: int) -> str:
 
 
 class ErrorRelay:
-    """Passes a rank's stderr through line by line, and holds back the lines that begin with `error:`."""
+    """Passes a rank's stderr through line by line, and holds back the lines that begin with `error:`, with the errors
+    that are listed below."""
 
     def __init__(self, descriptor: int) -> None:
         os.set_blocking(descriptor, False)
         self.descriptor = descriptor
         self.held: list[bytes] = []
         self._partial = b""
+        self._in_error = False
+        """The line before belongs to an error."""
 
     def pump(self) -> bool:
         """Relay what is there; False at the end of the stream."""
@@ -145,8 +148,17 @@ class ErrorRelay:
         self._partial = b""
 
     def _relay(self, lines: list[bytes]) -> None:
-        self.held += [line for line in lines if line.startswith(b"error:")][: HELD_LINES - len(self.held)]
-        write_lines(b"".join(line for line in lines if not line.startswith(b"error:")))
+        others = []
+        for line in lines:
+            begins = line.startswith(b"error:")
+            self._in_error = begins or self._in_error and is_listed(line.decode(errors="replace"))
+            if not self._in_error:
+                others.append(line)
+            elif not begins:
+                self.held[-1] += line
+            elif len(self.held) < HELD_LINES:
+                self.held.append(line)
+        write_lines(b"".join(others))
 
 
 @dataclass

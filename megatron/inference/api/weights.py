@@ -20,6 +20,7 @@ from megatron.checkpoint.recognise import recognise
 from megatron.config.ds_reader import plain
 from megatron.config.hf_shape import CONFIG, FIELDS, shape_of
 from megatron.config.loose_json import parse
+from megatron.config.problems import Problems
 from megatron.config.setting import require
 from megatron.config.tree import ModelConfig
 from megatron.errors import CheckpointError
@@ -49,7 +50,9 @@ def _folder(given: str | Mapping[str, Any], base_dir: str) -> str:
         if path.suffix != ".json":
             return os.fspath(path)
         try:
-            given = plain(parse(path.read_text(encoding="utf-8"), name), name)
+            problems = Problems()
+            given = plain(parse(path.read_text(encoding="utf-8"), name), problems)
+            problems.stop(name)
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"checkpoint {path}: cannot be read ({error})") from error
     require(isinstance(given, Mapping), f"{name}: expected an object {{...}}")

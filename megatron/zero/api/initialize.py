@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron.checkpoint.agree import alike
 from megatron.config import ds_file, ds_together
+from megatron.config.draft import Draft
 from megatron.config.ds_batch import BATCH
 from megatron.config.ds_reader import Found
 from megatron.config.optimizers import DEEPSPEED_TYPES, OPTIMIZERS
@@ -184,15 +185,16 @@ class _Settings:
 def _settings(source: Any, argument: str, groups: Groups) -> _Settings:
     if isinstance(source, Config):
         return _Settings(source)
-    found = ds_file.read(source, argument)
-    sizes = BATCH[:2]
-    if not any(key in found.keys for key in sizes):
-        raise ConfigError(f"{found.name}: give {' or '.join(sizes)} as a number: nothing else says how many samples "
-                          "a step has" + ' ("auto" is for programs that do)' * any(key in found.autos for key in sizes))
+    draft, sizes = Draft(), BATCH[:2]
+    found, _ = ds_file.examine(source, argument)
     named = DEEPSPEED_TYPES[found.keys.get("optimizer.type", "AdamW")]
     config = ds_file.build(source, flags={"model_parallel_size": groups.tp.size},
                            fallback={**DEEPSPEED_DEFAULTS, "lr": OPTIMIZERS[named].lr}, world_size=groups.world.size,
-                           in_engine=True, argument=argument)
+                           in_engine=True, argument=argument, draft=draft)
+    if found.keys.keys().isdisjoint(sizes) and found.refused.isdisjoint(sizes):
+        draft.note([f"give {' or '.join(sizes)} as a number: nothing else says how many samples a step has"
+                    + ' ("auto" is for programs that do)' * any(key in found.autos for key in sizes)], found.name)
+    draft.stop()
     keys = {**found.keys, **found.of_engine}
     return _Settings(config, "optimizer.type" in keys, "scheduler.type" in keys, watch_of(keys), found)
 

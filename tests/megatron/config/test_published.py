@@ -85,6 +85,19 @@ ACCEPTED: dict[str, dict[str, Any]] = {
         "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "weight_decay": 0.01, "bias_correction": True}},
         "wall_clock_breakdown": False, "fp16": {"enabled": True, "loss_scale": 0},
         "progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 0.001}},
+    "what changes no result": {
+        "optimizer": ADAM, "aio": {"use_gds": True}, "graph_harvesting": True, "seq_parallel_comm_data_type": "bf16",
+        "use_data_before_expert_parallelism": True, "checkpoint": {"parallel_write": {"pipeline_stage": True}},
+        "zero_optimization": {"stage": 3, "stage3_model_persistence_threshold": 1e6,
+                              "pipeline_loading_checkpoint": True, "leaf_module": {"classes": ["Experts"]},
+                              "offload_optimizer": {"device": "cpu", "super_offload": True}}},
+    "quantisation that is off": {"compression_training": {"weight_quantization": {
+        "shared_parameters": {"enabled": False}, "different_groups": {
+            "wq1": {"params": {"start_bits": 1, "target_bits": 1, "quantization_period": 0}, "modules": ["attention"]},
+            "wq2": {"params": {"start_bits": 12, "target_bits": 4}, "modules": ["output"]}}}}},
+    "quantisation whose bits do not fall": {"compression_training": {"weight_quantization": {
+        "shared_parameters": {"enabled": True, "schedule_offset": 0}, "different_groups": {
+            "wq1": {"params": {"start_bits": 8, "target_bits": 8, "quantization_period": 0}, "modules": ["*"]}}}}},
     "deprecated": {"optimizer": ADAM, "fp32_allreduce": True, "zero_optimization": True, "allgather_size": 5e8},
 }
 
@@ -94,7 +107,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "other bits for some modules": ({"compression_training": {"weight_quantization": {
         "shared_parameters": {"enabled": True}, "different_groups": {"wq1": {
             "params": {"start_bits": 8, "target_bits": 4}, "modules": ["attention.self"]}}}}},
-        ["weight_quantization.different_groups is", 'and with modules ["*"]']),
+        ["weight_quantization.different_groups is", 'and with modules ["*"], as all weights have the same bits']),
     "1-bit Lamb without its type": ({"optimizer": {"type": "Lamb", "params": {"coeff_beta": 0.9, "factor_max": 4,
                                                                               "freeze_step": 5}}},
                                     ["params.coeff_beta", "params.factor_max", "params.freeze_step", "3 errors"]),
@@ -107,7 +120,6 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a part of the state, and late": ({"zero_optimization": {"stage": 3, "offload_optimizer": {
         "device": "cpu", "ratio": 0.3, "delayed_param_update": True}}},
         ["delayed_param_update", "leave one of them out"]),
-    "GPU direct": ({"aio": {"use_gds": True}}, ["aio.use_gds is true"]),
     "zenflow": ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, ["the optimizer step is not split in time"]),
     "autotuning": ({"autotuning": {"enabled": True, "fast": False}}, ["autotuning is not supported"]),
     "data efficiency": ({"data_efficiency": {"enabled": True, "data_routing": {}}},

@@ -104,7 +104,7 @@ def test_what_changes_nothing_is_noted() -> None:
     ({"checkpoint": 3}, "checkpoint is 3: expected a folder"),
     ({"injection_policy": ["out"]}, "injection_policy is ['out']: expected {LayerClass"),
     ({"replace_with_kernel_inject": "yes"}, "expected true or false"),
-    ({"max_out_tokens": 0, "dtype": "x"}, "2 errors: (1) max_out_tokens is 0"),
+    ({"max_out_tokens": 0, "dtype": "x"}, "2 errors:\n  (1) max_out_tokens is 0"),
 ])
 def test_what_is_wrong_is_named_with_the_nearest_that_is_right(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as error:

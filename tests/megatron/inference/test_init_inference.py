@@ -128,7 +128,7 @@ def test_the_engine_is_the_module_to_who_asks() -> None:
     ({"num_beams": 3}, "num_beams is 3, which our decoder does not do: leave it out"),
     ({"temperature": 0}, "temperature is 0: expected more than 0; without do_sample"),
     ({"max_new_tokens": "3"}, "max_new_tokens is '3': expected a whole number, 1 or more"),
-    ({"top_p": 1.5, "top_k": -1}, "2 errors: "),
+    ({"top_p": 1.5, "top_k": -1}, "2 errors:"),
     ({"max_newtokens": 3}, "max_newtokens is unknown; did you mean max_new_tokens?"),
     ({"attention_mask": torch.tensor([[1, 1, 1, 0]] * 3)}, "pad prompts on the left"),
     ({"attention_mask": torch.ones(3, 5)}, r"attention_mask is \[3, 5\], and input_ids \[3, 4\]"),

@@ -74,6 +74,11 @@ def test_a_message_of_several_lines_is_folded_and_not_marked_twice(capfd):
     assert capfd.readouterr().err == "error: first second third\n"
 
 
+def test_errors_that_are_listed_have_a_line_each(capfd):
+    exits.run(failing(ConfigError("f:\n 2 errors:\n  (1) one\n of them\n\n  (2) two\n")), debug=False)
+    assert capfd.readouterr().err == "error: f: 2 errors:\n  (1) one of them\n  (2) two\n"
+
+
 def test_a_traceback_appears_only_for_debug_and_never_for_a_lost_peer(capfd):
     exits.run(failing(ConfigError("x")), debug=True)
     assert "Traceback" in capfd.readouterr().err

@@ -197,6 +197,14 @@ def test_stderr_passes_through_and_a_failure_without_a_line_gets_one(start):
     assert lines[-1].startswith("error: rank ") and "exit code 3" in lines[-1]
 
 
+def test_errors_that_are_listed_belong_to_the_line_above_them(start):
+    body = ("say = lambda text: (sys.stderr.write(text), sys.stderr.flush(), time.sleep(0.05))\n"
+            "say('  (1) a note\\nerror: 2 errors:\\n  (1) one\\n'); say('  (2'); say(') two\\nlast\\n'); sys.exit(2)")
+    code, _, lines = start(body, ranks=2).end()
+    assert code == 2 and lines[-3:] == ["error: 2 errors:", "  (1) one", "  (2) two"]
+    assert sorted(lines[:-3]) == ["  (1) a note", "  (1) a note", "last", "last"]
+
+
 def test_an_error_of_ours_on_every_rank_of_a_script_is_one_line_and_its_code(start):
     body = "from megatron.errors import NumericsError\nfrom megatron.launch import exits\nexits.answer_uncaught()\n"
     code, _, lines = start(body + "raise NumericsError('nothing is finite')").end()

@@ -419,8 +419,9 @@ def test_parameters_given_as_text_reach_the_optimizer() -> None:
 
 @pytest.mark.parametrize(("given", "told"), [
     ({"optimizer": "adan"}, "--optimizer is adan: expected adam, adamw, sgd"),
-    ({"optimizer_params": ("nesterov=true",)}, "nesterov is not a parameter of adam: expected amsgrad"),
-    ({"optimizer": "adamax", "optimizer_params": ("x=1",)}, "x is not a parameter of adamax: expected none"),
+    ({"optimizer_params": ("nesterov=true",)}, "nesterov is not a parameter of --optimizer adam: expected amsgrad"),
+    ({"optimizer": "adamax", "optimizer_params": ("x=1",)},
+     "x is not a parameter of --optimizer adamax: expected none"),
     ({"optimizer": "sgd", "optimizer_params": ("nesterov=1",)}, "nesterov is 1: expected true or false"),
     ({"optimizer": "sgd", "optimizer_params": ("dampening=true",)}, "dampening is True: expected a number"),
     ({"optimizer": "sgd", "optimizer_params": ("dampening=yes",)}, "yes is not a number, true or false"),

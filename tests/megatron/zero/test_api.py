@@ -407,6 +407,8 @@ def test_misuse_is_told_with_its_remedy(tmp_path: Path) -> None:
         zero.initialize(model=model, config={"train_batch_size": 4})
     with pytest.raises(ConfigError, match="give train_batch_size or train_micro_batch_size_per_gpu as a number"):
         zero.initialize(model=model, config={"optimizer": CONFIG["optimizer"]})
+    with pytest.raises(ConfigError, match="2 errors:\n.* unknown key gradient_cliping; .*\n.* give train_batch_size"):
+        zero.initialize(model=model, config={"optimizer": CONFIG["optimizer"], "gradient_cliping": 1})
     with pytest.raises(ConfigError, match="2 parameters are in no param group of the optimizer, inlet.weight first"):
         zero.initialize(model=model, config=config(),
                         optimizer=torch.optim.AdamW([*model.layers.parameters(), *model.outlet.parameters()]))
