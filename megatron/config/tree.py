@@ -211,6 +211,8 @@ def build_config(values: Mapping[str, Any], draft: Draft | None = None) -> Confi
     """A Config from flat field values; fields not named keep their defaults. What is wrong is raised; or it goes to
     the `draft`, and the Config is what is left without it."""
     found, conflicts = draft or Draft(), Problems()
+    known = {item.name for section in SECTIONS.values() for item in fields(section)}
+    assert values.keys() <= known, f"no section has {', '.join(sorted(values.keys() - known))}"
     sections = {name: _section(section, {item.name: values[item.name] for item in fields(section)
                                          if item.name in values}, found) for name, section in SECTIONS.items()}
     config = Config(**sections, conflicts=conflicts)

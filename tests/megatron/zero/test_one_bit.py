@@ -149,7 +149,7 @@ def test_rows_without_a_gradient_only_decay() -> None:
 # ---- any split of the work ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", [{}, {"bf16": True}, {"fp16": True, "initial_scale_power": 8}])
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}, {"fp16": True, "initial_loss_scale": 2.0**8}])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_stages_0_and_1_are_the_same_bits(precision: dict[str, Any], accumulation: int) -> None:
     """On two ranks, where the sums of the warm-up are (mpu/wire/gloo.py)."""
@@ -182,7 +182,7 @@ def test_gpt2_trains_alike_at_stages_0_and_1_of_tensor_parallel_ranks(precision:
 
 
 def _overflows(rank: int, world: int, stage: int) -> list[tuple[Tensor, ...]]:
-    engine = engine_of(stage, fp16=True, initial_scale_power=8)
+    engine = engine_of(stage, fp16=True, initial_loss_scale=2.0**8)
     train(engine, 0, 2 * FREEZE)
     assert engine.core.exchanged
     before = all_state(engine)
@@ -306,7 +306,7 @@ def test_the_end_of_the_warm_up_is_found(stage: int) -> None:
 
 def _skips(rank: int, world: int) -> tuple[int, int | None]:
     """A step is begun twice where the variance is looked at, and has moved."""
-    engine = engine_of(onebit_freeze_step="auto", adam_beta2=0.9, fp16=True, initial_scale_power=2)
+    engine = engine_of(onebit_freeze_step="auto", adam_beta2=0.9, fp16=True, initial_loss_scale=2.0**2)
     train(engine, 0, 10)
     engine.backward(engine(noisy(10, rank)) * (float("inf") if rank else 1.0))
     report = engine.step()

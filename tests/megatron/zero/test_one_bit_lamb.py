@@ -246,7 +246,7 @@ def test_a_parameter_whose_ratio_was_always_1_does_not_stand_still() -> None:
 # ---- any split of the work -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", [{}, {"bf16": True}, {"fp16": True, "initial_scale_power": 8}])
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}, {"fp16": True, "initial_loss_scale": 2.0**8}])
 def test_stages_0_and_1_train_alike(precision: dict[str, Any]) -> None:
     """Norms of parts are added up in another order, in fp64: what is rounded to fp32 is mostly the same, and masters
     are far closer than a step of bf16 is wide."""

@@ -215,7 +215,7 @@ def test_52_steps_are_those_of_the_reference(ranks: int, bias: bool, clip: float
     assert not same([by_rank[0][0]], [by_rank[1][0]]), "ranks did not step by themselves"
 
 
-@pytest.mark.parametrize("precision", [{}, {"bf16": True}, {"fp16": True, "initial_scale_power": 8}])
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}, {"fp16": True, "initial_loss_scale": 2.0**8}])
 def test_after_an_exchange_all_ranks_have_the_same_weights(precision: dict[str, Any]) -> None:
     steps = 13 + FREEZE
     assert met(steps - 1 - FREEZE) and not met(steps - 2 - FREEZE)
@@ -269,7 +269,7 @@ def test_gpt2_trains_on_tensor_parallel_ranks() -> None:
 
 
 def _overflows(rank: int, world: int) -> None:
-    engine = engine_of(fp16=True, initial_scale_power=8)
+    engine = engine_of(fp16=True, initial_loss_scale=2.0**8)
     train(engine, 0, FREEZE + 8, batch)
     before = all_state(engine)
     for _ in range(2):
