@@ -22,9 +22,10 @@ from megatron.config.draft import Draft
 from megatron.config.ds_batch import BATCH, BATCH_FIELDS, solve_batch
 from megatron.config.ds_keys import TABLE, NoEffect, Old, keys_of_fields
 from megatron.config.ds_reader import Found, agree, plain, same, walk
-from megatron.config.ds_together import WARMUP_STEPS
+from megatron.config.ds_together import PARAMS, WARMUP_STEPS
 from megatron.config.kinds import shown
 from megatron.config.loose_json import parse
+from megatron.config.optimizers import OPTIMIZERS
 from megatron.config.problems import Problems
 from megatron.config.schedule import ScheduleConfig
 from megatron.config.setting import Key, flag_name, require
@@ -51,8 +52,8 @@ def build(source: str | os.PathLike[str] | Mapping[str, Any], *, flags: Mapping[
     values, conflicts = resolve(said, flags, problems, fallback.get("lr", ScheduleConfig.lr))
     errors.note(problems, found.name)
     errors.note(conflicts)
-    errors.words = Words(_keys(said, flags), _other_keys(flags if in_engine else {**fallback, **flags}), in_engine,
-                         found.name)
+    others = _other_keys(flags if in_engine else {**fallback, **flags}, values.get("optimizer"))
+    errors.words = Words(_keys(said, flags), others, in_engine, found.name)
     dp = 1
     with errors.collecting():
         dp = _data_parallel_size(world_size, flags)
@@ -206,12 +207,13 @@ def _keys(found: Found, flags: Mapping[str, Any]) -> dict[str, str]:
             for name, _, path in _fields(found, flags, Problems()) if name not in flags}
 
 
-def _other_keys(flags: Mapping[str, Any]) -> dict[str, str]:
+def _other_keys(flags: Mapping[str, Any], optimizer: str | None) -> dict[str, str]:
     """Flag that is not given -> the key that sets the same. What several keys together set has no such name."""
     paths: dict[str, list[Key]] = {}
     for key in keys_of_fields():
         paths.setdefault(key.field, []).append(key)
-    return {flag_name(name): keys[0].path for name, keys in paths.items()
+    of_optimizer = {field: PARAMS + name for name, field in OPTIMIZERS[optimizer].fields.items()} if optimizer else {}
+    return {flag_name(name): of_optimizer.get(name, keys[0].path) for name, keys in paths.items()
             if name not in flags and (keys[0].alone or len(keys) == 1)}
 
 
