@@ -92,6 +92,8 @@ class FlatBucket:
     _near_part: Tensor | None = None
     rounding: Rounds | None = None
     """What is between masters and weights at work, besides their precision."""
+    has_said = False
+    """Other ranks know this one's states from what travelled (own_exchange.py)."""
     is_at_hand: bool
     """This rank's part of the weights at work need not be fetched."""
 
@@ -487,15 +489,20 @@ class FlatBucket:
 
     def check_before_return(self, editor: int | None) -> None:
         assert self._loan is not None, f"bucket {self.name} was not lent"
-        if editor is not None and self.rounding is not None and self.rounding.is_ranks_own:
-            raise ConfigError(f"weights of {self.name} cannot be edited now: the optimizer lets ranks step by "
-                              "themselves, and each has others until they exchange; edit them right after that")
+        if editor is not None:
+            self.check_common()
         for slot, parameter, view in zip(self.layout.slots, self.parameters, self._views):
             if parameter.data_ptr() != view.data_ptr():
                 bring_home(slot.name, parameter, view)
         if editor is None and (edited := self._loan.first_edited()) is not None:
             raise ConfigError(f"{edited} was edited inside GatheredParameters without modifier_rank, or by hand before "
                               "it: the edit would be lost; say which rank's edits count")
+
+    def check_common(self) -> None:
+        """Refuse to edit weights that are not the same on all ranks."""
+        if self.rounding is not None and self.rounding.is_ranks_own:
+            raise ConfigError(f"weights of {self.name} cannot be edited now: the optimizer lets ranks step by "
+                              "themselves, and each has others until they exchange; edit them right after that")
 
     def take_back(self, editor: int | None) -> None:
         assert self._loan is not None, f"bucket {self.name} was not lent"

@@ -428,6 +428,12 @@ class ZeroEngine:
         """What travels in the place of gradients, bucket by bucket, while something does (own_exchange.py)."""
         return () if self._step.exchange is None else self._step.exchange.lines
 
+    def count_new_states(self, bucket: object) -> None:
+        """What was known of them from what travelled is out of date. Collective where they are split."""
+        for line in self.exchanged:
+            if line.bucket is bucket:
+                line.look_again(self.rule)
+
     def _follow_rule(self) -> None:
         if self._step.exchange is not None:
             self._step.exchange.follow()

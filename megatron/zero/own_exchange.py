@@ -54,6 +54,7 @@ class OwnExchange:
     def _leave_gradients(self) -> None:
         for bucket in self._state.buckets:
             bucket.grads.stays = self.is_on
+            bucket.has_said = bool(self.lines)
 
     def begin_step(self) -> str | None:
         """Before the first backward of a step. A remark, where the rule takes over."""
@@ -140,6 +141,11 @@ class Line:
         self.hush(rule)
         self._clipped: float | None = None
         """What was said last, times this, is the first state; None: it is not known here."""
+
+    def look_again(self, rule: Rule) -> None:
+        """States have been changed by hand."""
+        self._clipped = None
+        self.hush(rule)
 
     def hush(self, rule: Rule) -> None:
         """Be silent of what never had a gradient."""

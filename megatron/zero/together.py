@@ -39,6 +39,9 @@ class Owner(Protocol):
     def finish_update(self) -> None:
         """The weights are those of the last step. Collective."""
 
+    def count_new_states(self, bucket: object) -> None:
+        """States of a bucket have changed otherwise than by a step. Every rank comes here, where parts are split."""
+
     def count_new_weights(self) -> None:
         """Weights have changed otherwise than by a step: a backward of a forward before it is refused."""
 

@@ -140,7 +140,7 @@ def _held(param: nn.Parameter, kind: str) -> _Held | None:
     bucket = _bucket(param)
     if bucket is not None:
         bucket.check_here(f"a look at a {kind}, or setting it,")
-    if bucket is None or kind == _GRADIENT and not bucket.grads.is_final:
+    if bucket is None or kind == _GRADIENT and (bucket.grads.stays or not bucket.grads.is_final):
         return None
     if kind != _GRADIENT and kind not in bucket.kept.kinds:
         raise ConfigError(f"the optimizer keeps no {kind!r}; it keeps "
@@ -173,30 +173,43 @@ def _full(param: nn.Parameter, kind: str, name: str) -> Tensor | None:
 def _set(param: nn.Parameter, kind: str, value: Tensor, *, whole: bool) -> None:
     held = _held(param, kind)
     if held is None:
-        why = "no engine trains this parameter" if _bucket(param) is None else \
-            "there is no complete gradient: call it between the backward that ends a step and step()"
-        raise ConfigError(f"cannot set a {kind}: {why}")
+        raise ConfigError(f"cannot set a {kind}: {_why_not(param)}")
     bucket = held.bucket
     bucket.check_not_lent(f"setting a {kind}")
     expected = tuple(shape_of(param)) if whole else (held.count,)
     if tuple(value.shape) != expected:
         raise ConfigError(f"the {kind} of {bucket.describe(param)} needs a value of shape {list(expected)}, "
                           f"not {list(value.shape)}")
+    if not whole and kind not in (WEIGHT, _GRADIENT) and bucket.has_said and not bucket.shard_group.is_solo:
+        raise ConfigError(f"the {kind} of {bucket.describe(param)} cannot be set on one rank: the others know it by "
+                          "what was said of it; call safe_set_full_optimizer_state on all of them")
     part = value.flatten()[held.offset : held.offset + held.count] if whole else value
     _agree_to_set(bucket, param, kind, value, whole=whole)
     engine = owner_of(bucket)
     if kind == WEIGHT:
+        bucket.check_common()
         if engine is not None:
             engine.finish_update()
         bucket.await_parameters()  # those of a step before, which come from where this writes
     with nullcontext() if engine is None or kind == _GRADIENT else engine.change(f"setting of a {kind}"):
         held.set(part)
+        if engine is not None and kind not in (WEIGHT, _GRADIENT):
+            engine.count_new_states(bucket)
         if kind == WEIGHT:
             bucket.leave()
             publish([bucket])
             bucket.await_parameters()
             if engine is not None:
                 engine.count_new_weights()
+
+
+def _why_not(param: nn.Parameter) -> str:
+    bucket = _bucket(param)
+    if bucket is None:
+        return "no engine trains this parameter"
+    if bucket.grads.stays:
+        return "at this step the optimizer does not have gradients summed over the ranks, and each has its own"
+    return "there is no complete gradient: call it between the backward that ends a step and step()"
 
 
 def _agree_to_set(bucket: FlatBucket, param: nn.Parameter, kind: str, value: Tensor, *, whole: bool) -> None:
