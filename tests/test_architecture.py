@@ -163,11 +163,14 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.train.log megatron.train.facts megatron.train.sample megatron.train.build
         megatron.train.loop megatron.train.position megatron.train.resume
         megatron.plan.shortage megatron.plan.report megatron.plan.table megatron.plan.needs megatron.plan.command
+        megatron.report megatron.report.read megatron.report.source megatron.report.history megatron.report.thin
+        megatron.report.charts megatron.report.tables megatron.report.page megatron.report.command
     """),
     ("5: entry points", """
         megatron.checkpoint.command megatron.checkpoint.__main__
         megatron.launch.__main__
         megatron.plan.__main__
+        megatron.report.__main__
         megatron.generate
         megatron.evaluate.__main__
         megatron.serve.__main__
@@ -187,8 +190,8 @@ ROOMS = ("data", "mpu", "megatron.errors", "megatron.ranges", "megatron.version"
          "megatron.checkpoint",
          "megatron.zero", "megatron.zero.api", "megatron.fsdp",
          "megatron.inference", "megatron.inference.api", "megatron.generate",
-         "megatron.evaluate", "megatron.serve", "megatron.train", "megatron.plan", "pretrain_gpt2",
-         "megatron.commands")
+         "megatron.evaluate", "megatron.serve", "megatron.train", "megatron.plan", "megatron.report",
+         "pretrain_gpt2", "megatron.commands")
 """Every room of the house, from below; a room imports only rooms before it."""
 
 TYPES_OF_DISTRIBUTED = {"ProcessGroup", "Work", "Store"}
