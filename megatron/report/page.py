@@ -40,7 +40,7 @@ def page(histories: Sequence[History], notes: Iterable[str]) -> str:
 </form>
 </header>
 <main>
-{_notes(notes)}<noscript><p class="note">The curves are drawn by a script, which this browser does not run.</p></noscript>
+{_notes(notes)}<noscript><p class="note">A script draws the curves, and this browser runs none.</p></noscript>
 <div id="legend"></div>
 <div id="charts"></div>
 {_sections(histories)}</main>
@@ -55,7 +55,7 @@ def page(histories: Sequence[History], notes: Iterable[str]) -> str:
 def _sections(histories: Sequence[History]) -> str:
     parts = [_section("What came of it", tables.summary(histories))]
     if len(histories) > 1:
-        parts.append(_section("Settings that differ", tables.differences(histories), "None: the runs have the same."))
+        parts.append(_section("Settings that differ", tables.differences(histories), "None."))
     parts += [_section(f"Starts of {history.name}", tables.starts(history))
               for history in histories if len(history.starts) > 1]
     parts += [f"<details><summary>All settings of {escape(history.name)}</summary>\n"
