@@ -41,32 +41,26 @@ class Tables:
         self._evaluations.append({"iteration": iteration, "split": name, "lm_loss": loss, **of_text})
 
     def close(self, *, failed: bool = False) -> None:
-        self._steps.close()
-        self._evaluations.close()
+        """Nothing is held open."""
 
 
 class _Table:
+    """A file that gets its head with its first row; it is not held open."""
+
     def __init__(self, path: str, columns: tuple[str, ...]) -> None:
-        self._path, self._columns = path, columns
-        head = _line(columns)
-        with storing("--csv-dir", path):
-            self._file = open(path, "a+b", buffering=0)
-            self._file.seek(0)
-            found = self._file.readline()
-            if not found:
-                self._file.write(head)
-            elif found != head:
-                raise StorageError(f"--csv-dir: {path} is another table, whose first line is not "
-                                   f"{head.decode().strip()}; name another folder")
+        self._path, self._columns, self._head = path, columns, _line(columns)
+        with storing("--csv-dir", path), open(path, "a+b") as file:
+            file.seek(0)
+            found = file.readline()
+        if found not in (b"", self._head):
+            raise StorageError(f"--csv-dir: {path} is another table, whose first line is not "
+                               f"{self._head.decode().strip()}; name another folder")
 
     def append(self, values: Mapping[str, Any]) -> None:
         """A row; empty where a value is not known, or no number."""
-        with storing("--csv-dir", self._path):
-            self._file.write(_line(tuple(_told(values.get(column)) for column in self._columns)))
-
-    def close(self) -> None:
-        with storing("--csv-dir", self._path):
-            self._file.close()
+        row = _line(tuple(_told(values.get(column)) for column in self._columns))
+        with storing("--csv-dir", self._path), open(self._path, "ab", buffering=0) as file:
+            file.write(row if file.tell() else self._head + row)
 
 
 def _told(value: Any) -> Any:

@@ -251,7 +251,7 @@ class CsvFiles:
 
 class Wandb:
     def __init__(self, project: Project) -> None:
-        self._run = WandbRun("wandb.project", project, axis="samples")
+        self._run = WandbRun("wandb.enabled", project, axis="samples")
 
     def write(self, events: Sequence[Event]) -> None:
         for name, value, samples in events:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def init(**given):
 
 
 def rows(path: Path) -> list[dict[str, str]]:
-    return list(csv.DictReader(path.open(newline="")))
+    return list(csv.DictReader(path.read_text().splitlines()))
 
 
 def log_of(**values: Any) -> RunLog:
@@ -56,7 +57,7 @@ def log_of(**values: Any) -> RunLog:
 
 
 @pytest.fixture
-def wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The file in which a package of that name notes what it is told."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "wandb.py").write_text(WANDB)
@@ -117,7 +118,8 @@ def test_a_folder_that_cannot_be_made_is_told_before_anything_is_built(tmp_path:
 
 def test_a_run_of_wandb_gets_every_step_and_evaluation(wandb: Path, tmp_path: Path) -> None:
     train([*TINY, "--mock-data", "--train-iters", 2, "--eval-interval", 2, "--eval-iters", 1, "--clip-grad", 0.25,
-           "--wandb-project", "gpt", "--wandb-group", "sweep", "--wandb-entity", "us", "--metrics-file", tmp_path / "m"])
+           "--wandb-project", "gpt", "--wandb-group", "sweep", "--wandb-entity", "us", "--metrics-file",
+           tmp_path / "m"])
     (_, opened), (_, axis), (_, config), *logged, last = told(wandb)
     assert opened == {"project": "gpt", "group": "sweep", "entity": "us"} and axis == "iteration"
     assert config["optim"]["clip_grad"] == 0.25 and last == ("finish", 0)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import re
 import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
