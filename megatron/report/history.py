@@ -120,7 +120,8 @@ class History:
         self.starts[-1].reached = step
         self.steps.append(step)
         for name, column in self.columns.items():
-            column.append(number(record.get(name)))
+            value = record.get(name)
+            column.append(value if type(value) is float else number(value))  # most are: a call less
 
     def _sequence_length(self) -> float:
         """Tokens of a sample: as configured, or from what two steps say of tokens and samples."""

@@ -3,7 +3,7 @@
 // the means, the band reaches from the lowest value to the highest.
 
 const { charts, runs } = JSON.parse(document.getElementById("data").textContent);
-const COLOURS = 8, MARGIN = { left: 62, right: 14, top: 8, bottom: 24 }, NEAR = 6;
+const COLOURS = 8, MARGIN = { left: 62, right: 14, top: 8, bottom: 24 }, NEAR = 6, MARK = 6;
 const view = { axis: "step", range: null, hidden: new Set(), logarithmic: new Set() };
 
 function element(name, attributes, parent) {
@@ -143,9 +143,12 @@ class Chart {
     this.curves = curves;
     this.evaluations = evaluations;
     this.svg.replaceChildren();
+    this.tip.hidden = true;
     this.axes(left, right, logarithmic ? logarithmicTicks(bottom, top) : ticks(bottom, top, this.height / 45));
-    // An inner svg cuts off what lies outside of it.
-    this.plot = element("svg", { x: MARGIN.left, y: MARGIN.top, width: this.width, height: this.height }, this.svg);
+    // An inner svg cuts off what lies outside of it, beyond the marks at its ends.
+    const wide = this.width + 2 * MARK;
+    this.plot = element("svg", { x: MARGIN.left - MARK, y: MARGIN.top, width: wide, height: this.height,
+                                 viewBox: `${-MARK} 0 ${wide} ${this.height}` }, this.svg);
     for (const [run, list] of curves) this.curve(run, list);
     for (const [run, list] of evaluations) this.evaluated(run, list);
     this.chosen = element("rect", { class: "chosen", y: 0, height: this.height, width: 0 }, this.plot);
@@ -262,10 +265,11 @@ class Chart {
 
 // ---- the page -------------------------------------------------------------------------------------------------------
 
+const LINE = '<path class="line" d="M1 6h20"/>';
+const isThinned = () => runs.some((run) => Object.values(run.curves).some((curve) => curve.low));
 const SAMPLES = [
-  ["mean of neighbouring steps", '<path class="line" d="M1 6h20"/>', () => runs.some((run) => run.step.length)],
-  ["lowest to highest", '<path class="band" d="M1 1h20v10h-20z"/>',
-    () => runs.some((run) => Object.values(run.curves).some((curve) => curve.low))],
+  ["mean of neighbouring steps", LINE, isThinned],
+  ["lowest to highest", '<path class="band" d="M1 1h20v10h-20z"/>', isThinned],
   ["validation", '<circle class="evaluation" cx="11" cy="6" r="3"/>',
     () => runs.some((run) => run.evaluations.some((found) => found.split !== "test"))],
   ["test", '<path class="evaluation" d="M11 1l5 5l-5 5l-5-5z"/>',
@@ -282,7 +286,7 @@ function sample(drawing) {
 function legend() {
   const place = document.getElementById("legend");
   for (const run of runs.length > 1 ? runs : []) {
-    const swatch = sample(SAMPLES[0][1]), button = html("button", { type: "button" }, swatch, run.name);
+    const swatch = sample(LINE), button = html("button", { type: "button" }, swatch, run.name);
     swatch.style = colour(run);
     button.setAttribute("aria-pressed", "true");
     button.addEventListener("click", () => {
@@ -294,6 +298,7 @@ function legend() {
     place.append(button);
   }
   for (const [text, drawing, isThere] of SAMPLES) if (isThere()) place.append(html("span", {}, sample(drawing), text));
+  place.append(html("span", {}, "drag over a chart for a part of it, double-click for all"));
 }
 
 function drawAll() {
