@@ -77,6 +77,8 @@ class History:
         self.name = name
         self.steps = array("q")
         self.columns = {column: array("d") for column in COLUMNS}
+        self.tokens, self.seconds = array("d"), array("d")
+        """Seen by then, and trained for, with all steps before."""
         self.starts: list[Start] = []
         self.saves: list[Save] = []
         self._evaluations: dict[tuple[str, int], Evaluation] = {}
@@ -97,7 +99,7 @@ class History:
                 self._evaluations[found.split, step] = found
             elif step:
                 self._step(step, record)
-        self.seconds = array("d", accumulate(0.0 if math.isnan(value) else value / 1e3
+        self.seconds = array("d", accumulate(value / 1e3 if math.isfinite(value) else 0.0
                                              for value in self.columns["step_ms"]))
         length = self._sequence_length()
         self.tokens = array("d", (samples * length for samples in self.columns["consumed_samples"]))
@@ -133,7 +135,7 @@ class History:
         if len(samples) < 2 or not samples[-1] > samples[-2]:
             return math.nan
         tokens = rates[-1] * times[-1] / 1e3 / (samples[-1] - samples[-2])
-        return math.nan if math.isnan(tokens) else round(tokens)
+        return round(tokens) if math.isfinite(tokens) else math.nan
 
     # ---- for those who show it ------------------------------------------------------------------------------------
 

@@ -162,7 +162,8 @@ class Chart {
       element("line", { class: "rule", x1: MARGIN.left, x2: MARGIN.left + this.width, y1: y, y2: y }, this.svg);
       element("text", { x: MARGIN.left - 6, y: y + 4, "text-anchor": "end" }, this.svg).append(brief(value));
     }
-    for (const value of ticks(left / size, right / size, this.width / 90)) {
+    for (const value of ticks(left / size, right / size, this.width / 80)) {
+      if (view.axis !== "seconds" && !Number.isInteger(value)) continue;
       const x = MARGIN.left + this.x(value * size);
       element("line", { class: "rule", x1: x, x2: x, y1: bottom, y2: bottom + 4 }, this.svg);
       element("text", { x, y: bottom + 17, "text-anchor": "middle" }, this.svg).append(`${brief(value)} ${unit}`.trim());

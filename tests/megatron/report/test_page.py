@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import time
@@ -125,6 +126,15 @@ def test_charts_are_those_that_have_something_to_show() -> None:
 def test_skipped_steps_are_counted_up() -> None:
     run = drawing([history(CONFIG, *(step(n, skipped=n in (2, 3)) for n in range(1, 6)))])["runs"][0]
     assert run["curves"]["skipped"] == {"mean": [0, 1, 2, 2, 2]}
+
+
+def test_values_beyond_all_numbers_leave_a_gap_and_a_page() -> None:
+    """`Infinity` and `1e999`, as other writers of JSON have them."""
+    infinite = {name: math.inf for name in ("lm_loss", "grad_norm", "step_ms", "tokens_per_s", "max_memory_bytes")}
+    found = history(step(1), step(2, **infinite), evaluation(2, math.inf), step(3))
+    run = json.loads(Parsed(page([found], [])).data)["runs"][0]
+    assert run["curves"]["lm_loss"]["mean"] == [5.0, None, 5.0] and run["seconds"] == [0.5, 0.5, 1.0]
+    assert run["evaluations"][0]["loss"] is None and run["tokens"] == [32, 64, 96]
 
 
 @pytest.fixture(scope="module")
