@@ -15,6 +15,7 @@ from functools import partial
 from signal import SIGHUP
 
 from megatron.config.flags import asks_for_plan, parse_args
+from megatron.config.log import check_wandb
 from megatron.launch.distributed import read_environment, show_place
 from megatron.launch.exits import end_by_request, is_debugged, run
 from megatron.launch.signals import NOTHING_LOST, StopRequest
@@ -42,6 +43,9 @@ def main(stop: StopRequest | None = None) -> int:
         return plan(sys.argv[1:], place.world_size, place.local_world_size, summary=True) if place.rank == 0 else 0
     config = parse_args(sys.argv[1:], world_size)
     config.check_world(world_size)  # wrong flags end here, before torch is imported
+    if place.rank == 0 and config.log.wandb_project is not None:
+        with config.words.speaking():
+            check_wandb("--wandb-project")
     check_neighbours()
     from megatron.train.inputs import check_inputs
     check_inputs(config.data)  # and so do names of files that do not exist
@@ -87,10 +91,10 @@ def main(stop: StopRequest | None = None) -> int:
         for line in (*engine.notes, *config.notes, *idle, *datasets.notes, *checkpoints.notes, *log.console.notes):
             log.say(config.in_its_words(line))
         trainer = Trainer(config, engine, build.batch_rule(config, groups, tokenizer), device, log,
-                          checkpoints.saver(engine, log.say), stop, build.token_bytes(config, tokenizer))
+                          checkpoints.saver(engine, log.saved), stop, build.token_bytes(config, tokenizer))
         if state.iteration >= config.train.train_iters > 0:
             log.say(facts.nothing_to_do(config, state.iteration))
-            checkpoints.save_finished(engine, log.say, state)
+            checkpoints.save_finished(engine, log.saved, state)
         elif trainer.run(state, datasets.train, datasets.valid):
             is_complete = trainer.finish(state, datasets.valid, datasets.test)
             if is_complete and config.log.sample_tokens and not config.data.mock_data:

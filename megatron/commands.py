@@ -4,7 +4,7 @@
     gpt2-launch      megatron.launch               gpt2-preprocess  data.preprocess
     gpt2-plan        megatron.plan                 gpt2-webtext     data.webtext
     gpt2-generate    megatron.generate             gpt2-evaluate    megatron.evaluate
-    gpt2-serve       megatron.serve
+    gpt2-serve       megatron.serve                gpt2-report      megatron.report
 
 Each returns its exit code and also knows `--version`. Nothing is imported before the command is known to be ours.
 """
@@ -76,6 +76,12 @@ def evaluate() -> int:
 @_command
 def serve() -> int:
     from megatron.serve.command import main
+    return run(main)
+
+
+@_command
+def report() -> int:
+    from megatron.report.command import main
     return run(main)
 
 

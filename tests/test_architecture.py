@@ -115,9 +115,9 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero.api megatron.zero.api.same megatron.zero.api.update megatron.zero.api.drives
         megatron.zero.api.offload megatron.zero.api.meanwhile
         megatron.zero.api.init megatron.zero.api.loading
-        megatron.zero.api.curves megatron.zero.api.monitor megatron.zero.api.batching megatron.zero.api.hyper
-        megatron.zero.api.shared megatron.zero.api.owed megatron.zero.api.saved megatron.zero.api.layer_drop
-        megatron.zero.api.eigenvalues
+        megatron.zero.api.curves megatron.zero.api.wandb_run megatron.zero.api.monitor megatron.zero.api.batching
+        megatron.zero.api.hyper megatron.zero.api.shared megatron.zero.api.owed megatron.zero.api.saved
+        megatron.zero.api.layer_drop megatron.zero.api.eigenvalues
         megatron.zero.api.weights megatron.zero.api.optimizer megatron.zero.api.casting megatron.zero.api.schedule
         megatron.zero.api.status
         megatron.zero.api.names megatron.zero.api.engine megatron.zero.api.meeting
@@ -160,14 +160,17 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.train.allocator megatron.train.processor megatron.train.compiling megatron.train.flops
         megatron.train.batches
         megatron.train.evaluation megatron.train.rate megatron.train.metrics megatron.train.console megatron.train.board
-        megatron.train.log megatron.train.facts megatron.train.sample megatron.train.build
-        megatron.train.loop megatron.train.position megatron.train.resume
+        megatron.train.dashboard megatron.train.table megatron.train.log megatron.train.facts megatron.train.sample
+        megatron.train.build megatron.train.loop megatron.train.position megatron.train.resume
         megatron.plan.shortage megatron.plan.report megatron.plan.table megatron.plan.needs megatron.plan.command
+        megatron.report megatron.report.read megatron.report.source megatron.report.history megatron.report.thin
+        megatron.report.charts megatron.report.tables megatron.report.page megatron.report.command
     """),
     ("5: entry points", """
         megatron.checkpoint.command megatron.checkpoint.__main__
         megatron.launch.__main__
         megatron.plan.__main__
+        megatron.report.__main__
         megatron.generate
         megatron.evaluate.__main__
         megatron.serve.__main__
@@ -187,8 +190,8 @@ ROOMS = ("data", "mpu", "megatron.errors", "megatron.ranges", "megatron.version"
          "megatron.checkpoint",
          "megatron.zero", "megatron.zero.api", "megatron.fsdp",
          "megatron.inference", "megatron.inference.api", "megatron.generate",
-         "megatron.evaluate", "megatron.serve", "megatron.train", "megatron.plan", "pretrain_gpt2",
-         "megatron.commands")
+         "megatron.evaluate", "megatron.serve", "megatron.train", "megatron.plan", "megatron.report",
+         "pretrain_gpt2", "megatron.commands")
 """Every room of the house, from below; a room imports only rooms before it."""
 
 TYPES_OF_DISTRIBUTED = {"ProcessGroup", "Work", "Store"}

@@ -152,7 +152,7 @@ def _fields(found: Found, flags: Mapping[str, Any], problems: Problems,
     yield from _simple(found, problems)
     yield from ds_together.optimizer(found, flags, problems)
     yield from ds_together.scheduler(found, flags, problems, peak)
-    yield from ds_together.tensorboard(found)
+    yield from ds_together.monitors(found)
     yield from ds_together.layer_drop(found, flags)
     yield from ds_together.weight_group(found)
 

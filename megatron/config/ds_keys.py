@@ -71,7 +71,6 @@ def keys_of_fields() -> Iterator[Key]:
 
 _PURE_SPEED = "DeepSpeed's inner workings differ from ours, and its result is the same either way"
 _ZEROPP = "quantised and hierarchical exchange (ZeRO++, MiCS) does not exist here"
-_SCALARS = "scalars go to tensorboard and --metrics-file"
 _ONE_WIRE = "what is packed to one bit travels like everything else"
 _16BIT_STATE = "master weights, gradients' sums and moments are fp32 here"
 _ZERO, _OPTIMIZER_HOME = "zero_optimization.", "zero_optimization.offload_optimizer"
@@ -196,14 +195,13 @@ _CHECKPOINT: dict[str, Row] = {
 }
 
 _MONITORS: dict[str, Row] = {
-    **_together("tensorboard.enabled", BOOLEAN),
     **_together("tensorboard.output_path", ANY_TEXT),
     **_together("tensorboard.job_name", TEXT),
-    "csv_monitor.enabled": NoEffect(BOOLEAN, False, _SCALARS, in_engine=True),
-    "csv_monitor.output_path": NoEffect(ANY_TEXT, "", _SCALARS, in_engine=True),
-    "csv_monitor.job_name": NoEffect(TEXT, "DeepSpeedJobName", _SCALARS, in_engine=True),
-    **{name: Absent("scalars can go to tensorboard, to csv_monitor, and from pretrain_gpt2.py to --metrics-file")
-       for name in ("wandb", "comet")},
+    **_together("csv_monitor.output_path", ANY_TEXT),
+    **_together("csv_monitor.job_name", TEXT),
+    **_together("wandb.project", TEXT),
+    "comet": Absent("scalars can go to tensorboard, csv_monitor and wandb, and from pretrain_gpt2.py to "
+                    "--metrics-file"),
     "flops_profiler": Absent(
         "modules are not profiled; pretrain_gpt2.py writes each step's TFLOP/s and MFU to --metrics-file"),
     "comms_logger": Absent("collectives are not logged one by one"),

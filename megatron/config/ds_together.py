@@ -1,5 +1,5 @@
-"""JSON keys that mean something only together: an optimizer and its parameters, a scheduler and its, tensorboard's,
-those of layer dropping.
+"""JSON keys that mean something only together: an optimizer and its parameters, a scheduler and its, where
+scalars go, those of layer dropping.
 
 Each function yields (field, value, path of the key it came from). What does not fit goes to `problems`.
 """
@@ -40,6 +40,7 @@ SCHEDULER_PARAMS = {
 }
 """scheduler.type -> its parameters"""
 DEEPSPEED_WARMUP_STEPS, DEEPSPEED_COSINE_FLOOR, DEEPSPEED_CYCLE_STEPS = 1000, 0.0001, 2000
+DEEPSPEED_JOB, DEEPSPEED_PROJECT = "DeepSpeedJobName", "deepspeed"
 
 
 def optimizer(found: Found, flags: Mapping[str, Any], problems: Problems) -> Iterator[Setting]:
@@ -182,11 +183,19 @@ def _range_test(found: Found) -> Iterator[Setting]:
     yield "cycle_decay", found.keys.get(prefix + "step_rate", 1.0), where["step_rate"]
 
 
-def tensorboard(found: Found) -> Iterator[Setting]:
-    if found.keys.get("tensorboard.enabled"):
-        folder = found.keys.get("tensorboard.output_path") or "runs"
-        folder = os.path.join(folder, found.keys.get("tensorboard.job_name", "DeepSpeedJobName"))
-        yield "tensorboard_dir", folder, found.first("tensorboard.output_path", "tensorboard.enabled")
+def monitors(found: Found) -> Iterator[Setting]:
+    """Where scalars go."""
+    for section, field in (("tensorboard", "tensorboard_dir"), ("csv_monitor", "csv_dir")):
+        if found.keys.get(f"{section}.enabled"):
+            folder = found.keys.get(f"{section}.output_path") or "runs"
+            folder = os.path.join(folder, found.keys.get(f"{section}.job_name", DEEPSPEED_JOB))
+            yield field, folder, found.first(f"{section}.output_path", f"{section}.enabled")
+    if found.keys.get("wandb.enabled"):
+        yield ("wandb_project", found.keys.get("wandb.project", DEEPSPEED_PROJECT),
+               found.first("wandb.project", "wandb.enabled"))
+        for name in ("group", "team"):
+            if f"wandb.{name}" in found.keys:
+                yield f"wandb_{name}", found.keys[f"wandb.{name}"], f"wandb.{name}"
 
 
 def layer_drop(found: Found, flags: Mapping[str, Any]) -> Iterator[Setting]:

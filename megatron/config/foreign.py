@@ -30,7 +30,7 @@ _SHAPE = "the model is GPT-2: learned positions, LayerNorm, GELU and tied embedd
 _WARMUP = "give --warmup, the share of --lr-decay-iters (default: --train-iters) spent warming up"
 _SAMPLES = "lengths are counted in optimizer steps: "
 _RECOMPUTE = "use --checkpoint-activations, with --checkpoint-num-layers N for longer chunks"
-_MONITOR = "use --tensorboard-dir FOLDER or --metrics-file FILE"
+_MONITOR = "use --metrics-file FILE, --tensorboard-dir FOLDER or --wandb-project NAME"
 _SAVE = "use --save FOLDER, and --load FOLDER to resume from it"
 _LEAVE_OUT = "leave it out: "
 _RANKS = ("gpus", "num-gpus", "nproc-per-node", "world-size")
@@ -147,7 +147,9 @@ FOREIGN: dict[str, Foreign] = {
     "always-save-checkpoint": Foreign("use --save-interval STEPS"),
     "logging-strategy": Foreign("use --log-interval STEPS"),
     "report-to": Foreign(_MONITOR, ("none",)),
-    **dict.fromkeys(("wandb-log", "wandb-project", "wandb-run-name", "wandb-exp-name", "run-name"), Foreign(_MONITOR)),
+    "wandb-log": Foreign("use --wandb-project NAME"),
+    **dict.fromkeys(("wandb-run-name", "wandb-exp-name", "run-name"), Foreign(
+        "set WANDB_NAME in the environment, beside --wandb-project")),
     "log-throughput": Foreign(_LEAVE_OUT + "throughput is always logged"),
     "tensorboard-log-interval": Foreign(_LEAVE_OUT + "every step is written"),
 }

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
-from megatron.config.kinds import COUNT_0
+from megatron.config.kinds import BOOLEAN, COUNT_0
 from megatron.config.problems import Problems
-from megatron.config.setting import Key, setting
+from megatron.config.setting import Key, flag_name, setting
+from megatron.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +21,16 @@ class LogConfig:
         "logging-steps", newcomer=True, json=Key("steps_per_print", COUNT_0, nullable=True))
     metrics_file: str | None = setting(None, "append one JSON object per step to this file", newcomer=True)
     tensorboard_dir: str | None = setting(None, "write tensorboard scalars to this folder", "logging-dir",
-                                          newcomer=True)
+                                          newcomer=True, json=Key("tensorboard.enabled", BOOLEAN, alone=False))
+    csv_dir: str | None = setting(None, "append steps and evaluations to two tables in this folder",
+                                  json=Key("csv_monitor.enabled", BOOLEAN, alone=False))
+    wandb_project: str | None = setting(
+        None, "send scalars to this project of Weights & Biases, with the package wandb", metavar="NAME",
+        json=Key("wandb.enabled", BOOLEAN, alone=False))
+    wandb_group: str | None = setting(None, "group of the run in its project", metavar="NAME",
+                                      json=Key("wandb.group", alone=False))
+    wandb_team: str | None = setting(None, "whose project it is (default: the user's own)", "wandb-entity",
+                                     metavar="NAME", json=Key("wandb.team", alone=False))
     peak_tflops: float | None = setting(None, "peak of one device, for MFU (default: by the device's name)")
     sample_tokens: int = setting(64, "tokens of the text sample at the end; 0 turns it off")
     sample_prompt: str = setting("The", "prompt of the text sample at the end", metavar="TEXT")
@@ -30,4 +41,14 @@ class LogConfig:
         problems = Problems()
         problems.require_range(self, "log_interval sample_tokens", 0)
         problems.require_range(self, "peak_tflops", 0, open_low=True)
+        for name in ("wandb_group", "wandb_team"):
+            problems.require(getattr(self, name) is None or self.wandb_project is not None,
+                             f"{flag_name(name)} needs --wandb-project")
         problems.stop()
+
+
+def check_wandb(flag: str) -> None:
+    """The package that `flag` needs is installed. Nothing of it is imported."""
+    if find_spec("wandb") is None:
+        raise ConfigError(f"{flag} needs the package wandb, which is not installed: pip install wandb, or leave "
+                          f"{flag} out")

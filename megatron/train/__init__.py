@@ -5,7 +5,8 @@
     compiling.py    what of the model is compiled, and the precision of fp32 products
     batches.py      samples -> micro-batches
     loop.py         the loop; evaluation.py: loss on held-out text; rate.py: is a learning rate left
-    log.py          what a run reports: metrics.py (numbers), console.py, board.py (tensorboard), flops.py
+    log.py          what a run reports: metrics.py (numbers), console.py, board.py (tensorboard), table.py (CSV),
+                    dashboard.py (Weights & Biases), flops.py
     resume.py       the state of a run <-> a checkpoint; position.py: where a saved run was
     sample.py       text from the model at the end
     allocator.py, processor.py    what a CPU run should know about its machine

@@ -17,6 +17,17 @@ STEP_SCALARS = ("lm_loss", "grad_norm", "learning_rate", "loss_scale", "step_ms"
 GIB = 2**30
 
 
+def step_scalars(metrics: StepMetrics) -> dict[str, float]:
+    """By the names that they have on a board; without what is not known."""
+    values = {**{key: getattr(metrics, key) for key in STEP_SCALARS}, "memory_gib": metrics.max_memory_bytes / GIB,
+              **metrics.of_drive(), **metrics.of_dropping()}
+    return {f"train/{key}": value for key, value in values.items() if value is not None}
+
+
+def evaluation_scalars(name: str, loss: float, of_text: Mapping[str, float]) -> dict[str, float]:
+    return {f"{name}/lm_loss": loss, **{f"{name}/{key}": value for key, value in of_text.items()}}
+
+
 class Board:
     """A folder of events; a resumed run appends to it."""
 
@@ -38,21 +49,19 @@ class Board:
 
     def step(self, metrics: StepMetrics, tokens: int) -> None:
         """`tokens` is what the run has consumed: the second axis of the loss."""
-        found = {f"train/{key}": getattr(metrics, key) for key in STEP_SCALARS}
-        more = {f"train/{key}": value for key, value in {**metrics.of_drive(), **metrics.of_dropping()}.items()}
-        self._add({**found, "train/memory_gib": metrics.max_memory_bytes / GIB, **more}, metrics.iteration)
+        self._add(step_scalars(metrics), metrics.iteration)
         self._add({"train/lm_loss_by_tokens": metrics.lm_loss}, tokens)
 
     def evaluation(self, name: str, iteration: int, loss: float, tokens: int, of_text: Mapping[str, float]) -> None:
-        self._add({f"{name}/lm_loss": loss, **{f"{name}/{key}": value for key, value in of_text.items()}}, iteration)
+        self._add(evaluation_scalars(name, loss, of_text), iteration)
         self._add({f"{name}/lm_loss_by_tokens": loss}, tokens)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         self._curves.close()
 
-    def _add(self, values: Mapping[str, float | None], step: int) -> None:
+    def _add(self, values: Mapping[str, float], step: int) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        scalars = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items() if value is not None]
+        scalars = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         with self._curves.storing():
             self._curves.events.add_summary(Summary(value=scalars), step)

@@ -5,6 +5,7 @@ What was loaded, and what deserves a warning, are lines of those who load and ch
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from mpu.groups import Groups
 
 def facts(config: Config, groups: Groups, device: torch.device) -> dict[str, Any]:
     """For the metrics file: what the configuration alone does not say."""
-    return {"world_size": groups.world.size, "device": _device_name(device), "torch": torch.__version__,
-            "parameters": config.model.parameters()}
+    return {"began": datetime.now(UTC).isoformat(timespec="seconds"), "world_size": groups.world.size,
+            "device": _device_name(device), "torch": torch.__version__, "parameters": config.model.parameters()}
 
 
 def lines(config: Config, groups: Groups, device: torch.device, tokenizer: Tokenizer) -> list[str]:

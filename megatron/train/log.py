@@ -1,9 +1,11 @@
-"""Where a run reports: the console, the metrics file and tensorboard. Rank 0 only; the log of another rank is mute.
+"""Where a run reports: the console, the metrics file, and the sinks that are asked for (tensorboard, tables of CSV,
+Weights & Biases). Rank 0 only; the log of another rank is mute.
 
 The metrics file holds one JSON object per line. A run begins with its configuration (`"config": true`, and no
 `iteration`), again after each resume; then every optimizer step is a line, and every evaluation (`"eval": true`).
-Floats are written with repr, so equal text is equal bits; times, rates and memory are the only fields of a step that
-may differ between two equal runs.
+A save that is complete is a line as well (`"save": true`, and no `iteration` either: a reader may take what has one for
+a step). Floats are written with repr, so equal text is equal bits; times, rates and memory are the only fields of a
+step that may differ between two equal runs.
 """
 
 from __future__ import annotations
@@ -15,15 +17,19 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from megatron.checkpoint.writer import SaveReport
 from megatron.config.tree import Config, LogConfig
 from megatron.errors import StorageError
 from megatron.train.board import Board
 from megatron.train.console import Console
+from megatron.train.dashboard import Dashboard
 from megatron.train.evaluation import perplexity
 from megatron.train.metrics import StepMetrics
+from megatron.train.table import Tables
 from megatron.zero.api.curves import storing
+from megatron.zero.api.wandb_run import Project
 
 
 class RunLog:
@@ -36,7 +42,7 @@ class RunLog:
         self.console = Console(config.log_interval, train_iters, start, writes=writes, aside=aside,
                                outlives_reader=outlives_reader)
         self._file = MetricsFile(config.metrics_file) if writes and config.metrics_file else None
-        self._board = Board(config.tensorboard_dir) if writes and config.tensorboard_dir else None
+        self._sinks = sinks_of(config) if writes else []
         self.say = self.console.say
 
     def begin(self, config: Config, facts: Mapping[str, Any], lines: list[str]) -> None:
@@ -47,8 +53,8 @@ class RunLog:
 
         def introduce() -> None:
             self._append({"config": True, "start": self._start, **facts, "values": sections})
-            if self._board is not None:
-                self._board.configuration(sections, "\n\n".join(lines), self._start)
+            for sink in self._sinks:
+                sink.configuration(sections, "\n\n".join(lines), self._start)
 
         self._introduction = introduce
         for line in lines:
@@ -63,8 +69,8 @@ class RunLog:
         self._introduce()
         self._samples = metrics.consumed_samples
         self._append(metrics.record())
-        if self._board is not None:
-            self._board.step(metrics, self._samples * self._seq_length)
+        for sink in self._sinks:
+            sink.step(metrics, self._samples * self._seq_length)
         self.console.step(metrics)
 
     def evaluation(self, name: str, iteration: int, loss: float, bits_per_byte: float | None = None) -> None:
@@ -72,12 +78,19 @@ class RunLog:
         of_text = {} if bits_per_byte is None else {"bits_per_byte": bits_per_byte}
         self._append({"eval": True, "split": name, "iteration": iteration, "lm_loss": loss, "ppl": perplexity(loss),
                       **of_text})
-        if self._board is not None:
-            self._board.evaluation(name, iteration, loss, self._samples * self._seq_length, of_text)
+        for sink in self._sinks:
+            sink.evaluation(name, iteration, loss, self._samples * self._seq_length, of_text)
         self.say(
             f" {name} loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E}"
             + "".join(f" | bits per byte: {value:.3E}" for value in of_text.values())
         )
+
+    def saved(self, report: SaveReport, step: int, folder: str) -> None:
+        """A checkpoint of `step` is complete; training may be further by now."""
+        self._introduce()
+        self._append({"save": True, "step": step, "tag": report.tag, "bytes": report.bytes,
+                      "seconds": report.seconds})
+        self.say(f" saved {report.tag} to {folder} ({report.bytes / 1e6:.1f} MB in {report.seconds:.2f} s)")
 
     @property
     def is_lost(self) -> bool:
@@ -93,19 +106,49 @@ class RunLog:
         return self
 
     def __exit__(self, kind: object, *exception: object) -> None:
-        with suppress(*([StorageError] if kind is not None else [])):  # the first error is the one to report
-            self.close()
+        failed = kind is not None
+        with suppress(*([StorageError] if failed else [])):  # the first error is the one to report
+            self.close(failed=failed)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         self.console.close()
         with ExitStack() as closing:
-            for file in (self._board, self._file):
-                if file is not None:
-                    closing.callback(file.close)
+            for sink in self._sinks:
+                closing.callback(sink.close, failed=failed)
+            if self._file is not None:
+                closing.callback(self._file.close)
 
     def _append(self, record: dict[str, Any]) -> None:
         if self._file is not None:
             self._file.append(json.dumps({key: _finite(value) for key, value in record.items()}))
+
+
+class Sink(Protocol):
+    """Where numbers go besides."""
+
+    def configuration(self, sections: Mapping[str, Mapping[str, Any]], facts: str, iteration: int) -> None:
+        """Once, before the first number."""
+
+    def step(self, metrics: StepMetrics, tokens: int) -> None:
+        """`tokens` is what the run has consumed."""
+
+    def evaluation(self, name: str, iteration: int, loss: float, tokens: int, of_text: Mapping[str, float]) -> None:
+        """Of one split."""
+
+    def close(self, *, failed: bool = False) -> None:
+        """`failed`: the run ends with an error."""
+
+
+def sinks_of(config: LogConfig) -> list[Sink]:
+    """Those that are asked for, opened."""
+    found: list[Sink] = []
+    if config.tensorboard_dir:
+        found.append(Board(config.tensorboard_dir))
+    if config.csv_dir:
+        found.append(Tables(config.csv_dir))
+    if config.wandb_project is not None:
+        found.append(Dashboard(Project(config.wandb_project, config.wandb_group, config.wandb_team)))
+    return found
 
 
 class MetricsFile:
@@ -113,6 +156,7 @@ class MetricsFile:
 
     def __init__(self, path: str) -> None:
         self._path = path
+        self._before = b"\n" if _ends_within_a_line(path) else b""
         try:
             self._file = open(path, "ab", buffering=0)
         except OSError as error:
@@ -120,7 +164,7 @@ class MetricsFile:
                                "in a writable folder") from error
 
     def append(self, line: str) -> None:
-        left = memoryview(f"{line}\n".encode())
+        left, self._before = memoryview(self._before + f"{line}\n".encode()), b""
         with storing("--metrics-file", self._path):
             size = os.fstat(self._file.fileno()).st_size
             try:
@@ -142,20 +186,31 @@ class MetricsFile:
                 self._file.close()
 
 
+def _ends_within_a_line(path: str) -> bool:
+    """What a power cut, or a kill within a write, has left of the last one."""
+    if not os.path.isfile(path) or not os.path.getsize(path):
+        return False
+    with storing("--metrics-file", path), open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
+
+
 def _finite(value: Any) -> Any:
     """JSON has no inf and no nan: a value that is neither a number nor anything else is null."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def check_places(config: LogConfig) -> None:
-    """The metrics file and the tensorboard folder can be made, as far as that shows without making them: a run that
-    cannot report ends before its data is built."""
-    if config.metrics_file and not (folder := Path(config.metrics_file).absolute().parent).is_dir():
-        raise StorageError(f"--metrics-file {config.metrics_file} cannot be opened for appending: {folder} is no "
+    """The metrics file and the folders can be made, as far as that shows without making them: a run that cannot report
+    ends before its data is built."""
+    if config.metrics_file and not (parent := Path(config.metrics_file).absolute().parent).is_dir():
+        raise StorageError(f"--metrics-file {config.metrics_file} cannot be opened for appending: {parent} is no "
                            "folder; name a file in a writable folder")
-    if config.tensorboard_dir:
-        board = Path(config.tensorboard_dir).absolute()
-        there = next(path for path in (board, *board.parents) if path.exists() or path == path.parent)
+    for flag, folder in (("--tensorboard-dir", config.tensorboard_dir), ("--csv-dir", config.csv_dir)):
+        if not folder:
+            continue
+        path = Path(folder).absolute()
+        there = next(place for place in (path, *path.parents) if place.exists() or place == place.parent)
         if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-            raise StorageError(f"--tensorboard-dir {config.tensorboard_dir} cannot be written: {there} is not a "
-                               "folder that can be written; name one that is")
+            raise StorageError(f"{flag} {folder} cannot be written: {there} is not a folder that can be written; name "
+                               "one that is")

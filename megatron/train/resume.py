@@ -50,7 +50,8 @@ MUST_MATCH = (
 )
 """Model fields a checkpoint must share with the run that loads it."""
 
-Say = Callable[[str], None]
+Tell = Callable[[SaveReport, int, str], None]
+"""That a save is complete: what it was, of which step, and in which folder."""
 
 
 @dataclass
@@ -199,21 +200,22 @@ class Checkpoints:
 
     # ---- saving -------------------------------------------------------------------------------------------------
 
-    def saver(self, engine: Engine, say: Say) -> Callable[[TrainState], None] | None:
-        return partial(self._save, engine, say) if self.config.save.save is not None else None
+    def saver(self, engine: Engine, tell: Tell) -> Callable[[TrainState], None] | None:
+        return partial(self._save, engine, tell) if self.config.save.save is not None else None
 
-    def _save(self, engine: Engine, say: Say, state: TrainState) -> None:
-        section = self.config.save
-        assert section.save is not None
+    def _save(self, engine: Engine, tell: Tell, state: TrainState) -> None:
+        section, step = self.config.save, state.iteration
+        folder = section.save
+        assert folder is not None
         place = {key: value for key, value in asdict(state).items() if key != "owes_evaluation" or value}
         position = {**place, "schedule": asdict(_follows(engine).schedule), "data": self._data_fingerprint,
                     "tokenizer": asdict(self.tokenizer)}
-        engine.save_checkpoint(section.save, client_state=position, save_optimizer_states=not section.no_save_optim,
+        engine.save_checkpoint(folder, client_state=position, save_optimizer_states=not section.no_save_optim,
                                save_rng_states=not section.no_save_rng,
                                keep=Keep(section.keep_last, section.keep_every), in_background=section.async_save,
-                               then=partial(self._tell, say))
+                               then=lambda report: tell(report, step, folder))
 
-    def save_finished(self, engine: Engine, say: Say, state: TrainState) -> None:
+    def save_finished(self, engine: Engine, tell: Tell, state: TrainState) -> None:
         """A run that was complete when it was loaded: it is saved as well, if --save is another folder than --load."""
         root = self.config.save.save
         if root is None or self._loaded is None:
@@ -221,12 +223,8 @@ class Checkpoints:
         own = self._loaded
         if not on_rank_0(lambda: Path(root).resolve() == own.resolve()
                          or step_tag(state.iteration) in tag_names(Path(root)), self.groups.world):
-            self._save(engine, say, state)
+            self._save(engine, tell, state)
             engine.finish_save()
-
-    def _tell(self, say: Say, report: SaveReport) -> None:
-        say(f" saved {report.tag} to {self.config.save.save} "
-            f"({report.bytes / 1e6:.1f} MB in {report.seconds:.2f} s)")
 
 
 @contextmanager

@@ -31,7 +31,7 @@ TOOLS = frozenset("""
 """Programs that are not ours; their flags are not looked at."""
 INSTALLED = {"gpt2-train": TRAINER, "gpt2-launch": "megatron.launch", "gpt2-plan": "megatron.plan",
              "gpt2-checkpoint": "megatron.checkpoint", "gpt2-generate": "megatron.generate",
-             "gpt2-evaluate": "megatron.evaluate", "gpt2-serve": "megatron.serve",
+             "gpt2-evaluate": "megatron.evaluate", "gpt2-serve": "megatron.serve", "gpt2-report": "megatron.report",
              "gpt2-preprocess": "data.preprocess", "gpt2-webtext": "data.webtext"}
 """What the commands of an installation start."""
 KEYWORDS = frozenset("do done then fi else if while { } !".split())

@@ -84,7 +84,7 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
     settings = _settings(source, argument, groups)
     config = settings.config
     with config.words.speaking():
-        alike({**config.told(), **settings.watch.told()}, groups.world,
+        alike(config.told(), groups.world,
               "the ranks give zero.initialize different configurations")
     device = device or distributed.device_for(distributed.read_environment())
     if device.type == "cuda":
@@ -196,7 +196,7 @@ def _settings(source: Any, argument: str, groups: Groups) -> _Settings:
                     + ' ("auto" is for programs that do)' * any(key in found.autos for key in sizes)], found.name)
     draft.stop()
     keys = {**found.keys, **found.of_engine}
-    return _Settings(config, "optimizer.type" in keys, "scheduler.type" in keys, watch_of(keys), found)
+    return _Settings(config, "optimizer.type" in keys, "scheduler.type" in keys, watch_of(keys, config.log), found)
 
 
 def _say(settings: _Settings, engine: Engine, dp_size: int) -> None:

@@ -1,8 +1,10 @@
-"""What an engine reports while it trains: console lines, times and memory per phase, tensorboard and CSV scalars.
+"""What an engine reports while it trains: console lines, times and memory per phase, scalars for tensorboard, CSV
+and Weights & Biases.
 
 Each is there where the configuration asks for it (`steps_per_print`, `wall_clock_breakdown`, `memory_breakdown`,
-`tensorboard`, `csv_monitor`), and on rank 0. Where nothing is asked for, nothing is computed and nobody waits for the
-device; a loss is read from the device only for a line or a scalar. The trainer has its own log (train/metrics.py).
+`tensorboard`, `csv_monitor`, `wandb`), and on rank 0. Where nothing is asked for, nothing is computed and nobody waits
+for the device; a loss is read from the device only for a line or a scalar. The trainer has its own log
+(train/metrics.py).
 """
 
 from __future__ import annotations
@@ -20,15 +22,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megatron.config.log import LogConfig
 from megatron.errors import ConfigError, StorageError
 from megatron.zero.accelerator import peak_resident_bytes
 from megatron.zero.api.curves import Curves, storing
+from megatron.zero.api.wandb_run import Project, WandbRun
 from megatron.zero.homes.used import DriveUse
 
 DEFAULT_STEPS_PER_PRINT = 10
 """Between two breakdowns, where the configuration says nothing."""
-DEFAULT_JOB = "DeepSpeedJobName"
-DEFAULT_FOLDER = "runs"
 PREFIX = "Train/Samples/"
 
 Event = tuple[str, float, int]
@@ -44,6 +46,7 @@ class Watch:
     memory: bool = False
     tensorboard_dir: str | None = None
     csv_dir: str | None = None
+    wandb: Project | None = None
 
     @property
     def interval(self) -> int:
@@ -52,25 +55,14 @@ class Watch:
 
     @property
     def writes(self) -> bool:
-        return self.tensorboard_dir is not None or self.csv_dir is not None
-
-    def told(self) -> dict[str, bool]:
-        """What all ranks have to be told alike beside the configuration: they come together where rank 0 opens files.
-        The folder and the rest are rank 0's own."""
-        return {"csv_monitor.enabled": self.csv_dir is not None}
+        return (self.tensorboard_dir, self.csv_dir, self.wandb) != (None, None, None)
 
 
-def watch_of(keys: Mapping[str, Any]) -> Watch:
-    """From the values of a configuration file, by path."""
+def watch_of(keys: Mapping[str, Any], log: LogConfig) -> Watch:
+    """From the values of a configuration file, by path, and what they amount to."""
+    project = Project(log.wandb_project, log.wandb_group, log.wandb_team) if log.wandb_project is not None else None
     return Watch(keys.get("steps_per_print") or 0, keys.get("wall_clock_breakdown", False),
-                 keys.get("memory_breakdown", False), _folder(keys, "tensorboard"), _folder(keys, "csv_monitor"))
-
-
-def _folder(keys: Mapping[str, Any], section: str) -> str | None:
-    if not keys.get(f"{section}.enabled"):
-        return None
-    return os.path.join(keys.get(f"{section}.output_path") or DEFAULT_FOLDER,
-                        keys.get(f"{section}.job_name", DEFAULT_JOB))
+                 keys.get("memory_breakdown", False), log.tensorboard_dir, log.csv_dir, project)
 
 
 class Trained(Protocol):
@@ -116,6 +108,8 @@ class Monitor:
             self._sinks.append(Tensorboard(self._watch.tensorboard_dir))
         if self._watch.csv_dir is not None:
             self._sinks.append(CsvFiles(self._watch.csv_dir))
+        if self._watch.wandb is not None:
+            self._sinks.append(Wandb(self._watch.wandb))
 
     @property
     def enabled(self) -> bool:
@@ -253,6 +247,18 @@ class CsvFiles:
 
     def close(self) -> None:
         """Nothing is held open."""
+
+
+class Wandb:
+    def __init__(self, project: Project) -> None:
+        self._run = WandbRun("wandb.enabled", project, axis="samples")
+
+    def write(self, events: Sequence[Event]) -> None:
+        for name, value, samples in events:
+            self._run.log({name: value, "samples": samples})
+
+    def close(self) -> None:
+        self._run.close()
 
 
 def _bytes_in_use(device: torch.device) -> int:

@@ -49,7 +49,8 @@ REASONS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "two batch sizes": (
         {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}, {"batch_size": 4, "global_batch_size": 16},
         ["--global-batch-size is 16, but train_batch_size", "--batch-size is 4, but train_micro_batch_size_per_gpu"]),
-    "doubles": ({"wandb": 1, "comet": 2}, {}, ["wandb is not supported", "comet is not supported"]),
+    "doubles": ({"compression_training": {"row_pruning": 1, "head_pruning": 2}}, {}, [
+        "compression_training.row_pruning is not supported", "compression_training.head_pruning is not supported"]),
 }
 
 # The same, where further checks would complain of what is only the consequence of the first error.

@@ -101,6 +101,8 @@ def own_case(name: str) -> tuple[Any, Any, dict[str, Any]]:
 ONE_BIT, ZERO_ONE = typed("OneBitAdam"), typed("ZeroOneAdam")
 FREEZE_STEPS = {"optimizer.params.freeze_step": ONE_BIT, "optimizer.params.var_freeze_step": ZERO_ONE}
 BOARD = {"tensorboard": {"enabled": True, "output_path": "out", "job_name": "job"}}
+TABLES = {"csv_monitor": {"enabled": True, "output_path": "out", "job_name": "job"}}
+WANDB = {"wandb": {"enabled": True, "project": "gpt"}}
 ZERO, PARAM, HOME, KEEP = ("zero_optimization.", "zero_optimization.offload_param.",
                            "zero_optimization.offload_optimizer.", "activation_checkpointing.")
 DROP = "progressive_layer_drop."
@@ -248,6 +250,13 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "tensorboard.enabled": (True, {"tensorboard_dir": "out/job"}, BOARD),
     "tensorboard.output_path": ("", {"tensorboard_dir": "runs/job"}, BOARD),
     "tensorboard.job_name": ("mine", {"tensorboard_dir": "out/mine"}, BOARD),
+    "csv_monitor.enabled": (True, {"csv_dir": "out/job"}, TABLES),
+    "csv_monitor.output_path": ("", {"csv_dir": "runs/job"}, TABLES),
+    "csv_monitor.job_name": ("mine", {"csv_dir": "out/mine"}, TABLES),
+    "wandb.enabled": (True, {"wandb_project": "deepspeed"}, {}),
+    "wandb.project": ("mine", {"wandb_project": "mine"}, WANDB),
+    "wandb.group": ("sweep", {"wandb_project": "gpt", "wandb_group": "sweep"}, WANDB),
+    "wandb.team": ("us", {"wandb_project": "gpt", "wandb_team": "us"}, WANDB),
 }
 
 
@@ -713,6 +722,8 @@ def test_a_flag_and_a_key_that_agree_are_fine_and_the_preset_yields(written):
      ["--no-stage3-gather-16bit-weights-on-model-save"], "stage3_gather_fp16_weights_on_model_save of {} is true"),
     (WARMUP, ["--lr-decay-style", "cosine"], 'of {} is "WarmupDecayLR" (that is --lr-decay-style linear)'),
     (BOARD, ["--tensorboard-dir", "b"], 'tensorboard.output_path of {} is "out" (that is --tensorboard-dir out/job)'),
+    (TABLES, ["--csv-dir", "b"], 'csv_monitor.output_path of {} is "out" (that is --csv-dir out/job)'),
+    (WANDB, ["--wandb-project", "b"], '--wandb-project is b, but wandb.project of {} is "gpt"'),
 ])
 def test_a_flag_and_a_key_that_disagree_are_an_error_that_names_both(written, tree, argv, told):
     name = written(tree)

@@ -461,7 +461,7 @@ def initialized(rank: int, world_size: int, changed: Mapping[str, Any], lr: floa
     ({"bf16": {"enabled": True}}, 0.0, "bf16"), ({"gradient_accumulation_steps": 4}, 0.0, "is "),
     ({"optimizer": {"type": "Adam", "params": {"lr": 0.1}}}, 0.0, "lr is 0.001 on rank 0, 0.1 on rank 1"),
     ({"checkpoint": {"key_file": "key"}}, 0.0, "checkpoint.key_file is not given on rank 0, given on rank 1"),
-    ({"csv_monitor": {"enabled": True}}, 0.0, "csv_monitor.enabled is false on rank 0, true on rank 1"),
+    ({"csv_monitor": {"enabled": True}}, 0.0, "csv_monitor.enabled is null on rank 0, runs/DeepSpeedJobName on rank 1"),
     ({}, 0.5, "lr of param group 0 is 0.5 on rank 0, 1.0 on rank 1")])
 def test_scripts_that_configure_their_ranks_differently_get_no_engine(changed: dict[str, Any], lr: float, words: str
                                                                       ) -> None:

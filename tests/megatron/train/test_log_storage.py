@@ -18,6 +18,7 @@ from megatron.config.tree import LogConfig
 from megatron.errors import NumericsError, StorageError
 from megatron.launch import exits
 from megatron.train import log as log_module
+from megatron.train.board import Board
 from megatron.train.log import MetricsFile, RunLog
 from tests.megatron.helpers import ROOT, TINY
 
@@ -76,6 +77,19 @@ def test_a_metrics_file_that_fails_is_named_with_its_flag_and_keeps_whole_lines(
     assert path.read_text() == '{"iteration": 1}\n'
 
 
+@pytest.mark.parametrize(("left", "found"), [
+    (b"", ""), (b'{"iteration": 1}\n', '{"iteration": 1}\n'), (b'{"iterat', '{"iterat\n')])
+def test_what_a_kill_has_cut_does_not_join_the_next_line(left: bytes, found: str, tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    path.write_bytes(left)
+    file = MetricsFile(str(path))
+    assert path.read_bytes() == left, "a run with nothing to say leaves it as it is"
+    file.append("{}")
+    file.append("{}")
+    file.close()
+    assert path.read_text() == found + "{}\n{}\n"
+
+
 def test_lack_of_memory_is_no_matter_of_the_metrics_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = MetricsFile(str(tmp_path / "m"))
     monkeypatch.setattr(os, "fsync", failing(errno.ENOMEM))
@@ -123,9 +137,10 @@ def test_a_tensorboard_folder_that_fails_is_named_with_its_flag(
 def test_the_error_of_the_last_event_is_not_lost(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensorboard's thread counts an event as written before it says that it could not write it."""
     log = RunLog(LogConfig(tensorboard_dir=str(tmp_path / "board"), log_interval=0), 3, 0, writes=True)
-    assert log._board is not None
-    worker = log._board._curves.events.event_writer._async_writer._worker
-    monkeypatch.setattr(log._board._curves.writer, "flush", lambda: None)
+    (board,) = log._sinks
+    assert isinstance(board, Board)
+    worker = board._curves.events.event_writer._async_writer._worker
+    monkeypatch.setattr(board._curves.writer, "flush", lambda: None)
     stop = worker.stop
 
     def late() -> None:

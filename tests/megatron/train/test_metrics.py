@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,7 +21,7 @@ import pretrain_gpt2
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.tags import tag_names
 from megatron.config.tree import LogConfig
-from megatron.train.board import STEP_SCALARS
+from megatron.train.board import STEP_SCALARS, Board
 from megatron.train.console import ERASE_LINE, LEAST_LINES, Console, console_line, default_interval
 from megatron.train.log import RunLog
 from megatron.train.metrics import Rates, StepMetrics
@@ -224,12 +225,26 @@ def test_a_run_and_each_resume_begin_with_their_configuration(tmp_path: Path) ->
     train([*run, "--exit-interval", 2])
     train([*run, "--clip-grad", 0.5])
     found = [strict(line) for line in (tmp_path / "m").read_text().splitlines()]
-    assert [line.get("iteration") for line in found] == [None, 1, 2, None, 3, 4]
+    assert [line.get("iteration") for line in found if "save" not in line] == [None, 1, 2, None, 3, 4]
     first, second = (line for line in found if line.get("config"))
+    for line in (first, second):
+        assert abs(datetime.fromisoformat(line["began"]) - datetime.now(UTC)) < timedelta(minutes=5)
     assert (first["start"], second["start"]) == (0, 2) and "eval" not in first
     assert (first["values"]["optim"]["clip_grad"], second["values"]["optim"]["clip_grad"]) == (1.0, 0.5)
     assert first["world_size"] == 1 and first["device"] == "CPU" and first["parameters"] > 10_000
     assert second["values"] == open_checkpoint(tmp_path / "s").config
+
+
+@pytest.mark.parametrize("flags", [[], ["--async-save"]])
+def test_a_complete_save_is_a_line_that_no_reader_takes_for_a_step(flags: list[str], tmp_path: Path) -> None:
+    said = train([*TINY, *flags, "--mock-data", "--save", tmp_path / "s", "--metrics-file", tmp_path / "m",
+                  "--train-iters", 5, "--save-interval", 2])
+    found = [line for line in map(strict, (tmp_path / "m").read_text().splitlines()) if "save" in line]
+    assert [(line["step"], line["tag"]) for line in found] == [(n, f"global_step{n}") for n in (2, 4, 5)]
+    assert said.count(" saved global_step") == 3 and len(steps(tmp_path / "m")) == 5
+    for line in found:
+        assert set(line) == {"save", "step", "tag", "bytes", "seconds"} and line["save"] is True
+        assert line["bytes"] > 12 * 10_000 and 0 < line["seconds"] < 60
 
 
 @pytest.mark.parametrize("text", ["The end\n", "a\x00\x1b[2Jb\x7f", "\ufffd\ufffd x \ufffd", "it's \"so\" \\ é", ""])
@@ -285,8 +300,9 @@ def test_tensorboard_shows_the_configuration_as_text_and_as_hyper_parameters(tmp
 def test_tensorboard_costs_a_step_two_events_and_no_file_operation(tmp_path: Path) -> None:
     """All scalars of a step are one event, handed to the thread that writes."""
     log = RunLog(LogConfig(tensorboard_dir=str(tmp_path / "board"), log_interval=0), 1, 0, writes=True)
-    assert log._board is not None
-    with patch.object(log._board._curves, "events") as events:
+    (board,) = log._sinks
+    assert isinstance(board, Board)
+    with patch.object(board._curves, "events") as events:
         log.step(StepMetrics(1, 1.0, 1.0, 1.0, 1.0, False, 4, "00", 1.0, 1.0, 1.0, None, 1))
         assert events.add_summary.call_count == 2 == len(events.method_calls)
     log.close()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import re
 import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -134,6 +136,26 @@ def test_scalars_have_deepspeeds_names_and_count_samples(tmp_path: Path) -> None
     assert set(events.Tags()["scalars"]) == {f"Train/Samples/{name}" for name in names}
     assert [event.step for event in events.Scalars("Train/Samples/lr")] == [4, 8, 12]
     assert {event.value for event in events.Scalars("Train/Samples/loss_scale")} == {16.0}
+
+
+def test_scalars_go_to_a_run_of_wandb(monkeypatch: Any) -> None:
+    said: list[Any] = []
+    run = SimpleNamespace(log=said.append, define_metric=lambda name, step_metric: said.append(step_metric),
+                          finish=lambda exit_code: said.append("end"))
+    package = SimpleNamespace(init=lambda **given: said.append(given) or run, errors=SimpleNamespace(Error=OSError))
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    monkeypatch.setattr("megatron.zero.api.wandb_run.check_wandb", lambda flag: None)
+    trained(1, wandb={"enabled": True, "group": "sweep"}).destroy()
+    opened, axis, *logged, end = said
+    assert opened == {"project": "deepspeed", "group": "sweep", "entity": None} and (axis, end) == ("samples", "end")
+    assert [set(values) - {"samples"} for values in logged] == [{"Train/Samples/train_loss"}, {"Train/Samples/lr"}]
+    assert {values["samples"] for values in logged} == {4}
+
+
+def test_without_its_package_wandb_is_refused_by_its_key(monkeypatch: Any) -> None:
+    monkeypatch.setattr("megatron.config.log.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="^wandb.enabled needs the package wandb, which is not installed"):
+        trained(0, wandb={"enabled": True})
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,98 @@
+"""Histories -> what the page draws, as plain data: axes, charts and, of each run, its curves and its marks.
+
+A number that is not known is null. Not here: how it looks (page.js, page.css).
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from typing import Any
+
+from megatron.report.history import History
+from megatron.report.thin import ends, thinned
+
+GIB = 2**30
+DIGITS = 6
+
+
+@dataclass(frozen=True)
+class Chart:
+    column: str
+    title: str
+    unit: str = ""
+    scale: float = 1.0
+    """Of the column, for the unit."""
+    logarithmic: bool = False
+    """Offered as well."""
+    usual: float | None = None
+    """A chart in which all runs have this value and no other is left out."""
+
+
+CHARTS = (
+    Chart("lm_loss", "Loss", "nats a token", logarithmic=True),
+    Chart("learning_rate", "Learning rate"),
+    Chart("grad_norm", "Gradient norm", logarithmic=True),
+    Chart("tokens_per_s", "Tokens a second"),
+    Chart("max_memory_bytes", "Peak memory", "GiB", 1 / GIB),
+    Chart("skipped", "Skipped steps", "so far", usual=0.0),
+    Chart("loss_scale", "Loss scale", logarithmic=True, usual=1.0),
+    Chart("drive_wait_ms", "Waiting for drives", "ms a step"),
+    Chart("pld_theta", "Layer dropping", "theta"),
+)
+
+
+def drawing(histories: Sequence[History]) -> dict[str, Any]:
+    """For page.js."""
+    charts = [chart for chart in CHARTS if any(_is_told(chart, history) for history in histories)]
+    return {"charts": [{"column": chart.column, "title": chart.title, "unit": chart.unit,
+                        "logarithmic": chart.logarithmic} for chart in charts],
+            "runs": [_run(history, charts) for history in histories]}
+
+
+def _is_told(chart: Chart, history: History) -> bool:
+    return any(value != chart.usual for value in history.finite(chart.column))
+
+
+def _run(history: History, charts: Sequence[Chart]) -> dict[str, Any]:
+    cuts = ends(len(history.steps))
+    last = [end - 1 for end in cuts]  # a point stands where its bucket ends
+    return {"name": history.name,
+            "first": history.steps[0] if history.steps else 0,
+            "step": [history.steps[index] for index in last],
+            "tokens": short(history.tokens[index] for index in last),
+            "seconds": short(history.seconds[index] for index in last),
+            "curves": {chart.column: _curve(history, chart, cuts) for chart in charts},
+            "evaluations": [{**_place(history, found.step), "split": found.split, "loss": rounded(found.loss)}
+                            for found in history.evaluations],
+            "saves": [_place(history, save.step) for save in history.saves],
+            "resumes": [{**_place(history, start.step), "replaced": start.replaced} for start in history.resumes]}
+
+
+def _curve(history: History, chart: Chart, cuts: Sequence[int]) -> dict[str, list[float | None]]:
+    """Without `low` and `high` where each point is one step."""
+    values = history.columns[chart.column]
+    if chart.column == "skipped":
+        values = array("d", accumulate(value if math.isfinite(value) else 0.0 for value in values))
+    curve = thinned(values, cuts)
+    parts = {"mean": curve.mean, "low": curve.low, "high": curve.high}
+    if len(cuts) == len(values):
+        parts = {"mean": curve.mean}
+    return {name: short(value * chart.scale for value in part) for name, part in parts.items()}
+
+
+def _place(history: History, step: int) -> dict[str, float | None]:
+    return {axis: rounded(value) if axis != "step" else value
+            for axis, value in asdict(history.place(step)).items()}
+
+
+def short(values: Iterable[float]) -> list[float | None]:
+    return [rounded(value) for value in values]
+
+
+def rounded(value: float) -> float | None:
+    """To what a chart can show; null for what is no number in JSON."""
+    return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None

@@ -1,0 +1,62 @@
+"""`python -m megatron.report RUN...`: one page of curves of one run or several."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from data.cli import counted
+from data.storage import check_not_over, named_by, staged_file
+from megatron.config.help import typed
+from megatron.errors import ConfigError
+from megatron.report.history import History
+from megatron.report.page import page
+from megatron.report.read import MetricsLines
+from megatron.report.source import sources
+from megatron.report.tables import notes
+
+MODULE = "python -m megatron.report"
+
+EXAMPLES = """examples:
+  python -m megatron.report runs/gpt2
+  python -m megatron.report runs/small runs/large/metrics.jsonl --output compared.html
+
+docs/report.md says what the page shows."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+def _parser() -> _Parser:
+    program = typed(MODULE)
+    parser = _Parser(prog=program, description="One page of curves from what training runs have written.",
+                     epilog=EXAMPLES.replace(MODULE, program), allow_abbrev=False,
+                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a metrics file, or the folder of a run that holds it")
+    parser.add_argument("--output", default="report.html", metavar="FILE", help="the page to write (report.html)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    asked = _parser().parse_args(argv)
+    found = sources(asked.runs)
+    with named_by("--output"):
+        check_not_over((source.path for source in found), (asked.output,), "give --output another name")
+    histories, told = list[History](), list[str]()
+    for source in found:
+        lines = MetricsLines(source.path)
+        history = History(source.name).read(lines)
+        histories.append(history)
+        told += notes(history, lines)
+    text = page(histories, told).encode(errors="backslashreplace")  # a name need not be text
+    with named_by("--output"), staged_file(asked.output) as file:
+        file.write(text)
+    for note in told:
+        print(f"note: {note}", file=sys.stderr)
+    steps = counted(sum(len(history.steps) for history in histories), "step")
+    print(f"{asked.output}: {counted(len(histories), 'run')}, {steps}, {len(text):,} bytes")
+    return 0

@@ -1,0 +1,47 @@
+"""A run of Weights & Biases, with errors that name the flag or key it comes from.
+
+The package is imported where such a run is asked for, and nowhere else. Whether it talks to a server is its own matter:
+WANDB_MODE=offline writes to ./wandb, for `wandb sync` later. Not here: which scalars there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from megatron.config.log import check_wandb
+from megatron.errors import ConfigError
+
+
+class Project(NamedTuple):
+    """Where a run is filed."""
+
+    name: str
+    group: str | None = None
+    team: str | None = None
+
+
+class WandbRun:
+    def __init__(self, flag: str, project: Project, axis: str) -> None:
+        """The horizontal axis of its charts is the scalar of that name."""
+        check_wandb(flag)
+        import wandb
+
+        try:
+            self._run = wandb.init(project=project.name, group=project.group, entity=project.team)
+        except (wandb.errors.Error, OSError) as error:
+            why = " ".join(str(error).split())
+            raise ConfigError(f"{flag} {project.name}: wandb cannot start: {why}; log in with `wandb login`, or set "
+                              "WANDB_MODE=offline to write to a folder") from error
+        self._run.define_metric("*", step_metric=axis)
+
+    def configure(self, settings: Mapping[str, Any]) -> None:
+        """They are shown beside its charts."""
+        self._run.config.update(dict(settings), allow_val_change=True)
+
+    def log(self, scalars: Mapping[str, float]) -> None:
+        self._run.log(dict(scalars))
+
+    def close(self, *, failed: bool = False) -> None:
+        """Return when all of it has arrived, where it goes to a server."""
+        self._run.finish(exit_code=int(failed))

@@ -1,0 +1,164 @@
+"""`python -m megatron.report` on what training really leaves: runs that were killed and resumed, and broken files."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.storage import DataError
+from megatron.launch import exits
+from megatron.report.command import main
+from megatron.report.source import metrics_file
+from megatron.train.log import RunLog
+from tests.megatron.helpers import ROOT, TINY, steps, train
+from tests.megatron.report.test_page import Parsed
+from tests.megatron.report.written import CONFIG, step, write
+
+Cli = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def cli(capfd: pytest.CaptureFixture[str]) -> Cli:
+    """(exit code, standard error)"""
+    def call(*argv: object) -> tuple[int, str]:
+        code = exits.run(lambda: main(list(map(str, argv))))
+        return code, capfd.readouterr().err
+    return call
+
+
+def data_of(page: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Parsed(page.read_text()).data)
+    return found
+
+
+class Killed(BaseException):
+    """Nothing catches it."""
+
+
+def killed_at(iteration: int, argv: Sequence[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is gone when it has written this step."""
+    real = RunLog.step
+
+    def step(log: RunLog, metrics: Any) -> None:
+        real(log, metrics)
+        if metrics.iteration == iteration:
+            raise Killed
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(RunLog, "step", step)
+        train(argv)
+
+
+def test_a_run_that_was_killed_and_resumed_twice_is_one_line(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
+    """The same, at that, as of a run that nothing happened to: resuming is exact."""
+    def run(folder: Path) -> list[object]:
+        return [*TINY, "--mock-data", "--train-iters", 30, "--eval-interval", 10, "--eval-iters", 1, "--save", folder,
+                "--load", folder, "--save-interval", 10, "--metrics-file", folder / "metrics.jsonl"]
+
+    for name in ("killed", "whole"):
+        (tmp_path / name).mkdir()
+    killed_at(17, run(tmp_path / "killed"), monkeypatch)
+    killed_at(25, run(tmp_path / "killed"), monkeypatch)
+    train(run(tmp_path / "killed"))
+    train(run(tmp_path / "whole"))
+    assert len(steps(tmp_path / "killed" / "metrics.jsonl")) == 30 + 7 + 5, "lines of repeated steps are there twice"
+    assert cli(tmp_path / "killed", tmp_path / "whole", "--output", tmp_path / "r.html") == (0, "")
+    killed, whole = data_of(tmp_path / "r.html")["runs"]
+    assert killed["step"] == list(range(1, 31)) == whole["step"] and killed["tokens"] == whole["tokens"]
+    assert killed["seconds"] == sorted(killed["seconds"])
+    for curve in ("lm_loss", "grad_norm", "learning_rate"):
+        assert killed["curves"][curve] == whole["curves"][curve] and None not in killed["curves"][curve]["mean"]
+    assert [(start["step"], start["replaced"]) for start in killed["resumes"]] == [(10, 7), (20, 5)]
+    assert not whole["resumes"]
+    for events in ("saves", "evaluations"):
+        assert [event["step"] for event in killed[events]] == [event["step"] for event in whole[events]]
+    assert [save["step"] for save in killed["saves"]] == [10, 20, 30]
+
+
+@pytest.mark.slow
+def test_the_same_with_processes_that_are_killed(tmp_path: Path, cli: Cli) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    command = [sys.executable, "pretrain_gpt2.py", *TINY, "--mock-data", "--train-iters", "400", "--save", tmp_path,
+               "--load", tmp_path, "--save-interval", "20", "--metrics-file", metrics]
+    for least in (60, 160):
+        with subprocess.Popen(list(map(str, command)), cwd=ROOT, stdout=subprocess.DEVNULL) as run:
+            while run.poll() is None and not (metrics.exists() and f'"iteration": {least},' in metrics.read_text()):
+                time.sleep(0.01)
+            run.send_signal(signal.SIGKILL)
+        assert run.returncode == -signal.SIGKILL
+    subprocess.run(list(map(str, command)), cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    code, told = cli(tmp_path, "--output", tmp_path / "r.html")
+    (run_,) = data_of(tmp_path / "r.html")["runs"]
+    assert code == 0 and run_["step"] == list(range(1, 401)), told
+    assert len(run_["resumes"]) == 2 and [one["step"] for one in run_["saves"]] == list(range(20, 401, 20))
+
+
+def test_a_file_without_a_line_and_one_that_is_being_written_make_a_page(tmp_path: Path, cli: Cli) -> None:
+    write(tmp_path / "empty")
+    write(tmp_path / "cut", CONFIG, step(1), end='{"iteration": 2, "lm_l')
+    code, told = cli(tmp_path / "empty", tmp_path / "cut", "--output", tmp_path / "r.html")
+    assert code == 0 and told.splitlines() == [
+        f"note: {tmp_path / 'empty'}: its metrics file holds no record yet",
+        f"note: {tmp_path / 'cut'}: the last line of its metrics file is not whole: it is being written, or a kill has "
+        "cut it"]
+    assert [run["step"] for run in data_of(tmp_path / "r.html")["runs"]] == [[], [1]]
+
+
+def test_a_folder_is_a_run_by_its_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run").mkdir()
+    with pytest.raises(DataError, match="run holds no metrics file: .* train with --metrics-file .*run/metrics.jsonl"):
+        metrics_file(tmp_path / "run")
+    (tmp_path / "run" / "text.jsonl").write_text('{"text": "of a corpus"}\n')
+    log = write(tmp_path / "run" / "log.jsonl", CONFIG)
+    assert metrics_file(tmp_path / "run") == log
+    write(tmp_path / "run" / "other.jsonl", step(1))
+    with pytest.raises(DataError, match="run holds 2 metrics files: log.jsonl, other.jsonl; name"):
+        metrics_file(tmp_path / "run")
+    usual = write(tmp_path / "run" / "metrics.jsonl")
+    assert metrics_file(tmp_path / "run") == usual
+
+
+def test_a_checkpoint_names_the_metrics_of_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    train([*TINY, "--mock-data", "--train-iters", 1, "--save", "run", "--metrics-file", "elsewhere.jsonl"])
+    assert metrics_file(Path("run")) == Path("elsewhere.jsonl")
+    (tmp_path / "elsewhere.jsonl").unlink()
+    with pytest.raises(DataError, match="holds no metrics file"):
+        metrics_file(Path("run"))
+
+
+@pytest.mark.parametrize(("argv", "code", "words"), [
+    ([], 2, "RUN"), (["m", "--no-such-flag"], 2, "--no-such-flag"), (["none"], 3, "none: there is no such run"),
+    (["m", "m"], 2, "m is given twice"), (["m", "./m"], 2, "./m is given twice, the other time as m"),
+    (["text"], 3, "text is no metrics file"), (["pipe"], 3, "pipe"), (["m", "--output", "m"], 2, "--output"),
+    (["m", "--output", "no/r.html"], 7, "--output: "), (["m", "--output", "folder"], 7, "--output: ")])
+def test_what_cannot_be_done_is_one_line_and_writes_nothing(
+        argv: list[str], code: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(Path("m"), CONFIG, step(1))
+    Path("text").write_text("no metrics\n")
+    Path("folder").mkdir()
+    os.mkfifo("pipe")
+    before = sorted(os.listdir())
+    found, told = cli(*argv)
+    assert found == code and told.startswith("error: ") and told.count("\n") == 1 and words in told, told
+    assert sorted(os.listdir()) == before
+
+
+def test_the_command_imports_neither_torch_nor_numpy(tmp_path: Path) -> None:
+    write(tmp_path / "m", CONFIG, step(1))
+    program = ("import sys; from megatron.report.__main__ import main; code = main(); "
+               "print(code, {'torch', 'numpy'} & set(sys.modules))")
+    done = subprocess.run([sys.executable, "-c", program, "m"], cwd=tmp_path, capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.stdout.splitlines()[-1] == "0 set()", done.stderr
+    assert (tmp_path / "report.html").stat().st_size > 10_000

@@ -1,0 +1,104 @@
+"""Whatever was killed and resumed: one line of steps, each of them once, as it was taken last."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+
+from megatron.report.history import History, Place
+from tests.megatron.report.written import CONFIG, evaluation, save, start, step
+
+
+def history(*records: dict[str, Any]) -> History:
+    return History("run").read(records)
+
+
+def killed_run(seed: int) -> tuple[list[dict[str, Any]], dict[int, float], list[dict[str, Any]]]:
+    """The file of a run that is killed at random steps, and what a patient reader would make of it: the loss of each
+    step, and the evaluations and saves."""
+    draw, records, losses = random.Random(seed), list[dict[str, Any]](), dict[int, float]()
+    events, position = list[dict[str, Any]](), 0
+    for _ in range(draw.randrange(1, 8)):
+        records.append(start(position))
+        losses = {number: loss for number, loss in losses.items() if number <= position}
+        events = [event for event in events if event.get("iteration", event.get("step")) <= position]
+        end = position + draw.randrange(1, 40)
+        for number in range(position + 1, end + 1):
+            losses[number] = draw.random()
+            records.append(step(number, lm_loss=losses[number]))
+            if number % 10 == 0:
+                events += [evaluation(number, draw.random()), save(number)]
+                records += events[-2:]
+        position = draw.randrange(end // 10 + 1) * 10
+    return records, losses, events
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_run_that_was_killed_and_resumed_is_one_line(seed: int) -> None:
+    records, losses, events = killed_run(seed)
+    found = history(*records)
+    assert list(found.steps) == sorted(losses) == list(range(1, len(losses) + 1))
+    assert list(found.columns["lm_loss"]) == [losses[number] for number in sorted(losses)]
+    assert [one.step for one in found.saves] == [event["step"] for event in events if "save" in event]
+    assert [(one.step, one.loss) for one in found.evaluations] == [
+        (event["iteration"], event["lm_loss"]) for event in events if "eval" in event]
+    assert list(found.seconds) == [0.5 * number for number in found.steps]
+    assert list(found.tokens) == [32 * number for number in found.steps]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_file_that_does_not_say_where_it_starts_tells_the_same(seed: int) -> None:
+    """Another program's, or an old one; a run that goes on without a step is not seen there."""
+    records, _, _ = killed_run(seed)
+    told, untold = history(*records), history(*(record for record in records if "config" not in record))
+    assert untold.steps == told.steps and untold.columns["lm_loss"] == told.columns["lm_loss"]
+    assert [one.step for one in untold.resumes] == [
+        one.step for one in told.resumes if one.replaced], "where it goes on at the next step, there is nothing to see"
+
+
+def test_what_lies_beyond_a_resume_has_not_happened_yet() -> None:
+    found = history(start(0), *map(step, range(1, 31)), evaluation(20, 3.0), evaluation(30, 2.0), save(20), save(30),
+                    start(20), *map(step, range(21, 26)))
+    assert found.last_step == 25 and found.missing == 0
+    assert [one.step for one in found.evaluations] == [one.step for one in found.saves] == [20]
+    assert [(one.step, one.replaced, one.reached) for one in found.starts] == [(0, 0, 30), (20, 10, 25)]
+
+
+def test_marks_are_of_resumes_on_the_line_alone() -> None:
+    found = history(start(0), *map(step, range(1, 31)), start(20), *map(step, range(21, 23)), start(20),
+                    *map(step, range(21, 41)), start(40), start(10), *map(step, range(11, 30)))
+    assert [one.step for one in found.resumes] == [10]
+    begun_again = history(start(0), *map(step, range(1, 31)), start(20), step(21), start(0), step(1))
+    assert not begun_again.resumes and list(begun_again.steps) == [1]
+
+
+def test_a_resumed_evaluation_replaces_the_one_of_before() -> None:
+    found = history(start(0), step(1), evaluation(1, 3.0), start(1), evaluation(1, 2.0), evaluation(1, 4.0, "test"))
+    assert [(one.split, one.loss) for one in found.evaluations] == [("test", 4.0), ("validation", 2.0)]
+
+
+def test_steps_that_are_not_recorded_are_counted() -> None:
+    """The disk of a machine that lost its power holds a later checkpoint than metrics."""
+    found = history(start(0), step(1), step(2), start(5), step(6))
+    assert list(found.steps) == [1, 2, 6] and found.missing == 3
+
+
+@pytest.mark.parametrize("settings", [CONFIG, {}])
+def test_a_step_has_its_place_on_every_axis(settings: dict[str, Any]) -> None:
+    """Tokens are known without a configuration as well: 64 a second, of 4 samples in half a second."""
+    found = history(*([settings] if settings else []), *map(step, range(1, 5)))
+    assert found.place(3) == Place(3, 96.0, 1.5) and found.place(9) == Place(9, 128.0, 2.0)
+    assert found.place(0) == Place(0, 0.0, 0.0)
+
+
+def test_values_that_are_no_numbers_are_not_known() -> None:
+    odd = [None, "fast", True, 10**400, [], 2.5]
+    found = history(start(0), *(step(number, lm_loss=value) for number, value in enumerate(odd, 1)))
+    loss = found.columns["lm_loss"]
+    assert [math.isnan(value) for value in loss] == [True, True, False, True, True, False] and loss[-1] == 2.5
+    for record in ({"iteration": "1"}, {"iteration": -1}, {"iteration": 1.5}, {"iteration": 2**70}, {"save": {}},
+                   {"save": True}, {"iteration": 0}):
+        assert not history(record).steps

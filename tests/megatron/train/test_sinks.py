@@ -1,0 +1,171 @@
+"""Tables of CSV and runs of Weights & Biases: what the metrics file has, where it is asked for."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config.tree import build_config
+from megatron.errors import ConfigError, NumericsError, StorageError
+from megatron.train.log import RunLog, check_places
+from megatron.train.metrics import StepMetrics
+from megatron.train.table import STEPS
+from tests.megatron.helpers import ROOT, TINY, records, train
+
+STEP = StepMetrics(1, 0.1 + 0.2, float("nan"), 0.5, 1.0, True, 4, "00", 1.0, 1.0, 1.0, None, 2**30)
+
+WANDB = """
+import json, os
+
+class errors:
+    class Error(Exception): ...
+
+class Run:
+    def __init__(self, given):
+        self.config = self
+        self.say("init", given)
+    def say(self, *what):
+        with open(os.environ["WANDB_TOLD"], "a") as file:
+            print(json.dumps(what), file=file)
+    def update(self, settings, allow_val_change): self.say("config", settings)
+    def define_metric(self, name, step_metric): self.say("axis", step_metric)
+    def log(self, values): self.say("log", values)
+    def finish(self, exit_code): self.say("finish", exit_code)
+
+def init(**given):
+    if os.environ.get("WANDB_REFUSES"):
+        raise errors.Error("api_key not configured (no-tty).\\n call wandb.login()")
+    return Run(given)
+"""
+"""What is used of the package, writing down how."""
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(path.read_text().splitlines()))
+
+
+def log_of(**values: Any) -> RunLog:
+    return RunLog(build_config({"log_interval": 0, **values}).log, 1, 0, writes=True)
+
+
+@pytest.fixture
+def wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The file in which a package of that name notes what it is told."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "wandb.py").write_text(WANDB)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.setenv("WANDB_TOLD", str(tmp_path / "told"))
+    yield tmp_path / "told"
+    sys.modules.pop("wandb", None)
+
+
+def told(path: Path) -> list[tuple[str, Any]]:
+    return [(kind, value) for kind, value in map(json.loads, path.read_text().splitlines())]
+
+
+# ---- tables ------------------------------------------------------------------------------------------------------
+
+
+def test_tables_hold_what_the_metrics_file_does_and_a_resume_appends(tmp_path: Path) -> None:
+    run = [*TINY, "--mock-data", "--train-iters", 4, "--eval-interval", 2, "--eval-iters", 1, "--save", tmp_path / "s",
+           "--load", tmp_path / "s", "--metrics-file", tmp_path / "m", "--csv-dir", tmp_path / "csv"]
+    train([*run, "--exit-interval", 2])
+    train(run)
+    lines = records(tmp_path / "m")
+    steps, evaluations = rows(tmp_path / "csv" / "steps.csv"), rows(tmp_path / "csv" / "evaluations.csv")
+    assert [(int(row["iteration"]), float(row["lm_loss"]), int(row["consumed_samples"])) for row in steps] == [
+        (line["iteration"], line["lm_loss"], line["consumed_samples"]) for line in lines if "eval" not in line]
+    assert [(int(row["iteration"]), row["split"], float(row["lm_loss"])) for row in evaluations] == [
+        (line["iteration"], line["split"], line["lm_loss"]) for line in lines if "eval" in line]
+
+
+def test_a_row_is_there_when_its_step_is_over_and_has_every_bit(tmp_path: Path) -> None:
+    log = log_of(csv_dir=str(tmp_path / "new" / "csv"))
+    log.step(STEP)
+    (row,) = rows(tmp_path / "new" / "csv" / "steps.csv")
+    assert tuple(row) == STEPS and float(row["lm_loss"]) == STEP.lm_loss
+    assert (row["grad_norm"], row["mfu"], row["skipped"], row["pld_theta"]) == ("", "", "1", "")
+    log.close()
+
+
+def test_every_number_of_a_step_has_a_column() -> None:
+    assert set(STEP.record()) - {"samples_digest"} <= set(STEPS)
+
+
+def test_a_table_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "steps.csv").write_text("step,price\n1,2\n")
+    with pytest.raises(StorageError, match=r"--csv-dir: .*steps.csv is another table"):
+        log_of(csv_dir=str(tmp_path))
+    assert (tmp_path / "steps.csv").read_text() == "step,price\n1,2\n"
+
+
+def test_a_folder_that_cannot_be_made_is_told_before_anything_is_built(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="--csv-dir .*file/csv cannot be written"):
+        check_places(build_config({"csv_dir": str(tmp_path / "file" / "csv")}).log)
+
+
+# ---- Weights & Biases --------------------------------------------------------------------------------------------
+
+
+def test_a_run_of_wandb_gets_every_step_and_evaluation(wandb: Path, tmp_path: Path) -> None:
+    train([*TINY, "--mock-data", "--train-iters", 2, "--eval-interval", 2, "--eval-iters", 1, "--clip-grad", 0.25,
+           "--wandb-project", "gpt", "--wandb-group", "sweep", "--wandb-entity", "us", "--metrics-file",
+           tmp_path / "m"])
+    (_, opened), (_, axis), (_, config), *logged, last = told(wandb)
+    assert opened == {"project": "gpt", "group": "sweep", "entity": "us"} and axis == "iteration"
+    assert config["optim"]["clip_grad"] == 0.25 and last == ("finish", 0)
+    lines = records(tmp_path / "m")
+    assert [value["iteration"] for _, value in logged] == [line["iteration"] for line in lines]
+    for (_, value), line in zip(logged, lines, strict=True):
+        assert value[f"{line.get('split', 'train')}/lm_loss"] == line["lm_loss"]
+    assert logged[0][1]["tokens"] == 4 * 16 and "train/mfu" not in logged[0][1]
+
+
+def test_a_run_that_fails_does_not_pass_for_a_finished_one(wandb: Path) -> None:
+    with pytest.raises(NumericsError):
+        with log_of(wandb_project="gpt"):
+            raise NumericsError("loss")
+    assert told(wandb)[-1] == ("finish", 1)
+
+
+def test_what_wandb_has_against_it_is_one_line(wandb: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_REFUSES", "1")
+    with pytest.raises(ConfigError, match=r"^--wandb-project gpt: wandb cannot start: api_key not configured \(no-tty\)"
+                                          r"\. call wandb.login\(\); log in with"):
+        log_of(wandb_project="gpt")
+
+
+@pytest.mark.parametrize("flags", [["--wandb-project", "gpt"], ["--deepspeed_config", "ds.json"]])
+def test_without_the_package_a_run_ends_before_torch_is_imported(flags: list[str], tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"wandb": {"enabled": true}}')
+    program = ("import sys, runpy; from importlib import util; found = util.find_spec\n"
+               "util.find_spec = lambda name: None if name == 'wandb' else found(name)\n"
+               f"sys.argv[0] = {str(ROOT / 'pretrain_gpt2.py')!r}\n"
+               "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+               "finally: print('torch' in sys.modules)")
+    done = subprocess.run([sys.executable, "-c", program, *TINY, "--mock-data", *flags], cwd=tmp_path,
+                          capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert (done.returncode, done.stdout) == (2, "False\n"), done.stderr
+    name = "wandb.enabled" if flags[0] == "--deepspeed_config" else "--wandb-project"
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith(f"error: {name}"), done.stderr
+    assert "pip install wandb" in done.stderr
+
+
+def test_a_run_without_it_imports_nothing_of_it(wandb: Path) -> None:
+    train([*TINY, "--mock-data", "--train-iters", 1])
+    assert "wandb" not in sys.modules and not wandb.exists()
+
+
+@pytest.mark.parametrize("flag", ["wandb_group", "wandb_team"])
+def test_a_group_or_a_team_needs_a_project(flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"--{flag.replace('_', '-')} needs --wandb-project"):
+        build_config({flag: "x"})
