@@ -24,6 +24,7 @@ from megatron.config.parallel import ParallelConfig, data_parallel_size
 from megatron.config.precision import PrecisionConfig
 from megatron.config.presets import PRESETS
 from megatron.config.problems import Problems
+from megatron.config.profile import ProfileConfig
 from megatron.config.quantize import QuantizeConfig
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.save import SaveConfig
@@ -35,8 +36,9 @@ from megatron.config.zero import ZeroConfig
 
 __all__ = [
     "PRESETS", "SECTIONS", "Config", "DataConfig", "LayerDropConfig", "LogConfig", "ModelConfig", "OffloadConfig",
-    "OptimConfig", "ParallelConfig", "PrecisionConfig", "QuantizeConfig", "RecomputeConfig", "SaveConfig",
-    "ScheduleConfig", "TrainConfig", "ZeroConfig", "build_config", "data_parallel_size", "flag_name", "require",
+    "OptimConfig", "ParallelConfig", "PrecisionConfig", "ProfileConfig", "QuantizeConfig", "RecomputeConfig",
+    "SaveConfig", "ScheduleConfig", "TrainConfig", "ZeroConfig", "build_config", "data_parallel_size", "flag_name",
+    "require",
 ]
 
 
@@ -58,6 +60,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     save: SaveConfig = field(default_factory=SaveConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     notes: tuple[str, ...] = field(default=(), compare=False)
     """What the user should read once about how this tree came about; no section, and not saved."""
     words: Words = field(default_factory=Words, compare=False)

@@ -19,7 +19,7 @@ class Counting(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, credit: Callable[[int], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._credit = credit
         self.unknown: Counter[str] = Counter()
         """Operations that nobody has a formula for, and how often they ran."""
@@ -41,5 +41,5 @@ class Counting(TorchDispatchMode):
                 result = func.decompose(*args, **given)
             return func(*args, **given) if result is NotImplemented else result
         result = func(*args, **given)
-        self._credit(way(result, args, given))  # type: ignore[operator]
+        self._credit(way(result, args, given))
         return result

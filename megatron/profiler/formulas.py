@@ -51,7 +51,7 @@ def _convolution(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 def _convolution_backward(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """One product for the gradient of the image and one for the weight's, each like the forward."""
     above, image, weight, transposed, wanted = args[0], args[1], args[2], args[7], args[10]
-    return sum(wanted[:2]) * _applied(weight, image if transposed else above)
+    return int(sum(wanted[:2])) * _applied(weight, image if transposed else above)
 
 
 def _applied(weight: Any, points: Any) -> int:

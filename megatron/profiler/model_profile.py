@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,7 +34,7 @@ def get_model_profile(
     if not given and not named:
         raise ConfigError("get_model_profile needs input_shape, args or kwargs: what the model is called with")
     profiler = FlopsProfiler(model)
-    call = model if mode == "forward" else model.generate
+    call: Callable[..., Any] = model if mode == "forward" else getattr(model, mode)
     with _evaluating(model), torch.no_grad():
         for _ in range(warm_up):
             call(*given, **named)

@@ -122,7 +122,7 @@ def profile_of(recording: Recording, **said: Any) -> Profile:
     """`said` are the other fields of a Profile."""
     recording.settle()
     tp = tensor_parallel_size(recording.root.module)
-    return Profile(_row(recording.root, tp), _macs(recording.outside), dict(recording.taken.seconds),
+    return Profile(_row(recording.root, tp), _macs(recording.outside), dict(recording.seconds),
                    unknown=recording.unknown, **said)
 
 

@@ -67,12 +67,13 @@ class FlopsProfiler:
         running.__exit__(None, None, None)
 
     @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Record one part of a step: forward, backward or step. Parts add up until `reset_profile`."""
+    def part(self, name: str, counts: bool = True) -> Iterator[None]:
+        """Record one part of a step, forward, backward or step, or only its time. They add up until
+        `reset_profile`."""
         if self._recording is None:
             self._recording = Recording(self.model)
         self._profile = None
-        with self._recording.on(name):
+        with self._recording.on(name) if counts else self._recording.timed(name):
             yield
 
     def reset_profile(self) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -16,16 +15,6 @@ from megatron.profiler.counting import Counting
 from megatron.profiler.nodes import Node, tree_of, walk
 
 
-@dataclass
-class Taken:
-    """Seconds of a part of a step, as long as the recording was on."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    def add(self, part: str, seconds: float) -> None:
-        self.seconds[part] = self.seconds.get(part, 0.0) + seconds
-
-
 class Recording:
     """It can be switched on several times, and adds up. Neither hooks nor attributes are put on the model."""
 
@@ -33,7 +22,8 @@ class Recording:
         """What runs in modules of the classes `ignore` is not counted."""
         self.root, self.outside = tree_of(model), Node("(outside of modules)", nn.Identity())
         self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        self.taken = Taken()
+        self.seconds: dict[str, float] = {}
+        """Of the parts of a step."""
         self._ignore = tuple(ignore)
         self._clock = clock_of(self.device)
         self._calls = Calls({node.module: node for node in walk(self.root)}, self.outside, self._clock)
@@ -47,15 +37,17 @@ class Recording:
     @contextmanager
     def on(self, part: str = "") -> Iterator[None]:
         """What happens inside is recorded; its time is that of a part of a step."""
-        start = self._clock.mark()
-        with ExitStack() as inside:
-            inside.enter_context(_as_written())
-            inside.enter_context(self._calls.watched())
-            inside.enter_context(self._counting)
+        with self.timed(part), _as_written(), self._calls.watched(), self._counting:
             yield
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """What happens inside is a part of a step of which nothing is recorded but its time."""
+        start = self._clock.mark()
+        yield
         stop = self._clock.mark()
         self._clock.wait()
-        self.taken.add(part, self._clock.seconds(start, stop))
+        self.seconds[part] = self.seconds.get(part, 0.0) + self._clock.seconds(start, stop)
 
     def settle(self) -> None:
         """Before what was recorded is read."""
@@ -67,7 +59,7 @@ class Recording:
         for node in (*walk(self.root), self.outside):
             node.forget()
         self._counting.unknown.clear()
-        self.taken.seconds.clear()
+        self.seconds.clear()
 
     def _credit(self, macs: int) -> None:
         node, phase = self._calls.place()
