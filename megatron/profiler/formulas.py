@@ -102,7 +102,9 @@ _PRODUCTS: dict[str, Formula] = {
     "convolution_backward": _convolution_backward,
 }
 _KERNEL = "_scaled_dot_product_"
-_RECURRENT = ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn")
+_UNCOUNTED = ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn", "_trilinear", "_grouped_mm", "_scaled_grouped_mm",
+              "_weight_int8pack_mm", "_weight_int4pack_mm")
+"""Operations of torch's that multiply, and have no formula here."""
 _OF_TORCH = ("aten", "prim", "prims", "c10d", "_c10d_functional", "profiler", "inductor")
 
 
@@ -123,7 +125,7 @@ def way_of(func: Any) -> Formula | Way | None:
 def is_unknown(func: Any) -> bool:
     """There may be products in it, and nobody says how many."""
     space, name, _ = _names(func)
-    return way_of(func) is None and (space not in _OF_TORCH or name.startswith(_RECURRENT))
+    return way_of(func) is None and (space not in _OF_TORCH or name.startswith(_UNCOUNTED))
 
 
 def _consists_of_others(func: Any) -> bool:

@@ -2,7 +2,8 @@
 
 Vocabulary
     logical   of the model as it would be on one rank: whole parameters, without the padding of a vocabulary
-    here      what of it this rank keeps between steps: its slice over tensor parallel, its part at ZeRO stage 3
+    here      of what this rank computes with: over tensor parallel its slices. (At ZeRO stage 3 each rank computes with
+              whole parameters, which it does not keep; parameters answer for their whole there.)
     split     the work of a module is divided over tensor parallel: it, or a module inside it, has a parameter that is
 
 A module with several names, and a parameter with several owners, is one: it is counted at its first name, and sums over
@@ -19,7 +20,6 @@ from math import prod
 
 from torch import nn
 
-from megatron.zero.holders import holder_of, shape_of
 from mpu.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, VocabParallelEmbedding
 from mpu.partition import partition_of
 
@@ -91,14 +91,9 @@ def tensor_parallel_size(model: nn.Module) -> int:
 
 
 def logical_numel(parameter: nn.Parameter, tp_size: int) -> int:
-    shape, partition = list(shape_of(parameter)), partition_of(parameter)
+    """Elements of the whole parameter."""
+    shape, partition = list(parameter.shape), partition_of(parameter)
     if partition is not None:
         whole = shape[partition.dim] * tp_size
         shape[partition.dim] = whole if partition.size is None else partition.size
     return prod(shape)
-
-
-def numel_here(parameter: nn.Parameter) -> int:
-    holder = holder_of(parameter)
-    ranks = holder.dp.size if holder is not None and holder.comes_and_goes else 1
-    return -(-prod(shape_of(parameter)) // ranks)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megatron.profiler.nodes import Node, Phase, logical_numel, numel_here, tensor_parallel_size
+from megatron.profiler.nodes import Node, Phase, logical_numel, tensor_parallel_size
 from megatron.profiler.recording import Recording
 
 FLOPS_PER_MAC = 2
@@ -71,6 +71,8 @@ class Layout:
     zero_stage: int | None = None
     micro_batch: int | None = None
     global_batch: int | None = None
+    parameters_kept: int | None = None
+    """Elements that this rank keeps between steps, with padding."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ def _row(node: Node, tp: int) -> Row:
     rows = tuple(_row(child, tp) for child in node.children)
     own = _macs(node)
     return Row(node.path, node.kind, sum(logical_numel(p, tp) for p in node.parameters),
-               sum(map(numel_here, node.parameters)),
+               sum(p.numel() for p in node.parameters),
                _total([own.times(tp if node.is_split else 1), *(row.macs for row in rows)]),
                _total([own, *(row.macs_here for row in rows)]), node.calls,
                node.seconds if node.calls else sum(row.seconds for row in rows), rows)

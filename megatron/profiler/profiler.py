@@ -32,6 +32,9 @@ class Engine(Protocol):
     @property
     def groups(self) -> Groups: ...
 
+    @property
+    def parameters_kept(self) -> int: ...
+
     def train_batch_size(self) -> int: ...
 
     def train_micro_batch_size_per_gpu(self) -> int: ...
@@ -106,7 +109,7 @@ class FlopsProfiler:
             return Layout(world=tp, tp=tp)
         groups = engine.groups
         return Layout(groups.world.size, groups.dp.size, groups.tp.size, engine.zero_optimization_stage(),
-                      engine.train_micro_batch_size_per_gpu(), engine.train_batch_size())
+                      engine.train_micro_batch_size_per_gpu(), engine.train_batch_size(), engine.parameters_kept)
 
     def _any(self) -> Profile:
         return self._profile or self.profile()

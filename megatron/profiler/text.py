@@ -37,8 +37,9 @@ def facts(profile: Profile) -> Iterator[tuple[str, str]]:
     """Name, value: the lines of a summary."""
     yield from _of_layout(profile.layout)
     yield "parameters of the model", short(profile.root.parameters)
-    if profile.root.parameters_here != profile.root.parameters:
-        yield "parameters kept by this rank, with padding", short(profile.root.parameters_here)
+    kept = profile.layout.parameters_kept or profile.root.parameters_here
+    if kept != profile.root.parameters:
+        yield "parameters kept by this rank, with padding", short(kept)
     yield from _of_flops(profile)
     yield from _of_time(profile)
     for name, times in profile.unknown.items():
