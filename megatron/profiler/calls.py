@@ -48,7 +48,7 @@ class Calls:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Calls inside are noted."""
+        """Calls inside are noted. What ends them by force leaves some that never returned."""
         handles = (register_module_forward_pre_hook(self._enter),
                    register_module_forward_hook(self._leave, always_call=True))
         try:

@@ -72,9 +72,11 @@ def tree_of(model: nn.Module) -> Node:
 
     def grow(module: nn.Module, path: str) -> Node:
         seen.add(module)
-        children = [(name, child) for name, child in module.named_children() if child not in seen]
-        return Node(path, module, [grow(child, f"{path}.{name}" if path else name) for name, child in children
-                                   if child not in seen])
+        node = Node(path, module)
+        for name, child in module.named_children():
+            if child not in seen:
+                node.children.append(grow(child, f"{path}.{name}" if path else name))
+        return node
 
     return grow(model, "")
 

@@ -16,6 +16,7 @@ from megatron import recompute
 from megatron.model import GPT2
 from megatron.profiler.profile import Macs, Profile, profile_of
 from megatron.profiler.recording import Recording
+from megatron.train.flops import flops_per_token
 from mpu import groups as mpu_groups
 from tests.distributed import run_ranks
 from tests.megatron.helpers import engine_of, tiny_model
@@ -38,6 +39,16 @@ def test_the_total_of_each_preset_is_the_closed_form(name: str, chunk: int | Non
     assert found.macs == step_macs(config, 2, config.max_position_embeddings, causal=False, chunk=chunk)
     assert found.root.parameters == config.parameters()
     assert found.outside == Macs()
+
+
+@pytest.mark.parametrize("name", ["tiny", "124M", "1.5B"])
+def test_the_formula_of_mfu_differs_by_what_the_guide_says(name: str) -> None:
+    """It takes attention for full, and biases, norms and positions for products; padding it does not know."""
+    config = preset(name)
+    length, h = config.max_position_embeddings, config.hidden_size
+    ran = step_macs(config, 1, length, causal=False, padded=config.tokens).all - length  # without the mean of the loss
+    no_products = length * h + config.num_layers * (9 * h + config.ffn_size) + 2 * h
+    assert length * flops_per_token(config, length) == 2 * ran + length * 6 * no_products
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 2])
@@ -67,6 +78,22 @@ def test_each_module_has_its_own_products_also_in_backward() -> None:
         assert attention == Macs(tall * 4 * h * h + 2 * scores, 2 * tall * 4 * h * h + 5 * scores)
         assert row(found, f"{block}.ln_1").macs == Macs()
     assert row(found, "wte").macs == Macs()  # the loss, which uses its table, is the model's
+
+
+def test_neighbours_of_one_operation_are_told_apart_in_backward() -> None:
+    """Each module makes one node of autograd's: an interval that is off by one gives it to another."""
+    class Product(nn.Module):
+        def __init__(self, rows: int, columns: int) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(rows, columns))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight
+
+    model = nn.Sequential(Product(3, 5), Product(5, 7), nn.Sequential(Product(7, 11)), Product(11, 2))
+    found = recorded(model, torch.zeros(1, 3, requires_grad=True))
+    assert [row(found, path).macs for path in ("0", "1", "2", "2.0", "3")] == [
+        Macs(size, 2 * size) for size in (15, 35, 77, 77, 22)]
 
 
 def test_what_runs_outside_of_modules_is_told_apart() -> None:
@@ -125,6 +152,35 @@ def test_recomputation_changes_no_other_column() -> None:
     assert without == table(recorded(plain, x, x))
 
 
+def test_a_function_with_a_backward_of_its_own_is_recomputation_where_it_runs_again() -> None:
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(weight)
+            return x @ weight
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+            return grads[0] @ ctx.saved_tensors[0].T, None
+
+    class Inner(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = Square.apply(x, torch.zeros(4, 4))  # type: ignore[no-untyped-call]
+            return y.sin()
+
+    class Kept(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+            return made
+
+    found = recorded(Kept(), torch.zeros(2, 4, requires_grad=True))
+    assert found.macs == row(found, "inner").macs == Macs(32, 32, 32)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_torchs_own_checkpoint_is_seen_as_well(reentrant: bool) -> None:
     class Kept(nn.Module):
@@ -161,7 +217,7 @@ def test_a_tied_parameter_and_a_shared_module_count_once() -> None:
             super().__init__()
             self.one, self.other, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
             self.other.weight = self.one.weight
-            self.again = self.third
+            self.again = nn.Sequential(self.third)
 
         def forward(self, x: Tensor) -> Tensor:
             y: Tensor = self.again(self.third(self.other(self.one(x))))
@@ -169,7 +225,8 @@ def test_a_tied_parameter_and_a_shared_module_count_once() -> None:
 
     found = recorded(Tied(), torch.zeros(2, 4))
     assert found.root.parameters == 2 * 16 + 3 * 4
-    assert [inner.name for inner in found.root.rows] == ["one", "other", "third"]
+    assert [inner.name for inner in found.root.rows] == ["one", "other", "third", "again"]
+    assert not row(found, "again").rows
     assert row(found, "third").calls == 2 and row(found, "third").macs.forward == 64
     assert row(found, "other").parameters == 20
 
@@ -243,7 +300,8 @@ def test_a_profile_changes_no_bit() -> None:
         assert ours.grad is not None and theirs.grad is not None and ours.grad.equal(theirs.grad)
 
 
-def test_an_error_inside_a_module_leaves_the_next_profile_whole() -> None:
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_error_inside_a_module_leaves_the_next_profile_whole(error: type[BaseException]) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -252,15 +310,17 @@ def test_an_error_inside_a_module_leaves_the_next_profile_whole() -> None:
         def forward(self, x: Tensor) -> Tensor:
             y: Tensor = self.inner(x)
             if self.fails:
-                raise ValueError("once")
+                raise error
             return y
 
     model = Model()
     recording = Recording(model)
-    with pytest.raises(ValueError), recording.on():
+    with pytest.raises(error), recording.on():
         model(torch.zeros(2, 4))
     recording.forget()
     model.fails = False
     with recording.on():
+        torch.zeros(2, 4) @ torch.zeros(4, 4)
         model(torch.zeros(2, 4)).sum().backward()
-    assert profile_of(recording).root.macs == Macs(32, 32)
+    found = profile_of(recording)
+    assert (found.root.macs, found.outside) == (Macs(32, 32), Macs(32))

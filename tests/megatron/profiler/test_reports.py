@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from html.parser import HTMLParser
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,8 @@ def test_the_summary_has_every_number_of_the_step() -> None:
     said = {name: value for name, _, value in (line.partition(":") for line in summary(example()))}
     found = {name: value.strip() for name, value in said.items()}
     assert found["forward FLOPs per rank"] == "100 FLOPs" and found["backward FLOPs per rank"] == "200 FLOPs"
-    assert found["FLOPs of recomputation per rank"] == "60 FLOPs" and found["FLOPs of the step, on all ranks"] == "720 FLOPs"
+    assert found["FLOPs of recomputation per rank"] == "60 FLOPs"
+    assert found["FLOPs of the step, on all ranks"] == "720 FLOPs"
     assert found["iteration latency, forward + backward + step"] == "2.00 s"
     assert found["iteration latency of the step before, without the profiler"] == "1.25 s"
     assert found["forward FLOPS per rank"] == "200 FLOPS"
@@ -59,8 +61,7 @@ def test_sums_over_classes_are_told_depth_by_depth() -> None:
     assert lines[5:] == ["depth 1:", "    parameters      - Linear: 900, <Norm>: 100",
                          "    forward MACs    - Linear: 40 MACs, <Norm>: 0 MACs",
                          "    forward latency - Linear: 375.00 ms, <Norm>: 25.00 ms"]
-    assert list(aggregated(example(), module_depth=0)) == lines[:1][:0] + [
-        lines[0].replace("2", "1"), *lines[1:5]]
+    assert list(aggregated(example(), module_depth=0)) == [lines[0].replace("2", "1"), *lines[1:5]]
 
 
 def test_the_tree_is_that_of_the_modules_with_shares_of_the_whole() -> None:
@@ -132,6 +133,7 @@ def test_bars_lie_under_their_module_side_by_side_as_wide_as_their_share() -> No
         assert bar.depth == above.depth + 1
         assert above.left - 1e-9 <= bar.left and bar.left + bar.width <= above.left + above.width + 1e-9
         assert bar.width == pytest.approx(bar.row.macs.all / profile.root.macs.all)
-    for one, other in ((one, other) for one in drawn for other in drawn if one.depth == other.depth and one is not other):
-        assert one.left + one.width <= other.left + 1e-9 or other.left + other.width <= one.left + 1e-9
+    for one, other in permutations(drawn, 2):
+        apart = one.left + one.width <= other.left + 1e-9 or other.left + other.width <= one.left + 1e-9
+        assert apart or one.depth != other.depth
     assert not list(bars(example().root, lambda row: 0.0))
