@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -102,17 +105,19 @@ def test_impossible_settings_are_refused(flag: str, value: str, message: str) ->
         parse_args(["--preset", "tiny", flag, value])
 
 
-def test_an_engine_profiles_by_deepspeeds_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def engine_by_keys(rank: int, world: int) -> None:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "optimizer": {"type": "Adam"},
         "flops_profiler": {"enabled": True, "profile_step": 2, "module_depth": 0, "top_modules": 2, "detailed": False,
                            "output_file": None, "recompute_fwd_factor": 1.0}}
-    engine = zero.initialize(model=nn.Sequential(nn.Linear(4, 4), nn.Tanh()), config=config)[0]
-    for _ in range(6):
-        loss = engine(torch.ones(2, 4)).sum()
-        engine.backward(loss)
-        engine.step()
-    said = capsys.readouterr().out
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        engine = zero.initialize(model=nn.Sequential(nn.Linear(4, 4), nn.Tanh()), config=config)[0]
+        for _ in range(6):
+            loss = engine(torch.ones(2, 4)).sum()
+            engine.backward(loss)
+            engine.step()
+    said = printed.getvalue()
     assert said.count("Profile summary of step 2") == 1 and "depth 0:" in said and "depth 1:" not in said
     assert "Sequential(" not in said
     assert engine.flops_profiler.get_total_macs() == 2 * 2 * 16
@@ -120,8 +125,13 @@ def test_an_engine_profiles_by_deepspeeds_keys(tmp_path: Path, capsys: pytest.Ca
     assert (engine.flops_profiler_module_depth(), engine.flops_profiler_detailed()) == (0, False)
 
 
-def test_an_engine_without_a_profile_has_none() -> None:
+def engine_without(rank: int, world: int) -> None:
     config = {"train_batch_size": 1, "optimizer": {"type": "Adam"}}
     engine = zero.initialize(model=nn.Linear(4, 4), config=config)[0]
     assert engine.flops_profiler is None and engine.flops_profiler_enabled() is False
     assert engine.parameters_kept >= 20
+
+
+@pytest.mark.parametrize("engine_test", [engine_by_keys, engine_without])
+def test_an_engine_profiles_by_deepspeeds_keys(engine_test: Callable[[int, int], None]) -> None:
+    run_ranks(engine_test, 1)
