@@ -18,7 +18,7 @@ def working(load: Callable[[], ModuleType], device: torch.device, without: str) 
     try:
         kernels = load()
     except ImportError as error:
-        if device.type != "cpu":
+        if device.type not in ("cpu", "meta"):
             _warn(without, error)
         return None
     if not kernels.runs_on(device):

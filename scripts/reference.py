@@ -89,6 +89,7 @@ TOPICS: dict[str, Callable[[str], bool]] = {
     "activation checkpointing": _under("activation_checkpointing."),
     "layer dropping": _under("progressive_layer_drop."),
     "quantisation": _under("quantize_training.", "compression_training.weight_quantization.", "eigenvalue."),
+    "flops profiler": _under("flops_profiler."),
     "checkpoint": _under("checkpoint."),
 }
 

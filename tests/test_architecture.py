@@ -32,7 +32,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.config.model megatron.config.data megatron.config.parallel megatron.config.optim
         megatron.config.schedule megatron.config.precision megatron.config.zero megatron.config.offload
         megatron.config.recompute megatron.config.layer_drop megatron.config.quantize megatron.config.train
-        megatron.config.save megatron.config.log
+        megatron.config.save megatron.config.log megatron.config.profile
         megatron.config.draft megatron.config.presets megatron.config.tree megatron.config.hf_shape megatron.config
         megatron.config.loose_json
         megatron.config.ds_keys megatron.config.ds_reader megatron.config.ds_together megatron.config.ds_batch
@@ -112,12 +112,16 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.checkpoint.interchange.huggingface megatron.checkpoint.interchange.nanogpt
         megatron.checkpoint.interchange.megatron_lm megatron.checkpoint.interchange.convert
         megatron.zero.estimate megatron.zero.accelerator megatron.zero.ops megatron.zero.ops.adam megatron.zero.watch
+        megatron.profiler.formulas megatron.profiler.nodes megatron.profiler.clock megatron.profiler.calls
+        megatron.profiler.counting megatron.profiler.recording megatron.profiler.profile megatron.profiler.numbers
+        megatron.profiler.text megatron.profiler.page megatron.profiler.output megatron.profiler.profiler
+        megatron.profiler.model_profile megatron.profiler
         megatron.zero.api megatron.zero.api.same megatron.zero.api.update megatron.zero.api.drives
         megatron.zero.api.offload megatron.zero.api.meanwhile
         megatron.zero.api.init megatron.zero.api.loading
         megatron.zero.api.curves megatron.zero.api.wandb_run megatron.zero.api.monitor megatron.zero.api.batching
         megatron.zero.api.hyper megatron.zero.api.shared megatron.zero.api.owed megatron.zero.api.saved
-        megatron.zero.api.layer_drop megatron.zero.api.eigenvalues
+        megatron.zero.api.layer_drop megatron.zero.api.eigenvalues megatron.zero.api.profiled
         megatron.zero.api.weights megatron.zero.api.optimizer megatron.zero.api.casting megatron.zero.api.schedule
         megatron.zero.api.status
         megatron.zero.api.names megatron.zero.api.engine megatron.zero.api.meeting
@@ -188,7 +192,7 @@ ROOMS = ("data", "mpu", "megatron.errors", "megatron.ranges", "megatron.version"
          "megatron.whereabouts", "megatron.layer_drop", "megatron.quantize",
          "megatron.config", "megatron.launch", "megatron.model", "megatron.recompute", "megatron.optim",
          "megatron.checkpoint",
-         "megatron.zero", "megatron.zero.api", "megatron.fsdp",
+         "megatron.zero", "megatron.profiler", "megatron.zero.api", "megatron.fsdp",
          "megatron.inference", "megatron.inference.api", "megatron.generate",
          "megatron.evaluate", "megatron.serve", "megatron.train", "megatron.plan", "megatron.report",
          "pretrain_gpt2", "megatron.commands")
@@ -207,7 +211,7 @@ NAMES_OF_DISTRIBUTED = {
 }
 """What a module may use of torch.distributed, besides its types. mpu.wire alone names operations."""
 
-MAY_REGISTER_HOOKS = {"megatron.zero.hooks", "megatron.recompute"}
+MAY_REGISTER_HOOKS = {"megatron.zero.hooks", "megatron.recompute", "megatron.profiler.calls"}
 MAY_READ_A_CLOCK = {"megatron.recompute.replay", "megatron.zero.homes.preflight", "megatron.zero.homes.nvme"}
 MAY_READ_THE_ENVIRONMENT = {"mpu.device"}  # one switch, for tests
 MAY_READ_THE_STAGE = {"megatron.zero.engine", "megatron.zero.policy"}

@@ -202,8 +202,7 @@ _MONITORS: dict[str, Row] = {
     **_together("wandb.project", TEXT),
     "comet": Absent("scalars can go to tensorboard, csv_monitor and wandb, and from pretrain_gpt2.py to "
                     "--metrics-file"),
-    "flops_profiler": Absent(
-        "modules are not profiled; pretrain_gpt2.py writes each step's TFLOP/s and MFU to --metrics-file"),
+    "flops_profiler.recompute_fwd_factor": NoEffect(NUMBER, 0.0, "recomputation is counted as it runs"),
     "comms_logger": Absent("collectives are not logged one by one"),
     "timers": Absent("there are no timers to configure"),
 }

@@ -25,6 +25,7 @@ from megatron.config.parallel import ParallelConfig, data_parallel_size
 from megatron.config.precision import PrecisionConfig
 from megatron.config.presets import PRESETS
 from megatron.config.problems import Problems, sentences_of
+from megatron.config.profile import ProfileConfig
 from megatron.config.quantize import QuantizeConfig
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.save import SaveConfig
@@ -37,8 +38,9 @@ from megatron.errors import ConfigError
 
 __all__ = [
     "PRESETS", "SECTIONS", "Config", "DataConfig", "LayerDropConfig", "LogConfig", "ModelConfig", "OffloadConfig",
-    "OptimConfig", "ParallelConfig", "PrecisionConfig", "QuantizeConfig", "RecomputeConfig", "SaveConfig",
-    "ScheduleConfig", "TrainConfig", "ZeroConfig", "build_config", "data_parallel_size", "flag_name", "require",
+    "OptimConfig", "ParallelConfig", "PrecisionConfig", "ProfileConfig", "QuantizeConfig", "RecomputeConfig",
+    "SaveConfig", "ScheduleConfig", "TrainConfig", "ZeroConfig", "build_config", "data_parallel_size", "flag_name",
+    "require",
 ]
 
 
@@ -60,6 +62,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     save: SaveConfig = field(default_factory=SaveConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     notes: tuple[str, ...] = field(default=(), compare=False)
     """What the user should read once about how this tree came about; no section, and not saved."""
     words: Words = field(default_factory=Words, compare=False)

@@ -9,6 +9,7 @@
     weights.py, saved.py                     the weights as a state dict; the engine's state in a checkpoint
     layer_drop.py   theta of progressive layer dropping, handed to the model
     owed.py                                  what ranks owe each other there, with 1-bit optimizers
+    profiled.py     the step that the flops profiler looks at
     eigenvalues.py  of blocks whose weights are about to have fewer bits
     shared.py                                what the state in a checkpoint must be to be used
     hyper.py        the hyper-parameters of the param groups there; same.py: whether all ranks have the same model

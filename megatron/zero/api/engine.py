@@ -43,6 +43,7 @@ from megatron.zero.api.loading import Collate, EpochLoader, make_loader
 from megatron.zero.api.monitor import Monitor, Watch
 from megatron.zero.api.names import TABLE, look_up
 from megatron.zero.api.optimizer import ZeroOptimizer
+from megatron.zero.api.profiled import ProfiledStep
 from megatron.zero.api.saved import (
     Identity,
     LoadOptions,
@@ -74,6 +75,8 @@ class Engine(EngineStatus):
         if watch.writes:
             on_rank_0(self.monitor.open, core.groups.world)
         self.mpu = mpu
+        self.profiled = ProfiledStep(config, core, self)
+        """What looks at one step of it, module by module, where that is asked for."""
         self.progressive_layer_drop = (
             ProgressiveLayerDrop(config.layer_drop, core.module, lambda: core.global_steps)
             if config.layer_drop.progressive_layer_drop else None)
@@ -110,7 +113,7 @@ class Engine(EngineStatus):
             kwargs = {**kwargs, **self.progressive_layer_drop.arguments()}
         if self._eigenvalues is not None and self.training:
             self._eigenvalues.note(args, kwargs)
-        with self.config.words.speaking(), HERE, self.monitor.phase("forward"):
+        with self.config.words.speaking(), HERE, self.monitor.phase("forward"), self.profiled.part("forward"):
             return self.core.module(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -118,7 +121,7 @@ class Engine(EngineStatus):
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Gradients of the loss; returns the loss divided by the number of micro-batches of a step."""
-        with self.config.words.speaking(), HERE, self.monitor.phase("backward"):
+        with self.config.words.speaking(), HERE, self.monitor.phase("backward"), self.profiled.part("backward"):
             part = self.core.backward(loss, retain_graph, scale_wrt_gas)
         self.monitor.add_loss(part)
         return part
@@ -129,7 +132,7 @@ class Engine(EngineStatus):
         move the learning rate on, unless the step was skipped for an overflow. `lr_kwargs` go to the scheduler;
         `riders`, at most 8 numbers, are summed over all ranks on the way (`StepReport.riders`); a rank that gives fewer
         adds 0."""
-        with self.config.words.speaking(), HERE, self.monitor.phase("step"):
+        with self.config.words.speaking(), HERE, self.monitor.phase("step"), self.profiled.part("step"):
             self.conclude()
             report = self.core.step(riders=riders, aside=self._background.progress)
             if self.reads_weights_between_steps:
@@ -147,6 +150,7 @@ class Engine(EngineStatus):
         if not self.core.is_deferred:
             self._tell()
         self.monitor.step_done(self)
+        self.profiled.step_done()
         return report
 
     def _tell_of_bits(self) -> None:

@@ -129,6 +129,12 @@ SETTINGS: dict[str, Row] = {
     "pld_gamma": Reads(lambda e: e.config.layer_drop.pld_gamma, "how fast it falls"),
     "pld_params": Reads(lambda e: e.progressive_layer_drop is not None and {
         "theta": e.config.layer_drop.pld_theta, "gamma": e.config.layer_drop.pld_gamma}, "as a dict, or False"),
+    **_settings("profile", "the setting", """
+        flops_profiler_enabled=flops_profiler flops_profiler_profile_step=flops_profiler_step
+        flops_profiler_module_depth flops_profiler_top_modules flops_profiler_detailed flops_profiler_output_file"""),
+    "flops_profiler_recompute_fwd_factor": Reads(lambda e: 0.0, "recomputation is counted as it runs"),
+    "flops_profiler": Holds(lambda e: e.profiled.profiler, "the FlopsProfiler of rank 0 where a profile is asked for, "
+                            "or None"),
     "quantize_training": Reads(lambda e: e.config.quantize.quantize_training, "the setting"),
     "optimizer_name": Reads(lambda e: e.get_type()[0], "the name of the optimizer"),
     "optimizer_params": Reads(lambda e: {key: value for key, value in e.optimizer.param_groups[0].items()
@@ -182,7 +188,7 @@ CONSTANTS: dict[str, Row] = {
     **_constant(False, "there is no such thing here, so it is off", """
         amp_enabled eigenvalue_enabled curriculum_enabled curriculum_enabled_legacy
         curriculum_learning_enabled data_efficiency_enabled data_sampling_enabled random_ltd_enabled
-        flops_profiler_enabled autotuning_enabled autotuning_profile_model_info elasticity_enabled
+        autotuning_enabled autotuning_profile_model_info elasticity_enabled
         sparse_gradients_enabled torch_autocast_enabled super_offload is_deepcompile_enabled
         is_deepcompile_active compile_autosp compile_autotp compile_zero_optimization_stage
         uses_parallelization_pass_only zero_quantized_weights zero_quantized_nontrainable_weights
@@ -239,9 +245,6 @@ REFUSED: dict[str, Row] = {
     **_refused("nothing is tuned by the engine", """
         autotuning_start_profile_step autotuning_end_profile_step autotuning_metric_path autotuning_model_info_path
         autotuning_metric autotuning_model_info"""),
-    **_refused("there is no profile per module; use torch.profiler around a step", """
-        flops_profiler flops_profiler_recompute_fwd_factor flops_profiler_profile_step flops_profiler_module_depth
-        flops_profiler_top_modules flops_profiler_detailed flops_profiler_output_file"""),
     **_refused("`wall_clock_breakdown` prints times, and the monitors record them",
                "timers engine_timers tput_timer get_wall_clock_timers fwd_duration"),
     **_refused(_BY_WRITER, "summary_events get_summary_writer tensorboard_output_path tensorboard_job_name"),

@@ -131,6 +131,12 @@ class EngineStatus:
         return drive_use(self.core.homes)
 
     @property
+    def parameters_kept(self) -> int:
+        """Elements of parameters that this rank keeps between steps, with padding: at stage 3 its shards."""
+        return sum(bucket.layout.shard_numel if bucket.comes_and_goes else bucket.layout.numel
+                   for bucket in (*self.core.buckets, *self.core.frozen))
+
+    @property
     def layout(self) -> dict[str, int]:
         """Tensor and data parallel size and ZeRO stage, as a checkpoint remembers them."""
         return {"tp": self.groups.tp.size, "dp": self.groups.dp.size, "zero_stage": self.config.zero.zero_stage}

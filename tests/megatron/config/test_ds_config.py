@@ -105,7 +105,7 @@ TABLES = {"csv_monitor": {"enabled": True, "output_path": "out", "job_name": "jo
 WANDB = {"wandb": {"enabled": True, "project": "gpt"}}
 ZERO, PARAM, HOME, KEEP = ("zero_optimization.", "zero_optimization.offload_param.",
                            "zero_optimization.offload_optimizer.", "activation_checkpointing.")
-DROP = "progressive_layer_drop."
+DROP, FLOPS = "progressive_layer_drop.", "flops_profiler."
 BITS, SHARED = "quantize_training.", "compression_training.weight_quantization.shared_parameters."
 GROUPS = "compression_training.weight_quantization.different_groups"
 QUANTISED = {"quantize_training": {"enabled": True}}
@@ -219,6 +219,12 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     DROP + "enabled": (True, {"progressive_layer_drop": True, "pld_theta": 1.0}, {}),
     DROP + "theta": (0.6, {"pld_theta": 0.6}, {}),
     DROP + "gamma": (0.01, {"pld_gamma": 0.01}, {}),
+    FLOPS + "enabled": (True, {"flops_profiler": True}, {}),
+    FLOPS + "profile_step": (5, {"flops_profiler_step": 5}, {}),
+    FLOPS + "module_depth": (2, {"flops_profiler_module_depth": 2}, {}),
+    FLOPS + "top_modules": (3, {"flops_profiler_top_modules": 3}, {}),
+    FLOPS + "detailed": (False, {"flops_profiler_detailed": False}, {}),
+    FLOPS + "output_file": ("p.html", {"flops_profiler_output_file": "p.html"}, {}),
     BITS + "enabled": (True, {"quantize_training": True}, {}),
     BITS + "quantize_bits.start_bits": (12, {"quantize_start_bits": 12}, {}),
     BITS + "quantize_bits.target_bits": (4, {"quantize_target_bits": 4}, {}),

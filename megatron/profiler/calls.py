@@ -1,0 +1,105 @@
+"""Which module is running, and which one a gradient belongs to.
+
+Torch tells of every call of every module by two hooks that are not a module's own, so nothing is put on the model and
+nothing is left on it. During a backward no module is called; there the *sequence number* helps that autograd gives each
+of its nodes as the forward makes them: numbers grow, so the calls of a forward cut them into intervals, and the
+interval in which a node of the backward under way lies names its module.
+
+A module that is called during a backward runs again: recomputation. So does what runs there with gradients switched on.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from megatron.profiler.clock import Clock
+from megatron.profiler.nodes import Node, Phase
+
+_NO_BACKWARD = -1
+
+
+class _Frame(NamedTuple):
+    """A call that has begun."""
+
+    node: Node
+    backward: int
+    """The one it runs in."""
+    start: Any
+
+
+class Calls:
+    """Of the modules of one tree; `outside` is the node of what runs in none of them."""
+
+    def __init__(self, nodes: Mapping[nn.Module, Node], outside: Node, clock: Clock) -> None:
+        self._nodes, self._outside, self._clock = nodes, outside, clock
+        self._frames: list[_Frame] = []
+        self._numbers: list[int] = []  # where an interval begins ...
+        self._owners: list[Node] = []  # ... and whose it is
+        self._spans: list[tuple[Node, Any, Any]] = []
+        self._thread = threading.get_ident()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Calls inside are noted. What ends them by force leaves some that never returned."""
+        handles = (register_module_forward_pre_hook(self._enter),
+                   register_module_forward_hook(self._leave, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._frames.clear()
+
+    def place(self) -> tuple[Node, Phase]:
+        """Of the operation under way."""
+        frame = self._frames[-1] if self._frames else None
+        backward = torch._C._current_graph_task_id()
+        if backward == _NO_BACKWARD:
+            return (self._outside if frame is None else frame.node), Phase.FORWARD
+        if frame is not None and frame.backward == backward:
+            return frame.node, Phase.AGAIN
+        return self._maker_of_node(), Phase.AGAIN if torch.is_grad_enabled() else Phase.BACKWARD
+
+    def settle(self) -> None:
+        """Give each node the time of its calls, and begin anew."""
+        self._clock.wait()
+        for node, start, stop in self._spans:
+            node.seconds += self._clock.seconds(start, stop)
+        self._spans.clear()
+        self._numbers.clear()
+        self._owners.clear()
+
+    def _maker_of_node(self) -> Node:
+        """The module that was running when the node of the backward under way was made."""
+        node: Any = torch._C._current_autograd_node()
+        interval = -1 if node is None else bisect_right(self._numbers, node._sequence_nr()) - 1
+        return self._outside if interval < 0 else self._owners[interval]
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        node = self._nodes.get(module)
+        if node is not None:
+            self._begin_interval(node)
+            self._frames.append(_Frame(node, torch._C._current_graph_task_id(), self._clock.mark()))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Also when the forward has raised, as recomputation does once it has what it wants."""
+        if not self._frames or self._frames[-1].node is not self._nodes.get(module):
+            return
+        frame = self._frames.pop()
+        if frame.backward == _NO_BACKWARD:
+            frame.node.calls += 1
+            self._spans.append((frame.node, frame.start, self._clock.mark()))
+        self._begin_interval(self._frames[-1].node if self._frames else self._outside)
+
+    def _begin_interval(self, owner: Node) -> None:
+        if threading.get_ident() == self._thread:  # each thread numbers by itself
+            self._numbers.append(torch.autograd._get_sequence_nr())
+            self._owners.append(owner)

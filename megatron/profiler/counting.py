@@ -1,0 +1,45 @@
+"""Sees every operation that torch runs, by whatever name a model called it, and passes on how much it multiplies.
+
+A mode of torch's dispatch is asked below autograd, by operations of functionals, of backwards and of our own autograd
+functions alike. What torch.compile has compiled runs as it is written while a mode is active.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.profiler.formulas import OPENED, is_unknown, way_of
+
+
+class Counting(TorchDispatchMode):
+    supports_higher_order_operators = True
+
+    def __init__(self, credit: Callable[[int], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._credit = credit
+        self.unknown: Counter[str] = Counter()
+        """Operations that nobody has a formula for, and how often they ran."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: nothing is compiled while it is active (recording.py), and to keep the compiler from looking here would
+        load it, and take longer than what is done here."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given, way = kwargs or {}, way_of(func)
+        if way is None:
+            if is_unknown(func):
+                self.unknown[str(func)] += 1
+            return func(*args, **given)
+        if way is OPENED:
+            with self:
+                result = func.decompose(*args, **given)
+            return func(*args, **given) if result is NotImplemented else result
+        result = func(*args, **given)
+        self._credit(way(result, args, given))
+        return result

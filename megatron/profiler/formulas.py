@@ -1,0 +1,142 @@
+"""How many multiply-accumulates (MACs) an operation of torch is: the one table of the profiler.
+
+Counted are products of matrices, attention and convolutions, which take nearly all arithmetic of a model; a MAC is two
+FLOPs. What is done element by element (norms, activations, dropout, additions, the softmax of a loss) is not: it takes
+time by the bytes that it moves, and is seen in the latency. Attention is counted as its kernel runs it: a causal one
+forms s (s + 1) / 2 of the s x s scores, and its backward forms the scores once more, five products for the forward's
+two. Attention that is written out in products is counted as these.
+
+    way_of(torch.ops.aten.addmm.default)       a function of (the result, arguments, keywords) -> MACs
+    way_of(torch.ops.aten.relu.default)        None: nothing is counted
+    way_of(torch.ops.aten.linear.default)      OPENED: it consists of others, which are
+
+An operation of somebody else's is counted by the formula that torch.utils.flop_counter.register_flop_formula was given
+for it; without one it is not, and `is_unknown` says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from functools import cache, partial
+from math import prod
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+Formula = Callable[[Any, Sequence[Any], Mapping[str, Any]], int]
+
+aten = torch.ops.aten
+
+
+class Way(Enum):
+    OPENED = "an operation that consists of others"
+
+
+OPENED = Way.OPENED
+
+
+def _product(first: int, result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Of the factors [..., m, k] and [..., k, n], or [k], from the argument `first` on."""
+    a, b = args[first], args[first + 1]
+    return int(a.numel() * (b.shape[-1] if b.dim() > 1 else 1))
+
+
+def _convolution(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    image, weight, transposed = args[0], args[1], args[6]
+    return _applied(weight, image if transposed else result)
+
+
+def _convolution_backward(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """One product for the gradient of the image and one for the weight's, each like the forward."""
+    above, image, weight, transposed, wanted = args[0], args[1], args[2], args[7], args[10]
+    return int(sum(wanted[:2])) * _applied(weight, image if transposed else above)
+
+
+def _applied(weight: Any, points: Any) -> int:
+    """A filter at each point of the side where it is applied once."""
+    return int(points.numel() * prod(weight.shape[1:]))
+
+
+def _attention(func: Any, backward: bool, result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """query [b, n, s, d], key [b, m, t, d], value [b, m, t, e]: q k^T and its product with v; backward, q k^T again and
+    the gradients of q, k, the scores and v."""
+    query, key, value, causal = (_argument(func, name, args, kwargs) for name in ("query", "key", "value", "is_causal"))
+    *heads, rows, width = query.shape
+    pairs = prod(heads) * _pairs(rows, key.shape[-2], causal)
+    return int(pairs * (3 * width + 2 * value.shape[-1] if backward else width + value.shape[-1]))
+
+
+def _pairs(rows: int, columns: int, causal: bool) -> int:
+    """Scores of one head; row i of a causal one has i + 1 at most."""
+    if not causal:
+        return rows * columns
+    corner = min(rows, columns)
+    return corner * (corner + 1) // 2 + (rows - corner) * columns
+
+
+def _argument(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    place, default = _places(func)[name]
+    return args[place] if place < len(args) else kwargs.get(name, default)
+
+
+@cache
+def _places(func: Any) -> dict[str, tuple[int, Any]]:
+    """Argument -> its place, and its default."""
+    arguments = enumerate(func._schema.arguments)
+    return {item.name: (place, item.default_value if item.has_default_value() else None) for place, item in arguments}
+
+
+def _registered(formula: Callable[..., int], result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    return int(formula(*args, **kwargs, out_val=result)) // 2
+
+
+_FACTORS = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "vdot": 0, "_int_mm": 0, "_scaled_mm": 0, "addmm": 1, "baddbmm": 1,
+            "addbmm": 1, "addmv": 1, "_addmm_activation": 1}
+"""Products -> the place of the first factor."""
+
+_PRODUCTS: dict[str, Formula] = {
+    **{name: partial(_product, first) for name, first in _FACTORS.items()},
+    "convolution": _convolution, "_convolution": _convolution, "convolution_overrideable": _convolution,
+    "convolution_backward": _convolution_backward,
+}
+_KERNEL = "_scaled_dot_product_"
+_UNCOUNTED = ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn", "_trilinear", "_grouped_mm", "_scaled_grouped_mm",
+              "_weight_int8pack_mm", "_weight_int4pack_mm")
+"""Operations of torch's that multiply, and have no formula here."""
+_OF_TORCH = ("aten", "prim", "prims", "c10d", "_c10d_functional", "profiler", "inductor")
+
+
+@cache
+def way_of(func: Any) -> Formula | Way | None:
+    """How an operation is counted."""
+    space, name, packet = _names(func)
+    if space == "aten" and name.removesuffix("_") in _PRODUCTS:  # also in place
+        return _PRODUCTS[name.removesuffix("_")]
+    if space == "aten" and name.startswith(_KERNEL) and name != _KERNEL + "attention_math":
+        return partial(_attention, func, name.endswith("_backward"))
+    if packet in flop_registry:
+        return partial(_registered, flop_registry[packet])
+    return OPENED if space != "prim" and _consists_of_others(func) else None
+
+
+@cache
+def is_unknown(func: Any) -> bool:
+    """There may be products in it, and nobody says how many."""
+    space, name, _ = _names(func)
+    return way_of(func) is None and (space not in _OF_TORCH or name.startswith(_UNCOUNTED))
+
+
+def _consists_of_others(func: Any) -> bool:
+    """In inference mode such operations arrive as they are; otherwise only what they consist of does."""
+    return isinstance(func, torch._ops.OpOverload) and bool(torch._C._dispatch_has_kernel_for_dispatch_key(
+        func.name(), "CompositeImplicitAutograd"))
+
+
+def _names(func: Any) -> tuple[str, str, Any]:
+    """Namespace, name, and what formulas are registered for."""
+    if isinstance(func, torch._ops.OpOverload):
+        packet = func.overloadpacket
+        return func.namespace, packet.__name__, packet
+    return "higher_order", str(func), func

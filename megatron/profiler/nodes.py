@@ -1,0 +1,101 @@
+"""The tree of a model's modules, and what is known of each before anything runs: its class and its parameters.
+
+Vocabulary
+    logical   of the model as it would be on one rank: whole parameters, without the padding of a vocabulary
+    here      of what this rank computes with: over tensor parallel its slices. (At ZeRO stage 3 each rank computes with
+              whole parameters, which it does not keep; parameters answer for their whole there.)
+    split     the work of a module is divided over tensor parallel: it, or a module inside it, has a parameter that is
+
+A module with several names, and a parameter with several owners, is one: it is counted at its first name, and sums over
+a module hold each parameter once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+from math import prod
+
+from torch import nn
+
+from mpu.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, VocabParallelEmbedding
+from mpu.partition import partition_of
+
+_PARALLEL = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, ParallelEmbedding)
+
+
+class Phase(Enum):
+    """When something ran."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    AGAIN = "recomputation"
+
+
+@dataclass(eq=False)
+class Node:
+    """A module, and what was seen of it; `macs` are its own, without those of modules inside it."""
+
+    path: str
+    module: nn.Module
+    children: list[Node] = field(default_factory=list)
+    macs: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(Phase, 0))
+    calls: int = 0
+    seconds: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition(".")[2]
+
+    @property
+    def kind(self) -> str:
+        return type(self.module).__name__
+
+    @cached_property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those of the module and of all inside it, each once."""
+        return list(self.module.parameters())
+
+    @cached_property
+    def is_split(self) -> bool:
+        return any(partition_of(parameter) is not None for parameter in self.parameters)
+
+    def forget(self) -> None:
+        """What was seen."""
+        self.macs, self.calls, self.seconds = dict.fromkeys(Phase, 0), 0, 0.0
+
+
+def tree_of(model: nn.Module) -> Node:
+    seen: set[nn.Module] = set()
+
+    def grow(module: nn.Module, path: str) -> Node:
+        seen.add(module)
+        node = Node(path, module)
+        for name, child in module.named_children():
+            if child not in seen:
+                node.children.append(grow(child, f"{path}.{name}" if path else name))
+        return node
+
+    return grow(model, "")
+
+
+def walk(node: Node) -> Iterator[Node]:
+    yield node
+    for child in node.children:
+        yield from walk(child)
+
+
+def tensor_parallel_size(model: nn.Module) -> int:
+    """The number of ranks that its layers are split over."""
+    return max((module.tp.size for module in model.modules() if isinstance(module, _PARALLEL)), default=1)
+
+
+def logical_numel(parameter: nn.Parameter, tp_size: int) -> int:
+    """Elements of the whole parameter."""
+    shape, partition = list(parameter.shape), partition_of(parameter)
+    if partition is not None:
+        whole = shape[partition.dim] * tp_size
+        shape[partition.dim] = whole if partition.size is None else partition.size
+    return prod(shape)

@@ -1,0 +1,35 @@
+"""Where a profile goes: its file's ending says as what, .json, .html, or text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megatron.errors import StorageError
+from megatron.profiler.page import page
+from megatron.profiler.profile import Profile
+from megatron.profiler.text import report
+
+
+def check_place(path: str, flag: str) -> None:
+    """It can be made, as far as that shows without making it."""
+    folder = Path(path).absolute().parent
+    if not folder.is_dir() or Path(path).is_dir():
+        raise StorageError(f"{flag} {path} cannot be written: {folder if not folder.is_dir() else path} is "
+                           f"{'no' if not folder.is_dir() else 'a'} folder; name a file in a folder that is there")
+
+
+def write(profile: Profile, path: str, module_depth: int = -1, top_modules: int = 1, detailed: bool = True) -> None:
+    """The file is replaced."""
+    ending = Path(path).suffix.lower()
+    if ending == ".json":
+        text = json.dumps(profile.as_dict(), indent=1)
+    elif ending in (".html", ".htm"):
+        text = page(profile)
+    else:
+        text = report(profile, module_depth, top_modules, detailed)
+    try:
+        Path(path).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"the profile cannot be written to {path}: {error.strerror}; name a file in a folder that "
+                           "can be written") from error

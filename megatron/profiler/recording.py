@@ -1,0 +1,76 @@
+"""A recording: what a model does while it is switched on, in its tree of modules."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import nn
+
+from megatron.profiler.calls import Calls
+from megatron.profiler.clock import clock_of
+from megatron.profiler.counting import Counting
+from megatron.profiler.nodes import Node, tree_of, walk
+
+
+class Recording:
+    """It can be switched on several times, and adds up. Neither hooks nor attributes are put on the model."""
+
+    def __init__(self, model: nn.Module, ignore: Sequence[type[nn.Module]] = ()) -> None:
+        """What runs in modules of the classes `ignore` is not counted."""
+        self.root, self.outside = tree_of(model), Node("(outside of modules)", nn.Identity())
+        self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self.seconds: dict[str, float] = {}
+        """Of the parts of a step."""
+        self._ignore = tuple(ignore)
+        self._clock = clock_of(self.device)
+        self._calls = Calls({node.module: node for node in walk(self.root)}, self.outside, self._clock)
+        self._counting = Counting(self._credit)
+
+    @property
+    def unknown(self) -> dict[str, int]:
+        """Operations that were not counted, though they may multiply, and how often they ran."""
+        return dict(self._counting.unknown)
+
+    @contextmanager
+    def on(self, part: str = "") -> Iterator[None]:
+        """What happens inside is recorded; its time is that of a part of a step."""
+        with self.timed(part), _as_written(), self._calls.watched(), self._counting:
+            yield
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """What happens inside is a part of a step of which nothing is recorded but its time."""
+        start = self._clock.mark()
+        yield
+        stop = self._clock.mark()
+        self._clock.wait()
+        self.seconds[part] = self.seconds.get(part, 0.0) + self._clock.seconds(start, stop)
+
+    def settle(self) -> None:
+        """Before what was recorded is read."""
+        self._calls.settle()
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self._calls.settle()
+        for node in (*walk(self.root), self.outside):
+            node.forget()
+        self._counting.unknown.clear()
+        self.seconds.clear()
+
+    def _credit(self, macs: int) -> None:
+        node, phase = self._calls.place()
+        if not isinstance(node.module, self._ignore):
+            node.macs[phase] += macs
+
+
+def _as_written() -> AbstractContextManager[object]:
+    """What torch.compile has compiled runs as it is written, and stays compiled for later. Where torch.compile was
+    never used there is nothing to say, and to say it would load the compiler."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+    return stance

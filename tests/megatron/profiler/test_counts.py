@@ -1,0 +1,326 @@
+"""What is counted of a model is what it runs: equal to the closed form, the same however the model is run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+from torch.nn.modules import module as torch_module
+
+from megatron import recompute
+from megatron.model import GPT2
+from megatron.profiler.profile import Macs, Profile, profile_of
+from megatron.profiler.recording import Recording
+from megatron.train.flops import flops_per_token
+from mpu import groups as mpu_groups
+from tests.distributed import run_ranks
+from tests.megatron.helpers import engine_of, tiny_model
+from tests.megatron.profiler.closed_form import step_macs
+from tests.megatron.profiler.models import gpt2, on_meta, preset, recorded, row, table, tokens
+
+PRESETS = ["tiny", "small", "124M", "345M", "774M", "1.5B"]
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 4])
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_total_of_each_preset_is_the_closed_form(name: str, chunk: int | None) -> None:
+    """On the meta device attention is written out in products. 4 divides no number of layers of `tiny` and `small`."""
+    config = preset(name)
+    model = on_meta(config)
+    if chunk is not None:
+        model.run_blocks = recompute.in_chunks(chunk)
+    x = tokens(model)
+    found = recorded(model, x, x)
+    assert found.macs == step_macs(config, 2, config.max_position_embeddings, causal=False, chunk=chunk)
+    assert found.root.parameters == config.parameters()
+    assert found.outside == Macs()
+
+
+@pytest.mark.parametrize("name", ["tiny", "124M", "1.5B"])
+def test_the_formula_of_mfu_differs_by_what_the_guide_says(name: str) -> None:
+    """It takes attention for full, and biases, norms and positions for products; padding it does not know."""
+    config = preset(name)
+    length, h = config.max_position_embeddings, config.hidden_size
+    ran = step_macs(config, 1, length, causal=False, padded=config.tokens).all - length  # without the mean of the loss
+    no_products = length * h + config.num_layers * (9 * h + config.ffn_size) + 2 * h
+    assert length * flops_per_token(config, length) == 2 * ran + length * 6 * no_products
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 2])
+def test_a_causal_kernel_is_counted_for_the_scores_that_it_forms(chunk: int | None) -> None:
+    model = gpt2(num_layers=3)
+    if chunk is not None:
+        model.run_blocks = recompute.in_chunks(chunk)
+    x = tokens(model)
+    assert recorded(model, x, x).macs == step_macs(model.config, 2, 16, causal=True, chunk=chunk)
+
+
+def test_dropout_of_attention_writes_it_out_in_products() -> None:
+    model = gpt2(attention_dropout=0.1)
+    x = tokens(model)
+    assert recorded(model, x, x).macs == step_macs(model.config, 2, 16, causal=False)
+
+
+def test_each_module_has_its_own_products_also_in_backward() -> None:
+    model, tall = gpt2(), 2 * 16
+    x = tokens(model)
+    found = recorded(model, x, x)
+    h, ffn, scores = 32, 128, 2 * 32 * 16 * 17 // 2
+    for block in ("blocks.0", "blocks.1"):
+        for path, macs in (("attn.qkv", 3 * h * h), ("attn.proj", h * h), ("mlp.fc", h * ffn), ("mlp.proj", h * ffn)):
+            assert row(found, f"{block}.{path}").macs == Macs(tall * macs, 2 * tall * macs), path
+        attention = row(found, f"{block}.attn").macs
+        assert attention == Macs(tall * 4 * h * h + 2 * scores, 2 * tall * 4 * h * h + 5 * scores)
+        assert row(found, f"{block}.ln_1").macs == Macs()
+    assert row(found, "wte").macs == Macs()  # the loss, which uses its table, is the model's
+
+
+def test_neighbours_of_one_operation_are_told_apart_in_backward() -> None:
+    """Each module makes one node of autograd's: an interval that is off by one gives it to another."""
+    class Product(nn.Module):
+        def __init__(self, rows: int, columns: int) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(rows, columns))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight
+
+    model = nn.Sequential(Product(3, 5), Product(5, 7), nn.Sequential(Product(7, 11)), Product(11, 2))
+    found = recorded(model, torch.zeros(1, 3, requires_grad=True))
+    assert [row(found, path).macs for path in ("0", "1", "2", "2.0", "3")] == [
+        Macs(size, 2 * size) for size in (15, 35, 77, 77, 22)]
+
+
+def test_what_runs_outside_of_modules_is_told_apart() -> None:
+    model, weight = nn.Linear(4, 4), torch.zeros(4, 4, requires_grad=True)
+    recording = Recording(model)
+    with recording.on():
+        (model(torch.zeros(2, 4)) @ weight).sum().backward()
+    found = profile_of(recording)
+    assert (found.root.macs, found.outside) == (Macs(32, 32), Macs(32, 64))
+
+
+def test_functionals_and_functions_of_a_users_own_are_seen() -> None:
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(weight)
+            return x @ weight
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+            return grads[0] @ ctx.saved_tensors[0].T, None
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(3, 5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = Twice.apply(F.linear(x, self.weight), self.weight)  # type: ignore[no-untyped-call]
+            return y
+
+    assert recorded(Model(), torch.zeros(2, 5)).macs == Macs(2 * 30, 2 * 30)
+
+
+# ---- the same table ----------------------------------------------------------------------------------------------
+
+
+def forward_table(profile: Profile) -> list[tuple[Any, ...]]:
+    return [(*found[:3], found[3].forward, *found[4:]) for found in table(profile)]
+
+
+def test_two_profiles_in_a_row_are_equal_and_add_up_where_asked() -> None:
+    model = gpt2()
+    x = tokens(model)
+    assert table(recorded(model, x, x)) == (first := table(recorded(model, x, x)))
+    twice = recorded(model, x, x, times=2)
+    assert [(macs, calls) for *_, macs, calls in table(twice)] == [
+        (macs.times(2), 2 * calls) for *_, macs, calls in first]
+
+
+def test_recomputation_changes_no_other_column() -> None:
+    plain, again = gpt2(), gpt2()
+    again.run_blocks = recompute.in_chunks(1)
+    x = tokens(plain)
+    without = [(*found[:3], replace(found[3], recomputation=0), *found[4:]) for found in table(recorded(again, x, x))]
+    assert without == table(recorded(plain, x, x))
+
+
+def test_a_function_with_a_backward_of_its_own_is_recomputation_where_it_runs_again() -> None:
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(weight)
+            return x @ weight
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+            return grads[0] @ ctx.saved_tensors[0].T, None
+
+    class Inner(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = Square.apply(x, torch.zeros(4, 4))  # type: ignore[no-untyped-call]
+            return y.sin()
+
+    class Kept(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+            return made
+
+    found = recorded(Kept(), torch.zeros(2, 4, requires_grad=True))
+    assert found.macs == row(found, "inner").macs == Macs(32, 32, 32)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_torchs_own_checkpoint_is_seen_as_well(reentrant: bool) -> None:
+    class Kept(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4), nn.GELU())
+
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=reentrant)
+            return made
+
+    x = torch.zeros(2, 4, requires_grad=True)
+    assert recorded(Kept(), x).macs == Macs(128, 256, 128)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's own
+def test_a_compiled_model_has_the_same_table_and_stays_compiled() -> None:
+    plain, model = gpt2(), gpt2()
+    compiler = CompileCounter()
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, backend=compiler)
+    x = tokens(plain)
+    model(x, x).backward()
+    before, graphs = compiler.op_count, compiler.frame_count
+    assert graphs
+    assert table(recorded(model, x, x)) == table(recorded(plain, x, x))
+    model(x, x).backward()
+    assert (compiler.op_count, compiler.frame_count) == (before, graphs)
+
+
+def test_a_tied_parameter_and_a_shared_module_count_once() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+            self.other.weight = self.one.weight
+            self.again = nn.Sequential(self.third)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.again(self.third(self.other(self.one(x))))
+            return y
+
+    found = recorded(Tied(), torch.zeros(2, 4))
+    assert found.root.parameters == 2 * 16 + 3 * 4
+    assert [inner.name for inner in found.root.rows] == ["one", "other", "third", "again"]
+    assert not row(found, "again").rows
+    assert row(found, "third").calls == 2 and row(found, "third").macs.forward == 64
+    assert row(found, "other").parameters == 20
+
+
+def profiled(rank: int, world: int, tp: int, stage: int) -> Profile:
+    """A step on this rank; of 256 tokens, so that padding is the same at every tensor parallel size."""
+    groups = mpu_groups.build(tp)
+    model = GPT2(tiny_model(vocab_size=256), groups.tp)
+    engine = engine_of(model, groups, zero_stage=stage, stage3_param_persistence_threshold=0)
+    x = tokens(model)
+    recording = Recording(model)
+    for _ in range(2):  # at stage 3 the first pass finds out in which order units come
+        recording.forget()
+        with recording.on():
+            loss = engine(x, x)
+            engine.backward(loss)
+        engine.step()
+    return profile_of(recording)
+
+
+def alone() -> Profile:
+    model = gpt2(vocab_size=256)
+    return recorded(model, tokens(model), tokens(model))
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_stages_have_the_same_table(stage: int) -> None:
+    for found in run_ranks(profiled, 2, 1, stage):
+        assert table(found) == table(alone())
+
+
+def test_tensor_parallel_ranks_show_the_logical_model_and_their_share() -> None:
+    whole = alone()
+    for found in run_ranks(profiled, 2, 2, 0):
+        assert [line[:2] for line in table(found)] == [line[:2] for line in table(whole)]
+        for path in ("blocks.0.attn", "blocks.1.mlp.fc", "blocks"):
+            assert row(found, path).macs == row(whole, path).macs
+            assert row(found, path).macs_here.times(2) == row(whole, path).macs
+            assert row(found, path).parameters == row(whole, path).parameters
+        assert row(found, "wte").parameters_here * 2 == row(found, "wte").parameters == 256 * 32
+        assert row(found, "ln_f").parameters_here == row(found, "ln_f").parameters
+        assert found.root.parameters == whole.root.parameters == tiny_model(vocab_size=256).parameters()
+
+
+# ---- nothing is left ---------------------------------------------------------------------------------------------
+
+
+def test_the_model_and_torch_are_left_as_they_were() -> None:
+    model = gpt2()
+    model.blocks[0].eval()
+    before = [(module.training, set(vars(module)), len(module._forward_hooks)) for module in model.modules()]
+    x = tokens(model)
+    recorded(model, x, x)
+    recording = Recording(model)
+    with pytest.raises(RuntimeError, match="of the user"), recording.on():
+        raise RuntimeError("of the user")
+    assert [(module.training, set(vars(module)), len(module._forward_hooks)) for module in model.modules()] == before
+    assert not torch_module._global_forward_hooks and not torch_module._global_forward_pre_hooks
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_a_profile_changes_no_bit() -> None:
+    torch.manual_seed(3)
+    one, other = gpt2(hidden_dropout=0.1), gpt2(hidden_dropout=0.1)
+    x = tokens(one)
+    torch.manual_seed(5)
+    one(x, x).backward()
+    torch.manual_seed(5)
+    recorded(other, x, x)
+    for ours, theirs in zip(one.parameters(), other.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None and ours.grad.equal(theirs.grad)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_error_inside_a_module_leaves_the_next_profile_whole(error: type[BaseException]) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.fails = nn.Linear(4, 4), True
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.inner(x)
+            if self.fails:
+                raise error
+            return y
+
+    model = Model()
+    recording = Recording(model)
+    with pytest.raises(error), recording.on():
+        model(torch.zeros(2, 4))
+    recording.forget()
+    model.fails = False
+    with recording.on():
+        torch.zeros(2, 4) @ torch.zeros(4, 4)
+        model(torch.zeros(2, 4)).sum().backward()
+    found = profile_of(recording)
+    assert (found.root.macs, found.outside) == (Macs(32, 32), Macs(32))
