@@ -161,8 +161,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.serve.desk megatron.serve.exchange megatron.serve.page megatron.serve.answers megatron.serve.front
         megatron.serve.service megatron.serve.command
         megatron.train megatron.train.inputs
-        megatron.train.allocator megatron.train.processor megatron.train.compiling megatron.train.flops
-        megatron.train.batches
+        megatron.train.garbage megatron.train.allocator megatron.train.processor megatron.train.compiling
+        megatron.train.flops megatron.train.batches
         megatron.train.evaluation megatron.train.rate megatron.train.metrics megatron.train.console megatron.train.board
         megatron.train.dashboard megatron.train.table megatron.train.log megatron.train.facts megatron.train.sample
         megatron.train.build megatron.train.loop megatron.train.position megatron.train.resume

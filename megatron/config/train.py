@@ -27,6 +27,9 @@ class TrainConfig:
     exit_interval: int = setting(0, "exit after steps divisible by this; 0 turns it off")
     exit_duration_in_mins: float = setting(0.0, "exit after the step in which the run is this many minutes old; 0 "
                                                 "turns it off")
+    gc_interval: int = setting(
+        0, "steps between looks of Python's garbage collector, at the same steps on all ranks; 0: whenever it wants to",
+        "manual-gc-interval")
     seed: int = setting(1234, "seed of weights, dropout and data order")
     compile: bool | None = setting(None, "compile the model with torch.compile (default: on a GPU)", "torch-compile")
     compile_scope: Literal["auto", "blocks", "model"] = setting(
@@ -39,7 +42,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         problems = Problems()
         problems.require_range(self, "batch_size global_batch_size", 1)
-        problems.require_range(self, "train_iters eval_interval exit_interval exit_duration_in_mins", 0)
+        problems.require_range(self, "train_iters eval_interval exit_interval exit_duration_in_mins gc_interval", 0)
         problems.require_range(self, "eval_iters", 1)
         problems.require_range(self, "seed", 0, 2**63 - 1)
         problems.stop()

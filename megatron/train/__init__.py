@@ -4,7 +4,8 @@
     build.py        configuration -> the parts of a run; facts.py: what these amount to, for people
     compiling.py    what of the model is compiled, and the precision of fp32 products
     batches.py      samples -> micro-batches
-    loop.py         the loop; evaluation.py: loss on held-out text; rate.py: is a learning rate left
+    loop.py         the loop; evaluation.py: loss on held-out text; rate.py: is a learning rate left; garbage.py: when
+                    Python looks for garbage
     log.py          what a run reports: metrics.py (numbers), console.py, board.py (tensorboard), table.py (CSV),
                     dashboard.py (Weights & Biases), flops.py
     resume.py       the state of a run <-> a checkpoint; position.py: where a saved run was

@@ -25,6 +25,7 @@ from megatron.train.batches import Batch, BatchRule, BatchStream, Samples, sampl
 from megatron.train.evaluation import SizedSamples, evaluate, forward_loss
 from megatron.train.compiling import arithmetic
 from megatron.train.flops import flops_per_token, peak_tflops
+from megatron.train.garbage import collecting_every
 from megatron.train.log import RunLog
 from megatron.train.metrics import Dropping, Lap, Rates, StepMetrics, Stopwatch, max_memory_bytes
 from megatron.train.rate import RateWatch, idle_steps
@@ -87,7 +88,8 @@ class Trainer:
         HERE.do(TRAINING)
         HERE.at_step(state.iteration + 1)
         try:
-            reason = self._run(state, samples, valid)
+            with collecting_every(self.config.train.gc_interval) as collect_after:
+                reason = self._run(state, samples, valid, collect_after)
             self.engine.finish_save()
         except Exception as error:
             self._rescue_save(error)
@@ -96,7 +98,8 @@ class Trainer:
             self.log.say(f" {reason}{f', saved {self.config.save.save}' if self.save else ''}")
         return not reason
 
-    def _run(self, state: TrainState, samples: Samples, valid: SizedSamples | None) -> str:
+    def _run(self, state: TrainState, samples: Samples, valid: SizedSamples | None,
+             collect_after: Callable[[int], None]) -> str:
         """The loop; why it was left early, if it was. The last save may be under way still."""
         rate = self._rate_watch(state)
         watch, rates, saved_at, reason = Stopwatch(self.engine.drive_use), self._rates(), state.iteration, ""
@@ -130,6 +133,7 @@ class Trainer:
                 if reason:
                     self.stop.is_heeded = True
                     break
+                collect_after(state.iteration)
                 HERE.at_step(state.iteration + 1)  # the next one
                 watch.lap()  # evaluating and saving are not training time
         finally:
