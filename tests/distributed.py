@@ -149,7 +149,9 @@ def _rank_main(
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # never outlive the fork server, nor it the test run
     stack = open(Path(folder) / f"{rank}.stack", "w")
     faulthandler.dump_traceback_later(timeout, file=stack)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), GLOO_SOCKET_IFNAME="lo")
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size),
+                      LOCAL_WORLD_SIZE=str(world_size),
+                      GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     try:
         if init:
