@@ -34,8 +34,8 @@ from mpu.groups import Group
 
 EIGHT = 8
 """Signs in a byte."""
-IN_CACHE = 1 << 17
-"""Numbers that a CPU works on at a time: their copies stay in its caches."""
+IN_CACHE, AT_A_TIME = 1 << 17, 1 << 24
+"""Numbers that are worked on at a time: on a CPU their copies stay in its caches; elsewhere they take little memory."""
 BITS = np.unpackbits(np.arange(256, dtype=np.uint8)).reshape(256, EIGHT).astype(np.float32)
 """Byte -> its bits, the highest one first."""
 SIGNS = 1 - 2 * BITS
@@ -58,12 +58,11 @@ class OneBitMean:
         self._rows = torch.tensor([[*rows, *[0] * (self._segments - len(rows))] for rows in segments], device=device)
         self._counts = self._rows * NORM_ROW
         """Numbers of each segment that are spoken of."""
-        self._tile = IN_CACHE if device.type == "cpu" else None
-        """Numbers worked on at a time; None: all, where launches count."""
+        self._tile = AT_A_TIME if on_accelerator(device) else IN_CACHE
         self._spoken: Tensor | None = None
         """A bit for each number: 0 where it is silent."""
         self._has_silence: dict[int, bool] = {}
-        """By where a tile begins, where there are tiles."""
+        """By where a tile begins."""
         self.owed = torch.zeros(group.size * self.chunk, device=device)
         """By this rank, to the servers of all chunks."""
         self.owed_to_all = torch.zeros(self.chunk, device=device)
@@ -73,7 +72,7 @@ class OneBitMean:
         """What was said, where it is everything."""
         self._heard: Tensor | None = None
         self._under_way = Pending()
-        self._room, self._mask = (torch.empty(0 if self._tile is None else self._tile, device=device) for _ in range(2))
+        self._room, self._mask = (torch.empty(0 if on_accelerator(device) else IN_CACHE) for _ in range(2))
 
     def _message(self, chunks: int) -> Tensor:
         """Signs and sizes of so many chunks."""
@@ -85,8 +84,7 @@ class OneBitMean:
         rows = silent.logical_not().view(-1, NORM_ROW).sum(1)
         self._counts = _by_segment(rows.double(), self._rows).long()
         everything = range(self.group.size)
-        self._has_silence = {} if self._tile is None else {
-            place.start: bool(silent[place].any()) for place, _ in self._walk(everything)}
+        self._has_silence = {place.start: bool(silent[place].any()) for place, _ in self._walk(everything)}
         self._hush_all(self.owed, everything)
         self._hush_all(self.owed_to_all, self._own)
 
@@ -101,10 +99,7 @@ class OneBitMean:
 
     def _walk(self, chunks: range) -> Iterator[tuple[slice, slice]]:
         """What is worked on at a time in these chunks: where it is among all of them, and in a buffer of these."""
-        first, end = chunks.start * self.chunk, chunks.stop * self.chunk
-        if self._tile is None:
-            yield slice(first, end), slice(0, end - first)
-            return
+        first = chunks.start * self.chunk
         for chunk in chunks:
             for start in range(chunk * self.chunk, (chunk + 1) * self.chunk, self._tile):
                 stop = min(start + self._tile, (chunk + 1) * self.chunk)
@@ -215,12 +210,10 @@ class OneBitMean:
             numbers.mul_(_look_up(BITS, spoken, self._mask[: len(numbers)]))
 
     def _signs(self, message: Tensor, here: slice) -> Tensor:
-        """Of a part of one chunk of a message, or of all of them."""
-        first = here.start // self.chunk * self.chunk
-        if here.stop <= first + self.chunk:
-            own = slice(here.start - first, here.stop - first)
-            return self._signs_of(message)[first // self.chunk, _per(EIGHT, own)]
-        return self._signs_of(message).reshape(-1)[_per(EIGHT, here)]
+        """Of a part of one chunk of a message."""
+        chunk = here.start // self.chunk
+        return self._signs_of(message)[chunk, _per(EIGHT, slice(here.start - chunk * self.chunk,
+                                                                here.stop - chunk * self.chunk))]
 
     def _signs_of(self, message: Tensor) -> Tensor:
         return message[:, : self.chunk // EIGHT]

@@ -10,7 +10,8 @@ once, as v no longer moves), and what v says never had a gradient is not spoken 
 worth of noise, divided by nothing.
 
 When v freezes is a number of steps, or found: where the sum of v has moved by less than 4 % in 1 / (1 - beta2) steps,
-the measure of the paper, in none of which the learning rate was still rising.
+the measure of the paper, in none of which the learning rate rose. (Of 0/1 Adam, whose v learns at few steps, these
+count.)
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from megatron.optim.rule import ParamGroup, Saying, Span, StepScalars, Travel
 from mpu.device import on_accelerator
 from mpu.groups import Group
 
+NEVER = 2**62
+"""More steps than there are."""
 SETTLED = 0.96
 """Of the two sums of v, the smaller is at least so much of the larger."""
 
@@ -38,11 +41,13 @@ class OneBit:
     freeze_step: int | None
     """Steps of the warm-up; None: until v has settled."""
     frozen_at: int | None = field(default=None, init=False)
-    """Steps that v has seen, once it is frozen."""
+    """Steps before the first one that v does not see any more, once it is frozen."""
     _sum: float = field(default=0.0, init=False)
-    _rate: float = field(default=0.0, init=False)
     _looked_after: int = field(default=0, init=False)
-    """The sum of v and the learning rate, when they were last looked at, and after how many steps that was."""
+    """The sum of v when it was last looked at, and how often it had learned."""
+    _rate: float = field(default=0.0, init=False)
+    _rose: bool = field(default=False, init=False)
+    """The learning rate of the last step, and whether one rose since then."""
 
     has_exchange = True
     has_own_steps = False
@@ -72,12 +77,17 @@ class OneBit:
 
     def _has_settled(self, taken: int, groups: Sequence[ParamGroup], size_of: Callable[[str], float]) -> bool:
         span = max(1, round(1 / (1 - min(group["betas"][1] for group in groups))))
-        if taken == self._looked_after or taken % span:
+        rate, learned = max(float(group["lr"]) for group in groups), self._learned(taken)
+        self._rose, self._rate = self._rose or rate > self._rate, rate
+        if learned == self._looked_after or learned % span:
             return False
-        before, rate = self._sum, self._rate
-        self._sum, self._rate = size_of("exp_avg_sq"), max(float(group["lr"]) for group in groups)
-        self._looked_after = taken
-        return self._rate <= rate and min(before, self._sum) >= SETTLED * max(before, self._sum) > 0
+        before, rose = self._sum, self._rose
+        self._sum, self._looked_after, self._rose = size_of("exp_avg_sq"), learned, False
+        return not rose and min(before, self._sum) >= SETTLED * max(before, self._sum) > 0
+
+    def _learned(self, taken: int) -> int:
+        """How often v has, after so many steps."""
+        return taken
 
     def say(self, what: Saying, hyper: Mapping[str, Any], *, factor: float) -> None:
         beta1 = hyper["betas"][0]
@@ -95,12 +105,16 @@ class OneBit:
         return masters
 
     def scalars(self) -> dict[str, Any]:
-        return {"frozen_at": self.frozen_at, "sum": self._sum, "rate": self._rate, "looked_after": self._looked_after}
+        return {"frozen_at": self.frozen_at, "sum": self._sum, "rate": self._rate, "rose": self._rose,
+                "looked_after": self._looked_after}
+
+    def objection(self, scalars: Mapping[str, Any]) -> str | None:
+        return None
 
     def restore(self, scalars: Mapping[str, Any]) -> None:
         self.frozen_at = scalars.get("frozen_at")
         self._sum, self._rate = scalars.get("sum", 0.0), scalars.get("rate", 0.0)
-        self._looked_after = scalars.get("looked_after", 0)
+        self._looked_after, self._rose = scalars.get("looked_after", 0), scalars.get("rose", False)
 
 
 @final

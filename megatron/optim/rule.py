@@ -93,6 +93,9 @@ class StepScalars:
 class Saying:
     """A part of a bucket whose parameters share their hyper-parameters, as one rank has it: whole."""
 
+    group: int
+    """Number of the hyper-parameter group."""
+
     owed: Tensor
     """fp32; what is to travel is added to it."""
     grad: Tensor
@@ -111,7 +114,7 @@ class Travel(Enum):
     SAID = auto()
     """What each rank says of its own; the mean of that is clipped."""
     NOTHING = auto()
-    """Each rank steps by its own, clipped by what they are on all ranks."""
+    """Each rank steps by its own."""
     STEPS = auto()
     """What such steps have come to on each rank, this one included."""
 
@@ -163,8 +166,8 @@ class Rule(Protocol):
         """The state that is 0 where there never was a gradient; nothing is said there."""
 
     def begin_step(self, taken: int, groups: Sequence[ParamGroup], size_of: Callable[[str], float]) -> None:
-        """Another step begins, after `taken` ones: decide what travels. `size_of` a state is the sum of its absolute
-        values over the whole model; collective, so all ranks ask it or none. A step that was skipped begins again."""
+        """Another step begins, after `taken` ones: decide what travels. `size_of` a state is its sum over the whole
+        model; collective, so all ranks ask it or none. A step that was skipped begins again."""
 
     def say(self, what: Saying, hyper: Mapping[str, Any], *, factor: float) -> None:
         """Add to what is owed. `factor` makes this rank's gradient of `grad`."""
@@ -194,6 +197,9 @@ class Rule(Protocol):
     def scalars(self) -> dict[str, Any]:
         """State other than tensors, as JSON values; what `restore` is given."""
 
+    def objection(self, scalars: Mapping[str, Any]) -> str | None:
+        """Why it cannot go on from these, if it cannot."""
+
     def restore(self, scalars: Mapping[str, Any]) -> None: ...
 
 
@@ -204,6 +210,9 @@ class Summed:
     travel = Travel.SUM
     speaks_where = remark = ""
     differing: tuple[str, ...] = ()
+
+    def objection(self, scalars: Mapping[str, Any]) -> str | None:
+        return None
 
     def begin_step(self, taken: int, groups: Sequence[ParamGroup], size_of: Callable[[str], float]) -> None:
         """Nothing changes."""

@@ -7,12 +7,13 @@ https://arxiv.org/abs/2202.06009).
     from          v is frozen, and each rank steps by itself:
     freeze_step   m <- beta1 m + (1 - beta1) g;   u <- (1 - lr decay) u + lr m^
                   its weights are kept x - u / d,  d = sqrt(v^) + eps,  of x where all were last the same; `kept` is the
-                  product of 1 - lr decay since then
-                  Every exchange has each rank say its u. Of the u that comes:  m <- u / rate,  x <- kept x - u / d,
-                  u <- 0;  `rate` is what u would be if m^ had been 1 all the time
+                  product of 1 - lr decay since then, and `rate` what u would be if m^ had been 1 all the time
+                  At an exchange each rank says its mean momentum, u / rate. What comes is the new m:
+                  x <- kept x - rate m / d,  u <- 0
                   Exchanges are 1 step apart for local_step_scaler steps, 2 for as many, 4, ... up to local_step_clipper
 
-So weight decay costs no bits and is the same on all ranks, where the original says it with the update.
+So weight decay costs no bits and is the same on all ranks, where the original says it with the update; and what is owed
+is in units of momentum, where the original's, of an update, becomes a momentum that grows as the learning rate falls.
 
 Beside the original: the first gradient counts, the moments are corrected for their bias if that is wanted (that of v by
 how often it learned), ranks have the same x to the last bit after an exchange, and what v has seen no gradient of yet
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor
 
 from megatron.optim.adam import IN_CACHE, LARGEST_TILE, AdamW
-from megatron.optim.one_bit import OneBit
+from megatron.optim.one_bit import NEVER, OneBit
 from megatron.optim.rule import ParamGroup, Saying, Span, StepScalars, Travel
 from mpu.device import on_accelerator
 from mpu.groups import Group
@@ -74,7 +75,7 @@ class _Since:
     """What has become of a group since the weights were last the same everywhere."""
 
     step: int
-    """The last one that counts here."""
+    """The last one that counts here, by the steps before it."""
     kept: float = 1.0
     rate: float = 0.0
 
@@ -93,6 +94,8 @@ class ZeroOneAdam(OneBit):
     _owes: bool = field(default=False, init=False)
     _since: dict[int, _Since] = field(default_factory=dict, init=False)
     """By hyper-parameter group."""
+    _met: int = field(default=-1, init=False)
+    """The last step that ended with an exchange of steps, by the steps before it."""
 
     name = "ZeroOneAdam"
     elementwise = True
@@ -126,6 +129,9 @@ class ZeroOneAdam(OneBit):
     def travel(self) -> Travel:
         return self._travel
 
+    def _learned(self, taken: int) -> int:
+        return self._learns.before(taken)
+
     @property
     def owes(self) -> bool:
         return self._owes
@@ -141,9 +147,14 @@ class ZeroOneAdam(OneBit):
         if self._travel is Travel.SAID:
             what.owed.add_(what.grad, alpha=factor)
             return
+        since = self._count_step(what.group, hyper)
         for tile in self._tiles(what.grad):
-            self._own_step(what.grad[tile], _cut(what.states, tile), hyper, factor)
-            what.owed[tile].add_(what.states["momentum_accumulator"][tile])
+            states = _cut(what.states, tile)
+            self._own_step(what.grad[tile], states, hyper, factor)
+            if since.rate:
+                what.owed[tile].add_(states["momentum_accumulator"], alpha=1 / since.rate)
+            else:  # the learning rate has been 0 all the time
+                what.owed[tile].add_(states["exp_avg"])
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
@@ -152,6 +163,7 @@ class ZeroOneAdam(OneBit):
             self._adam.step(span, hyper, factor=factor, steps_taken=steps_taken)
             return
         since = self._count_step(span.group, hyper) if self._travel.is_own else None
+        self._met = steps_taken if self._travel is Travel.STEPS else self._met
         for tile in self._tiles(span.master):
             grad, states, masters = span.grad[tile], _cut(span.states, tile), span.master[tile]
             if since is None:
@@ -159,7 +171,7 @@ class ZeroOneAdam(OneBit):
             elif self._travel is Travel.NOTHING:
                 self._own_step(grad, states, hyper, factor)
             else:
-                self._meet(masters, grad, states, hyper, since)
+                self._meet(masters, grad, states, hyper, factor, since)
 
     def _tiles(self, numbers: Tensor) -> list[slice]:
         size = self.tile if on_accelerator(numbers) else min(self.tile, IN_CACHE * torch.get_num_threads())
@@ -185,11 +197,10 @@ class ZeroOneAdam(OneBit):
         decayed.add_(momentum, alpha=self._step_size(hyper))
 
     def _meet(self, masters: Tensor, said: Tensor, states: Mapping[str, Tensor], hyper: Mapping[str, Any],
-              since: _Since) -> None:
-        """All ranks take the mean of what their steps came to."""
-        masters.mul_(since.kept).sub_(said / self._divisor(states, hyper))
-        if since.rate:  # the learning rate has not been 0 all the time
-            torch.div(said, since.rate, out=states["exp_avg"])
+              factor: float, since: _Since) -> None:
+        """All ranks go on from the mean of their momenta."""
+        momentum = states["exp_avg"].copy_(said).mul_(factor)
+        masters.mul_(since.kept).addcdiv_(momentum, self._divisor(states, hyper), value=-since.rate)
         states["momentum_accumulator"].zero_()
 
     def _step_size(self, hyper: Mapping[str, Any]) -> float:
@@ -207,7 +218,7 @@ class ZeroOneAdam(OneBit):
     def _count_step(self, group: int, hyper: Mapping[str, Any]) -> _Since:
         """The step under way, whose spans are many."""
         since = self._since.get(group)
-        if since is None or self._met_after(since.step):
+        if since is None or since.step <= self._met < self._taken:
             since = _Since(-1)
         if since.step != self._taken:
             kept = _kept(hyper)
@@ -215,14 +226,9 @@ class ZeroOneAdam(OneBit):
             self._since[group] = since
         return since
 
-    def _met_after(self, step: int) -> bool:
-        """The step ended with an exchange, and is over."""
-        return step != self._taken and self.frozen_at is not None and self._exchanges.has(step - self.frozen_at)
-
     @property
     def has_drifted(self) -> bool:
-        last = max((since.step for since in self._since.values()), default=None)
-        return last is not None and self.frozen_at is not None and not self._exchanges.has(last - self.frozen_at)
+        return any(since.step > self._met for since in self._since.values())
 
     @property
     def differing(self) -> tuple[str, ...]:
@@ -234,11 +240,19 @@ class ZeroOneAdam(OneBit):
 
     def scalars(self) -> dict[str, Any]:
         since = {str(group): [at.step, at.kept, at.rate] for group, at in self._since.items()}
-        return {**super().scalars(), "travel": self._travel.name, "owes": self._owes, "since": since}
+        return {**super().scalars(), "travel": self._travel.name, "owes": self._owes, "since": since,
+                "met": self._met}
+
+    def objection(self, scalars: Mapping[str, Any]) -> str | None:
+        if scalars.get("frozen_at") is None or self.freeze_step != NEVER:
+            return None
+        return ("its variance is frozen and its ranks step by themselves, which --onebit-freeze-step never rules out: "
+                "give a number of steps, and --zero-stage 0")
 
     def restore(self, scalars: Mapping[str, Any]) -> None:
         super().restore(scalars)
         self._travel, self._owes = Travel[scalars.get("travel", "SUM")], scalars.get("owes", False)
+        self._met = scalars.get("met", -1)
         self._since = {int(group): _Since(*numbers) for group, numbers in scalars.get("since", {}).items()}
 
 

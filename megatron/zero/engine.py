@@ -433,6 +433,7 @@ class ZeroEngine:
         for line in self.exchanged:
             if line.bucket is bucket:
                 line.look_again(self.rule)
+        self.publish_own()
 
     def _follow_rule(self) -> None:
         if self._step.exchange is not None:

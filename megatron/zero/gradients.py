@@ -384,7 +384,9 @@ class FlatGradients:
     def begin_backward(self) -> None:
         """A second backward after the sum was taken, before a step: what was summed must not be summed again, so it is
         kept apart, and the next sum is added to it."""
-        if self._is_summed_in_place:
+        if self._is_summed_in_place and self.stays:  # nothing was summed
+            self._shard = None
+        elif self._is_summed_in_place:
             self._shard, self._keeps_shard = self.shard.clone(), True
             self._drop_buffer()
             self.filled.clear()

@@ -27,10 +27,14 @@ from megatron.zero.verdict import clip_factor
 from mpu.collectives import all_gather_into, all_reduce
 from mpu.grads import NORM_ROW
 from mpu.groups import Groups
-from mpu.one_bit import Give, OneBitMean
+from mpu.one_bit import EIGHT, Give, OneBitMean, pack, unpack
 
 OWED, OWED_TO_ALL = "worker_error", "server_error"
 """Kinds of state in a checkpoint, by their published names."""
+
+NEGLIGIBLE = 1e-6
+"""Of the mean of a parameter: a variance that is smaller counts as none. One bit says of a number what is usual in its
+parameter, and an update divides that by the root of its own variance: by a thousandth of the usual one at least."""
 
 
 class OwnExchange:
@@ -75,7 +79,7 @@ class OwnExchange:
         return None
 
     def _size_of(self, kind: str) -> float:
-        """The sum of the absolute values of a state, over the whole model."""
+        """The sum of a state, over the whole model."""
         total = torch.zeros((), dtype=torch.float64, device=self._state.buckets[0].device)
         for bucket in self._state.buckets:
             for segment in bucket.layout.segments(bucket.shard_group.rank):
@@ -93,19 +97,13 @@ class OwnExchange:
                 f"rank{quiet}")
 
     def __call__(self, factor: float, limit: float, of_ranks: float) -> tuple[float, float]:
-        """What the gradient that the update finds is multiplied by, and the norm that was clipped to `limit`. `factor`
-        makes a rank's own gradient; the norms of those have the root mean square `of_ranks`, which is what is clipped
-        where ranks step by themselves."""
-        if self._rule.travel.is_own:
-            factor *= clip_factor(of_ranks, limit)
+        """What the gradient that the update finds is multiplied by, and the norm of what came, which is clipped to
+        `limit`. `factor` makes a rank's own gradient; where nothing travels the norm is the root mean square of the
+        ranks', and nothing is clipped: one rank's is longer than the mean of many."""
         if self._rule.travel is Travel.NOTHING:
             return factor, of_ranks
-        square = self._exchange(factor)
-        if self._rule.travel is Travel.STEPS:
-            norm, clipped = of_ranks, 1.0
-        else:
-            norm = float(all_reduce(square, self._groups.tp)) ** 0.5
-            clipped = clip_factor(norm, limit)
+        norm = float(all_reduce(self._exchange(factor), self._groups.tp)) ** 0.5
+        clipped = clip_factor(norm, limit)
         for line in self.lines:
             line.put(clipped)
         return clipped, norm
@@ -148,11 +146,28 @@ class Line:
         self.hush(rule)
 
     def hush(self, rule: Rule) -> None:
-        """Be silent of what never had a gradient."""
-        silent = self._whole(rule.speaks_where) == 0
+        """Be silent of what never had a gradient worth speaking of, which that state is 0 for from now on."""
+        own = _at_hand(self.bucket, rule.speaks_where)
+        self._forget_negligible(own)
+        spoken = pack(own != 0)
+        if not self.bucket.shard_group.is_solo:
+            mine, spoken = spoken, spoken.new_empty(self.layout.numel // EIGHT)
+            all_gather_into(spoken, mine, self._dp).wait()
+        silent = pad(unpack(spoken).logical_not(), (0, self.layout.numel - EIGHT * len(spoken)), value=True)
         self.mean.be_silent(silent)
         self.silent = int(silent.sum()) - (len(silent) - sum(slot.numel for slot in self.layout.slots))
         """Numbers of parameters that are not spoken of."""
+
+    def _forget_negligible(self, own: Tensor) -> None:
+        bucket, number = self.bucket, {slot.name: index for index, slot in enumerate(self.bucket.layout.slots)}
+        runs = [(number[segment.slot.name], own[segment.shard_offset : segment.shard_offset + segment.count])
+                for segment in bucket.layout.segments(bucket.shard_group.rank)]
+        sums = torch.zeros(len(number), dtype=torch.float64, device=own.device)
+        for index, run in runs:
+            sums[index] += run.sum(dtype=torch.float64)
+        sums = all_reduce(sums, bucket.shard_group)
+        for index, run in runs:
+            run.masked_fill_(run <= NEGLIGIBLE / bucket.layout.slots[index].numel * sums[index], 0.0)
 
     def _whole(self, kind: str) -> Tensor:
         """A state, of all chunks."""
@@ -169,11 +184,11 @@ class Line:
         spans = [slice(*everything.group_span(0, number)) for number in range(len(param_groups))]
 
         def give(place: slice, owed: Tensor) -> None:
-            for group, span in zip(param_groups, spans):
+            for number, (group, span) in enumerate(zip(param_groups, spans)):
                 start, stop = max(place.start, span.start), min(place.stop, span.stop)
                 if start < stop:
                     here, within = slice(start, stop), slice(start - place.start, stop - place.start)
-                    what = Saying(owed[within], self.bucket.grads.shard[here], partial(before, place, within),
+                    what = Saying(number, owed[within], self.bucket.grads.shard[here], partial(before, place, within),
                                   self.own(rule.states, here))
                     rule.say(what, group, factor=factor)
 

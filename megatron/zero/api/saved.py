@@ -257,6 +257,8 @@ def _check_optimizer(engine: ZeroEngine, found: Checkpoint) -> None:
         raise CheckpointError(
             f"{where} {what}; to resume from the weights alone give --no-load-optim or --finetune "
             "(load_optimizer_states=False)")
+    if (why := engine.rule.objection((found.shared_state["engine"] or {}).get("rule", {}))) is not None:
+        raise CheckpointError(f"{found.tag} of {found.folder.parent}: {why}")
 
 
 def _check_names(engine: ZeroEngine, found: Checkpoint, strict: bool) -> None:

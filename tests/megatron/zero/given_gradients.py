@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from megatron.zero.api.engine import Engine
@@ -93,3 +95,9 @@ class Flat:
                 for place in self.places.values()]
         self.segments = [slice(start, stop) for start, stop in cuts if start < stop]
         """Of one parameter in one chunk, which have one size together."""
+
+    def forget_negligible(self, v: NDArray[np.float64]) -> None:
+        """What is below a millionth of the mean of its parameter counts as none."""
+        for place in self.places.values():
+            if place.start < place.stop:
+                v[place][v[place] <= 1e-6 * v[place].mean()] = 0

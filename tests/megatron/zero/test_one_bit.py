@@ -82,6 +82,7 @@ def reference(ranks: int, steps: int, clip: float) -> tuple[dict[str, Tensor], l
             m, v = BETAS[0] * m + (1 - BETAS[0]) * mean, BETAS[1] * v + (1 - BETAS[1]) * mean ** 2
             of_v = 1 - BETAS[1] ** (step + 1)
         else:
+            flat.forget_negligible(v)
             owed += BETAS[0] * m + (1 - BETAS[0]) * grads
             owed *= v != 0
             says = np.stack([say(one) for one in owed])
@@ -133,6 +134,7 @@ def test_on_one_rank_it_is_adam_whose_variance_stands_still() -> None:
             if step < FREEZE:
                 v.mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
             else:
+                v[v <= 1e-6 * v.mean()] = 0
                 m[v == 0] = 0
             size = (v / (1 - beta2 ** min(step + 1, FREEZE))).sqrt() + EPS
             with torch.no_grad():

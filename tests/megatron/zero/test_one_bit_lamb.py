@@ -76,7 +76,7 @@ class Reference:
     """How often a factor was held."""
 
     def __post_init__(self) -> None:
-        flat = Flat(self.ranks)
+        flat = self.flat = Flat(self.ranks)
         self.shapes, self.places, self.segments = flat.shapes, flat.places, flat.segments
         self.w, self.decay, self.m, self.v, self.fresh, self.served = (np.zeros(flat.numel) for _ in range(6))
         for name, parameter in Net().named_parameters():
@@ -125,6 +125,7 @@ class Reference:
         return said
 
     def switch(self) -> None:
+        self.flat.forget_negligible(self.v)
         self.fresh = self.v.copy()
         self.frozen_of_v = 1 - BETAS[1] ** FREEZE if self.own["bias_correction"] else 1.0
         full = {name: place for name, place in self.places.items() if self.m[place].any()}

@@ -162,20 +162,25 @@ class Reference:
 
     def alone(self, step: int, grads: Any) -> None:
         if step == FREEZE:
+            self.flat.forget_negligible(self.v)
             self.owed[:], self.served[:] = 0, 0
         norm = np.sqrt((np.linalg.norm(grads, axis=1) ** 2).mean())
-        self.m = (BETAS[0] * self.m + (1 - BETAS[0]) * self.clipped(grads, float(norm))) * (self.v != 0)
+        self.m = (BETAS[0] * self.m + (1 - BETAS[0]) * grads) * (self.v != 0)
         self.u = self.u * (1 - LR * self.decay) + self.lr(step) * self.m
         self.rate = self.rate * (1 - LR * self.decay) + self.lr(step)
         self.own = self.own * (1 - LR * self.decay) - self.lr(step) * self.m / self.divisor()
         self.x = self.x * (1 - LR * self.decay)
         if met(step - FREEZE):
-            came = self.exchange(self.u)
-            self.x = self.x - came / self.divisor()
-            self.m[:], self.own[:] = came / self.rate, self.x
+            came = self.exchange(self.u / self.rate)
+            came = self.clipped(came, float(np.linalg.norm(came)))
+            self.x = self.x - self.rate * came / self.divisor()
+            self.m[:], self.own[:] = came, self.x
             self.u[:], self.rate[:] = 0, 0
+        else:
+            self.norms.append(float(norm))
 
     def exchange(self, given: Any) -> Any:
+        self.flat.forget_negligible(self.v)
         self.owed = (self.owed + given) * (self.v != 0)
         self.served = self.served * (self.v != 0)
         says = np.stack([self.say(one) for one in self.owed])
