@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.errors import ConfigError
+from megatron.errors import CheckpointError, ConfigError
 from megatron.optim.zero_one import ExchangeTimes, LearningTimes
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.init import GatheredParameters
@@ -290,6 +290,52 @@ def test_a_gradient_that_overflows_on_one_rank_leaves_everything_as_it_was() -> 
     run_ranks(_overflows, 2)
 
 
+def _momentum(rank: int, world: int, rates: list[float]) -> tuple[list[float], dict[str, Tensor]]:
+    """The norm of the momentum after each step of the second half, and the weights."""
+    engine, found = engine_of(onebit_freeze_step="5"), []
+    for step, rate in enumerate(rates):
+        for group in engine.core.param_groups:
+            group["lr"] = rate
+        train(engine, step, step + 1, noisy)
+        found.append(sum(float(bucket.kept.at_hand("exp_avg").norm()) ** 2 for bucket in engine.core.buckets) ** 0.5)
+    return found, weights(engine)
+
+
+@pytest.mark.parametrize("low", [1e-8, 1e-5, 0.0])
+def test_the_momentum_does_not_grow_as_the_rate_falls(low: float) -> None:
+    """Nor do weights run away when the rate rises again."""
+    steady = [1e-3] * 80
+    (usual, last), *_ = run_ranks(_momentum, 2, steady)
+    (found, after), *_ = run_ranks(_momentum, 2, [*steady[:20], *[low] * 30, *steady[50:]])
+    assert max(found[10:]) < 2 * max(usual[10:])
+    for name, start in Net().named_parameters():
+        assert (after[name] - start).norm() <= 2 * (last[name] - start).norm(), name
+
+
+def _in_parts(rank: int, world: int, way: str) -> tuple[dict[str, Tensor], list[float]]:
+    """Of a step's gradients, all in one backward that ends a step; or some in another before it; or none in another
+    after it."""
+    engine, norms = engine_of(), []
+    for step in range(FREEZE + 8):
+        flat = batch(step, rank)
+        odd = torch.arange(len(flat)) % 2
+        for part in [flat * odd, flat * (1 - odd)] if way == "two" else [flat]:
+            engine.backward(engine(part))
+        if way == "none":
+            engine.backward(torch.zeros((), requires_grad=True) * 1.0)
+        report = engine.step()
+        assert report is not None
+        norms.append(report.grad_norm)
+    return {name: weight.detach().clone() for name, weight in engine.module.named_parameters()}, norms
+
+
+@pytest.mark.parametrize("way", ["two", "none"])
+def test_backwards_before_a_step_add_up(way: str) -> None:
+    one, other = (run_ranks(_in_parts, 2, each) for each in ("one", way))
+    for (found, norms), (again, also) in zip(one, other, strict=True):
+        assert norms == also and same([found], [again])
+
+
 # ---- weights that are a rank's own -----------------------------------------------------------------------------------
 
 
@@ -369,6 +415,41 @@ def test_on_other_ranks_the_means_stay(tmp_path: Path, at: int, ranks: int) -> N
         for name in (name for name in NUMBERS if NUMBERS[name]):
             wanted, found = (sum(one[kind][name].double() for one in by_rank) for by_rank in (kept, again))
             assert (found - wanted).abs().max() <= 1e-6 * wanted.abs().max(), (kind, name)
+
+
+def _with_another_timetable(rank: int, world: int, folder: str, at: int) -> Any:
+    engine = engine_of(optimizer_params=(f"var_update_scaler={LEARNS}", "local_step_scaler=1", "local_step_clipper=1"))
+    engine.load_checkpoint(folder, tag="kept")
+    before, _ = weights_after(engine, at, at)
+    after, _ = weights_after(engine, at + 1, at)
+    return before, after
+
+
+@pytest.mark.parametrize("at", [FREEZE + 10, FREEZE + 11])
+def test_a_run_that_is_to_exchange_at_other_times_goes_on_from_what_it_has(tmp_path: Path, at: int) -> None:
+    """In the midst of its own steps, and after an exchange."""
+    kept = run_ranks(_saves, 2, str(tmp_path), at, {})
+    again = run_ranks(_with_another_timetable, 2, str(tmp_path), at)
+    for (before, *_), (found, _) in zip(kept, again, strict=True):
+        assert same([before], [found])
+    assert same([again[0][1]], [again[1][1]]), "every step ends with an exchange now"
+
+
+def _never_again(rank: int, world: int, folder: str, stage: int) -> tuple[str, bool]:
+    engine = engine_of(stage, onebit_freeze_step="never")
+    before = all_state(engine)
+    try:
+        engine.load_checkpoint(folder, tag="kept")
+    except CheckpointError as error:
+        return str(error), all(torch.equal(one, other) for one, other in zip(before, all_state(engine), strict=True))
+    return "", False
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_run_whose_ranks_step_by_themselves_does_not_go_on_without(tmp_path: Path, stage: int) -> None:
+    run_ranks(_saves, 2, str(tmp_path), FREEZE + 6, {})
+    assert all("--onebit-freeze-step never rules out" in told and as_it_was
+               for told, as_it_was in run_ranks(_never_again, 2, str(tmp_path), stage))
 
 
 def _weights_alone(rank: int, world: int, folder: str) -> tuple[dict[str, Tensor], bool]:
