@@ -289,16 +289,18 @@ class Step:
         return SKIPS_IN_A_ROW if step > STRICT_STEPS else 0
 
     def _first_bad_parameter(self, report: StepReport) -> str:
-        """Agreed by all ranks, so that every one of them ends with the same message. The gradients are sums by now,
-        and do not tell whose was bad; the losses do, where a forward made it."""
+        """Agreed by all ranks, so that every one of them ends with the same message. Gradients that are sums by now do
+        not tell whose was bad; the losses do, where a forward made it."""
         tp = self._groups.tp
         finite = all(bool(loss.isfinite().all()) for loss in report.losses)
         known = all_gather_json([self._gradient_norm.first_bad(), tp.rank, finite], self._groups.world)
         bad = [rank for rank, (_, _, is_finite) in enumerate(known) if not is_finite]
         where = f" on {ranges(bad)}" if len(known) > 1 else ""
         loss = f"the loss{where} is not finite" if bad else "every loss is finite"
-        for name, rank, _ in known:
+        for number, (name, rank, _) in enumerate(known):
             if name is not None:
+                whose = "" if self._groups.dp.is_solo else \
+                    f", in the gradient of rank {number}" if self._gradients_stay else ", in the sum over the ranks"
                 return f"first in {name}" + (f" on tensor parallel rank {rank}" if not tp.is_solo else "") + \
-                    ("" if self._groups.dp.is_solo else ", in the sum over the ranks") + f" ({loss})"
+                    f"{whose} ({loss})"
         return f"the sum of finite gradients overflowed ({loss})"

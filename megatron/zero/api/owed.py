@@ -68,16 +68,28 @@ def owed_kinds(engine: ZeroEngine) -> list[str]:
     return [*_of_each(engine, engine.exchanged[0]), OWED_TO_ALL] if engine.exchanged else []
 
 
+def check_owed(engine: ZeroEngine, found: Checkpoint) -> None:
+    """What there is of this model's parameters has their shape."""
+    for bucket in engine.buckets:
+        for slot in (slot for slot in bucket.layout.slots if slot.numel):
+            for kind in found.shared_state.get("owed", ()):
+                if kind != OWED_TO_ALL and (kind, slot.name) in found.tensors:
+                    _ranks_in(engine, found, kind, slot)
+
+
 def load_owed(engine: ZeroEngine, found: Checkpoint) -> None:
     """After the rule has been told what travels. A run of which nothing but sums had travelled owed nothing."""
     tp = engine.groups.tp
     where: dict[str, Any] = {"tp_rank": tp.rank, "tp_size": tp.size}
-    for line in engine.exchanged if found.has(OWED) else ():
+    for line in engine.exchanged:
         for slot in _slots(line):
             for kind, numbers in _of_each(engine, line).items():
-                _load_of_each(engine, found, kind, slot, numbers[slot.offset : slot.end], where)
+                if (kind, slot.name) in found.tensors:  # not strict: who is new owes nothing
+                    _load_of_each(engine, found, kind, slot, numbers[slot.offset : slot.end], where)
         for segment in line.layout.segments(engine.groups.dp.rank):
             slot, start = segment.slot, segment.shard_offset
+            if (OWED_TO_ALL, slot.name) not in found.tensors:
+                continue
             found.read(OWED_TO_ALL, slot.name, shape=slot.shape, partition=slot.partition, offset=segment.slot_offset,
                        out=line.mean.owed_to_all[start : start + segment.count], **where)
 

@@ -36,7 +36,7 @@ from megatron.checkpoint.writer import Hold, Saving, saving
 from megatron.errors import CheckpointError, ConfigError
 from megatron.ranges import named, ranges
 from megatron.zero.api.hyper import SCHEDULED, check_groups, hyper_parameters, restore_groups
-from megatron.zero.api.owed import load_owed, owed_kinds, owed_pieces, owed_tensors
+from megatron.zero.api.owed import check_owed, load_owed, owed_kinds, owed_pieces, owed_tensors
 from megatron.zero.api.shared import check_shared, check_values, where_of
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.exchanges import LOAD, SAVE
@@ -186,6 +186,7 @@ def load_engine(engine: ZeroEngine, found: Checkpoint, scheduler: Stateful | Non
                               "load_module_only=True, or --finetune")
     if optimizer:
         _check_optimizer(engine, found)
+        check_owed(engine, found)
     _check_names(engine, found, options.strict)
     _check_shapes(engine, found, options.strict and optimizer)
     wanted, groups = _wanted_of_groups(shared, scheduler, options), shared.get("param_groups")

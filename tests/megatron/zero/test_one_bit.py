@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, NumericsError
 from megatron.zero.api.engine import Engine
 from megatron.zero.utils import (safe_get_full_grad, safe_get_local_optimizer_state, safe_set_full_grad,
                                  safe_set_full_optimizer_state, safe_set_local_optimizer_state)
@@ -286,6 +286,38 @@ def _starts_anew(rank: int, world: int, folder: str) -> bool:
 def test_without_the_optimizers_state_the_warm_up_begins_anew(tmp_path: Path) -> None:
     run_ranks(_saves, 2, str(tmp_path), 0, FREEZE + 2)
     assert all(run_ranks(_starts_anew, 2, str(tmp_path)))
+
+
+class Wider(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Linear(4, 3)
+
+
+def _grows(rank: int, world: int, folder: str) -> bool:
+    engine = engine_around(Wider(), configure(**{**SETTINGS, "zero_stage": 0}), groups.build(1), 1)
+    engine.load_checkpoint(folder, tag="kept", load_module_strict=False)
+    by_name = {slot.name: line.mean.owed[slot.offset : slot.end] for line in engine.core.exchanged
+               for slot in line.layout.slots}
+    return bool(by_name["body.weight"].any()) and not by_name["more.weight"].any()
+
+
+def test_a_model_that_has_grown_takes_what_there_is(tmp_path: Path) -> None:
+    run_ranks(_saves, 2, str(tmp_path), 0, FREEZE + 2)
+    assert all(run_ranks(_grows, 2, str(tmp_path)))
+
+
+def _explodes(rank: int, world: int) -> str:
+    engine = engine_of(max_skipped_in_a_row=0)
+    train(engine, 0, FREEZE + 2)
+    engine.backward(engine(noisy(FREEZE + 2, rank)) * (float("nan") if rank else 1.0))
+    with pytest.raises(NumericsError) as told:
+        engine.step()
+    return str(told.value)
+
+
+def test_an_error_names_the_rank_whose_gradient_was_bad() -> None:
+    assert all("in the gradient of rank 1" in told for told in run_ranks(_explodes, 2))
 
 
 # ---- when it freezes ------------------------------------------------------------------------------------------------

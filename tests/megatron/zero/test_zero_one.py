@@ -16,6 +16,7 @@ from megatron.errors import CheckpointError, ConfigError
 from megatron.optim.zero_one import ExchangeTimes, LearningTimes
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.init import GatheredParameters
+from megatron.zero.utils import safe_set_full_optimizer_state
 from mpu import groups
 from tests.distributed import run_ranks
 from tests.late_wire import late_wire
@@ -354,6 +355,34 @@ def _edits(rank: int, world: int, steps: int) -> str:
 @pytest.mark.parametrize("steps, told", [(FREEZE, "done"), (FREEZE + 5, "done"), (FREEZE + 6, "cannot be edited now")])
 def test_weights_that_differ_are_not_edited(steps: int, told: str) -> None:
     assert all(told in found for found in run_ranks(_edits, 2, steps))
+
+
+def _refuses(rank: int, world: int) -> str:
+    engine = engine_of()
+    state = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    train(engine, 0, FREEZE + 6, batch)
+    with pytest.raises(ConfigError) as told:
+        engine.load_module_state_dict(state)
+    train(engine, FREEZE + 6, FREEZE + 8, batch)  # as if nothing had been
+    return str(told.value)
+
+
+def test_a_load_of_weights_that_is_refused_changes_nothing() -> None:
+    assert all("cannot be edited now" in told for told in run_ranks(_refuses, 2))
+
+
+def _sets_states(rank: int, world: int) -> float:
+    engine = engine_of()
+    train(engine, 0, FREEZE + 6, batch)
+    bias = engine.module.head.bias
+    before = bias.detach().clone()
+    safe_set_full_optimizer_state(bias, torch.full((5,), 1e-3), "momentum_accumulator")
+    engine.core.check_before_save()
+    return float((bias - before).abs().max())
+
+
+def test_states_that_weights_are_made_of_move_them() -> None:
+    assert all(run_ranks(_sets_states, 2))
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
