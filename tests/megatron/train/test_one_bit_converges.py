@@ -1,4 +1,5 @@
-"""1-bit Adam learns what Adam learns: a small model, two ranks, several seeds, and a copy that forgets what it owes."""
+"""1-bit Adam and 0/1 Adam learn what Adam learns: a small model, two ranks, several seeds, and a copy that forgets what
+it owes."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.config.optimizers import ONE_BIT
 from megatron.config.tree import build_config
 from megatron.train import build
 from mpu import groups
@@ -45,7 +47,7 @@ def held_out_loss(rank: int, world: int, seed: int, settings: dict[str, Any], fo
         for line in engine.core.exchanged if forgets else ():
             line.mean.owed.zero_()
             line.mean.owed_to_all.zero_()
-    assert bool(engine.core.exchanged) == ("onebit" in config.optim.optimizer)
+    assert bool(engine.core.exchanged) == (config.optim.optimizer in ONE_BIT)
     engine.eval()
     with torch.no_grad():
         rows = text(256, 5)
@@ -70,3 +72,15 @@ def test_it_ends_where_adam_ends_and_debts_matter(stage: int, record_property: C
     deviation = statistics.stdev(adam)
     assert statistics.mean(one_bit) <= statistics.mean(adam) + 2 * deviation, told
     assert statistics.mean(forgetful) > statistics.mean(one_bit) + 2 * deviation, told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("clipper", [1, 4])
+def test_zero_one_adam_ends_where_adam_ends(clipper: int) -> None:
+    """With an exchange at every step, and at last at every fourth."""
+    adam = losses({})
+    zero_one = losses({"optimizer": "zeroone_adam", "onebit_freeze_step": str(STEPS // 5), "optimizer_params": (
+        f"local_step_scaler={STEPS // 10}", f"local_step_clipper={clipper}")})
+    for name, found in (("adam", adam), ("0/1 adam", zero_one)):
+        print(f"{name}: {statistics.mean(found):.4f} +- {statistics.stdev(found):.4f}")
+    assert statistics.mean(zero_one) <= statistics.mean(adam) + 2 * statistics.stdev(adam), (adam, zero_one)
