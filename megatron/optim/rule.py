@@ -101,8 +101,8 @@ class Span:
     wholes: Callable[[Tensor], Iterator[Whole]] = _never_cut
     """A number for each of the span's -> all numbers of every parameter that the span has a part of, one parameter
     after the other. Collective, by the call and not by what comes of it: a rank with an empty span calls it, too. The
-    numbers travel as they are given, in as many bytes as weights of their precision that are gathered: a rank whose
-    group has P numbers in s shards sends (s - 1) / s P, and (t - 1) P more where tensor parallelism cuts them over t."""
+    numbers travel as they are given, in as many bytes as weights of their precision that are gathered: of P numbers in
+    s shards a rank sends (s - 1) / s P, and (t - 1) P more where tensor parallelism cuts them over t ranks."""
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ RATES = {True: "muon_lr", False: "adam_lr"}
 
 
 def split_groups(model: nn.Module, groups: Sequence[Mapping[str, Any]], lr: float) -> list[ParamGroup]:
-    """Each group in two, hidden matrices first, without those that would be empty; each part has the hyper-parameters
-    of its optimizer, and `lr_scale`: what the group's rate is multiplied by, so that `lr` becomes the optimizer's."""
+    """Each group in two, hidden matrices first, without empty ones; each part has the hyper-parameters of its
+    optimizer, and `lr_scale`: what the group's rate is multiplied by, so that `lr` becomes the optimizer's."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     hidden = hidden_matrices(model)
     found = []
