@@ -168,8 +168,8 @@ class Config:
                       "made orthogonal never exist whole there; leave one out")
         hyper = self.optim.hyper_parameters()
         found.require(self.schedule.lr > 0 or hyper["muon_lr"] is hyper["adam_lr"] is None,
-                      f"--optimizer-params muon_lr and adam_lr are rates beside --lr, which is {self.schedule.lr:g}: "
-                      "give a --lr above 0")
+                      f"--lr is {self.schedule.lr:g}, and muon_lr and adam_lr are rates beside it, which follow its "
+                      "schedule: give one above 0")
 
     @property
     def chunks(self) -> int:

@@ -44,8 +44,8 @@ def split_groups(model: nn.Module, groups: Sequence[Mapping[str, Any]], lr: floa
             if members:
                 found.append(_part(group, members, use_muon, lr))
     if not any(group["use_muon"] for group in found):
-        raise ConfigError("Muon: the model has no hidden matrix, a parameter of two dimensions in a block (an element "
-                          "of a ModuleList): give param groups that say \"use_muon\": true, or take AdamW")
+        raise ConfigError("Muon: the model has no hidden matrix, a parameter of two dimensions in a block (an "
+                          "element of a ModuleList): give param groups that say \"use_muon\": true, or take AdamW")
     _check_tiles(model, found)
     return found
 
@@ -76,8 +76,8 @@ def note_of_split(groups: Sequence[ParamGroup]) -> str:
     for group in groups:
         count[group["use_muon"]] += len(group["params"])
         numbers[group["use_muon"]] += sum(shape_of(p).numel() for p in group["params"])
-    return (f" Muon: {count[True]} hidden matrices, {numbers[True]} numbers on each tensor parallel rank; AdamW updates "
-            f"the {count[False]} other parameters, {numbers[False]} numbers")
+    return (f" Muon: {count[True]} hidden matrices, {numbers[True]} numbers on each tensor parallel rank; AdamW "
+            f"updates the {count[False]} other parameters, {numbers[False]} numbers")
 
 
 def _check_matrices(members: Sequence[nn.Parameter], names: Mapping[nn.Parameter, str]) -> None:
@@ -85,8 +85,8 @@ def _check_matrices(members: Sequence[nn.Parameter], names: Mapping[nn.Parameter
         shape = tuple(shape_of(parameter))
         if len(shape) != 2:
             raise ConfigError(f"Muon: {names.get(parameter, 'a parameter')} of shape {shape} is in a param group that "
-                              "says \"use_muon\": true: only a matrix, of two dimensions, can be made orthogonal; leave "
-                              "it out")
+                              "says \"use_muon\": true: only a matrix, of two dimensions, can be made orthogonal; "
+                              "leave it out")
 
 
 def _check_tiles(model: nn.Module, groups: Sequence[ParamGroup]) -> None:
