@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from megatron.optim.rule import Whole
 from megatron.zero.bucket import FlatBucket
-from megatron.zero.layout import Segment, Slot
+from megatron.zero.layout import FlatLayout, Segment, Slot, align
 from mpu.collectives import all_gather_into
 from mpu.groups import Group
 from mpu.partition import join_slices, local_slice
@@ -26,14 +26,15 @@ from mpu.partition import join_slices, local_slice
 def wholes(bucket: FlatBucket, tp: Group, group: int, values: Tensor) -> Iterator[Whole]:
     """Of the parameters of a hyper-parameter group, from the numbers of this rank's span of it. Collective."""
     layout, owners = bucket.layout, bucket.shard_group
-    spans = [layout.group_span(rank, group) for rank in range(layout.shards)]
-    longest = max(stop - start for start, stop in spans)
-    if not longest:
+    members = [slot for slot in layout.slots if slot.group == group and slot.numel]
+    if not members:
         return iter(())
-    is_cut = any(slot.partition is not None for slot in layout.slots if slot.group == group)
+    end = layout.numel if members[-1] is layout.slots[-1] else align(members[-1].end)
+    longest = min(layout.shard_numel, end - members[0].offset)  # no rank's span is longer
+    is_cut = any(slot.partition is not None for slot in members)
     padded = pad(values.to(bucket.device), (0, longest - len(values)))
     gathered = _gathered(_gathered(padded, owners), tp if is_cut else None)  # [tp or 1, shards, longest]
-    return _each(bucket, tp, group, spans, gathered.view(-1, layout.shards, longest), values.device)
+    return _each(bucket, tp, group, gathered.view(-1, layout.shards, longest), values.device)
 
 
 def _gathered(own: Tensor, group: Group | None) -> Tensor:
@@ -45,19 +46,22 @@ def _gathered(own: Tensor, group: Group | None) -> Tensor:
     return everything
 
 
-def _each(bucket: FlatBucket, tp: Group, group: int, spans: list[tuple[int, int]], gathered: Tensor,
-          device: torch.device) -> Iterator[Whole]:
+def _each(bucket: FlatBucket, tp: Group, group: int, gathered: Tensor, device: torch.device) -> Iterator[Whole]:
     layout, rank = bucket.layout, bucket.shard_group.rank
-    for segment in layout.segments(rank, slice(*spans[rank])):
-        slot = segment.slot
-        if slot.group != group:
-            continue  # padding of the group before it
-        pieces = [gathered[:, other, piece.shard_offset - start : piece.shard_offset - start + piece.count]
-                  for other, (start, stop) in enumerate(spans)
-                  for piece in layout.segments(other, slice(start, stop)) if piece.slot is slot]
-        slices = torch.cat(pieces, 1).unflatten(1, slot.shape)  # [tp or 1, *shape]
-        start = segment.shard_offset - spans[rank][0]
-        yield _whole(slot, segment, slice(start, start + segment.count), slices, tp, device)
+    first, last = layout.group_span(rank, group)
+    for segment in layout.segments(rank, slice(first, last)):
+        slices = torch.cat([*_pieces(layout, segment.slot, gathered)], 1).unflatten(1, segment.slot.shape)
+        start = segment.shard_offset - first
+        yield _whole(segment.slot, segment, slice(start, start + segment.count), slices, tp, device)
+
+
+def _pieces(layout: FlatLayout, slot: Slot, gathered: Tensor) -> Iterator[Tensor]:
+    """Of a slot, from each rank that has a part of it: [tp or 1, n]."""
+    size = layout.shard_numel
+    for rank in range(slot.offset // size, -(-slot.end // size)):
+        start, stop = (place - rank * size for place in (slot.offset, slot.end))
+        first, last = layout.group_span(rank, slot.group)
+        yield gathered[:, rank, max(start, first) - first : min(stop, last) - first]
 
 
 def _whole(slot: Slot, segment: Segment, part: slice, slices: Tensor, tp: Group, device: torch.device) -> Whole:
