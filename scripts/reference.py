@@ -123,7 +123,7 @@ def _types() -> str:
     lines = ["| type | `--optimizer` | parameters beside `lr` and `weight_decay` |", "|---|---|---|"]
     for name, takes in OPTIMIZERS.items():
         types = ", ".join(f"`{given}`" for given, ours in DEEPSPEED_TYPES.items() if ours == name)
-        own = [f"`{key}` {_default(value)}" for key, value in takes.own.items()]
+        own = [f"`{key}` {_default(value)}".rstrip() for key, value in takes.own.items()]
         named = [f"`{key}`" for key in takes.fields if key != "adam_w_mode" or name == "adam"]
         lines.append(f"| {types} | `{name}` | {', '.join(named + own) or '-'}{'' if takes.decays else '; no decay'} |")
     return "\n".join(lines)

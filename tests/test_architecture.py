@@ -70,7 +70,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
     """),
     ("3: the engine", """
         megatron.optim.grid megatron.optim.rule megatron.optim.adam_kernel megatron.optim.adam megatron.optim.lion
-        megatron.optim.lamb megatron.optim.one_bit megatron.optim.one_bit_lamb megatron.optim.zero_one
+        megatron.optim.lamb megatron.optim.muon
+        megatron.optim.one_bit megatron.optim.one_bit_lamb megatron.optim.zero_one
         megatron.optim.cpu_adam megatron.optim.torch_rule megatron.optim.build
         megatron.zero.precision megatron.zero.verdict megatron.zero.settings megatron.zero.holders
         megatron.zero.placeholder megatron.zero.waiting megatron.zero.drawn megatron.zero.tiling
@@ -84,9 +85,10 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero.edits megatron.zero.loan megatron.zero.bucket megatron.zero.drift
         megatron.zero.rows megatron.zero.quantise megatron.zero.curvature megatron.zero.together megatron.zero.aside
         megatron.zero.norm megatron.zero.roster megatron.zero.nested megatron.zero.hooks megatron.zero.utils
-        megatron.zero.units megatron.zero.residency megatron.zero.reductions megatron.zero.forwards
+        megatron.zero.units megatron.zero.hidden megatron.zero.residency megatron.zero.reductions megatron.zero.forwards
         megatron.zero.passes megatron.zero.state
-        megatron.zero.own_exchange megatron.zero.renewal megatron.zero.update megatron.zero.step megatron.zero.engine
+        megatron.zero.own_exchange megatron.zero.renewal megatron.zero.wholes megatron.zero.update megatron.zero.step
+        megatron.zero.engine
     """),
     ("4: the application", """
         megatron.config.help megatron.config.foreign megatron.config.flags

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from megatron.config.kinds import (ANY, ANY_TEXT, BOOLEAN, COUNT, COUNT_0, COUNT_0_OR_NONE, INTEGER, NUMBER, OF_TYPE,
-                                   SWITCH_OR_OBJECT, TEXT, WEIGHT_GROUP, Kind, choice)
-from megatron.config.optimizers import NEVER, OPTIMIZERS
+from megatron.config.kinds import (ANY, ANY_TEXT, AT_LEAST_0, BOOLEAN, COUNT, COUNT_0, COUNT_0_OR_NONE, INTEGER,
+                                   NUMBER, OF_TYPE, SWITCH_OR_OBJECT, TEXT, WEIGHT_GROUP, Kind, choice)
+from megatron.config.optimizers import NEVER, OPTIMIZERS, WORDS
 from megatron.config.setting import Key, declared, kind_of, plain_type
 from megatron.config.tree import SECTIONS
 
@@ -81,6 +81,10 @@ def _together(path: str, kind: Kind) -> dict[str, Row]:
     return {path: Key(path, kind, alone=False)}
 
 
+def _kind_of_own(name: str, default: Any) -> Kind:
+    return choice(*WORDS[name]) if name in WORDS else AT_LEAST_0 if default is None else OF_TYPE[type(default)]
+
+
 def _offload_to_cpu(kind: str) -> Old:
     return Old((f"zero_optimization.offload_{kind}.device",), BOOLEAN, lambda given: "cpu" if given else "none")
 
@@ -127,7 +131,8 @@ _OPTIMIZER: dict[str, Row] = {
     **_together("optimizer.params.var_freeze_step", Kind(
         f"{COUNT.expected}, or {NEVER}", lambda given: given if given == NEVER else COUNT.convert(given))),
     **{path: row for takes in OPTIMIZERS.values() for name, default in takes.own.items()
-       for path, row in _together(f"optimizer.params.{name}", OF_TYPE[type(default)]).items()},
+       for path, row in _together(f"optimizer.params.{name}", _kind_of_own(name, default)).items()},
+    "optimizer.params.ns_method": NoEffect(choice("standard", "gram"), "gram", _PURE_SPEED),
     "optimizer.params.fp32_optimizer_states": Only((True,), _16BIT_STATE),
     "optimizer.params.cuda_aware": NoEffect(BOOLEAN, False, _ONE_WIRE),
     "optimizer.params.comm_backend_name": NoEffect(choice("nccl", "mpi", "compressed", "hccl"), "nccl", _ONE_WIRE),
@@ -159,6 +164,8 @@ _ZERO_OPTIMIZATION: dict[str, Row] = {
     _ZERO + "stage3_module_granularity_threshold": NoEffect(COUNT_0, 0, _PURE_SPEED),
     _ZERO + "stage3_use_all_reduce_for_fetch_params": NoEffect(BOOLEAN, False, _PURE_SPEED),
     _ZERO + "use_multi_rank_bucket_allreduce": NoEffect(BOOLEAN, True, _PURE_SPEED),
+    _ZERO + "save_muon_momentum_buffer_in_memory": NoEffect(
+        BOOLEAN, False, "momenta are where offload_optimizer has the optimizer's state"),
     _ZERO + "memory_efficient_linear": NoEffect(BOOLEAN, True, _PURE_SPEED),
     _ZERO + "log_trace_cache_warnings": NoEffect(BOOLEAN, False, "fetches are not traced"),
     _ZERO + "override_module_apply": NoEffect(BOOLEAN, True, "Module.apply is torch's own"),

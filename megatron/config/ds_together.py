@@ -22,7 +22,8 @@ Setting = tuple[str, Any, str]
 """(field, value, path of the key)"""
 
 PARAMS, FREEZE_STEPS = "optimizer.params.", ("freeze_step", "var_freeze_step")
-OF_EVERY_TYPE = ("max_grad_norm", "fp32_optimizer_states", "torch_adam", "cuda_aware", "comm_backend_name")
+OF_EVERY_TYPE = ("max_grad_norm", "fp32_optimizer_states", "torch_adam", "cuda_aware", "comm_backend_name",
+                 "ns_method")
 """Optimizer parameters that are read alike whatever the type."""
 WARMUP_STEPS, TOTAL_STEPS = "scheduler.params.warmup_num_steps", "scheduler.params.total_num_steps"
 WARMUP_TYPE, COSINE_FLOOR = "scheduler.params.warmup_type", "scheduler.params.cos_min_ratio"

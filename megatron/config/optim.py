@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +67,17 @@ class OptimConfig:
         own = self._own_parameters()
         require(not own.get("amsgrad") or own.get("bias_correction", True),
                 f"--optimizer-params amsgrad=true needs bias_correction=true in {self.optimizer}: leave one out")
+        if self.optimizer == "muon":
+            self._check_muon(own)
+
+    def _check_muon(self, own: Mapping[str, Any]) -> None:
+        require(self.adam_w_mode, "--no-adam-w-mode and --optimizer muon exclude each other: its decay is decoupled "
+                "from the gradient, which is made orthogonal; leave it out")
+        for name, low, high in (("momentum", 0, 0.9999999), ("ns_steps", 1, 99), ("muon_lr", 0, 1e9),
+                                ("adam_lr", 0, 1e9)):
+            value = own.get(name)
+            require(value is None or low <= value <= high,
+                    f"--optimizer-params {name}={value}: expected a number from {low} to {high:g}")
 
     @property
     def freeze_step(self) -> int | None:
@@ -90,7 +102,8 @@ class OptimConfig:
             require(bool(equals), f"--optimizer-params {text}: expected NAME=VALUE")
             require(name not in found, f"--optimizer-params {name} is given twice; leave one of them out")
             try:
-                found[name] = own_parameter(self.optimizer, name, json.loads(value))
+                is_text = isinstance(OPTIMIZERS[self.optimizer].own.get(name), str)
+                found[name] = own_parameter(self.optimizer, name, value.strip('"') if is_text else json.loads(value))
             except ValueError as error:
                 reason = f"{value} is not a number, true or false" if isinstance(error, json.JSONDecodeError) else error
                 raise ConfigError(f"--optimizer-params {text}: {reason}") from None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Name = Literal["adam", "adamw", "sgd", "lamb", "lion", "adagrad", "rmsprop", "nadam", "radam", "adamax", "adadelta",
-               "asgd", "rprop", "onebit_adam", "onebit_lamb", "zeroone_adam"]
+               "asgd", "rprop", "onebit_adam", "onebit_lamb", "zeroone_adam", "muon"]
 
 AUTO = "auto"
 """A number of steps that is found while a run goes on."""
@@ -64,7 +64,12 @@ OPTIMIZERS: dict[str, Takes] = {
     "zeroone_adam": Takes({**_ADAM, "var_freeze_step": "onebit_freeze_step"},
                           {"bias_correction": True, "var_update_scaler": 16, "local_step_scaler": 32678,
                            "local_step_clipper": 16}),
+    "muon": Takes(_ADAM, {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr_fn": "original",
+                          "split_qkv": True, "muon_lr": None, "adam_lr": None}),
 }
+
+WORDS = {"adjust_lr_fn": ("original", "match_rms_adamw")}
+"""Own parameter that is a text -> what it may be."""
 
 ONE_BIT = ("onebit_adam", "onebit_lamb", "zeroone_adam")
 """Those with an exchange of their own, at one bit a number."""
@@ -75,14 +80,14 @@ DEEPSPEED_TYPES = {
     "SGD": "sgd", "Lamb": "lamb", "FusedLamb": "lamb", "Lion": "lion", "FusedLion": "lion", "DeepSpeedCPULion": "lion",
     "Adagrad": "adagrad", "DeepSpeedCPUAdagrad": "adagrad", "RMSprop": "rmsprop", "NAdam": "nadam", "RAdam": "radam",
     "Adamax": "adamax", "Adadelta": "adadelta", "ASGD": "asgd", "Rprop": "rprop", "OneBitAdam": "onebit_adam",
-    "OneBitLamb": "onebit_lamb", "ZeroOneAdam": "zeroone_adam",
+    "OneBitLamb": "onebit_lamb", "ZeroOneAdam": "zeroone_adam", "Muon": "muon",
 }
 """optimizer.type of a DeepSpeed file -> --optimizer"""
-_WHOLE_MATRICES = "it works on whole matrices, and ranks hold parts of flat ones; use AdamW"
 REFUSED_TYPES = {
     **dict.fromkeys(("muadam", "muadamw", "musgd"),
                     "learning rates do not depend on a layer's width; use Adam, AdamW or SGD"),
-    **dict.fromkeys(("muon", "adafactor"), _WHOLE_MATRICES),
+    "adafactor": "it keeps a row and a column of a matrix in the place of its second moment, and states here have the "
+                 "shape of their weights; use AdamW, or Muon",
     "lbfgs": "it evaluates the loss several times a step; use Adam", "sparseadam": "gradients are dense here; use Adam",
 }
 """Types, in lower case, that DeepSpeed has and we do not -> why."""
@@ -102,7 +107,13 @@ def own_parameter(optimizer: str, name: str, value: Any) -> Any:
         if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 10**12:
             return value
         raise ValueError(f"{name} is {value!r}: expected a whole number from 1 on")
-    if isinstance(default, float):
+    if isinstance(default, str):
+        if value in WORDS[name]:
+            return value
+        raise ValueError(f"{name} is {value!r}: expected {' or '.join(WORDS[name])}")
+    if default is None and value is None:
+        return None
+    if isinstance(default, float | None):
         if _is_number(value):
             return float(value)
         raise ValueError(f"{name} is {value!r}: expected a number")

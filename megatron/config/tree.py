@@ -80,6 +80,8 @@ class Config:
             self._check_layer_drop(found)
         if self.optim.optimizer in ONE_BIT:
             self._check_one_bit(found)
+        if self.optim.optimizer == "muon":
+            self._check_muon(found)
         if conflicts is None:
             found.stop()
 
@@ -162,6 +164,15 @@ class Config:
             found.require(not self.quantize.quantize_training,
                           f"{name} and --quantize-training exclude each other: ranks would round weights of their own, "
                           "each to another grid; leave one out")
+
+    def _check_muon(self, found: Problems) -> None:
+        found.require(not self.model.memory_centric_tiled_linear,
+                      "--optimizer muon and --memory-centric-tiled-linear exclude each other: the matrices that are "
+                      "made orthogonal never exist whole there; leave one out")
+        hyper = self.optim.hyper_parameters()
+        found.require(self.schedule.lr > 0 or hyper["muon_lr"] is hyper["adam_lr"] is None,
+                      f"--lr is {self.schedule.lr:g}, and muon_lr and adam_lr are rates beside it, which follow its "
+                      "schedule: give one above 0")
 
     @property
     def chunks(self) -> int:

@@ -46,8 +46,8 @@ class AdamW(Summed):
     """Divide the moments by 1 - beta^t, since they start from 0."""
     decoupled: bool = True
     """False: weight decay is added to the gradient."""
-    _places: dict[int, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Hyper-parameter group -> where the kernel finds its spans."""
+    _places: dict[tuple[int, Sequence[str]], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Hyper-parameter group, and bucket where they come one by one -> where the kernel finds the spans."""
     _kernel: ModuleType | None = field(default=None, init=False, repr=False, compare=False)
     """Ours, where it works on all ranks."""
 
@@ -67,9 +67,10 @@ class AdamW(Summed):
 
     def step_many(self, spans: Sequence[Span], hyper: Mapping[str, Any], at: StepScalars) -> bool:
         kernel = self._kernel
-        if kernel is not None and kernel.update(spans, self._places.setdefault(spans[0].group, kernel.Places()), hyper,
-                                                at, bias_correction=self.bias_correction, decoupled=self.decoupled):
-            return True
+        if kernel is not None:
+            places = self._places.setdefault((spans[0].group, spans[0].names), kernel.Places())
+            if kernel.update(spans, places, hyper, at, bias_correction=self.bias_correction, decoupled=self.decoupled):
+                return True
         in_cache = not on_accelerator(spans[0].master)
         self._by_torch(self._in_cache(spans) if in_cache else self._batches(spans), hyper, at)
         return in_cache

@@ -13,6 +13,7 @@ from megatron.errors import ConfigError
 from megatron.optim.adam import AdamW
 from megatron.optim.lamb import Lamb
 from megatron.optim.lion import Lion
+from megatron.optim.muon import Muon
 from megatron.optim.one_bit import OneBitAdam
 from megatron.optim.one_bit_lamb import OneBitLamb
 from megatron.optim.rule import Rule
@@ -31,6 +32,8 @@ def build_rule(optim: OptimConfig, tile: int) -> tuple[Rule, dict[str, Any]]:
         return Lamb(tile), hyper
     if optim.optimizer == "lion":
         return Lion(tile), hyper
+    if optim.optimizer == "muon":
+        return Muon(tile), hyper
     hyper.pop("freeze_step", None)  # as the field has it
     hyper.pop("var_freeze_step", None)
     if optim.optimizer == "zeroone_adam":

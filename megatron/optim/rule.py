@@ -11,6 +11,7 @@ takes them from there as tensors (`StepScalars`) need not wait for it; `OneByOne
 An elementwise rule needs nothing else. One that looks at whole parameters (Lamb) finds their borders in `parts`;
 `total` adds up per-parameter sums over the ranks, and `largest` takes maxima. It is called for every group of every
 bucket on every rank, be the span empty there or not; so all ranks know the numbers of all parameters, by their `names`.
+One that needs more of a parameter than sums (Muon: products of matrices) has its parts brought together by `wholes`.
 
 A rule may have an exchange of its own in the place of the sum of gradients. What is to `travel` may be another thing
 at each step; where it is not the sum, each rank holds the gradients it made, whole. The rule `says` what is to travel
@@ -21,7 +22,7 @@ ranks, stay as they are, and what a rank has `at_work` is made of them and of it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Protocol
@@ -50,6 +51,34 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Whole:
+    """Numbers of all of a parameter, of which the span has the `part`."""
+
+    name: str
+    part: slice
+    """In the span; never empty."""
+    values: Tensor
+    """In the shape that the parameter has before it is cut or padded. May be changed in place."""
+    joined: int
+    """So many tensors of one shape are one behind the other along `dim`: q, k and v of a fused projection."""
+    dim: int
+    _own: Callable[[], Tensor]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Each of those that are joined, as views of `values`."""
+        return self.values.chunk(self.joined, self.dim)
+
+    def own(self) -> Tensor:
+        """Of the values as they are now, those of the part; on the device of the span."""
+        return self._own()
+
+
+def _never_cut(values: Tensor) -> Iterator[Whole]:
+    raise AssertionError("a span that nobody can bring together")
+
+
+@dataclass(frozen=True)
 class Span:
     """One piece of work for a rule; the tensors are one-dimensional, of one length, and updated in place."""
 
@@ -69,6 +98,11 @@ class Span:
     """[slots] maxima over this rank's parts -> maxima over whole parameters. Collective."""
     names: Sequence[str] = ()
     """Those of the bucket's parameters, where the rule looks at whole ones."""
+    wholes: Callable[[Tensor], Iterator[Whole]] = _never_cut
+    """A number for each of the span's -> all numbers of every parameter that the span has a part of, one parameter
+    after the other. Collective, by the call and not by what comes of it: a rank with an empty span calls it, too. The
+    numbers travel as they are given, in as many bytes as weights of their precision that are gathered: of P numbers in
+    s shards a rank sends (s - 1) / s P, and (t - 1) P more where tensor parallelism cuts them over t ranks."""
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ for each hyper-parameter group.
 *Elementwise* means that the update of a weight depends on no other weight. Nobody declares that, so it is tried: a
 small random matrix, cut in two and stepped flat, must become what the optimizer makes of it whole.
 
-Not here: optimizers that look at whole parameters (Lamb is a rule of its own; Muon, Adafactor and LBFGS have none).
-Hooks on an optimizer's `step` are not called.
+Not here: optimizers that look at whole parameters (Lamb and Muon are rules of their own; Adafactor and LBFGS have
+none). Hooks on an optimizer's `step` are not called.
 """
 
 from __future__ import annotations

@@ -30,6 +30,9 @@ MOMENTS_PER_WEIGHT = 2
 """Numbers that AdamW keeps beside each weight."""
 THREE_STATES = ("onebit_lamb", "zeroone_adam")
 """Optimizers that keep one more."""
+TABLES = ("wte.weight", "wpe.weight")
+MUON_WIRE = 2
+"""Bytes of a number of a matrix that is brought together."""
 LARGEST_TILE = 2**24
 """Elements of an optimizer step at a time, at most."""
 
@@ -83,6 +86,8 @@ class Traffic:
 
     gradients: int
     parameters: int
+    matrices: int = 0
+    """Those that an optimizer needs whole."""
 
 
 @dataclass(frozen=True)
@@ -355,11 +360,19 @@ class Run:
                            numel * self.work * peers // self.dp if self.policy.split_optim else 0)
         if not self.policy.split_optim:
             return Traffic(2 * gradients, 0)
+        matrices = sum(peers * self.span_of_matrices(layout) for layout, _ in self.leaving) * MUON_WIRE
         gathered = numel
         if self.policy.split_params:
             twice = round(2 * self.running_blocks * self.block.numel)  # forward and backward
             gathered = self.resident.numel + self.accumulation * (self.root.numel + twice)
-        return Traffic(gradients, gathered * self.work * peers // self.dp)
+        return Traffic(gradients, gathered * self.work * peers // self.dp, matrices)
+
+    def span_of_matrices(self, layout: FlatLayout) -> int:
+        """Elements of a bucket's hidden matrices that a rank has, at most; 0 where no optimizer needs them whole."""
+        if self.config.optim.optimizer != "muon":
+            return 0
+        hidden = (slot for slot in layout.slots if len(slot.shape) == 2 and slot.name not in TABLES)
+        return min(layout.shard_numel, sum(align(slot.numel) for slot in hidden))
 
 
 # ---- parameters ---------------------------------------------------------------------------------------------------

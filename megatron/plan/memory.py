@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass, replace
 
 from megatron.plan.activations import FP32
-from megatron.plan.footprint import MOMENTS_PER_WEIGHT, Run
+from megatron.plan.footprint import MOMENTS_PER_WEIGHT, MUON_WIRE, Run
 from megatron.zero.homes.parts import STEP_SETS
 from megatron.zero.layout import FlatLayout, Slot
 
@@ -283,7 +283,18 @@ def _update(run: Run) -> Moment:
         passing += 2 * (span if here else run.part_at_a_time) * run.work
     elif here or run.device == "cpu":
         passing += _widened_for_update(run, tile)
-    return _moment(run, "update", lasting(run).gradients, 0, waiting + passing)
+    return _moment(run, "update", lasting(run).gradients, 0, waiting + max(passing, _whole_matrices(run)))
+
+
+def _whole_matrices(run: Run) -> int:
+    """Of a bucket's matrices this rank's numbers and those of all ranks; of one that is made orthogonal, itself, a step
+    and the next one, and the one before; and its square products."""
+    span = max(run.span_of_matrices(layout) for layout in (run.root, run.resident, run.block))
+    if not span:
+        return 0
+    largest = max(slot.numel for slot in run.block_parameters) * run.tp
+    joined = 4 * largest + 2 * run.config.model.hidden_size ** 2
+    return (span * (1 + run.shards * run.tp) + joined) * MUON_WIRE
 
 
 def _widened_for_update(run: Run, tile: int) -> int:

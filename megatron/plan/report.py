@@ -64,6 +64,7 @@ def _record(run: Run, asked: Run, machine: Machine) -> dict[str, Any]:
         "device": fullest.total, "host": away.host, "nvme": away.nvme, "node_host": on_node * machine.ranks_per_node,
         "node_nvme": away.nvme * machine.ranks_per_node,
         "sent_gradients": traffic.gradients, "sent_parameters": traffic.parameters,
+        "sent_matrices": traffic.matrices,
         "cards": {f"{card:g}": {"fits": fullest.total <= capacity, "largest_micro_batch": count}
                   for card, capacity, count in zip(machine.cards, machine.capacities(), largest, strict=True)}}
 

@@ -63,7 +63,7 @@ def _recomputation_in_words(run: Run) -> str:
 def _memory_cells(row: dict[str, Any], unit: int) -> list[str]:
     lasts, fullest = row["lasting"], row["peak"]
     counts = [*lasts.values(), fullest["activations"], fullest["buffers"], fullest["total"]]
-    ends = [row["node_host"], row["node_nvme"], row["sent_gradients"] + row["sent_parameters"]]
+    ends = [row["node_host"], row["node_nvme"], row["sent_gradients"] + row["sent_parameters"] + row["sent_matrices"]]
     return [*_label(row), *(number(count / unit) for count in counts), fullest["moment"],
             *(number(count / unit) for count in ends)]
 

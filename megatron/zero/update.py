@@ -26,6 +26,7 @@ from megatron.zero.homes.memory import numbers
 from megatron.zero.homes.shelf import HOST, WEIGHT, Home, Homes, Walk
 from megatron.zero.renewal import Renewal, Tile
 from megatron.zero.state import State
+from megatron.zero.wholes import wholes
 from mpu.collectives import all_reduce
 from mpu.device import on_accelerator
 from mpu.groups import Groups
@@ -137,7 +138,8 @@ class Update:
         states = {kind: values[here] for kind, values in tile.kept.items() if kind != WEIGHT}
         narrow = None if tile.narrow is None else tile.narrow[here]
         return Span(group, tile.kept[WEIGHT][here], tile.grads[here], states, parts, len(bucket.layout.slots),
-                    partial(self._of_slots, bucket, "sum"), narrow, partial(self._of_slots, bucket, "max"), names)
+                    partial(self._of_slots, bucket, "sum"), narrow, partial(self._of_slots, bucket, "max"), names,
+                    partial(wholes, bucket, self._groups.tp, group))
 
     def _of_slots(self, bucket: FlatBucket, op: Op, of_parts: Tensor) -> Tensor:
         """Sums or maxima over this rank's part of each parameter -> over the whole parameter."""

@@ -32,6 +32,7 @@ from megatron.errors import ConfigError
 from megatron.launch import distributed, exits
 from megatron.optim.adam import LARGEST_TILE
 from megatron.optim.build import build_rule
+from megatron.optim.muon import Muon
 from megatron.optim.rule import ParamGroup, Rule
 from megatron.optim.schedule import Schedule
 from megatron.optim.torch_rule import from_torch
@@ -46,6 +47,7 @@ from megatron.zero.api.optimizer import ZeroOptimizer
 from megatron.zero.api.same import check_model
 from megatron.zero.api.schedule import FollowSchedule, Scheduler, schedule_of
 from megatron.zero.engine import ZeroEngine
+from megatron.zero.hidden import note_of_split, split_groups
 from megatron.zero.layout import align
 from megatron.zero.policy import notes as zero_notes
 from megatron.zero.precision import DTYPES
@@ -116,7 +118,8 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
     splits = any(bucket.comes_and_goes for bucket in (*core.buckets, *core.frozen))
     iters = config.train.train_iters if settings.found is None else None  # a loop of the user's has its own
     engine.notes = [*moved, *told, *offload_notes(config, homes, splits=splits), *config.layer_drop.notes(),
-                    *config.quantize.notes(iters), *config.profile.notes(iters)]
+                    *config.quantize.notes(iters), *config.profile.notes(iters),
+                    *([note_of_split(param_groups)] if isinstance(rule, Muon) else [])]
     if groups.world.rank == 0:
         _say(settings, engine, groups.dp.size)
         for number in (number for number, group in enumerate(param_groups) if not group["params"]):
@@ -250,7 +253,10 @@ def _rule_and_groups(settings: _Settings, model: nn.Module, parameters: Any, cli
     rule, defaults = build_rule(config.optim, _tile(config.zero.sub_group_size))
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]
     defaults = {"lr": config.schedule.lr, **defaults}
-    return rule, [{**defaults, **group, "params": list(group["params"])} for group in groups], defaults, None
+    complete = [{**defaults, **group, "params": list(group["params"])} for group in groups]
+    if isinstance(rule, Muon):
+        complete = split_groups(model, complete, config.schedule.lr)
+    return rule, complete, defaults, None
 
 
 def _check_groups(model: nn.Module, groups: Sequence[ParamGroup]) -> None:

@@ -207,6 +207,21 @@ def test_a_warm_up_of_one_bit_that_outlasts_the_run_is_refused(name: str) -> Non
             parse_args([*argv, "never"])
 
 
+def test_parameters_of_muon_that_it_cannot_take_are_refused() -> None:
+    argv = ["--optimizer", "muon", "--optimizer-params"]
+    for given, told in (("ns_steps=0", "expected a whole number from 1 on"), ("ns_steps=100", "from 1 to 99"),
+                        ("momentum=-0.1", "from 0 to"), ("adam_lr=fast", "is not a number"),
+                        ("adjust_lr_fn=spectral", "expected original or match_rms_adamw"),
+                        ("amsgrad=true", "is not a parameter of --optimizer muon")):
+        with pytest.raises(ConfigError, match=told):
+            parse_args([*argv, given])
+    assert parse_args([*argv, "adjust_lr_fn=match_rms_adamw", "muon_lr=0.02"]).optim.optimizer == "muon"
+    for more, told in (("--no-adam-w-mode", "its decay is decoupled"),
+                       ("--memory-centric-tiled-linear", "never exist whole")):
+        with pytest.raises(ConfigError, match=told):
+            parse_args([*argv[:2], more])
+
+
 def test_what_is_not_loaded_may_be_absent() -> None:
     config = parse_args(["--no-load-optim", "--no-load-rng"])
     assert config.save.no_load_optim and [note.split()[1] for note in config.notes] == [

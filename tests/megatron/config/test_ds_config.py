@@ -88,7 +88,9 @@ OWN = {"dampening": ("SGD", "sgd", 0.5), "nesterov": ("SGD", "sgd", True), "amsg
        "coeff_beta": ("OneBitLamb", "onebit_lamb", 0.8), "factor_max": ("OneBitLamb", "onebit_lamb", 3.0),
        "factor_min": ("OneBitLamb", "onebit_lamb", 0.4), "factor_threshold": ("OneBitLamb", "onebit_lamb", 0.2),
        "var_update_scaler": ("ZeroOneAdam", "zeroone_adam", 4), "local_step_scaler": ("ZeroOneAdam", "zeroone_adam", 9),
-       "local_step_clipper": ("ZeroOneAdam", "zeroone_adam", 2)}
+       "local_step_clipper": ("ZeroOneAdam", "zeroone_adam", 2),
+       "ns_steps": ("Muon", "muon", 3), "adjust_lr_fn": ("Muon", "muon", "match_rms_adamw"),
+       "split_qkv": ("Muon", "muon", False), "muon_lr": ("Muon", "muon", 0.02), "adam_lr": ("muon", "muon", 3e-4)}
 
 
 def own_case(name: str) -> tuple[Any, Any, dict[str, Any]]:
@@ -299,7 +301,7 @@ def test_a_key_without_effect_says_so_unless_it_is_the_default(path):
     row = TABLE[path]
     assert build(nested(path, row.default)).notes == ()
     others = {0: 5, 1: 5, "nccl": "mpi", "Fail": "Warn", 0.8: 0.5, None: "0,1", "": "out", "DeepSpeedJobName": "job",
-              2.0**63: 1e6}
+              2.0**63: 1e6, "gram": "standard"}
     other = not row.default if isinstance(row.default, bool) else others[row.default]
     config = build(nested(path, other))
     assert changes(config) == {} and len(config.notes) == 1
@@ -461,7 +463,13 @@ def test_an_unknown_key_is_refused_with_its_path_and_the_nearest_name(path, told
     (merged(typed("ZeroOneAdam"), QUANTISED), "each to another grid"),
     (merged(typed("ZeroOneAdam"), nested("optimizer.params.local_step_clipper", 0)), "local_step_clipper"),
     (merged(typed("ZeroOneAdam"), nested("optimizer.params.var_freeze_step", "soon")), "of at least 1, or never"),
-    (typed("Muon"), "it works on whole matrices"), (typed("Adafactor"), "it works on whole matrices"),
+    (typed("Adafactor"), "it keeps a row and a column of a matrix"),
+    (merged(typed("Muon"), nested("optimizer.params.ns_steps", 100)), "ns_steps=100: expected a number from 1 to 99"),
+    (merged(typed("Muon"), nested("optimizer.params.momentum", 1.0)), "momentum=1.0: expected a number from 0 to"),
+    (merged(typed("Muon"), nested("optimizer.params.muon_lr", -1)), "optimizer.params.muon_lr is -1"),
+    (merged(typed("Muon"), nested("optimizer.params.adjust_lr_fn", "spectral")), '"original" or "match_rms_adamw"'),
+    (merged(typed("Muon"), {"optimizer": {"params": {"lr": 0, "muon_lr": 0.02}}}),
+     "lr is 0, and muon_lr and adam_lr are rates beside it"),
     (typed("LBFGS"), "evaluates the loss several times"), (typed("SparseAdam"), "gradients are dense"),
     (typed("Adm"), 'optimizer.type is "Adm": expected "Adam" or "AdamW"'), (typed("Adm"), 'did you mean "Adam"?'),
     (typed("RMSProb"), 'did you mean "RMSprop"?'),

@@ -76,6 +76,10 @@ ACCEPTED: dict[str, dict[str, Any]] = {
         "lr": 11e-3, "weight_decay": 0.01, "bias_correction": False, "freeze_step": 1000, "max_coeff": 0.3,
         "min_coeff": 0.01, "cuda_aware": False, "comm_backend_name": "nccl", "coeff_beta": 0.9, "factor_max": 4.0,
         "factor_min": 0.5, "factor_threshold": 0.1}}, "gradient_clipping": 1.0, "fp16": FP16},
+    "Muon": {"optimizer": {"type": "Muon", "params": {
+        "lr": 2e-5, "momentum": 0.95, "weight_decay": 0.01, "muon_lr": 2e-5, "adam_lr": 2e-6, "betas": [0.9, 0.999],
+        "ns_method": "gram"}}, "bf16": {"enabled": True}, "zero_optimization": {
+            "stage": 3, "save_muon_momentum_buffer_in_memory": True}},
     "compression that is off": {"optimizer": ADAM, "compression_training": {
         "layer_reduction": {"enabled": False}, "weight_quantization": {"shared_parameters": {"enabled": False}},
         "row_pruning": {"shared_parameters": {"enabled": False}, "different_groups": {}}}},

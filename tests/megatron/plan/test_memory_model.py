@@ -111,6 +111,18 @@ def test_the_predicted_peak_of_two_ranks_is_the_measured_one() -> None:
               {}, {"contiguous_memory_optimization": True, "number_checkpoints": 18}, {"checkpoint_num_layers": 3})])
 
 
+def test_matrices_that_are_made_whole_are_a_good_part_of_the_predicted_peak() -> None:
+    """Few tokens and wide blocks: the peak is the update."""
+    muon = {"optimizer": "muon", "batch_size": 1, "seq_length": 8, "vocab_size": 200, "hidden_size": 256,
+            "num_layers": 1}
+    check(2, [{**muon, **more} for more in (
+        {}, {"zero_stage": 1}, {"zero_stage": 3, "bf16": True}, {"zero_stage": 2, "bf16": True, "accumulation": 2},
+        {"model_parallel_size": 2})])
+    plain, whole = (peak(Run(build_config(described({**muon, "optimizer": name, "zero_stage": 1, "world": 2})), 2,
+                             "cpu")) for name in ("adam", "muon"))
+    assert whole.total > 1.2 * plain.total
+
+
 ON_DRIVE = {"offload_optimizer_device": "nvme", "sub_group_size": 65536}
 ALL_ON_DRIVE = {**ON_DRIVE, "offload_param_device": "nvme", "offload_param_max_in_cpu": 0,
                 "offload_param_buffer_size": 65536, "stage3_param_persistence_threshold": 0, "zero_stage": 3}

@@ -54,13 +54,14 @@ def gpt2_engine(config: Config, grid: Groups) -> ZeroEngine:
     return build_engine(config, build_model(config, grid), grid, torch.device("cpu")).core
 
 
-def engine_around(module: nn.Module, config: Config, grid: Groups, accumulation: int = 1) -> Engine:
+def engine_around(module: nn.Module, config: Config, grid: Groups, accumulation: int = 1,
+                  device: torch.device | None = None) -> Engine:
     """An engine for any module; matrices decay."""
     batch = replace(config.train, batch_size=1, global_batch_size=accumulation * grid.dp.size)
     groups = [{"params": [p for p in module.parameters() if p.dim() >= 2], "weight_decay": config.optim.weight_decay},
               {"params": [p for p in module.parameters() if p.dim() < 2], "weight_decay": 0.0}]
     return initialize(model=module, model_parameters=groups, config=replace(config, train=batch), mpu=grid,
-                      lr_scheduler=Held())[0]
+                      lr_scheduler=Held(), device=device)[0]
 
 
 def step(engine: Engine, lr: float) -> None:

@@ -1,0 +1,475 @@
+"""Muon in the engine: what torch.optim.Muon and AdamW make of whole matrices on one process; at any stage, on any
+layout, in any precision, with state anywhere, after an overflow, and on from a checkpoint."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron import zero
+from megatron.config.tree import Config
+from megatron.errors import ConfigError
+from megatron.optim import muon
+from megatron.plan.footprint import Run as Plan
+from megatron.train import build
+from megatron.zero.api.engine import Engine
+from megatron.zero.hidden import hidden_matrices, split_groups
+from mpu import groups
+from tests.distributed import run_ranks
+from tests.late_ferry import late_ferry
+from tests.megatron.zero.given_matrices import HIDDEN, SAMPLES, WIDTH, Model, first, gradient, samples_of
+from tests.megatron.zero.homes.test_ferry import homes
+from tests.megatron.zero.homes.test_two_sides import REASONS
+from tests.megatron.zero.run import (Run, assemble, configure, configure_gpt2, engine_around, gpt2_engine, gpt2_loss,
+                                     join_tensor_parallel, master_runs, state)
+from tests.two_sides import DEVICE, two_sides
+from tests.wires import accelerator_side
+from tests.wires import counted as operations
+
+STEPS, LR, DECAY, BETAS, EPS = 4, 2.0**-5, 0.125, (0.875, 0.9375), 1e-4
+SETTINGS: dict[str, Any] = {"optimizer": "muon", "clip_grad": 0.0, "weight_decay": DECAY, "adam_beta1": BETAS[0],
+                            "adam_beta2": BETAS[1], "adam_eps": EPS, "lr": LR}
+
+
+@dataclass(frozen=True)
+class Layout:
+    ranks: int = 1
+    tp: int = 1
+    stage: int = 0
+    accumulation: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.ranks} ranks, tp {self.tp}, stage {self.stage}, {self.accumulation} micro-batches"
+
+
+LAYOUTS = [Layout(2, 1, stage) for stage in range(4)] + [
+    Layout(1, 1, 3, 4), Layout(2, 1, 0, 2), Layout(2, 1, 2, 4), Layout(2, 1, 3, 2),
+    Layout(2, 2, 0), Layout(2, 2, 3, 2), Layout(4, 2, 1), Layout(4, 2, 2, 2), Layout(4, 2, 3),
+    Layout(4, 1, 3), Layout(4, 1, 1)]
+
+
+def engine_of(layout: Layout, device: torch.device | None = None, **settings: Any) -> Engine:
+    grid = groups.build(layout.tp)
+    config = configure(**{**SETTINGS, "zero_stage": layout.stage, **settings})
+    return engine_around(Model(grid.tp), config, grid, layout.accumulation, device)
+
+
+def train(engine: Engine, first_step: int, last_step: int) -> None:
+    accumulation, dp = engine.gradient_accumulation_steps(), engine.groups.dp
+    for step in range(first_step, last_step):
+        for micro in range(accumulation):
+            engine.backward(engine(samples_of(step, micro, accumulation, dp)))
+            engine.step()
+
+
+def masters(engine: Engine) -> Any:
+    return master_runs(engine.core)
+
+
+def whole(by_rank: list[Any], tp: int, model: nn.Module) -> dict[str, Tensor]:
+    """The logical weights, from what the ranks would write to a checkpoint."""
+    pieces = [assemble([run for runs in by_rank[rank::tp] for run in runs]) for rank in range(tp)]
+    return join_tensor_parallel(pieces, model) if tp > 1 else pieces[0]
+
+
+def _trained(rank: int, world: int, layout: Layout, settings: dict[str, Any]) -> Any:
+    engine = engine_of(layout, **settings)
+    train(engine, 0, STEPS)
+    return masters(engine)
+
+
+def trained(layout: Layout, **settings: Any) -> dict[str, Tensor]:
+    return whole(run_ranks(_trained, layout.ranks, layout, settings), layout.tp, Model())
+
+
+def different(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
+    assert found.keys() == wanted.keys()
+    return [name for name in wanted if not torch.equal(found[name], wanted[name])]
+
+
+# ---- beside torch ----------------------------------------------------------------------------------------------------
+
+
+def by_torch(steps: int, adjust: str, nesterov: bool, scales: tuple[float, float] = (1.0, 1.0)) -> dict[str, Tensor]:
+    """Whole matrices on one process; q, k and v are three."""
+    model = Model()
+    pieces = {name: [nn.Parameter(piece.clone()) for piece in parameter.detach().chunk(3 if "qkv.w" in name else 1)]
+              for name, parameter in model.named_parameters()}
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.Muon(
+        [p for name in HIDDEN for p in pieces[name]], lr=LR * scales[0], weight_decay=DECAY, momentum=0.95,
+        nesterov=nesterov, ns_steps=5, adjust_lr_fn=adjust)]
+    for decay in (DECAY, 0.0):
+        members = [p for name in pieces.keys() - HIDDEN for p in pieces[name] if (p.dim() >= 2) == (decay > 0)]
+        optimizers.append(torch.optim.AdamW(members, lr=LR * scales[1], betas=BETAS, eps=EPS, weight_decay=decay))
+    for step in range(steps):
+        for name, parts in pieces.items():
+            samples = range(step * SAMPLES, (step + 1) * SAMPLES)
+            shape = torch.cat(parts).shape
+            mean = torch.stack([gradient(name, sample)(shape) for sample in samples]).mean(0)
+            for part, grad in zip(parts, mean.chunk(len(parts))):
+                part.grad = grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    return {name: torch.cat(parts).detach() for name, parts in pieces.items()}
+
+
+@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_it_is_what_torch_makes_of_whole_matrices(adjust: str, nesterov: bool) -> None:
+    """A rounding in fp32 where a kernel multiplies and adds at once: it may turn one of bf16's, of a momentum."""
+    own = (f"adjust_lr_fn={adjust}", f"nesterov={str(nesterov).lower()}")
+    found, wanted = trained(Layout(2, 1, 3), optimizer_params=own), by_torch(STEPS, adjust, nesterov)
+    for name, weight in wanted.items():
+        moved = (weight - first(name)(weight.shape)).norm() if name in HIDDEN else weight.norm()
+        assert (found[name] - weight).norm() <= 1e-5 * moved, name
+
+
+def test_each_kind_has_a_rate_of_its_own_on_the_same_schedule() -> None:
+    found = trained(Layout(), optimizer_params=(f"muon_lr={2 * LR}", f"adam_lr={LR / 4}"))
+    for name, weight in by_torch(STEPS, "original", True, (2.0, 0.25)).items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-6)
+
+
+# ---- any layout, any precision, any home -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Tensor]:
+    return trained(Layout())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_layout_makes_the_same_bits(layout: Layout, alone: dict[str, Tensor]) -> None:
+    assert not different(trained(layout), alone)
+
+
+@pytest.mark.parametrize("precision", [{"bf16": True}, {"fp16": True, "initial_loss_scale": 2.0**8}],
+                         ids=["bf16", "fp16"])
+@pytest.mark.parametrize("layout", [Layout(2, 1, 0, 2), Layout(2, 1, 1), Layout(4, 2, 2), Layout(2, 1, 3, 4)], ids=str)
+def test_so_do_masters_in_every_precision(layout: Layout, precision: dict[str, Any], alone: dict[str, Tensor]) -> None:
+    """The gradients are exact in 16 bits, too."""
+    assert not different(trained(layout, **precision), alone)
+
+
+def _borders(rank: int, world: int, layout: Layout) -> list[tuple[str, int]]:
+    return [(segment.slot.name, segment.count) for bucket in engine_of(layout).core.buckets
+            for segment in bucket.layout.segments(bucket.shard_group.rank) if segment.slot.name in HIDDEN]
+
+
+def test_shards_of_these_layouts_have_borders_inside_of_matrices() -> None:
+    for layout in (Layout(2, 1, 1), Layout(4, 1, 3), Layout(4, 2, 3)):
+        holders = Counter(name for found in run_ranks(_borders, layout.ranks, layout) for name, _ in found)
+        assert max(holders.values()) > layout.tp, layout
+
+
+def _gpt2(rank: int, world: int, layout: Layout, steps: int) -> Any:
+    grid = groups.build(layout.tp)
+    settings = {**SETTINGS, "zero_stage": layout.stage, "model_parallel_size": layout.tp, "clip_grad": 0.5,
+                "batch_size": 8 // grid.dp.size // layout.accumulation, "global_batch_size": 8}
+    engine = gpt2_engine(configure_gpt2(**settings), grid)
+    for step in range(steps):
+        rows = torch.randint(0, 61, (8, 17), generator=torch.Generator().manual_seed(step)).chunk(grid.dp.size)
+        for part in rows[grid.dp.rank].chunk(layout.accumulation):
+            engine.backward(gpt2_loss(engine, part))
+            engine.step(LR)
+    return master_runs(engine)
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 1, 0), Layout(2, 1, 3, 4), Layout(2, 2, 0), Layout(4, 2, 2, 2)],
+                         ids=str)
+def test_gpt2_trains_alike(layout: Layout) -> None:
+    """Its gradients are sums in other orders, which turn roundings to bf16, and what is small in a momentum is
+    multiplied by up to 3.44^5 when it is made orthogonal, roundings with it. Measured at most 0.025 of a parameter's
+    way."""
+    model = build.model(configure_gpt2(), groups.build(1))
+    begin, wanted = (assemble(run_ranks(_gpt2, 1, Layout(), steps)[0]) for steps in (0, STEPS))
+    found = whole(run_ranks(_gpt2, layout.ranks, layout, STEPS), layout.tp, model)
+    for name, weight in wanted.items():
+        off = (found[name] - weight).norm() / (weight - begin[name]).norm()
+        assert off < 6e-2, name
+
+
+def _at_home(rank: int, world: int, folder: Path, stage: int, tp: int) -> list[str]:
+    """Homes of the state that change something, beside an accelerator."""
+    layout, found = Layout(world, tp, stage, 2), []
+    with accelerator_side():
+        wanted = _trained(rank, world, layout, {"bf16": True})
+        for name, home in homes(folder, stage, stage).items():
+            with late_ferry():
+                if not alike(_trained(rank, world, layout, {"bf16": True, **home}), wanted):
+                    found.append(name)
+    return found
+
+
+def alike(one: list[Run], other: list[Run]) -> bool:
+    return all(a[:3] == b[:3] and torch.equal(a[3], b[3]) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("stage, tp", [(1, 1), (3, 1), (3, 2)])
+def test_no_home_of_the_state_changes_a_bit(tmp_path: Path, stage: int, tp: int) -> None:
+    assert run_ranks(_at_home, 2, tmp_path, stage, tp) == [[], []]
+
+
+def _two_sides(rank: int, world: int, home: dict[str, Any]) -> list[str]:
+    """What made the host wait in a step, and is no number of the verdict."""
+    with two_sides() as sides:
+        engine = engine_of(Layout(world, 1, 3), device=DEVICE, **home)
+        engine.backward(engine(samples_of(0, 0, 1, engine.groups.dp).to(DEVICE)))
+        with sides.watched() as waits:
+            engine.step()
+        engine.destroy()
+    return sorted({*waits} - REASONS.keys())
+
+
+def test_matrices_are_made_orthogonal_on_the_device_wherever_state_is() -> None:
+    assert run_ranks(_two_sides, 2, {}) == [[], []]
+    on_host = run_ranks(_two_sides, 2, {"offload_optimizer_device": "cpu", "offload_update": "host"})
+    there_and_back = ["megatron/zero/wholes.py:_run: to the host", "megatron/zero/wholes.py:wholes: to the device"]
+    assert on_host == [there_and_back] * 2
+
+
+# ---- it really runs --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def counted() -> Iterator[list[tuple[int, ...]]]:
+    """The shapes of what is made orthogonal."""
+    shapes: list[tuple[int, ...]] = []
+    original = muon.orthogonal
+
+    def orthogonal(matrix: Tensor, steps: int) -> Tensor:
+        shapes.append(tuple(matrix.shape))
+        return original(matrix, steps)
+
+    with patch.object(muon, "orthogonal", orthogonal):
+        yield shapes
+
+
+def _shapes(rank: int, world: int, layout: Layout, settings: dict[str, Any]) -> tuple[list[tuple[int, ...]], set[str]]:
+    """Of one step, and the matrices that this rank has a part of."""
+    engine = engine_of(layout, **settings)
+    with counted() as shapes:
+        train(engine, 0, 1)
+    own = {segment.slot.name for bucket in engine.core.buckets
+           for segment in bucket.layout.segments(bucket.shard_group.rank) if segment.slot.name in HIDDEN}
+    return shapes, own
+
+
+ORTHOGONAL = {"qkv": [(24, 24)] * 3, "tall": [(40, 24)], "down": [(24, 56)]}
+"""Matrix -> what is made orthogonal."""
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}, {"fp16": True, "initial_loss_scale": 2.0**8}],
+                         ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("layout", [
+    Layout(), Layout(2, 1, 0), Layout(2, 2, 1, 4), Layout(4, 2, 2, 2), Layout(4, 1, 3, 2)], ids=str)
+def test_whole_matrices_are_made_orthogonal_once_a_step(layout: Layout, precision: dict[str, Any]) -> None:
+    """Each by the ranks that have a part of it, and by no others."""
+    by_rank = run_ranks(_shapes, layout.ranks, layout, precision)
+    assert set().union(*(own for _, own in by_rank)) == HIDDEN
+    for shapes, own in by_rank:
+        assert Counter(shapes) == Counter(shape for name in own for shape in ORTHOGONAL[name.split(".")[2]])
+
+
+def test_qkv_may_be_one_matrix() -> None:
+    (shapes, _), *_ = run_ranks(_shapes, 2, Layout(2, 2), {"optimizer_params": ("split_qkv=false",)})
+    assert Counter(shapes) == Counter([(72, 24), (40, 24), (24, 56)] * 2)
+
+
+def test_what_is_orthogonal_has_singular_values_around_1() -> None:
+    for shape in ((24, 56), (40, 24), (24, 24)):
+        matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        values = torch.linalg.svdvals(muon.orthogonal(matrix, 5))
+        assert 0.6 < values.min() and values.max() < 1.25
+        u, _, v = torch.linalg.svd(matrix, full_matrices=False)
+        assert ((u @ v) * muon.orthogonal(matrix, 5)).sum() > 0.9 * min(shape) * values.mean()
+
+
+# ---- what it sends ---------------------------------------------------------------------------------------------------
+
+
+def _sent(rank: int, world: int, layout: Layout) -> tuple[int, int]:
+    """Bytes that a step of GPT-2 has in gathers of bf16, which its weights are not, over all ranks of one; planned."""
+    settings = {**SETTINGS, "zero_stage": layout.stage, "model_parallel_size": layout.tp, "batch_size": 1,
+                "global_batch_size": world // layout.tp}
+    config = configure_gpt2(**settings)
+    engine = gpt2_engine(config, groups.build(layout.tp))
+    engine.backward(gpt2_loss(engine, torch.ones(1, 17, dtype=torch.int64)))
+    with accelerator_side(), operations() as sent:
+        engine.step()
+    gathered = sum(2 * found.numel for found in sent if found.kind == "all_gather" and found.dtype == torch.bfloat16)
+    return gathered, Plan(config, world).traffic().matrices
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 1, 0), Layout(2, 1, 1), Layout(4, 1, 2), Layout(4, 1, 3)], ids=str)
+def test_matrices_travel_once_in_16_bits_as_the_planner_says(layout: Layout) -> None:
+    peers = layout.ranks - 1
+    for gathered, planned in run_ranks(_sent, layout.ranks, layout):
+        assert gathered * peers == planned * layout.ranks and bool(planned) == (layout.stage > 0)
+
+
+def test_over_tensor_parallelism_every_rank_has_them_once() -> None:
+    """Two blocks of 12 x 32 x 32 numbers, a rank's half of them sent to the other one."""
+    for gathered, planned in run_ranks(_sent, 2, Layout(2, 2, 0)):
+        assert (gathered, planned) == (2 * 2 * 12 * 32 * 32, 0)
+
+
+# ---- an overflow -----------------------------------------------------------------------------------------------------
+
+
+def _overflows(rank: int, world: int, layout: Layout) -> list[bool]:
+    engine = engine_of(layout, fp16=True, initial_loss_scale=2.0**8)
+    train(engine, 0, 1)
+    before, steps = state(engine.core), engine.core.optimizer_steps
+    dp = engine.groups.dp
+    for micro in range(layout.accumulation):
+        loss = engine(samples_of(1, micro, layout.accumulation, dp))
+        engine.backward(loss * (float("inf") if micro == dp.rank == 0 else 1.0))
+        engine.step()
+    after = state(engine.core)
+    unchanged = all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(before, after, strict=True))
+    skipped = engine.skipped_steps == 1 and engine.core.optimizer_steps == steps
+    train(engine, 1, 2)
+    return [unchanged, skipped, all(bool(tensor.isfinite().all()) for tensor in state(engine.core))]
+
+
+@pytest.mark.parametrize("layout", [Layout(1), Layout(2, 1, 1, 2), Layout(2, 2, 2), Layout(2, 1, 3, 2)], ids=str)
+def test_an_overflow_leaves_everything_as_it_was(layout: Layout) -> None:
+    assert run_ranks(_overflows, layout.ranks, layout) == [[True, True, True]] * layout.ranks
+
+
+# ---- checkpoints, and models made in parts ---------------------------------------------------------------------------
+
+
+def _saves(rank: int, world: int, layout: Layout, folder: Path) -> tuple[Any, list[Tensor]]:
+    engine = engine_of(layout)
+    train(engine, 0, 3)
+    engine.save_checkpoint(folder)
+    train(engine, 3, 6)
+    return masters(engine), state(engine.core)
+
+
+def _resumes(rank: int, world: int, layout: Layout, folder: Path) -> tuple[Any, list[Tensor]]:
+    engine = engine_of(layout)
+    engine.load_checkpoint(folder)
+    train(engine, 3, 6)
+    return masters(engine), state(engine.core)
+
+
+@pytest.mark.parametrize("before, after", [
+    (Layout(2, 1, 3), Layout(2, 1, 3)), (Layout(2, 2, 1), Layout(2, 2, 1)), (Layout(4, 2, 3, 2), Layout(1, 1, 0, 4)),
+    (Layout(), Layout(4, 2, 2)), (Layout(2, 1, 0), Layout(2, 2, 3))], ids=str)
+def test_a_run_goes_on_bit_for_bit_on_any_layout(before: Layout, after: Layout, tmp_path: Path) -> None:
+    kept, again = (run_ranks(work, layout.ranks, layout, tmp_path)
+                   for work, layout in ((_saves, before), (_resumes, after)))
+    found, wanted = ([runs for runs, _ in by_rank] for by_rank in (again, kept))
+    assert not different(whole(found, after.tp, Model()), whole(wanted, before.tp, Model()))
+    if before == after:
+        for (_, one), (_, other) in zip(kept, again, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def _in_parts(rank: int, world: int, stage: int) -> list[str]:
+    """Muon takes the matrices of a model whose parameters look one-dimensional (zero.Init): names that differ."""
+    found = []
+    for enabled in (False, True):
+        grid = groups.build()
+        with zero.Init(enabled=enabled):
+            model = Plain()
+        engine = engine_around(model, configure(**{**SETTINGS, "zero_stage": stage}), grid)
+        with counted() as shapes:
+            for step in range(3):
+                engine.backward(engine(torch.full((1, WIDTH), 1.0 + step + rank)))
+                engine.step()
+        assert shapes
+        found.append(assemble_here(masters(engine)))
+    return different(*found)
+
+
+def assemble_here(runs: list[Run]) -> dict[str, Tensor]:
+    return {f"{name} from {offset}": values for name, _, offset, values in runs}
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.last = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.last(x).mean()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_model_made_in_parts_trains_alike(stage: int) -> None:
+    assert run_ranks(_in_parts, 2, stage) == [[], []]
+
+
+# ---- which parameters ------------------------------------------------------------------------------------------------
+
+
+def names_of(model: nn.Module) -> set[str]:
+    hidden = hidden_matrices(model)
+    return {name for name, parameter in model.named_parameters() if parameter in hidden}
+
+
+def test_gpt2s_hidden_matrices_are_those_of_its_blocks() -> None:
+    found = names_of(build.model(configure_gpt2(num_layers=1), groups.build(1)))
+    assert found == {f"blocks.0.{name}.weight" for name in ("attn.qkv", "attn.proj", "mlp.fc", "mlp.proj")}
+
+
+def test_without_blocks_names_tell_the_head() -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(5, 4), "body": nn.Linear(4, 4), "lm_head": nn.Linear(4, 5)})
+    assert names_of(model) == {"body.weight"}
+
+
+def test_a_table_inside_of_a_block_and_a_tied_matrix_are_none() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.positions, self.up, self.tied = nn.Embedding(6, 4), nn.Linear(4, 8), nn.Linear(4, 9, bias=False)
+            self.kernel = nn.Parameter(torch.zeros(2, 4, 4))
+
+    model = nn.ModuleDict({"table": nn.Embedding(9, 4), "blocks": nn.ModuleList([Block()])})
+    model["table"].weight = model["blocks"][0].tied.weight
+    assert names_of(model) == {"blocks.0.up.weight"}
+
+
+def group_of(parameters: list[nn.Parameter], **own: Any) -> dict[str, Any]:
+    hyper = Config(optim=configure(optimizer="muon").optim).optim.hyper_parameters()
+    return {**hyper, "lr": LR, "params": parameters, **own}
+
+
+def test_groups_are_split_and_may_decide() -> None:
+    model = Model()
+    everything = [*model.parameters()]
+    split = split_groups(model, [group_of(everything, muon_lr=4 * LR)], LR)
+    assert [(group["use_muon"], group["lr_scale"]) for group in split] == [(True, 4.0), (False, 1.0)]
+    assert len(split[0]["params"]) == len(HIDDEN) and sum(len(group["params"]) for group in split) == len(everything)
+    assert {"momentum", "ns_steps"} <= split[0].keys() and "betas" not in split[0] and "momentum" not in split[1]
+    chosen = split_groups(model, [group_of([model.head.weight], use_muon=True),
+                                  group_of(everything[:3], use_muon=False)], LR)
+    assert [group["use_muon"] for group in chosen] == [True, False]
+
+
+def test_what_cannot_be_made_orthogonal_is_refused_by_name() -> None:
+    model = Model()
+    with pytest.raises(ConfigError, match=r"head\.bias of shape \(37,\) is in a param group that says .use_muon.: "):
+        split_groups(model, [group_of([*model.head.parameters()], use_muon=True)], LR)
+    with pytest.raises(ConfigError, match="the model has no hidden matrix"):
+        split_groups(nn.LayerNorm(4), [group_of([*nn.LayerNorm(4).parameters()])], LR)
+    tiled = nn.ModuleDict({"blocks": nn.ModuleList([nn.ModuleDict({"up": zero.TiledLinear(8, 8, in_splits=2)})])})
+    with pytest.raises(ConfigError, match=r"blocks\.0\.up is a linear layer in tiles, whose matrix never exists whole"):
+        split_groups(tiled, [group_of([*tiled.parameters()])], LR)
