@@ -93,7 +93,7 @@ class Curvature:
                 factor = sign * bucket.gradient_unit() / (2 * length)
                 for one in segments:
                     place = slice(one.shard_offset, one.shard_offset + one.count)
-                    found[bucket][place] += bucket.grads.shard[place].to(found[bucket].device).float() * factor
+                    found[bucket][place] += bucket.grads.sums[place].to(found[bucket].device).float() * factor
         return found
 
     @contextmanager

@@ -261,7 +261,8 @@ class ZeroEngine:
         afterwards."""
         before, self._boundary = self._boundary, True
         try:
-            yield
+            with self._step.resting():
+                yield
         finally:
             self._boundary = before
             self.zero_grad()

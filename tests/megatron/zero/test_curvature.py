@@ -36,7 +36,7 @@ class Model(nn.Module):
 
 
 def made(stage: int = 0, model: nn.Module | None = None, accumulation: int = 1, eigenvalue: Any = None,
-         **more: Any) -> Engine:
+         period: int = 2, **more: Any) -> Engine:
     return zero.initialize(model=model or Model(), config={
         "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": accumulation,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
@@ -44,7 +44,7 @@ def made(stage: int = 0, model: nn.Module | None = None, accumulation: int = 1, 
         "eigenvalue": {"enabled": True, "verbose": True, "tol": 1e-4, **(eigenvalue or {})},
         "quantize_training": {
             "enabled": True, "quantize_verbose": True, "quantize_bits": {"start_bits": 16, "target_bits": 12},
-            "quantize_schedule": {"quantize_period": 2, "schedule_offset": 0}}, **more})[0]
+            "quantize_schedule": {"quantize_period": period, "schedule_offset": 0}}, **more})[0]
 
 
 def batch(rank: int) -> Tensor:
@@ -57,18 +57,28 @@ def step(engine: Engine, count: int = 1) -> None:
         engine.step()
 
 
-def found(rank: int, world: int, stage: int, accumulation: int) -> tuple[list[float], dict[str, Tensor]]:
-    """The eigenvalues before the first bit falls, and the weights they are of."""
-    engine, seen = made(stage, accumulation=accumulation), []
+def looked_for(engine: Engine) -> list[list[float]]:
+    """The eigenvalues that it will find, each time."""
+    seen: list[list[float]] = []
     quantisation = engine.core.state.quantisation
     assert quantisation is not None
     learn = quantisation.learn
     quantisation.learn = lambda values: (seen.append(list(values)), learn(values))  # type: ignore
-    step(engine, accumulation)
+    return seen
+
+
+def weights_of(engine: Engine) -> dict[str, Tensor]:
     with zero.GatheredParameters(list(engine.module.parameters())):
-        weights = {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
+        return {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
+
+
+def found(rank: int, world: int, stage: int, accumulation: int) -> tuple[list[float], dict[str, Tensor]]:
+    """The eigenvalues before the first bit falls, and the weights they are of."""
+    engine = made(stage, accumulation=accumulation)
+    seen = looked_for(engine)
+    step(engine, accumulation)
     assert len(seen) == 1
-    return seen[0], weights
+    return seen[0], weights_of(engine)
 
 
 def dense(weights: dict[str, Tensor], ranks: int) -> list[float]:
@@ -98,6 +108,35 @@ def test_eigenvalues_are_those_of_the_dense_second_derivative(world: int, accumu
         for values, weights in ranks:
             # fp32 gradients, moved weights of 16 bits, and an iteration that ends at a change of 1e-4
             assert values == pytest.approx(dense(weights, world), rel=0.02)
+
+
+ONE_BIT = [{"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 2}},
+           {"type": "OneBitLamb", "params": {"lr": 1e-3, "freeze_step": 2}}]
+
+
+def found_while_signs_travel(rank: int, world: int, stage: int, optimizer: dict[str, Any]) -> list[Any]:
+    """The eigenvalues, the weights they are of, and those after some more steps with and without a look."""
+    engine = made(stage, period=4, optimizer=optimizer)
+    seen = looked_for(engine)
+    step(engine, 3)
+    assert engine.core.exchanged and len(seen) == 1
+    weights = weights_of(engine)
+    assert all(bucket.grads.stays for bucket in engine.core.buckets), "what travels in a step is as it was"
+    step(engine, 3)
+    blind = made(stage, period=4, optimizer=optimizer, eigenvalue={"enabled": False})
+    step(blind, 6)
+    return [seen[0], weights, weights_of(engine), weights_of(blind)]
+
+
+@pytest.mark.parametrize("optimizer", ONE_BIT, ids=["adam", "lamb"])
+def test_they_are_of_sums_also_while_signs_travel(optimizer: dict[str, Any]) -> None:
+    """And of what ranks owe each other nothing is lost: later weights are those of a run that does not look."""
+    for stage in (0, 1):
+        ranks = run_ranks(found_while_signs_travel, 2, stage, optimizer)
+        for values, weights, later, blind in ranks:
+            assert values == pytest.approx(dense(weights, 2), rel=0.02)
+            assert values == ranks[0][0]
+            assert all(later[name].equal(blind[name]) and later[name].equal(ranks[0][2][name]) for name in later)
 
 
 def test_steep_blocks_keep_their_bits_longer_and_the_line_says_why(capsys: pytest.CaptureFixture[str]) -> None:
