@@ -169,6 +169,65 @@ def test_nothing_else_changes(tmp_path: Path) -> None:
     assert all(mine.equal(theirs) for mine, theirs in zip(*runs, strict=True))
 
 
+class Counting(Model):
+    """Has buffers that a forward writes to, or puts other tensors in, and that its loss depends on."""
+
+    mean: Tensor
+    calls: Tensor
+    last: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("last", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.5 * self.mean + 0.5 * x.mean(0)
+        self.calls.add_(1)
+        self.last = x.clone()
+        return super().forward(self.norm(x) + self.mean / (1 + self.calls))
+
+
+def test_buffers_are_those_of_a_run_that_does_not_look() -> None:
+    runs = []
+    for enabled in (True, False):
+        engine = made(model=Counting(), eigenvalue={"enabled": enabled})
+        step(engine, 3)
+        runs.append(dict(engine.module.named_buffers()))
+    assert runs[0].keys() == runs[1].keys() and "last" in runs[0]
+    assert all(mine.equal(runs[1][name]) for name, mine in runs[0].items())
+
+
+def test_all_forwards_of_a_look_find_the_same_buffers() -> None:
+    engine = made(model=Counting())
+    found: list[tuple[Tensor, ...]] = []
+    engine.module.register_forward_pre_hook(
+        lambda module, _: found.append((module.mean.clone(), module.calls.clone())))
+    step(engine)
+    assert len(found) > 8
+    for mean, calls in found[1:]:
+        assert mean.equal(found[1][0]) and calls.equal(found[1][1])
+
+
+class Dropping(Model):
+    """Leaves out its steepest block where it may."""
+
+    def forward(self, x: Tensor, progressive_layer_drop: bool = False, pld_theta: float = 1.0) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if not progressive_layer_drop or number < BLOCKS - 1:
+                x = torch.tanh((1 + 2 * number) * layer(x))
+        return (self.head(x) - 1).square().mean()
+
+
+def test_they_are_of_the_whole_model_where_a_step_leaves_blocks_out() -> None:
+    engine = made(model=Dropping(), progressive_layer_drop={"enabled": True, "theta": 0.5})
+    seen = looked_for(engine)
+    step(engine)
+    assert seen[0] == pytest.approx(dense(weights_of(engine), 1), rel=0.02)
+
+
 def test_a_resumed_run_knows_its_factors(tmp_path: Path) -> None:
     """Saved between finding them and the fall."""
     whole = made()
