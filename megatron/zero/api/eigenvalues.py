@@ -22,7 +22,7 @@ from mpu.random import capture_rng, restore_rng
 class Eigenvalues:
     def __init__(self, core: ZeroEngine, config: QuantizeConfig, quantisation: Quantisation) -> None:
         self._core, self._quantisation = core, quantisation
-        self._curvature = Curvature(core.buckets, core.groups.tp, max_iter=config.eigenvalue_max_iter,
+        self._curvature = Curvature(core.buckets, core.groups, max_iter=config.eigenvalue_max_iter,
                                     tol=config.eigenvalue_tol, stability=config.eigenvalue_stability)
         self._last: tuple[Sequence[Any], Mapping[str, Any], dict[str, object]] | None = None
 

@@ -14,6 +14,7 @@ from torch.func import functional_call
 from megatron import zero
 from megatron.errors import ConfigError
 from megatron.zero.api.engine import Engine
+from megatron.zero.curvature import Curvature
 from tests.distributed import run_ranks
 
 BLOCKS = 3
@@ -108,6 +109,58 @@ def test_eigenvalues_are_those_of_the_dense_second_derivative(world: int, accumu
         for values, weights in ranks:
             # fp32 gradients, moved weights of 16 bits, and an iteration that ends at a change of 1e-4
             assert values == pytest.approx(dense(weights, world), rel=0.02)
+
+
+class Wide(nn.Module):
+    """About as steep upwards as downwards (2.4 and -2.1, 4.4 and -4.2, 8.5 and -8.0), and bent within a short way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(BLOCKS))
+        self.head = nn.Linear(64, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.head.weight.dtype)
+        for number, layer in enumerate(self.layers):
+            x = x + torch.tanh((1 + number) * layer(x))
+        return (self.head(x).float() - 1).square().mean()
+
+
+def found_in(precision: str) -> list[float]:
+    more = {} if precision == "fp32" else {precision: {"enabled": True}}
+    if precision == "fp16":
+        more["fp16"] |= {"loss_scale": 1024}
+    engine = made(model=Wide(), eigenvalue={"tol": 1e-3}, **more)
+    seen = looked_for(engine)
+    engine.backward(engine(torch.randn(32, 64, generator=torch.Generator().manual_seed(0))))
+    engine.step()
+    return seen[0]
+
+
+def test_they_are_alike_in_every_precision() -> None:
+    exact = found_in("fp32")
+    assert sorted(exact) == exact and exact[-1] > 3 * exact[0] > 0
+    # Of gradients whose last digit is 2^-11 or 2^-8 of them, and that change by 1.5 % or 4 % between two places.
+    for precision, close in (("fp16", 0.03), ("bf16", 0.06)):
+        assert [abs(value) for value in found_in(precision)] == pytest.approx(exact, rel=close), precision
+
+
+def found_with_other_numbers(rank: int, world: int) -> tuple[list[float], list[int]]:
+    """As if sums over ranks were not the same bits on each."""
+    dot = Curvature._dot
+    Curvature._dot = lambda self, *given: dot(self, *given) * (1 + 0.3 * rank)  # type: ignore[method-assign]
+    engine = made(eigenvalue={"tol": 1e-2})
+    seen = looked_for(engine)
+    step(engine)
+    assert engine.core.state.quantisation is not None
+    return seen[0], engine.core.state.quantisation.factors
+
+
+def test_ranks_go_by_the_same_numbers() -> None:
+    """Otherwise one would end before the others, which would wait for it, or have other bits."""
+    ranks = run_ranks(found_with_other_numbers, 2)
+    assert ranks[0] == ranks[1]
 
 
 ONE_BIT = [{"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 2}},
