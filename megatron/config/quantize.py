@@ -65,7 +65,7 @@ class QuantizeConfig:
     quantize_eigenvalue: bool = setting(
         False, "keep the bits of blocks longer in which the loss is steeper: the largest eigenvalue of each is looked "
         "for before a bit falls", json=_of_eigenvalue("enabled"))
-    eigenvalue_max_iter: int = setting(100, "steps of the power iteration for an eigenvalue, at most",
+    eigenvalue_max_iter: int = setting(100, "steps of the search for an eigenvalue, at most",
                                        json=_of_eigenvalue("max_iter"))
     eigenvalue_tol: float = setting(1e-2, "an eigenvalue that changes by less in a step is found",
                                     json=_of_eigenvalue("tol"))

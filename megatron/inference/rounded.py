@@ -18,7 +18,7 @@ from megatron.checkpoint.int8 import LEVELS, SCALE
 from megatron.checkpoint.reader import Checkpoint
 from megatron.config.quantize import QuantizeConfig
 from megatron.zero.layout import Segment, Slot
-from megatron.zero.quantise import block_of, noise_key, progress_in
+from megatron.zero.quantise import block_of, is_matrix, noise_key, progress_in
 from megatron.zero.rows import Matrix, Rounded, Survey, strips_of
 from mpu.groups import SOLO, Group
 from mpu.split import Partition
@@ -47,12 +47,17 @@ class RoundedWeights:
         assert schedule is not None
         self._found, self._config, self._schedule, self._work, self._seed = found, config, schedule, work, seed
         self._progress, self._counter = progress_in(saved), saved["counter"]
+        self._names: list[str] | None = saved.get("rounded")
+        """None: an older version wrote it, and all matrices are taken to be."""
         self._rounded = cache(self._find)
 
     def has_levels(self, name: str) -> bool:
         """They fit int8, and there is nothing between them."""
-        shape = self._found.shape(WEIGHT, name)
-        return len(shape) > 1 and self._rounded(name).blend == 0 and self._rounded(name).grid.fits_int8
+        return self._is_rounded(name) and self._rounded(name).blend == 0 and self._rounded(name).grid.fits_int8
+
+    def _is_rounded(self, name: str) -> bool:
+        """And was not frozen."""
+        return is_matrix(self._found.shape(WEIGHT, name)) if self._names is None else name in self._names
 
     def read(self, kind: str, name: str, *, shape: tuple[int, ...], partition: Partition | None, tp_rank: int,
              tp_size: int, offset: int, out: Tensor) -> None:
@@ -66,7 +71,7 @@ class RoundedWeights:
         numbers = torch.empty(len(out)) if kind == LEVELS else out
         self._found.read(WEIGHT, name, shape=shape, partition=partition, tp_rank=tp_rank, tp_size=tp_size,
                          offset=offset, out=numbers)
-        if len(shape) > 1:
+        if self._is_rounded(name):
             rounded, matrix = self._rounded(name), self._matrix(name, shape, partition, tp)
             for strip in strips_of(matrix, Segment(matrix.slot, offset, 0, len(numbers)), 0):
                 place = strip.of(numbers)

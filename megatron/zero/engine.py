@@ -25,6 +25,7 @@ from megatron.optim.rule import ParamGroup, Rule
 from megatron.whereabouts import HERE, OPTIMIZER_STEP
 from megatron.zero.aside import WEIGHTS, Aside
 from megatron.zero.bucket import publish
+from megatron.zero.buffers import BufferCopy, copy_buffers_from_first
 from megatron.zero.drift import Drift
 from megatron.zero.exchanges import ExchangeLog
 from megatron.zero.forwards import ForwardCheck
@@ -45,7 +46,6 @@ from megatron.zero.step import Step, StepReport
 from megatron.zero.together import meet, own
 from megatron.zero.turns import Turns
 from megatron.zero.units import Cut, build_units, connect_sinks, disconnect_sinks
-from mpu.collectives import broadcast_into
 from mpu.device import on_accelerator
 from mpu.groups import Groups
 
@@ -256,17 +256,24 @@ class ZeroEngine:
         self._boundary = is_boundary
 
     @contextmanager
-    def without_a_step(self) -> Iterator[None]:
-        """Between two steps: each backward inside sums its gradients over the ranks, and they are forgotten
-        afterwards."""
+    def without_a_step(self) -> Iterator[Callable[[], None]]:
+        """Between two steps: each backward inside sums its gradients over the ranks. Afterwards gradients are forgotten
+        and buffers as they were, and so they are for a forward before which what is yielded is called."""
         before, self._boundary = self._boundary, True
+        buffers = BufferCopy(self.module)
+
+        def begin_anew() -> None:
+            self.zero_grad()
+            buffers.restore()
+            self.count_new_weights()
+
         try:
-            yield
+            with self._step.resting():
+                yield begin_anew
         finally:
             self._boundary = before
-            self.zero_grad()
+            begin_anew()
             self.passes.take_trace()
-            self.count_new_weights()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -462,11 +469,3 @@ def forget_gradients(module: nn.Module) -> None:
             warnings.warn(f"{name}.grad, made before zero.initialize, is dropped, and so are others", stacklevel=2)
             module.zero_grad()
             return
-
-
-def copy_buffers_from_first(module: nn.Module, groups: Groups) -> None:
-    """Every data parallel rank starts from those of the first. (Parameters do the same as buckets take them over.)"""
-    for buffer in module.buffers() if not groups.dp.is_solo else ():
-        values = buffer.contiguous()
-        broadcast_into(values.view(-1).view(torch.uint8), 0, groups.dp).wait()  # as bytes: not every type can travel
-        buffer.copy_(values)

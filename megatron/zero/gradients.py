@@ -338,6 +338,12 @@ class FlatGradients:
         assert self._shard is not None, f"{self.name} has no reduced gradient"
         return self._shard if self._descent is None else self._descent.sums
 
+    @property
+    def sums(self) -> Tensor:
+        """`shard`, for whoever wants sums over the ranks and nothing else."""
+        assert not self.stays, f"the gradients of {self.name} are each rank's own"
+        return self.shard
+
     def put(self, shard: Tensor) -> None:
         """What has come of the gradients that stayed: the owner's part, for the update."""
         self._clear()

@@ -22,7 +22,7 @@ class GradNorm:
     """Of the reduced gradients that this rank owns; with `whole`, of all that it has made itself."""
 
     def __init__(self, buckets: Sequence[FlatBucket], groups: Groups, *, whole: bool = False) -> None:
-        self._buckets = buckets
+        self._buckets, self._whole = buckets, whole
         device = buckets[0].device
         shards = {bucket: range(bucket.layout.shards) if whole else [bucket.shard_group.rank] for bucket in buckets}
         self._shards = shards
@@ -37,6 +37,7 @@ class GradNorm:
         """The square of the norm of what this rank counts, a 0-dimensional fp64 tensor; not finite where any of its
         gradients is not."""
         for bucket, rows in zip(self._buckets, self._rows_of, strict=True):
+            assert bucket.grads.stays == self._whole, f"the gradients of {bucket.name} are of another kind"
             bucket.grads.row_norms(rows)
         # What another rank counts is still looked at: 0 times a number that is not finite is not a number.
         counted = self._rows if self._counts is None else self._rows * self._counts

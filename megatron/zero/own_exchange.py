@@ -12,7 +12,8 @@ number of ranks every one takes the mean of what the ranks owed, so that what th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 
 import torch
@@ -44,6 +45,7 @@ class OwnExchange:
         self._state, self._groups, self._rule, self._param_groups = state, groups, rule, param_groups
         self.lines: list[Line] = []
         """One for each bucket, once something may be owed."""
+        self._rests = False
 
     @property
     def is_on(self) -> bool:
@@ -57,8 +59,19 @@ class OwnExchange:
 
     def _leave_gradients(self) -> None:
         for bucket in self._state.buckets:
-            bucket.grads.stays = self.is_on
+            bucket.grads.stays = self.is_on and not self._rests
             bucket.has_said = bool(self.lines)
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Between two steps: backwards inside sum their gradients, whatever travels in a step."""
+        self._rests = True
+        self._leave_gradients()
+        try:
+            yield
+        finally:
+            self._rests = False
+            self._leave_gradients()
 
     def begin_step(self) -> str | None:
         """Before the first backward of a step. A remark, where the rule takes over."""

@@ -37,6 +37,7 @@ class Quantisation:
         """Names; the first one is of what is in no other."""
         self.factors = [1] * len(self.blocks)
         """What the periods are multiplied by when bits fall."""
+        self.rounded = sorted(slot.name for bucket in buckets for slot in bucket.layout.slots if is_matrix(slot.shape))
         self.counter, self.progress = 0, [schedule.begin() for _ in self.blocks]
         self.is_on = config.quantize_offset == 0
         """Weights are rounded."""
@@ -92,7 +93,7 @@ class Quantisation:
         """What a resumed run must know, as JSON values."""
         return {"counter": self.counter, "blocks": self.blocks, "bits": [now.bits for now in self.progress],
                 "periods": [now.period for now in self.progress], "fell_at": [now.fell_at for now in self.progress],
-                "factors": self.factors}
+                "factors": self.factors, "rounded": self.rounded}
 
     def restore(self, saved: Mapping[str, Any] | None, applied: int) -> None:
         """Go on from what `numbers` returned; a run that was not quantised begins now."""
@@ -118,6 +119,11 @@ def _blocks_of(config: QuantizeConfig, module: nn.Module) -> list[str]:
         raise ConfigError(f"--eigenvalue-layer-num is {config.eigenvalue_layer_num}, and {name} has {len(found)}: give "
                           "that number, or leave it out")
     return found
+
+
+def is_matrix(shape: Sequence[int]) -> bool:
+    """A parameter of this shape is rounded, where it is trained."""
+    return len(shape) > 1
 
 
 def progress_in(saved: Mapping[str, Any]) -> dict[str, Progress]:
@@ -147,7 +153,7 @@ class Rounding:
         self._matrices: dict[str, Matrix] = {}
         count = 0
         for slot in bucket.layout.slots:
-            if len(slot.shape) > 1 and slot.numel:
+            if is_matrix(slot.shape) and slot.numel:
                 made = Matrix.of(slot, whole.config.quantize_groups, count, tp, self._device, slot.name in tables)
                 self._matrices[slot.name], count = made, made.groups.stop
         self._grids: dict[str, Rounded] = {}

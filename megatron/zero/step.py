@@ -14,7 +14,8 @@ something, on an accelerator, and where nothing on the host depends on them: a l
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -125,12 +126,15 @@ class Step:
         self._unexplained: StepReport | None = None  # the last step, where what went wrong is still to be said
         self._taken = torch.zeros((), device=state.buckets[0].device)
         self._taken_is = 0  # as the host last knew it
+        self._rests = False
         for bucket in state.buckets:
             bucket.gradient_unit = self._unit
 
     def begin_with(self, loss: Tensor, *, first: bool, divisor: int = 1) -> None:
         """A backward of `loss`, which was divided, is about to add to the gradients of the next step, or to begin
         them."""
+        if self._rests:
+            return
         if first:
             self._losses = []
             self._parts.clear()
@@ -138,6 +142,16 @@ class Step:
                 self._begin_exchange(self.exchange)
         self._losses.append(loss.detach())
         self._parts[f"1/{divisor}"] += 1
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Backwards inside belong to no step."""
+        self._rests = True
+        try:
+            with nullcontext() if self.exchange is None else self.exchange.resting():
+                yield
+        finally:
+            self._rests = False
 
     def _begin_exchange(self, exchange: OwnExchange) -> None:
         self._remark = exchange.begin_step() or self._remark

@@ -132,7 +132,7 @@ class _Held:
 
     @property
     def _gradient(self) -> Tensor:
-        return self.bucket.grads.shard[self.start : self.start + self.count]
+        return self.bucket.grads.sums[self.start : self.start + self.count]
 
 
 def _held(param: nn.Parameter, kind: str) -> _Held | None:

@@ -22,7 +22,7 @@ from mpu.random import capture_rng, restore_rng
 class Eigenvalues:
     def __init__(self, core: ZeroEngine, config: QuantizeConfig, quantisation: Quantisation) -> None:
         self._core, self._quantisation = core, quantisation
-        self._curvature = Curvature(core.buckets, core.groups.tp, max_iter=config.eigenvalue_max_iter,
+        self._curvature = Curvature(core.buckets, core.groups, max_iter=config.eigenvalue_max_iter,
                                     tol=config.eigenvalue_tol, stability=config.eigenvalue_stability)
         self._last: tuple[Sequence[Any], Mapping[str, Any], dict[str, object]] | None = None
 
@@ -37,15 +37,13 @@ class Eigenvalues:
         core, (args, kwargs, streams) = self._core, self._last
         core.conclude()
         now = capture_rng()
-
-        def run() -> None:
-            core.zero_grad()
-            core.count_new_weights()
-            restore_rng(streams)
-            core.backward(_loss(core.module, args, kwargs) * core.accumulation)
-
         try:
-            with core.without_a_step():
+            with core.without_a_step() as begin_anew:
+                def run() -> None:
+                    begin_anew()
+                    restore_rng(streams)
+                    core.backward(_loss(core.module, args, kwargs) * core.accumulation)
+
                 self._quantisation.learn([
                     self._curvature.eigenvalue(block, f"{block} {self._quantisation.counter}", run)
                     for block in self._quantisation.blocks[1:]])

@@ -109,10 +109,10 @@ class Engine(EngineStatus):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.config.precision.auto_cast:
             args, kwargs = cast_inputs((args, kwargs), torch.float16)
+        if self._eigenvalues is not None and self.training:
+            self._eigenvalues.note(args, kwargs)  # of the whole model, whatever this step leaves out
         if self.progressive_layer_drop is not None and self.training:
             kwargs = {**kwargs, **self.progressive_layer_drop.arguments()}
-        if self._eigenvalues is not None and self.training:
-            self._eigenvalues.note(args, kwargs)
         with self.config.words.speaking(), HERE, self.monitor.phase("forward"), self.profiled.part("forward"):
             return self.core.module(*args, **kwargs)
 

@@ -59,8 +59,10 @@ def check_shared(found: Checkpoint) -> None:
 
 
 def _check_quantisation(state: Record) -> None:
-    """Its counter, and one name, and one number of each kind, for every block."""
+    """Its counter, and one name, and one number of each kind, for every block; and the names of what is rounded."""
     state.count("counter")
+    if not all(isinstance(name, str) for name in (state.take("rounded", list) if "rounded" in state.fields else ())):
+        raise CheckpointError(f"{state.where}: field 'rounded': expected names of parameters")
     counts = {len(state.counts(name)) for name in ("bits", "periods", "fell_at", "factors")}
     counts.add(len([name for name in state.take("blocks", list) if isinstance(name, str)]))
     if len(counts) != 1 or 0 in counts:

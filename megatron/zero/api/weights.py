@@ -14,7 +14,8 @@ from megatron.errors import ConfigError
 from megatron.zero.api.init import GatheredParameters
 from megatron.zero.api.same import check_buffers
 from megatron.zero.api.saved import whole_weights
-from megatron.zero.engine import ZeroEngine, copy_buffers_from_first
+from megatron.zero.buffers import copy_buffers_from_first
+from megatron.zero.engine import ZeroEngine
 from megatron.zero.exchanges import LOAD, SAVE
 
 PREFIX = "module."

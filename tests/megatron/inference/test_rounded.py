@@ -14,6 +14,7 @@ from megatron.inference import loading
 from megatron.inference.int8 import Int8
 from megatron.model.gpt2 import GPT2
 from megatron.zero.api.saved import whole_weights
+from megatron.zero.quantise import Quantisation
 from mpu import groups
 from mpu.partition import join_slices, partition_of
 from tests.distributed import run_ranks
@@ -21,11 +22,13 @@ from tests.megatron.helpers import tiny_model
 from tests.megatron.train.test_quantise import engine_for
 
 CPU = torch.device("cpu")
+FROZEN = ["wpe.weight", "blocks.0.attn.qkv.weight", "blocks.1.mlp.fc.weight"]
 RUNS: dict[str, dict[str, Any]] = {
     "8 bits": dict(quantize_start_bits=8),
     "8 bits with noise, bf16": dict(quantize_start_bits=8, quantize_rounding="stochastic", bf16=True),
     "ternary": dict(quantize_start_bits=2, quantize_target_bits=2),
     "binary": dict(quantize_start_bits=1, quantize_target_bits=1),
+    "binary, but for what is frozen": dict(quantize_start_bits=1, quantize_target_bits=1, bf16=True, frozen=FROZEN),
     "asymmetric": dict(quantize_start_bits=4, quantize_target_bits=4, quantize_type="asymmetric"),
 }
 
@@ -78,7 +81,18 @@ def test_the_weights_are_those_at_work_at_any_tensor_parallel_size(run: str, tmp
             assert found[name].to(value.dtype).equal(value), (name, tp)  # masters of vectors are loaded exact
 
 
-@pytest.mark.parametrize("run", [run for run in RUNS if run != "asymmetric"])
+def test_where_a_checkpoint_does_not_say_which_all_matrices_are_rounded(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is of an older version."""
+    numbers = Quantisation.numbers
+    monkeypatch.setattr(Quantisation, "numbers",
+                        lambda self: {name: value for name, value in numbers(self).items() if name != "rounded"})
+    expected = trained(tmp_path, quantize_start_bits=8)
+    found = joined([loaded(0, 1, str(tmp_path), torch.float32)], expected)
+    assert all(found[name].equal(value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("run", [run for run in RUNS if run not in ("asymmetric", "binary, but for what is frozen")])
 def test_int8_is_their_own_grid(run: str, tmp_path: Path) -> None:
     """Levels times scales are the very numbers, and the same for any tensor parallel size."""
     expected = trained(tmp_path, **RUNS[run])
@@ -96,8 +110,9 @@ def test_int8_is_their_own_grid(run: str, tmp_path: Path) -> None:
 
 
 def test_levels_that_int8_does_not_hold_are_quantised_like_any_others(tmp_path: Path) -> None:
-    """Of 12 bits, and of a grid that does not lie around 0: within half a step of max / 127."""
-    for number, values in enumerate((dict(quantize_start_bits=12), RUNS["asymmetric"] | dict(quantize_start_bits=8))):
+    """Of 12 bits, of a grid that does not lie around 0, and of none: within half a step of max / 127."""
+    for number, values in enumerate((dict(quantize_start_bits=12), RUNS["asymmetric"] | dict(quantize_start_bits=8),
+                                     dict(quantize_start_bits=8, frozen=FROZEN))):
         folder = tmp_path / str(number)
         expected = trained(folder, **values)
         found = loaded(0, 1, str(folder), torch.int8)

@@ -66,7 +66,7 @@ def test_every_stage_and_home_trains_the_same_bits(tmp_path: Path) -> None:
     assert steps(tmp_path / "plain") != steps(tmp_path / "fp32, 0")
 
 
-def engine_for(tp: int = 1, dp: int = 1, **values: Any) -> Engine:
+def engine_for(tp: int = 1, dp: int = 1, frozen: Sequence[str] = (), **values: Any) -> Engine:
     config = build_config({
         **{name: getattr(tiny_model(), name) for name in (
             "num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "vocab_size",
@@ -74,7 +74,10 @@ def engine_for(tp: int = 1, dp: int = 1, **values: Any) -> Engine:
         "model_parallel_size": tp, "batch_size": 2, "global_batch_size": 2 * dp, "quantize_training": True,
         "quantize_offset": 0, "quantize_groups": 4, "stage3_param_persistence_threshold": 0, **values})
     groups = mpu_groups.build(tp)
-    return build_engine(config, build_model(config, groups), groups, torch.device("cpu"))
+    model = build_model(config, groups)
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    return build_engine(config, model, groups, torch.device("cpu"))
 
 
 GRIDS: list[dict[str, Any]] = [
