@@ -39,8 +39,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.config.ds_file
         megatron.zero.layout megatron.zero.policy megatron.zero.homes megatron.zero.homes.parts
         megatron.optim megatron.optim.schedule megatron.optim.schedulers megatron.optim.loss_scale
-        megatron.plan megatron.plan.activations megatron.plan.footprint megatron.plan.memory megatron.plan.remedies
-        megatron.plan.cheapest
+        megatron.plan megatron.plan.activations megatron.plan.footprint megatron.plan.memory megatron.plan.ways
+        megatron.plan.remedies megatron.plan.cheapest
     """),
     ("1: communication and storage", """
         mpu.device mpu.kernels mpu.wire mpu.wire.waits mpu.groups mpu.wire.interface mpu.wire.native mpu.wire.gloo
