@@ -40,6 +40,11 @@ SCHEDULER_PARAMS = {
 }
 """scheduler.type -> its parameters"""
 DEEPSPEED_WARMUP_STEPS, DEEPSPEED_COSINE_FLOOR, DEEPSPEED_CYCLE_STEPS = 1000, 0.0001, 2000
+_OF_GROUP = (
+    ("quantize_start_bits", "start_bits", "quantize_training.quantize_bits.start_bits"),
+    ("quantize_target_bits", "target_bits", "quantize_training.quantize_bits.target_bits"),
+    ("quantize_period", "quantization_period", "quantize_training.quantize_schedule.quantize_period"))
+"""(field, its name in a group of compression_training, its key in quantize_training)"""
 DEEPSPEED_JOB, DEEPSPEED_PROJECT = "DeepSpeedJobName", "deepspeed"
 
 
@@ -207,12 +212,18 @@ def layer_drop(found: Found, flags: Mapping[str, Any]) -> Iterator[Setting]:
         yield "pld_theta", 1.0, theta
 
 
-def weight_group(found: Found) -> Iterator[Setting]:
-    """The bits of compression_training."""
+def weight_group(found: Found, flags: Mapping[str, Any]) -> Iterator[Setting]:
+    """The bits of compression_training. What its group does not say has DeepSpeed's default, unless something else
+    says it."""
     path = "compression_training.weight_quantization.different_groups"
-    if path in found.keys:
-        for field, value in zip(("start_bits", "target_bits", "period"), found.keys[path], strict=True):
-            yield f"quantize_{field}", value, path
+    if path not in found.keys:
+        return
+    ((group, said),) = found.raw[path].items()
+    for (field, name, other), value in zip(_OF_GROUP, found.keys[path], strict=True):
+        if name in said["params"]:
+            yield field, value, f"{path}.{group}.params.{name}"
+        elif field not in flags and not found.given(other):
+            yield field, value, path
 
 
 def _share(part: int, whole: int) -> float:

@@ -50,7 +50,7 @@ class QuantizeConfig:
                                    json=_keys("quantize_groups", _SHARED + "quantize_groups"))
     quantize_type: Literal["symmetric", "asymmetric"] = setting(
         "symmetric", "whether a grid lies around 0, or between the smallest and the largest weight",
-        json=_algo("q_type", "quantization_type", "symmetric", "asymmetric"))
+        json=(*_algo("q_type", "quantization_type", "symmetric", "asymmetric"), Key(_HERE + "quantize_type")))
     quantize_rounding: Literal["nearest", "stochastic"] = setting(
         "nearest", "how weights are rounded", json=_algo("rounding", "rounding", "nearest", "stochastic"))
     quantize_mixed: bool = setting(

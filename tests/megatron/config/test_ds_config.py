@@ -233,6 +233,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     BITS + "quantize_groups": (8, {"quantize_groups": 8}, {}),
     **{BITS + f"{algo}.q_type": ("asymmetric", {"quantize_type": "asymmetric"}, {})
        for algo in ("quantize_algo", "quantize-algo")},
+    BITS + "quantize_type": ("asymmetric", {"quantize_type": "asymmetric"}, {}),
     **{BITS + f"{algo}.rounding": ("stochastic", {"quantize_rounding": "stochastic"}, {})
        for algo in ("quantize_algo", "quantize-algo")},
     BITS + "quantize_verbose": (True, {"quantize_verbose": True}, {}),
@@ -242,8 +243,8 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     SHARED + "quantization_type": ("asymmetric", {"quantize_type": "asymmetric"}, {}),
     SHARED + "rounding": ("stochastic", {"quantize_rounding": "stochastic"}, {}),
     SHARED + "quantize_verbose": (True, {"quantize_verbose": True}, {}),
-    GROUPS: ({"wq1": {"params": {"start_bits": 12, "target_bits": 4, "quantization_period": 50}, "modules": ["*"]}},
-             {"quantize_start_bits": 12, "quantize_target_bits": 4, "quantize_period": 50}, {}),
+    GROUPS: ({"wq1": {"params": {"start_bits": 12, "target_bits": 4, "quantization_period": 400}, "modules": ["*"]}},
+             {"quantize_start_bits": 12, "quantize_target_bits": 4, "quantize_period": 400}, {}),
     **{place + "fp16_mixed_quantize.enabled": (True, {"quantize_mixed": True}, {}) for place in (BITS, SHARED)},
     **{place + "fp16_mixed_quantize.quantize_change_ratio": (0.01, {"quantize_change_ratio": 0.01}, {})
        for place in (BITS, SHARED)},
