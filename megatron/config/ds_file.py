@@ -24,6 +24,7 @@ from megatron.config.ds_batch import BATCH, BATCH_FIELDS, solve_batch
 from megatron.config.ds_keys import TABLE, NoEffect, Old, keys_of_fields
 from megatron.config.ds_reader import Found, agree, plain, same, walk
 from megatron.config.ds_together import PARAMS, WARMUP_STEPS, Setting
+from megatron.config.idle import idle
 from megatron.config.kinds import shown
 from megatron.config.loose_json import parse
 from megatron.config.optimizers import OPTIMIZERS
@@ -64,7 +65,9 @@ def build(source: str | os.PathLike[str] | Mapping[str, Any], *, flags: Mapping[
         errors.stop()
     if errors.is_wrong:
         return config
-    return replace(config, notes=notes(found, config, dp, in_engine), words=errors.words)
+    of_keys = [name for name, _, _ in _fields(found, flags, Problems()) if name not in flags]
+    unread = (f" {found.name}: {errors.words.of(line)}" for line in idle(config, of_keys, {*of_keys, *flags}))
+    return replace(config, notes=(*notes(found, config, dp, in_engine), *unread), words=errors.words)
 
 
 def read(source: str | os.PathLike[str] | Mapping[str, Any], argument: str = "config") -> Found:

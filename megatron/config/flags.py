@@ -20,9 +20,10 @@ from typing import Any, Literal, NoReturn
 from megatron.config import ds_file, foreign, help
 from megatron.config.draft import Draft
 from megatron.config.hf_shape import shape_in, tokenizer_in
+from megatron.config.idle import idle
 from megatron.config.optimizers import NEVER, ONE_BIT
 from megatron.config.problems import Problems
-from megatron.config.setting import declared, flag_name, plain_type
+from megatron.config.setting import declared, field_name, flag_name, plain_type
 from megatron.config.tree import PRESETS, SECTIONS, Config, build_config
 from megatron.config.words import Words
 from megatron.errors import ConfigError
@@ -74,12 +75,14 @@ def parse_args(argv: Sequence[str], world_size: int = 1, *, planning: bool = Fal
     preset = {**_said_by_hf(values), **preset}  # flags and a preset that differ are refused when the folder is read
     for said in ("deepspeed", "dry_run"):  # nothing that a run is configured with
         values.pop(said, None)
+    flags = [name for name in values if name not in {"deepspeed_config", "cpu_optimizer"}]
     draft, by_name = Draft(), HOME in values or not values.get("cpu_optimizer")
     with Words({} if by_name else {flag_name(HOME): ON_HOST}).speaking():
         config = _built(values, preset, world_size, draft)
         draft.note(_too_long_a_warm_up(config))
         draft.stop()
-    return replace(config, notes=(*notes, *config.save.notes(), *config.notes))
+    unread = (f" note: {line}" for line in idle(config, flags, {*flags, *map(field_name, config.words.given)}))
+    return replace(config, notes=(*notes, *config.save.notes(), *unread, *config.notes))
 
 
 def _built(values: dict[str, Any], preset: dict[str, Any], world_size: int, draft: Draft) -> Config:
