@@ -33,9 +33,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.config.schedule megatron.config.precision megatron.config.zero megatron.config.offload
         megatron.config.recompute megatron.config.layer_drop megatron.config.quantize megatron.config.train
         megatron.config.save megatron.config.log megatron.config.profile
-        megatron.config.draft megatron.config.presets megatron.config.tree megatron.config.idle megatron.config.hf_shape
-        megatron.config
-        megatron.config.loose_json
+        megatron.config.draft megatron.config.presets megatron.config.tree megatron.config.idle
+        megatron.config.whole_run megatron.config.hf_shape megatron.config megatron.config.loose_json
         megatron.config.ds_keys megatron.config.ds_reader megatron.config.ds_together megatron.config.ds_batch
         megatron.config.ds_file
         megatron.zero.layout megatron.zero.policy megatron.zero.homes megatron.zero.homes.parts

@@ -17,7 +17,7 @@ from tests.megatron.config.test_published import ACCEPTED, BASE
 
 VALUES = {"quantize_rounding": "stochastic", "quantize_type": "asymmetric", "eigenvalue_layer_name": "h",
           "flops_profiler_output_file": "f", "onebit_freeze_step": "10", "pld_theta": "0.3",
-          "quantize_change_ratio": "0.5", "quantize_start_bits": "12"}
+          "quantize_change_ratio": "0.5", "quantize_start_bits": "12", "quantize_groups": "4"}
 
 
 def unread(config: Config) -> list[str]:

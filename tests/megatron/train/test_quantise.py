@@ -201,7 +201,7 @@ def test_verbose_tells_each_fall(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flags, says", [
-    (["--quantize-groups", "5"], "--quantize-groups 5 does not divide the 96 rows of"),
+    (["--quantize-groups", "5"], "--quantize-groups 5 does not divide the rows of every matrix, 96"),
     (["--quantize-groups", "1000"], "--quantize-groups 1000 does not divide"),
 ])
 def test_groups_that_do_not_divide_are_one_line(flags: list[str], says: str) -> None:
