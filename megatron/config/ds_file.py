@@ -32,7 +32,7 @@ from megatron.config.problems import Problems
 from megatron.config.schedule import ScheduleConfig
 from megatron.config.setting import Key, flag_name, require
 from megatron.config.tree import Config, build_config, data_parallel_size
-from megatron.config.words import Words
+from megatron.config.words import SECTION, Words
 from megatron.errors import ConfigError
 
 FP16_ONLY = frozenset(row.field for path, row in TABLE.items()
@@ -210,7 +210,7 @@ def _batch(found: Found, flags: Mapping[str, Any], dp_size: int) -> dict[str, in
 
 def _keys(found: Found, flags: Mapping[str, Any]) -> dict[str, str]:
     """Flag -> the key that was given instead."""
-    return {flag_name(name): found.written(path, "")
+    return {flag_name(name): PARAMS + SECTION if name == "optimizer_params" else found.written(path, "")
             for name, _, path in _fields(found, flags, Problems()) if name not in flags}
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron.config.ds_reader import Found
-from megatron.config.optimizers import AUTO, DEEPSPEED_TYPES, OPTIMIZERS
+from megatron.config.optimizers import AUTO, DEEPSPEED_TYPES, OPTIMIZERS, SWITCHES
 from megatron.config.schedule import STYLES, ScheduleConfig
 from megatron.config.optim import OptimConfig
 from megatron.config.problems import Problems
@@ -59,6 +59,8 @@ def optimizer(found: Found, flags: Mapping[str, Any], problems: Problems) -> Ite
         name: str = path.removeprefix(PARAMS)
         value: Any = found.keys.get(path)
         if not path.startswith(PARAMS) or name in OF_EVERY_TYPE:
+            continue
+        if name in SWITCHES and name not in takes.own and value is False:
             continue
         if name not in takes.parameters:
             problems.append(f"{path} is not a parameter of {named or chosen}, which takes "

@@ -29,8 +29,8 @@ def _too_long_a_warm_up(config: Config) -> Iterator[str]:
         beta2, each = config.optim.adam_beta2, max(1, round(1 / (1 - config.optim.adam_beta2)))
         if 0 < iters <= 2 * each:
             yield (f"--onebit-freeze-step {AUTO} looks at the variance every {each} steps with --adam-beta2 {beta2:g}, "
-                   f"and can freeze it after {2 * each}, which is not below --train-iters {iters}, so that {what}: give "
-                   f"a number, 15 to 25 % of the steps are usual{',' * bool(instead)}{instead}")
+                   f"and can freeze it after {2 * each}, which is not below --train-iters {iters}, so that {what}: "
+                   f"give a number, 15 to 25 % of the steps are usual{',' * bool(instead)}{instead}")
     elif 0 < iters <= warm_up:
         yield (f"--onebit-freeze-step {warm_up} is not below --train-iters {iters}, so that {what}: 15 to 25 % of the "
                f"steps are usual, or give {AUTO}{instead}")
@@ -49,5 +49,5 @@ def _groups_of_rows(config: Config) -> Iterator[str]:
     rows = {"3 x --hidden-size": 3 * hidden, "--hidden-size": hidden, "--intermediate-size": config.model.ffn_size}
     uneven = [f"{count} ({name})" for name, count in rows.items() if count % groups]
     if uneven:
-        yield (f"--quantize-groups {groups} does not divide the rows of every matrix, {', '.join(uneven)}: give a "
-               "divisor of all")
+        yield (f"--quantize-groups {groups} does not divide the rows of every matrix, {', '.join(uneven)}: give "
+               "a divisor of all")
