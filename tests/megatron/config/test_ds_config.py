@@ -351,6 +351,7 @@ def test_auto_is_the_default_and_is_answered(path):
     if path in FREEZE_STEPS:
         found = build(merged(FREEZE_STEPS[path], nested(path, "auto")))
         assert changes(found)["onebit_freeze_step"] == "auto"  # it is found
+        assert f' config: {path} "auto": found while the run goes on' in found.notes
         return
     beside = typed(OWN[path.rpartition(".")[2]][0]) if path.rpartition(".")[2] in OWN else {}
     beside = WARMUP if path.startswith("scheduler") else beside
