@@ -165,7 +165,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.train.flops megatron.train.batches
         megatron.train.evaluation megatron.train.rate megatron.train.metrics megatron.train.console megatron.train.board
         megatron.train.dashboard megatron.train.table megatron.train.log megatron.train.facts megatron.train.sample
-        megatron.train.build megatron.train.loop megatron.train.position megatron.train.resume
+        megatron.train.build megatron.train.loop megatron.train.position megatron.train.changed
+        megatron.train.resume
         megatron.plan.shortage megatron.plan.report megatron.plan.table megatron.plan.needs megatron.plan.command
         megatron.report megatron.report.read megatron.report.source megatron.report.history megatron.report.thin
         megatron.report.charts megatron.report.tables megatron.report.page megatron.report.command
