@@ -72,7 +72,8 @@ def main(stop: StopRequest | None = None) -> int:
     groups = mpu_groups.build(config.parallel.model_parallel_size, timedelta(seconds=config.parallel.startup_limit))
     tokenizer = agree(lambda: build.tokenizer(config), groups.world)
     config = build.with_vocabulary(config, tokenizer)
-    with explained(config, env.rank, world_size, "cuda" if device.type == "cuda" else "cpu"), ExitStack() as closing:
+    with explained(config, env.rank, world_size, "cuda" if device.type == "cuda" else "cpu"), \
+            config.words.speaking(), ExitStack() as closing:
         on_rank_0(lambda: check_places(config.log), groups.world)
         checkpoints = closing.enter_context(Checkpoints(config, groups, tokenizer.facts))
         datasets = build.datasets(config, tokenizer, groups)

@@ -49,10 +49,17 @@ def flags_page() -> str:
             names = [flag_name(item.name), *(f"--{alias}" for alias in said.aliases if "contigious" not in alias)]
             flag = ", ".join(f"`{flag}`" for flag in names)
             choices = f" ({', '.join(typing.get_args(kind))})" if typing.get_origin(kind) is typing.Literal else ""
-            keys = ", ".join(f"`{path}`" for path, row in TABLE.items()
-                             if isinstance(row, Key) and row.field == item.name)
+            keys = ", ".join(f"`{path}`" for path in _keys_of(item.name))
             lines.append(f"| {flag} | {_default(item.default)} | {_cell(said.help + choices)} | {keys} |")
     return "\n".join(lines) + "\n"
+
+
+def _keys_of(name: str) -> list[str]:
+    """The keys of a field, with those that set it as a parameter of some optimizer."""
+    parameters = [f"optimizer.params.{parameter}" for takes in OPTIMIZERS.values()
+                  for parameter, names in takes.fields.items() if name in names.split()]
+    return list(dict.fromkeys([*(path for path, row in TABLE.items() if isinstance(row, Key) and row.field == name),
+                               *parameters]))
 
 
 # ---- JSON keys ---------------------------------------------------------------------------------------------------

@@ -33,14 +33,14 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.config.schedule megatron.config.precision megatron.config.zero megatron.config.offload
         megatron.config.recompute megatron.config.layer_drop megatron.config.quantize megatron.config.train
         megatron.config.save megatron.config.log megatron.config.profile
-        megatron.config.draft megatron.config.presets megatron.config.tree megatron.config.hf_shape megatron.config
-        megatron.config.loose_json
+        megatron.config.draft megatron.config.presets megatron.config.tree megatron.config.idle
+        megatron.config.whole_run megatron.config.hf_shape megatron.config megatron.config.loose_json
         megatron.config.ds_keys megatron.config.ds_reader megatron.config.ds_together megatron.config.ds_batch
         megatron.config.ds_file
         megatron.zero.layout megatron.zero.policy megatron.zero.homes megatron.zero.homes.parts
         megatron.optim megatron.optim.schedule megatron.optim.schedulers megatron.optim.loss_scale
-        megatron.plan megatron.plan.activations megatron.plan.footprint megatron.plan.memory megatron.plan.remedies
-        megatron.plan.cheapest
+        megatron.plan megatron.plan.activations megatron.plan.footprint megatron.plan.memory megatron.plan.ways
+        megatron.plan.remedies megatron.plan.cheapest
     """),
     ("1: communication and storage", """
         mpu.device mpu.kernels mpu.wire mpu.wire.waits mpu.groups mpu.wire.interface mpu.wire.native mpu.wire.gloo
@@ -167,7 +167,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.train.flops megatron.train.batches
         megatron.train.evaluation megatron.train.rate megatron.train.metrics megatron.train.console megatron.train.board
         megatron.train.dashboard megatron.train.table megatron.train.log megatron.train.facts megatron.train.sample
-        megatron.train.build megatron.train.loop megatron.train.position megatron.train.resume
+        megatron.train.build megatron.train.loop megatron.train.position megatron.train.changed
+        megatron.train.resume
         megatron.plan.shortage megatron.plan.report megatron.plan.table megatron.plan.needs megatron.plan.command
         megatron.report megatron.report.read megatron.report.source megatron.report.history megatron.report.thin
         megatron.report.charts megatron.report.tables megatron.report.page megatron.report.command

@@ -6,6 +6,8 @@
     layer_drop.py, quantize.py, train.py, save.py, log.py, profile.py    one section each
     optimizers.py   the optimizers and their parameters; presets.py
     tree.py         the whole Config, and checks across sections
+    idle.py         settings that were given and belong to what is switched off
+    whole_run.py    checks of a run whose length and model are known
     flags.py        the command line; help.py, foreign.py: what it says to people and to other programs' flags
     hf_shape.py     the shape of a model in a Hugging Face folder
     ds_file.py      DeepSpeed's JSON: ds_keys.py (table), ds_reader.py (walk), ds_together.py, ds_batch.py,

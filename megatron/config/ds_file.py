@@ -14,6 +14,7 @@ import base64
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from megatron.config.draft import Draft
 from megatron.config.ds_batch import BATCH, BATCH_FIELDS, solve_batch
 from megatron.config.ds_keys import TABLE, NoEffect, Old, keys_of_fields
 from megatron.config.ds_reader import Found, agree, plain, same, walk
-from megatron.config.ds_together import PARAMS, WARMUP_STEPS
+from megatron.config.ds_together import FREEZE_STEPS, PARAMS, WARMUP_STEPS, Setting
+from megatron.config.idle import idle
 from megatron.config.kinds import shown
 from megatron.config.loose_json import parse
 from megatron.config.optimizers import OPTIMIZERS
@@ -30,7 +32,7 @@ from megatron.config.problems import Problems
 from megatron.config.schedule import ScheduleConfig
 from megatron.config.setting import Key, flag_name, require
 from megatron.config.tree import Config, build_config, data_parallel_size
-from megatron.config.words import Words
+from megatron.config.words import SECTION, Words
 from megatron.errors import ConfigError
 
 FP16_ONLY = frozenset(row.field for path, row in TABLE.items()
@@ -63,7 +65,9 @@ def build(source: str | os.PathLike[str] | Mapping[str, Any], *, flags: Mapping[
         errors.stop()
     if errors.is_wrong:
         return config
-    return replace(config, notes=notes(found, config, dp, in_engine), words=errors.words)
+    of_keys = [name for name, _, _ in _fields(found, flags, Problems()) if name not in flags]
+    unread = (f" {found.name}: {errors.words.of(line)}" for line in idle(config, of_keys, {*of_keys, *flags}))
+    return replace(config, notes=(*notes(found, config, dp, in_engine), *unread), words=errors.words)
 
 
 def read(source: str | os.PathLike[str] | Mapping[str, Any], argument: str = "config") -> Found:
@@ -124,9 +128,9 @@ def resolve(found: Found, flags: Mapping[str, Any], problems: Problems, peak: fl
     conflicts = Problems()
     for name, value, path in _fields(found, flags, problems, peak):
         if name in flags and not agree(flags[name], value):
-            meant = "" if same(found.raw[path], value) else f" (that is {flag_name(name)} {_word(value)})"
+            meant = "" if same(found.said(path), value) else f" (that is {flag_name(name)} {_word(value)})"
             conflicts.append(f"{flag_name(name)} is {_word(flags[name])}, but {found.written(path)} is "
-                             f"{shown(found.raw[path])}{meant}: give one of them, or the same value")
+                             f"{shown(found.said(path))}{meant}: give one of them, or the same value")
         values[name] = value
     given = {**values, **flags}
     return {name: value for name, value in given.items() if name in flags or _counts(name, given)}, conflicts
@@ -147,30 +151,33 @@ def _flags_of(paths: Iterable[str]) -> Iterator[str]:
 
 
 def _fields(found: Found, flags: Mapping[str, Any], problems: Problems,
-            peak: float = ScheduleConfig.lr) -> Iterator[tuple[str, Any, str]]:
+            peak: float = ScheduleConfig.lr) -> Iterator[Setting]:
     """(field, value, path of the key) of everything but the batch sizes."""
-    yield from _simple(found, problems)
+    yield from _agreed(chain(_simple(found), ds_together.weight_group(found, flags)), found, problems)
     yield from ds_together.optimizer(found, flags, problems)
     yield from ds_together.scheduler(found, flags, problems, peak)
     yield from ds_together.monitors(found)
     yield from ds_together.layer_drop(found, flags)
-    yield from ds_together.weight_group(found)
 
 
-def _simple(found: Found, problems: Problems) -> Iterator[tuple[str, Any, str]]:
+def _simple(found: Found) -> Iterator[Setting]:
     """The keys that set a field alone."""
-    seen: dict[str, tuple[Any, str]] = {}
     for path, value in found.keys.items():
         row = TABLE[path]
         assert isinstance(row, Key)
-        if not row.alone:
-            continue
-        part = row.to(value)
-        other, where = seen.setdefault(row.field, (part, path))
-        problems.require(agree(other, part), f"{found.written(where, '')} {shown(found.raw[where])} and "
-                         f"{found.written(path, '')} {shown(found.raw[path])} disagree on {flag_name(row.field)}; "
+        if row.alone:
+            yield row.field, row.to(value), path
+
+
+def _agreed(settings: Iterable[Setting], found: Found, problems: Problems) -> Iterator[Setting]:
+    """The same settings: no two keys may give one field different values."""
+    seen: dict[str, tuple[Any, str]] = {}
+    for name, value, path in settings:
+        other, where = seen.setdefault(name, (value, path))
+        problems.require(agree(other, value), f"{found.written(where, '')} {shown(found.said(where))} and "
+                         f"{found.written(path, '')} {shown(found.said(path))} disagree on {flag_name(name)}; "
                          "leave one out")
-        yield row.field, part, path
+        yield name, value, path
 
 
 def _data_parallel_size(world_size: int, flags: Mapping[str, Any]) -> int:
@@ -203,7 +210,7 @@ def _batch(found: Found, flags: Mapping[str, Any], dp_size: int) -> dict[str, in
 
 def _keys(found: Found, flags: Mapping[str, Any]) -> dict[str, str]:
     """Flag -> the key that was given instead."""
-    return {flag_name(name): found.written(path, "")
+    return {flag_name(name): PARAMS + SECTION if name == "optimizer_params" else found.written(path, "")
             for name, _, path in _fields(found, flags, Problems()) if name not in flags}
 
 
@@ -253,6 +260,8 @@ def _chosen(path: str, config: Config, dp_size: int) -> str:
     if path == WARMUP_STEPS:
         section, iters = config.schedule, config.schedule.lr_decay_iters or max(1, config.train.train_iters)
         return f"{int(section.warmup * iters)} steps (--warmup {section.warmup:g} of {iters})"
+    if path.removeprefix(PARAMS) in FREEZE_STEPS:
+        return "found while the run goes on"
     row = TABLE[path]
     flat = {name: value for section in config.as_dict().values() for name, value in section.items()}
     name = row.field if isinstance(row, Key) else ""

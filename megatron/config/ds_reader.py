@@ -38,6 +38,11 @@ class Found:
     def given(self, path: str) -> bool:
         return path in self.keys or path in self.autos
 
+    def said(self, path: str) -> Any:
+        """The value as the file has it, also inside of a key that holds an object."""
+        key = next(key for key in self.raw if f"{path}.".startswith(f"{key}."))
+        return _inside(self.raw[key], path[len(key) + 1:])
+
     def lacks(self, path: str) -> bool:
         """Nobody has tried to give it."""
         return not self.given(path) and path not in self.refused
@@ -49,6 +54,13 @@ class Found:
     def written(self, path: str, of: str | None = None) -> str:
         """The key as the user wrote it, and where."""
         return self.origins.get(path, path) + (f" of {self.name}" if of is None else of)
+
+
+def _inside(value: Any, path: str) -> Any:
+    if not path:
+        return value
+    name = next(name for name in value if f"{path}.".startswith(f"{name}."))
+    return _inside(value[name], path[len(name) + 1:])
 
 
 def walk(tree: dict[str, Any], name: str) -> tuple[Found, Problems]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron.config.ds_reader import Found
-from megatron.config.optimizers import AUTO, DEEPSPEED_TYPES, OPTIMIZERS
+from megatron.config.optimizers import AUTO, DEEPSPEED_TYPES, OPTIMIZERS, SWITCHES
 from megatron.config.schedule import STYLES, ScheduleConfig
 from megatron.config.optim import OptimConfig
 from megatron.config.problems import Problems
@@ -41,6 +41,11 @@ SCHEDULER_PARAMS = {
 }
 """scheduler.type -> its parameters"""
 DEEPSPEED_WARMUP_STEPS, DEEPSPEED_COSINE_FLOOR, DEEPSPEED_CYCLE_STEPS = 1000, 0.0001, 2000
+_OF_GROUP = (
+    ("quantize_start_bits", "start_bits", "quantize_training.quantize_bits.start_bits"),
+    ("quantize_target_bits", "target_bits", "quantize_training.quantize_bits.target_bits"),
+    ("quantize_period", "quantization_period", "quantize_training.quantize_schedule.quantize_period"))
+"""(field, its name in a group of compression_training, its key in quantize_training)"""
 DEEPSPEED_JOB, DEEPSPEED_PROJECT = "DeepSpeedJobName", "deepspeed"
 
 
@@ -55,6 +60,8 @@ def optimizer(found: Found, flags: Mapping[str, Any], problems: Problems) -> Ite
         name: str = path.removeprefix(PARAMS)
         value: Any = found.keys.get(path)
         if not path.startswith(PARAMS) or name in OF_EVERY_TYPE:
+            continue
+        if name in SWITCHES and name not in takes.own and value is False:
             continue
         if name not in takes.parameters:
             problems.append(f"{path} is not a parameter of {named or chosen}, which takes "
@@ -208,12 +215,18 @@ def layer_drop(found: Found, flags: Mapping[str, Any]) -> Iterator[Setting]:
         yield "pld_theta", 1.0, theta
 
 
-def weight_group(found: Found) -> Iterator[Setting]:
-    """The bits of compression_training."""
+def weight_group(found: Found, flags: Mapping[str, Any]) -> Iterator[Setting]:
+    """The bits of compression_training. What its group does not say has DeepSpeed's default, unless something else
+    says it."""
     path = "compression_training.weight_quantization.different_groups"
-    if path in found.keys:
-        for field, value in zip(("start_bits", "target_bits", "period"), found.keys[path], strict=True):
-            yield f"quantize_{field}", value, path
+    if path not in found.keys:
+        return
+    ((group, said),) = found.raw[path].items()
+    for (field, name, other), value in zip(_OF_GROUP, found.keys[path], strict=True):
+        if name in said["params"]:
+            yield field, value, f"{path}.{group}.params.{name}"
+        elif field not in flags and not found.given(other):
+            yield field, value, path
 
 
 def _share(part: int, whole: int) -> float:

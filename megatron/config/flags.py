@@ -12,7 +12,7 @@ import difflib
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -20,10 +20,11 @@ from typing import Any, Literal, NoReturn
 from megatron.config import ds_file, foreign, help
 from megatron.config.draft import Draft
 from megatron.config.hf_shape import shape_in, tokenizer_in
-from megatron.config.optimizers import NEVER, ONE_BIT
+from megatron.config.idle import idle
 from megatron.config.problems import Problems
-from megatron.config.setting import declared, flag_name, plain_type
+from megatron.config.setting import declared, field_name, flag_name, plain_type
 from megatron.config.tree import PRESETS, SECTIONS, Config, build_config
+from megatron.config.whole_run import problems_of_run
 from megatron.config.words import Words
 from megatron.errors import ConfigError
 from megatron.version import DISTRIBUTION, __version__
@@ -74,12 +75,14 @@ def parse_args(argv: Sequence[str], world_size: int = 1, *, planning: bool = Fal
     preset = {**_said_by_hf(values), **preset}  # flags and a preset that differ are refused when the folder is read
     for said in ("deepspeed", "dry_run"):  # nothing that a run is configured with
         values.pop(said, None)
+    flags = [name for name in values if name not in {"deepspeed_config", "cpu_optimizer"}]
     draft, by_name = Draft(), HOME in values or not values.get("cpu_optimizer")
     with Words({} if by_name else {flag_name(HOME): ON_HOST}).speaking():
         config = _built(values, preset, world_size, draft)
-        draft.note(_too_long_a_warm_up(config))
+        draft.note(problems_of_run(config))
         draft.stop()
-    return replace(config, notes=(*notes, *config.save.notes(), *config.notes))
+    unread = (f" note: {line}" for line in idle(config, flags, {*flags, *map(field_name, config.words.given)}))
+    return replace(config, notes=(*notes, *config.save.notes(), *unread, *config.notes))
 
 
 def _built(values: dict[str, Any], preset: dict[str, Any], world_size: int, draft: Draft) -> Config:
@@ -93,17 +96,6 @@ def _built(values: dict[str, Any], preset: dict[str, Any], world_size: int, draf
         draft.note([f"--cpu-optimizer keeps the optimizer's state on the host, but {flag_name(HOME)} is none: give one "
                     "of them"])
     return config
-
-
-def _too_long_a_warm_up(config: Config) -> Iterator[str]:
-    """A run that ends before its optimizer's warm-up does is another one than was asked for."""
-    warm_up, iters = config.optim.freeze_step, config.train.train_iters
-    what, instead = ("ranks would never step by themselves", " or never") if \
-        config.optim.optimizer == "zeroone_adam" else ("nothing would travel at one bit", "")
-    never = config.optim.onebit_freeze_step == NEVER
-    if config.optim.optimizer in ONE_BIT and not never and warm_up is not None and 0 < iters <= warm_up:
-        yield (f"--onebit-freeze-step {warm_up} is not below --train-iters {iters}, so that {what}: 15 to 25 % of the "
-               f"steps are usual, or give auto{instead}")
 
 
 def asks_for_plan(argv: Sequence[str]) -> bool:

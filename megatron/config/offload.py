@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from megatron.config.problems import Problems
-from megatron.config.setting import flag_name, setting
+from megatron.config.setting import flag_name, have, setting
 
 _OPTIMIZER, _PARAM = "zero_optimization.offload_optimizer.", "zero_optimization.offload_param."
 
@@ -109,7 +109,7 @@ def idle(offload: OffloadConfig, of_file: Collection[str] = ()) -> Iterator[str]
     places = {flag_name(f"offload_{kind}_device"): getattr(offload, f"offload_{kind}_device") for kind in _ON_DRIVE}
     if aio and "nvme" not in places.values():
         either = " or ".join(f"{name} nvme" for name in places)
-        yield f"{_have(aio)} no effect here: nothing is on a drive without {either}"
+        yield f"{have(aio)} no effect here: nothing is on a drive without {either}"
 
 
 def _idle_section(offload: OffloadConfig, changed: Sequence[str], kind: str, state: str) -> Iterator[str]:
@@ -119,11 +119,6 @@ def _idle_section(offload: OffloadConfig, changed: Sequence[str], kind: str, sta
     names = [name for name in changed if name in unread]
     wanted = "nvme" if on_drive & {*names} else "cpu" if _ON_HOST & {*names} else "cpu or nvme"
     if names and place == "none":
-        yield f"{_have(names)} no effect here: {state} not offloaded without {device} {wanted}"
+        yield f"{have(names)} no effect here: {state} not offloaded without {device} {wanted}"
     elif names:
-        yield f"{_have(names)} no effect here: {device} is {place}, not {wanted}"
-
-
-def _have(names: Sequence[str]) -> str:
-    *most, last = map(flag_name, names)
-    return f"{', '.join(most)} and {last} have" if most else f"{last} has"
+        yield f"{have(names)} no effect here: {device} is {place}, not {wanted}"

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.config.kinds import AT_LEAST_0, COUNT, choice
-from megatron.config.optimizers import (AUTO, DEEPSPEED_TYPES, NEVER, ONE_BIT, OPTIMIZERS, REFUSED_TYPES, Name,
-                                        own_parameter)
+from megatron.config.optimizers import (AUTO, DEEPSPEED_TYPES, NEVER, ONE_BIT, OPTIMIZERS, REFUSED_TYPES, SWITCHES,
+                                        Name, out_of_order, own_parameter)
 from megatron.config.problems import Problems
 from megatron.config.setting import Key, require, setting
 from megatron.errors import ConfigError
@@ -65,19 +64,13 @@ class OptimConfig:
                 f"--no-adam-w-mode and --optimizer {self.optimizer} exclude each other: a weight's decay cannot be "
                 "added to a momentum that travels at one bit; leave it out")
         own = self._own_parameters()
+        for sentence in out_of_order({**OPTIMIZERS[self.optimizer].own, **own}):
+            raise ConfigError(f"--optimizer-params {sentence}")
         require(not own.get("amsgrad") or own.get("bias_correction", True),
                 f"--optimizer-params amsgrad=true needs bias_correction=true in {self.optimizer}: leave one out")
         if self.optimizer == "muon":
-            self._check_muon(own)
-
-    def _check_muon(self, own: Mapping[str, Any]) -> None:
-        require(self.adam_w_mode, "--no-adam-w-mode and --optimizer muon exclude each other: its decay is decoupled "
-                "from the gradient, which is made orthogonal; leave it out")
-        for name, low, high in (("momentum", 0, 0.9999999), ("ns_steps", 1, 99), ("muon_lr", 0, 1e9),
-                                ("adam_lr", 0, 1e9)):
-            value = own.get(name)
-            require(value is None or low <= value <= high,
-                    f"--optimizer-params {name}={value}: expected a number from {low} to {high:g}")
+            require(self.adam_w_mode, "--no-adam-w-mode and --optimizer muon exclude each other: its decay is "
+                    "decoupled from the gradient, which is made orthogonal; leave it out")
 
     @property
     def freeze_step(self) -> int | None:
@@ -101,10 +94,13 @@ class OptimConfig:
             name, equals, value = text.partition("=")
             require(bool(equals), f"--optimizer-params {text}: expected NAME=VALUE")
             require(name not in found, f"--optimizer-params {name} is given twice; leave one of them out")
+            if name in SWITCHES and name not in OPTIMIZERS[self.optimizer].own and value == "false":
+                continue
             try:
                 is_text = isinstance(OPTIMIZERS[self.optimizer].own.get(name), str)
                 found[name] = own_parameter(self.optimizer, name, value.strip('"') if is_text else json.loads(value))
+            except json.JSONDecodeError:
+                raise ConfigError(f"--optimizer-params {name} is {value}: expected a number, true or false") from None
             except ValueError as error:
-                reason = f"{value} is not a number, true or false" if isinstance(error, json.JSONDecodeError) else error
-                raise ConfigError(f"--optimizer-params {text}: {reason}") from None
+                raise ConfigError(f"--optimizer-params {error}") from None
         return found

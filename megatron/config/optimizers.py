@@ -7,7 +7,8 @@ those of torch.optim and DeepSpeed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -75,6 +76,39 @@ ONE_BIT = ("onebit_adam", "onebit_lamb", "zeroone_adam")
 """Those with an exchange of their own, at one bit a number."""
 
 
+@dataclass(frozen=True)
+class Range:
+    low: float = 0.0
+    high: float = math.inf
+    without_low: bool = False
+    without_high: bool = False
+
+    def has(self, number: float) -> bool:
+        return (number > self.low or number == self.low and not self.without_low) and \
+            (number < self.high or number == self.high and not self.without_high)
+
+    def __str__(self) -> str:
+        above = f"a number {'>' if self.without_low else '>='} {self.low:g}"
+        return above if self.high == math.inf else f"{above} and {'<' if self.without_high else '<='} {self.high:g}"
+
+
+_POSITIVE, _DECAY = Range(without_low=True), Range(high=1.0, without_high=True)
+RANGES: dict[str, Range] = {
+    **dict.fromkeys(("max_coeff", "factor_max", "step_sizes", "etas"), _POSITIVE),
+    **dict.fromkeys(("min_coeff", "factor_min", "factor_threshold", "eps", "lr_decay", "initial_accumulator_value",
+                     "momentum_decay", "lambd", "t0"), Range()),
+    **dict.fromkeys(("coeff_beta", "betas", "momentum", "rho"), _DECAY),
+    **dict.fromkeys(("dampening", "alpha"), Range(high=1.0)),
+    **dict.fromkeys(("var_update_scaler", "local_step_scaler", "local_step_clipper"), Range(1, 10**12)),
+    **dict.fromkeys(("muon_lr", "adam_lr"), Range()), "ns_steps": Range(1, 99),
+}
+"""Own parameter -> the numbers it may be, each of them where it has two."""
+ORDERED = (("min_coeff", "max_coeff"), ("factor_min", "factor_max"))
+"""Own parameters of which the first is not above the second."""
+SWITCHES = ("amsgrad", "eps_inside_sqrt", "nesterov", "centered")
+"""Variants that some optimizers have; switched off they mean the same to all."""
+
+
 DEEPSPEED_TYPES = {
     "Adam": "adam", "AdamW": "adamw", "FusedAdam": "adam", "DeepSpeed_Adam": "adam", "DeepSpeedCPUAdam": "adam",
     "SGD": "sgd", "Lamb": "lamb", "FusedLamb": "lamb", "Lion": "lion", "FusedLion": "lion", "DeepSpeedCPULion": "lion",
@@ -95,18 +129,41 @@ REFUSED_TYPES = {
 
 def own_parameter(optimizer: str, name: str, value: Any) -> Any:
     """The value as this optimizer takes it; ValueError says what is wrong with it."""
-    own = OPTIMIZERS[optimizer].own
-    if name not in own:
-        raise ValueError(f"{name} is not a parameter of --optimizer {optimizer}: expected {', '.join(own) or 'none'}")
-    default = own[name]
+    takes = OPTIMIZERS[optimizer]
+    if name in takes.fields:
+        flags = " and ".join(f"--{field.replace('_', '-')}" for field in takes.fields[name].split())
+        raise ValueError(f"{name} has a flag of its own: give {flags}")
+    if name not in takes.own:
+        raise ValueError(f"{name} is not a parameter of --optimizer {optimizer}: expected "
+                         f"{', '.join(takes.own) or 'none'}")
+    number = _of_its_type(name, value, takes.own[name])
+    numbers = number if isinstance(number, tuple) else () if number is None else (number,)
+    if name in RANGES and not all(map(RANGES[name].has, numbers)):
+        shown = f"{value:g}" if isinstance(value, float) else value
+        raise ValueError(f"{name} is {shown}: expected {RANGES[name]}")
+    return number
+
+
+def out_of_order(own: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with own parameters beside each other."""
+    for low, high in ORDERED:
+        if low in own and own[low] > own[high]:
+            yield f"{low} {own[low]:g} is above {high} {own[high]:g}: it is the lower bound"
+    if "etas" in own and not own["etas"][0] < 1 < own["etas"][1]:
+        yield f"etas is {list(own['etas'])}: expected one below 1 and one above it"
+    if "step_sizes" in own and own["step_sizes"][0] > own["step_sizes"][1]:
+        yield f"step_sizes is {list(own['step_sizes'])}: the first number is above the second one"
+
+
+def _of_its_type(name: str, value: Any, default: Any) -> Any:
     if isinstance(default, bool):
         if isinstance(value, bool):
             return value
         raise ValueError(f"{name} is {value!r}: expected true or false")
     if isinstance(default, int):
-        if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 10**12:
+        if isinstance(value, int) and not isinstance(value, bool):
             return value
-        raise ValueError(f"{name} is {value!r}: expected a whole number from 1 on")
+        raise ValueError(f"{name} is {value!r}: expected a whole number")
     if isinstance(default, str):
         if value in WORDS[name]:
             return value

@@ -50,7 +50,7 @@ class QuantizeConfig:
                                    json=_keys("quantize_groups", _SHARED + "quantize_groups"))
     quantize_type: Literal["symmetric", "asymmetric"] = setting(
         "symmetric", "whether a grid lies around 0, or between the smallest and the largest weight",
-        json=_algo("q_type", "quantization_type", "symmetric", "asymmetric"))
+        json=(*_algo("q_type", "quantization_type", "symmetric", "asymmetric"), Key(_HERE + "quantize_type")))
     quantize_rounding: Literal["nearest", "stochastic"] = setting(
         "nearest", "how weights are rounded", json=_algo("rounding", "rounding", "nearest", "stochastic"))
     quantize_mixed: bool = setting(
@@ -116,14 +116,19 @@ class QuantizeConfig:
         if schedule is None:
             return []
         start, target, begin = schedule.start, schedule.target, self.quantize_offset
+        if train_iters is not None and train_iters < begin:
+            return [f" note: nothing is rounded: --train-iters {train_iters} is below --quantize-offset {begin}"]
         since = f" from applied step {begin} on" if begin else ""
         falls = [begin + fall for fall in schedule.falls()]
-        if self.quantize_eigenvalue:
-            return [f" note: weights are rounded to {start} bits{since}, and to fewer until they have {target}: at "
-                    f"applied step {falls[0]} for the first time, then when eigenvalues say so" if falls else
-                    f" note: weights are rounded to {target} bits{since}"]
         if not falls:
             return [f" note: weights are rounded to {target} bits{since}"]
+        if self.quantize_eigenvalue:
+            lines = [f" note: weights are rounded to {start} bits{since}, and to fewer until they have {target}: at "
+                     f"applied step {falls[0]} for the first time, then when eigenvalues say so"]
+            if train_iters is not None and falls[0] > train_iters:
+                lines.append(f" note: --train-iters {train_iters} ends the run at {start} bits, before an "
+                             "eigenvalue is looked for")
+            return lines
         when = ", ".join(map(str, falls))
         fewer = ", ".join(map(str, range(start - 1, target - 1, -1)))
         lines = [f" note: weights are rounded to {start} bits{since}, and to {fewer} bits at applied "

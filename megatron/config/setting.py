@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field
 from typing import Any, Literal
 
@@ -97,6 +97,16 @@ def kind_of(hint: Any) -> Kind:
 
 def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
+
+
+def field_name(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def have(names: Sequence[str]) -> str:
+    """The beginning of a sentence about the flags of these fields: "--a has", "--a and --b have"."""
+    *most, last = map(flag_name, names)
+    return f"{', '.join(most)} and {last} have" if most else f"{last} has"
 
 
 def require(condition: bool, message: str) -> None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from megatron.errors import TrainerError
 
 _FLAG = r"--[a-z][\w-]*"
+SECTION = "\0"
+"""Ends a name that the next word of the message belongs to: "optimizer.params.", and then a parameter."""
 
 
 def flags_in(message: str) -> set[str]:
@@ -36,7 +38,8 @@ class Words:
             return message
         names = {**self.others, **self.given}
         names = {**{f"--no-{flag[2:]}": f"{key} false" for flag, key in names.items()}, **names}
-        return re.sub(_FLAG, lambda match: names.get(match[0], match[0]), message)
+        said = re.sub(_FLAG, lambda match: names.get(match[0], match[0]), message)
+        return said.replace(SECTION + " ", SECTION).replace(SECTION, "")
 
     @contextmanager
     def speaking(self) -> Iterator[None]:

@@ -8,12 +8,14 @@ they are. Pure arithmetic over memory.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
 
 from megatron.config.tree import RecomputeConfig
 from megatron.plan.footprint import ON_DEVICE, Homes, Run
 from megatron.plan.memory import peak
-from megatron.plan.remedies import with_stage
+from megatron.plan.ways import allowed, other_way, why_not, with_stage
 
 HOMES = (ON_DEVICE, Homes("cpu"), Homes("cpu", "cpu"), Homes("nvme"), Homes("nvme", "nvme"))
 """Those worth a row of their own."""
@@ -50,10 +52,20 @@ class Choice:
 
 def rows(asked: Run) -> list[Run]:
     """The run at every stage, with its state in the homes that are of use there, and as it was asked for."""
-    found = [replace(with_stage(asked, stage), homes=homes) for stage in range(4) for homes in HOMES
-             if stage >= homes.least_stage and (stage == 3 or homes not in AT_STAGE_3)
-             and (homes == ON_DEVICE or asked.device == "cuda")]
+    found = [run for stage, homes in _places(asked) for run in allowed(partial(with_stage, asked, stage, homes))]
     return found if asked in found else sorted([*found, asked], key=lambda run: run.config.zero.zero_stage)
+
+
+def left_out(asked: Run) -> list[tuple[int, Homes, str]]:
+    """(stage, homes, why) of the rows that the configuration forbids."""
+    return [(stage, homes, why) for stage, homes in _places(asked) if (why := why_not(asked, stage, homes))]
+
+
+def _places(asked: Run) -> Iterator[tuple[int, Homes]]:
+    for stage, homes in product(range(4), HOMES):
+        if stage >= homes.least_stage and (stage == 3 or homes not in AT_STAGE_3) and \
+                (homes == ON_DEVICE or asked.device == "cuda"):
+            yield stage, homes
 
 
 def choices(asked: Run) -> list[Choice]:
@@ -61,8 +73,8 @@ def choices(asked: Run) -> list[Choice]:
     found = []
     for run in rows(asked):
         for recompute in _recomputations(run):
-            changed = replace(run, config=replace(run.config, recompute=recompute))
-            found.append(Choice(changed, peak(changed).total, _cost(changed)))
+            found += [Choice(changed, peak(changed).total, _cost(changed))
+                      for changed in allowed(partial(other_way, run, recompute=recompute))]
     return sorted(found, key=lambda choice: (choice.cost, choice.needs))
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 from megatron.config.tree import Config, RecomputeConfig
 from megatron.errors import ConfigError
 from megatron.plan.footprint import ON_DEVICE, Homes, Run
 from megatron.plan.memory import Moment, peak
+from megatron.plan.ways import allowed, other_way, with_stage
 
 WORTHWHILE = 0.05
 """A change that saves a smaller share of the memory does not count as a remedy."""
@@ -44,12 +45,12 @@ def _changes(run: Run) -> Iterator[tuple[str, Run]]:
         yield (f"--batch-size {smaller} --global-batch-size {total}",
                replace(run, config=with_batch(config, smaller, total)))
     for flags, recompute in more_recomputation(run):
-        yield flags, replace(run, config=replace(config, recompute=recompute))
+        yield from ((flags, changed) for changed in allowed(partial(other_way, run, recompute=recompute)))
     for stage in range(config.zero.zero_stage + 1, 4) if run.dp > 1 else ():
-        yield f"--zero-stage {stage}", with_stage(run, stage)
+        yield from ((f"--zero-stage {stage}", changed) for changed in allowed(partial(with_stage, run, stage)))
     away = Homes(optimizer="cpu")
     if run.device == "cuda" and run.homes == ON_DEVICE and config.zero.zero_stage >= away.least_stage:
-        yield away.flags(), replace(run, homes=away)
+        yield from ((away.flags(), changed) for changed in allowed(partial(other_way, run, away)))
     tp = 2 * run.tp
     if run.ranks % tp == 0:
         try:
@@ -75,10 +76,6 @@ def more_recomputation(run: Run) -> Iterator[tuple[str, RecomputeConfig]]:
 
 def with_batch(config: Config, batch: int, total: int) -> Config:
     return replace(config, train=replace(config.train, batch_size=batch, global_batch_size=total))
-
-
-def with_stage(run: Run, stage: int) -> Run:
-    return replace(run, config=replace(run.config, zero=replace(run.config.zero, zero_stage=stage)))
 
 
 def largest_micro_batches(run: Run, capacities: Iterable[float]) -> list[int]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron.plan.cheapest import Choice, cheapest, choices, rows
+from megatron.plan.cheapest import Choice, cheapest, choices, left_out, rows
 from megatron.plan.footprint import Run
 from megatron.plan.memory import lasting, peak
 from megatron.plan.remedies import largest_micro_batches
@@ -40,6 +40,7 @@ def report(asked: Run, machine: Machine) -> dict[str, Any]:
         "ranks": asked.ranks, "ranks_per_node": machine.ranks_per_node, "tensor_parallel": asked.tp,
         "data_parallel": asked.dp, "accumulation": asked.accumulation, "parameters": asked.config.model.parameters(),
         "rows": [_record(run, asked, machine) for run in rows(asked)],
+        "left_out": [{"stage": stage, "offload": str(homes), "why": why} for stage, homes, why in left_out(asked)],
         "cheapest": {f"{card:g}": _cheapest(cheapest(found, capacity))
                      for card, capacity in zip(machine.cards, machine.capacities(), strict=True)},
         "smallest": _cheapest(min(found, key=lambda choice: choice.needs)),

@@ -16,6 +16,7 @@ def table(asked: Run, machine: Machine) -> Iterator[str]:
     unit, name = unit_for(max(row["peak"]["total"] for row in found["rows"]))
     yield from ("", f"{name}: lasting state and peak of a rank; host memory and NVMe of a node; sent by a rank a step")
     yield from aligned([MEMORY_HEAD, *(_memory_cells(row, unit) for row in found["rows"])], left=(0, 1, 9))
+    yield from _left_out_in_words(found["left_out"])
     yield from ("", "largest --batch-size by GB of the card ("
                 f"{1 - USABLE:.0%} left for libraries; -: none; <: below {asked.config.train.batch_size})")
     cards = [f"{card:g}" for card in machine.cards]
@@ -58,6 +59,13 @@ def _recomputation_in_words(run: Run) -> str:
     blocks = "every block" if run.chunk == 1 else f"every {run.chunk} blocks"
     split = f"split over {run.tp} ranks" if run.config.recompute.partition_activations and run.tp > 1 else "kept whole"
     return f"{blocks} recomputed from an input {split} on the {'host' if acts.waits_on_host else 'device'}"
+
+
+def _left_out_in_words(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """The rows that these settings forbid, by stage and reason."""
+    for stage, why in dict.fromkeys((row["stage"], row["why"]) for row in rows):
+        places = ", ".join(row["offload"] for row in rows if (row["stage"], row["why"]) == (stage, why))
+        yield f"left out: {stage} {places}: {why}"
 
 
 def _memory_cells(row: dict[str, Any], unit: int) -> list[str]:

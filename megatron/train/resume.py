@@ -30,6 +30,7 @@ from megatron.config.hf_shape import shape_in
 from megatron.config.tree import Config, flag_name
 from megatron.errors import CheckpointError, ConfigError, StorageError
 from megatron.optim.schedule import Schedule
+from megatron.train.changed import changed_methods
 from megatron.train.loop import TrainState
 from megatron.train.position import position_in
 from megatron.zero.api.engine import Engine
@@ -138,6 +139,8 @@ class Checkpoints:
         if position is None:
             return self._start_at(TrainState())
         self.notes += _relaid(engine, found, self.config.precision.name)
+        rule = found.shared_state["engine"].get("rule", {}) if optimizer else {}
+        self.notes += changed_methods(found.config, self.config, rule)
         if engine.rng_note is not None:
             self.notes.append(engine.rng_note)
         if position.data != self._data_fingerprint:

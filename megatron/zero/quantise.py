@@ -111,9 +111,11 @@ def _blocks_of(config: QuantizeConfig, module: nn.Module) -> list[str]:
     lists = {path: part for path, part in module.named_modules() if isinstance(part, nn.ModuleList)}
     wanted = config.eigenvalue_layer_name
     name = wanted if wanted is not None else next(iter(lists), None)
-    if name is None or name not in lists:
+    if name is None:
+        raise ConfigError("--quantize-eigenvalue needs a list of modules in the model, its blocks: there is none")
+    if name not in lists:
         there = f"its lists are {', '.join(lists)}" if lists else "it has no list of modules"
-        raise ConfigError(f"--eigenvalue-layer-name {wanted}: the model has no such list of blocks; {there}")
+        raise ConfigError(f"--eigenvalue-layer-name {name}: the model has no such list of blocks; {there}")
     found = [f"{name}.{number}" for number in range(len(lists[name]))]
     if config.eigenvalue_layer_num not in (0, len(found)):
         raise ConfigError(f"--eigenvalue-layer-num is {config.eigenvalue_layer_num}, and {name} has {len(found)}: give "

@@ -102,10 +102,11 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
         moved = meanwhile_notes(model, config, device.type)
         homes, told = homes_of(config, rule, model, device, groups)
     try:
-        core = ZeroEngine(model, groups, zero=config.zero, precision=config.precision, rule=rule,
-                          param_groups=param_groups, device=device, homes=homes,
-                          clip_grad=config.optim.clip_grad, accumulation=config.accumulation(groups.dp.size),
-                          quantize=config.quantize, seed=config.train.seed)
+        with config.words.speaking():
+            core = ZeroEngine(model, groups, zero=config.zero, precision=config.precision, rule=rule,
+                              param_groups=param_groups, device=device, homes=homes,
+                              clip_grad=config.optim.clip_grad, accumulation=config.accumulation(groups.dp.size),
+                              quantize=config.quantize, seed=config.train.seed)
     except BaseException:  # of a full drive, which whoever tries again needs empty
         homes.close()
         raise

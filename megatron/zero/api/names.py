@@ -135,7 +135,10 @@ SETTINGS: dict[str, Row] = {
     "flops_profiler_recompute_fwd_factor": Reads(lambda e: 0.0, "recomputation is counted as it runs"),
     "flops_profiler": Holds(lambda e: e.profiled.profiler, "the FlopsProfiler of rank 0 where a profile is asked for, "
                             "or None"),
-    "quantize_training": Reads(lambda e: e.config.quantize.quantize_training, "the setting"),
+    **_settings("quantize", "the setting", """
+        quantize_training eigenvalue_enabled=quantize_eigenvalue eigenvalue_verbose eigenvalue_max_iter eigenvalue_tol
+        eigenvalue_stability eigenvalue_layer_name eigenvalue_layer_num"""),
+    "eigenvalue_gas_boundary_resolution": Reads(lambda e: 1, "eigenvalues are found when a bit is about to fall"),
     "optimizer_name": Reads(lambda e: e.get_type()[0], "the name of the optimizer"),
     "optimizer_params": Reads(lambda e: {key: value for key, value in e.optimizer.param_groups[0].items()
                                          if key != "params"}, "hyper-parameters of the first param group"),
@@ -186,7 +189,7 @@ MODULE |= _refused(_PLACED, "double type share_memory to_empty requires_grad_ xp
 
 CONSTANTS: dict[str, Row] = {
     **_constant(False, "there is no such thing here, so it is off", """
-        amp_enabled eigenvalue_enabled curriculum_enabled curriculum_enabled_legacy
+        amp_enabled curriculum_enabled curriculum_enabled_legacy
         curriculum_learning_enabled data_efficiency_enabled data_sampling_enabled random_ltd_enabled
         autotuning_enabled autotuning_profile_model_info elasticity_enabled
         sparse_gradients_enabled torch_autocast_enabled super_offload is_deepcompile_enabled
@@ -236,9 +239,7 @@ REFUSED: dict[str, Row] = {
         curriculum_learning_config curriculum_params curriculum_params_legacy random_ltd_config random_ltd_initialize
         random_ltd_scheduler"""),
     **_refused("nothing of that kind exists here", """
-        eigenvalue_verbose eigenvalue_max_iter eigenvalue_tol eigenvalue_stability
-        eigenvalue_gas_boundary_resolution eigenvalue_layer_name eigenvalue_layer_num amp_params zenflow_config
-        swap_tensor_config load_moe_state_dict
+        amp_params zenflow_config swap_tensor_config load_moe_state_dict
         all_to_all_group local_all_to_all_group expert_parallel_group expert_data_parallel_group gate_modules moe_layers
         num_experts torch_autocast_dtype torch_autocast_lower_precision_safe_modules tensor_parallel_config mesh_device
         get_optimizer_configuration"""),

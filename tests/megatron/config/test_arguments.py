@@ -200,7 +200,10 @@ def test_a_warm_up_of_one_bit_that_outlasts_the_run_is_refused(name: str) -> Non
     for wrong in ("0", "-1", "1.5", "soon", ""):
         with pytest.raises(ConfigError, match="expected a number of steps from 1 on, or auto"):
             parse_args([*argv[:-1], f"--onebit-freeze-step={wrong}"])
-    for within in ("99", "auto", *(["never"] if name == "zeroone_adam" else [])):
+    with pytest.raises(ConfigError, match="--onebit-freeze-step auto .* after 2000, .* not below --train-iters 100"):
+        parse_args([*argv, "auto"])
+    assert parse_args([*argv, "auto", "--adam-beta2", "0.97"]).optim.onebit_freeze_step == "auto"
+    for within in ("99", *(["never"] if name == "zeroone_adam" else [])):
         assert parse_args([*argv, within]).optim.onebit_freeze_step == within
     if name != "zeroone_adam":
         with pytest.raises(ConfigError, match="expected a number of steps from 1 on, or auto"):
@@ -209,8 +212,8 @@ def test_a_warm_up_of_one_bit_that_outlasts_the_run_is_refused(name: str) -> Non
 
 def test_parameters_of_muon_that_it_cannot_take_are_refused() -> None:
     argv = ["--optimizer", "muon", "--optimizer-params"]
-    for given, told in (("ns_steps=0", "expected a whole number from 1 on"), ("ns_steps=100", "from 1 to 99"),
-                        ("momentum=-0.1", "from 0 to"), ("adam_lr=fast", "is not a number"),
+    for given, told in (("ns_steps=0", "expected a number >= 1 and <= 99"), ("ns_steps=100", "<= 99"),
+                        ("momentum=-0.1", "expected a number >= 0"), ("adam_lr=fast", "number, true or false"),
                         ("adjust_lr_fn=spectral", "expected original or match_rms_adamw"),
                         ("amsgrad=true", "is not a parameter of --optimizer muon")):
         with pytest.raises(ConfigError, match=told):
@@ -351,3 +354,28 @@ def test_the_version_is_that_of_the_distribution(capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit):
         parse_args(["--version"])
     assert capsys.readouterr().out == f"{DISTRIBUTION} {__version__}\n"
+
+
+@pytest.mark.parametrize("beta2, iters, can", [("0.9", "20", False), ("0.9", "21", True), ("0.999", "2000", False),
+                                               ("0.999", "2001", True)])
+def test_a_variance_that_is_never_compared_within_the_run_is_refused(beta2: str, iters: str, can: bool) -> None:
+    argv = ["--optimizer", "onebit_adam", "--onebit-freeze-step", "auto", "--adam-beta2", beta2, "--train-iters", iters]
+    if can:
+        parse_args(argv)
+    else:
+        with pytest.raises(ConfigError, match="so that nothing would travel at one bit"):
+            parse_args(argv)
+
+
+def test_a_run_that_ends_before_the_first_weight_is_rounded_is_refused() -> None:
+    argv = ["--quantize-training", "--train-iters", "40"]
+    with pytest.raises(ConfigError, match="--quantize-offset 1000 is above --train-iters 40, so that nothing would be"):
+        parse_args(argv)
+    parse_args([*argv, "--quantize-offset", "40"])
+
+
+def test_groups_that_no_matrix_of_the_model_has_are_refused_before_it_is_built() -> None:
+    argv = ["--preset", "tiny", "--quantize-training", "--quantize-groups"]
+    with pytest.raises(ConfigError, match="--quantize-groups 3 does not divide the rows of every matrix, 64 "):
+        parse_args([*argv, "3"])
+    parse_args([*argv, "8"])

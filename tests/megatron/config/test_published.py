@@ -102,6 +102,18 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "quantisation whose bits do not fall": {"compression_training": {"weight_quantization": {
         "shared_parameters": {"enabled": True, "schedule_offset": 0}, "different_groups": {
             "wq1": {"params": {"start_bits": 8, "target_bits": 8, "quantization_period": 0}, "modules": ["*"]}}}}},
+    "MoQ": {"optimizer": {"type": "AdamW", "params": {"lr": 2e-5, "weight_decay": 0.0, "bias_correction": True}},
+            "gradient_clipping": 1.0, "fp16": {"initial_scale_power": 16, "enabled": True}, "quantize_training": {
+                "enabled": True, "quantize_verbose": True, "quantizer_kernel": True,
+                "quantize-algo": {"q_type": "symmetric"}, "quantize_bits": {"start_bits": 16, "target_bits": 8},
+                "quantize_schedule": {"quantize_period": 400, "schedule_offset": 0}, "quantize_groups": 8}},
+    "MoQ with eigenvalues": {"quantize_training": {
+        "enabled": True, "quantize_verbose": True, "quantizer_kernel": True, "quantize_type": "symmetric",
+        "quantize_bits": {"start_bits": 12, "target_bits": 8},
+        "quantize_schedule": {"quantize_period": 10, "schedule_offset": 0}, "quantize_groups": 8,
+        "fp16_mixed_quantize": {"enabled": False, "quantize_change_ratio": 0.001},
+        "eigenvalue": {"enabled": True, "verbose": True, "max_iter": 50, "tol": 1e-2, "stability": 0,
+                       "gas_boundary_resolution": 1, "layer_name": "bert.encoder.layer", "layer_num": 12}}},
     "deprecated": {"optimizer": ADAM, "fp32_allreduce": True, "zero_optimization": True, "allgather_size": 5e8},
 }
 
@@ -134,6 +146,20 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "quantised to more bits": ({"quantize_training": {"enabled": True, "quantize_bits": {
         "start_bits": 8, "target_bits": 12}}},
         ["quantize_bits.target_bits 12 is above quantize_training.quantize_bits.start_bits 8"]),
+    "quantised by two sections that differ": (
+        {"quantize_training": {"enabled": True, "quantize_bits": {"start_bits": 12, "target_bits": 4},
+                               "quantize_schedule": {"quantize_period": 10}},
+         "compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}, "different_groups": {
+             "wq.1": {"params": {"start_bits": 16, "target_bits": 8, "quantization_period": 400}}}}}},
+        [f"quantize_training.{one} and compression_training.weight_quantization.different_groups.wq.1.params.{other} "
+         "disagree on --quantize-" for one, other in (
+             ("quantize_bits.start_bits 12", "start_bits 16"), ("quantize_bits.target_bits 4", "target_bits 8"),
+             ("quantize_schedule.quantize_period 10", "quantization_period 400"))]),
+    "a group whose bits rise": ({"compression_training": {"weight_quantization": {
+        "shared_parameters": {"enabled": True}, "different_groups": {"wq1": {"params": {
+            "start_bits": 4, "target_bits": 8}}}}}},
+        ["different_groups.wq1.params.target_bits 8 is above compression_training.weight_quantization."
+         "different_groups.wq1.params.start_bits 4"]),
     "sparse attention": ({"sparse_attention": {"mode": "fixed", "block": 16}}, ["attention layers are not replaced"]),
     "sparse gradients": ({"sparse_gradients": True}, ["gradients are reduced as dense tensors"]),
     "sequence parallel": ({"sequence_parallel_size": 4, "compile": {"enabled": True}},
@@ -156,6 +182,14 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_a_published_style_that_can_be_honoured_is_accepted(name: str) -> None:
     build({**BASE, **ACCEPTED[name]})
+
+
+def test_what_a_group_of_weights_does_not_say_is_left_to_other_keys_and_to_flags() -> None:
+    tree = {**BASE, "quantize_training": {"enabled": True, "quantize_schedule": {"quantize_period": 400}},
+            "compression_training": {"weight_quantization": {
+                "shared_parameters": {"enabled": True}, "different_groups": {"wq1": {"params": {"target_bits": 4}}}}}}
+    quantize = build(tree, flags={"quantize_start_bits": 12}).quantize
+    assert (quantize.quantize_start_bits, quantize.quantize_target_bits, quantize.quantize_period) == (12, 4, 400)
 
 
 @pytest.mark.parametrize("name", REFUSED)

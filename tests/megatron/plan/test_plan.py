@@ -13,14 +13,17 @@ import pytest
 import torch
 
 import megatron.train.loop
+from megatron.config.optimizers import ONE_BIT, OPTIMIZERS
+from megatron.config.tree import build_config
 from megatron.errors import ConfigError
 from megatron.launch import exits
 from megatron.plan import command as plan
 from megatron.plan.cheapest import cheapest, choices
 from megatron.plan.footprint import Homes, Run
 from megatron.plan.memory import lasting, peak
-from megatron.plan.remedies import largest_micro_batches, remedies, with_batch, with_stage
+from megatron.plan.remedies import largest_micro_batches, remedies, with_batch
 from megatron.plan.shortage import MemoryShortage, explained
+from megatron.plan.ways import with_stage
 from tests.megatron.helpers import ROOT, TINY, train
 
 FLAGS = ["--preset", "345M", "--bf16", "--batch-size", "8", "--ranks", "8", "--zero-stage", "2"]
@@ -40,8 +43,13 @@ def cells(text: str) -> dict[tuple[str, str], dict[str, str]]:
     """(stage, offload) -> head -> cell, of the table of memory."""
     head, *rows = text.split("\n\n")[1].splitlines()[1:]
     names = head.split()
-    found = [dict(zip(names, row.strip("* ").split(), strict=True)) for row in rows]
+    found = [dict(zip(names, row.strip("* ").split(), strict=True)) for row in rows
+             if not row.startswith("left out: ")]
     return {(row["zero"], row["offload"]): row for row in found}
+
+
+ALL_ROWS = [("0", "none"), ("1", "none"), ("1", "cpu"), ("2", "none"), ("2", "cpu"), ("3", "none"), ("3", "cpu"),
+            ("3", "cpu+params"), ("3", "nvme"), ("3", "nvme+params")]
 
 
 def test_the_table_has_a_row_for_every_legal_choice_and_marks_the_one_asked_for(
@@ -50,9 +58,7 @@ def test_the_table_has_a_row_for_every_legal_choice_and_marks_the_one_asked_for(
     text = printed(capsys, monkeypatch, *FLAGS)
     lines = text.splitlines()
     assert [line.split()[:3] for line in lines if line.startswith("*")] == [["*", "2", "none"]] * 2
-    assert list(cells(text)) == [
-        ("0", "none"), ("1", "none"), ("1", "cpu"), ("2", "none"), ("2", "cpu"), ("3", "none"), ("3", "cpu"),
-        ("3", "cpu+params"), ("3", "nvme"), ("3", "nvme+params")]
+    assert list(cells(text)) == ALL_ROWS
     assert max(map(len, lines)) <= 120
 
 
@@ -64,6 +70,54 @@ def test_columns_never_merge_and_lines_are_no_wider_than_a_page(
 ) -> None:
     text = printed(capsys, monkeypatch, *argv)
     assert all(len(row) == 13 for row in cells(text).values()) and max(map(len, text.splitlines())) <= 120
+
+
+METHODS = [(), ("--progressive-layer-drop",), ("--quantize-training", "--quantize-eigenvalue"), ("--cuda-graphs",),
+           ("--offload-update", "device"), ("--delayed-param-update",)]
+
+
+@pytest.mark.parametrize("optimizer, method", [
+    *((optimizer, ()) for optimizer in OPTIMIZERS if optimizer not in ONE_BIT),
+    *((optimizer, method) for optimizer in ("adam", *ONE_BIT) for method in METHODS
+      if optimizer != "zeroone_adam" or "--quantize-training" not in method)])
+def test_every_run_that_training_accepts_is_planned_and_rows_that_it_forbids_are_left_out(
+    optimizer: str, method: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = ["--preset", "124M", "--ranks", "2", "--train-iters", "10000", "--tflops", "40", "--optimizer", optimizer]
+    argv += ["--onebit-freeze-step", "1500"] if optimizer in ONE_BIT else []
+    text = printed(capsys, monkeypatch, *argv, *method)
+    asked = planned(*argv, *method)
+    assert remedies(asked)
+    flat = {name: value for section in asked.config.as_dict().values() for name, value in section.items()}
+    for stage, place in ALL_ROWS:
+        device, param = {"none": ("none", "none"), "cpu+params": ("cpu", "cpu"), "nvme+params": ("nvme", "nvme")}.get(
+            place, (place, "none"))
+        wanted = {**flat, "zero_stage": int(stage), "offload_optimizer_device": device, "offload_param_device": param,
+                  "offload_optimizer_nvme_path": "DIR", "offload_param_nvme_path": "DIR"}
+        try:
+            build_config(wanted)
+        except ConfigError:
+            assert (stage, place) not in cells(text)
+            assert any(line.startswith(f"left out: {stage} ") and place in line for line in text.splitlines())
+        else:
+            assert (stage, place) in cells(text)
+
+
+def test_a_row_that_is_left_out_says_why(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    text = printed(capsys, monkeypatch, "--preset", "124M", "--ranks", "2", "--optimizer", "onebit_lamb",
+                   "--onebit-freeze-step", "10", "--train-iters", "100", "--zero-stage", "1")
+    assert list(cells(text)) == [("0", "none"), ("1", "none")]
+    assert [line for line in text.splitlines() if line.startswith("left out")] == [
+        "left out: 1 cpu: --optimizer onebit_lamb and --offload-optimizer-device cpu exclude each other",
+        "left out: 2 none, cpu: --optimizer onebit_lamb needs --zero-stage 0 or 1, not 2",
+        "left out: 3 none, cpu, cpu+params, nvme, nvme+params: "
+        "--optimizer onebit_lamb needs --zero-stage 0 or 1, not 3"]
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 10}}}))
+    text = printed(capsys, monkeypatch, "--preset", "tiny", "--train-iters", "100", "--deepspeed_config", str(file))
+    assert "left out: 2 none, cpu: optimizer.type onebit_adam needs zero_optimization.stage 0 or 1, not 2" in text
 
 
 # The table of the ZeRO paper for 7.5 B parameters on 64 GPUs: 120, 31.4, 16.6 and 1.9 GB of 1e9 bytes.

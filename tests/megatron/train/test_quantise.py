@@ -3,6 +3,7 @@ home, with masters that are not rounded; resumed in the middle, and through an o
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -204,7 +205,7 @@ def test_verbose_tells_each_fall(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flags, says", [
-    (["--quantize-groups", "5"], "--quantize-groups 5 does not divide the 96 rows of"),
+    (["--quantize-groups", "5"], "--quantize-groups 5 does not divide the rows of every matrix, 96"),
     (["--quantize-groups", "1000"], "--quantize-groups 1000 does not divide"),
 ])
 def test_groups_that_do_not_divide_are_one_line(flags: list[str], says: str) -> None:
@@ -264,3 +265,12 @@ def test_a_model_of_16_bits_trains_as_well_with_8_and_better_with_4_than_rounded
                             "--eval-interval", 1)
     assert eight < 1.005 * plain
     assert four < afterwards
+
+
+def test_what_is_found_when_the_model_is_built_is_said_in_keys(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"quantize_training": {
+        "enabled": True, "eigenvalue": {"enabled": True, "layer_name": "bert.encoder.layer"}}}))
+    plain = FLAGS[:len(FLAGS) - len(ROUNDED)]
+    with pytest.raises(ConfigError, match="^quantize_training.eigenvalue.layer_name bert.encoder.layer: the model"):
+        train([*plain, "--quantize-offset", 0, "--batch-size", 4, "--deepspeed_config", file])

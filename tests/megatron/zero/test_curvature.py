@@ -311,6 +311,18 @@ def test_a_wrong_setting_is_one_line(eigenvalue: dict[str, Any], says: str) -> N
     with pytest.raises(ConfigError) as caught:
         made(eigenvalue=eigenvalue)
     assert says in str(caught.value) and "\n" not in str(caught.value)
+    assert f"eigenvalue.{next(iter(eigenvalue))} " in str(caught.value) and "--" not in str(caught.value)
+
+
+def test_the_engine_answers_with_the_settings_of_eigenvalues() -> None:
+    engine = made(eigenvalue={"max_iter": 7, "tol": 0.5})
+    assert engine.eigenvalue_enabled() and engine.eigenvalue_max_iter() == 7 and engine.eigenvalue_tol() == 0.5
+
+
+def test_a_model_without_a_list_of_blocks_is_told_so_in_keys() -> None:
+    with pytest.raises(ConfigError, match="eigenvalue.enabled needs a list of modules in the model") as caught:
+        made(model=torch.nn.Linear(4, 4))
+    assert "None" not in str(caught.value) and "--" not in str(caught.value)
 
 
 def test_a_forward_that_returns_no_loss_is_refused() -> None:

@@ -1,0 +1,89 @@
+"""Settings that belong to a method which is off are said to have no effect; nothing else is."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from megatron.config import SECTIONS, Config
+from megatron.config.ds_file import build
+from megatron.config.flags import parse_args
+from megatron.config.idle import NEEDS, OPTIMIZER_FIELDS
+from megatron.config.optimizers import OPTIMIZERS
+from megatron.config.setting import flag_name
+from tests.megatron.config.test_published import ACCEPTED, BASE
+
+VALUES = {"quantize_rounding": "stochastic", "quantize_type": "asymmetric", "eigenvalue_layer_name": "h",
+          "flops_profiler_output_file": "f", "onebit_freeze_step": "10", "pld_theta": "0.3",
+          "quantize_change_ratio": "0.5", "quantize_start_bits": "12", "quantize_groups": "4"}
+
+
+def unread(config: Config) -> list[str]:
+    return [note.strip().removeprefix("note: ") for note in config.notes if " no effect with" in note]
+
+
+def given(name: str) -> list[str]:
+    kind = next(str(item.type) for section in SECTIONS.values() for item in fields(section) if item.name == name)
+    return [flag_name(name)] if kind == "bool" else [flag_name(name), VALUES.get(name, "3" if "int" in kind else "0.5")]
+
+
+@pytest.mark.parametrize("name", [name for name in NEEDS if name != "quantize_eigenvalue"])
+def test_a_setting_of_a_method_that_is_off_is_noted_and_one_of_a_method_that_is_on_is_not(name: str) -> None:
+    chain = [NEEDS[name]]
+    while chain[-1] in NEEDS:
+        chain.append(NEEDS[chain[-1]])
+    outermost = chain[-1]
+    assert unread(parse_args(given(name))) == [f"{flag_name(name)} has no effect without {flag_name(outermost)}"]
+    assert unread(parse_args([*given(name), *map(flag_name, chain)])) == []
+    assert unread(parse_args([*given(name), f"--no-{flag_name(outermost)[2:]}"])) == [], "it was said to be off"
+
+
+@pytest.mark.parametrize("name", OPTIMIZER_FIELDS)
+def test_a_setting_of_another_optimizer_is_noted(name: str) -> None:
+    for optimizer in OPTIMIZERS:
+        found = unread(parse_args(["--optimizer", optimizer, "--train-iters", "2e5", *given(name)]))
+        assert bool(found) == (optimizer not in OPTIMIZER_FIELDS[name])
+        assert all(note.startswith(f"{flag_name(name)} has no effect with --optimizer {optimizer}: ") for note in found)
+
+
+@pytest.mark.parametrize("argv, wanted", [
+    (["--onebit-freeze-step", "10"], "--onebit-freeze-step has no effect with --optimizer adam: onebit_adam, "
+     "onebit_lamb, zeroone_adam read it"),
+    (["--quantize-training", "--quantize-change-ratio", "0.5"],
+     "--quantize-change-ratio has no effect without --quantize-mixed"),
+    (["--pld-theta", "0.3", "--pld-gamma", "0.1"],
+     "--pld-theta and --pld-gamma have no effect without --progressive-layer-drop"),
+])
+def test_how_it_is_said(argv: list[str], wanted: str) -> None:
+    assert unread(parse_args(argv)) == [wanted]
+
+
+GROUP = {"different_groups": {"wq1": {"params": {"start_bits": 12, "target_bits": 4, "quantization_period": 5}}}}
+
+
+@pytest.mark.parametrize("tree, wanted", [
+    ({"progressive_layer_drop": {"theta": 0.5, "gamma": 0.1}},
+     "progressive_layer_drop.gamma and progressive_layer_drop.theta have no effect without "
+     "progressive_layer_drop.enabled"),
+    ({"quantize_training": {"quantize_bits": {"target_bits": 4}}},
+     "quantize_training.quantize_bits.target_bits has no effect without quantize_training.enabled"),
+    ({"compression_training": {"weight_quantization": GROUP}}, "different_groups.wq1.params.quantization_period have "
+     "no effect without quantize_training.enabled"),
+    ({"quantize_training": {"enabled": True, "fp16_mixed_quantize": {"quantize_change_ratio": 0.5}}},
+     "quantize_training.fp16_mixed_quantize.quantize_change_ratio has no effect without "
+     "quantize_training.fp16_mixed_quantize.enabled"),
+    ({"quantize_training": {"enabled": True}, "eigenvalue": {"max_iter": 3}},
+     "eigenvalue.max_iter has no effect without eigenvalue.enabled"),
+])
+@pytest.mark.parametrize("in_engine", [False, True])
+def test_a_key_of_a_method_that_is_off_is_noted_in_its_words(
+        tree: dict[str, Any], wanted: str, in_engine: bool) -> None:
+    (note,) = unread(build({**BASE, **tree}, in_engine=in_engine))
+    assert note.startswith("config: ") and note.endswith(wanted)
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_files_that_say_nothing_idle_are_not_told_so(name: str) -> None:
+    assert unread(build({**BASE, **ACCEPTED[name]})) == []

@@ -1,0 +1,75 @@
+"""Own parameters of optimizers: each has a range, pairs are in order, and errors name the one that is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron.config import OptimConfig
+from megatron.config.ds_file import build
+from megatron.config.optimizers import DEEPSPEED_TYPES, OPTIMIZERS, RANGES, SWITCHES
+from megatron.errors import ConfigError
+from tests.megatron.config.test_published import BASE
+
+OWN = [(optimizer, name) for optimizer, takes in OPTIMIZERS.items() for name in takes.own]
+NUMBERS = [(optimizer, name) for optimizer, name in OWN if not isinstance(OPTIMIZERS[optimizer].own[name], bool | str)]
+TYPES = {ours: given for given, ours in DEEPSPEED_TYPES.items()}
+WRONG = [("onebit_lamb", "coeff_beta", 2), ("onebit_lamb", "factor_threshold", -1), ("lamb", "max_coeff", 0),
+         ("zeroone_adam", "local_step_clipper", 0), ("zeroone_adam", "var_update_scaler", 1.5),
+         ("lion", "betas", [0.9, 1.5]), ("rmsprop", "alpha", -1), ("adagrad", "eps", -1e-8), ("sgd", "dampening", 2)]
+OUT_OF_ORDER = [("lamb", {"min_coeff": 11}), ("onebit_lamb", {"max_coeff": 0.3, "min_coeff": 0.5}),
+                ("onebit_lamb", {"factor_min": 5}), ("onebit_lamb", {"factor_max": 0.1}),
+                ("rprop", {"etas": [1.2, 0.5]}), ("rprop", {"step_sizes": [1, 0.1]})]
+
+
+def of_flags(optimizer: str, params: dict[str, Any]) -> str:
+    texts = tuple(f"{name}={str(value).lower()}" for name, value in params.items())
+    with pytest.raises(ConfigError) as caught:
+        OptimConfig(optimizer=optimizer, optimizer_params=texts)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def of_file(optimizer: str, params: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        build({**BASE, "optimizer": {"type": TYPES[optimizer], "params": params}})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("optimizer, name", NUMBERS)
+def test_each_number_has_a_range_and_its_default_is_in_it(optimizer: str, name: str) -> None:
+    default = OPTIMIZERS[optimizer].own[name]
+    assert default is None or all(map(RANGES[name].has, default if isinstance(default, tuple) else (default,)))
+    wrong = [-1, -1] if isinstance(default, tuple) else -1
+    assert of_flags(optimizer, {name: wrong}).startswith(f"--optimizer-params {name} is ")
+
+
+@pytest.mark.parametrize("optimizer, name, value", WRONG)
+def test_a_number_beyond_its_range_is_named_as_it_was_written(optimizer: str, name: str, value: Any) -> None:
+    assert of_flags(optimizer, {name: value}).startswith(f"--optimizer-params {name} is {value}: expected ")
+    assert f"optimizer.params.{name} is {value}: expected " in of_file(optimizer, {name: value})
+
+
+@pytest.mark.parametrize("optimizer, params", OUT_OF_ORDER)
+def test_pairs_are_in_order(optimizer: str, params: dict[str, Any]) -> None:
+    assert of_flags(optimizer, params).startswith(f"--optimizer-params {[*params][-1][:3]}".replace("max", "min"))
+    assert "optimizer.params." in of_file(optimizer, params)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_what_is_switched_off_is_accepted_by_every_type(optimizer: str) -> None:
+    off = dict.fromkeys(SWITCHES, False)
+    optim = build({**BASE, "optimizer": {"type": TYPES[optimizer], "params": off}}).optim
+    plain = OptimConfig(optimizer=optimizer, weight_decay=optim.weight_decay,  # type: ignore[arg-type]
+                        sgd_momentum=optim.sgd_momentum).hyper_parameters()
+    assert optim.hyper_parameters() == {**plain, **{name: False for name in SWITCHES if name in plain}}
+    OptimConfig(optimizer=optimizer,  # type: ignore[arg-type]
+                optimizer_params=tuple(f"{name}=false" for name in SWITCHES))
+    for name in set(SWITCHES) - OPTIMIZERS[optimizer].own.keys():
+        assert f"optimizer.params.{name} is not a parameter of" in of_file(optimizer, {name: True})
+
+
+def test_a_parameter_that_is_a_flag_says_which() -> None:
+    assert of_flags("onebit_adam", {"freeze_step": 5}) == (
+        "--optimizer-params freeze_step has a flag of its own: give --onebit-freeze-step")
+    assert of_flags("adam", {"betas": [0, 1]}).endswith("give --adam-beta1 and --adam-beta2")
