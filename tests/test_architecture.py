@@ -40,7 +40,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero.layout megatron.zero.policy megatron.zero.homes megatron.zero.homes.parts
         megatron.optim megatron.optim.schedule megatron.optim.schedulers megatron.optim.loss_scale
         megatron.plan megatron.plan.activations megatron.plan.footprint megatron.plan.memory megatron.plan.remedies
-        megatron.plan.cheapest
+        megatron.plan.cheapest megatron.plan.rates megatron.plan.time
     """),
     ("1: communication and storage", """
         mpu.device mpu.kernels mpu.wire mpu.wire.waits mpu.groups mpu.wire.interface mpu.wire.native mpu.wire.gloo
@@ -166,9 +166,11 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.train.evaluation megatron.train.rate megatron.train.metrics megatron.train.console megatron.train.board
         megatron.train.dashboard megatron.train.table megatron.train.log megatron.train.facts megatron.train.sample
         megatron.train.build megatron.train.loop megatron.train.position megatron.train.resume
-        megatron.plan.shortage megatron.plan.report megatron.plan.table megatron.plan.needs megatron.plan.command
         megatron.report megatron.report.read megatron.report.source megatron.report.history megatron.report.thin
         megatron.report.charts megatron.report.tables megatron.report.page megatron.report.command
+        megatron.plan.shortage megatron.plan.stopwatch megatron.plan.small_models megatron.plan.probe
+        megatron.plan.kept_rates megatron.plan.report megatron.plan.table megatron.plan.needs megatron.plan.forecast
+        megatron.plan.command
     """),
     ("5: entry points", """
         megatron.checkpoint.command megatron.checkpoint.__main__
@@ -194,7 +196,7 @@ ROOMS = ("data", "mpu", "megatron.errors", "megatron.ranges", "megatron.version"
          "megatron.checkpoint",
          "megatron.zero", "megatron.profiler", "megatron.zero.api", "megatron.fsdp",
          "megatron.inference", "megatron.inference.api", "megatron.generate",
-         "megatron.evaluate", "megatron.serve", "megatron.train", "megatron.plan", "megatron.report",
+         "megatron.evaluate", "megatron.serve", "megatron.train", "megatron.report", "megatron.plan",
          "pretrain_gpt2", "megatron.commands")
 """Every room of the house, from below; a room imports only rooms before it."""
 
