@@ -129,7 +129,8 @@ class Rates:
     @staticmethod
     def of(record: Mapping[str, Any]) -> Rates:
         """From `as_dict`, by way of JSON; KeyError, TypeError or ValueError where it is something else."""
-        made: dict[str, Any] = {item.name: _MAKERS.get(str(item.type), float)(record[item.name]) for item in fields(Rates)}
+        made: dict[str, Any] = {item.name: _MAKERS.get(str(item.type), float)(record[item.name])
+                                for item in fields(Rates)}
         return Rates(**made)
 
 
@@ -141,4 +142,5 @@ def _surface(record: Mapping[str, Any]) -> Surface:
     return Surface(tuple(record["rows"]), tuple(record["widths"]), tuple(tuple(line) for line in record["rates"]))
 
 
-_MAKERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {"Curve": _curve, "Surface": _surface, "Where": lambda record: Where(**record)}
+_MAKERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+    "Curve": _curve, "Surface": _surface, "Where": lambda record: Where(**record)}
