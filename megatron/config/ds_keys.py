@@ -204,6 +204,12 @@ _MONITORS: dict[str, Row] = {
                     "--metrics-file"),
     "flops_profiler.recompute_fwd_factor": NoEffect(NUMBER, 0.0, "recomputation is counted as it runs"),
     "autotuning.arg_mappings": NoEffect(ANY, None, "python -m megatron.tune knows the flags of the trainer"),
+    **{f"autotuning.{name}": NoEffect(ANY, None, "python -m megatron.tune plans the memory of the model itself")
+       for name in ("model_info", "model_info_path")},
+    "autotuning.metric_path": NoEffect(ANY, None, "trials report to a metrics file in exps_dir"),
+    "autotuning.min_train_batch_size": NoEffect(COUNT, 1, "the samples of a step are given, and stay"),
+    **{f"autotuning.{name}_train_micro_batch_size_per_gpu": NoEffect(
+        ANY, None, "every micro-batch that fits is looked at") for name in ("min", "max")},
     "comms_logger": Absent("collectives are not logged one by one"),
     "timers": Absent("there are no timers to configure"),
 }

@@ -79,7 +79,7 @@ def parse_args(argv: Sequence[str], world_size: int = 1, *, planning: bool = Fal
         config = _built(values, preset, world_size, draft)
         draft.note(_too_long_a_warm_up(config))
         draft.stop()
-    return replace(config, notes=(*notes, *config.save.notes(), *config.autotuning.notes(), *config.notes))
+    return replace(config, notes=(*notes, *config.save.notes(), *config.notes))
 
 
 def _built(values: dict[str, Any], preset: dict[str, Any], world_size: int, draft: Draft) -> Config:

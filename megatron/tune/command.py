@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"--ranks {asked_for.ranks} is more than the {places(asked.device)} GPUs of this machine: trials run here")
     results = Results(tuning.autotuning_results_dir, _subject(asked), overwrite=tuning.autotuning_overwrite)
     options = planned(asked, asked_for.rates)
-    capacity = _capacity(asked, asked_for.card_gb)
+    capacity = capacity_of(asked, asked_for.card_gb)
     trials = Trials(Path(tuning.autotuning_exps_dir), tuning.autotuning_start_profile_step,
                     tuning.autotuning_end_profile_step, asked_for.trial_seconds)
     search(asked, options, capacity, trials, results)
@@ -162,7 +162,7 @@ def _digest(config: Config) -> str:
     return hashlib.sha256(json.dumps(config.as_dict(), sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _capacity(asked: Run, gb: float | None) -> float:
+def capacity_of(asked: Run, gb: float | None) -> float:
     """Bytes of tensors that a rank has room for."""
     if gb is not None:
         return gb * 2**30 * (USABLE if asked.device == "cuda" else 1.0)
