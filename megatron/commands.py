@@ -5,6 +5,7 @@
     gpt2-plan        megatron.plan                 gpt2-webtext     data.webtext
     gpt2-generate    megatron.generate             gpt2-evaluate    megatron.evaluate
     gpt2-serve       megatron.serve                gpt2-report      megatron.report
+    gpt2-tune        megatron.tune
 
 Each returns its exit code and also knows `--version`. Nothing is imported before the command is known to be ours.
 """
@@ -82,6 +83,12 @@ def serve() -> int:
 @_command
 def report() -> int:
     from megatron.report.command import main
+    return run(main)
+
+
+@_command
+def tune() -> int:
+    from megatron.tune.command import main
     return run(main)
 
 

@@ -97,6 +97,7 @@ TOPICS: dict[str, Callable[[str], bool]] = {
     "layer dropping": _under("progressive_layer_drop."),
     "quantisation": _under("quantize_training.", "compression_training.weight_quantization.", "eigenvalue."),
     "flops profiler": _under("flops_profiler."),
+    "autotuning": _under("autotuning."),
     "checkpoint": _under("checkpoint."),
 }
 

@@ -32,7 +32,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.config.model megatron.config.data megatron.config.parallel megatron.config.optim
         megatron.config.schedule megatron.config.precision megatron.config.zero megatron.config.offload
         megatron.config.recompute megatron.config.layer_drop megatron.config.quantize megatron.config.train
-        megatron.config.save megatron.config.log megatron.config.profile
+        megatron.config.save megatron.config.log megatron.config.profile megatron.config.autotuning
         megatron.config.draft megatron.config.presets megatron.config.tree megatron.config.idle
         megatron.config.whole_run megatron.config.hf_shape megatron.config megatron.config.loose_json
         megatron.config.ds_keys megatron.config.ds_reader megatron.config.ds_together megatron.config.ds_batch
@@ -40,7 +40,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero.layout megatron.zero.policy megatron.zero.homes megatron.zero.homes.parts
         megatron.optim megatron.optim.schedule megatron.optim.schedulers megatron.optim.loss_scale
         megatron.plan megatron.plan.activations megatron.plan.footprint megatron.plan.memory megatron.plan.ways
-        megatron.plan.remedies megatron.plan.cheapest
+        megatron.plan.remedies megatron.plan.cheapest megatron.plan.rates megatron.plan.time
     """),
     ("1: communication and storage", """
         mpu.device mpu.kernels mpu.wire mpu.wire.waits mpu.groups mpu.wire.interface mpu.wire.native mpu.wire.gloo
@@ -169,15 +169,20 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.train.dashboard megatron.train.table megatron.train.log megatron.train.facts megatron.train.sample
         megatron.train.build megatron.train.loop megatron.train.position megatron.train.changed
         megatron.train.resume
-        megatron.plan.shortage megatron.plan.report megatron.plan.table megatron.plan.needs megatron.plan.command
         megatron.report megatron.report.read megatron.report.source megatron.report.history megatron.report.thin
         megatron.report.charts megatron.report.tables megatron.report.page megatron.report.command
+        megatron.plan.shortage megatron.plan.stopwatch megatron.plan.small_models megatron.plan.probe
+        megatron.plan.kept_rates megatron.plan.report megatron.plan.table megatron.plan.needs megatron.plan.forecast
+        megatron.plan.command
+        megatron.tune megatron.tune.space megatron.tune.model megatron.tune.search megatron.tune.words
+        megatron.tune.trial megatron.tune.results megatron.tune.report megatron.tune.command
     """),
     ("5: entry points", """
         megatron.checkpoint.command megatron.checkpoint.__main__
         megatron.launch.__main__
         megatron.plan.__main__
         megatron.report.__main__
+        megatron.tune.__main__
         megatron.generate
         megatron.evaluate.__main__
         megatron.serve.__main__
@@ -197,7 +202,7 @@ ROOMS = ("data", "mpu", "megatron.errors", "megatron.ranges", "megatron.version"
          "megatron.checkpoint",
          "megatron.zero", "megatron.profiler", "megatron.zero.api", "megatron.fsdp",
          "megatron.inference", "megatron.inference.api", "megatron.generate",
-         "megatron.evaluate", "megatron.serve", "megatron.train", "megatron.plan", "megatron.report",
+         "megatron.evaluate", "megatron.serve", "megatron.train", "megatron.report", "megatron.plan", "megatron.tune",
          "pretrain_gpt2", "megatron.commands")
 """Every room of the house, from below; a room imports only rooms before it."""
 

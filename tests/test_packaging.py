@@ -20,7 +20,7 @@ from megatron.version import DISTRIBUTION, __version__
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = ("gpt2-train", "gpt2-launch", "gpt2-plan", "gpt2-checkpoint", "gpt2-generate", "gpt2-evaluate", "gpt2-serve",
-            "gpt2-report", "gpt2-preprocess", "gpt2-webtext")
+            "gpt2-report", "gpt2-tune", "gpt2-preprocess", "gpt2-webtext")
 SCRIPTS = {"lib.sh", "setup.sh", "trained.sh", "preprocess_webtext.sh", "generate_text.sh", "evaluate_gpt2.sh",
            *(path.name for pattern in ("pretrain_gpt2*.sh", "ds_*.sh") for path in (ROOT / "scripts").glob(pattern))}
 
@@ -162,7 +162,8 @@ def test_the_version_names_the_distribution_that_pip_knows(monkeypatch: pytest.M
 @pytest.mark.parametrize(("command", "module"), [
     ("train", "python pretrain_gpt2.py"), ("launch", "python -m megatron.launch"), ("plan", "python -m megatron.plan"),
     ("checkpoint", "python -m megatron.checkpoint"), ("preprocess", "python -m data.preprocess"),
-    ("webtext", "python -m data.webtext"), ("generate", "python -m megatron.generate")])
+    ("webtext", "python -m data.webtext"), ("tune", "python -m megatron.tune"),
+    ("generate", "python -m megatron.generate")])
 def test_a_usage_names_the_command_as_it_was_typed(command: str, module: str, monkeypatch: pytest.MonkeyPatch,
                                                    capsys: pytest.CaptureFixture[str]) -> None:
     for typed, expected in ((f"/usr/bin/gpt2-{command}", f"gpt2-{command}"), ("/home/a/program.py", module)):

@@ -3,7 +3,8 @@
     setting.py      how a field is declared: default, help, flag aliases, JSON keys
     problems.py     errors, collected; words.py: the names of settings in them; draft.py: one run names all of them
     model.py, data.py, parallel.py, optim.py, schedule.py, precision.py, zero.py, offload.py, recompute.py,
-    layer_drop.py, quantize.py, train.py, save.py, log.py, profile.py    one section each
+    layer_drop.py, quantize.py, train.py, save.py, log.py, profile.py,
+    autotuning.py    one section each
     optimizers.py   the optimizers and their parameters; presets.py
     tree.py         the whole Config, and checks across sections
     idle.py         settings that were given and belong to what is switched off
@@ -14,14 +15,14 @@
                     loose_json.py (grammar), kinds.py (values)
 """
 
-from megatron.config.tree import (PRESETS, SECTIONS, Config, DataConfig, LayerDropConfig, LogConfig, ModelConfig,
-                                  OffloadConfig, OptimConfig, ParallelConfig, PrecisionConfig, ProfileConfig,
-                                  QuantizeConfig, RecomputeConfig, SaveConfig, ScheduleConfig, TrainConfig, ZeroConfig,
-                                  build_config, data_parallel_size, flag_name, require)
+from megatron.config.tree import (PRESETS, SECTIONS, AutotuningConfig, Config, DataConfig, LayerDropConfig, LogConfig,
+                                  ModelConfig, OffloadConfig, OptimConfig, ParallelConfig, PrecisionConfig,
+                                  ProfileConfig, QuantizeConfig, RecomputeConfig, SaveConfig, ScheduleConfig,
+                                  TrainConfig, ZeroConfig, build_config, data_parallel_size, flag_name, require)
 
 __all__ = [
-    "PRESETS", "SECTIONS", "Config", "DataConfig", "LayerDropConfig", "LogConfig", "ModelConfig", "OffloadConfig",
-    "OptimConfig", "ParallelConfig", "PrecisionConfig", "ProfileConfig", "QuantizeConfig", "RecomputeConfig",
-    "SaveConfig", "ScheduleConfig", "TrainConfig", "ZeroConfig", "build_config", "data_parallel_size", "flag_name",
-    "require",
+    "PRESETS", "SECTIONS", "AutotuningConfig", "Config", "DataConfig", "LayerDropConfig", "LogConfig", "ModelConfig",
+    "OffloadConfig", "OptimConfig", "ParallelConfig", "PrecisionConfig", "ProfileConfig", "QuantizeConfig",
+    "RecomputeConfig", "SaveConfig", "ScheduleConfig", "TrainConfig", "ZeroConfig", "build_config",
+    "data_parallel_size", "flag_name", "require",
 ]

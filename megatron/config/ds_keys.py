@@ -210,6 +210,13 @@ _MONITORS: dict[str, Row] = {
     "comet": Absent("scalars can go to tensorboard, csv_monitor and wandb, and from pretrain_gpt2.py to "
                     "--metrics-file"),
     "flops_profiler.recompute_fwd_factor": NoEffect(NUMBER, 0.0, "recomputation is counted as it runs"),
+    "autotuning.arg_mappings": NoEffect(ANY, None, "python -m megatron.tune knows the flags of the trainer"),
+    **{f"autotuning.{name}": NoEffect(ANY, None, "python -m megatron.tune plans the memory of the model itself")
+       for name in ("model_info", "model_info_path")},
+    "autotuning.metric_path": NoEffect(ANY, None, "trials report to a metrics file in exps_dir"),
+    "autotuning.min_train_batch_size": NoEffect(COUNT, 1, "the samples of a step are given, and stay"),
+    **{f"autotuning.{name}_train_micro_batch_size_per_gpu": NoEffect(
+        ANY, None, "every micro-batch that fits is looked at") for name in ("min", "max")},
     "comms_logger": Absent("collectives are not logged one by one"),
     "timers": Absent("there are no timers to configure"),
 }
@@ -232,7 +239,6 @@ _ABSENT: dict[str, Row] = {
     "amp": Absent("apex is not used; enable bf16 or fp16"),
     "elasticity": Absent(
         "the batch size does not change with the world; a run can be resumed with any number of ranks that divides it"),
-    "autotuning": Absent("nothing is tuned automatically"),
     **{f"compression_training.{name}": Absent("of compression in training there is weight_quantization alone") for name
        in ("activation_quantization", "sparse_pruning", "row_pruning", "head_pruning", "channel_pruning",
            "layer_reduction")},

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import InitVar, asdict, dataclass, field, fields
 from typing import Any
 
+from megatron.config.autotuning import AutotuningConfig
 from megatron.config.data import DataConfig
 from megatron.config.draft import Draft
 from megatron.config.layer_drop import LayerDropConfig
@@ -37,10 +38,10 @@ from megatron.config.zero import ZeroConfig
 from megatron.errors import ConfigError
 
 __all__ = [
-    "PRESETS", "SECTIONS", "Config", "DataConfig", "LayerDropConfig", "LogConfig", "ModelConfig", "OffloadConfig",
-    "OptimConfig", "ParallelConfig", "PrecisionConfig", "ProfileConfig", "QuantizeConfig", "RecomputeConfig",
-    "SaveConfig", "ScheduleConfig", "TrainConfig", "ZeroConfig", "build_config", "data_parallel_size", "flag_name",
-    "require",
+    "PRESETS", "SECTIONS", "AutotuningConfig", "Config", "DataConfig", "LayerDropConfig", "LogConfig", "ModelConfig",
+    "OffloadConfig", "OptimConfig", "ParallelConfig", "PrecisionConfig", "ProfileConfig", "QuantizeConfig",
+    "RecomputeConfig", "SaveConfig", "ScheduleConfig", "TrainConfig", "ZeroConfig", "build_config",
+    "data_parallel_size", "flag_name", "require",
 ]
 
 
@@ -63,6 +64,7 @@ class Config:
     save: SaveConfig = field(default_factory=SaveConfig)
     log: LogConfig = field(default_factory=LogConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    autotuning: AutotuningConfig = field(default_factory=AutotuningConfig)
     notes: tuple[str, ...] = field(default=(), compare=False)
     """What the user should read once about how this tree came about; no section, and not saved."""
     words: Words = field(default_factory=Words, compare=False)

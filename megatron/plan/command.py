@@ -12,7 +12,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import NoReturn
 
 from megatron.config.flags import parse_args
@@ -20,6 +20,8 @@ from megatron.config.help import typed
 from megatron.config.tree import Config, require
 from megatron.errors import ConfigError
 from megatron.plan.footprint import Homes, Run, homes_of
+from megatron.plan.forecast import forecast, measured
+from megatron.plan.kept_rates import rates_for
 from megatron.plan.needs import needs
 from megatron.plan.report import Machine, report
 from megatron.plan.table import table
@@ -37,6 +39,7 @@ EXAMPLES = """examples:
   python -m megatron.plan --preset 100B --fp16 --ranks 400 --model-parallel-size 16 --batch-size 32 --zero-stage 2 \\
       --checkpoint-activations --partition-activations --ranks-per-node 16 --tflops 38
   python -m megatron.plan --deepspeed_config ds_config.json --preset 10B --ranks 1 --card-gb 32 --json
+  python -m megatron.plan --preset small --device cpu --ranks 2 --vocab-size 8192 --time
 
 Every flag of pretrain_gpt2.py is a training flag; its --help lists them. docs/plan.md explains the columns."""
 
@@ -77,6 +80,10 @@ def _parser(ranks: int) -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="where the run is to be (cuda)")
     parser.add_argument("--tflops", type=float, metavar="X",
                         help="TFLOP/s of a rank, as training reports them: adds the time of a step and of the run")
+    parser.add_argument("--time", action="store_true",
+                        help="predict the time of a step from measured rates of this machine; they are measured once")
+    parser.add_argument("--probe", action="store_true", help="the same, and measure the rates anew")
+    parser.add_argument("--rates", metavar="FILE", help="the same from rates that were measured elsewhere")
     parser.add_argument("--json", action="store_true", help="print the same numbers and more as JSON, in bytes")
     return parser
 
@@ -102,13 +109,21 @@ def _homes(config: Config) -> Homes:
 
 def plan(argv: Sequence[str], ranks: int = 1, ranks_per_node: int = RANKS_PER_NODE, *, summary: bool = False) -> int:
     """The plan of these flags on stdout; the options among them win over the other arguments. `summary`: what the run
-    that was asked for needs, before all others."""
+    that was asked for needs, before all others; the metrics file is then one that it would write."""
     options, asked = parse(argv, ranks)
-    machine = Machine(options.card_gb, min(options.ranks_per_node or ranks_per_node, options.ranks), options.tflops)
+    on_node = min(options.ranks_per_node or ranks_per_node, options.ranks)
+    metrics = None if summary else asked.config.log.metrics_file
+    rates = None
+    if options.time or options.probe or options.rates or metrics:
+        rates = rates_for(asked, ranks_per_node=on_node, again=options.probe, path=options.rates)
+    machine = Machine(options.card_gb, on_node, options.tflops, rates)
+    found = report(asked, machine)
+    beside = measured(metrics, asked) if metrics else None
     if options.json:
-        print(json.dumps(report(asked, machine), indent=1))
-    else:
-        print("\n".join([*(needs(asked, machine) if summary else ()), *table(asked, machine)]))
+        print(json.dumps(found | ({} if beside is None else {"measured": asdict(beside)}), indent=1))
+        return 0
+    print("\n".join([*(needs(asked, machine) if summary else ()), *table(asked, machine, found),
+                     *(forecast(asked, rates, found["rows"], beside) if rates else ())]))
     return 0
 
 

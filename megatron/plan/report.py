@@ -10,7 +10,9 @@ from typing import Any
 from megatron.plan.cheapest import Choice, cheapest, choices, left_out, rows
 from megatron.plan.footprint import Run
 from megatron.plan.memory import lasting, peak
+from megatron.plan.rates import Rates
 from megatron.plan.remedies import largest_micro_batches
+from megatron.plan.time import step_time
 from megatron.train.flops import flops_per_token
 
 USABLE = 0.92
@@ -28,6 +30,8 @@ class Machine:
     ranks_per_node: int
     tflops: float | None = None
     """What a rank does in a second, as training reports it; None: not known."""
+    rates: Rates | None = None
+    """Those of a machine that was measured: every row then has the time of a step."""
 
     def capacities(self) -> list[float]:
         return [card * 2**30 * USABLE for card in self.cards]
@@ -64,6 +68,7 @@ def _record(run: Run, asked: Run, machine: Machine) -> dict[str, Any]:
                  **_parts(asdict(fullest), "parameters", "gradients", "optimizer", "activations", "buffers")},
         "device": fullest.total, "host": away.host, "nvme": away.nvme, "node_host": on_node * machine.ranks_per_node,
         "node_nvme": away.nvme * machine.ranks_per_node,
+        **({} if machine.rates is None else {"step": step_time(run, machine.rates).as_dict()}),
         "sent_gradients": traffic.gradients, "sent_parameters": traffic.parameters,
         "sent_matrices": traffic.matrices,
         "cards": {f"{card:g}": {"fits": fullest.total <= capacity, "largest_micro_batch": count}

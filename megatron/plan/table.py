@@ -7,11 +7,11 @@ from typing import Any
 
 from megatron.plan.footprint import Run
 from megatron.plan.remedies import size
-from megatron.plan.report import USABLE, Machine, report
+from megatron.plan.report import USABLE, Machine
 
 
-def table(asked: Run, machine: Machine) -> Iterator[str]:
-    found = report(asked, machine)
+def table(asked: Run, machine: Machine, found: dict[str, Any]) -> Iterator[str]:
+    """`found`: the report."""
     yield from _run_in_words(asked, machine, found)
     unit, name = unit_for(max(row["peak"]["total"] for row in found["rows"]))
     yield from ("", f"{name}: lasting state and peak of a rank; host memory and NVMe of a node; sent by a rank a step")
@@ -72,17 +72,17 @@ def _memory_cells(row: dict[str, Any], unit: int) -> list[str]:
     lasts, fullest = row["lasting"], row["peak"]
     counts = [*lasts.values(), fullest["activations"], fullest["buffers"], fullest["total"]]
     ends = [row["node_host"], row["node_nvme"], row["sent_gradients"] + row["sent_parameters"] + row["sent_matrices"]]
-    return [*_label(row), *(number(count / unit) for count in counts), fullest["moment"],
+    return [*label(row), *(number(count / unit) for count in counts), fullest["moment"],
             *(number(count / unit) for count in ends)]
 
 
 def _card_cells(row: dict[str, Any], asked: Run) -> list[str]:
     counts = [entry["largest_micro_batch"] for entry in row["cards"].values()]
-    return [*_label(row), *("-" if count == 0 else f"{'<' * (count < asked.config.train.batch_size)}{count}"
-                            for count in counts)]
+    return [*label(row), *("-" if count == 0 else f"{'<' * (count < asked.config.train.batch_size)}{count}"
+                           for count in counts)]
 
 
-def _label(row: dict[str, Any]) -> list[str]:
+def label(row: dict[str, Any]) -> list[str]:
     return [f"{'*' if row['chosen'] else ' '} {row['stage']}", row["offload"]]
 
 

@@ -28,7 +28,7 @@ def page(histories: Sequence[History], notes: Iterable[str]) -> str:
 <meta name="color-scheme" content="light dark">
 <title>{title}</title>
 <style>
-{_beside("page.css")}</style>
+{beside("page.css")}</style>
 </head>
 <body>
 <header>
@@ -46,7 +46,7 @@ def page(histories: Sequence[History], notes: Iterable[str]) -> str:
 {_sections(histories)}</main>
 <script type="application/json" id="data">{_data(drawing(histories))}</script>
 <script>
-{_beside("page.js")}</script>
+{beside("page.js")}</script>
 </body>
 </html>
 """
@@ -59,16 +59,16 @@ def _sections(histories: Sequence[History]) -> str:
     parts += [_section(f"Starts of {history.name}", tables.starts(history))
               for history in histories if len(history.starts) > 1]
     parts += [f"<details><summary>All settings of {escape(history.name)}</summary>\n"
-              f"{_table(tables.configuration(history))}</details>\n" for history in histories if history.settings]
+              f"{html_table(tables.configuration(history))}</details>\n" for history in histories if history.settings]
     return "".join(parts)
 
 
 def _section(title: str, table: Table, empty: str = "") -> str:
-    shown = _table(table) if table.rows else f"<p>{escape(empty)}</p>\n"
+    shown = html_table(table) if table.rows else f"<p>{escape(empty)}</p>\n"
     return f"<section><h2>{escape(title)}</h2>\n{shown}</section>\n"
 
 
-def _table(table: Table) -> str:
+def html_table(table: Table) -> str:
     head = "".join(f"<th scope=\"col\">{escape(cell)}</th>" for cell in table.head)
     rows = "".join(f"<tr><th scope=\"row\">{escape(first)}</th>"
                    + "".join(f"<td>{escape(cell)}</td>" for cell in rest) + "</tr>\n" for first, *rest in table.rows)
@@ -84,5 +84,6 @@ def _data(value: dict[str, Any]) -> str:
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def _beside(name: str) -> str:
+def beside(name: str) -> str:
+    """A file that the page contains."""
     return Path(__file__).with_name(name).read_text(encoding="utf-8")

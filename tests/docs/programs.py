@@ -32,6 +32,7 @@ TOOLS = frozenset("""
 INSTALLED = {"gpt2-train": TRAINER, "gpt2-launch": "megatron.launch", "gpt2-plan": "megatron.plan",
              "gpt2-checkpoint": "megatron.checkpoint", "gpt2-generate": "megatron.generate",
              "gpt2-evaluate": "megatron.evaluate", "gpt2-serve": "megatron.serve", "gpt2-report": "megatron.report",
+             "gpt2-tune": "megatron.tune",
              "gpt2-preprocess": "data.preprocess", "gpt2-webtext": "data.webtext"}
 """What the commands of an installation start."""
 KEYWORDS = frozenset("do done then fi else if while { } !".split())
@@ -103,7 +104,7 @@ def complaint(words: Sequence[str]) -> str | None:
     if program == "megatron.launch":
         head, script = _launched(arguments)
         return _unknown(program, head) or (complaint(["python", *script]) if script else "no script")
-    if program == "megatron.plan":
+    if program in ("megatron.plan", "megatron.tune"):
         return _unknown(program, arguments, then=TRAINER)
     return _unknown(program, arguments)
 

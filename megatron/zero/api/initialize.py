@@ -119,7 +119,7 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
     splits = any(bucket.comes_and_goes for bucket in (*core.buckets, *core.frozen))
     iters = config.train.train_iters if settings.found is None else None  # a loop of the user's has its own
     engine.notes = [*moved, *told, *offload_notes(config, homes, splits=splits), *config.layer_drop.notes(),
-                    *config.quantize.notes(iters), *config.profile.notes(iters),
+                    *config.quantize.notes(iters), *config.profile.notes(iters), *config.autotuning.notes(),
                     *([note_of_split(param_groups)] if isinstance(rule, Muon) else [])]
     if groups.world.rank == 0:
         _say(settings, engine, groups.dp.size)

@@ -107,7 +107,7 @@ TABLES = {"csv_monitor": {"enabled": True, "output_path": "out", "job_name": "jo
 WANDB = {"wandb": {"enabled": True, "project": "gpt"}}
 ZERO, PARAM, HOME, KEEP = ("zero_optimization.", "zero_optimization.offload_param.",
                            "zero_optimization.offload_optimizer.", "activation_checkpointing.")
-DROP, FLOPS = "progressive_layer_drop.", "flops_profiler."
+DROP, FLOPS, TUNING = "progressive_layer_drop.", "flops_profiler.", "autotuning."
 BITS, SHARED = "quantize_training.", "compression_training.weight_quantization.shared_parameters."
 GROUPS = "compression_training.weight_quantization.different_groups"
 QUANTISED = {"quantize_training": {"enabled": True}}
@@ -221,6 +221,20 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     DROP + "enabled": (True, {"progressive_layer_drop": True, "pld_theta": 1.0}, {}),
     DROP + "theta": (0.6, {"pld_theta": 0.6}, {}),
     DROP + "gamma": (0.01, {"pld_gamma": 0.01}, {}),
+    TUNING + "enabled": (True, {"autotuning": True}, {}),
+    TUNING + "fast": (False, {"autotuning_fast": False}, {}),
+    TUNING + "results_dir": ("r", {"autotuning_results_dir": "r"}, {}),
+    TUNING + "exps_dir": ("e", {"autotuning_exps_dir": "e"}, {}),
+    TUNING + "overwrite": (True, {"autotuning_overwrite": True}, {}),
+    TUNING + "metric": ("flops", {"autotuning_metric": "flops"}, {}),
+    TUNING + "start_profile_step": (2, {"autotuning_start_profile_step": 2}, {}),
+    TUNING + "end_profile_step": (9, {"autotuning_end_profile_step": 9}, {}),
+    TUNING + "tuner_type": ("random", {"autotuning_tuner_type": "random"}, {}),
+    TUNING + "tuner_early_stopping": (3, {"autotuning_tuner_early_stopping": 3}, {}),
+    TUNING + "tuner_num_trials": (7, {"autotuning_tuner_num_trials": 7}, {}),
+    TUNING + "num_tuning_micro_batch_sizes": (2, {"autotuning_num_tuning_micro_batch_sizes": 2}, {}),
+    TUNING + "max_train_batch_size": (64, {"autotuning_max_train_batch_size": 64}, {}),
+    TUNING + "mp_size": (2, {"autotuning_mp_size": 2}, {}),
     FLOPS + "enabled": (True, {"flops_profiler": True}, {}),
     FLOPS + "profile_step": (5, {"flops_profiler_step": 5}, {}),
     FLOPS + "module_depth": (2, {"flops_profiler_module_depth": 2}, {}),
@@ -551,13 +565,13 @@ def test_a_deprecated_key_beside_its_new_name_must_say_the_same(old, new):
 
 
 def test_every_error_of_a_file_is_reported_at_once():
-    tree = {"fp16": {"enabled": 1, "auto": True}, "gradient_cliping": 1, "autotuning": {"enabled": True},
+    tree = {"fp16": {"enabled": 1, "auto": True}, "gradient_cliping": 1, "elasticity": {"enabled": True},
             "optimizer": {"type": "MuAdam", "params": {"width": 3, "lr": "x"}},
             "zero_optimization": {"stage": [], "overlap_com": True}, "scheduler": {"params": {"warmup_num_steps": -1}}}
     told = refusal(tree)
     head, *lines = told.splitlines()
     assert head == "config: 10 errors:" and [line.split()[0] for line in lines] == [f"({n})" for n in range(1, 11)]
-    for word in ("fp16.enabled is 1", "unknown key fp16.auto;", "unknown key gradient_cliping", "autotuning is not",
+    for word in ("fp16.enabled is 1", "unknown key fp16.auto;", "unknown key gradient_cliping", "elasticity is not",
                  'optimizer.type "MuAdam" is not supported', "use Adam, AdamW or SGD, without width",
                  'optimizer.params.lr is "x"', "zero_optimization.stage is []",
                  "unknown key zero_optimization.overlap_com",

@@ -137,7 +137,9 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         "device": "cpu", "ratio": 0.3, "delayed_param_update": True}}},
         ["delayed_param_update", "leave one of them out"]),
     "zenflow": ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, ["the optimizer step is not split in time"]),
-    "autotuning": ({"autotuning": {"enabled": True, "fast": False}}, ["autotuning is not supported"]),
+    "autotuning that ends before it begins": (
+        {"autotuning": {"enabled": True, "start_profile_step": 3, "end_profile_step": 2}},
+        ["autotuning.end_profile_step 2 is before autotuning.start_profile_step 3"]),
     "data efficiency": ({"data_efficiency": {"enabled": True, "data_routing": {}}},
                         ["samples are not selected, and no tokens are dropped"]),
     "layer drop beyond its range": ({"progressive_layer_drop": {"enabled": True, "theta": 1.5, "gamma": -1}}, [

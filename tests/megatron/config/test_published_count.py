@@ -61,6 +61,7 @@ KINDS = [
     Published(12, "1-bit Adam, 1-bit Lamb", one_bit("OneBitAdam", freeze_step=23000)),
     Published(6, "offloading", {"optimizer": ADAM, "zero_optimization": {"stage": 2, **ON_HOST}}),
     Published(5, "Adam without bias correction", {"optimizer": UNCORRECTED}),
+    Published(5, "`autotuning`", {"autotuning": {"enabled": True, "fast": True}}),
     Published(4, "gradients scaled before they are summed", PRESCALED),
     Published(2, "0/1 Adam", one_bit("ZeroOneAdam", var_freeze_step=155000, local_step_scaler=32678)),
     Published(2, "clipping by both of its names", {
@@ -83,7 +84,6 @@ KINDS = [
     Published(5, "a misspelt threshold of stage 3", {"optimizer": ADAM, "zero_optimization": {
         **STAGE_3, "stage3_param_persitence_threshold": 1e5}},
         ("unknown key zero_optimization.stage3_param_persitence_threshold; did you mean",)),
-    Published(5, "`autotuning`", {"autotuning": {"enabled": True, "fast": True}}, ("autotuning is not supported",)),
     Published(4, "`data_efficiency`", {**PRESCALED, "data_efficiency": {"enabled": True, "data_routing": {}}},
               ("data_efficiency is not supported",)),
     Published(1, "a student of fewer layers", compressed(

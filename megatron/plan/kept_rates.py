@@ -1,0 +1,129 @@
+"""Rates of this machine, kept on disk: measured once for each precision, number of ranks and version of torch.
+
+    rates_for(run)                  from the file, or by the probe where there is none yet
+    rates_for(run, again=True)      by the probe
+    rates_for(run, path=FILE)       those of another machine, which were copied from there
+
+The probe runs in ranks that our launcher starts, as many as a node of the run has and this machine can serve. No torch
+here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from data.storage import named_by, staged_file
+from megatron.config.setting import require
+from megatron.errors import ConfigError, PeerError
+from megatron.plan.activations import Device
+from megatron.plan.footprint import Run
+from megatron.plan.rates import Rates
+from megatron.version import DISTRIBUTION
+
+LONGEST = 600
+"""Seconds of a probe, on a machine that is very busy."""
+SHOWN = 300
+"""Letters of what a probe that failed said last."""
+
+
+def rates_for(run: Run, *, ranks_per_node: int | None = None, again: bool = False, path: str | None = None) -> Rates:
+    """Those that the time of this run is made of; `ranks_per_node` of them work on one machine."""
+    found = _read(Path(path)) if path is not None else _of_this_machine(run, ranks_per_node or run.ranks, again)
+    require(found.where.precision == run.config.precision.name,
+            f"the rates are of {found.where.precision}, and the run is in {run.config.precision.name}: measure with "
+            "its flags and --probe")
+    require(run.ranks == 1 or found.where.ranks > 1,
+            f"the rates are of one rank, which exchanges nothing, and the run has {run.ranks}: measure on a machine "
+            "that serves two or more, and give --rates FILE")
+    return found
+
+
+def _of_this_machine(run: Run, ranks_per_node: int, again: bool) -> Rates:
+    ranks = min(ranks_per_node, run.ranks, places(run.device))
+    facts = _facts(run, ranks)
+    file = folder() / f"{hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]}.json"
+    if again or not file.exists():
+        text = _measured(run, ranks, facts["machine"])
+        with named_by("the folder of measured rates"):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with staged_file(str(file)) as out:
+                out.write(text)
+    return _read(file)
+
+
+def folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / DISTRIBUTION / "rates"
+
+
+def places(device: Device) -> int:
+    """Ranks that this machine can serve."""
+    return max(1, len(_gpus()) if device == "cuda" else len(os.sched_getaffinity(0)))
+
+
+def _facts(run: Run, ranks: int) -> dict[str, str]:
+    """What rates depend on, as far as it is known without torch."""
+    try:
+        torch = version("torch")
+    except PackageNotFoundError:
+        torch = "none"
+    gpus = sorted(set(_gpus()))
+    name = " and ".join(gpus) if run.device == "cuda" and gpus else _processor()
+    return {"machine": f"{platform.node()}, {name}", "torch": torch, "device": run.device, "ranks": str(ranks),
+            "precision": run.config.precision.name, "cores": str(len(os.sched_getaffinity(0))),
+            "threads": os.environ.get("OMP_NUM_THREADS", "")}
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+                platform.machine())
+
+
+def _gpus() -> list[str]:
+    """Models, as the driver names them."""
+    found = []
+    for file in Path("/proc/driver/nvidia/gpus").glob("*/information"):
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+        found += [line.partition(":")[2].strip() for line in lines if line.startswith("Model")]
+    return found
+
+
+def _measured(run: Run, ranks: int, machine: str) -> bytes:
+    """What the probe has written."""
+    print(f"measuring this machine with {ranks} rank{'s' * (ranks > 1)} in {run.config.precision.name}, up to a "
+          "minute; the rates are kept", file=sys.stderr, flush=True)
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if run.device == "cpu" else {}
+    with tempfile.TemporaryDirectory() as place:
+        file = Path(place) / "rates.json"
+        command = [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-m", "megatron.launch",
+                   "--nproc-per-node", str(ranks), "-m", "megatron.plan.probe", str(file), machine,
+                   run.config.precision.name]
+        try:
+            done = subprocess.run(command, env={**os.environ, **hidden}, stdin=subprocess.DEVNULL, capture_output=True,
+                                  text=True, errors="replace", timeout=LONGEST, check=False)
+        except subprocess.TimeoutExpired as error:
+            raise PeerError(f"the probe of this machine took more than {LONGEST} s: try again when it is less busy, or "
+                            "give --rates FILE") from error
+        if done.returncode or not file.exists():
+            raise PeerError(f"the probe of this machine ended with {done.returncode}: {done.stderr.strip()[-SHOWN:]}")
+        return file.read_bytes()
+
+
+def _read(path: Path) -> Rates:
+    try:
+        return Rates.of(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ConfigError(f"--rates {path} cannot be read: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"{path} holds no rates of a machine: measure them anew with --probe") from error

@@ -1,0 +1,146 @@
+"""How fast a machine is: the record that a probe of it fills (probe.py), and that the time of a step follows from
+(time.py).
+
+A *curve* is seconds by size at a few measured sizes, a *surface* a rate by two sizes. Between the measured points both
+follow straight lines on logarithmic paper, so that what is overhead in a small operation and bandwidth in a large one
+are two ends of one curve. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds by size."""
+
+    points: tuple[Point, ...]
+    """(size, seconds), in order of size, all above 0."""
+
+    def __call__(self, size: float) -> float:
+        """Nothing takes no time. Less than the smallest takes as long as that; more than the largest, in proportion."""
+        if size <= 0 or not self.points:
+            return 0.0
+        (first, least), (last, most) = self.points[0], self.points[-1]
+        if size <= first:
+            return least
+        if size >= last:
+            return most * size / last
+        return math.exp(_between([math.log(x) for x, _ in self.points], [math.log(y) for _, y in self.points],
+                                 math.log(size)))
+
+
+@dataclass(frozen=True)
+class Surface:
+    """A rate by two sizes, measured at every pair of `rows` and `widths`; beyond them as at the border."""
+
+    rows: tuple[float, ...]
+    widths: tuple[float, ...]
+    rates: tuple[tuple[float, ...], ...]
+    """A line for each of `rows`."""
+
+    def __call__(self, rows: float, width: float) -> float:
+        across = [math.log(x) for x in self.widths]
+        along = [_between(across, [math.log(rate) for rate in line], math.log(width)) for line in self.rates]
+        return math.exp(_between([math.log(x) for x in self.rows], along, math.log(rows)))
+
+
+def _between(places: Sequence[float], values: Sequence[float], at: float) -> float:
+    """The broken line through these points; level beyond them."""
+    index = bisect_right(places, at)
+    if index == 0 or index == len(places):
+        return values[max(index - 1, 0)]
+    share = (at - places[index - 1]) / (places[index] - places[index - 1])
+    return values[index - 1] + share * (values[index] - values[index - 1])
+
+
+@dataclass(frozen=True)
+class Where:
+    """What rates belong to: other ones hold anywhere else."""
+
+    machine: str
+    torch: str
+    device: str
+    precision: str
+    ranks: int
+    """Of this machine, all at work at the same time."""
+    threads: int
+    """Of a rank."""
+
+    def __str__(self) -> str:
+        return (f"{self.ranks} rank{'s' * (self.ranks > 1)} in {self.precision} on {self.machine} ({self.device}, "
+                f"{self.threads} thread{'s' * (self.threads > 1)} each, torch {self.torch})")
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of one rank, while the others work as well."""
+
+    where: Where
+    seconds: float
+    """What the probe took."""
+    forward: Surface
+    """FLOP/s of [rows, width] x [width, width]."""
+    backward: Surface
+    """Of the two products that give its gradients."""
+    attention_forward: Curve
+    """Of one head, 64 wide, of one sample, by the length of the sequence."""
+    attention_backward: Curve
+    dropping_forward: Curve
+    """The same with dropout, which on a CPU is written out in products."""
+    dropping_backward: Curve
+    block_forward: Curve
+    """What a block does beside products and attention, by the elements of its input; the work of the host included."""
+    block_backward: Curve
+    dropout_forward: Curve
+    """By elements."""
+    dropout_backward: Curve
+    loss: Curve
+    """Forward and backward beside products, by the number of logits."""
+    update: Curve
+    """Norm, optimizer and new weights, by the parameters that a rank updates."""
+    a_pass: float
+    """Seconds of a micro-batch, whatever its size."""
+    a_step: float
+    """Seconds of a step of training besides: batches, and numbers to report."""
+    split_unit: float
+    """Seconds that a unit of split parameters takes in a pass, beside its exchange."""
+    all_reduce: Curve
+    """By bytes of the whole tensor."""
+    reduce_scatter: Curve
+    all_gather: Curve
+    hides: float
+    """Share of an exchange that costs the computation beside it nothing."""
+    link: float
+    """Bytes a second between host and device; 0: they are one."""
+    host_update: Curve
+    """`update`, by the host; where host and device are one, the same."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def of(record: Mapping[str, Any]) -> Rates:
+        """From `as_dict`, by way of JSON; KeyError, TypeError or ValueError where it is something else."""
+        made: dict[str, Any] = {item.name: _MAKERS.get(str(item.type), float)(record[item.name])
+                                for item in fields(Rates)}
+        return Rates(**made)
+
+
+def _curve(record: Mapping[str, Any]) -> Curve:
+    return Curve(tuple((float(size), float(seconds)) for size, seconds in record["points"]))
+
+
+def _surface(record: Mapping[str, Any]) -> Surface:
+    return Surface(tuple(record["rows"]), tuple(record["widths"]), tuple(tuple(line) for line in record["rates"]))
+
+
+_MAKERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+    "Curve": _curve, "Surface": _surface, "Where": lambda record: Where(**record)}

@@ -1,0 +1,126 @@
+"""Small models under the real engine, for the probe: what a step of them takes, by its three calls, and what the loop
+of training adds.
+
+Each is on one rank, beside equal ones on the others. Models of one shape that differ in their blocks take steps in
+turn, so that a machine which is busy for a while is so for both, and their difference is that of the blocks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+import torch
+
+from megatron.config.tree import Config, build_config
+from megatron.plan.activations import Device
+from megatron.plan.footprint import Run
+from megatron.plan.stopwatch import FEWEST, Stopwatch, usual
+from megatron.plan.time import HEAD_WIDTH
+from megatron.train import build
+from megatron.train.batches import Batch
+from megatron.train.evaluation import forward_loss
+from megatron.train.log import RunLog
+from megatron.train.loop import Trainer, TrainState
+from mpu.groups import Groups
+
+SECONDS = 1.5
+"""Of the steps of one shape; at least FEWEST."""
+WARM_UP = 2
+STEPS_IN_TRAINING = 40
+
+
+class Shape(NamedTuple):
+    hidden: int
+    batch: int
+    sequence: int
+    layers: int = 1
+    stage: int = 0
+
+    @property
+    def elements(self) -> int:
+        return self.tokens * self.hidden
+
+    def config(self, precision: str) -> Config:
+        return build_config({
+            "num_layers": self.layers, "hidden_size": self.hidden, "vocab_size": VOCABULARY, "lr": 1e-6,
+            "num_attention_heads": max(1, self.hidden // HEAD_WIDTH), "max_position_embeddings": self.sequence,
+            "batch_size": self.batch, "attention_dropout": 0.0, "hidden_dropout": 0.0, "zero_stage": self.stage,
+            "stage3_param_persistence_threshold": 0, "clip_grad": 1.0, "mock_data": True, "eval_interval": 0,
+            "train_iters": STEPS_IN_TRAINING, "log_interval": 2 * STEPS_IN_TRAINING,
+            "tokenizer_type": "ByteLevelTokenizer",
+            **({} if precision == "fp32" else {precision: True})})
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.sequence
+
+    def run(self, precision: str, device: Device) -> Run:
+        return Run(self.config(precision), device=device)
+
+
+VOCABULARY = 512
+
+
+class Taken(NamedTuple):
+    """Seconds."""
+
+    forward: float
+    backward: float
+    step: float
+
+
+class SmallModel:
+    def __init__(self, shape: Shape, precision: str, watch: Stopwatch) -> None:
+        config, groups = shape.config(precision), Groups()
+        self._watch = watch
+        self._engine = build.engine(config, build.model(config, groups), groups, watch.device)
+        self._engine.train()
+        rows = torch.randint(0, VOCABULARY, (shape.batch, shape.sequence + 1), device=watch.device)
+        self._batch = Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+
+    def step(self) -> Taken:
+        begin = self._watch.now()
+        loss = forward_loss(self._engine, self._batch)
+        ahead = self._watch.now()
+        self._engine.backward(loss)
+        back = self._watch.now()
+        self._engine.step()
+        return Taken(ahead - begin, back - ahead, self._watch.now() - back)
+
+
+def steps_in_turn(shapes: Sequence[Shape], precision: str, watch: Stopwatch) -> list[Taken]:
+    """What they usually take, on the slowest rank."""
+    models = [SmallModel(shape, precision, watch) for shape in shapes]
+    for _ in range(WARM_UP):
+        for model in models:
+            model.step()
+    taken = list[list[Taken]]()
+    end = watch.now() + SECONDS
+    for number in count():
+        if number >= FEWEST and watch.now() > end:
+            break
+        taken.append([model.step() for model in models])
+    return [Taken(*(watch.slowest(usual(part)) for part in zip(*steps, strict=True)))
+            for steps in zip(*taken, strict=True)]
+
+
+def seconds_in_training(shape: Shape, precision: str, watch: Stopwatch) -> float:
+    """Of a step in the loop of training, on random tokens."""
+    config, groups = shape.config(precision), Groups()
+    tokenizer = build.tokenizer(config)
+    samples = build.datasets(config, tokenizer, groups).train
+    assert samples is not None, "random tokens are for training"
+    engine = build.engine(config, build.model(config, groups), groups, watch.device)
+    rule = build.batch_rule(config, groups, tokenizer)
+    with TemporaryDirectory() as place:
+        file = Path(place) / "metrics.jsonl"
+        with RunLog(replace(config.log, metrics_file=str(file)), STEPS_IN_TRAINING, 0, writes=True) as log:
+            Trainer(config, engine, rule, watch.device, log).run(TrainState(), samples, None)
+        steps = [json.loads(line)["step_ms"] / 1e3 for line in file.read_text().splitlines()]
+    return watch.slowest(usual(steps[WARM_UP:]))

@@ -1,0 +1,78 @@
+"""What came of a search: a table for the console, the flags to type, and a page in the style of megatron.report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+
+from megatron.plan.footprint import Run
+from megatron.plan.remedies import size
+from megatron.plan.table import aligned
+from megatron.report.page import POLICY, beside, html_table
+from megatron.report.tables import UNKNOWN, Table
+from megatron.train.flops import flops_per_token
+from megatron.tune.search import Option, Outcome
+from megatron.tune.space import Choice, samples_of
+
+HEAD = ("", "micro-batch", "zero", "offload", "recomputed", "tp", "needs", "predicted", "measured", "")
+WORDS = {"throughput": "samples/s", "latency": "ms a step", "flops": "TFLOP/s of a rank"}
+
+
+def metric(asked: Run, seconds: float) -> str:
+    """What a step of so many seconds is in the metric that was asked for."""
+    kind, samples = asked.config.autotuning.autotuning_metric, samples_of(asked)
+    if kind == "latency":
+        return f"{1e3 * seconds:.4g} {WORDS[kind]}"
+    if kind == "throughput":
+        return f"{samples / seconds:.4g} {WORDS[kind]}"
+    flops = samples * asked.config.seq_length * flops_per_token(asked.config.model, asked.config.seq_length)
+    return f"{flops / seconds / asked.ranks / 1e12:.4g} {WORDS[kind]}"
+
+
+def rows(trials: Mapping[Choice, Outcome], options: Mapping[Choice, Option]) -> Iterator[tuple[str, ...]]:
+    """The fastest first, and last what was not done."""
+    ordered = sorted(trials.items(), key=lambda item: item[1].seconds or float("inf"))
+    for place, (choice, outcome) in enumerate(ordered, 1):
+        option = options[choice]
+        measured = UNKNOWN if outcome.seconds is None else f"{1e3 * outcome.seconds:.4g} ms"
+        yield (str(place), str(choice.batch), str(choice.stage), str(choice.homes),
+               "yes" if choice.recomputes else "no", str(choice.tp), size(option.needs),
+               f"{1e3 * option.candidate.predicted.total:.4g} ms", measured,
+               "" if outcome.state == "done" else f"{outcome.state}: {outcome.words}")
+
+
+def table(trials: Mapping[Choice, Outcome], options: Mapping[Choice, Option]) -> Iterator[str]:
+    yield from aligned([HEAD, *rows(trials, options)], left=(3, 9))
+
+
+def verdict(asked: Run, trials: Mapping[Choice, Outcome], found: Choice, legal: int) -> list[str]:
+    seconds = trials[found].seconds
+    assert seconds is not None, "the best one was measured"
+    return [f"fastest: {metric(asked, seconds)}, {1e3 * seconds:.4g} ms a step, after {len(trials)} trials of {legal} "
+            "choices", "flags: " + " ".join(found.flags(asked, samples_of(asked)))]
+
+
+def page(asked: Run, trials: Mapping[Choice, Outcome], options: Mapping[Choice, Option], words: Sequence[str]) -> str:
+    title = escape(f"Tuning {asked.config.model.parameters():,} parameters on {asked.ranks} ranks")
+    made = html_table(Table(HEAD, tuple(rows(trials, options))))
+    notes = "".join(f"<p class=\"note\">{escape(word)}</p>\n" for word in words)
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<meta name="color-scheme" content="light dark">
+<title>{title}</title>
+<style>
+{beside("page.css")}</style>
+</head>
+<body>
+<header><h1>{title}</h1></header>
+<main>
+{notes}<section><h2>Trials</h2>
+{made}</section>
+</main>
+</body>
+</html>
+"""

@@ -1,0 +1,64 @@
+"""The trials of a search on disk: one JSON line each, written when a trial is over, so that a search that was killed
+goes on with the next.
+
+The first line says what is tuned (a digest of all settings that are not, of the ranks, and the machine): trials of
+anything else are not mixed with these.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from data.storage import named_by, writing
+from megatron.errors import ConfigError
+from megatron.tune.search import Outcome
+from megatron.tune.space import Choice
+
+FILE = "trials.jsonl"
+FLAG = "--autotuning-results-dir"
+
+
+class Results:
+    """Open for the trials of `subject`."""
+
+    def __init__(self, folder: str, subject: Mapping[str, Any], *, overwrite: bool) -> None:
+        self.folder, self._path = Path(folder), Path(folder) / FILE
+        self.trials: dict[Choice, Outcome] = {}
+        """In the order in which they were made."""
+        with named_by(FLAG), writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        lines = [] if overwrite or not self._path.exists() else self._whole_lines()
+        if not lines:
+            self._write(json.dumps({"subject": dict(subject)}), mode="w")
+            return
+        head, *rest = [json.loads(line) for line in lines]
+        if head.get("subject") != dict(subject):
+            raise ConfigError(f"{FLAG} {folder} has trials of another run: name another folder, or begin anew with "
+                              "--autotuning-overwrite")
+        for record in rest:
+            self.trials[Choice(**record["choice"])] = Outcome(**record["outcome"])
+        self._write(*lines, mode="w")  # without what a kill has cut
+
+    def add(self, choice: Choice, outcome: Outcome, predicted: float) -> None:
+        self.trials[choice] = outcome
+        self._write(json.dumps({"trial": len(self.trials), "choice": choice.as_dict(), "predicted": predicted,
+                                "outcome": asdict(outcome)}), mode="a")
+
+    def _whole_lines(self) -> list[str]:
+        text = self._path.read_text(encoding="utf-8", errors="replace")
+        whole = text[:text.rfind("\n") + 1].splitlines()
+        try:
+            for line in whole:
+                json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"{self._path} holds a line that is no record of a trial: begin anew with "
+                              "--autotuning-overwrite") from error
+        return whole
+
+    def _write(self, *lines: str, mode: str) -> None:
+        with named_by(FLAG), writing(self._path), open(self._path, mode, encoding="utf-8") as file:
+            file.write("".join(f"{line}\n" for line in lines))

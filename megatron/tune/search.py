@@ -1,0 +1,111 @@
+"""Which choice is tried next, and when the search ends: pure functions of the choices and of the trials so far.
+
+    pruned      choices that the planner says do not fit, and all but the best few micro-batches of each kind
+    next_trial  by type: the one that may be fastest (model_based), the predicted order (gridsearch), or any (random)
+    best        the fastest of those that were measured
+
+A trial that found no memory rules out every choice that needs as much by the plan. One that crashed or hung rules out
+itself.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import exp, inf
+from typing import Any, Literal
+
+from megatron.config.autotuning import AutotuningConfig
+from megatron.tune.model import Candidate, estimates
+
+State = Literal["done", "memory", "crash", "hang"]
+
+HOPE = 1.5
+"""Doubts below the estimate that a choice is given credit for."""
+WORTHWHILE = 0.01
+"""A choice that is faster by less is not worth a trial, and one that was is no progress."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A choice with what the planner says of it."""
+
+    candidate: Candidate
+    needs: int
+    """Bytes of the device at the fullest moment."""
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """All but the micro-batch."""
+        return tuple(value for name, value in self.candidate.settings.items() if name != "batch")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one trial."""
+
+    state: State
+    seconds: float | None = None
+    """Of a step, where it was done."""
+    words: str = ""
+    """Why not."""
+
+
+def pruned(options: Sequence[Option], capacity: float, micro_batches: int) -> list[int]:
+    """Numbers of those that fit and are worth a look, the fastest by prediction first."""
+    order = sorted((number for number, option in enumerate(options) if option.needs <= capacity),
+                   key=lambda number: options[number].candidate.predicted.total)
+    kept, seen = list[int](), dict[tuple[Any, ...], int]()
+    for number in order:
+        kind = options[number].kind
+        seen[kind] = seen.get(kind, 0) + 1
+        if seen[kind] <= micro_batches:
+            kept.append(number)
+    return kept
+
+
+def next_trial(options: Sequence[Option], kept: Sequence[int], trials: Mapping[int, Outcome],
+               tuning: AutotuningConfig) -> int | None:
+    """None: the search is over."""
+    if len(trials) >= tuning.autotuning_tuner_num_trials or _is_stale(trials, tuning.autotuning_tuner_early_stopping):
+        return None
+    least = min((options[number].needs for number, outcome in trials.items() if outcome.state == "memory"),
+                default=None)
+    left = [number for number in kept
+            if number not in trials and (least is None or options[number].needs < least)]
+    if not left:
+        return None
+    if tuning.autotuning_tuner_type == "gridsearch":
+        return left[0]
+    if tuning.autotuning_tuner_type == "random":
+        return random.Random(len(trials)).choice(left)
+    return _most_promising(options, left, trials)
+
+
+def _most_promising(options: Sequence[Option], left: Sequence[int], trials: Mapping[int, Outcome]) -> int | None:
+    measured = {number: outcome.seconds for number, outcome in trials.items() if outcome.seconds is not None}
+    found = estimates([option.candidate for option in options], measured)
+    if not measured:
+        return min(left, key=lambda number: found[number].seconds)
+
+    def hoped(number: int) -> float:
+        return found[number].seconds * exp(-HOPE * found[number].doubt)
+
+    number = min(left, key=hoped)
+    return number if hoped(number) < (1 - WORTHWHILE) * min(measured.values()) else None
+
+
+def _is_stale(trials: Mapping[int, Outcome], patience: int) -> bool:
+    """The last trials, in their order, were no faster than one before them."""
+    fastest, since = inf, 0
+    for outcome in trials.values():
+        since += 1
+        if outcome.seconds is not None and outcome.seconds < (1 - WORTHWHILE) * fastest:
+            fastest, since = outcome.seconds, 0
+    return 0 < patience <= since and fastest < inf
+
+
+def best(trials: Mapping[int, Outcome]) -> int | None:
+    done = {number: outcome.seconds for number, outcome in trials.items() if outcome.seconds is not None}
+    return min(done, key=lambda number: done[number]) if done else None

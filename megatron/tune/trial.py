@@ -1,0 +1,120 @@
+"""One trial: a few real steps of a run in processes of its own, started by our launcher; whatever becomes of it is a
+result.
+
+    done      the steps that count have a time, and their median is the result
+    memory    some rank found no memory, or the system killed it for that
+    hang      it was not over when its time was; all its processes are killed
+    crash     it ended in any other way
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+from megatron.config.tree import AutotuningConfig, Config, LogConfig, ProfileConfig, SaveConfig
+from megatron.launch.exits import MEMORY_CLASSES, MEMORY_TEXTS
+from megatron.plan.footprint import Run
+from megatron.tune.search import Outcome
+from megatron.tune.words import flags_of
+
+TRAINER = ("-m", "pretrain_gpt2")
+START_UP, LENIENCE = 180.0, 10.0
+"""Seconds until a trial takes steps; how many times longer than predicted these may be."""
+FAREWELL = 5.0
+"""Seconds between asking and killing."""
+LACKS_MEMORY = re.compile("|".join(map(re.escape, (*MEMORY_CLASSES, *MEMORY_TEXTS, "out of memory",
+                                                   "(SIGKILL)"))))
+ERROR, POINTER = re.compile(r"error:|\w*(Error|Exception)\b"), "its own output above says why"
+SHOWN = 300
+"""Letters of an error."""
+
+
+@dataclass(frozen=True)
+class Trials:
+    """How trials are run. `trainer`: what the launcher is to start."""
+
+    folder: Path
+    """Of what they write."""
+    first: int
+    """The step whose time counts, and the last one."""
+    last: int
+    seconds: float | None = None
+    """Limit of a trial; None: by its predicted time."""
+    trainer: Sequence[str] = TRAINER
+
+    def run(self, number: int, run: Run, predicted: float) -> Outcome:
+        place = self.folder / f"{number:03}"
+        place.mkdir(parents=True, exist_ok=True)
+        metrics = place / "metrics.jsonl"
+        metrics.unlink(missing_ok=True)
+        command = [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-m", "megatron.launch",
+                   "--nproc-per-node", str(run.ranks), *self.trainer, *flags_of(trial_of(run, metrics, self.last))]
+        limit = self.seconds or START_UP + LENIENCE * predicted * self.last
+        hidden = {"CUDA_VISIBLE_DEVICES": ""} if run.device == "cpu" else {}
+        with open(place / "output.txt", "w+", encoding="utf-8", errors="replace") as output:
+            code = _end_of(command, {**os.environ, **hidden}, output.fileno(), limit)
+            output.seek(0)
+            text = output.read()
+        if code is None:
+            return Outcome("hang", words=f"not over after {limit:.0f} s")
+        seconds = _seconds(metrics, self.first, self.last)
+        if code == 0 and seconds is not None:
+            return Outcome("done", seconds)
+        lacks = code in (-signal.SIGKILL, 128 + signal.SIGKILL) or LACKS_MEMORY.search(text) is not None
+        return Outcome("memory" if lacks else "crash", words=_last_words(text, code))
+
+
+def trial_of(run: Run, metrics: Path, steps: int) -> Config:
+    """So many steps of this run, that load, save and evaluate nothing, and report to this file."""
+    config = run.config
+    return replace(
+        config,
+        offload=replace(config.offload, offload_optimizer_device=run.homes.optimizer,
+                        offload_param_device=run.homes.params),
+        train=replace(config.train, train_iters=steps, eval_interval=0),
+        save=SaveConfig(), log=LogConfig(metrics_file=str(metrics), log_interval=0, sample_tokens=0),
+        profile=ProfileConfig(), autotuning=AutotuningConfig())
+
+
+def _end_of(command: Sequence[str], environment: dict[str, str], output: int, limit: float) -> int | None:
+    """The exit code; None where it had to be killed. Nothing of it is left when this returns or raises."""
+    process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                               start_new_session=True)
+    try:
+        return process.wait(limit)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        _kill(process)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    for ending in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, ending)
+            process.wait(FAREWELL)
+
+
+def _seconds(metrics: Path, first: int, last: int) -> float | None:
+    if not metrics.exists():
+        return None
+    records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    steps = [record["step_ms"] / 1e3 for record in records if first <= record.get("iteration", 0) <= last]
+    return median(steps) if len(steps) == last - first + 1 else None
+
+
+def _last_words(text: str, code: int) -> str:
+    """The line of its error, and not that of a launcher which points to it; or else its last one."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if ERROR.match(line) and not line.endswith(POINTER)]
+    return (errors or lines or [f"exit code {code}"])[-1][:SHOWN]

@@ -1,0 +1,136 @@
+"""The predicted time on the command line: from rates that are kept, or given; beside what a run has measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.errors import ConfigError, PeerError
+from megatron.plan import command, kept_rates
+from megatron.plan.footprint import Run
+from megatron.plan.rates import Rates
+from megatron.plan.time import step_time
+from tests.megatron.plan.machines import machine, proportional
+from tests.megatron.plan.test_time import FLAGS
+
+
+@pytest.fixture
+def rates_file(tmp_path: Path) -> str:
+    file = tmp_path / "rates.json"
+    file.write_text(json.dumps(machine(update=proportional(1e-9), a_step=0.5).as_dict()))
+    return str(file)
+
+
+def test_each_row_of_the_table_has_its_time(rates_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.plan([*FLAGS, "--rates", rates_file]) == 0
+    text = capsys.readouterr().out
+    head, *rows = text.split("by the rates of 1 rank in fp32 on made up")[1].splitlines()[1:]
+    assert head.split() == ["zero", "offload", "products", "attention", "rest", "optimizer", "exchange", "hidden",
+                            "total", "tokens/s"]
+    assert len(rows) == 4 and rows[0].startswith("* 0")
+    found = dict(zip(head.split(), rows[0].strip("* ").split(), strict=True))
+    _, run = command.parse(FLAGS)
+    assert float(found["total"]) == pytest.approx(1e3 * step_time(run, machine(
+        update=proportional(1e-9), a_step=0.5)).total, rel=1e-3)
+
+
+def test_a_measured_run_stands_beside_it_without_its_first_steps(
+        rates_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, run = command.parse(FLAGS)
+    values: dict[str, Any] = run.config.as_dict()
+    values["zero"]["zero_stage"] = 2
+    records = [{"config": True, "start": 0, "world_size": 1, "values": values},
+               *({"iteration": step, "lm_loss": 1.0, "step_ms": 9000.0 if step < 4 else 1000.0}
+                 for step in range(1, 12))]
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    command.plan([*FLAGS, "--rates", rates_file, "--metrics-file", str(file)])
+    *_, line, note = capsys.readouterr().out.splitlines()
+    assert line.startswith("measured 1000 ms (median of 8 steps of ") and line.endswith("%")
+    assert note == "note: that run had other settings: zero.zero_stage 2"
+    command.plan([*FLAGS, "--rates", rates_file, "--metrics-file", str(file), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["measured"]["seconds"] == 1.0 and found["rows"][0]["step"]["total"] > 0.5
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--bf16"], "the rates are of fp32, and the run is in bf16"),
+    (["--ranks", "2"], "the rates are of one rank, which exchanges nothing, and the run has 2"),
+])
+def test_rates_of_something_else_are_refused(flags: list[str], words: str, rates_file: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        command.plan([*FLAGS, "--rates", rates_file, *flags])
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"where": 1}', "\x00"])
+def test_a_file_that_holds_no_rates_is_told(text: str, tmp_path: Path) -> None:
+    (tmp_path / "rates.json").write_text(text)
+    with pytest.raises(ConfigError, match="holds no rates of a machine"):
+        command.plan([*FLAGS, "--rates", str(tmp_path / "rates.json")])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        command.plan([*FLAGS, "--rates", str(tmp_path / "absent.json")])
+
+
+@pytest.fixture
+def probes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
+    """The commands that would have measured; rates are kept in a folder of the test's."""
+    started: list[list[str]] = []
+
+    def start(arguments: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        started.append(arguments)
+        ranks = int(arguments[arguments.index("--nproc-per-node") + 1])
+        Path(arguments[-3]).write_text(json.dumps(machine(ranks).as_dict()))
+        return subprocess.CompletedProcess(arguments, 0, "", "")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(subprocess, "run", start)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    return started
+
+
+def planned(*flags: str) -> Run:
+    return command.parse([*FLAGS, *flags])[1]
+
+
+def test_a_machine_is_measured_once_for_each_number_of_ranks(probes: list[list[str]]) -> None:
+    assert kept_rates.rates_for(planned()) == kept_rates.rates_for(planned()) == machine(1)
+    assert len(probes) == 1
+    assert kept_rates.rates_for(planned("--ranks", "2")).where.ranks == 2 and len(probes) == 2
+    kept_rates.rates_for(planned("--ranks", "64"), ranks_per_node=8)  # this machine has room for two
+    assert len(probes) == 2
+    kept_rates.rates_for(planned(), again=True)
+    assert len(probes) == 3
+
+
+def test_another_version_of_torch_or_number_of_threads_is_measured_anew(
+        probes: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    kept_rates.rates_for(planned())
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    kept_rates.rates_for(planned())
+    monkeypatch.setattr(kept_rates, "version", lambda _: "2.11.0")
+    kept_rates.rates_for(planned())
+    assert len(probes) == 3
+
+
+def test_a_probe_that_fails_is_an_error_with_its_last_words(
+        probes: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "run", lambda arguments, **_: subprocess.CompletedProcess(
+        arguments, 5, "", "error: rank 0 is out of memory"))
+    with pytest.raises(PeerError, match="ended with 5: error: rank 0 is out of memory"):
+        kept_rates.rates_for(planned())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_this_machine_has_rates(ranks: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    rates = kept_rates.rates_for(planned("--ranks", str(ranks)))
+    assert isinstance(rates, Rates) and rates.where.ranks == ranks
+    step = step_time(planned("--ranks", str(ranks)), rates)
+    assert min(step.products, step.attention, step.rest, step.optimizer) > 0 and (step.exchange > 0) == (ranks > 1)
+    assert 1e-4 < step.total < 10

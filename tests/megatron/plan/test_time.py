@@ -1,0 +1,89 @@
+"""The time of a step: what it is made of, counted the slow way, on machines that are made up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron.plan import command as plan
+from megatron.plan.footprint import Run
+from megatron.plan.time import step_time
+from megatron.train.flops import flops_per_token
+from tests.megatron.plan.machines import BYTES, FLOPS, machine, proportional
+
+FLAGS = ["--num-layers", "3", "--hidden-size", "64", "--num-attention-heads", "4", "--max-position-embeddings", "32",
+         "--vocab-size", "512", "--batch-size", "2", "--attention-dropout", "0", "--hidden-dropout", "0",
+         "--device", "cpu", "--stage3-param-persistence-threshold", "0"]
+
+
+def planned(*argv: str) -> Run:
+    return plan.parse([*FLAGS, *argv])[1]
+
+
+def matrices(run: Run) -> int:
+    """Weights that take part in products, those of the logits included."""
+    return sum(slot.numel for slot in run.block_parameters if len(slot.shape) == 2) * run.layers + 512 * 64
+
+
+def test_products_are_six_flops_a_weight_and_token() -> None:
+    run = planned()
+    assert step_time(run, machine()).products == pytest.approx(6 * matrices(run) * 2 * 32 / FLOPS)
+    model = run.config.model
+    apart = model.parameters() - matrices(run)  # positions, biases and norms
+    assert flops_per_token(model, 32) == 6 * matrices(run) + 6 * apart + 12 * 3 * 64 * 32
+
+
+def test_recomputation_is_another_forward_of_the_blocks() -> None:
+    run, again = planned(), planned("--checkpoint-activations")
+    rates = machine(attention_forward=proportional(1e-6), block_forward=proportional(1e-9))
+    plain, more = step_time(run, rates), step_time(again, rates)
+    assert more.products - plain.products == pytest.approx(2 * (matrices(run) - 512 * 64) * 2 * 32 / FLOPS)
+    assert more.attention == pytest.approx(2 * plain.attention) and more.rest == pytest.approx(2 * plain.rest)
+
+
+def test_every_micro_batch_takes_the_same_and_the_optimizer_comes_once() -> None:
+    rates = machine(update=proportional(1e-9), a_pass=0.5, a_step=0.25)
+    once, four = step_time(planned(), rates), step_time(planned("--global-batch-size", "8"), rates)
+    assert (four.products, four.optimizer) == (pytest.approx(4 * once.products), once.optimizer)
+    assert (once.rest, four.rest) == (0.75, 2.25)
+
+
+@pytest.mark.parametrize("dp", [2, 4])
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_what_travels_is_what_the_traffic_of_the_plan_says(dp: int, stage: int, accumulation: int) -> None:
+    run = planned("--ranks", str(dp), "--zero-stage", str(stage), "--global-batch-size", str(2 * dp * accumulation))
+    rates, sent = machine(2), run.traffic()
+    # One rank sends and receives so much; the machine that is made up takes 1 s / BYTES of the whole between two.
+    norm = rates.all_reduce(1)
+    assert step_time(run, rates).exchange - norm == pytest.approx(2 * (sent.gradients + sent.parameters) / BYTES,
+                                                                  rel=1e-6)
+
+
+def test_no_more_hides_than_there_is_to_hide_behind_and_than_is_sent() -> None:
+    run = planned("--ranks", "2")
+    slow_wire, fast_wire = machine(2, all_reduce=proportional(1.0), hides=0.5), machine(2, hides=0.5)
+    backward = 4 * (matrices(run) - 512 * 64) * 2 * 32 / FLOPS
+    assert step_time(run, slow_wire).hidden == pytest.approx(backward * 2 / 3)  # of all blocks but the last
+    block = 2 * run.block.numel * 4 / BYTES
+    assert step_time(run, replace(fast_wire, forward=slow_wire.forward)).hidden <= 2 * 0.5 * block
+    assert step_time(run, replace(slow_wire, hides=0.0)).hidden == 0
+    assert step_time(planned("--ranks", "2", "--no-overlap-comm"), slow_wire).hidden == 0
+
+
+def test_tensor_parallel_ranks_share_the_products_and_sum_twice_a_block_and_direction() -> None:
+    alone, pair = planned(), planned("--ranks", "2", "--model-parallel-size", "2")
+    rates = machine(2)
+    assert step_time(pair, rates).products == pytest.approx(step_time(alone, rates).products / 2)
+    stream, losses, norm = 2 * 32 * 64 * 4, 3 * 2 * 32 * 4, 1
+    assert step_time(pair, rates).exchange == pytest.approx(((4 * 3 + 2) * stream + losses + norm) * 2 / BYTES)
+
+
+def test_state_on_the_host_is_updated_there_and_travels() -> None:
+    rates = machine(update=proportional(1e-9), host_update=proportional(1e-8), link=1e9)
+    flags = [flag for flag in FLAGS if flag not in ("--device", "cpu")]
+    here = plan.parse([*flags, "--zero-stage", "2"])[1]
+    away = plan.parse([*flags, "--zero-stage", "2", "--offload-optimizer-device", "cpu"])[1]
+    assert step_time(here, rates).optimizer == pytest.approx(here.shard_numel * 1e-9)
+    assert step_time(away, rates).optimizer == pytest.approx(away.shard_numel * (1e-8 + 8e-9))

@@ -1,0 +1,195 @@
+"""The search, on machines that are made up, beside the slow way: every choice tried."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+
+from megatron.config.autotuning import AutotuningConfig
+from megatron.errors import ConfigError
+from megatron.plan.memory import peak
+from megatron.plan.time import StepTime
+from megatron.tune import model, search
+from megatron.tune.model import Candidate, estimates
+from megatron.tune.search import Option, Outcome, best, next_trial, pruned
+from megatron.tune.space import choices, samples_of
+from tests.megatron.tune.simulated import Simulated, options_of, planned
+
+TUNING = AutotuningConfig()
+
+
+@cache
+def options(*flags: str) -> list[Option]:
+    return list(options_of(planned(*flags)).values())
+
+
+def searched(found: Sequence[Option], machine: Simulated, tuning: AutotuningConfig = TUNING) -> dict[int, Outcome]:
+    trials: dict[int, Outcome] = {}
+    kept = pruned(found, machine.memory, tuning.autotuning_num_tuning_micro_batch_sizes)
+    while (number := next_trial(found, kept, trials, tuning)) is not None:
+        assert number not in trials
+        trials[number] = machine.outcome(found[number])
+    return trials
+
+
+def simulated(seed: int, found: Sequence[Option]) -> Simulated:
+    """One with room for a share of the choices."""
+    needs = sorted(option.needs for option in found)
+    return Simulated(seed, needs[int(len(needs) * random.Random(seed).uniform(0.3, 0.99))])
+
+
+@pytest.mark.parametrize("flags", [(), ("--no-autotuning-fast",)], ids=["fast", "with buckets"])
+def test_the_pick_is_near_the_best_of_all_choices_after_a_quarter_of_their_trials(flags: tuple[str, ...]) -> None:
+    found = options(*flags)
+    for seed in range(40):
+        machine = simulated(seed, found)
+        trials = searched(found, machine)
+        chosen = best(trials)
+        assert chosen is not None and len(trials) <= len(found) / 4
+        fastest = min(outcome.seconds for outcome in map(machine.outcome, found) if outcome.seconds is not None)
+        assert fastest / (trials[chosen].seconds or math.inf) >= 0.95, seed
+
+
+def test_fewer_trials_than_the_predicted_order_needs_for_as_much() -> None:
+    """Negative control: the order of the prediction alone misses more often, and so does any order."""
+    found, missed = options(), dict[str, int]()
+    for kind in ("model_based", "gridsearch", "random"):
+        tuning = replace(TUNING, autotuning_tuner_type=kind)
+        missed[kind] = 0
+        for seed in range(40):
+            machine = simulated(seed, found)
+            trials = searched(found, machine, tuning)
+            fastest = min(outcome.seconds for outcome in map(machine.outcome, found) if outcome.seconds is not None)
+            missed[kind] += fastest / min(one.seconds or math.inf for one in trials.values()) < 0.95
+    assert missed["model_based"] < missed["gridsearch"] < missed["random"]
+
+
+def test_what_does_not_fit_and_all_but_the_best_micro_batches_are_left_out() -> None:
+    found = options()
+    capacity = sorted(option.needs for option in found)[len(found) // 2]
+    kept = pruned(found, capacity, 2)
+    assert [found[number].candidate.predicted.total for number in kept] == sorted(
+        found[number].candidate.predicted.total for number in kept)
+    for number, option in enumerate(found):
+        alike = [one for one in found if one.kind == option.kind and one.needs <= capacity]
+        faster = sum(one.candidate.predicted.total < option.candidate.predicted.total for one in alike)
+        assert (number in kept) == (option.needs <= capacity and faster < 2)
+
+
+def test_lack_of_memory_rules_out_what_needs_as_much_and_a_crash_only_itself() -> None:
+    found, tuning = options(), replace(TUNING, autotuning_tuner_type="gridsearch")
+    kept = sorted(range(len(found)), key=lambda number: -found[number].needs)
+    middle = kept[len(kept) // 2]
+    assert next_trial(found, kept, {middle: Outcome("crash")}, tuning) == kept[0]
+    after = next_trial(found, kept, {middle: Outcome("memory")}, tuning)
+    assert after is not None and found[after].needs < found[middle].needs
+    assert next_trial(found, kept, {kept[-1]: Outcome("memory")}, tuning) is None
+
+
+@pytest.mark.parametrize("kind", ["model_based", "gridsearch", "random"])
+def test_a_search_ends_when_every_trial_fails(kind: str) -> None:
+    found, trials = options(), dict[int, Outcome]()
+    tuning = replace(TUNING, autotuning_tuner_type=kind, autotuning_tuner_num_trials=10**6)
+    while (number := next_trial(found, range(len(found)), trials, tuning)) is not None:
+        trials[number] = Outcome("hang")
+    assert len(trials) == len(found) and best(trials) is None
+
+
+def test_it_ends_at_the_number_of_trials_and_after_some_that_were_no_faster() -> None:
+    found = options()
+    tuning = AutotuningConfig(autotuning_tuner_type="gridsearch", autotuning_tuner_num_trials=6,
+                              autotuning_tuner_early_stopping=3)
+    slower = {number: Outcome("done", 1.0 + number) for number in range(4)}
+    assert next_trial(found, range(20), slower, tuning) is None
+    assert next_trial(found, range(20), {number: slower[number] for number in range(3)}, tuning) == 3
+    faster = {number: Outcome("done", 10.0 - number) for number in range(5)}
+    assert next_trial(found, range(20), faster, tuning) == 5
+    assert next_trial(found, range(20), faster | {5: Outcome("done", 1.0)}, tuning) is None
+
+
+# ---- the model ----------------------------------------------------------------------------------------------------
+
+
+def candidate(rng: random.Random) -> Candidate:
+    parts = [rng.uniform(0.01, 1) for _ in range(5)]
+    return Candidate({"stage": rng.randrange(4), "batch": rng.randrange(3)}, StepTime(*parts, hidden=0.0))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_estimate_is_that_of_corrections_fitted_by_least_squares(seed: int) -> None:
+    """Reference: one unknown for the machine, each part, each value and each pair of values, all drawn to 0 by their
+    own weight: the minimum of a sum of squares, solved in the space of unknowns and not of trials."""
+    rng = random.Random(seed)
+    found = [candidate(rng) for _ in range(12)]
+    measured = {number: rng.uniform(0.1, 5) for number in range(6)}
+    values = sorted({item for one in found for item in one.settings.items()})
+    pairs = sorted({tuple(sorted(one.settings.items())) for one in found})
+    rows = np.array([[model.MACHINE, *(model.PART * share for share in one.shares),
+                      *(model.SETTING * (value in one.settings.items()) for value in values),
+                      *(model.PAIR * (pair == tuple(sorted(one.settings.items()))) for pair in pairs)]
+                     for one in found])
+    known = rows[list(measured)] / model.NOISE
+    wrong = np.array([math.log(seconds / found[number].predicted.total) for number, seconds in measured.items()])
+    precision = known.T @ known + np.eye(rows.shape[1])
+    weights = np.linalg.solve(precision, known.T @ (wrong / model.NOISE))
+    doubts = np.sqrt((rows * np.linalg.solve(precision, rows.T).T).sum(axis=1))
+    for one, row, doubt, estimate in zip(found, rows, doubts, estimates(found, measured), strict=True):
+        assert estimate.seconds == pytest.approx(one.predicted.total * math.exp(row @ weights), rel=1e-6)
+        assert estimate.doubt == pytest.approx(doubt, rel=1e-4, abs=1e-6)
+
+
+def test_without_trials_the_estimate_is_the_prediction() -> None:
+    found = [candidate(random.Random(seed)) for seed in range(4)]
+    assert [one.seconds for one in estimates(found, {})] == pytest.approx([one.predicted.total for one in found])
+
+
+def test_a_machine_that_is_twice_as_slow_at_everything_is_known_after_one_trial() -> None:
+    found = [candidate(random.Random(seed)) for seed in range(10)]
+    after = estimates(found, {0: 2 * found[0].predicted.total})
+    assert all(1.5 < estimate.seconds / one.predicted.total < 2.3 for one, estimate in zip(found, after, strict=True))
+
+
+def test_hope_is_what_makes_it_look_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "HOPE", 0.0)
+    found = options()
+    greedy = sum(len(searched(found, simulated(seed, found))) for seed in range(5))
+    monkeypatch.undo()
+    assert greedy < sum(len(searched(found, simulated(seed, found))) for seed in range(5))
+
+
+# ---- what can be tried --------------------------------------------------------------------------------------------
+
+
+def test_every_choice_keeps_the_samples_and_is_a_run_that_can_start() -> None:
+    asked = planned()
+    for choice, run in choices(asked).items():
+        assert choice.batch * run.dp * run.accumulation == samples_of(asked) == 64
+        run.config.check_world(4)
+        assert peak(run).total > 0 and run.config.zero.zero_stage == choice.stage and run.tp == choice.tp
+
+
+def test_what_makes_no_difference_is_not_tried_twice() -> None:
+    alone = choices(planned("--ranks", "1"))
+    assert {(choice.stage, choice.tp) for choice in alone} == {(0, 1)}
+    assert {choice.tp for choice in choices(planned())} == {1, 2}  # 6 heads
+    assert {choice.tp for choice in choices(planned("--autotuning-mp-size", "2"))} == {2}
+
+
+def test_the_samples_of_a_step_are_those_of_the_flags_or_the_largest_that_are_allowed() -> None:
+    assert samples_of(planned()) == 64
+    asked = planned()
+    loose = replace(asked, config=replace(asked.config, train=replace(asked.config.train, global_batch_size=None)))
+    assert samples_of(loose) == 32
+    limited = replace(loose.config, autotuning=AutotuningConfig(autotuning_max_train_batch_size=48))
+    assert samples_of(replace(loose, config=limited)) == 48
+
+
+def test_steps_that_end_before_they_begin_are_refused() -> None:
+    with pytest.raises(ConfigError, match="-end-profile-step 2 is before --autotuning-start-profile-step 3"):
+        AutotuningConfig(autotuning_end_profile_step=2)

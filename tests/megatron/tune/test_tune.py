@@ -1,0 +1,209 @@
+"""The tuner: whatever becomes of a trial is a result, a search that was killed goes on, the end says what to type."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron.config.flags import parse_args
+from megatron.errors import ConfigError, PeerError
+from megatron.plan.footprint import Run
+from megatron.tune import command, trial
+from megatron.tune.results import FILE, Results
+from megatron.tune.search import Outcome
+from megatron.tune.space import Choice
+from megatron.tune.trial import Trials, trial_of
+from megatron.tune.words import flags_of
+from tests.megatron.helpers import NO_DROPOUT, ROOT, TINY
+from tests.megatron.plan.machines import machine, proportional
+
+FAKE = (str(ROOT / "tests/megatron/tune/fake_trainer.py"),)
+MODEL = [*TINY, *NO_DROPOUT, "--mock-data"]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Flags that keep everything in a folder of the test's; no machine is measured."""
+    rates = machine(2, update=proportional(1e-9), a_pass=1e-3, block_forward=proportional(1e-8))
+    (tmp_path / "rates.json").write_text(json.dumps(rates.as_dict()))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return ["--device", "cpu", "--rates", str(tmp_path / "rates.json"), "--autotuning-results-dir",
+            str(tmp_path / "results"), "--autotuning-exps-dir", str(tmp_path / "trials")]
+
+
+def faked(monkeypatch: pytest.MonkeyPatch, **ways: str) -> None:
+    """By ZeRO stage."""
+    monkeypatch.setattr(Trials, "__init__", _with_trainer(Trials.__init__))
+    monkeypatch.setenv("FAKE_TRAINER", json.dumps({"other": "done", **{name[-1]: way for name, way in ways.items()}}))
+
+
+def _with_trainer(init):
+    return lambda self, *args, **kwargs: init(self, *args, **{**kwargs, "trainer": FAKE})
+
+
+def asked(*flags: str) -> Run:
+    return command.parse(["--device", "cpu", *MODEL, *flags])[1]
+
+
+def outcomes(place: list[str]) -> list[dict]:
+    file = Path(place[place.index("--autotuning-results-dir") + 1]) / FILE
+    return [json.loads(line) for line in file.read_text().splitlines()[1:]]
+
+
+# ---- one trial ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way, state, words", [
+    ("memory", "memory", "error: rank 0 is out of memory"), ("limit", "memory", "MemoryError"),
+    ("crash", "crash", "what nobody has thought of"), ("hang", "hang", "not over after 2 s"), ("done", "done", "")])
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_whatever_becomes_of_a_trial_is_a_result(
+        way: str, state: str, words: str, ranks: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FAKE_TRAINER", json.dumps({"other": way}))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    trials = Trials(tmp_path, 3, 5, 2.0 if way == "hang" else 60.0, FAKE)
+    begin = time.monotonic()
+    outcome = trials.run(1, asked("--ranks", ranks), 0.1)
+    assert outcome.state == state and time.monotonic() - begin < 30
+    assert outcome.seconds == (0.101 if state == "done" else None)
+    assert words in outcome.words
+
+
+def test_nothing_of_a_trial_that_hung_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FAKE_TRAINER", json.dumps({"other": "hang"}))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    assert Trials(tmp_path, 3, 5, 2.0, FAKE).run(1, asked("--ranks", "2"), 0.1).state == "hang"
+    alive = [path for path in Path("/proc").glob("[0-9]*/cmdline")
+             if str(tmp_path).encode() in _content(path)]
+    assert not alive
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def test_the_flags_of_a_trial_make_its_configuration_again(tmp_path: Path) -> None:
+    run = asked("--lr", "3e-4", "--no-overlap-comm", "--split", "90,5,5", "--checkpoint-activations", "--bf16",
+                "--save", str(tmp_path), "--load", str(tmp_path), "--tensorboard-dir", str(tmp_path))
+    config = trial_of(run, tmp_path / "m.jsonl", 5)
+    assert parse_args(flags_of(config)) == config
+    assert config.save.save is None and config.log.tensorboard_dir is None and config.train.train_iters == 5
+    assert (config.optim, config.data, config.recompute) == (run.config.optim, run.config.data, run.config.recompute)
+
+
+# ---- a search -----------------------------------------------------------------------------------------------------
+
+
+def test_failed_trials_do_not_stop_it_and_the_end_says_what_to_type(
+        place: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    faked(monkeypatch, stage0="memory", stage1="crash", stage2="hang")
+    flags = [*place, "--ranks", "2", "--trial-seconds", "3", "--global-batch-size", "4", "--autotuning-mp-size", "1",
+             "--autotuning-tuner-early-stopping", "0", "--autotuning-tuner-type", "gridsearch", *MODEL]
+    assert command.main(flags) == 0
+    text = capsys.readouterr().out
+    states = {one["outcome"]["state"] for one in outcomes(place)}
+    assert {"done", "crash"} <= states
+    fastest = next(line for line in text.splitlines() if line.startswith("flags: ")).removeprefix("flags: ")
+    assert "--zero-stage 3" in fastest
+    folder = Path(place[5])
+    assert (folder / "flags.txt").read_text() == fastest + "\n"
+    parse_args([*MODEL, *fastest.split()], 2).check_world(2)
+    assert "<table>" in (folder / "tuning.html").read_text()
+
+
+def test_it_goes_on_where_it_was_killed(place: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    faked(monkeypatch)
+    flags = [*place, "--ranks", "2", "--global-batch-size", "4", "--autotuning-tuner-early-stopping", "0",
+             "--autotuning-tuner-type", "gridsearch", *MODEL]
+    assert command.main([*flags, "--autotuning-tuner-num-trials", "3"]) == 0
+    first = outcomes(place)
+    file = Path(place[5]) / FILE
+    file.write_text(file.read_text() + '{"trial": 4, "choi')  # killed as it wrote
+    assert command.main([*flags, "--autotuning-tuner-num-trials", "5"]) == 0
+    found = outcomes(place)
+    assert len(first) == 3 and len(found) == 5 and found[:3] == first
+    assert len({json.dumps(one["choice"]) for one in found}) == 5
+
+
+@pytest.mark.slow
+def test_a_search_that_is_killed_outright_goes_on(place: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    program = ("import sys; from megatron.tune import command, trial; "
+               f"trial.Trials.__init__.__defaults__ = (None, {FAKE!r}); sys.exit(command.main())")
+    monkeypatch.setenv("FAKE_TRAINER", json.dumps({"other": "done"}))
+    begun = [sys.executable, "-c", program, *place, "--ranks", "2", "--global-batch-size", "8", *MODEL]
+    process = subprocess.Popen(begun, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("trial 2"):
+            break
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    before = outcomes(place)
+    text = subprocess.run(begun, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert f"goes on after {len(before)} trials" in text and outcomes(place)[:len(before)] == before
+
+
+def test_trials_of_another_run_are_not_mixed_with_these(place: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    faked(monkeypatch)
+    flags = [*place, "--ranks", "2", "--global-batch-size", "4", "--autotuning-tuner-num-trials", "1", *MODEL]
+    assert command.main(flags) == 0
+    with pytest.raises(ConfigError, match="has trials of another run"):
+        command.main([*flags, "--hidden-size", "64"])
+    assert command.main([*flags, "--hidden-size", "64", "--autotuning-overwrite"]) == 0
+    assert len(outcomes(place)) == 1
+
+
+def test_where_nothing_runs_it_says_so(place: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    faked(monkeypatch, other="crash", stage0="crash", stage1="crash", stage2="crash", stage3="crash")
+    with pytest.raises(PeerError, match="no choice of .* ran: 2 trials failed"):
+        command.main([*place, "--ranks", "2", "--autotuning-tuner-num-trials", "2", *MODEL])
+
+
+def test_what_does_not_fit_is_not_tried(place: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    faked(monkeypatch)
+    with pytest.raises(PeerError, match="0 trials failed"):
+        command.main([*place, "--ranks", "2", "--card-gb", "1e-6", *MODEL])
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--ranks", "0"], "--ranks is 0"), (["--trial-seconds", "0"], "--trial-seconds is 0"),
+    (["--ranks", "2", "--global-batch-size", "3", "--autotuning-mp-size", "1"], "leave no choice"),
+    (["--device", "cuda", "--ranks", "1000"], "--ranks 1000 is more than")])
+def test_what_cannot_be_tuned_is_refused(flags: list[str], words: str, place: list[str]) -> None:
+    with pytest.raises(ConfigError, match=words):
+        command.main([*place, *MODEL, *flags])
+
+
+def test_results_hold_what_was_added(tmp_path: Path) -> None:
+    choices = [Choice(batch, 0, False, "none", "none", 1, 5) for batch in (1, 2)]
+    results = Results(str(tmp_path), {"a": 1}, overwrite=False)
+    results.add(choices[0], Outcome("done", 0.1 + 0.2), 1.0)
+    results.add(choices[1], Outcome("hang", words="late"), 1.0)
+    again = Results(str(tmp_path), {"a": 1}, overwrite=False)
+    expected = [Outcome("done", 0.1 + 0.2), Outcome("hang", words="late")]
+    assert list(again.trials.items()) == list(zip(choices, expected, strict=True))
+    (tmp_path / FILE).write_text("no record\n")
+    with pytest.raises(ConfigError, match="holds a line that is no record"):
+        Results(str(tmp_path), {"a": 1}, overwrite=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_real_search_of_a_tiny_model(ranks: str, place: list[str], monkeypatch: pytest.MonkeyPatch,
+                                       capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(trial, "TRAINER", (str(ROOT / "pretrain_gpt2.py"),))
+    assert command.main([*place, "--ranks", ranks, "--global-batch-size", "4", "--autotuning-tuner-num-trials", "3",
+                         *MODEL]) == 0
+    found = outcomes(place)
+    assert 1 <= len(found) <= 3 and all(one["outcome"]["state"] == "done" for one in found)
+    assert "samples/s" in capsys.readouterr().out
