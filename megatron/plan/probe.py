@@ -25,12 +25,12 @@ from megatron.plan.activations import Device
 from megatron.plan.rates import Curve, Point, Rates, Surface, Where
 from megatron.plan.small_models import Shape, seconds_in_training, steps_in_turn
 from megatron.plan.stopwatch import Stopwatch
-from megatron.plan.time import HEAD_WIDTH, block_backward, block_forward, ends
+from megatron.plan.time import HEAD_WIDTH, block_backward, block_forward, ends, step_time
 from megatron.train.allocator import keep_freed_memory
 from mpu import groups as mpu_groups
 from mpu.collectives import all_gather_into, all_reduce_into, reduce_scatter_into
 from mpu.cross_entropy import linear_cross_entropy
-from mpu.groups import SOLO
+from mpu.groups import SOLO, Groups
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -53,6 +53,7 @@ MORE_LAYERS = 2
 LEAST = 0.02
 """Share that the rest has of what is known, at least: differences of a busy machine can be anything."""
 
+STAGES = 4
 NOTHING = Curve(())
 
 
@@ -60,6 +61,7 @@ NOTHING = Curve(())
 class Probe:
     watch: Stopwatch
     precision: str
+    groups: Groups
 
     @property
     def device(self) -> torch.device:
@@ -76,9 +78,9 @@ class Probe:
         forward, backward = self._products()
         reduce, scatter, gather = self._exchanges()
         found = Rates(where, 0.0, forward, backward, *self._attention(0.0), *self._attention(DROPOUT), NOTHING, NOTHING,
-                      *self._dropout(), NOTHING, NOTHING, 0.0, 0.0, 0.0, reduce, scatter, gather, self._hides(),
-                      self._link(), NOTHING)
-        found = self._with_models(replace(found, loss=self._loss(found)))
+                      *self._dropout(), NOTHING, NOTHING, 0.0, 0.0, 0.0, (0.0,) * STAGES, reduce, scatter, gather,
+                      self._hides(), self._link(), NOTHING)
+        found = self._with_meetings(self._with_models(replace(found, loss=self._loss(found))))
         host = found.update if self.kind == "cpu" else self._host_update()
         return replace(found, host_update=host, seconds=self.watch.now() - begin)
 
@@ -209,6 +211,19 @@ class Probe:
         return replace(rates, a_pass=max(0.0, taken - explained.total), a_step=max(0.0, loop),
                        split_unit=max(0.0, more / (shape.layers + 1)))
 
+    def _with_meetings(self, rates: Rates) -> Rates:
+        """What ranks of the smallest model take together that their exchange alone does not explain, a unit."""
+        if self.watch.world.is_solo:
+            return rates
+        found = []
+        for stage in range(STAGES):
+            shape = SHAPES[0]._replace(layers=1 + MORE_LAYERS, stage=stage)
+            taken = sum(steps_in_turn((shape,), self.precision, self.watch, self.groups)[0])
+            run = shape.run(self.precision, self.kind, self.watch.world.size)
+            explained = step_time(run, replace(rates, a_step=0.0)).total
+            found.append(max(0.0, taken - explained) / (shape.layers + 1))
+        return replace(rates, meetings=tuple(found))
+
     def _host_update(self) -> Curve:
         host = replace(self.watch, device=torch.device("cpu"))
         return Curve(tuple(sorted((shape.run("fp32", "cpu").shard_numel, taken.step) for shape in (*SHAPES, LARGEST)
@@ -236,7 +251,7 @@ def main(argv: Sequence[str]) -> int:
     if device.type == "cpu":
         keep_freed_memory()
     groups = mpu_groups.build()
-    found = Probe(Stopwatch(device, groups.world), precision).rates(machine)
+    found = Probe(Stopwatch(device, groups.world), precision, groups).rates(machine)
     if env.rank == 0:
         Path(path).write_text(json.dumps(found.as_dict(), indent=1) + "\n", encoding="utf-8")
     distributed.shutdown()

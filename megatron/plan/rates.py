@@ -112,6 +112,8 @@ class Rates:
     """Seconds of a step of training besides: batches, and numbers to report."""
     split_unit: float
     """Seconds that a unit of split parameters takes in a pass, beside its exchange."""
+    meetings: tuple[float, ...]
+    """By ZeRO stage: seconds that ranks take to exchange a unit, beside the exchange itself."""
     all_reduce: Curve
     """By bytes of the whole tensor."""
     reduce_scatter: Curve
@@ -143,4 +145,4 @@ def _surface(record: Mapping[str, Any]) -> Surface:
 
 
 _MAKERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
-    "Curve": _curve, "Surface": _surface, "Where": lambda record: Where(**record)}
+    "Curve": _curve, "Surface": _surface, "tuple[float, ...]": tuple, "Where": lambda record: Where(**record)}

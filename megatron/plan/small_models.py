@@ -1,8 +1,9 @@
 """Small models under the real engine, for the probe: what a step of them takes, by its three calls, and what the loop
 of training adds.
 
-Each is on one rank, beside equal ones on the others. Models of one shape that differ in their blocks take steps in
-turn, so that a machine which is busy for a while is so for both, and their difference is that of the blocks.
+Each is on one rank, beside equal ones on the others, or data parallel over all of them. Models of one shape that differ
+in their blocks take steps in turn, so that a machine which is busy for a while is so for both, and their difference is
+that of the blocks.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -20,7 +20,7 @@ import torch
 from megatron.config.tree import Config, build_config
 from megatron.plan.activations import Device
 from megatron.plan.footprint import Run
-from megatron.plan.stopwatch import FEWEST, Stopwatch, usual
+from megatron.plan.stopwatch import FEWEST, MOST, Stopwatch, usual
 from megatron.plan.time import HEAD_WIDTH
 from megatron.train import build
 from megatron.train.batches import Batch
@@ -60,8 +60,8 @@ class Shape(NamedTuple):
     def tokens(self) -> int:
         return self.batch * self.sequence
 
-    def run(self, precision: str, device: Device) -> Run:
-        return Run(self.config(precision), device=device)
+    def run(self, precision: str, device: Device, ranks: int = 1) -> Run:
+        return Run(self.config(precision), ranks, device)
 
 
 VOCABULARY = 512
@@ -76,8 +76,8 @@ class Taken(NamedTuple):
 
 
 class SmallModel:
-    def __init__(self, shape: Shape, precision: str, watch: Stopwatch) -> None:
-        config, groups = shape.config(precision), Groups()
+    def __init__(self, shape: Shape, precision: str, watch: Stopwatch, groups: Groups) -> None:
+        config = shape.config(precision)
         self._watch = watch
         self._engine = build.engine(config, build.model(config, groups), groups, watch.device)
         self._engine.train()
@@ -94,18 +94,19 @@ class SmallModel:
         return Taken(ahead - begin, back - ahead, self._watch.now() - back)
 
 
-def steps_in_turn(shapes: Sequence[Shape], precision: str, watch: Stopwatch) -> list[Taken]:
-    """What they usually take, on the slowest rank."""
-    models = [SmallModel(shape, precision, watch) for shape in shapes]
+def steps_in_turn(shapes: Sequence[Shape], precision: str, watch: Stopwatch, groups: Groups = Groups()) -> list[Taken]:
+    """What they usually take, on the slowest rank; with `groups`, together."""
+    models = [SmallModel(shape, precision, watch, groups) for shape in shapes]
     for _ in range(WARM_UP):
         for model in models:
             model.step()
-    taken = list[list[Taken]]()
-    end = watch.now() + SECONDS
-    for number in count():
-        if number >= FEWEST and watch.now() > end:
-            break
-        taken.append([model.step() for model in models])
+    if groups.world.is_solo:
+        taken, end = list[list[Taken]](), watch.now() + SECONDS
+        while len(taken) < FEWEST or watch.now() < end:
+            taken.append([model.step() for model in models])
+    else:
+        once = watch.slowest(watch.once(lambda: [model.step() for model in models]))
+        taken = [[model.step() for model in models] for _ in range(max(FEWEST, min(MOST, int(SECONDS / once))))]
     return [Taken(*(watch.slowest(usual(part)) for part in zip(*steps, strict=True)))
             for steps in zip(*taken, strict=True)]
 

@@ -75,9 +75,12 @@ def step_time(run: Run, rates: Rates) -> StepTime:
     apart = _tensor_parallel(run, rates) * run.accumulation
     reduced, reduced_hidden = _gradients(run, rates, backward.total)
     gathered, gathered_hidden = _weights(run, rates, forward.total, backward.total)
-    norm = rates.all_reduce(1) if run.ranks > 1 else 0.0
+    meeting = rates.all_reduce(1) if run.ranks > 1 else 0.0  # of the norm
+    if run.dp > 1:
+        times = run.accumulation if run.policy.split_grads else 1
+        meeting += rates.meetings[run.config.zero.zero_stage] * (run.layers + 1) * times
     return StepTime(work.products, work.attention, work.rest + rates.a_step, _optimizer(run, rates),
-                    apart + reduced + gathered + norm, reduced_hidden + gathered_hidden)
+                    apart + reduced + gathered + meeting, reduced_hidden + gathered_hidden)
 
 
 # ---- computation --------------------------------------------------------------------------------------------------

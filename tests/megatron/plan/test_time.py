@@ -72,6 +72,15 @@ def test_no_more_hides_than_there_is_to_hide_behind_and_than_is_sent() -> None:
     assert step_time(planned("--ranks", "2", "--no-overlap-comm"), slow_wire).hidden == 0
 
 
+def test_ranks_meet_at_every_unit_as_often_as_gradients_are_summed() -> None:
+    rates = machine(2, meetings=(1.0, 2.0, 3.0, 4.0))
+    for stage, expected in ((0, 4), (1, 8), (2, 24), (3, 32)):  # three blocks and the root, two micro-batches
+        run = planned("--ranks", "2", "--zero-stage", str(stage), "--global-batch-size", "8")
+        more = step_time(run, rates).exchange - step_time(run, machine(2)).exchange
+        assert more == pytest.approx(expected)
+    assert step_time(planned(), rates).exchange == 0
+
+
 def test_tensor_parallel_ranks_share_the_products_and_sum_twice_a_block_and_direction() -> None:
     alone, pair = planned(), planned("--ranks", "2", "--model-parallel-size", "2")
     rates = machine(2)

@@ -141,13 +141,12 @@ def test_a_search_that_is_killed_outright_goes_on(place: list[str], monkeypatch:
                f"trial.Trials.__init__.__defaults__ = (None, {FAKE!r}); sys.exit(command.main())")
     monkeypatch.setenv("FAKE_TRAINER", json.dumps({"other": "done"}))
     begun = [sys.executable, "-c", program, *place, "--ranks", "2", "--global-batch-size", "8", *MODEL]
-    process = subprocess.Popen(begun, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("trial 2"):
-            break
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    with subprocess.Popen(begun, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("trial 2"):
+                break
+        os.kill(process.pid, signal.SIGKILL)
     before = outcomes(place)
     text = subprocess.run(begun, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
     assert f"goes on after {len(before)} trials" in text and outcomes(place)[:len(before)] == before
