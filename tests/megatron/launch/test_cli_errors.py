@@ -96,7 +96,7 @@ def test_a_tokenizer_file_that_is_named_and_absent_is_a_config_error_before_torc
 
 def test_bad_configs_end_the_real_commands_alike() -> None:
     check(command([*TINY, "--mock-data", "--lr", "-1"]), 2, "--lr")
-    check(command([*TINY, "--mock-data", "--model-parallel-size", "3"], ranks=2), 2, "--model-parallel-size 3")
+    check(command([*TINY, "--mock-data", "--zero-stage", "7"], ranks=2), 2, "--zero-stage is 7")
 
 
 # ---- data: 3 -----------------------------------------------------------------------------------------------------

@@ -197,19 +197,20 @@ FOLDER = Path(megatron.zero.__file__).parent
 
 def places() -> Iterator[Place]:
     """In the mechanism; api/ and the watch wait for threads, not ranks, aside.py and update.py for copies
-    (test_aside.py, homes/test_ferry.py)."""
+    (test_aside.py, homes/test_ferry.py). Nothing here looks for eigenvalues (test_curvature.py)."""
     for path in sorted({*FOLDER.glob("*.py")} - {FOLDER / name for name in ("watch.py", "aside.py", "update.py")}):
-        yield from waits(f"megatron.zero.{path.stem}")
+        yield from (place for place in waits(f"megatron.zero.{path.stem}") if path.stem != "curvature")
     yield from waits("mpu.one_bit")
 
 
 def said(stage: int) -> list[Tensor]:
-    """What an optimizer with an exchange of its own makes of weights."""
-    if stage > 1:
-        return []
-    engine = one_bit.engine_of(stage)
-    one_bit.train(engine, 0, one_bit.FREEZE + 3)
-    return [*weights(engine).values()]
+    """What optimizers make of weights that have an exchange of their own, or look at whole matrices."""
+    found = []
+    for name in ("onebit_adam", "muon") if stage < 2 else ("muon",):
+        engine = one_bit.engine_of(stage, optimizer=name)
+        one_bit.train(engine, 0, one_bit.FREEZE + 3)
+        found += weights(engine).values()
+    return found
 
 
 def mutated(rank: int, world: int, folder: str, place: Place) -> str:

@@ -202,4 +202,4 @@ def test_a_type_without_a_rate_has_deepspeeds_which_is_torchs_where_the_class_is
     default = inspect.signature(getattr(torch.optim, name)).parameters["lr"].default if name else 1e-3
     for params in ({}, {"lr": "auto"}):
         config = {"train_batch_size": 4, "optimizer": {"type": kind, "params": params}}
-        assert zero.initialize(model=nn.Linear(2, 1), config=config)[0].get_lr() == [default]
+        assert set(zero.initialize(model=nn.Linear(2, 1), config=config)[0].get_lr()) == {default}
