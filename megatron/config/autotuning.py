@@ -21,9 +21,9 @@ class AutotuningConfig:
     autotuning_fast: bool = setting(
         True, "leave sizes of buckets as they are (--no-autotuning-fast: try some)", json=_HERE + "fast")
     autotuning_results_dir: str = setting(
-        "autotuning_results", "folder of the trials and of what came of them", json=_HERE + "results_dir", place=True)
+        "autotuning_results", "folder of the trials and of what came of them", json=_HERE + "results_dir")
     autotuning_exps_dir: str = setting(
-        "autotuning_exps", "folder of what each trial wrote", json=_HERE + "exps_dir", place=True)
+        "autotuning_exps", "folder of what each trial wrote", json=_HERE + "exps_dir")
     autotuning_overwrite: bool = setting(
         False, "begin anew where there are trials already, instead of going on",
         json=Key(_HERE + "overwrite", help="DeepSpeed's default is true"))
