@@ -14,7 +14,7 @@ from megatron.config.setting import Key, require, setting
 from megatron.errors import ConfigError
 
 MORE_STEPS_THAN_ANY = 2**62
-"""What `never` is to a rule (optim/one_bit.py)."""
+"""What `never` is to a rule."""
 
 
 @dataclass(frozen=True, kw_only=True)

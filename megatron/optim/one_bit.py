@@ -28,8 +28,6 @@ from megatron.optim.rule import ParamGroup, Saying, Span, StepScalars, Travel
 from mpu.device import on_accelerator
 from mpu.groups import Group
 
-NEVER = 2**62
-"""More steps than there are."""
 SETTLED = 0.96
 """Of the two sums of v, the smaller is at least so much of the larger."""
 

@@ -29,8 +29,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from megatron.config.optim import MORE_STEPS_THAN_ANY
 from megatron.optim.adam import IN_CACHE, LARGEST_TILE, AdamW
-from megatron.optim.one_bit import NEVER, OneBit
+from megatron.optim.one_bit import OneBit
 from megatron.optim.rule import ParamGroup, Saying, Span, StepScalars, Travel
 from mpu.device import on_accelerator
 from mpu.groups import Group
@@ -182,11 +183,13 @@ class ZeroOneAdam(OneBit):
         """Of Adam, by what all ranks know."""
         beta1, beta2 = hyper["betas"]
         wide = grad.to(torch.float32, copy=True).mul_(factor)
-        states["exp_avg"].mul_(beta1).add_(wide, alpha=1 - beta1)
+        momentum = states["exp_avg"].mul_(beta1).add_(wide, alpha=1 - beta1)
         if self._travel is Travel.SUM:
             states["exp_avg_sq"].mul_(beta2).addcmul_(wide, wide, value=1 - beta2)
+        else:  # of what is silent there may be a momentum from before, and eps alone is below it
+            momentum.mul_(states["exp_avg_sq"] != 0)
         masters.mul_(_kept(hyper))
-        masters.addcdiv_(states["exp_avg"], self._divisor(states, hyper), value=-self._step_size(hyper))
+        masters.addcdiv_(momentum, self._divisor(states, hyper), value=-self._step_size(hyper))
 
     def _own_step(self, grad: Tensor, states: Mapping[str, Tensor], hyper: Mapping[str, Any], factor: float) -> None:
         """Of this rank, by its own gradient, but where v never had one."""
@@ -244,7 +247,7 @@ class ZeroOneAdam(OneBit):
                 "met": self._met}
 
     def objection(self, scalars: Mapping[str, Any]) -> str | None:
-        if scalars.get("frozen_at") is None or self.freeze_step != NEVER:
+        if scalars.get("frozen_at") is None or self.freeze_step != MORE_STEPS_THAN_ANY:
             return None
         return ("its variance is frozen and its ranks step by themselves, which --onebit-freeze-step never rules out: "
                 "give a number of steps, and --zero-stage 0")

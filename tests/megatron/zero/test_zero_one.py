@@ -156,6 +156,8 @@ class Reference:
         came = grads.mean(0) if learns else self.exchange(grads)
         came = self.clipped(came, float(np.linalg.norm(came)))
         self.m[:] = BETAS[0] * self.m[0] + (1 - BETAS[0]) * came
+        if not learns:
+            self.m *= self.v != 0
         if learns:
             self.v, self.learned = BETAS[1] * self.v + (1 - BETAS[1]) * came**2, self.learned + 1
         self.x = self.x * (1 - LR * self.decay) - self.lr(step) * self.m[0] / self.divisor()
