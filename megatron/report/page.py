@@ -17,8 +17,29 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 """What the browser holds the page to: nothing is fetched, from nowhere."""
 
 
+NO_SCRIPT = '<noscript><p class="note">A script draws the curves, and this browser runs none.</p></noscript>'
+AXES = """<form id="axes" aria-label="Horizontal axis">
+<label><input type="radio" name="axis" value="step" checked> steps</label>
+<label><input type="radio" name="axis" value="tokens"> tokens</label>
+<label><input type="radio" name="axis" value="seconds"> training time</label>
+</form>
+"""
+
+
 def page(histories: Sequence[History], notes: Iterable[str]) -> str:
-    title = escape(", ".join(history.name for history in histories))
+    main = f"""{html_notes(notes)}{NO_SCRIPT}
+<div id="legend"></div>
+<div id="charts"></div>
+{_sections(histories)}"""
+    scripts = f"""<script type="application/json" id="data">{_data(drawing(histories))}</script>
+<script>
+{_beside("page.js")}</script>
+"""
+    return document(", ".join(history.name for history in histories), main, beside_title=AXES, scripts=scripts)
+
+
+def document(title: str, main: str, *, beside_title: str = "", scripts: str = "") -> str:
+    """A page of this style; all but the title is HTML."""
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -26,28 +47,17 @@ def page(histories: Sequence[History], notes: Iterable[str]) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="{POLICY}">
 <meta name="color-scheme" content="light dark">
-<title>{title}</title>
+<title>{escape(title)}</title>
 <style>
-{beside("page.css")}</style>
+{_beside("page.css")}</style>
 </head>
 <body>
 <header>
-<h1>{title}</h1>
-<form id="axes" aria-label="Horizontal axis">
-<label><input type="radio" name="axis" value="step" checked> steps</label>
-<label><input type="radio" name="axis" value="tokens"> tokens</label>
-<label><input type="radio" name="axis" value="seconds"> training time</label>
-</form>
-</header>
+<h1>{escape(title)}</h1>
+{beside_title}</header>
 <main>
-{_notes(notes)}<noscript><p class="note">A script draws the curves, and this browser runs none.</p></noscript>
-<div id="legend"></div>
-<div id="charts"></div>
-{_sections(histories)}</main>
-<script type="application/json" id="data">{_data(drawing(histories))}</script>
-<script>
-{beside("page.js")}</script>
-</body>
+{main}</main>
+{scripts}</body>
 </html>
 """
 
@@ -75,7 +85,7 @@ def html_table(table: Table) -> str:
     return f"<div class=\"wide\"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}</tbody>\n</table></div>\n"
 
 
-def _notes(notes: Iterable[str]) -> str:
+def html_notes(notes: Iterable[str]) -> str:
     return "".join(f"<p class=\"note\">{escape(note)}</p>\n" for note in notes)
 
 
@@ -84,6 +94,6 @@ def _data(value: dict[str, Any]) -> str:
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def beside(name: str) -> str:
+def _beside(name: str) -> str:
     """A file that the page contains."""
     return Path(__file__).with_name(name).read_text(encoding="utf-8")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 
 from megatron.plan.footprint import Run
 from megatron.plan.remedies import size
 from megatron.plan.table import aligned
-from megatron.report.page import POLICY, beside, html_table
+from megatron.report.page import document, html_notes, html_table
 from megatron.report.tables import UNKNOWN, Table
 from megatron.train.flops import flops_per_token
 from megatron.tune.search import Option, Outcome
@@ -53,26 +52,6 @@ def verdict(asked: Run, trials: Mapping[Choice, Outcome], found: Choice, legal: 
 
 
 def page(asked: Run, trials: Mapping[Choice, Outcome], options: Mapping[Choice, Option], words: Sequence[str]) -> str:
-    title = escape(f"Tuning {asked.config.model.parameters():,} parameters on {asked.ranks} ranks")
     made = html_table(Table(HEAD, tuple(rows(trials, options))))
-    notes = "".join(f"<p class=\"note\">{escape(word)}</p>\n" for word in words)
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<meta name="color-scheme" content="light dark">
-<title>{title}</title>
-<style>
-{beside("page.css")}</style>
-</head>
-<body>
-<header><h1>{title}</h1></header>
-<main>
-{notes}<section><h2>Trials</h2>
-{made}</section>
-</main>
-</body>
-</html>
-"""
+    return document(f"Tuning {asked.config.model.parameters():,} parameters on {asked.ranks} ranks",
+                    f"{html_notes(words)}<section><h2>Trials</h2>\n{made}</section>\n")

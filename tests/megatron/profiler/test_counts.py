@@ -105,24 +105,27 @@ def test_what_runs_outside_of_modules_is_told_apart() -> None:
     assert (found.root.macs, found.outside) == (Macs(32, 32), Macs(32, 64))
 
 
+class Product(torch.autograd.Function):
+    """Of a user's own; its backward makes one product."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] @ ctx.saved_tensors[0].T, None
+
+
 def test_functionals_and_functions_of_a_users_own_are_seen() -> None:
-    class Twice(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-            ctx.save_for_backward(weight)
-            return x @ weight
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-            return grads[0] @ ctx.saved_tensors[0].T, None
-
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.zeros(3, 5))
 
         def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = Twice.apply(F.linear(x, self.weight), self.weight)  # type: ignore[no-untyped-call]
+            y: Tensor = Product.apply(F.linear(x, self.weight), self.weight)  # type: ignore[no-untyped-call]
             return y
 
     assert recorded(Model(), torch.zeros(2, 5)).macs == Macs(2 * 30, 2 * 30)
@@ -153,19 +156,9 @@ def test_recomputation_changes_no_other_column() -> None:
 
 
 def test_a_function_with_a_backward_of_its_own_is_recomputation_where_it_runs_again() -> None:
-    class Square(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-            ctx.save_for_backward(weight)
-            return x @ weight
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-            return grads[0] @ ctx.saved_tensors[0].T, None
-
     class Inner(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = Square.apply(x, torch.zeros(4, 4))  # type: ignore[no-untyped-call]
+            y: Tensor = Product.apply(x, torch.zeros(4, 4))  # type: ignore[no-untyped-call]
             return y.sin()
 
     class Kept(nn.Module):
