@@ -8,6 +8,7 @@ anything else are not mixed with these.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -41,7 +42,6 @@ class Results:
                               "--autotuning-overwrite")
         for record in rest:
             self.trials[Choice(**record["choice"])] = Outcome(**record["outcome"])
-        self._write(*lines, mode="w")  # without what a kill has cut
 
     def add(self, choice: Choice, outcome: Outcome, predicted: float) -> None:
         self.trials[choice] = outcome
@@ -57,6 +57,11 @@ class Results:
         except ValueError as error:
             raise ConfigError(f"{self._path} holds a line that is no record of a trial: begin anew with "
                               "--autotuning-overwrite") from error
+        if not text.endswith("\n"):  # without what a kill has cut
+            with named_by(FLAG), writing(self._path):
+                fresh = self._path.with_suffix(".new")
+                fresh.write_text("".join(f"{line}\n" for line in whole), encoding="utf-8")
+                os.replace(fresh, self._path)
         return whole
 
     def _write(self, *lines: str, mode: str) -> None:

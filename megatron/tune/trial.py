@@ -9,7 +9,6 @@ result.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -24,6 +23,7 @@ from statistics import median
 from megatron.config.tree import AutotuningConfig, Config, LogConfig, ProfileConfig, SaveConfig
 from megatron.launch.exits import MEMORY_CLASSES, MEMORY_TEXTS
 from megatron.plan.footprint import Run
+from megatron.report.read import MetricsLines
 from megatron.tune.search import Outcome
 from megatron.tune.words import flags_of
 
@@ -108,8 +108,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 def _seconds(metrics: Path, first: int, last: int) -> float | None:
     if not metrics.exists():
         return None
-    records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    steps = [record["step_ms"] / 1e3 for record in records if first <= record.get("iteration", 0) <= last]
+    steps = [record["step_ms"] / 1e3 for record in MetricsLines(metrics) if first <= record.get("iteration", 0) <= last]
     return median(steps) if len(steps) == last - first + 1 else None
 
 

@@ -30,7 +30,10 @@ def main() -> None:
         steps = int(words[words.index("--train-iters") + 1])
         records = [{"iteration": step, "step_ms": 1e6 if step < 3 else 100.0 + 10 * int(stage) + batch}
                    for step in range(1, steps + 1)]
-        Path(words[words.index("--metrics-file") + 1]).write_text("".join(f"{json.dumps(one)}\n" for one in records))
+        text = "".join(f"{json.dumps(one)}\n" for one in records)
+        Path(words[words.index("--metrics-file") + 1]).write_text(text[:-20] if way == "cut" else text)
+    if way == "cut":
+        raise AssertionError("killed while it wrote a line")
 
 
 if __name__ == "__main__":

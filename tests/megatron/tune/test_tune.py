@@ -62,7 +62,8 @@ def outcomes(place: list[str]) -> list[dict]:
 
 @pytest.mark.parametrize("way, state, words", [
     ("memory", "memory", "error: rank 0 is out of memory"), ("limit", "memory", "MemoryError"),
-    ("crash", "crash", "what nobody has thought of"), ("hang", "hang", "not over after 2 s"), ("done", "done", "")])
+    ("crash", "crash", "what nobody has thought of"), ("cut", "crash", "while it wrote a line"),
+    ("hang", "hang", "not over after 2 s"), ("done", "done", "")])
 @pytest.mark.parametrize("ranks", ["1", "2"])
 def test_whatever_becomes_of_a_trial_is_a_result(
         way: str, state: str, words: str, ranks: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
