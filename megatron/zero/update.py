@@ -196,6 +196,7 @@ class DelayedUpdate(Update):
         under_way.result()
         marks = []
         for bucket in self._state.buckets:
+            bucket.await_parameters()  # of the update before, if no forward came between
             marks.append(self._renewal.bring(bucket, self._fresh[bucket]))
             self._send([bucket])
         self._leaving = [mark for mark in marks if mark is not None]

@@ -27,6 +27,7 @@ from megatron.zero.utils import safe_get_full_fp32_param, safe_set_full_fp32_par
 from mpu import groups
 from tests.distributed import run_ranks
 from tests.late_ferry import late_ferry
+from tests.late_wire import late_wire
 from tests.megatron.helpers import train as train_by_flags
 from tests.megatron.zero.homes.test_equal import ROWS, batches, train
 from tests.megatron.zero.run import configure_gpt2, gpt2_engine, gpt2_loss, weights
@@ -66,8 +67,9 @@ def put(engine: ZeroEngine, values: dict[str, Tensor], names: list[str] | None =
 
 
 def lives(rank: int, world: int, stage: int, optimizer: str) -> tuple[list[float], list[float], bool]:
+    """The last step's weights are published while those of the step before are still on their way."""
     rows = batches(STEPS)
-    with accelerator_side(), late_ferry():
+    with accelerator_side(), late_ferry(), late_wire():
         exact = built(world, zero_stage=1, optimizer=optimizer)
         wanted = lagging(exact, rows)
         engine = built(world, zero_stage=stage, optimizer=optimizer, **DELAYED)
