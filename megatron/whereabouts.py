@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import final
+from typing import Any, Protocol, final
 
 SLOT = 1 << 14
 """Bytes of a rank: its numbers, then its words."""
@@ -34,7 +34,7 @@ LONGEST = 200
 PLACES_VARIABLE = "MEGATRON_PLACES_FILE"
 """Set by our launcher."""
 
-START_UP, TRAINING, EVALUATION = "start-up", "training", "evaluation"
+START_UP, TRAINING, READING, EVALUATION = "start-up", "training", "reading of batches", "evaluation"
 FORWARD, BACKWARD, OPTIMIZER_STEP = "forward", "backward", "optimizer step"
 
 
@@ -75,6 +75,27 @@ class Place:
         return f"step {self.step}: {where}" if self.step else where
 
 
+class Numbers(Protocol):
+    def __getitem__(self, place: Any) -> Any: ...
+
+    def __setitem__(self, place: int, number: int) -> None: ...
+
+
+@final
+class Told:
+    """The same numbers; somebody else hears of each that is written."""
+
+    def __init__(self, numbers: Numbers, hears: Callable[[int, int], None]) -> None:
+        self._numbers, self._hears = numbers, hears
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._numbers[place]
+
+    def __setitem__(self, place: int, number: int) -> None:
+        self._numbers[place] = number
+        self._hears(place, number)
+
+
 @final
 class Whereabouts:
     """Of this process. What is said before there is a file is kept in memory."""
@@ -84,10 +105,12 @@ class Whereabouts:
         self._lay_out(memoryview(bytearray(SLOT)))
 
     def _lay_out(self, slot: memoryview) -> None:
-        self._words, self._texts = slot[:HEAD].cast("Q"), slot[HEAD:SLOT]
-        self._numbers, self._end = {"": 0}, 0
-        self.waits = self._words[EXCHANGE:BEGUN + 1]
+        words = slot[:HEAD].cast("Q")
+        self.waits = words[EXCHANGE:BEGUN + 1]
         """For mpu/wire/waits.py."""
+        self._words: Numbers = words
+        self._texts = slot[HEAD:SLOT]
+        self._numbers, self._end = {"": 0}, 0
 
     @property
     def is_shown(self) -> bool:
@@ -147,6 +170,21 @@ class Whereabouts:
         self._words[ACTIVITY] = before
         self.enter("")
 
+    @contextmanager
+    def followed(self, hears: Callable[[int, int], None]) -> Iterator[None]:
+        """Inside, somebody hears where this process is: which number is written, and what; first what is there."""
+        words = self._words
+        for place in (STEP, ACTIVITY, PHASE, UNIT):
+            hears(place, words[place])
+        self._words = Told(words, hears)
+        try:
+            yield
+        finally:
+            self._words = words
+
+    def word(self, number: int) -> str:
+        return next((word for word, its in self._numbers.items() if its == number), "")
+
     def take_leave(self) -> None:
         """The others need not wait for this rank any more."""
         self._words[STATE] = DONE
@@ -175,7 +213,7 @@ class Whereabouts:
         return self._numbers[word]
 
 
-def _read(words: memoryview, texts: memoryview) -> Place:
+def _read(words: Numbers, texts: memoryview) -> Place:
     known = _words_of(bytes(texts), max(words[ACTIVITY:UNIT + 1]))
     state, pid, step, activity, phase, unit, exchange, begun = words[:BEGUN + 1]
     return Place(state, pid, step, known.get(activity, ""), known.get(phase, ""), known.get(unit, ""), exchange, begun)

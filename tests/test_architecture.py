@@ -162,6 +162,10 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.serve.completions megatron.serve.metrics megatron.serve.orders megatron.serve.leader
         megatron.serve.desk megatron.serve.exchange megatron.serve.page megatron.serve.answers megatron.serve.front
         megatron.serve.service megatron.serve.command
+        megatron.report megatron.report.read megatron.report.source megatron.report.history megatron.report.thin
+        megatron.report.charts megatron.report.tables megatron.report.page megatron.report.command
+        megatron.trace megatron.trace.stretches megatron.trace.recorder megatron.trace.events megatron.trace.shares
+        megatron.trace.memory megatron.trace.tracks megatron.trace.page megatron.trace.window
         megatron.train megatron.train.inputs
         megatron.train.garbage megatron.train.allocator megatron.train.processor megatron.train.compiling
         megatron.train.flops megatron.train.batches
@@ -169,8 +173,6 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.train.dashboard megatron.train.table megatron.train.log megatron.train.facts megatron.train.sample
         megatron.train.build megatron.train.loop megatron.train.position megatron.train.changed
         megatron.train.resume
-        megatron.report megatron.report.read megatron.report.source megatron.report.history megatron.report.thin
-        megatron.report.charts megatron.report.tables megatron.report.page megatron.report.command
         megatron.plan.shortage megatron.plan.stopwatch megatron.plan.small_models megatron.plan.probe
         megatron.plan.kept_rates megatron.plan.report megatron.plan.table megatron.plan.needs megatron.plan.forecast
         megatron.plan.command
@@ -202,7 +204,8 @@ ROOMS = ("data", "mpu", "megatron.errors", "megatron.ranges", "megatron.version"
          "megatron.checkpoint",
          "megatron.zero", "megatron.profiler", "megatron.zero.api", "megatron.fsdp",
          "megatron.inference", "megatron.inference.api", "megatron.generate",
-         "megatron.evaluate", "megatron.serve", "megatron.train", "megatron.report", "megatron.plan", "megatron.tune",
+         "megatron.evaluate", "megatron.serve", "megatron.report", "megatron.trace", "megatron.train", "megatron.plan",
+         "megatron.tune",
          "pretrain_gpt2", "megatron.commands")
 """Every room of the house, from below; a room imports only rooms before it."""
 

@@ -25,7 +25,8 @@ def _of(section: Any, switch: str, prefix: str = "") -> dict[str, str]:
 
 
 NEEDS: dict[str, str] = {
-    **_of(LayerDropConfig, "progressive_layer_drop"), **_of(ProfileConfig, "flops_profiler"),
+    **_of(LayerDropConfig, "progressive_layer_drop"), **_of(ProfileConfig, "flops_profiler", "flops_profiler_"),
+    **dict.fromkeys(("profile_rank", "profile_dir"), "profile_steps"),
     **_of(QuantizeConfig, "quantize_training"), "quantize_change_ratio": "quantize_mixed",
     **_of(QuantizeConfig, "quantize_eigenvalue", "eigenvalue_"),
 }

@@ -194,6 +194,9 @@ class Config:
             f"--global-batch-size {batch} is not divisible by --batch-size {micro} x data parallel size {dp} "
             f"= {micro * dp}",
         )
+        profile = self.profile
+        require(profile.profile_steps is None or profile.profile_rank < world_size,
+                f"--profile-rank {profile.profile_rank} is none of {world_size} ranks, which are numbered from 0")
 
     def global_batch_size(self, dp_size: int) -> int:
         return self.train.global_batch_size or self.train.batch_size * dp_size

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron.whereabouts import HERE, READING
+
 
 class Samples(Protocol):
     """A dataset: any non-negative id -> seq_length + 1 tokens."""
@@ -115,6 +117,15 @@ class BatchStream:
         self._ahead: deque[Future[list[Batch]]] = deque()
 
     def __iter__(self) -> Iterator[list[Batch]]:
+        steps = self._steps()
+        while True:
+            with HERE.doing(READING):
+                batches = next(steps, None)
+            if batches is None:
+                return
+            yield batches
+
+    def _steps(self) -> Iterator[list[Batch]]:
         if self._pool is None:
             yield from (self._read(first) for first in self._firsts)
             return

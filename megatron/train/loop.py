@@ -7,8 +7,8 @@ generators.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from math import inf
@@ -88,8 +88,8 @@ class Trainer:
         HERE.do(TRAINING)
         HERE.at_step(state.iteration + 1)
         try:
-            with collecting_every(self.config.train.gc_interval) as collect_after:
-                reason = self._run(state, samples, valid, collect_after)
+            with collecting_every(self.config.train.gc_interval) as collect, self._tracing() as trace:
+                reason = self._run(state, samples, valid, [trace, collect])
             self.engine.finish_save()
         except Exception as error:
             self._rescue_save(error)
@@ -99,8 +99,10 @@ class Trainer:
         return not reason
 
     def _run(self, state: TrainState, samples: Samples, valid: SizedSamples | None,
-             collect_after: Callable[[int], None]) -> str:
+             between_steps: Sequence[Callable[[int], None]]) -> str:
         """The loop; why it was left early, if it was. The last save may be under way still."""
+        for action in between_steps:
+            action(state.iteration)
         rate = self._rate_watch(state)
         watch, rates, saved_at, reason = Stopwatch(self.engine.drive_use), self._rates(), state.iteration, ""
         untold: list[Taken] = []
@@ -133,7 +135,8 @@ class Trainer:
                 if reason:
                     self.stop.is_heeded = True
                     break
-                collect_after(state.iteration)
+                for action in between_steps:
+                    action(state.iteration)
                 HERE.at_step(state.iteration + 1)  # the next one
                 watch.lap()  # evaluating and saving are not training time
         finally:
@@ -153,6 +156,13 @@ class Trainer:
                     self.engine.finish_save()
             else:
                 self.log.say(" the save under way is not complete; the tag before it is the newest")
+
+    def _tracing(self) -> AbstractContextManager[Callable[[int], None]]:
+        asked, core = self.config.profile, self.engine.core
+        if asked.traced_steps is None or asked.profile_rank != core.groups.world.rank:
+            return nullcontext(lambda done: None)
+        from megatron.trace.window import tracing
+        return tracing(asked, self.device, core.log, self.config.train.train_iters)
 
     def _stream(self, samples: Samples, state: TrainState) -> BatchStream:
         steps = self.config.train.train_iters - state.iteration

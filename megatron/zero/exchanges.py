@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Protocol
 
 from megatron.ranges import named, ranges
 
@@ -46,20 +46,29 @@ AFTER_A_STEP = "after a step"
 EARLIER = "an earlier place", ""
 
 
+class Follower(Protocol):
+    """Hears of exchanges as they happen: entries and sums, by number."""
+
+    def begins(self, kind: str, number: int, what: str) -> None: ...
+
+    def is_awaited(self, kind: str, number: int) -> None: ...
+
+    def is_over(self, kind: str, number: int) -> None: ...
+
+
 class ExchangeLog:
     def __init__(self, *, sums_in_order: bool) -> None:
         self.count = self.sums = 0
         self.purpose = ""
         """What the next exchanges are for."""
-        self.sum_awaited = NO_SUM
-        """The sum that the host waits for now: its number, and whose gradients they are."""
+        self.follower: Follower | None = None
         self.explain: Callable[[BaseException], None] = _know_nothing
         """Raises a better error in place of one that an exchange ended with, where there is one."""
         self.remark = ""
         """A setting that decides when this rank exchanges; not compared, and told of ranks that contradict each other
         and differ in it."""
         self._sums_in_order = sums_in_order
-        self._awaited = NOTHING
+        self._awaited, self._sum_awaited = NOTHING, NO_SUM
         self._entries = [("", "")] * KEPT
         self._uses: deque[Use] = deque(maxlen=KEPT)
 
@@ -71,6 +80,8 @@ class ExchangeLog:
         number = self.count
         self._entries[number % KEPT] = what, purpose
         self.count += 1
+        if self.follower is not None:
+            self.follower.begins("entry", number, f"{what}, {purpose}" if purpose else what)
         return number
 
     def meet(self, where: str) -> None:
@@ -83,6 +94,8 @@ class ExchangeLog:
         if self._sums_in_order:
             self._note(f"the gradients of {name}", "")
         self.sums += 1
+        if self.follower is not None:
+            self.follower.begins("sum", self.sums - 1, f"the gradients of {name}")
         return self.sums - 1
 
     @property
@@ -92,11 +105,31 @@ class ExchangeLog:
 
     @entry_awaited.setter
     def entry_awaited(self, number: int) -> None:
-        self._awaited = number
+        before, self._awaited = self._awaited, number
+        if self.follower is not None:
+            self._tell("entry", before, number)
         if number != NOTHING:
             what, begun_for = self._entries[number % KEPT]
             if begun_for != AFTER_A_STEP:
                 self._uses.append((what, self.purpose, self.count))
+
+    @property
+    def sum_awaited(self) -> tuple[int, str]:
+        """The sum that the host waits for now: its number, and whose gradients they are."""
+        return self._sum_awaited
+
+    @sum_awaited.setter
+    def sum_awaited(self, awaited: tuple[int, str]) -> None:
+        before, self._sum_awaited = self._sum_awaited, awaited
+        if self.follower is not None:
+            self._tell("sum", before[0], awaited[0])
+
+    def _tell(self, kind: str, before: int, now: int) -> None:
+        assert self.follower is not None
+        if now == NOTHING:
+            self.follower.is_over(kind, before)
+        else:
+            self.follower.is_awaited(kind, now)
 
     @property
     def is_over(self) -> bool:

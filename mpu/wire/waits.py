@@ -10,20 +10,33 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 SENDING, WAITING = 1, 2
-_NUMBERS = [memoryview(array("Q", [0, 0]))]
+
+
+class Numbers(Protocol):
+    def __getitem__(self, place: int) -> int: ...
+
+    def __setitem__(self, place: int, number: int) -> None: ...
+
+
+_NUMBERS: list[Numbers] = [memoryview(array("Q", [0, 0]))]
 """Of the process."""
 
 
-def show_in(numbers: memoryview) -> None:
+def show_in(numbers: Numbers) -> None:
     """From now on they are written here."""
-    numbers[0], numbers[1] = _NUMBERS[0]
+    numbers[0], numbers[1] = _NUMBERS[0][0], _NUMBERS[0][1]
     _NUMBERS[0] = numbers
+
+
+def shown() -> Numbers:
+    """Where they are written."""
+    return _NUMBERS[0]
 
 
 def begin() -> None:

@@ -1,0 +1,75 @@
+"""The events of a trace that torch's profiler wrote, and what kind of work each is, by its name.
+
+An operation is of the kind of the outermost one around it that has one: a product inside the loss is the loss's. On an
+accelerator a kernel is of the kind of the operation that launched it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from megatron.trace.stretches import Stretch
+
+PRODUCTS, ATTENTION, LOSS, EXCHANGE, COPIES, OTHER = "products", "attention", "loss", "exchange", "copies", ""
+
+KINDS = {
+    LOSS: re.compile(r"^(_LinearMean|_LinearLosses|_VocabParallel)(Backward)?$"
+                     r"|cross_entropy|nll_loss|log_softmax", re.IGNORECASE),
+    ATTENTION: re.compile("scaled_dot_product|flash_attention|efficient_attention|flex_attention"),
+    PRODUCTS: re.compile(r"^aten::(mm|bmm|addmm|addbmm|baddbmm|linear|_scaled_mm|mkldnn_linear|addmv|mv)(_|$|\b)"
+                         r"|^mkl(dnn)?::"),
+}
+"""Of operations. The first are those of mpu/cross_entropy.py, which have the output layer inside."""
+ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+"""Categories."""
+Event = Mapping[str, Any]
+
+
+def kind_of(name: str) -> str:
+    """Of an operation; "" of what is none of these."""
+    return next((kind for kind, pattern in KINDS.items() if pattern.search(name)), OTHER)
+
+
+def operations(events: Iterable[Event], thread: int | None) -> list[Event]:
+    """On the host, in order, those around others first; of one thread, or (None) of all."""
+    found = [event for event in events if event.get("cat") == "cpu_op" and thread in (None, event["tid"])]
+    return sorted(found, key=lambda event: (event["tid"], event["ts"], -event["dur"]))
+
+
+def outermost(ordered: Sequence[Event]) -> Iterator[tuple[Event, str]]:
+    """Each operation, with the kind of the outermost around it that has one."""
+    kind, until, thread = OTHER, 0.0, None
+    for event in ordered:
+        if thread != event["tid"] or event["ts"] >= until:
+            kind, until, thread = kind_of(event["name"]), event["ts"] + event["dur"], event["tid"]
+            if kind == OTHER:
+                until = 0.0  # what is inside may have one
+        yield event, kind
+
+
+def on_host(events: Iterable[Event], thread: int) -> dict[str, list[Stretch]]:
+    """What the thread that trains worked at."""
+    found: dict[str, list[Stretch]] = {}
+    for event, kind in outermost(operations(events, thread)):
+        if kind != OTHER:
+            found.setdefault(kind, []).append(Stretch(event["ts"], event["ts"] + event["dur"]))
+    return found
+
+
+def on_device(events: Sequence[Event]) -> list[tuple[Stretch, str, float]]:
+    """What the accelerator worked at: when, of which kind, and when it was launched by the host."""
+    launched: dict[int, tuple[str, float]] = {}
+    for event, kind in outermost(operations(events, None)):
+        launched[event.get("args", {}).get("External id", -1)] = kind, event["ts"]
+    found = []
+    for event in events:
+        if event.get("cat") in ON_DEVICE:
+            kind, at = launched.get(event.get("args", {}).get("External id", -1), (OTHER, event["ts"]))
+            if "nccl" in event["name"].lower():
+                kind = EXCHANGE
+            elif event["cat"] != "kernel" and kind == OTHER:
+                kind = COPIES
+            found.append((Stretch(event["ts"], event["ts"] + event["dur"], event["name"]), kind, at))
+    return found

@@ -1,0 +1,142 @@
+"""Which steps are traced, on which rank, into which files. The other ranks go on, and wait where they need this one."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import get_native_id
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from megatron.config.profile import ProfileConfig
+from megatron.trace.memory import levels, peak
+from megatron.trace.page import page
+from megatron.trace.recorder import Recorder, microseconds
+from megatron.trace.shares import shares, told
+from megatron.trace.tracks import tracks
+from megatron.zero.exchanges import ExchangeLog
+
+HISTORY = 200_000
+"""Allocations that the snapshot of an accelerator's memory remembers."""
+
+
+@contextmanager
+def tracing(asked: ProfileConfig, device: torch.device, log: ExchangeLog,
+            train_iters: int) -> Iterator[Callable[[int], None]]:
+    """Inside, this is called with the number of steps that are done, first of all with that of earlier runs."""
+    window = Window(asked, device, log, train_iters)
+    try:
+        yield window.at
+    finally:
+        window.close()
+
+
+@dataclass
+class Under:
+    """A trace under way."""
+
+    profiler: profile
+    recorder: Recorder
+    after: ExitStack
+    first: int
+    """Step."""
+    start: float
+
+
+class Window:
+    def __init__(self, asked: ProfileConfig, device: torch.device, log: ExchangeLog, train_iters: int) -> None:
+        assert asked.traced_steps is not None
+        self._asked, self._rank, self._folder = asked.traced_steps, asked.profile_rank, Path(asked.profile_dir)
+        self._steps = range(self._asked[0], min(self._asked[-1], train_iters) + 1)
+        self._device, self._log = device, log
+        self._under: Under | None = None
+        self._done: int | None = None
+
+    def at(self, done: int) -> None:
+        if self._done is None and done >= self._asked[-1]:
+            _say(f" note: nothing is traced: --profile-steps {self._asked[0]}:{self._asked[-1]} is over, the run goes "
+                 f"on at step {done + 1}")
+        self._done = done
+        if self._under is None and done + 1 in self._steps:
+            self._begin(done + 1)
+        elif self._under is not None and done + 1 not in self._steps:
+            self.close()
+
+    def _begin(self, step: int) -> None:
+        on_cuda = self._device.type == "cuda"
+        activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_cuda]
+        profiler = profile(activities=activities, record_shapes=True, profile_memory=True)
+        if on_cuda:
+            torch.cuda.memory._record_memory_history(max_entries=HISTORY, stacks="python")
+            torch.cuda.synchronize(self._device)  # what was launched before belongs to steps before
+        profiler.start()
+        recorder, after = Recorder(), ExitStack()
+        after.enter_context(recorder.listening(self._log))
+        self._under = Under(profiler, recorder, after, step, microseconds())
+
+    def close(self) -> None:
+        """The end of the trace, if one is under way: it is written, and told."""
+        under, self._under = self._under, None
+        if under is None:
+            return
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        stop = microseconds()
+        under.after.close()
+        under.profiler.stop()
+        last = max(under.first, self._done or 0)
+        try:
+            self._write(under, range(under.first, last + 1), stop)
+        except OSError as error:  # not worth ending a job of many ranks
+            print(f"warning: the trace cannot be written to {self._folder}: {error}; training goes on without it",
+                  file=sys.stderr, flush=True)
+
+    def _write(self, under: Under, steps: range, stop: float) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        place = _free(self._folder, f"steps-{steps[0]}-{steps[-1]}.rank-{self._rank}")
+        if self._device.type == "cuda":
+            torch.cuda.memory._dump_snapshot(str(place.with_name(f"{place.name}.memory.pickle")))
+            torch.cuda.memory._record_memory_history(enabled=None)
+        trace = _exported(under.profiler)
+        base = trace.get("baseTimeNanoseconds", 0) / 1e3
+        recorded, within, events = under.recorder, (under.start - base, stop - base), trace["traceEvents"]
+        recorded.count_from(base)
+        found, at_times = shares(events, recorded, get_native_id(), within), levels(events)
+        trace["traceEvents"] += tracks(recorded, at_times, within)
+        with gzip.open(f"{place}.json.gz", "wt", encoding="utf-8", compresslevel=3) as file:
+            json.dump(trace, file, separators=(",", ":"))
+        milliseconds = (within[1] - within[0]) / 1e3 / len(steps)
+        title = f"Steps {steps[0]} to {steps[-1]}, rank {self._rank}"
+        highest = peak(at_times, recorded)
+        Path(f"{place}.html").write_text(page(title, found, len(steps), at_times, highest, recorded, within),
+                                         encoding="utf-8")
+        _say(f" steps {steps[0]} to {steps[-1]}: {milliseconds:.1f} ms each with the profiler at work: {told(found)} | "
+             f"{place}.json.gz (for ui.perfetto.dev), {place.name}.html")
+
+
+def _exported(profiler: profile) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="trace-") as folder:
+        profiler.export_chrome_trace(f"{folder}/trace.json")
+        found: dict[str, Any] = json.loads(Path(folder, "trace.json").read_text(encoding="utf-8", errors="replace"))
+    return found
+
+
+def _free(folder: Path, name: str) -> Path:
+    """One that is not there yet: a trace from before is kept."""
+    number, found = 1, name
+    while (folder / f"{found}.json.gz").exists():
+        number += 1
+        found = f"{name}.{number}"
+    return folder / found
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)

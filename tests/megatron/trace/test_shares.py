@@ -1,0 +1,112 @@
+"""Which kind of work each moment of a trace belongs to."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from megatron.trace.events import ATTENTION, LOSS, PRODUCTS, kind_of
+from megatron.trace.memory import Level, levels, thinned
+from megatron.trace.recorder import Journey, Line, Recorder
+from megatron.trace.shares import shares, told
+from megatron.trace.stretches import Stretch, divided, union
+from megatron.whereabouts import ACTIVITY, FORWARD, OPTIMIZER_STEP, PHASE, READING, TRAINING
+
+
+def moments(stretches: list[Stretch], moment: int) -> bool:
+    return any(start <= moment < stop for start, stop, _ in stretches)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_moment_belongs_to_the_first_kind_that_has_it(seed: int) -> None:
+    draw = random.Random(seed)
+    kinds = {name: [Stretch(start, start + draw.randrange(12))
+                    for start in draw.choices(range(-5, 95), k=draw.randrange(9))] for name in "abcd"}
+    wanted = dict.fromkeys([*kinds, ""], 0)
+    for moment in range(80):
+        wanted[next((name for name, its in kinds.items() if moments(its, moment)), "")] += 1
+    assert divided(kinds, (0, 80)) == wanted
+    for its in kinds.values():
+        spans = union(its, (0, 80))
+        assert all(stop < start for (_, stop), (start, _) in zip(spans, spans[1:]))
+
+
+@pytest.mark.parametrize("kind, names", [
+    (PRODUCTS, "aten::mm aten::addmm aten::bmm aten::linear mkldnn::_linear_pointwise aten::_scaled_mm"),
+    (ATTENTION, "aten::scaled_dot_product_attention aten::_scaled_dot_product_flash_attention_for_cpu_backward "
+                "aten::_flash_attention_forward aten::_efficient_attention_backward"),
+    (LOSS, "_LinearMean _LinearMeanBackward _VocabParallelBackward aten::cross_entropy_loss aten::_log_softmax"),
+    ("", "aten::add aten::native_layer_norm aten::gelu aten::mmean aten::addcmul_ aten::t aten::copy_ aten::_softmax"),
+])
+def test_operations_are_known_by_name(kind: str, names: str) -> None:
+    assert {name: kind_of(name) for name in names.split()} == dict.fromkeys(names.split(), kind)
+
+
+def recorded(**lines: list[tuple[float, str]]) -> Recorder:
+    found = Recorder()
+    found.lines[ACTIVITY].changes = lines["activity"]
+    found.lines[PHASE].changes = lines["phase"]
+    found.exchanging.changes = lines.get("exchanging", [])
+    return found
+
+
+def op(name: str, start: float, length: float, thread: int = 7, number: int = 0) -> dict[str, Any]:
+    return {"cat": "cpu_op", "name": name, "ts": start, "dur": length, "tid": thread, "args": {"External id": number}}
+
+
+def test_on_a_cpu_the_thread_that_trains_is_looked_at() -> None:
+    said = recorded(activity=[(0, READING), (10, TRAINING)], phase=[(10, FORWARD), (60, OPTIMIZER_STEP), (80, "")],
+                    exchanging=[(70, "exchange"), (75, "")])
+    said.journeys["entry", 1] = Journey("blocks.0, forward", 12, awaited=20, stop=26)
+    events = [op("aten::linear", 30, 10), op("aten::mm", 31, 5),
+              op("_LinearMean", 40, 10), op("aten::mm", 41, 8), op("aten::add", 50, 5),
+              op("aten::scaled_dot_product_attention", 11, 12), op("aten::bmm", 12, 3),
+              op("aten::mm", 61, 4), op("aten::mm", 82, 10, thread=8)]
+    found = shares(events, said, 7, (0, 100))
+    assert found == {"products": 10, "attention": 9, "loss": 10, "optimizer": 15, "exchange not hidden": 11, "data": 10,
+                     "evaluation and saves": 0, "other": 35}
+    assert told(found) == ("products 10 %, attention 9 %, loss 10 %, optimizer 15 %, exchange not hidden 11 %, "
+                           "data 10 %, other 35 %")
+
+
+def kernel(name: str, start: float, length: float, number: int, cat: str = "kernel") -> dict[str, Any]:
+    return {"cat": cat, "name": name, "ts": start, "dur": length, "tid": 100, "args": {"External id": number}}
+
+
+def test_on_an_accelerator_the_device_is_looked_at() -> None:
+    """The host launches ahead; backwards are in a thread of their own."""
+    said = recorded(activity=[(0, READING), (5, TRAINING)], phase=[(5, FORWARD), (30, OPTIMIZER_STEP), (40, "")],
+                    exchanging=[(6, "exchange"), (9, "")])
+    events = [op("aten::linear", 6, 2), op("aten::addmm", 6.5, 1, number=1), op("_LinearMeanBackward", 8, 4, thread=9),
+              op("aten::mm", 9, 1, thread=9, number=2), op("aten::add", 12, 1, number=3),
+              op("aten::_foreach_add_", 31, 1, number=4), op("aten::copy_", 13, 1, number=5),
+              kernel("gemm", 10, 20, 1), kernel("gemm", 30, 10, 2), kernel("elementwise", 40, 5, 3),
+              kernel("ncclDevKernel_AllGather", 20, 40, 77), kernel("adam", 60, 10, 4),
+              kernel("Memcpy HtoD", 75, 5, 5, cat="gpu_memcpy")]
+    found = shares(events, said, 7, (0, 100))
+    assert found == {"products": 20, "attention": 0, "loss": 10, "optimizer": 10, "exchange not hidden": 15, "data": 5,
+                     "evaluation and saves": 0, "other": 5, "copies": 5, "idle": 30}
+
+
+def test_what_is_said_twice_is_one_stretch() -> None:
+    line = Line([(0, "a"), (1, "a"), (3, ""), (5, "a"), (6, "b")])
+    assert line.stretches(9) == [Stretch(0, 3, "a"), Stretch(5, 6, "a"), Stretch(6, 9, "b")]
+
+
+def test_the_memory_is_that_of_the_accelerator_where_there_is_one() -> None:
+    def noted(kind: int, time: float, total: int) -> dict[str, Any]:
+        return {"name": "[memory]", "ts": time, "args": {"Device Type": kind, "Total Allocated": total}}
+
+    assert levels([noted(0, 2, 20), noted(0, 1, 10)]) == [(1, 10), (2, 20)]
+    assert levels([noted(0, 1, 10), noted(1, 3, 30)]) == [(3, 30)]
+
+
+def test_a_thinned_curve_keeps_its_extremes() -> None:
+    draw = random.Random(0)
+    curve = [Level(float(time), draw.randrange(10**6)) for time in range(20_000)]
+    curve[7777] = Level(7777.0, 10**9)
+    found = thinned(curve, 100)
+    assert len(found) <= 2 * 101 and max(found, key=lambda level: level.total).time == 7777.0
+    assert found == sorted(found) and thinned(curve[:50], 100) == curve[:50]

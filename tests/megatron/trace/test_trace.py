@@ -1,0 +1,132 @@
+"""Traced steps of a run: the files, the line, and that nothing else changes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from megatron.config.flags import parse_args
+from megatron.errors import ConfigError
+from megatron.train.loop import Trainer
+from megatron.whereabouts import HERE
+from mpu.wire import waits
+from tests.distributed import run_ranks
+from tests.megatron.helpers import TINY, lines, train, train_all
+
+RUN = [*TINY, "--mock-data", "--batch-size", "2", "--global-batch-size", "4", "--train-iters", "5"]
+LINE = re.compile(r"^ steps (\d+) to (\d+): [\d.]+ ms each with the profiler at work: (.*) \| (.*\.json\.gz)",
+                  re.MULTILINE)
+
+
+def trace_of(path: str | Path) -> list[dict[str, Any]]:
+    with gzip.open(path, "rt") as file:
+        found: list[dict[str, Any]] = json.load(file)["traceEvents"]
+    return found
+
+
+def track(events: list[dict[str, Any]], name: str) -> list[str]:
+    return [event["name"] for event in sorted(events, key=lambda event: event.get("ts", 0)) if event.get("cat") == name]
+
+
+def test_the_steps_that_were_asked_for_are_traced_and_no_bit_of_the_run_changes(tmp_path: Path) -> None:
+    for name, more in (("without", []), ("with", ["--profile-steps", "2:3", "--profile-dir", tmp_path / "traces"])):
+        said = train([*RUN, *more, "--metrics-file", tmp_path / name])
+    assert lines(tmp_path / "with")[1:] == lines(tmp_path / "without")[1:]
+    first, last, words, path = LINE.search(said).groups()
+    assert (first, last, path) == ("2", "3", str(tmp_path / "traces" / "steps-2-3.rank-0.json.gz"))
+    kinds = dict(word.rsplit(" ", 2)[:2] for word in words.split(", "))
+    assert [*kinds] == ["products", "attention", "loss", "optimizer", "exchange not hidden", "data", "other"]
+    assert abs(sum(map(int, kinds.values())) - 100) <= 4  # each is rounded
+    assert int(kinds["products"]) > 0 and int(kinds["optimizer"]) > 0
+    events = trace_of(path)
+    assert track(events, "phase") == ["forward", "backward"] * 2 + ["optimizer step"] \
+        + ["forward", "backward"] * 2 + ["optimizer step"]
+    assert track(events, "block")[:4] == ["blocks.0", "blocks.1", "blocks.1", "blocks.0"]
+    assert [name for name in track(events, "step") if name in ("step 2", "step 3")] == ["step 2", "step 3"]
+    assert not {"step 4", "step 5"} & {*track(events, "step")}
+    assert track(events, "activity").count("reading of batches") == 2
+    assert sum(event["name"] == "_LinearMean" for event in events if event.get("cat") == "cpu_op") == 4  # micro-batches
+    assert any(event["ph"] == "C" and event["args"]["MiB"] > 0 for event in events)
+    page = Path(path.replace(".json.gz", ".html")).read_text()
+    assert page.startswith("<!DOCTYPE html>") and "memory over time" in page and "The most is" in page
+
+
+def test_engine_and_profiler_count_by_the_same_clock(tmp_path: Path) -> None:
+    train([*RUN, "--profile-steps", "2:2", "--profile-dir", tmp_path])
+    events = trace_of(tmp_path / "steps-2-2.rank-0.json.gz")
+    losses = [event for event in events if event["name"] == "_LinearMean" and event.get("cat") == "cpu_op"]
+    forwards = [event for event in events if event.get("cat") == "phase" and event["name"] == "forward"]
+    for loss, forward in zip(losses, forwards, strict=True):
+        assert forward["ts"] < loss["ts"] and loss["ts"] + loss["dur"] < forward["ts"] + forward["dur"]
+
+
+def test_another_rank_can_be_traced_and_says_what_travels(tmp_path: Path) -> None:
+    runs = [[*RUN, "--zero-stage", "3", "--stage3-param-persistence-threshold", "0", "--profile-steps", "2:2",
+             "--profile-rank", "1", "--profile-dir", tmp_path]]
+    (first,), (second,) = run_ranks(train_all, 2, runs)
+    assert "the profiler at work" not in first and LINE.search(second)
+    events = trace_of(tmp_path / "steps-2-2.rank-1.json.gz")
+    travels = [event for event in events if event.get("cat") == "exchange"]
+    begun, over = ([event for event in travels if event["ph"] == phase] for phase in "be")
+    assert {event["id"]: event["name"] for event in begun} == {event["id"]: event["name"] for event in over}
+    assert {"blocks.0, forward", "blocks.1, forward", "the gradients of blocks.0"} <= {event["name"] for event in begun}
+    assert all(start["ts"] <= end["ts"] for start in begun for end in over if start["id"] == end["id"])
+
+
+@pytest.mark.parametrize("asked", ["3", "3:", "0:2", "3:2", "a:b", "1:2:3", "-1:2", " 1:2"])
+def test_what_is_no_range_of_steps_is_refused(asked: str) -> None:
+    with pytest.raises(ConfigError, match="is no FIRST:LAST: write 10:12, say"):
+        parse_args([*RUN, f"--profile-steps={asked}"], 1)
+
+
+def test_a_rank_that_is_not_there_is_refused() -> None:
+    config = parse_args([*RUN, "--profile-steps", "1:2", "--profile-rank", "2"], 2)
+    with pytest.raises(ConfigError, match="--profile-rank 2 is none of 2 ranks"):
+        config.check_world(2)
+
+
+def test_steps_that_do_not_come_are_told(tmp_path: Path) -> None:
+    traces = ["--profile-dir", tmp_path / "traces", "--profile-steps"]
+    assert " note: --profile-steps 6:7 does not come: --train-iters 5 ends the run" in train([*RUN, *traces, "6:7"])
+    assert "--profile-rank has no effect without --profile-steps" in train([*RUN, "--profile-rank", "0"])
+    train([*RUN, "--save", tmp_path / "save", "--exit-interval", "3"])
+    assert " note: nothing is traced: --profile-steps 2:3 is over, the run goes on at step 4" in train(
+        [*RUN, "--save", tmp_path / "save", "--load", tmp_path / "save", *traces, "2:3"])
+    assert not (tmp_path / "traces").exists()
+
+
+def test_a_trace_that_the_run_ends_is_written(tmp_path: Path) -> None:
+    said = train([*RUN, "--profile-steps", "4:9", "--profile-dir", tmp_path])
+    assert LINE.search(said).groups()[:2] == ("4", "5")
+    again = train([*RUN, "--profile-steps", "4:9", "--profile-dir", tmp_path])
+    assert LINE.search(again)[4].endswith("steps-4-5.rank-0.2.json.gz")  # the first is kept
+    assert (tmp_path / "steps-4-5.rank-0.json.gz").exists()
+
+
+def test_after_an_error_everybody_is_as_before(tmp_path: Path) -> None:
+    words, numbers, step = HERE._words, waits.shown(), Trainer._train_step
+
+    def fails(trainer: Trainer, batches: list[Any]) -> Any:
+        report = step(trainer, batches)
+        if report.number == 3:
+            raise ZeroDivisionError("on purpose")
+        return report
+
+    with patch.object(Trainer, "_train_step", fails), pytest.raises(ZeroDivisionError):
+        train([*RUN, "--profile-steps", "2:5", "--profile-dir", tmp_path])
+    assert HERE._words is words and waits.shown() is numbers
+    assert (tmp_path / "steps-2-2.rank-0.json.gz").exists()
+
+
+def test_a_folder_that_cannot_be_made_does_not_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    train([*RUN, "--profile-steps", "2:3", "--profile-dir", tmp_path / "file" / "traces", "--metrics-file",
+           tmp_path / "metrics"])
+    assert "warning: the trace cannot be written to" in capsys.readouterr().err
+    assert len(lines(tmp_path / "metrics")) >= 5
