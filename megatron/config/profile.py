@@ -31,7 +31,7 @@ class ProfileConfig:
         None, "trace these steps, FIRST:LAST: a file for ui.perfetto.dev, memory over time, and a line that says where "
               "the time went", metavar="FIRST:LAST")
     profile_rank: int = setting(0, "the rank that is traced", metavar="RANK")
-    profile_dir: str = setting("profile", "folder of the traces", metavar="DIR", place=True)
+    profile_dir: str | None = setting(None, "folder of the traces (default: profile)", metavar="DIR", place=True)
 
     @property
     def traced_steps(self) -> range | None:

@@ -54,7 +54,8 @@ class Under:
 class Window:
     def __init__(self, asked: ProfileConfig, device: torch.device, log: ExchangeLog, train_iters: int) -> None:
         assert asked.traced_steps is not None
-        self._asked, self._rank, self._folder = asked.traced_steps, asked.profile_rank, Path(asked.profile_dir)
+        self._asked, self._rank = asked.traced_steps, asked.profile_rank
+        self._folder = Path(asked.profile_dir or "profile")
         self._steps = range(self._asked[0], min(self._asked[-1], train_iters) + 1)
         self._device, self._log = device, log
         self._under: Under | None = None

@@ -217,7 +217,8 @@ def other(value: object) -> object:
 
 
 PLACES = {"train_data", "valid_data", "test_data", "vocab_file", "merge_file", "tokenizer_path", "data_cache_path",
-          "checkpoint_key", "offload_optimizer_nvme_path", "offload_param_nvme_path", "flops_profiler_output_file"}
+          "checkpoint_key", "offload_optimizer_nvme_path", "offload_param_nvme_path", "flops_profiler_output_file",
+          "profile_dir"}
 """May differ from node to node; whether they are given is compared, and what is found there later."""
 EVERY = [(name, item.name) for name, section in SECTIONS.items() for item in fields(section)]
 

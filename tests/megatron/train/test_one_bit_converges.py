@@ -1,5 +1,5 @@
-"""1-bit Adam and 0/1 Adam learn what Adam learns: a small model, two ranks, several seeds, and a copy that forgets what
-it owes."""
+"""1-bit Adam and 0/1 Adam learn what Adam learns, 1-bit Lamb what Lamb does: a small model, two ranks, several seeds, and
+copies that forget what they owe."""
 
 from __future__ import annotations
 
@@ -72,6 +72,18 @@ def test_it_ends_where_adam_ends_and_debts_matter(stage: int, record_property: C
     deviation = statistics.stdev(adam)
     assert statistics.mean(one_bit) <= statistics.mean(adam) + 2 * deviation, told
     assert statistics.mean(forgetful) > statistics.mean(one_bit) + 2 * deviation, told
+
+
+@pytest.mark.slow
+def test_one_bit_lamb_ends_where_lamb_ends_and_debts_matter() -> None:
+    """After a warm-up of a quarter of the run: trust ratios stay as they are then, and must have settled."""
+    lamb = losses({"optimizer": "lamb", "lr": 1e-2})
+    settings = {"optimizer": "onebit_lamb", "onebit_freeze_step": str(STEPS // 4), "lr": 1e-2}
+    one_bit, forgetful = losses(settings), losses(settings, True)
+    for name, found in (("lamb", lamb), ("one bit", one_bit), ("without debts", forgetful)):
+        print(f"{name}: {statistics.mean(found):.4f} +- {statistics.stdev(found):.4f}")
+    assert statistics.mean(one_bit) <= statistics.mean(lamb) + 2 * statistics.stdev(lamb), (lamb, one_bit)
+    assert statistics.mean(forgetful) > statistics.mean(one_bit) + 2 * statistics.stdev(lamb), (one_bit, forgetful)
 
 
 @pytest.mark.slow
