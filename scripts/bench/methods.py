@@ -4,10 +4,10 @@
     python scripts/bench/methods.py depth         progressive layer dropping beside all layers
     python scripts/bench/methods.py bits          quantisation in training beside none
 
-Each method trains the same model on the same samples, once for each seed; a curve is the mean over the seeds of the
-mean loss of 20 steps. Time is that of the steps, on the wire of one_bit.py. Beside the picture (--picture FILE.svg) the
-loss of the last 20 steps, with the deviation over the seeds, is printed for each method, and that of the first method
-at the same bytes and the same time.
+Each method trains the same model on the same text, once for each seed; a curve is the mean over the seeds of the mean
+loss of 20 steps. Time is that of the steps, on the wire of one_bit.py. Beside the picture (--picture FILE.svg) the loss
+of the last 20 steps, with the deviation over the seeds, is printed for each method, and that of the first method at the
+same bytes and the same time. Blocks are left out twice: for as many steps, and for as many as the same work allows.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ class Study:
 
 
 def studies(steps: int) -> dict[str, Study]:
-    freeze = str(round(0.15 * steps))
-    zero_one = (f"local_step_scaler={steps // 4}", "local_step_clipper=4")
+    freeze, ratios_settle = str(round(0.15 * steps)), str(round(0.25 * steps))
+    zero_one = (f"local_step_scaler={steps // 4}", "local_step_clipper=4", f"var_update_scaler={round(0.08 * steps)}")
+    drops = {"progressive_layer_drop": True, "pld_theta": 0.5, "pld_gamma": 10 / steps}
     bits = {"quantize_training": True, "quantize_offset": steps // 8, "quantize_period": steps // 16, "bf16": True}
     return {
         "exchange": Study({
@@ -54,11 +55,12 @@ def studies(steps: int) -> dict[str, Study]:
             "1-bit Adam": {"optimizer": "onebit_adam", "onebit_freeze_step": freeze},
             "0/1 Adam": {"optimizer": "zeroone_adam", "onebit_freeze_step": freeze, "optimizer_params": zero_one},
             "Lamb": {"optimizer": "lamb", "lr": 1e-2},
-            "1-bit Lamb": {"optimizer": "onebit_lamb", "onebit_freeze_step": freeze, "lr": 1e-2},
+            "1-bit Lamb": {"optimizer": "onebit_lamb", "onebit_freeze_step": ratios_settle, "lr": 1e-2},
         }, layers=4, ranks=2, megabits=100, axes=("steps", "MB sent by a rank", "seconds")),
         "depth": Study({
             "all layers": {},
-            "theta 0.5": {"progressive_layer_drop": True, "pld_theta": 0.5, "pld_gamma": 10 / steps},
+            "theta 0.5": drops,
+            "theta 0.5, longer": {**drops, "train_iters": as_much_work(24, steps, 0.5, 10 / steps)},
         }, layers=24, ranks=1, megabits=1e6, axes=("steps", "seconds")),
         "bits": Study({
             "bf16": {"bf16": True},
@@ -66,6 +68,16 @@ def studies(steps: int) -> dict[str, Study]:
             "to 4 bits": {**bits, "quantize_start_bits": 6, "quantize_target_bits": 4},
         }, layers=4, ranks=1, megabits=1e6, axes=("steps",)),
     }
+
+
+def as_much_work(layers: int, steps: int, theta: float, gamma: float) -> int:
+    """How many steps with blocks left out run as many blocks as `steps` with all."""
+    from megatron.layer_drop import ThetaSchedule, expected_blocks
+    count, left = 0, float(layers * steps)
+    while left > 0:
+        left -= expected_blocks(layers, ThetaSchedule(theta, gamma).at(count))
+        count += 1
+    return count
 
 
 def corpus() -> bytes:
@@ -95,19 +107,20 @@ def train(rank: int, study: Study, options: argparse.Namespace, settings: dict[s
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=study.ranks)
     link, wire_for = Link(study.megabits * 1e6 / 8), collectives.wire_for
     collectives.wire_for = lambda x: slow_wire(wire_for(x), link)
+    steps = settings.get("train_iters", options.steps)
     config = build_config({
         "num_layers": study.layers, "hidden_size": options.hidden, "num_attention_heads": 4, "vocab_size": 256,
         "max_position_embeddings": options.length, "seq_length": options.length, "make_vocab_size_divisible_by": 8,
         "batch_size": options.rows, "global_batch_size": options.rows * study.ranks, "lr": 2e-3, "warmup": 0.05,
-        "attention_dropout": 0.0, "hidden_dropout": 0.0, "compile": False, "train_iters": options.steps,
-        "lr_decay_iters": options.steps, "seed": seed, **settings})
+        "attention_dropout": 0.0, "hidden_dropout": 0.0, "compile": False, "seed": seed,
+        "train_iters": steps, "lr_decay_iters": steps, **settings})
     grid = groups.build(1)
     engine = build_engine(config, build_model(config, grid), grid, torch.device("cpu"))
     text = torch.frombuffer(bytearray(corpus()), dtype=torch.uint8)
-    starts = torch.randint(len(text) - options.length - 1, (options.steps, study.ranks, options.rows),
+    starts = torch.randint(len(text) - options.length - 1, (steps, study.ranks, options.rows),
                            generator=torch.Generator().manual_seed(seed))
     found, seconds = [], 0.0
-    for step in range(options.steps):
+    for step in range(steps):
         rows = torch.stack([text[start : start + options.length + 1] for start in starts[step, rank]]).long()
         begin = time.perf_counter()
         loss = engine(rows[:, :-1], rows[:, 1:], grad_scale=engine.backward_scale)
@@ -162,7 +175,7 @@ class Curve:
 def told(curve: Curve, first: Curve, study: Study) -> str:
     loss, steps, sent, seconds = curve.points[-1]
     spread = f" +- {statistics.stdev(curve.last):.4f}" if len(curve.last) > 1 else ""
-    line = f"{curve.name:<12} loss {statistics.mean(curve.last):.4f}{spread}, {sent:9.2f} MB, {seconds:7.1f} s"
+    line = f"{curve.name:<17} loss {statistics.mean(curve.last):.4f}{spread}, {sent:9.2f} MB, {seconds:7.1f} s"
     if curve is not first:
         line += f"; {first.name} after {seconds:.1f} s: {first.at(2, seconds):.4f}"
         line += f", after {sent:.1f} MB: {first.at(1, sent):.4f}" if study.ranks > 1 else ""
