@@ -1,5 +1,6 @@
 # Sourced by the training scripts: set-up, what this node has, and the flags of the shipped presets.
-# --help and --help-all print the trainer's help at once: they need no package.
+# --help and --help-all print the trainer's help at once: they need no package. A script of another program names its
+# module in HELP_OF before.
 #
 #   GPUS_PER_NODE NNODES NODE_RANK MASTER_ADDR MASTER_PORT   the job's shape, from the environment
 #   PRESET                                                  tiny, small, 124M, 345M, ... (pretrain_gpt2.py --help)
@@ -13,7 +14,7 @@ for word in "$@"; do
     if [[ "$word" =~ ^(-h|--help|--help[-_]all)$ ]]; then HELP="$word"; fi
 done
 ROOT="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
-if [[ -n "$HELP" && -e "$ROOT/pretrain_gpt2.py" ]]; then
+if [[ -n "$HELP" && -z "${HELP_OF:=}" && -e "$ROOT/pretrain_gpt2.py" ]]; then
     for candidate in "${PYTHON:-}" "${VIRTUAL_ENV:-/none}/bin/python" "$ROOT/.venv/bin/python" python3 python3.12 python3.11; do
         if "${candidate:-false}" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
             PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" exec "$candidate" -P "$ROOT/pretrain_gpt2.py" "$HELP"
@@ -22,6 +23,7 @@ if [[ -n "$HELP" && -e "$ROOT/pretrain_gpt2.py" ]]; then
 fi
 
 . "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
+if [[ -n "$HELP" && "$HELP" != --help?all && -n "$HELP_OF" ]]; then PROGRAM=(-m "$HELP_OF"); fi
 [[ -z "$HELP" ]] || PYTHONPATH="$(with_sources)" exec "$PYTHON" -P "${PROGRAM[@]}" "$HELP"
 
 RUNS="${RUNS:-${SOURCES:-$PWD}/runs}"

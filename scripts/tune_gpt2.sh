@@ -9,6 +9,7 @@
 #   PRESET          (124M, on a CPU small) the model
 #   GPUS_PER_NODE   (all, on a CPU 2) ranks
 #   RUNS            where results are kept (the repository's runs/; of an installation, runs/ here)
+HELP_OF=megatron.tune
 . "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
 
 choose_ranks all 1

@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = ("gpt2-train", "gpt2-launch", "gpt2-plan", "gpt2-checkpoint", "gpt2-generate", "gpt2-evaluate", "gpt2-serve",
             "gpt2-report", "gpt2-tune", "gpt2-preprocess", "gpt2-webtext")
 SCRIPTS = {"lib.sh", "setup.sh", "trained.sh", "preprocess_webtext.sh", "generate_text.sh", "evaluate_gpt2.sh",
+           "tune_gpt2.sh",
            *(path.name for pattern in ("pretrain_gpt2*.sh", "ds_*.sh") for path in (ROOT / "scripts").glob(pattern))}
 
 
@@ -76,7 +77,8 @@ def test_the_wheel_holds_the_program_and_nothing_else(wheel: Path) -> None:
     rooms = {f"{path.parent.relative_to(ROOT)}/py.typed" for path in (ROOT / "megatron").glob("*/__init__.py")}
     configs = {f"megatron/scripts/configs/{path.name}" for path in (ROOT / "scripts" / "configs").glob("*.json")}
     tools = {f"megatron/scripts/{path.name}" for path in (ROOT / "scripts").glob("*.py")}  # small, and of no harm there
-    expected = {"mpu/py.typed", "data/py.typed", "megatron/serve/page.html", "megatron/report/page.css",
+    expected = {"mpu/py.typed", "data/py.typed", "megatron/serve/page.html", "megatron/profiler/page.html",
+                "megatron/report/page.css",
                 "megatron/report/page.js", *rooms, *configs,
                 *(f"megatron/scripts/{name}" for name in SCRIPTS)}
     assert kept - sources - tools == expected

@@ -22,6 +22,8 @@ class Level(NamedTuple):
     time: float
     total: int
     """Bytes."""
+    is_since: bool = False
+    """Since the trace began."""
 
 
 def levels(events: Iterable[Event]) -> list[Level]:
@@ -30,7 +32,8 @@ def levels(events: Iterable[Event]) -> list[Level]:
     for event in events:
         if event.get("name") == "[memory]":
             given = event["args"]
-            by_kind.setdefault(given["Device Type"], []).append(Level(event["ts"], given["Total Allocated"]))
+            by_kind.setdefault(given["Device Type"], []).append(Level(
+                event["ts"], given["Total Allocated"], given["Device Type"] == CPU))
     return sorted(by_kind.get(CUDA) or by_kind.get(CPU) or [])
 
 

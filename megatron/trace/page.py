@@ -29,7 +29,8 @@ def page(title: str, found: Mapping[str, float], steps: int, levels: Sequence[Le
     if levels and peak is not None:
         level, where = peak
         at = f" at {(level.time - within[0]) / 1e3:.1f} ms" + (f", in {where}" if where else "")
-        parts += [f"<section><h2>Memory</h2>\n<p>The most is {level.total / MIB:,.1f} MiB{escape(at)}.</p>\n",
+        since = " since the trace began" * level.is_since
+        parts += [f"<section><h2>Memory</h2>\n<p>The most{since} is {level.total / MIB:,.1f} MiB{escape(at)}.</p>\n",
                   _picture(levels, recorded, within), "</section>\n"]
     return document(title, "".join(parts))
 

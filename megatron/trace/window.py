@@ -114,12 +114,12 @@ class Window:
         trace["traceEvents"] += tracks(recorded, at_times, within)
         with gzip.open(f"{place}.json.gz", "wt", encoding="utf-8", compresslevel=3) as file:
             json.dump(trace, file, separators=(",", ":"))
+        which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+        title = f"{which.capitalize()}, rank {self._rank}"
+        Path(f"{place}.html").write_text(
+            page(title, found, len(steps), at_times, peak(at_times, recorded), recorded, within), encoding="utf-8")
         milliseconds = (within[1] - within[0]) / 1e3 / len(steps)
-        title = f"Steps {steps[0]} to {steps[-1]}, rank {self._rank}"
-        highest = peak(at_times, recorded)
-        Path(f"{place}.html").write_text(page(title, found, len(steps), at_times, highest, recorded, within),
-                                         encoding="utf-8")
-        _say(f" steps {steps[0]} to {steps[-1]}: {milliseconds:.1f} ms each with the profiler at work: {told(found)} | "
+        _say(f" {which}: {milliseconds:.1f} ms{' each' * (len(steps) > 1)} with the profiler at work: {told(found)} | "
              f"{place}.json.gz (for ui.perfetto.dev), {place.name}.html")
 
 

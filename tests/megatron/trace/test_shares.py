@@ -99,8 +99,8 @@ def test_the_memory_is_that_of_the_accelerator_where_there_is_one() -> None:
     def noted(kind: int, time: float, total: int) -> dict[str, Any]:
         return {"name": "[memory]", "ts": time, "args": {"Device Type": kind, "Total Allocated": total}}
 
-    assert levels([noted(0, 2, 20), noted(0, 1, 10)]) == [(1, 10), (2, 20)]
-    assert levels([noted(0, 1, 10), noted(1, 3, 30)]) == [(3, 30)]
+    assert levels([noted(0, 2, 20), noted(0, 1, 10)]) == [(1, 10, True), (2, 20, True)]
+    assert levels([noted(0, 1, 10), noted(1, 3, 30)]) == [(3, 30, False)]
 
 
 def test_a_thinned_curve_keeps_its_extremes() -> None:

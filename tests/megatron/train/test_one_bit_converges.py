@@ -1,5 +1,5 @@
-"""1-bit Adam and 0/1 Adam learn what Adam learns, 1-bit Lamb what Lamb does: a small model, two ranks, several seeds, and
-copies that forget what they owe."""
+"""1-bit Adam and 0/1 Adam learn what Adam learns, 1-bit Lamb what Lamb does: a small model, two ranks, several seeds,
+and copies that forget what they owe."""
 
 from __future__ import annotations
 
