@@ -60,7 +60,7 @@ def test_on_a_cpu_the_thread_that_trains_is_looked_at() -> None:
     said = recorded(activity=[(0, READING), (10, TRAINING)], phase=[(10, FORWARD), (60, OPTIMIZER_STEP), (80, "")],
                     exchanging=[(70, "exchange"), (75, "")])
     said.journeys["entry", 1] = Journey("blocks.0, forward", 12, awaited=20, stop=26)
-    events = [op("aten::linear", 30, 10), op("aten::mm", 31, 5),
+    events = [op("AddmmBackward0", 29, 11), op("aten::linear", 30, 10), op("aten::mm", 31, 5),
               op("_LinearMean", 40, 10), op("aten::mm", 41, 8), op("aten::add", 50, 5),
               op("aten::scaled_dot_product_attention", 11, 12), op("aten::bmm", 12, 3),
               op("aten::mm", 61, 4), op("aten::mm", 82, 10, thread=8)]
@@ -82,6 +82,7 @@ def test_on_an_accelerator_the_device_is_looked_at() -> None:
     events = [op("aten::linear", 6, 2), op("aten::addmm", 6.5, 1, number=1), op("_LinearMeanBackward", 8, 4, thread=9),
               op("aten::mm", 9, 1, thread=9, number=2), op("aten::add", 12, 1, number=3),
               op("aten::_foreach_add_", 31, 1, number=4), op("aten::copy_", 13, 1, number=5),
+              op("c10d::_allgather_base_", 32, 1, number=77),
               kernel("gemm", 10, 20, 1), kernel("gemm", 30, 10, 2), kernel("elementwise", 40, 5, 3),
               kernel("ncclDevKernel_AllGather", 20, 40, 77), kernel("adam", 60, 10, 4),
               kernel("Memcpy HtoD", 75, 5, 5, cat="gpu_memcpy")]

@@ -113,8 +113,10 @@ def test_a_trace_that_the_run_ends_is_written(tmp_path: Path) -> None:
 
 def test_after_an_error_everybody_is_as_before(tmp_path: Path) -> None:
     words, numbers, step = HERE._words, waits.shown(), Trainer._train_step
+    trainers: list[Trainer] = []
 
     def fails(trainer: Trainer, batches: list[Any]) -> Any:
+        trainers.append(trainer)
         report = step(trainer, batches)
         if report.number == 3:
             raise ZeroDivisionError("on purpose")
@@ -122,7 +124,7 @@ def test_after_an_error_everybody_is_as_before(tmp_path: Path) -> None:
 
     with patch.object(Trainer, "_train_step", fails), pytest.raises(ZeroDivisionError):
         train([*RUN, "--profile-steps", "2:5", "--profile-dir", tmp_path])
-    assert HERE._words is words and waits.shown() is numbers
+    assert HERE._words is words and waits.shown() is numbers and trainers[0].engine.core.log.follower is None
     assert (tmp_path / "steps-2-2.rank-0.json.gz").exists()
 
 
