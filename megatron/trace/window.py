@@ -7,7 +7,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import get_native_id
@@ -35,8 +35,11 @@ def tracing(asked: ProfileConfig, device: torch.device, log: ExchangeLog,
     window = Window(asked, device, log, train_iters)
     try:
         yield window.at
-    finally:
-        window.close()
+    except BaseException:
+        with suppress(Exception):  # the first error is the one to report
+            window.close()
+        raise
+    window.close()
 
 
 @dataclass
@@ -88,17 +91,19 @@ class Window:
         under, self._under = self._under, None
         if under is None:
             return
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        stop = microseconds()
-        under.after.close()
-        under.profiler.stop()
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            stop = microseconds()
+        finally:
+            under.after.close()
+            under.profiler.stop()
         last = max(under.first, self._done or 0)
         try:
             self._write(under, range(under.first, last + 1), stop)
-        except OSError as error:  # not worth ending a job of many ranks
-            print(f"warning: the trace cannot be written to {self._folder}: {error}; training goes on without it",
-                  file=sys.stderr, flush=True)
+        except Exception as error:  # not worth ending a job of many ranks
+            print(f"warning: the trace cannot be written to {self._folder} ({type(error).__name__}: {error}); training "
+                  "goes on without it", file=sys.stderr, flush=True)
 
     def _write(self, under: Under, steps: range, stop: float) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
