@@ -37,7 +37,7 @@ class Recording:
     @contextmanager
     def on(self, part: str = "") -> Iterator[None]:
         """What happens inside is recorded; its time is that of a part of a step."""
-        with self.timed(part), _as_written(), self._calls.watched(), self._counting:
+        with self.timed(part), as_written(), self._calls.watched(), self._counting:
             yield
 
     @contextmanager
@@ -67,7 +67,7 @@ class Recording:
             node.macs[phase] += macs
 
 
-def _as_written() -> AbstractContextManager[object]:
+def as_written() -> AbstractContextManager[object]:
     """What torch.compile has compiled runs as it is written, and stays compiled for later. Where torch.compile was
     never used there is nothing to say, and to say it would load the compiler."""
     if "torch._dynamo" not in sys.modules:

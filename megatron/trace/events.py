@@ -22,8 +22,13 @@ KINDS = {
                          r"|^mkl(dnn)?::"),
 }
 """Of operations. The first are those of mpu/cross_entropy.py, which have the output layer inside."""
+KERNELS = {
+    ATTENTION: re.compile(r"flash|fmha|sdpa", re.IGNORECASE),
+    PRODUCTS: re.compile(r"gemm|cutlass|nvjet|xmma|cublas", re.IGNORECASE),
+}
+LAUNCHES = frozenset({"cuda_runtime", "cuda_driver"})
 ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
-"""Categories."""
+"""Categories: what the host asks for, and what the device does."""
 Event = Mapping[str, Any]
 
 
@@ -49,7 +54,7 @@ def outermost(ordered: Sequence[Event]) -> Iterator[tuple[Event, str]]:
         yield event, kind
 
 
-def on_host(events: Iterable[Event], thread: int) -> dict[str, list[Stretch]]:
+def of_thread(events: Iterable[Event], thread: int) -> dict[str, list[Stretch]]:
     """What the thread that trains worked at."""
     found: dict[str, list[Stretch]] = {}
     for event, kind in outermost(operations(events, thread)):
@@ -60,16 +65,27 @@ def on_host(events: Iterable[Event], thread: int) -> dict[str, list[Stretch]]:
 
 def on_device(events: Sequence[Event]) -> list[tuple[Stretch, str, float]]:
     """What the accelerator worked at: when, of which kind, and when it was launched by the host."""
-    launched: dict[int, tuple[str, float]] = {}
-    for event, kind in outermost(operations(events, None)):
-        launched[event.get("args", {}).get("External id", -1)] = kind, event["ts"]
+    kinds = {event["args"]["External id"]: kind for event, kind in outermost(operations(events, None))
+             if "External id" in event.get("args", {})}
+    launches = {event["args"]["correlation"]: float(event["ts"]) for event in events
+                if event.get("cat") in LAUNCHES and "correlation" in event.get("args", {})}
     found = []
     for event in events:
         if event.get("cat") in ON_DEVICE:
-            kind, at = launched.get(event.get("args", {}).get("External id", -1), (OTHER, event["ts"]))
-            if "nccl" in event["name"].lower():
-                kind = EXCHANGE
-            elif event["cat"] != "kernel" and kind == OTHER:
-                kind = COPIES
-            found.append((Stretch(event["ts"], event["ts"] + event["dur"], event["name"]), kind, at))
+            its = event.get("args", {})
+            kind = kinds.get(its.get("External id"), OTHER)
+            stretch = Stretch(event["ts"], event["ts"] + event["dur"], event["name"])
+            found.append((stretch, _of_kernel(event, kind), launches.get(its.get("correlation", -1), stretch.start)))
     return found
+
+
+def _of_kernel(event: Event, kind: str) -> str:
+    """What a kernel's name adds: one that is replayed from a graph, or launched by Python, belongs to no operation."""
+    name = event["name"]
+    if "nccl" in name.lower():
+        return EXCHANGE
+    if kind == OTHER and event["cat"] == "gpu_memcpy" and ("HtoD" in name or "DtoH" in name):
+        return COPIES
+    if kind == OTHER and event["cat"] == "kernel":
+        return next((its for its, pattern in KERNELS.items() if pattern.search(name)), OTHER)
+    return kind

@@ -21,9 +21,9 @@ MIB = float(2**20)
 
 def page(title: str, found: Mapping[str, float], steps: int, levels: Sequence[Level], peak: tuple[Level, str] | None,
          recorded: Recorder, within: Span) -> str:
-    total = sum(found.values())
+    total = sum(found.values()) or 1.0
     rows = [(kind, f"{part / 1e3 / steps:.2f} ms", f"{100 * part / total:.1f} %") for kind, part in found.items()]
-    rows.append(("all", f"{total / 1e3 / steps:.2f} ms", "100 %"))
+    rows += [("all", f"{total / 1e3 / steps:.2f} ms", "100 %")] if found else []
     parts = ["<section><h2>Where the time of a step went</h2>\n",
              html_table(table(("", "a step", "share"), rows)), "</section>\n"]
     if levels and peak is not None:

@@ -56,6 +56,7 @@ class Recorder:
         self.exchanging = Line()
         """Whether the host is in an exchange with others: it sends, or waits."""
         self.journeys: dict[tuple[str, int], Journey] = {}
+        self._words: dict[int, str] = {}
 
     @contextmanager
     def listening(self, log: ExchangeLog) -> Iterator[None]:
@@ -70,7 +71,12 @@ class Recorder:
 
     def _heard(self, place: int, number: int) -> None:
         if (line := self.lines.get(place)) is not None:
-            line.changes.append((self._clock(), f"step {number}" if place == STEP else HERE.word(number)))
+            line.changes.append((self._clock(), f"step {number}" if place == STEP else self._word(number)))
+
+    def _word(self, number: int) -> str:
+        if number not in self._words:
+            self._words[number] = HERE.word(number)
+        return self._words[number]
 
     def _exchanges(self, place: int, mark: int) -> None:
         if place == 0:
@@ -100,7 +106,7 @@ class Recorder:
             journey.awaited = None if journey.awaited is None else journey.awaited - base
             journey.stop = None if journey.stop is None else journey.stop - base
 
-    def waits(self, end: float) -> list[Stretch]:
+    def at_exchanges(self, end: float) -> list[Stretch]:
         """When the host was at exchanges, and what it waited for where that is known."""
         awaited = [Stretch(one.awaited, end if one.stop is None else one.stop, one.what)
                    for one in self.journeys.values() if one.awaited is not None]

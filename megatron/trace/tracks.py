@@ -20,7 +20,8 @@ def tracks(recorded: Recorder, levels: Sequence[Level], within: Span) -> Iterato
     end = within[1]
     yield {"ph": "M", "name": "process_name", "pid": PROCESS, "args": {"name": "the engine"}}
     yield {"ph": "M", "name": "process_sort_index", "pid": PROCESS, "args": {"sort_index": -1}}
-    of_track = [*(recorded.lines[place].stretches(end) for place in (STEP, ACTIVITY, PHASE, UNIT)), recorded.waits(end)]
+    of_track = [*(recorded.lines[place].stretches(end) for place in (STEP, ACTIVITY, PHASE, UNIT)),
+                recorded.at_exchanges(end)]
     for number, (name, stretches) in enumerate(zip(TRACKS, of_track, strict=True)):
         yield {"ph": "M", "name": "thread_name", "pid": PROCESS, "tid": number, "args": {"name": name}}
         yield from (_slice(one, number) for one in stretches)

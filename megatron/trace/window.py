@@ -16,14 +16,19 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from data.storage import staged_file
 from megatron.config.profile import ProfileConfig
+from megatron.errors import Interrupted, NumericsError
 from megatron.trace.memory import levels, peak
 from megatron.trace.page import page
 from megatron.trace.recorder import Recorder, microseconds
 from megatron.trace.shares import shares, told
 from megatron.trace.tracks import tracks
+from megatron.whereabouts import HERE, OPTIMIZER_STEP, PHASE
 from megatron.zero.exchanges import ExchangeLog
 
+WRITING = "writing of a trace"
+"""An activity (whereabouts.py)."""
 HISTORY = 200_000
 """Allocations that the snapshot of an accelerator's memory remembers."""
 
@@ -35,9 +40,8 @@ def tracing(asked: ProfileConfig, device: torch.device, log: ExchangeLog,
     window = Window(asked, device, log, train_iters)
     try:
         yield window.at
-    except BaseException:
-        with suppress(Exception):  # the first error is the one to report
-            window.close()
+    except BaseException as error:
+        window.abandon(is_orderly=isinstance(error, (NumericsError, Interrupted)))
         raise
     window.close()
 
@@ -48,10 +52,16 @@ class Under:
 
     profiler: profile
     recorder: Recorder
+    listening: ExitStack
     after: ExitStack
+    """What is to be switched off, once it is written."""
     first: int
     """Step."""
     start: float
+
+    def end(self) -> None:
+        self.listening.close()
+        self.after.close()
 
 
 class Window:
@@ -77,14 +87,15 @@ class Window:
     def _begin(self, step: int) -> None:
         on_cuda = self._device.type == "cuda"
         activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_cuda]
-        profiler = profile(activities=activities, record_shapes=True, profile_memory=True)
+        profiler = profile(activities=activities, profile_memory=True)
+        recorder, listening, after = Recorder(), ExitStack(), ExitStack()
         if on_cuda:
             torch.cuda.memory._record_memory_history(max_entries=HISTORY, stacks="python")
+            after.callback(torch.cuda.memory._record_memory_history, None)
             torch.cuda.synchronize(self._device)  # what was launched before belongs to steps before
         profiler.start()
-        recorder, after = Recorder(), ExitStack()
-        after.enter_context(recorder.listening(self._log))
-        self._under = Under(profiler, recorder, after, step, microseconds())
+        listening.enter_context(recorder.listening(self._log))
+        self._under = Under(profiler, recorder, listening, after, step, microseconds())
 
     def close(self) -> None:
         """The end of the trace, if one is under way: it is written, and told."""
@@ -95,30 +106,42 @@ class Window:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
             stop = microseconds()
-        finally:
-            under.after.close()
+            under.listening.close()
             under.profiler.stop()
-        last = max(under.first, self._done or 0)
-        try:
-            self._write(under, range(under.first, last + 1), stop)
+            with HERE.doing(WRITING):
+                self._write(under, stop)
         except Exception as error:  # not worth ending a job of many ranks
             print(f"warning: the trace cannot be written to {self._folder} ({type(error).__name__}: {error}); training "
                   "goes on without it", file=sys.stderr, flush=True)
+        finally:
+            under.end()
 
-    def _write(self, under: Under, steps: range, stop: float) -> None:
+    def abandon(self, *, is_orderly: bool) -> None:
+        """The run ends by an error, which is the one to report. Where that is not `is_orderly`, the device or other
+        ranks may never answer again, and nobody waits for them."""
+        if is_orderly:
+            self.close()
+        elif self._under is not None:
+            with suppress(Exception):
+                self._under.end()
+                self._under.profiler.stop()
+
+    def _write(self, under: Under, stop: float) -> None:
+        taken = [one for one in under.recorder.lines[PHASE].stretches(stop) if one.name == OPTIMIZER_STEP]
+        steps = range(under.first, under.first + max(1, len(taken)))
         self._folder.mkdir(parents=True, exist_ok=True)
         place = _free(self._folder, f"steps-{steps[0]}-{steps[-1]}.rank-{self._rank}")
         if self._device.type == "cuda":
             torch.cuda.memory._dump_snapshot(str(place.with_name(f"{place.name}.memory.pickle")))
-            torch.cuda.memory._record_memory_history(enabled=None)
-        trace = _exported(under.profiler)
+        trace = _exported(under.profiler, self._folder)
         base = trace.get("baseTimeNanoseconds", 0) / 1e3
         recorded, within, events = under.recorder, (under.start - base, stop - base), trace["traceEvents"]
         recorded.count_from(base)
-        found, at_times = shares(events, recorded, get_native_id(), within), levels(events)
+        found = shares(events, recorded, get_native_id(), within, on_host=self._device.type == "cpu")
+        at_times = levels(events)
         trace["traceEvents"] += tracks(recorded, at_times, within)
-        with gzip.open(f"{place}.json.gz", "wt", encoding="utf-8", compresslevel=3) as file:
-            json.dump(trace, file, separators=(",", ":"))
+        with staged_file(f"{place}.json.gz") as file:
+            file.write(gzip.compress(json.dumps(trace, separators=(",", ":")).encode(), compresslevel=3))
         which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
         title = f"{which.capitalize()}, rank {self._rank}"
         Path(f"{place}.html").write_text(
@@ -128,8 +151,8 @@ class Window:
              f"{place}.json.gz (for ui.perfetto.dev), {place.name}.html")
 
 
-def _exported(profiler: profile) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="trace-") as folder:
+def _exported(profiler: profile, beside: Path) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix=".trace-", dir=beside) as folder:
         profiler.export_chrome_trace(f"{folder}/trace.json")
         found: dict[str, Any] = json.loads(Path(folder, "trace.json").read_text(encoding="utf-8", errors="replace"))
     return found

@@ -3,8 +3,8 @@ and Weights & Biases.
 
 Each is there where the configuration asks for it (`steps_per_print`, `wall_clock_breakdown`, `memory_breakdown`,
 `tensorboard`, `csv_monitor`, `wandb`), and on rank 0. Where nothing is asked for, nothing is computed and nobody waits
-for the device; a loss is read from the device only for a line or a scalar. The trainer has its own log
-(train/metrics.py).
+for the device. A line reads the loss from the device; scalars are written a step late there, when it is on the host in
+any case. The trainer has its own log (train/metrics.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import csv
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -28,6 +28,8 @@ from megatron.zero.accelerator import peak_resident_bytes
 from megatron.zero.api.curves import Curves, storing
 from megatron.zero.api.wandb_run import Project, WandbRun
 from megatron.zero.homes.used import DriveUse
+from megatron.zero.verdict import HostCopy
+from mpu.device import on_accelerator
 
 DEFAULT_STEPS_PER_PRINT = 10
 """Between two breakdowns, where the configuration says nothing."""
@@ -101,6 +103,8 @@ class Monitor:
         self._used: DriveUse | None = None  # of drives, by the phases since the last line
         self._lap_steps = 0
         self._sinks: list[Sink] = []
+        self._late: tuple[HostCopy, Callable[[float], list[Event]]] | None = None
+        """The scalars of a step, once its loss is known."""
 
     def open(self) -> None:
         """Before the first step: what cannot be written fails here."""
@@ -158,9 +162,10 @@ class Monitor:
         """After an optimizer step: a line where one is due, and scalars."""
         self._lap_steps += 1
         due = self._watch.interval > 0 and engine.global_steps % self._watch.interval == 0
-        loss = float(self._loss.item()) if self._loss is not None and (due or self._sinks) else None
+        self._write_late()
+        loss = float(self._loss.item()) if self._loss is not None and due else None
         if self._sinks:
-            self.write_events([*self._scalars(engine, loss), *(self._elapsed(engine) if due else ())])
+            self._write_scalars(engine, loss, self._elapsed(engine) if due else ())
         if due:
             for line in self._lines(engine, loss):
                 print(line, flush=True)
@@ -170,13 +175,36 @@ class Monitor:
             self._lap_steps = 0
         self._loss = None
 
+    def _write_scalars(self, engine: Trained, loss: float | None, more: Iterable[Event]) -> None:
+        """Of this step; where its loss is still on an accelerator, when the next one is done."""
+        others = [*self._others(engine), *more]
+        if loss is None and self._loss is None:
+            self.write_events(others)
+            return
+        samples = engine.global_samples
+
+        def with_loss(known: float) -> list[Event]:
+            return [(f"{PREFIX}train_loss", known, samples), *others]
+
+        if loss is not None:
+            self.write_events(with_loss(loss))
+        elif self._loss is not None:
+            self._late = HostCopy(self._loss.view(1)), with_loss
+            if not on_accelerator(self._loss):
+                self._write_late()
+
+    def _write_late(self) -> None:
+        late, self._late = self._late, None
+        if late is not None:
+            copy, with_loss = late
+            self.write_events(with_loss(*copy.values()))
+
     def close(self) -> None:
+        self._write_late()
         for sink in self._sinks:
             sink.close()
 
-    def _scalars(self, engine: Trained, loss: float | None) -> Iterator[Event]:
-        if loss is not None:
-            yield f"{PREFIX}train_loss", loss, engine.global_samples
+    def _others(self, engine: Trained) -> Iterator[Event]:
         yield f"{PREFIX}lr", engine.get_lr()[0], engine.global_samples
         if engine.fp16_enabled():
             yield f"{PREFIX}loss_scale", engine.cur_scale, engine.global_samples

@@ -1,7 +1,7 @@
 """The one step of an engine that the flops profiler looks at, on rank 0: counted, printed and written to a file.
 
-The step before it is timed in the same way, but not counted: what the profiler costs is then seen. No result of a
-step depends on it; what is compiled runs as it is written for that step.
+The step before it is timed in the same way, but not counted: what the profiler costs is then seen. What is compiled
+runs as it is written for that step, on all ranks: tensor parallel ones must draw the same dropout and round alike.
 """
 
 from __future__ import annotations
@@ -38,27 +38,34 @@ class ProfiledStep:
         if self._asked.flops_profiler and core.groups.world.rank == 0:
             from megatron.profiler import FlopsProfiler
             self.profiler = FlopsProfiler(core.module, engine)
-        self._is_due = self.profiler is not None
+        self._is_due = self._asked.flops_profiler
 
-    def part(self, name: str) -> AbstractContextManager[None]:
+    def part(self, name: str) -> AbstractContextManager[object]:
         """A part of a step: forward, backward or step. What the optimizer does is timed, not counted."""
-        if not self._is_due or self.profiler is None or not self._core.module.training:
+        if not self._is_due or not self._core.module.training:
             return nullcontext()
         ahead = self._asked.flops_profiler_step - self._core.global_steps - 1
         if ahead < 0:
             self._is_due = False
-            print(self._words.of(f" note: nothing is profiled: --flops-profiler-step {self._asked.flops_profiler_step} "
-                                 f"is over, the run goes on at step {self._core.global_steps + 1}"), flush=True)
+            self._tell_of_none()
+        if self.profiler is None:
+            return _as_written() if ahead == 0 else nullcontext()
         if ahead == 0:
             return self.profiler.part(name, counts=name != "step")
         return self._timed() if ahead == 1 else nullcontext()
 
+    def _tell_of_none(self) -> None:
+        if self.profiler is not None:
+            print(self._words.of(f" note: nothing is profiled: --flops-profiler-step {self._asked.flops_profiler_step} "
+                                 f"is over, the run goes on at step {self._core.global_steps + 1}"), flush=True)
+
     def step_done(self) -> None:
         """After an optimizer step; the profile is told once."""
         step = self._core.global_steps
-        if self._is_due and self.profiler is not None and step == self._asked.flops_profiler_step:
+        if self._is_due and step == self._asked.flops_profiler_step:
             self._is_due = False
-            self._tell(self.profiler, step)
+            if self.profiler is not None:
+                self._tell(self.profiler, step)
 
     def _tell(self, profiler: FlopsProfiler, step: int) -> None:
         from megatron.profiler.output import write
@@ -86,6 +93,11 @@ class ProfiledStep:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter()
+
+
+def _as_written() -> AbstractContextManager[object]:
+    from megatron.profiler.recording import as_written
+    return as_written()
 
 
 def _check_place(path: str) -> None:

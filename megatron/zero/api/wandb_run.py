@@ -6,7 +6,8 @@ WANDB_MODE=offline writes to ./wandb, for `wandb sync` later. Not here: which sc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from megatron.config.log import check_wandb
@@ -33,15 +34,28 @@ class WandbRun:
             why = " ".join(str(error).split())
             raise ConfigError(f"{flag} {project.name}: wandb cannot start: {why}; log in with `wandb login`, or set "
                               "WANDB_MODE=offline to write to a folder") from error
+        self._is_lost = False
         self._run.define_metric("*", step_metric=axis)
 
     def configure(self, settings: Mapping[str, Any]) -> None:
         """They are shown beside its charts."""
-        self._run.config.update(dict(settings), allow_val_change=True)
+        self._unless_lost(lambda: self._run.config.update(dict(settings), allow_val_change=True))
 
     def log(self, scalars: Mapping[str, float]) -> None:
-        self._run.log(dict(scalars))
+        self._unless_lost(lambda: self._run.log(dict(scalars)))
 
     def close(self, *, failed: bool = False) -> None:
         """Return when all of it has arrived, where it goes to a server."""
-        self._run.finish(exit_code=int(failed))
+        self._unless_lost(lambda: self._run.finish(exit_code=int(failed)))
+
+    def _unless_lost(self, action: Callable[[], Any]) -> None:
+        """Its service may end before the run does, which is not worth ending a job of many ranks."""
+        if self._is_lost:
+            return
+        try:
+            action()
+        except Exception as error:
+            self._is_lost = True
+            why = " ".join(f"{type(error).__name__}: {error}".split())
+            print(f"warning: wandb takes no more scalars ({why}); training goes on without it", file=sys.stderr,
+                  flush=True)

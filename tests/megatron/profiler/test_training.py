@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
-from contextlib import redirect_stdout
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from megatron import zero
 from megatron.config.flags import parse_args
 from megatron.errors import ConfigError, StorageError
 from megatron.profiler.profile import Macs
+from megatron.zero.api.profiled import ProfiledStep
 from tests.distributed import run_ranks
 from tests.megatron.helpers import NO_DROPOUT, TINY, lines, tiny_model, train, train_all
 from tests.megatron.profiler.closed_form import step_macs
@@ -51,6 +54,39 @@ def test_the_first_step_can_be_profiled_and_recomputation_is_seen(tmp_path: Path
     found = json.loads((tmp_path / "p.json").read_text())
     assert found["flops"] == flops(step_macs(tiny_model(), 4, 16, causal=True, chunk=1))
     assert found["seconds_of_step_before"] is None
+
+
+def stances(rank: int, world: int) -> list[int]:
+    """The steps, counted from 0, in which this rank runs as written what is compiled."""
+    found: list[int] = []
+    before = ProfiledStep.part
+
+    def part(step: ProfiledStep, name: str) -> AbstractContextManager[None]:
+        with patch("torch.compiler.set_stance", lambda stance: nullcontext(found.append(step._core.global_steps))), \
+                patch.dict(sys.modules, {"torch._dynamo": torch}):
+            return enter_now(before(step, name))
+
+    with patch.object(ProfiledStep, "part", part):
+        train([*RUN, *PROFILE, "--model-parallel-size", "2", "--vocab-size", "512"])
+    return found
+
+
+@contextmanager
+def entered(stack: ExitStack) -> Iterator[None]:
+    with stack:
+        yield
+
+
+def enter_now(context: AbstractContextManager[object]) -> AbstractContextManager[None]:
+    stack = ExitStack()
+    stack.enter_context(context)
+    return entered(stack)
+
+
+def test_all_ranks_run_the_profiled_step_as_it_is_written() -> None:
+    """Two micro-batches: forward, backward and step of each, of which rank 0 counts all but the step."""
+    first, second = run_ranks(stances, 2)
+    assert {*first} == {*second} == {2}
 
 
 def test_no_bit_of_a_run_depends_on_it(tmp_path: Path) -> None:

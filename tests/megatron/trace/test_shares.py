@@ -64,31 +64,47 @@ def test_on_a_cpu_the_thread_that_trains_is_looked_at() -> None:
               op("_LinearMean", 40, 10), op("aten::mm", 41, 8), op("aten::add", 50, 5),
               op("aten::scaled_dot_product_attention", 11, 12), op("aten::bmm", 12, 3),
               op("aten::mm", 61, 4), op("aten::mm", 82, 10, thread=8)]
-    found = shares(events, said, 7, (0, 100))
+    found = shares(events, said, 7, (0, 100), on_host=True)
     assert found == {"products": 10, "attention": 9, "loss": 10, "optimizer": 15, "exchange not hidden": 11, "data": 10,
                      "evaluation and saves": 0, "other": 35}
     assert told(found) == ("products 10 %, attention 9 %, loss 10 %, optimizer 15 %, exchange not hidden 11 %, "
                            "data 10 %, other 35 %")
 
 
-def kernel(name: str, start: float, length: float, number: int, cat: str = "kernel") -> dict[str, Any]:
-    return {"cat": cat, "name": name, "ts": start, "dur": length, "tid": 100, "args": {"External id": number}}
+def kernel(name: str, start: float, length: float, launch: int, operation: int | None = None,
+           cat: str = "kernel") -> dict[str, Any]:
+    known = {} if operation is None else {"External id": operation}
+    return {"cat": cat, "name": name, "ts": start, "dur": length, "tid": 100, "args": {"correlation": launch, **known}}
+
+
+def launch(start: float, number: int) -> dict[str, Any]:
+    return {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": start, "dur": 0.1, "tid": 7,
+            "args": {"correlation": number}}
 
 
 def test_on_an_accelerator_the_device_is_looked_at() -> None:
-    """The host launches ahead; backwards are in a thread of their own."""
+    """The host launches ahead; backwards are in a thread of their own, and Adam's kernel is launched by Python."""
     said = recorded(activity=[(0, READING), (5, TRAINING)], phase=[(5, FORWARD), (30, OPTIMIZER_STEP), (40, "")],
                     exchanging=[(6, "exchange"), (9, "")])
     events = [op("aten::linear", 6, 2), op("aten::addmm", 6.5, 1, number=1), op("_LinearMeanBackward", 8, 4, thread=9),
               op("aten::mm", 9, 1, thread=9, number=2), op("aten::add", 12, 1, number=3),
-              op("aten::_foreach_add_", 31, 1, number=4), op("aten::copy_", 13, 1, number=5),
-              op("c10d::_allgather_base_", 32, 1, number=77),
-              kernel("gemm", 10, 20, 1), kernel("gemm", 30, 10, 2), kernel("elementwise", 40, 5, 3),
-              kernel("ncclDevKernel_AllGather", 20, 40, 77), kernel("adam", 60, 10, 4),
-              kernel("Memcpy HtoD", 75, 5, 5, cat="gpu_memcpy")]
-    found = shares(events, said, 7, (0, 100))
-    assert found == {"products": 20, "attention": 0, "loss": 10, "optimizer": 10, "exchange not hidden": 15, "data": 5,
-                     "evaluation and saves": 0, "other": 5, "copies": 5, "idle": 30}
+              {**op("detached", 3, 1), "args": {}},
+              op("aten::copy_", 34, 1, number=5), op("c10d::_allgather_base_", 32, 1, number=77),
+              *(launch(at, number) for number, at in enumerate((7, 9, 12, 32, 33, 35, 20, 36), 1)),
+              kernel("generated_3", 10, 20, 1, 1), kernel("gemm", 30, 10, 2, 2), kernel("elementwise", 40, 5, 3, 3),
+              kernel("ncclDevKernel_AllGather", 20, 40, 4, 77), kernel("_adam", 60, 10, 5),
+              kernel("Memcpy HtoD (Pinned -> Device)", 65, 15, 6, 5, cat="gpu_memcpy"),
+              kernel("sm90_xmma_gemm_bf16", 82, 4, 7), kernel("Memset (Device)", 86, 1, 8, cat="gpu_memset")]
+    found = shares(events, said, 7, (0, 100), on_host=False)
+    assert found == {"products": 24, "attention": 0, "loss": 10, "optimizer": 11, "exchange not hidden": 15, "data": 5,
+                     "evaluation and saves": 0, "other": 5, "copies": 10, "idle": 20}
+    assert sum(found.values()) == 100
+
+
+def test_a_device_that_the_profiler_does_not_see_is_told() -> None:
+    said = recorded(activity=[], phase=[])
+    found = shares([op("aten::mm", 1, 5)], said, 7, (0, 10), on_host=False)
+    assert found == {} and told(found).startswith("the profiler has seen nothing of the device")
 
 
 def test_what_is_said_twice_is_one_stretch() -> None:

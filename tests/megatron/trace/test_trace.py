@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,7 +14,7 @@ from unittest.mock import patch
 import pytest
 
 from megatron.config.flags import parse_args
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, Interrupted
 from megatron.train.loop import Trainer
 from megatron.whereabouts import HERE
 from mpu.wire import waits
@@ -125,7 +127,22 @@ def test_after_an_error_everybody_is_as_before(tmp_path: Path) -> None:
     with patch.object(Trainer, "_train_step", fails), pytest.raises(ZeroDivisionError):
         train([*RUN, "--profile-steps", "2:5", "--profile-dir", tmp_path])
     assert HERE._words is words and waits.shown() is numbers and trainers[0].engine.core.log.follower is None
-    assert (tmp_path / "steps-2-2.rank-0.json.gz").exists()
+    assert not [*tmp_path.iterdir()], "ranks may wait for this one, and the device may never answer"
+
+
+def test_a_run_that_is_stopped_has_its_trace(tmp_path: Path) -> None:
+    """A request travels with the step after it."""
+    step = Trainer._train_step
+
+    def stops(trainer: Trainer, batches: list[Any]) -> Any:
+        report = step(trainer, batches)
+        if report.number == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return report
+
+    with patch.object(Trainer, "_train_step", stops), pytest.raises(Interrupted):  # without --save
+        train([*RUN, "--profile-steps", "2:5", "--profile-dir", tmp_path])
+    assert {path.name for path in tmp_path.iterdir()} == {"steps-2-3.rank-0.json.gz", "steps-2-3.rank-0.html"}
 
 
 def test_a_folder_that_cannot_be_made_does_not_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

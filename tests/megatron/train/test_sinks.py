@@ -37,7 +37,10 @@ class Run:
             print(json.dumps(what), file=file)
     def update(self, settings, allow_val_change): self.say("config", settings)
     def define_metric(self, name, step_metric): self.say("axis", step_metric)
-    def log(self, values): self.say("log", values)
+    def log(self, values):
+        if os.environ.get("WANDB_LASTS") == str(values["iteration"]):
+            raise errors.Error("the service\\nhas gone")
+        self.say("log", values)
     def finish(self, exit_code): self.say("finish", exit_code)
 
 def init(**given):
@@ -135,6 +138,17 @@ def test_a_run_that_fails_does_not_pass_for_a_finished_one(wandb: Path) -> None:
         with log_of(wandb_project="gpt"):
             raise NumericsError("loss")
     assert told(wandb)[-1] == ("finish", 1)
+
+
+def test_a_service_that_ends_before_the_run_is_told_once_and_ends_no_run(
+        wandb: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("WANDB_LASTS", "2")
+    train([*TINY, "--mock-data", "--train-iters", "4", "--wandb-project", "gpt", "--metrics-file",
+           tmp_path / "metrics"])
+    assert len(records(tmp_path / "metrics")) == 4
+    assert [value["iteration"] for kind, value in told(wandb) if kind == "log"] == [1]
+    assert [line for line in capsys.readouterr().err.splitlines() if "wandb" in line] == [
+        "warning: wandb takes no more scalars (Error: the service has gone); training goes on without it"]
 
 
 def test_what_wandb_has_against_it_is_one_line(wandb: Path, monkeypatch: pytest.MonkeyPatch) -> None:

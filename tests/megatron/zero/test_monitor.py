@@ -18,6 +18,7 @@ from megatron import zero
 from megatron.errors import ConfigError, StorageError
 from megatron.zero.homes.words import in_bytes
 from tests.distributed import run_ranks
+from tests.wires import accelerator_side
 
 CONFIG: dict[str, Any] = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.5}}}
 
@@ -136,6 +137,21 @@ def test_scalars_have_deepspeeds_names_and_count_samples(tmp_path: Path) -> None
     assert set(events.Tags()["scalars"]) == {f"Train/Samples/{name}" for name in names}
     assert [event.step for event in events.Scalars("Train/Samples/lr")] == [4, 8, 12]
     assert {event.value for event in events.Scalars("Train/Samples/loss_scale")} == {16.0}
+
+
+def test_on_an_accelerator_scalars_are_written_a_step_late(tmp_path: Path) -> None:
+    """When the loss is on the host in any case: to read it at once would let the device run dry."""
+    monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    trained(3, csv_monitor=monitor).destroy()
+    at_once = {path.name: path.read_text() for path in (tmp_path / "job").iterdir()}
+    shutil.rmtree(tmp_path / "job")
+    with accelerator_side():
+        engine = trained(3, csv_monitor=monitor)
+        late = {path.name: path.read_text() for path in (tmp_path / "job").iterdir()}
+        assert {*late} == {*at_once}
+        assert all(at_once[name].startswith(text) and len(text.splitlines()) == 3 for name, text in late.items())
+        engine.destroy()
+    assert {path.name: path.read_text() for path in (tmp_path / "job").iterdir()} == at_once
 
 
 def test_scalars_go_to_a_run_of_wandb(monkeypatch: Any) -> None:
