@@ -20,7 +20,8 @@ if [[ $# -eq 0 ]]; then
     done
 fi
 # The whole suite takes two files at a time where it can: most of a multi-rank test is one rank waiting for another.
-together=()
+together=() slowest=()
 if [[ $# -eq 0 ]] && python -c 'import xdist' 2>/dev/null; then together=(-n 2 --dist loadfile); fi
-python -m pytest "${together[@]}" "$@" || status=$?
+if [[ $# -eq 0 ]]; then slowest=(--durations 30 --durations-min 5); fi
+python -m pytest "${together[@]}" "${slowest[@]}" "$@" || status=$?
 exit "$status"

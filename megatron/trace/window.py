@@ -87,7 +87,7 @@ class Window:
     def _begin(self, step: int) -> None:
         on_cuda = self._device.type == "cuda"
         activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_cuda]
-        profiler = profile(activities=activities, profile_memory=True)
+        profiler = profile(activities=activities, profile_memory=True, acc_events=True)
         recorder, listening, after = Recorder(), ExitStack(), ExitStack()
         if on_cuda:
             torch.cuda.memory._record_memory_history(max_entries=HISTORY, stacks="python")
