@@ -123,6 +123,12 @@ def test_a_run_of_other_circumstances_is_told(flags: list[str], facts: dict[str,
     assert found is not None and ", ".join(found.differs) == (words or "")
 
 
+def test_a_run_that_keeps_its_state_where_the_plan_does_is_no_other(tmp_path: Path) -> None:
+    run = planned("--zero-stage", "2", "--offload-optimizer-device", "cpu")
+    found = measured(recorded(tmp_path / "metrics.jsonl", run), run, machine())
+    assert found is not None and not found.differs
+
+
 def test_a_card_is_that_of_the_rates_or_another_one(tmp_path: Path) -> None:
     made, run = of_device(1, "cuda"), command.parse([*FLAGS, "--device", "cuda"])[1]
     rates = replace(made, where=replace(made.where, machine="node7, NVIDIA H100 80GB HBM3"))

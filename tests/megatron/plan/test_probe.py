@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -123,6 +124,6 @@ def test_exchanges_are_measured_by_the_bytes_that_travel() -> None:
             assert {size for one, size in found if one == kind and size >= 2**12} == {2**12, 2**16}, kind
 
 
-def test_a_probe_of_gpus_measures_no_cpu() -> None:
+def test_a_probe_of_gpus_measures_no_cpu(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="finds no cuda here: .* --device cpu"):
-        probe.main(["nowhere", "made up", "fp32", "cuda"])
+        probe.main([str(tmp_path / "rates.json"), "made up", "fp32", "cuda"])
