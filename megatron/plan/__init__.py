@@ -6,6 +6,6 @@ same run in other ways), remedies.py (what would make it smaller), cheapest.py (
 (all of it as records), table.py (and as text), forecast.py (the time as text, beside what was measured), needs.py (the
 run that was asked for, and what is in its way), command.py (`python -m megatron.plan`, and `--dry-run` of training).
 
-Rates are measured: probe.py in ranks of its own, with stopwatch.py (their clock) and small_models.py (steps of the real
-engine); kept_rates.py starts it, and keeps what it finds.
+Rates are measured: probe.py in ranks of its own, with stopwatch.py (their clock), small_models.py (steps of the real
+engine) and sizes.py (how large); kept_rates.py starts it on what gpus.py finds, and keeps what it measures.
 """

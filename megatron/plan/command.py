@@ -118,7 +118,7 @@ def plan(argv: Sequence[str], ranks: int = 1, ranks_per_node: int = RANKS_PER_NO
         rates = rates_for(asked, ranks_per_node=on_node, again=options.probe, path=options.rates)
     machine = Machine(options.card_gb, on_node, options.tflops, rates)
     found = report(asked, machine)
-    beside = measured(metrics, asked) if metrics else None
+    beside = measured(metrics, asked, rates) if metrics and rates else None
     if options.json:
         print(json.dumps(found | ({} if beside is None else {"measured": asdict(beside)}), indent=1))
         return 0

@@ -158,6 +158,13 @@ class Run:
         in_place = self.config.precision.communication == "fp32" or not self.policy.split_grads
         return self.sums if in_place else self.work
 
+    @property
+    def sent(self) -> int:
+        """Bytes of a gradient on the wire: an accelerator's adds up in fp32, unless another precision is asked for."""
+        if self.device == "cpu":
+            return self.grads
+        return 2 if self.config.precision.communication in ("fp16", "bf16") else FP32
+
     @cached_property
     def columns(self) -> int:
         """Columns of the logits on one rank."""
@@ -354,7 +361,7 @@ class Run:
         blocks = self.layers * self.block.numel
         numel = self.root.numel + self.resident.numel + blocks
         times = self.accumulation if self.policy.split_grads else 1
-        gradients = numel * self.grads * peers // self.dp * times
+        gradients = numel * self.sent * peers // self.dp * times
         if self.config.optim.optimizer in ONE_BIT:  # after the warm-up, to the servers and back
             return Traffic(2 * (numel * peers // self.dp // 8),
                            numel * self.work * peers // self.dp if self.policy.split_optim else 0)

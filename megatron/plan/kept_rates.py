@@ -1,4 +1,5 @@
-"""Rates of this machine, kept on disk: measured once for each precision, number of ranks and version of torch.
+"""Rates of this machine, kept on disk: measured once for each precision, number of ranks, and version of torch and of
+this program.
 
     rates_for(run)                  from the file, or by the probe where there is none yet
     rates_for(run, again=True)      by the probe
@@ -25,18 +26,25 @@ from megatron.config.setting import require
 from megatron.errors import ConfigError, PeerError
 from megatron.plan.activations import Device
 from megatron.plan.footprint import Run
+from megatron.plan.gpus import visible_gpus
 from megatron.plan.rates import Rates
-from megatron.version import DISTRIBUTION
+from megatron.version import DISTRIBUTION, __version__
 
 LONGEST = 600
 """Seconds of a probe, on a machine that is very busy."""
 SHOWN = 300
 """Letters of what a probe that failed said last."""
+ELSEWHERE = "give --rates FILE, measured on a machine with GPUs"
 
 
 def rates_for(run: Run, *, ranks_per_node: int | None = None, again: bool = False, path: str | None = None) -> Rates:
     """Those that the time of this run is made of; `ranks_per_node` of them work on one machine."""
     found = _read(Path(path)) if path is not None else _of_this_machine(run, ranks_per_node or run.ranks, again)
+    require(found.where.device == run.device,
+            "the rates are of a CPU, and the run is planned for GPUs: plan it with --device cpu, or " + ELSEWHERE
+            if run.device == "cuda" else
+            "the rates are of GPUs, and the run is planned for the CPU: plan it with --device cuda, or measure with "
+            "its flags and --probe")
     require(found.where.precision == run.config.precision.name,
             f"the rates are of {found.where.precision}, and the run is in {run.config.precision.name}: measure with "
             "its flags and --probe")
@@ -47,11 +55,14 @@ def rates_for(run: Run, *, ranks_per_node: int | None = None, again: bool = Fals
 
 
 def _of_this_machine(run: Run, ranks_per_node: int, again: bool) -> Rates:
+    require(run.device == "cpu" or bool(visible_gpus()),
+            "the run is planned for GPUs, and there is none here that it may use: plan it with --device cpu, or "
+            + ELSEWHERE)
     ranks = min(ranks_per_node, run.ranks, places(run.device))
-    facts = _facts(run, ranks)
-    file = folder() / f"{hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]}.json"
+    found = facts(run, ranks)
+    file = folder() / f"{hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]}.json"
     if again or not file.exists():
-        text = _measured(run, ranks, facts["machine"])
+        text = _measured(run, ranks, found["machine"])
         with named_by("the folder of measured rates"):
             file.parent.mkdir(parents=True, exist_ok=True)
             with staged_file(str(file)) as out:
@@ -65,20 +76,19 @@ def folder() -> Path:
 
 def places(device: Device) -> int:
     """Ranks that this machine can serve."""
-    return max(1, len(_gpus()) if device == "cuda" else len(os.sched_getaffinity(0)))
+    return max(1, len(visible_gpus()) if device == "cuda" else len(os.sched_getaffinity(0)))
 
 
-def _facts(run: Run, ranks: int) -> dict[str, str]:
+def facts(run: Run, ranks: int) -> dict[str, str]:
     """What rates depend on, as far as it is known without torch."""
     try:
         torch = version("torch")
     except PackageNotFoundError:
         torch = "none"
-    gpus = sorted(set(_gpus()))
-    name = " and ".join(gpus) if run.device == "cuda" and gpus else _processor()
+    name = " and ".join(sorted({gpu.model for gpu in visible_gpus()})) if run.device == "cuda" else _processor()
     return {"machine": f"{platform.node()}, {name}", "torch": torch, "device": run.device, "ranks": str(ranks),
             "precision": run.config.precision.name, "cores": str(len(os.sched_getaffinity(0))),
-            "threads": os.environ.get("OMP_NUM_THREADS", "")}
+            "threads": os.environ.get("OMP_NUM_THREADS", ""), "version": __version__}
 
 
 def _processor() -> str:
@@ -90,15 +100,6 @@ def _processor() -> str:
                 platform.machine())
 
 
-def _gpus() -> list[str]:
-    """Models, as the driver names them."""
-    found = []
-    for file in Path("/proc/driver/nvidia/gpus").glob("*/information"):
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-        found += [line.partition(":")[2].strip() for line in lines if line.startswith("Model")]
-    return found
-
-
 def _measured(run: Run, ranks: int, machine: str) -> bytes:
     """What the probe has written."""
     print(f"measuring this machine with {ranks} rank{'s' * (ranks > 1)} in {run.config.precision.name}, up to a "
@@ -108,7 +109,7 @@ def _measured(run: Run, ranks: int, machine: str) -> bytes:
         file = Path(place) / "rates.json"
         command = [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-m", "megatron.launch",
                    "--nproc-per-node", str(ranks), "-m", "megatron.plan.probe", str(file), machine,
-                   run.config.precision.name]
+                   run.config.precision.name, run.device]
         try:
             done = subprocess.run(command, env={**os.environ, **hidden}, stdin=subprocess.DEVNULL, capture_output=True,
                                   text=True, errors="replace", timeout=LONGEST, check=False)

@@ -19,35 +19,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.config.setting import require
 from megatron.launch import distributed
 from megatron.launch.exits import run
 from megatron.plan.activations import Device
 from megatron.plan.rates import Curve, Point, Rates, Surface, Where
-from megatron.plan.small_models import Shape, seconds_in_training, steps_in_turn
+from megatron.plan.sizes import SIZES, Sizes
+from megatron.plan.small_models import seconds_in_training, steps_in_turn
 from megatron.plan.stopwatch import Stopwatch
 from megatron.plan.time import HEAD_WIDTH, block_backward, block_forward, ends, step_time
 from megatron.train.allocator import keep_freed_memory
+from megatron.train.compiling import set_products
 from mpu import groups as mpu_groups
 from mpu.collectives import all_gather_into, all_reduce_into, reduce_scatter_into
 from mpu.cross_entropy import linear_cross_entropy
+from mpu.device import on_accelerator
 from mpu.groups import SOLO, Groups
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-ROWS, WIDTHS = (64, 256, 1024, 2048), (64, 256, 1024)
-"""Of products."""
-LENGTHS = ((32, 64), (128, 32), (512, 8), (1024, 4))
-"""Of sequences, and heads times samples."""
 DROPOUT = 0.1
-ELEMENTS = (2**12, 2**16, 2**20, 2**22)
-LOGITS = ((64, 512), (256, 4096), (512, 32768))
-"""Rows, and columns."""
-LOSS_WIDTH = 64
-BYTES = (2**12, 2**16, 2**20, 2**23, 2**25)
-"""Of exchanges."""
-SHAPES = (Shape(64, 8, 32), Shape(128, 4, 128), Shape(256, 4, 256), Shape(384, 4, 512))
-LARGEST = Shape(768, 1, 32, layers=3)
-"""For the time of an update alone."""
 MORE_LAYERS = 2
 """Of the second model of each shape."""
 LEAST = 0.02
@@ -71,8 +62,13 @@ class Probe:
     def kind(self) -> Device:
         return "cuda" if self.device.type == "cuda" else "cpu"
 
+    @property
+    def sizes(self) -> Sizes:
+        return SIZES[self.kind]
+
     def rates(self, machine: str) -> Rates:
         begin = self.watch.now()
+        set_products(self.sizes.largest.config(self.precision), self.device)
         where = Where(machine, torch.__version__, self.kind, self.precision, self.watch.world.size,
                       torch.get_num_threads())
         forward, backward = self._products()
@@ -88,11 +84,12 @@ class Probe:
 
     def _products(self) -> tuple[Surface, Surface]:
         forward, backward = list[tuple[float, ...]](), list[tuple[float, ...]]()
-        for rows in ROWS:
-            pairs = [self._product(rows, width) for width in WIDTHS]
+        heights, widths = self.sizes.rows, self.sizes.widths
+        for rows in heights:
+            pairs = [self._product(rows, width) for width in widths]
             forward.append(tuple(pair[0] for pair in pairs))
             backward.append(tuple(pair[1] for pair in pairs))
-        return Surface(ROWS, WIDTHS, tuple(forward)), Surface(ROWS, WIDTHS, tuple(backward))
+        return Surface(heights, widths, tuple(forward)), Surface(heights, widths, tuple(backward))
 
     def _product(self, rows: int, width: int) -> tuple[float, float]:
         """FLOP/s of a product, and of the two that give its gradients."""
@@ -103,7 +100,7 @@ class Probe:
 
     def _attention(self, dropout: float) -> tuple[Curve, Curve]:
         points: list[tuple[Point, Point]] = []
-        for length, heads in LENGTHS:
+        for length, heads in self.sizes.lengths:
             q, k, v = (self._random(1, heads, length, HEAD_WIDTH).requires_grad_() for _ in range(3))
             forward, backward = self.watch.passes(
                 lambda: F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True), (q, k, v))
@@ -112,7 +109,7 @@ class Probe:
 
     def _dropout(self) -> tuple[Curve, Curve]:
         points: list[tuple[Point, Point]] = []
-        for elements in ELEMENTS:
+        for elements in self.sizes.elements:
             x = self._random(elements).requires_grad_()
             forward, backward = self.watch.passes(lambda: F.dropout(x, DROPOUT, True), (x,))
             points.append(((elements, forward), (elements, backward)))
@@ -120,14 +117,14 @@ class Probe:
 
     def _loss(self, rates: Rates) -> Curve:
         """Beside its products; those of its gradients are made on the way forward."""
-        points = []
-        for rows, columns in LOGITS:
-            hidden = self._random(rows, LOSS_WIDTH).requires_grad_()
-            weight = self._random(columns, LOSS_WIDTH).requires_grad_()
+        points, inner = [], self.sizes.loss_width
+        for rows, columns in self.sizes.logits:
+            hidden = self._random(rows, inner).requires_grad_()
+            weight = self._random(columns, inner).requires_grad_()
             target = torch.randint(0, columns, (rows,), device=self.device)
             even = torch.ones(rows, device=self.device)
             seconds = self.watch.seconds(lambda: linear_cross_entropy(hidden, weight, target, SOLO, loss_weight=even))
-            flops, width = 2 * rows * columns * LOSS_WIDTH, sqrt(columns * LOSS_WIDTH)
+            flops, width = 2 * rows * columns * inner, sqrt(columns * inner)
             products = flops / rates.forward(rows, width) + 2 * flops / rates.backward(rows, width)
             points.append((float(rows * columns), max(seconds - products, LEAST * seconds)))
         return Curve(tuple(points))
@@ -135,28 +132,35 @@ class Probe:
     # ---- exchange -------------------------------------------------------------------------------------------------
 
     def _exchanges(self) -> tuple[Curve, Curve, Curve]:
-        """Sums for all, sums for their owners, and collecting."""
+        """Sums for all, sums for their owners, and collecting. An accelerator's wire would widen 16-bit numbers that go
+        to their owners: they are as wide here as they travel."""
         world = self.watch.world
         if world.is_solo:
             return NOTHING, NOTHING, NOTHING
         points: tuple[list[Point], list[Point], list[Point]] = [], [], []
-        for size in BYTES:
-            full = torch.zeros(size // DTYPES[self.precision].itemsize // world.size * world.size,
-                               dtype=DTYPES[self.precision], device=self.device)
-            shard = torch.zeros_like(full[:full.numel() // world.size])
+        for size in self.sizes.bytes:
+            full, shard = self._flat(size, DTYPES[self.precision])
+            sent, mine = self._flat(size, torch.float32) if on_accelerator(self.device) else (full, shard)
             for found, work in zip(points, (lambda: all_reduce_into(full, world).wait(),
-                                            lambda: reduce_scatter_into(shard, full, world).wait(),
+                                            lambda: reduce_scatter_into(mine, sent, world).wait(),
                                             lambda: all_gather_into(full, shard, world).wait()), strict=True):
                 found.append((float(size), self.watch.together(work)))
         reduce, scatter, gather = (Curve(tuple(found)) for found in points)
         return reduce, scatter, gather
+
+    def _flat(self, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """So many bytes, and a rank's part."""
+        ranks = self.watch.world.size
+        full = torch.zeros(size // dtype.itemsize // ranks * ranks, dtype=dtype, device=self.device)
+        return full, torch.zeros_like(full[:full.numel() // ranks])
 
     def _hides(self) -> float:
         """Share of an exchange that passes beside products without making the two together longer."""
         world = self.watch.world
         if world.is_solo:
             return 0.0
-        x, full = self._random(512, 512), torch.zeros(BYTES[-2] // 4, device=self.device)
+        side, size = self.sizes.beside, self.sizes.bytes[-2]
+        x, full = self._random(side, side), torch.zeros(size // 4, device=self.device)
         exchange = self.watch.together(lambda: all_reduce_into(full, world).wait())
         times = max(1, round(exchange / self.watch.seconds(lambda: x @ x)))
 
@@ -173,12 +177,14 @@ class Probe:
         return min(1.0, max(0.0, (alone + exchange - beside) / min(alone, exchange)))
 
     def _link(self) -> float:
-        """Bytes a second between host and device."""
+        """Bytes a second between host and device: of both ways, one after the other."""
         if self.kind == "cpu":
             return 0.0
-        here = torch.empty(BYTES[-1], dtype=torch.uint8, pin_memory=True)
-        there = torch.empty(BYTES[-1], dtype=torch.uint8, device=self.device)
-        return BYTES[-1] / self.watch.seconds(lambda: here.copy_(there, non_blocking=True))
+        size = self.sizes.bytes[-2]
+        here = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        there = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return 2 * size / (self.watch.seconds(lambda: here.copy_(there, non_blocking=True))
+                           + self.watch.seconds(lambda: there.copy_(here, non_blocking=True)))
 
     # ---- models ---------------------------------------------------------------------------------------------------
 
@@ -186,7 +192,7 @@ class Probe:
         """The rest of a block, of a pass and of a step is what the arithmetic so far does not explain."""
         blocks: list[tuple[Point, Point]] = []
         updates: list[Point] = []
-        for shape in SHAPES:
+        for shape in self.sizes.shapes:
             larger = shape._replace(layers=shape.layers + MORE_LAYERS)
             few, many = steps_in_turn((shape, larger), self.precision, self.watch)
             run = larger.run(self.precision, self.kind)
@@ -195,14 +201,15 @@ class Probe:
                            (shape.elements, _rest((many.backward - few.backward) / MORE_LAYERS, backward))))
             updates.append((run.shard_numel, many.step))
         forwards, backwards = _curves(blocks)
-        largest = steps_in_turn((LARGEST,), self.precision, self.watch)[0].step
-        updates.append((LARGEST.run(self.precision, self.kind).shard_numel, largest))
+        largest = self.sizes.largest
+        updates.append((largest.run(self.precision, self.kind).shard_numel,
+                        steps_in_turn((largest,), self.precision, self.watch)[0].step))
         return self._with_passes(replace(rates, block_forward=forwards, block_backward=backwards,
                                          update=Curve(tuple(sorted(updates)))))
 
     def _with_passes(self, rates: Rates) -> Rates:
         """What a pass takes besides, by the smallest model, and a step; and what split parameters add."""
-        shape = SHAPES[0]
+        shape = self.sizes.shapes[0]
         whole, split = steps_in_turn((shape, shape._replace(stage=3)), self.precision, self.watch)
         run, taken = shape.run(self.precision, self.kind), whole.forward + whole.backward
         explained = block_forward(run, rates) + block_backward(run, rates) + ends(run, rates)
@@ -217,7 +224,7 @@ class Probe:
             return rates
         found = []
         for stage in range(STAGES):
-            shape = SHAPES[0]._replace(layers=1 + MORE_LAYERS, stage=stage)
+            shape = self.sizes.shapes[0]._replace(layers=1 + MORE_LAYERS, stage=stage)
             taken = sum(steps_in_turn((shape,), self.precision, self.watch, self.groups)[0])
             run = shape.run(self.precision, self.kind, self.watch.world.size)
             explained = step_time(run, replace(rates, a_step=0.0)).total
@@ -225,8 +232,9 @@ class Probe:
         return replace(rates, meetings=tuple(found))
 
     def _host_update(self) -> Curve:
-        host = replace(self.watch, device=torch.device("cpu"))
-        return Curve(tuple(sorted((shape.run("fp32", "cpu").shard_numel, taken.step) for shape in (*SHAPES, LARGEST)
+        host, sizes = replace(self.watch, device=torch.device("cpu")), SIZES["cpu"]
+        return Curve(tuple(sorted((shape.run("fp32", "cpu").shard_numel, taken.step)
+                                  for shape in (*sizes.shapes, sizes.largest)
                                   for taken in steps_in_turn((shape,), "fp32", host))))
 
     def _random(self, *shape: int) -> Tensor:
@@ -244,10 +252,12 @@ def _curves(points: Sequence[tuple[Point, Point]]) -> tuple[Curve, Curve]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Of every rank: the name of the file to write, of the machine, and of the precision."""
-    path, machine, precision = argv
+    """Of every rank: the name of the file to write, of the machine, of the precision, and of the kind of device."""
+    path, machine, precision, kind = argv
     env = distributed.init()
     device = distributed.device_for(env)
+    require(device.type == kind, f"torch {torch.__version__} finds no {kind} here: install one that does, or plan with "
+            f"--device {device.type}")
     if device.type == "cpu":
         keep_freed_memory()
     groups = mpu_groups.build()

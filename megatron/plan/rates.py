@@ -115,13 +115,13 @@ class Rates:
     meetings: tuple[float, ...]
     """By ZeRO stage: seconds that ranks take to exchange a unit, beside the exchange itself."""
     all_reduce: Curve
-    """By bytes of the whole tensor."""
+    """By bytes of the whole tensor, as it travels."""
     reduce_scatter: Curve
     all_gather: Curve
     hides: float
     """Share of an exchange that costs the computation beside it nothing."""
     link: float
-    """Bytes a second between host and device; 0: they are one."""
+    """Bytes a second between host and device, one way at a time; 0: they are one."""
     host_update: Curve
     """`update`, by the host; where host and device are one, the same."""
 

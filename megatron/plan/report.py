@@ -48,10 +48,11 @@ def report(asked: Run, machine: Machine) -> dict[str, Any]:
         "cheapest": {f"{card:g}": _cheapest(cheapest(found, capacity))
                      for card, capacity in zip(machine.cards, machine.capacities(), strict=True)},
         "smallest": _cheapest(min(found, key=lambda choice: choice.needs)),
-        "time": _time(asked, machine.tflops), "config": _config(asked)}
+        "time": _time(asked, machine.tflops), "config": settings_of(asked)}
 
 
-def _config(asked: Run) -> dict[str, Any]:
+def settings_of(asked: Run) -> dict[str, Any]:
+    """The configuration by section, with the homes that a plan keeps apart from it."""
     tree = asked.config.as_dict()
     tree["offload"] |= {"offload_optimizer_device": asked.homes.optimizer, "offload_param_device": asked.homes.params}
     return tree

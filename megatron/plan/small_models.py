@@ -53,7 +53,7 @@ class Shape(NamedTuple):
             "batch_size": self.batch, "attention_dropout": 0.0, "hidden_dropout": 0.0, "zero_stage": self.stage,
             "stage3_param_persistence_threshold": 0, "clip_grad": 1.0, "mock_data": True, "eval_interval": 0,
             "train_iters": STEPS_IN_TRAINING, "log_interval": 2 * STEPS_IN_TRAINING,
-            "tokenizer_type": "ByteLevelTokenizer",
+            "tokenizer_type": "ByteLevelTokenizer", "compile": False,  # of many shapes it would take minutes
             **({} if precision == "fp32" else {precision: True})})
 
     @property

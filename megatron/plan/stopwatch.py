@@ -3,6 +3,9 @@
 All ranks measure at the same time, since they share memory and cores in training too. A number is the lowest decile of
 what one rank saw, which other programs of the machine disturb less than the median, and of all ranks the largest. Work
 that ranks do together has to be done equally often by all.
+
+A GPU is told what to do ahead of time, in training as well. So there the clock is read after many calls at once: what
+waiting for their end takes is little beside them.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from mpu.groups import Group
 
 SECONDS, FEWEST, MOST = 0.2, 3, 50
 """Of measuring one thing: so long, but so many times at least and at most."""
+SAMPLE, MOST_CALLS = 0.005, 200
+"""Seconds that the calls between two looks at the clock of a GPU are to take, and so many of them at most."""
 
 Work = Callable[[], object]
 
@@ -39,22 +44,26 @@ class Stopwatch:
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
-    def once(self, work: Work) -> float:
+    def once(self, work: Work, calls: int = 1) -> float:
+        """Seconds of a call, by the mean of so many."""
         begin = self.now()
-        work()
-        return self.now() - begin
+        for _ in range(calls):
+            work()
+        return (self.now() - begin) / calls
 
     def seconds(self, work: Work) -> float:
         """Of something that each rank does by itself, beside the others."""
         work()
+        calls = self._calls(work)
         barrier(self.world)
-        return self.slowest(usual(self._samples(work)))
+        return self.slowest(usual(self._samples(work, calls)))
 
     def together(self, work: Work) -> float:
         """Of something that ranks do with each other."""
         work()
-        times = max(FEWEST, min(MOST, int(SECONDS / self.slowest(self.once(work)))))
-        return self.slowest(usual(self.once(work) for _ in range(times)))
+        calls = self._calls(work)
+        times = max(FEWEST, min(MOST, int(SECONDS / (self.slowest(self.once(work, calls)) * calls))))
+        return self.slowest(usual(self.once(work, calls) for _ in range(times)))
 
     def passes(self, forward: Callable[[], Tensor], inputs: Sequence[Tensor]) -> tuple[float, float]:
         """Seconds of a forward, and of its backward."""
@@ -66,9 +75,15 @@ class Stopwatch:
     def slowest(self, seconds: float) -> float:
         return seconds if self.world.is_solo else float(max(all_gather_json(seconds, self.world)))
 
-    def _samples(self, work: Work) -> Iterator[float]:
+    def _calls(self, work: Work) -> int:
+        """Between two looks at the clock."""
+        if self.device.type == "cpu":
+            return 1
+        return max(1, min(MOST_CALLS, int(SAMPLE / self.slowest(self.once(work)))))
+
+    def _samples(self, work: Work, calls: int) -> Iterator[float]:
         end = self.now() + SECONDS
         for number in range(MOST):
             if number >= FEWEST and self.now() > end:
                 return
-            yield self.once(work)
+            yield self.once(work, calls)

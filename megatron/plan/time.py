@@ -5,10 +5,12 @@ forward and backward (norms, activations, dropout, the softmax of the loss, and 
 *optimizer*, and the *exchange* between ranks, of which some *hides* behind the computation beside it.
 
 What hides: a unit's gradients travel while the backward of the next one runs, and split weights while the unit before
-them runs. What a rank does to send and receive is not hidden (`Rates.hides` is the share that is), nor is what the
-first and the last unit send, the exchange inside of tensor parallel layers, and new weights after the step.
+them runs; on a GPU, where both share one wire, no longer than that backward takes, and whole weights after a step while
+the next forward does. What a rank does to send and receive is not hidden (`Rates.hides` is the share that is), nor is
+what the first and the last unit send, and the exchange inside of tensor parallel layers.
 
-Not predicted: a drive (training measures it when it starts), `--compile`, and evaluation, saves and data.
+Not predicted: a drive (training measures it when it starts), `--compile` (though on a GPU it is the default), a network
+between nodes that is slower than inside of one, and evaluation, saves and data.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from megatron.config.optimizers import ONE_BIT
 from megatron.plan.activations import FP32
 from megatron.plan.footprint import Run
 from megatron.plan.rates import Rates
+from megatron.zero.layout import FlatLayout
 
 HEAD_WIDTH = 64
 """Of the heads that were measured."""
@@ -73,14 +76,13 @@ def step_time(run: Run, rates: Rates) -> StepTime:
         backward += forward  # again
     work = ((forward + backward) * run.running_blocks + ends(run, rates)) * run.accumulation
     apart = _tensor_parallel(run, rates) * run.accumulation
-    reduced, reduced_hidden = _gradients(run, rates, backward.total)
-    gathered, gathered_hidden = _weights(run, rates, forward.total, backward.total)
     meeting = rates.all_reduce(1) if run.ranks > 1 else 0.0  # of the norm
     if run.dp > 1:
         times = run.accumulation if run.policy.split_grads else 1
         meeting += rates.meetings[run.config.zero.zero_stage] * (run.layers + 1) * times
     return StepTime(work.products, work.attention, work.rest + rates.a_step, _optimizer(run, rates),
-                    apart + reduced + gathered + meeting, reduced_hidden + gathered_hidden)
+                    apart + _gradients(run, rates) + _weights(run, rates) + meeting,
+                    _hidden(run, rates, forward.total, backward.total))
 
 
 # ---- computation --------------------------------------------------------------------------------------------------
@@ -137,7 +139,10 @@ def _elements(run: Run) -> float:
 
 
 def _optimizer(run: Run, rates: Rates) -> float:
-    """What is on the host, by the host, with its gradients on their way down and its weights on their way up."""
+    """What is on the host, by the host, with its gradients on their way down and its weights on their way up; with
+    `--offload-update device` by the device, to which the state comes, and from which it goes again."""
+    if run.streams:
+        return rates.update(run.shard_numel) + (2 * run.optimizer_away / rates.link if rates.link else 0.0)
     seconds = rates.update(run.shard_numel - run.away_numel)
     if run.away_numel:
         seconds += rates.host_update(run.away_numel)
@@ -149,36 +154,56 @@ def _optimizer(run: Run, rates: Rates) -> float:
 # ---- exchange -----------------------------------------------------------------------------------------------------
 
 
-def _gradients(run: Run, rates: Rates, backward: float) -> tuple[float, float]:
-    """(seconds, of which hidden) of the sums over data parallel in a step."""
-    if run.dp == 1 or run.config.optim.optimizer in ONE_BIT:
-        return 0.0, 0.0
+def _gradients(run: Run, rates: Rates) -> float:
+    """The sums over data parallel in a step."""
+    if not _sums_gradients(run):
+        return 0.0
+    times = run.accumulation if run.policy.split_grads else 1
+    return times * (run.layers * _sum_of(run, rates, run.block) + _sum_of(run, rates, run.root, run.resident))
+
+
+def _sums_gradients(run: Run) -> bool:
+    return run.dp > 1 and run.config.optim.optimizer not in ONE_BIT
+
+
+def _sum_of(run: Run, rates: Rates, *units: FlatLayout) -> float:
     curve = rates.reduce_scatter if run.policy.split_optim else rates.all_reduce
-    scale, times = _more_ranks(run.dp, rates), run.accumulation if run.policy.split_grads else 1
-    block = curve(run.block.numel * run.grads) * scale
-    others = curve(run.root.numel * run.grads) + curve(run.resident.numel * run.grads)
-    hidden = _hidden(rates, block, backward, run.running_blocks) if run.config.zero.overlap_comm else 0.0
-    return times * (run.layers * block + others * scale), times * hidden
+    return sum(curve(unit.numel * run.sent) for unit in units) * _more_ranks(run.dp, rates)
 
 
-def _weights(run: Run, rates: Rates, forward: float, backward: float) -> tuple[float, float]:
-    """(seconds, of which hidden) of collecting weights: after the step, or whenever split ones are used."""
+def _weights(run: Run, rates: Rates) -> float:
+    """Collecting weights: after the step, or whenever split ones are used."""
     if run.dp == 1 or not run.policy.split_optim:
-        return 0.0, 0.0
-    scale = _more_ranks(run.dp, rates)
-    block, root, resident = (rates.all_gather(layout.numel * run.work) * scale
-                             for layout in (run.block, run.root, run.resident))
+        return 0.0
+    block, root, resident = (_gather_of(run, rates, unit) for unit in (run.block, run.root, run.resident))
     if not run.policy.split_params:
-        return run.layers * block + root, 0.0
-    blocks, zero = run.running_blocks, run.config.zero
-    ahead = zero.overlap_comm and zero.stage3_prefetch_bucket_size > 0
-    hidden = _hidden(rates, block, forward, blocks) + _hidden(rates, block, backward, blocks) if ahead else 0.0
-    return resident + run.accumulation * (root + 2 * blocks * block), run.accumulation * hidden
+        return run.layers * block + root
+    return resident + run.accumulation * (root + 2 * run.running_blocks * block)
 
 
-def _hidden(rates: Rates, exchange: float, beside: float, blocks: float) -> float:
-    """Of the exchange of so many blocks, each beside the computation of a neighbour."""
-    return max(0.0, blocks - 1) * min(rates.hides * exchange, beside)
+def _gather_of(run: Run, rates: Rates, unit: FlatLayout) -> float:
+    return rates.all_gather(unit.numel * run.work) * _more_ranks(run.dp, rates)
+
+
+def _hidden(run: Run, rates: Rates, forward: float, backward: float) -> float:
+    """Of both, in a step: what travels beside the `forward` and the `backward` of a neighbouring block."""
+    if run.dp == 1 or not run.config.zero.overlap_comm:
+        return 0.0
+
+    def behind(computation: float, exchange: float) -> float:
+        return max(0.0, run.running_blocks - 1) * min(rates.hides * exchange, computation)
+
+    sums = _sum_of(run, rates, run.block) if _sums_gradients(run) else 0.0
+    times = run.accumulation if run.policy.split_grads else 1
+    if not run.policy.split_optim:
+        return times * behind(backward, sums)
+    weights, is_gpu = _gather_of(run, rates, run.block), run.device == "cuda"
+    if not run.policy.split_params:
+        return times * behind(backward, sums) + (behind(forward, weights) if is_gpu else 0.0)
+    ahead = weights if run.config.zero.stage3_prefetch_bucket_size > 0 else 0.0
+    if is_gpu:
+        return times * (behind(forward, ahead) + behind(backward, ahead + sums))
+    return times * behind(backward, sums) + times * (behind(forward, ahead) + behind(backward, ahead))
 
 
 def _tensor_parallel(run: Run, rates: Rates) -> float:

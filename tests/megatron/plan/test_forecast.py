@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,18 @@ import pytest
 from megatron.errors import ConfigError, PeerError
 from megatron.plan import command, kept_rates
 from megatron.plan.footprint import Run
+from megatron.plan.forecast import measured
+from megatron.plan.gpus import Gpu
 from megatron.plan.rates import Rates
+from megatron.plan.report import settings_of
 from megatron.plan.time import step_time
 from tests.megatron.plan.machines import machine, proportional
 from tests.megatron.plan.test_time import FLAGS
+
+
+def of_device(ranks: int, device: str, **changes: Any) -> Rates:
+    made = machine(ranks, **changes)
+    return replace(made, where=replace(made.where, device=device))
 
 
 @pytest.fixture
@@ -61,10 +70,71 @@ def test_a_measured_run_stands_beside_it_without_its_first_steps(
 @pytest.mark.parametrize("flags, words", [
     (["--bf16"], "the rates are of fp32, and the run is in bf16"),
     (["--ranks", "2"], "the rates are of one rank, which exchanges nothing, and the run has 2"),
+    (["--device", "cuda"], "the rates are of a CPU, and the run is planned for GPUs: plan it with --device cpu, or"),
 ])
 def test_rates_of_something_else_are_refused(flags: list[str], words: str, rates_file: str) -> None:
     with pytest.raises(ConfigError, match=words):
         command.plan([*FLAGS, "--rates", rates_file, *flags])
+
+
+def test_rates_of_gpus_are_not_those_of_a_cpu(tmp_path: Path) -> None:
+    (tmp_path / "rates.json").write_text(json.dumps(of_device(1, "cuda").as_dict()))
+    with pytest.raises(ConfigError, match="the rates are of GPUs, and the run is planned for the CPU"):
+        command.plan([*FLAGS, "--rates", str(tmp_path / "rates.json")])
+
+
+def notes(tmp_path: Path, capsys: pytest.CaptureFixture[str], rates: Rates, *flags: str) -> list[str]:
+    (tmp_path / "rates.json").write_text(json.dumps(rates.as_dict()))
+    command.plan([*FLAGS, "--rates", str(tmp_path / "rates.json"), *flags])
+    return [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+
+
+def test_what_a_forecast_leaves_out_is_said_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert notes(tmp_path, capsys, machine(2), "--ranks", "2") == []
+    more, = notes(tmp_path, capsys, machine(2), "--ranks", "4")
+    assert more.startswith("note: 4 ranks exchange as fast as the 2 that were measured on one machine")
+    calibrated, = notes(tmp_path, capsys, of_device(2, "cuda"), "--ranks", "2", "--device", "cuda")
+    assert calibrated.startswith("note: not calibrated on GPUs yet")
+
+
+def recorded(file: Path, run: Run, **facts: Any) -> str:
+    """A metrics file of that run."""
+    step = {"iteration": 1, "lm_loss": 1.0, "step_ms": 1000.0}
+    head = {"config": True, "start": 0, "world_size": run.ranks, **facts, "values": settings_of(run)}
+    file.write_text(f"{json.dumps(head)}\n{json.dumps(step)}\n")
+    return str(file)
+
+
+@pytest.mark.parametrize("flags, facts, words", [
+    ([], {"device": "CPU", "torch": "2.13.0"}, None),
+    ([], {"device": "NVIDIA H100"}, "device NVIDIA H100"),
+    ([], {"torch": "2.11.0"}, "torch 2.11.0"),
+    (["--compile"], {}, "train.compile True"),
+    (["--optimizer", "lamb"], {}, "optim.optimizer lamb"),
+    (["--clip-grad", "0"], {}, "optim.clip_grad 0.0"),
+    (["--lr", "0.7"], {}, None),
+    (["--zero-stage", "2", "--offload-optimizer-device", "cpu"], {},
+     "zero.zero_stage 2, offload.offload_optimizer_device cpu"),
+])
+def test_a_run_of_other_circumstances_is_told(flags: list[str], facts: dict[str, Any], words: str | None,
+                                              tmp_path: Path) -> None:
+    file = recorded(tmp_path / "metrics.jsonl", planned(*flags), **facts)
+    found = measured(file, planned(), machine())
+    assert found is not None and ", ".join(found.differs) == (words or "")
+
+
+def test_a_run_that_keeps_its_state_where_the_plan_does_is_no_other(tmp_path: Path) -> None:
+    run = planned("--zero-stage", "2", "--offload-optimizer-device", "cpu")
+    found = measured(recorded(tmp_path / "metrics.jsonl", run), run, machine())
+    assert found is not None and not found.differs
+
+
+def test_a_card_is_that_of_the_rates_or_another_one(tmp_path: Path) -> None:
+    made, run = of_device(1, "cuda"), command.parse([*FLAGS, "--device", "cuda"])[1]
+    rates = replace(made, where=replace(made.where, machine="node7, NVIDIA H100 80GB HBM3"))
+    for device, differs in (("NVIDIA H100 80GB HBM3", ()), ("NVIDIA L4", ("device NVIDIA L4",))):
+        found = measured(recorded(tmp_path / "metrics.jsonl", run, device=device), run, rates)
+        assert found is not None and found.differs == differs
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"where": 1}', "\x00"])
@@ -84,7 +154,7 @@ def probes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
     def start(arguments: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         started.append(arguments)
         ranks = int(arguments[arguments.index("--nproc-per-node") + 1])
-        Path(arguments[-3]).write_text(json.dumps(machine(ranks).as_dict()))
+        Path(arguments[-4]).write_text(json.dumps(of_device(ranks, arguments[-1]).as_dict()))
         return subprocess.CompletedProcess(arguments, 0, "", "")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -107,14 +177,28 @@ def test_a_machine_is_measured_once_for_each_number_of_ranks(probes: list[list[s
     assert len(probes) == 3
 
 
-def test_another_version_of_torch_or_number_of_threads_is_measured_anew(
+def test_another_version_or_number_of_threads_is_measured_anew(
         probes: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     kept_rates.rates_for(planned())
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     kept_rates.rates_for(planned())
     monkeypatch.setattr(kept_rates, "version", lambda _: "2.11.0")
     kept_rates.rates_for(planned())
-    assert len(probes) == 3
+    monkeypatch.setattr(kept_rates, "__version__", "77.0")
+    kept_rates.rates_for(planned())
+    assert len(probes) == 4
+
+
+def test_gpus_are_measured_where_there_are_any_and_no_cpu_in_their_place(
+        probes: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run = planned("--device", "cuda", "--ranks", "8")
+    monkeypatch.setattr(kept_rates, "visible_gpus", lambda: [])
+    with pytest.raises(ConfigError, match="planned for GPUs, and there is none here .* --device cpu, or give --rates"):
+        kept_rates.rates_for(run)
+    assert not probes
+    monkeypatch.setattr(kept_rates, "visible_gpus", lambda: [Gpu("H100", "GPU-1")] * 2)  # of eight
+    assert kept_rates.rates_for(run).where.device == "cuda"
+    assert probes[0][probes[0].index("--nproc-per-node") + 1] == "2" and probes[0][-1] == "cuda"
 
 
 def test_a_probe_that_fails_is_an_error_with_its_last_words(

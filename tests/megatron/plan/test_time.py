@@ -8,6 +8,7 @@ import pytest
 
 from megatron.plan import command as plan
 from megatron.plan.footprint import Run
+from megatron.plan.rates import Curve
 from megatron.plan.time import step_time
 from megatron.train.flops import flops_per_token
 from tests.megatron.plan.machines import BYTES, FLOPS, machine, proportional
@@ -17,8 +18,15 @@ FLAGS = ["--num-layers", "3", "--hidden-size", "64", "--num-attention-heads", "4
          "--device", "cpu", "--stage3-param-persistence-threshold", "0"]
 
 
+ON_GPUS = [flag for flag in FLAGS if flag not in ("--device", "cpu")]
+
+
 def planned(*argv: str) -> Run:
     return plan.parse([*FLAGS, *argv])[1]
+
+
+def on_gpus(*argv: str) -> Run:
+    return plan.parse([*ON_GPUS, *argv])[1]
 
 
 def matrices(run: Run) -> int:
@@ -91,8 +99,62 @@ def test_tensor_parallel_ranks_share_the_products_and_sum_twice_a_block_and_dire
 
 def test_state_on_the_host_is_updated_there_and_travels() -> None:
     rates = machine(update=proportional(1e-9), host_update=proportional(1e-8), link=1e9)
-    flags = [flag for flag in FLAGS if flag not in ("--device", "cpu")]
-    here = plan.parse([*flags, "--zero-stage", "2"])[1]
-    away = plan.parse([*flags, "--zero-stage", "2", "--offload-optimizer-device", "cpu"])[1]
+    here = on_gpus("--zero-stage", "2")
+    away = on_gpus("--zero-stage", "2", "--offload-optimizer-device", "cpu")
     assert step_time(here, rates).optimizer == pytest.approx(here.shard_numel * 1e-9)
     assert step_time(away, rates).optimizer == pytest.approx(away.shard_numel * (1e-8 + 8e-9))
+
+
+def test_state_that_the_device_updates_comes_to_it_and_goes_again() -> None:
+    """Masters and two moments, in fp32."""
+    rates = machine(update=proportional(1e-9), host_update=proportional(1.0), link=1e9)
+    run = on_gpus("--zero-stage", "2", "--offload-optimizer-device", "cpu", "--offload-update", "device")
+    assert step_time(run, rates).optimizer == pytest.approx(run.shard_numel * (1e-9 + 2 * 3 * 4 / 1e9))
+
+
+@pytest.mark.parametrize("flags, bytes_each", [([], 4), (["--communication-data-type", "bf16"], 2),
+                                               (["--communication-data-type", "fp32"], 4)])
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_gradients_travel_as_wide_as_gpus_send_them(
+        stage: int, accumulation: int, flags: list[str], bytes_each: int) -> None:
+    run = on_gpus("--bf16", "--ranks", "2", "--zero-stage", str(stage), *flags,
+                  "--global-batch-size", str(4 * accumulation))
+    numel = run.root.numel + run.resident.numel + run.layers * run.block.numel
+    rounds = accumulation if stage >= 2 else 1
+    ways = 2 if stage == 0 else 1  # by rings, half of it goes out once or twice between two ranks
+    assert run.traffic().gradients == rounds * ways * bytes_each * numel // 2
+    taken = step_time(run, machine(2, all_gather=Curve(()))).exchange
+    sums = machine(2).all_reduce if stage == 0 else machine(2).reduce_scatter
+    assert taken - machine(2).all_reduce(1) == pytest.approx(rounds * sums(numel * bytes_each), rel=1e-6)
+
+
+def test_on_a_cpu_gradients_travel_as_backward_leaves_them() -> None:
+    run = planned("--bf16", "--ranks", "2", "--zero-stage", "2")
+    assert run.traffic().gradients == (run.root.numel + run.layers * run.block.numel) * 2 // 2
+
+
+@pytest.mark.parametrize("bandwidth", [1e6, 3e7, 1e8, 1e9])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_one_backward_hides_no_more_than_itself_at_stage_3_on_gpus(bandwidth: float, accumulation: int) -> None:
+    run = on_gpus("--bf16", "--ranks", "2", "--zero-stage", "3", "--global-batch-size", str(4 * accumulation))
+    rates = machine(2, hides=1.0, reduce_scatter=proportional(1 / bandwidth), all_gather=proportional(1 / bandwidth))
+    forward, backward = (directions * (matrices(run) - 512 * 64) * 2 * 32 / FLOPS / 3 for directions in (2, 4))
+    gather, reduce = run.block.numel * 2 / bandwidth, run.block.numel * 4 / bandwidth
+    expected = 0.0
+    for _micro_batch in range(accumulation):
+        for _block in range(2):  # the first has nothing before it, or the last nothing after it
+            expected += min(gather, forward) + min(gather + reduce, backward)
+    assert step_time(run, rates).hidden == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("bandwidth", [1e6, 1e8, 1e9])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_new_weights_travel_beside_the_next_forward_on_gpus_once_a_step(bandwidth: float, stage: int) -> None:
+    flags = ("--ranks", "2", "--zero-stage", str(stage), "--global-batch-size", "8")
+    rates = machine(2, hides=0.5, reduce_scatter=Curve(()), all_gather=proportional(1 / bandwidth))
+    run = on_gpus(*flags)
+    forward = 2 * (matrices(run) - 512 * 64) * 2 * 32 / FLOPS / 3
+    assert step_time(run, rates).hidden == pytest.approx(2 * min(0.5 * run.block.numel * 4 / bandwidth, forward))
+    assert step_time(on_gpus(*flags, "--no-overlap-comm"), rates).hidden == 0
+    assert step_time(planned(*flags), rates).hidden == 0

@@ -1,0 +1,77 @@
+"""The GPUs of this machine that a process started here may use, without torch: as the driver lists them, and
+CUDA_VISIBLE_DEVICES chooses among them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+DRIVER = Path("/proc/driver/nvidia/gpus")
+MIG = "MIG-"
+"""How the name of a part of a GPU begins; a process sees one of them at most."""
+
+
+class Gpu(NamedTuple):
+    model: str
+    uuid: str
+
+
+def visible_gpus() -> list[Gpu]:
+    return chosen(_of_driver() or _of_tool(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def chosen(listed: Sequence[Gpu], variable: str | None) -> list[Gpu]:
+    """As CUDA reads the variable: numbers, or beginnings of identifiers, up to the first that names nothing. (Its
+    numbers may be in another order than the driver's where models differ.)"""
+    if variable is None:
+        return list(listed)
+    found = list[Gpu]()
+    for word in map(str.strip, variable.split(",")):
+        gpu = _named(word, listed)
+        if gpu is None:
+            break
+        found.append(gpu)
+        if word.startswith(MIG):
+            break
+    return found
+
+
+def _named(word: str, listed: Sequence[Gpu]) -> Gpu | None:
+    if word.isdecimal():
+        return listed[int(word)] if int(word) < len(listed) else None
+    if word.startswith(MIG) and listed:
+        return Gpu(word, word)
+    return next((gpu for gpu in listed if word.startswith("GPU-") and gpu.uuid.startswith(word)), None)
+
+
+def _of_driver() -> list[Gpu]:
+    """In the order of the bus."""
+    return [_read(file.read_text(encoding="utf-8", errors="replace")) for file in sorted(DRIVER.glob("*/information"))]
+
+
+def _read(text: str) -> Gpu:
+    lines = (line.partition(":") for line in text.splitlines())
+    facts = {name.strip(): value.strip() for name, _, value in lines}
+    return Gpu(facts.get("Model", ""), facts.get("GPU UUID", ""))
+
+
+def _of_tool() -> list[Gpu]:
+    """Where the driver shows no files: some containers, and Linux inside of Windows."""
+    return list(_of_lines(_asked()))
+
+
+def _asked() -> str:
+    try:
+        return subprocess.run(["nvidia-smi", "--query-gpu=name,uuid", "--format=csv,noheader"], text=True, check=True,
+                              capture_output=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def _of_lines(text: str) -> Iterator[Gpu]:
+    for line in text.splitlines():
+        model, _, uuid = line.partition(",")
+        yield Gpu(model.strip(), uuid.strip())

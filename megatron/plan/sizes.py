@@ -1,0 +1,53 @@
+"""At which sizes the probe measures, by the kind of device.
+
+A GPU does what a CPU needs milliseconds for in less time than it takes to be told: its sizes are those of models that
+it is bought for. Between sizes rates.py interpolates, and goes on in proportion beyond the largest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.plan.activations import Device
+from megatron.plan.small_models import Shape
+
+
+@dataclass(frozen=True)
+class Sizes:
+    rows: tuple[int, ...]
+    """Of products."""
+    widths: tuple[int, ...]
+    lengths: tuple[tuple[int, int], ...]
+    """Of sequences, and heads times samples."""
+    elements: tuple[int, ...]
+    """Of dropout."""
+    logits: tuple[tuple[int, int], ...]
+    """Rows, and columns."""
+    loss_width: int
+    bytes: tuple[int, ...]
+    """Of exchanges."""
+    beside: int
+    """Width of the square products beside an exchange."""
+    shapes: tuple[Shape, ...]
+    """Of models, from the smallest to the largest."""
+    largest: Shape
+    """For the time of an update alone."""
+
+
+SIZES: dict[Device, Sizes] = {
+    "cpu": Sizes(
+        rows=(64, 256, 1024, 2048), widths=(64, 256, 1024),
+        lengths=((32, 64), (128, 32), (512, 8), (1024, 4)),
+        elements=(2**12, 2**16, 2**20, 2**22),
+        logits=((64, 512), (256, 4096), (512, 32768)), loss_width=64,
+        bytes=(2**12, 2**16, 2**20, 2**23, 2**25), beside=512,
+        shapes=(Shape(64, 8, 32), Shape(128, 4, 128), Shape(256, 4, 256), Shape(384, 4, 512)),
+        largest=Shape(768, 1, 32, layers=3)),
+    "cuda": Sizes(
+        rows=(256, 1024, 4096, 16384), widths=(256, 1024, 4096, 8192),
+        lengths=((128, 2048), (512, 1024), (1024, 512), (4096, 128)),
+        elements=(2**16, 2**20, 2**24, 2**27),
+        logits=((1024, 8192), (4096, 32768), (8192, 65536)), loss_width=1024,
+        bytes=(2**12, 2**16, 2**20, 2**24, 2**27, 2**30), beside=4096,
+        shapes=(Shape(256, 4, 256), Shape(1024, 4, 1024), Shape(2048, 8, 1024)),
+        largest=Shape(4096, 1, 128, layers=2))}
