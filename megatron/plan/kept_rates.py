@@ -48,10 +48,10 @@ def rates_for(run: Run, *, ranks_per_node: int | None = None, again: bool = Fals
 
 def _of_this_machine(run: Run, ranks_per_node: int, again: bool) -> Rates:
     ranks = min(ranks_per_node, run.ranks, places(run.device))
-    facts = _facts(run, ranks)
-    file = folder() / f"{hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]}.json"
+    found = facts(run, ranks)
+    file = folder() / f"{hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]}.json"
     if again or not file.exists():
-        text = _measured(run, ranks, facts["machine"])
+        text = _measured(run, ranks, found["machine"])
         with named_by("the folder of measured rates"):
             file.parent.mkdir(parents=True, exist_ok=True)
             with staged_file(str(file)) as out:
@@ -68,7 +68,7 @@ def places(device: Device) -> int:
     return max(1, len(_gpus()) if device == "cuda" else len(os.sched_getaffinity(0)))
 
 
-def _facts(run: Run, ranks: int) -> dict[str, str]:
+def facts(run: Run, ranks: int) -> dict[str, str]:
     """What rates depend on, as far as it is known without torch."""
     try:
         torch = version("torch")
