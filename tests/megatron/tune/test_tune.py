@@ -284,6 +284,17 @@ print(*(free[one] for one in (ids or [free])[0]), sep="\\n")
     assert capacity.capacity_of(Run(parse_args(MODEL), ranks, "cpu"), None) == Memory(host)
 
 
+def test_it_runs_on_gpus_where_there_are_some_that_it_may_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(capacity, "GPUS", tmp_path)
+    for visible, device in (("0,1", "cuda"), ("", "cpu"), ("-1", "cpu")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert command.parse(MODEL)[0].device == device
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert command.parse(MODEL)[0].device == "cuda"
+    monkeypatch.setattr(capacity, "GPUS", tmp_path / "none")
+    assert command.parse(MODEL)[0].device == "cpu"
+
+
 def test_memory_that_nobody_tells_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="give --card-gb"):
