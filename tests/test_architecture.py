@@ -176,8 +176,9 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.plan.shortage megatron.plan.stopwatch megatron.plan.small_models megatron.plan.sizes
         megatron.plan.probe megatron.plan.gpus megatron.plan.kept_rates megatron.plan.report megatron.plan.table
         megatron.plan.needs megatron.plan.forecast megatron.plan.command
-        megatron.tune megatron.tune.space megatron.tune.model megatron.tune.search megatron.tune.words
-        megatron.tune.trial megatron.tune.results megatron.tune.report megatron.tune.command
+        megatron.tune megatron.tune.space megatron.tune.memory megatron.tune.model megatron.tune.search
+        megatron.tune.words megatron.tune.patience megatron.tune.trial megatron.tune.subject megatron.tune.results
+        megatron.tune.report megatron.tune.capacity megatron.tune.loop megatron.tune.command
     """),
     ("5: entry points", """
         megatron.checkpoint.command megatron.checkpoint.__main__

@@ -74,7 +74,7 @@ class Probe:
         forward, backward = self._products()
         reduce, scatter, gather = self._exchanges()
         found = Rates(where, 0.0, forward, backward, *self._attention(0.0), *self._attention(DROPOUT), NOTHING, NOTHING,
-                      *self._dropout(), NOTHING, NOTHING, 0.0, 0.0, 0.0, (0.0,) * STAGES, reduce, scatter, gather,
+                      0.0, *self._dropout(), NOTHING, NOTHING, 0.0, 0.0, 0.0, (0.0,) * STAGES, reduce, scatter, gather,
                       self._hides(), self._link(), NOTHING)
         found = self._with_meetings(self._with_models(replace(found, loss=self._loss(found))))
         host = found.update if self.kind == "cpu" else self._host_update()
@@ -208,15 +208,18 @@ class Probe:
                                          update=Curve(tuple(sorted(updates)))))
 
     def _with_passes(self, rates: Rates) -> Rates:
-        """What a pass takes besides, by the smallest model, and a step; and what split parameters add."""
+        """What a pass takes besides, by the smallest model, and a step; what splitting adds, and recomputation."""
         shape = self.sizes.shapes[0]
-        whole, split = steps_in_turn((shape, shape._replace(stage=3)), self.precision, self.watch)
+        whole, split, again = steps_in_turn((shape, shape._replace(stage=3), shape._replace(recomputes=True)),
+                                            self.precision, self.watch)
         run, taken = shape.run(self.precision, self.kind), whole.forward + whole.backward
-        explained = block_forward(run, rates) + block_backward(run, rates) + ends(run, rates)
-        more = split.forward + split.backward - taken
+        forward = block_forward(run, rates)
+        explained = forward + block_backward(run, rates) + ends(run, rates)
+        more, replay = (one.forward + one.backward - taken for one in (split, again))
         loop = seconds_in_training(shape, self.precision, self.watch) - taken - whole.step
         return replace(rates, a_pass=max(0.0, taken - explained.total), a_step=max(0.0, loop),
-                       split_unit=max(0.0, more / (shape.layers + 1)))
+                       split_unit=max(0.0, more / (shape.layers + 1)),
+                       replay=max(0.0, replay / shape.layers - forward.total))
 
     def _with_meetings(self, rates: Rates) -> Rates:
         """What ranks of the smallest model take together that their exchange alone does not explain, a unit."""

@@ -99,6 +99,8 @@ class Rates:
     block_forward: Curve
     """What a block does beside products and attention, by the elements of its input; the work of the host included."""
     block_backward: Curve
+    replay: float
+    """Seconds that a recomputed block takes besides its forward, whatever its size."""
     dropout_forward: Curve
     """By elements."""
     dropout_backward: Curve

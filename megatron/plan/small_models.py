@@ -41,6 +41,7 @@ class Shape(NamedTuple):
     sequence: int
     layers: int = 1
     stage: int = 0
+    recomputes: bool = False
 
     @property
     def elements(self) -> int:
@@ -51,7 +52,8 @@ class Shape(NamedTuple):
             "num_layers": self.layers, "hidden_size": self.hidden, "vocab_size": VOCABULARY, "lr": 1e-6,
             "num_attention_heads": max(1, self.hidden // HEAD_WIDTH), "max_position_embeddings": self.sequence,
             "batch_size": self.batch, "attention_dropout": 0.0, "hidden_dropout": 0.0, "zero_stage": self.stage,
-            "stage3_param_persistence_threshold": 0, "clip_grad": 1.0, "mock_data": True, "eval_interval": 0,
+            "stage3_param_persistence_threshold": 0, "checkpoint_activations": self.recomputes,
+            "clip_grad": 1.0, "mock_data": True, "eval_interval": 0,
             "train_iters": STEPS_IN_TRAINING, "log_interval": 2 * STEPS_IN_TRAINING,
             "tokenizer_type": "ByteLevelTokenizer", "compile": False,  # of many shapes it would take minutes
             **({} if precision == "fp32" else {precision: True})})
@@ -79,7 +81,8 @@ class SmallModel:
     def __init__(self, shape: Shape, precision: str, watch: Stopwatch, groups: Groups) -> None:
         config = shape.config(precision)
         self._watch = watch
-        self._engine = build.engine(config, build.model(config, groups), groups, watch.device)
+        model = build.model(config, groups, build.recomputation(config, groups))
+        self._engine = build.engine(config, model, groups, watch.device)
         self._engine.train()
         rows = torch.randint(0, VOCABULARY, (shape.batch, shape.sequence + 1), device=watch.device)
         self._batch = Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())

@@ -73,7 +73,7 @@ class Pass:
 def step_time(run: Run, rates: Rates) -> StepTime:
     forward, backward = block_forward(run, rates), block_backward(run, rates)
     if run.chunk is not None:
-        backward += forward  # again
+        backward += forward + Pass(rest=rates.replay)  # again
     work = ((forward + backward) * run.running_blocks + ends(run, rates)) * run.accumulation
     apart = _tensor_parallel(run, rates) * run.accumulation
     meeting = rates.all_reduce(1) if run.ranks > 1 else 0.0  # of the norm

@@ -13,7 +13,7 @@ from megatron.train.flops import flops_per_token
 from megatron.tune.search import Option, Outcome
 from megatron.tune.space import Choice, samples_of
 
-HEAD = ("", "micro-batch", "zero", "offload", "recomputed", "tp", "needs", "predicted", "measured", "")
+HEAD = ("", "micro-batch", "zero", "offload", "recomputed", "tp", "needs", "on the host", "predicted", "measured", "")
 WORDS = {"throughput": "samples/s", "latency": "ms a step", "flops": "TFLOP/s of a rank"}
 
 
@@ -35,13 +35,14 @@ def rows(trials: Mapping[Choice, Outcome], options: Mapping[Choice, Option]) -> 
         option = options[choice]
         measured = UNKNOWN if outcome.seconds is None else f"{1e3 * outcome.seconds:.4g} ms"
         yield (str(place), str(choice.batch), str(choice.stage), str(choice.homes),
-               "yes" if choice.recomputes else "no", str(choice.tp), size(option.needs),
+               "yes" if choice.recomputes else "no", str(choice.tp), size(int(option.needs.device)),
+               size(int(option.needs.host)) if option.needs.host else "",
                f"{1e3 * option.candidate.predicted.total:.4g} ms", measured,
                "" if outcome.state == "done" else f"{outcome.state}: {outcome.words}")
 
 
 def table(trials: Mapping[Choice, Outcome], options: Mapping[Choice, Option]) -> Iterator[str]:
-    yield from aligned([HEAD, *rows(trials, options)], left=(3, 9))
+    yield from aligned([HEAD, *rows(trials, options)], left=(3, 10))
 
 
 def verdict(asked: Run, trials: Mapping[Choice, Outcome], found: Choice, legal: int) -> list[str]:

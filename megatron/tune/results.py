@@ -1,8 +1,7 @@
 """The trials of a search on disk: one JSON line each, written when a trial is over, so that a search that was killed
 goes on with the next.
 
-The first line says what is tuned (a digest of all settings that are not, of the ranks, and the machine): trials of
-anything else are not mixed with these.
+The first line says what they belong to (subject.py): trials of anything else are not mixed with these.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ class Results:
             self._write(json.dumps({"subject": dict(subject)}), mode="w")
             return
         head, *rest = [json.loads(line) for line in lines]
-        if head.get("subject") != dict(subject):
-            raise ConfigError(f"{FLAG} {folder} has trials of another run: name another folder, or begin anew with "
-                              "--autotuning-overwrite")
+        if others := _differing(head.get("subject", {}), subject):
+            raise ConfigError(f"{FLAG} {folder} has trials of another run or machine (other {', '.join(others)}): name "
+                              "another folder, or begin anew with --autotuning-overwrite")
         for record in rest:
             self.trials[Choice(**record["choice"])] = Outcome(**record["outcome"])
 
@@ -67,3 +66,7 @@ class Results:
     def _write(self, *lines: str, mode: str) -> None:
         with named_by(FLAG), writing(self._path), open(self._path, mode, encoding="utf-8") as file:
             file.write("".join(f"{line}\n" for line in lines))
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    return sorted(name for name in {*one, *other} if one.get(name) != other.get(name))

@@ -4,8 +4,8 @@
     next_trial  by type: the one that may be fastest (model_based), the predicted order (gridsearch), or any (random)
     best        the fastest of those that were measured
 
-A trial that found no memory rules out every choice that needs as much by the plan. One that crashed or hung rules out
-itself.
+A trial that found no memory rules out every choice that needs as much by the plan, on the device and on the host. One
+that crashed or hung rules out itself.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from math import exp, inf
 from typing import Any, Literal
 
 from megatron.config.autotuning import AutotuningConfig
+from megatron.tune.memory import Memory
 from megatron.tune.model import Candidate, estimates
 
 State = Literal["done", "memory", "crash", "hang"]
@@ -32,8 +33,7 @@ class Option:
     """A choice with what the planner says of it."""
 
     candidate: Candidate
-    needs: int
-    """Bytes of the device at the fullest moment."""
+    needs: Memory
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -52,9 +52,9 @@ class Outcome:
     """Why not."""
 
 
-def pruned(options: Sequence[Option], capacity: float, micro_batches: int) -> list[int]:
+def pruned(options: Sequence[Option], capacity: Memory, micro_batches: int) -> list[int]:
     """Numbers of those that fit and are worth a look, the fastest by prediction first."""
-    order = sorted((number for number, option in enumerate(options) if option.needs <= capacity),
+    order = sorted((number for number, option in enumerate(options) if capacity.holds(option.needs)),
                    key=lambda number: options[number].candidate.predicted.total)
     kept, seen = list[int](), dict[tuple[Any, ...], int]()
     for number in order:
@@ -70,10 +70,9 @@ def next_trial(options: Sequence[Option], kept: Sequence[int], trials: Mapping[i
     """None: the search is over."""
     if len(trials) >= tuning.autotuning_tuner_num_trials or _is_stale(trials, tuning.autotuning_tuner_early_stopping):
         return None
-    least = min((options[number].needs for number, outcome in trials.items() if outcome.state == "memory"),
-                default=None)
+    too_much = [options[number].needs for number, outcome in trials.items() if outcome.state == "memory"]
     left = [number for number in kept
-            if number not in trials and (least is None or options[number].needs < least)]
+            if number not in trials and not any(options[number].needs.holds(needs) for needs in too_much)]
     if not left:
         return None
     if tuning.autotuning_tuner_type == "gridsearch":

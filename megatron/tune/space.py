@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
-from megatron.config.tree import Config
 from megatron.errors import ConfigError
 from megatron.plan.cheapest import HOMES
 from megatron.plan.footprint import ON_DEVICE, Homes, Run
@@ -31,6 +30,7 @@ class Choice:
     params: str
     tp: int
     bucket: int
+    """As was asked for, or both of this size."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -43,10 +43,12 @@ class Choice:
         """The run that was asked for with this choice; ConfigError where there is no such run."""
         config = asked.config
         home = replace(config.offload, offload_optimizer_device="none", offload_param_device="none")
+        zero = replace(config.zero, zero_stage=self.stage)
+        if self.bucket != zero.reduce_bucket_size:
+            zero = replace(zero, reduce_bucket_size=self.bucket, allgather_bucket_size=self.bucket)
         changed = replace(
             config, parallel=replace(config.parallel, model_parallel_size=self.tp),
-            zero=replace(config.zero, zero_stage=self.stage, reduce_bucket_size=self.bucket,
-                         allgather_bucket_size=self.bucket),
+            zero=zero,
             recompute=replace(config.recompute, checkpoint_activations=self.recomputes),
             train=replace(config.train, batch_size=self.batch, global_batch_size=samples), offload=home)
         changed.check_world(asked.ranks)
@@ -71,7 +73,7 @@ def samples_of(asked: Run) -> int:
 
 def choices(asked: Run) -> dict[Choice, Run]:
     """Every one that is legal. Those that change nothing for these ranks are left out: stages of one data parallel
-    rank that has all its state on the device, and buckets of one that exchanges nothing."""
+    rank that has all its state on the device, and buckets where nothing is exchanged, or whole blocks (on GPUs)."""
     samples, found = samples_of(asked), dict[Choice, Run]()
     for tp in _tensor_parallel_sizes(asked):
         dp = asked.ranks // tp
@@ -79,7 +81,7 @@ def choices(asked: Run) -> dict[Choice, Run]:
             continue
         batches = [batch for batch in range(1, samples // dp + 1) if samples // dp % batch == 0]
         for (stage, homes), recomputes, bucket, batch in product(
-                _homes(asked, dp), (False, True), _buckets(asked.config, dp), batches):
+                _homes(asked, dp), (False, True), _buckets(asked, dp), batches):
             choice = Choice(batch, stage, recomputes, homes.optimizer, homes.params, tp, bucket)
             try:
                 found[choice] = choice.of(asked, samples)
@@ -104,6 +106,7 @@ def _homes(asked: Run, dp: int) -> Iterator[tuple[int, Homes]]:
                 yield stage, homes
 
 
-def _buckets(config: Config, dp: int) -> list[int]:
-    asked = config.zero.reduce_bucket_size
-    return [asked] if config.autotuning.autotuning_fast or dp == 1 else sorted({asked, *BUCKETS})
+def _buckets(asked: Run, dp: int) -> list[int]:
+    given = asked.config.zero.reduce_bucket_size
+    has_one = asked.config.autotuning.autotuning_fast or dp == 1 or asked.device == "cuda"
+    return [given] if has_one else sorted({given, *BUCKETS})

@@ -3,7 +3,7 @@ result.
 
     done      the steps that count have a time, and their median is the result
     memory    some rank found no memory, or the system killed it for that
-    hang      it was not over when its time was; all its processes are killed
+    hang      it took no step, or was not over, when its time was (patience.py); all its processes are killed
     crash     it ended in any other way
 """
 
@@ -14,6 +14,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,19 +23,22 @@ from statistics import median
 
 from megatron.config.tree import AutotuningConfig, Config, LogConfig, ProfileConfig, SaveConfig
 from megatron.launch.exits import MEMORY_CLASSES, MEMORY_TEXTS
+from megatron.launch.supervise import end_with_parent
 from megatron.plan.footprint import Run
 from megatron.report.read import MetricsLines
+from megatron.tune.patience import Patience
 from megatron.tune.search import Outcome
 from megatron.tune.words import flags_of
 
 TRAINER = ("-m", "pretrain_gpt2")
-START_UP, LENIENCE = 180.0, 10.0
-"""Seconds until a trial takes steps; how many times longer than predicted these may be."""
+TICK = 0.5
+"""Seconds between two looks at whether it steps."""
 FAREWELL = 5.0
 """Seconds between asking and killing."""
-LACKS_MEMORY = re.compile("|".join(map(re.escape, (*MEMORY_CLASSES, *MEMORY_TEXTS, "out of memory",
-                                                   "(SIGKILL)"))))
-ERROR, POINTER = re.compile(r"error:|\w*(Error|Exception)\b"), "its own output above says why"
+LACKS_MEMORY = re.compile("|".join(map(re.escape, (
+    *MEMORY_CLASSES, *MEMORY_TEXTS, "out of memory", "Cannot allocate memory", "_STATUS_ALLOC_FAILED", "(SIGKILL)"))))
+"""In the line of an error: of ours, of torch, of the system, of NVIDIA's libraries, of the launcher."""
+ERROR, POINTER = re.compile(r"error:|(\[rank\d+\]: )?[\w.]*(Error|Exception)\b"), "its own output above says why"
 SHOWN = 300
 """Letters of an error."""
 
@@ -49,7 +53,7 @@ class Trials:
     """The step whose time counts, and the last one."""
     last: int
     seconds: float | None = None
-    """Limit of a trial; None: by its predicted time."""
+    """Limit of a trial; None: as patience.py says."""
     trainer: Sequence[str] = TRAINER
 
     def run(self, number: int, run: Run, predicted: float) -> Outcome:
@@ -59,19 +63,19 @@ class Trials:
         metrics.unlink(missing_ok=True)
         command = [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-m", "megatron.launch",
                    "--nproc-per-node", str(run.ranks), *self.trainer, *flags_of(trial_of(run, metrics, self.last))]
-        limit = self.seconds or START_UP + LENIENCE * predicted * self.last
+        patience = Patience.of(run, predicted * self.last, self.seconds)
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if run.device == "cpu" else {}
         with open(place / "output.txt", "w+", encoding="utf-8", errors="replace") as output:
-            code = _end_of(command, {**os.environ, **hidden}, output.fileno(), limit)
+            end = _end_of(command, {**os.environ, **hidden}, output.fileno(), metrics, patience)
             output.seek(0)
             text = output.read()
-        if code is None:
-            return Outcome("hang", words=f"not over after {limit:.0f} s")
+        if isinstance(end, str):
+            return Outcome("hang", words=end)
         seconds = _seconds(metrics, self.first, self.last)
-        if code == 0 and seconds is not None:
+        if end == 0 and seconds is not None:
             return Outcome("done", seconds)
-        lacks = code in (-signal.SIGKILL, 128 + signal.SIGKILL) or LACKS_MEMORY.search(text) is not None
-        return Outcome("memory" if lacks else "crash", words=_last_words(text, code))
+        lacks = end in (-signal.SIGKILL, 128 + signal.SIGKILL) or any(map(LACKS_MEMORY.search, _errors(text)))
+        return Outcome("memory" if lacks else "crash", words=_last_words(text, end))
 
 
 def trial_of(run: Run, metrics: Path, steps: int) -> Config:
@@ -86,14 +90,20 @@ def trial_of(run: Run, metrics: Path, steps: int) -> Config:
         profile=ProfileConfig(), autotuning=AutotuningConfig())
 
 
-def _end_of(command: Sequence[str], environment: dict[str, str], output: int, limit: float) -> int | None:
-    """The exit code; None where it had to be killed. Nothing of it is left when this returns or raises."""
+def _end_of(command: Sequence[str], environment: dict[str, str], output: int, metrics: Path,
+            patience: Patience) -> int | str:
+    """The exit code, or why it had to be killed. Nothing of it is left when this returns or raises, or when the tuner
+    is killed."""
     process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                               start_new_session=True)
+                               start_new_session=True, preexec_fn=end_with_parent())
+    began, stepped = time.monotonic(), None
     try:
-        return process.wait(limit)
-    except subprocess.TimeoutExpired:
-        return None
+        while not (reason := patience.why_not(time.monotonic() - began, stepped)):
+            with suppress(subprocess.TimeoutExpired):
+                return process.wait(TICK)
+            if stepped is None and _steps(metrics):
+                stepped = time.monotonic() - began
+        return reason
     finally:
         _kill(process)
 
@@ -106,14 +116,22 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _seconds(metrics: Path, first: int, last: int) -> float | None:
-    if not metrics.exists():
-        return None
-    steps = [record["step_ms"] / 1e3 for record in MetricsLines(metrics) if first <= record.get("iteration", 0) <= last]
+    steps = [seconds for number, seconds in _steps(metrics) if first <= number <= last]
     return median(steps) if len(steps) == last - first + 1 else None
+
+
+def _steps(metrics: Path) -> list[tuple[int, float]]:
+    """(number, seconds) of those that were told so far."""
+    records = MetricsLines(metrics) if metrics.exists() else ()
+    return [(record["iteration"], record["step_ms"] / 1e3) for record in records if "step_ms" in record]
 
 
 def _last_words(text: str, code: int) -> str:
     """The line of its error, and not that of a launcher which points to it; or else its last one."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if ERROR.match(line) and not line.endswith(POINTER)]
-    return (errors or lines or [f"exit code {code}"])[-1][:SHOWN]
+    return (_errors(text) or lines or [f"exit code {code}"])[-1][:SHOWN]
+
+
+def _errors(text: str) -> list[str]:
+    lines = map(str.strip, text.splitlines())
+    return [line for line in lines if ERROR.match(line) and not line.endswith(POINTER)]

@@ -17,7 +17,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from megatron.plan.kept_rates import rates_for  # noqa: E402
 from megatron.tune import command  # noqa: E402
+from megatron.tune.capacity import capacity_of  # noqa: E402
+from megatron.tune.loop import planned  # noqa: E402
 from megatron.tune.search import Outcome, best, next_trial, pruned  # noqa: E402
 from megatron.tune.space import samples_of  # noqa: E402
 from megatron.tune.trial import Trials  # noqa: E402
@@ -50,11 +53,11 @@ def main() -> None:
 def compare(flags: Sequence[str], place: Path, rounds: int) -> None:
     asked_for, asked = command.parse(flags)
     tuning, samples = asked.config.autotuning, samples_of(asked)
-    options = command.planned(asked, asked_for.rates)
+    options = planned(asked, rates_for(asked, path=asked_for.rates))
     choices, values = list(options), list(options.values())
-    capacity = command.capacity_of(asked, asked_for.card_gb)
+    capacity = capacity_of(asked, asked_for.card_gb)
     trials = Trials(place, tuning.autotuning_start_profile_step, tuning.autotuning_end_profile_step)
-    fits = [number for number, option in enumerate(values) if option.needs <= capacity]
+    fits = [number for number, option in enumerate(values) if capacity.holds(option.needs)]
     outcomes, begin = dict[int, Outcome](), time.monotonic()
     for _ in range(rounds):
         for number in fits:

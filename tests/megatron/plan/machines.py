@@ -23,7 +23,7 @@ def machine(ranks: int = 1, **changes: Any) -> Rates:
     told: dict[str, Any] = dict(
         where=Where("made up", "2.13.0", "cpu", "fp32", ranks, 1), seconds=0.0, forward=level(FLOPS),
         backward=level(FLOPS), attention_forward=nothing, attention_backward=nothing, dropping_forward=nothing,
-        dropping_backward=nothing, block_forward=nothing, block_backward=nothing, dropout_forward=nothing,
+        dropping_backward=nothing, block_forward=nothing, block_backward=nothing, replay=0.0, dropout_forward=nothing,
         dropout_backward=nothing, loss=nothing, update=nothing, a_pass=0.0, a_step=0.0, split_unit=0.0,
         meetings=(0.0,) * 4,
         all_reduce=proportional(2 / BYTES), reduce_scatter=proportional(1 / BYTES), all_gather=proportional(1 / BYTES),

@@ -7,11 +7,9 @@ from dataclasses import asdict, dataclass, replace
 
 from megatron.plan import command as plan
 from megatron.plan.footprint import Run
-from megatron.plan.memory import peak
-from megatron.plan.time import step_time
-from megatron.tune.model import Candidate
+from megatron.tune import loop
 from megatron.tune.search import Option, Outcome
-from megatron.tune.space import Choice, choices
+from megatron.tune.space import Choice
 from tests.megatron.plan.machines import machine, proportional
 
 FLAGS = ["--preset", "small", "--vocab-size", "8192", "--device", "cpu", "--ranks", "4", "--batch-size", "8",
@@ -24,10 +22,10 @@ def planned(*flags: str) -> Run:
 
 def options_of(asked: Run) -> dict[Choice, Option]:
     rates = machine(asked.ranks, attention_forward=proportional(2e-6), attention_backward=proportional(4e-6),
-                    block_forward=proportional(6e-9), block_backward=proportional(1e-8), loss=proportional(3e-9),
+                    block_forward=proportional(6e-9), block_backward=proportional(1e-8), replay=0.0,
+                    loss=proportional(3e-9),
                     update=proportional(1e-9), a_pass=2e-3, a_step=1e-3, split_unit=2e-4, hides=0.4)
-    return {choice: Option(Candidate(choice.as_dict(), step_time(run, rates)), peak(run).total)
-            for choice, run in choices(asked).items()}
+    return loop.planned(asked, rates)
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class Simulated:
         rng = random.Random(self.seed)
         parts = {name: rng.lognormvariate(0.0, 0.4) for name in asdict(option.candidate.predicted)}
         memory = rng.uniform(0.97, 1.03)
-        if option.needs * memory > self.memory:
+        if option.needs.device * memory > self.memory:
             return Outcome("memory")
         step = option.candidate.predicted
         true = replace(step, **{name: value * parts[name] for name, value in asdict(step).items()})

@@ -16,6 +16,7 @@ from megatron.errors import ConfigError
 from megatron.plan.memory import peak
 from megatron.plan.time import StepTime
 from megatron.tune import model, search
+from megatron.tune.memory import Memory
 from megatron.tune.model import Candidate, estimates
 from megatron.tune.search import Option, Outcome, best, next_trial, pruned
 from megatron.tune.space import choices, samples_of
@@ -31,7 +32,7 @@ def options(*flags: str) -> list[Option]:
 
 def searched(found: Sequence[Option], machine: Simulated, tuning: AutotuningConfig = TUNING) -> dict[int, Outcome]:
     trials: dict[int, Outcome] = {}
-    kept = pruned(found, machine.memory, tuning.autotuning_num_tuning_micro_batch_sizes)
+    kept = pruned(found, Memory(machine.memory), tuning.autotuning_num_tuning_micro_batch_sizes)
     while (number := next_trial(found, kept, trials, tuning)) is not None:
         assert number not in trials
         trials[number] = machine.outcome(found[number])
@@ -40,7 +41,7 @@ def searched(found: Sequence[Option], machine: Simulated, tuning: AutotuningConf
 
 def simulated(seed: int, found: Sequence[Option]) -> Simulated:
     """One with room for a share of the choices."""
-    needs = sorted(option.needs for option in found)
+    needs = sorted(option.needs.device for option in found)
     return Simulated(seed, needs[int(len(needs) * random.Random(seed).uniform(0.3, 0.99))])
 
 
@@ -72,24 +73,46 @@ def test_fewer_trials_than_the_predicted_order_needs_for_as_much() -> None:
 
 def test_what_does_not_fit_and_all_but_the_best_micro_batches_are_left_out() -> None:
     found = options()
-    capacity = sorted(option.needs for option in found)[len(found) // 2]
-    kept = pruned(found, capacity, 2)
+    capacity = sorted(option.needs.device for option in found)[len(found) // 2]
+    kept = pruned(found, Memory(capacity), 2)
     assert [found[number].candidate.predicted.total for number in kept] == sorted(
         found[number].candidate.predicted.total for number in kept)
     for number, option in enumerate(found):
-        alike = [one for one in found if one.kind == option.kind and one.needs <= capacity]
+        alike = [one for one in found if one.kind == option.kind and one.needs.device <= capacity]
         faster = sum(one.candidate.predicted.total < option.candidate.predicted.total for one in alike)
-        assert (number in kept) == (option.needs <= capacity and faster < 2)
+        assert (number in kept) == (option.needs.device <= capacity and faster < 2)
+
+
+def test_what_the_host_has_no_room_for_is_left_out_as_well() -> None:
+    found = options("--device", "cuda")
+    host = sorted(option.needs.host for option in found if option.needs.host)[3]
+    kept = pruned(found, Memory(math.inf, host), len(found))
+    assert sorted(kept) == [number for number, option in enumerate(found) if option.needs.host <= host]
+    assert 0 < len(kept) < len(found)
+    assert not any(found[number].needs.host for number in pruned(found, Memory(math.inf), len(found)))
 
 
 def test_lack_of_memory_rules_out_what_needs_as_much_and_a_crash_only_itself() -> None:
     found, tuning = options(), replace(TUNING, autotuning_tuner_type="gridsearch")
-    kept = sorted(range(len(found)), key=lambda number: -found[number].needs)
+    kept = sorted(range(len(found)), key=lambda number: -found[number].needs.device)
     middle = kept[len(kept) // 2]
     assert next_trial(found, kept, {middle: Outcome("crash")}, tuning) == kept[0]
     after = next_trial(found, kept, {middle: Outcome("memory")}, tuning)
-    assert after is not None and found[after].needs < found[middle].needs
+    assert after is not None and found[after].needs.device < found[middle].needs.device
     assert next_trial(found, kept, {kept[-1]: Outcome("memory")}, tuning) is None
+
+
+def test_an_offloaded_choice_that_found_no_memory_says_nothing_of_those_that_keep_less_on_the_host() -> None:
+    """The host may have killed it: one that is all on the GPU needs more there, and still runs."""
+    found, tuning = options("--device", "cuda"), replace(TUNING, autotuning_tuner_type="gridsearch")
+    failed = min((number for number, option in enumerate(found) if option.needs.host),
+                 key=lambda number: found[number].needs.device)
+    needs = found[failed].needs
+    for number, option in enumerate(found):
+        as_much = option.needs.device >= needs.device and option.needs.host >= needs.host
+        left = next_trial(found, [number], {failed: Outcome("memory")}, tuning)
+        assert left == (None if as_much else number)
+    assert any(option.needs.device > needs.device and not option.needs.host for option in found)
 
 
 @pytest.mark.parametrize("kind", ["model_based", "gridsearch", "random"])
@@ -179,6 +202,22 @@ def test_what_makes_no_difference_is_not_tried_twice() -> None:
     assert {(choice.stage, choice.tp) for choice in alone} == {(0, 1)}
     assert {choice.tp for choice in choices(planned())} == {1, 2}  # 6 heads
     assert {choice.tp for choice in choices(planned("--autotuning-mp-size", "2"))} == {2}
+
+
+def test_buckets_are_tried_where_numbers_travel_in_pieces() -> None:
+    """A GPU's wire sends a block as a whole."""
+    for device, sizes in (("cpu", 3), ("cuda", 1)):
+        found = choices(planned("--no-autotuning-fast", "--device", device))
+        assert len({choice.bucket for choice in found}) == sizes
+
+
+def test_the_flags_of_a_choice_make_the_run_that_is_tried() -> None:
+    given = ["--no-autotuning-fast", "--allgather-bucket-size", "1000"]
+    asked = planned(*given)
+    for choice, run in choices(asked).items():
+        typed = planned(*given, *choice.flags(asked, 64)).config
+        assert (typed.zero, typed.recompute, typed.parallel, typed.train) == (
+            run.config.zero, run.config.recompute, run.config.parallel, run.config.train)
 
 
 def test_the_samples_of_a_step_are_those_of_the_flags_or_the_largest_that_are_allowed() -> None:

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megatron.config.flags import parse_args
 from megatron.errors import ConfigError, PeerError
+from megatron.plan import kept_rates
 from megatron.plan.footprint import Run
-from megatron.tune import command, trial
+from megatron.plan.rates import Where
+from megatron.plan.report import USABLE
+from megatron.tune import capacity, command, patience, trial
+from megatron.tune.memory import Memory
+from megatron.tune.patience import Patience
 from megatron.tune.results import FILE, Results
 from megatron.tune.search import Outcome
 from megatron.tune.space import Choice
@@ -77,13 +84,71 @@ def test_whatever_becomes_of_a_trial_is_a_result(
     assert words in outcome.words
 
 
+def test_a_start_that_takes_long_is_no_hang(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What follows the first step has the short limit."""
+    monkeypatch.setattr(patience, "SPARE", 1.0)
+    monkeypatch.setenv("FAKE_TRAINER", json.dumps({"other": "slow", "2": "stuck", "3": "hang"}))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    trials, flags = Trials(tmp_path, 3, 5, trainer=FAKE), ["--startup-timeout-seconds", "15"]
+    assert trials.run(1, asked(*flags), 0.01).state == "done"
+    stuck = trials.run(2, asked(*flags, "--zero-stage", "2"), 0.01)
+    assert (stuck.state, stuck.words) == ("hang", "not over 2 s after its first step")
+    still = trials.run(3, asked("--startup-timeout-seconds", "3", "--zero-stage", "3"), 0.01)
+    assert (still.state, still.words) == ("hang", "no step in 3 s")
+
+
+def test_a_trial_is_waited_for_as_long_as_training_waits_for_its_first_step() -> None:
+    run = asked("--distributed-timeout-seconds", "100")
+    ours = Patience.of(run, 2.0, None)
+    assert not ours.why_not(299.0, None) and ours.why_not(300.0, None) == "no step in 300 s"
+    assert not ours.why_not(250.0 + 199.0, 250.0) and ours.why_not(250.0 + 200.0, 250.0)
+    given = Patience.of(run, 2.0, 50.0)
+    assert not given.why_not(49.0, None) and not given.why_not(49.0, 1.0)
+    assert given.why_not(50.0, None) == given.why_not(50.0, 49.0) == "not over after 50 s"
+
+
+@pytest.mark.parametrize("said, state", [
+    ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", "memory"),
+    ("[rank0]: torch.AcceleratorError: CUDA error: out of memory", "memory"),
+    ("RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "memory"),
+    ("OSError: [Errno 12] Cannot allocate memory", "memory"),
+    ("allocator: retries a request that was out of memory\nAssertionError: a bug", "crash"),
+    ("a MemoryError would be told\n[rank0]: RuntimeError: a bug", "crash")])
+def test_lack_of_memory_is_in_the_line_of_an_error(
+        said: str, state: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FAKE_TRAINER", json.dumps({"other": f"says {said}"}))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    assert Trials(tmp_path, 3, 5, 60.0, FAKE).run(1, asked(), 0.1) == Outcome(state, words=said.splitlines()[-1])
+
+
 def test_nothing_of_a_trial_that_hung_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FAKE_TRAINER", json.dumps({"other": "hang"}))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     assert Trials(tmp_path, 3, 5, 2.0, FAKE).run(1, asked("--ranks", "2"), 0.1).state == "hang"
-    alive = [path for path in Path("/proc").glob("[0-9]*/cmdline")
-             if str(tmp_path).encode() in _content(path)]
-    assert not alive
+    assert not _processes(tmp_path)
+
+
+def test_a_tuner_that_is_killed_takes_its_trial_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = ("from pathlib import Path; from megatron.tune import command, trial; "
+               f"run = command.parse(['--device', 'cpu', '--ranks', '2', *{MODEL!r}])[1]; "
+               f"trial.Trials(Path({str(tmp_path / 'trials')!r}), 3, 5, 600.0, {FAKE!r}).run(1, run, 0.1)")
+    monkeypatch.setenv("FAKE_TRAINER", json.dumps({"other": "hang"}))
+    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT) as tuner:
+        _until(lambda: len(_processes(tmp_path / "trials")) == 1 + 1 + 2)  # itself, the launcher, its ranks
+        tuner.kill()
+    _until(lambda: not _processes(tmp_path / "trials"))
+
+
+def _until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def _processes(folder: Path) -> list[Path]:
+    """Those that have this folder in their command."""
+    return [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(folder).encode() in _content(path)]
 
 
 def _content(path: Path) -> bytes:
@@ -157,8 +222,14 @@ def test_trials_of_another_run_are_not_mixed_with_these(place: list[str], monkey
     faked(monkeypatch)
     flags = [*place, "--ranks", "2", "--global-batch-size", "4", "--autotuning-tuner-num-trials", "1", *MODEL]
     assert command.main(flags) == 0
-    with pytest.raises(ConfigError, match="has trials of another run"):
+    with pytest.raises(ConfigError, match=r"has trials of another run or machine \(other settings\)"):
         command.main([*flags, "--hidden-size", "64"])
+    with pytest.raises(ConfigError, match=r"\(other steps\)"):
+        command.main([*flags, "--autotuning-end-profile-step", "7"])
+    with monkeypatch.context() as elsewhere, pytest.raises(ConfigError, match=r"\(other machine, torch\)"):
+        elsewhere.setattr(kept_rates, "version", lambda _: "2.11.0")
+        elsewhere.setattr(platform, "node", lambda: "elsewhere")
+        command.main(flags)
     assert command.main([*flags, "--hidden-size", "64", "--autotuning-overwrite"]) == 0
     assert len(outcomes(place)) == 1
 
@@ -171,8 +242,63 @@ def test_where_nothing_runs_it_says_so(place: list[str], monkeypatch: pytest.Mon
 
 def test_what_does_not_fit_is_not_tried(place: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     faked(monkeypatch)
-    with pytest.raises(PeerError, match="0 trials failed"):
+    with pytest.raises(PeerError, match="no choice of .* fits, so nothing was tried: a rank has 0.0 MiB, where the one "
+                                        "that lacks least needs [0-9.]+ MiB; "):
         command.main([*place, "--ranks", "2", "--card-gb", "1e-6", *MODEL])
+
+
+def test_where_the_host_is_what_lacks_it_says_so(place: list[str], monkeypatch: pytest.MonkeyPatch,
+                                                 tmp_path: Path) -> None:
+    rates = machine(1, where=Where("made up", "2.13.0", "cuda", "fp32", 1, 1), update=proportional(1e-9), a_pass=1e-3)
+    (tmp_path / "rates.json").write_text(json.dumps(rates.as_dict()))
+    (tmp_path / "meminfo").write_text("MemAvailable: 307712 kB\n")  # 0.5 MiB more than the libraries of a rank
+    monkeypatch.setattr(capacity, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(command, "places", lambda device: 1)
+    with pytest.raises(PeerError, match=r"a rank has 0\.\d MiB of the GPU and 0\.5 MiB of the host, where the one that "
+                                        r"lacks least needs [\d.]+ MiB of the GPU and [\d.]+ MiB of the host; "):
+        command.main([*place, "--device", "cuda", "--card-gb", "0.0005", *MODEL])
+
+
+@pytest.mark.parametrize("visible, ranks, free", [(None, 4, 1000), (None, 2, 7000), ("3,2", 1, 9000), ("3,2", 2, 1000)])
+def test_the_room_on_gpus_is_what_is_free_on_those_that_the_ranks_take(
+        visible: str | None, ranks: int, free: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text(f"""#!{sys.executable}
+import sys
+free = {{"0": 8000, "1": 7000, "2": 1000, "3": 9000}}
+ids = [word.removeprefix("--id=").split(",") for word in sys.argv if word.startswith("--id=")]
+assert "--query-gpu=memory.free" in sys.argv
+print(*(free[one] for one in (ids or [free])[0]), sep="\\n")
+""")
+    driver.chmod(0o755)
+    (tmp_path / "meminfo").write_text("MemTotal: 1 kB\nMemAvailable: 8388608 kB\n")
+    monkeypatch.setattr(capacity, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    run = Run(parse_args(MODEL), ranks, "cuda")
+    host = 2**33 / ranks - capacity.LIBRARIES
+    assert capacity.capacity_of(run, None) == Memory(free * 2**20 * USABLE, host)
+    assert capacity.capacity_of(run, 80) == Memory(80 * 2**30 * USABLE, host)
+    assert capacity.capacity_of(Run(parse_args(MODEL), ranks, "cpu"), None) == Memory(host)
+
+
+def test_it_runs_on_gpus_where_there_are_some_that_it_may_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(capacity, "GPUS", tmp_path)
+    for visible, device in (("0,1", "cuda"), ("", "cpu"), ("-1", "cpu")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert command.parse(MODEL)[0].device == device
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert command.parse(MODEL)[0].device == "cuda"
+    monkeypatch.setattr(capacity, "GPUS", tmp_path / "none")
+    assert command.parse(MODEL)[0].device == "cpu"
+
+
+def test_memory_that_nobody_tells_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="give --card-gb"):
+        capacity.capacity_of(Run(parse_args(MODEL), 1, "cuda"), None)
 
 
 @pytest.mark.parametrize("flags, words", [

@@ -1,0 +1,46 @@
+"""The search as it runs: choices are planned, tried one after the other, and each trial is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron.config.tree import require
+from megatron.plan.footprint import Run
+from megatron.plan.rates import Rates
+from megatron.plan.time import step_time
+from megatron.tune.memory import Memory, needed_by
+from megatron.tune.model import Candidate
+from megatron.tune.report import metric
+from megatron.tune.results import Results
+from megatron.tune.search import Option, next_trial, pruned
+from megatron.tune.space import Choice, choices, samples_of
+from megatron.tune.trial import Trials
+
+
+def planned(asked: Run, rates: Rates) -> dict[Choice, Option]:
+    found = {choice: Option(Candidate(choice.as_dict(), step_time(run, rates)), needed_by(run))
+             for choice, run in choices(asked).items()}
+    require(bool(found), f"--ranks {asked.ranks} and {samples_of(asked)} samples of a step leave no choice: samples "
+            "have to be divisible by the data parallel size")
+    return found
+
+
+def search(asked: Run, options: Mapping[Choice, Option], capacity: Memory, trials: Trials, results: Results) -> None:
+    """Until there is nothing left to gain; a line for each trial."""
+    tuning, samples = asked.config.autotuning, samples_of(asked)
+    names, values = list(options), list(options.values())
+    numbers = {choice: number for number, choice in enumerate(names)}
+    kept = pruned(values, capacity, tuning.autotuning_num_tuning_micro_batch_sizes)
+    print(f"{len(names)} choices, {len(kept)} of them to try; {capacity} for a rank"
+          + (f"; goes on after {len(results.trials)} trials" if results.trials else ""), flush=True)
+    while True:
+        known = {numbers[choice]: outcome for choice, outcome in results.trials.items() if choice in numbers}
+        number = next_trial(values, kept, known, tuning)
+        if number is None:
+            return
+        choice, predicted = names[number], values[number].candidate.predicted.total
+        outcome = trials.run(len(results.trials) + 1, choice.of(asked, samples), predicted)
+        results.add(choice, outcome, predicted)
+        said = metric(asked, outcome.seconds) if outcome.seconds is not None else f"{outcome.state}: {outcome.words}"
+        print(f"trial {len(results.trials)}: {' '.join(choice.flags(asked, samples))} | predicted "
+              f"{metric(asked, predicted)} | {said}", flush=True)
