@@ -60,7 +60,8 @@ TORCH_SPEAKS_OF = ("TORCH_CPP_LOG_LEVEL", "ERROR")
 LIBRARIES = frozenset({"megatron", "mpu", "torch"})
 
 MEMORY_CLASSES = frozenset({"MemoryError", "OutOfMemoryError"})
-MEMORY_TEXTS = ("can't allocate memory", "not enough memory", "CUDA out of memory")
+MEMORY_TEXTS = ("can't allocate memory", "not enough memory", "CUDA out of memory", "CUDA error: out of memory",
+                "STATUS_ALLOC_FAILED")
 PEER_CLASSES = frozenset({"DistError", "DistBackendError", "DistNetworkError", "DistStoreError"})
 PEER_TEXTS = ("gloo/", "Connection closed by peer", "Connection reset by peer", "NCCL", "wait timeout after",
               "Socket Timeout")

@@ -14,12 +14,7 @@ from megatron.tune.memory import Memory
 LIBRARIES = 300 << 20
 """Bytes of a rank on a host beside its tensors."""
 MEMINFO = Path("/proc/meminfo")
-GPUS = Path("/proc/driver/nvidia/gpus")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-
-
-def has_gpus() -> bool:
-    return GPUS.is_dir() and os.environ.get(VISIBLE, "all") not in ("", "-1")
 
 
 def capacity_of(asked: Run, gb: float | None) -> Memory:

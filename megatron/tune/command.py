@@ -19,8 +19,9 @@ from megatron.config.tree import require
 from megatron.errors import ConfigError, PeerError
 from megatron.plan.command import with_vocabulary
 from megatron.plan.footprint import Run, homes_of
+from megatron.plan.gpus import visible_gpus
 from megatron.plan.kept_rates import places, rates_for
-from megatron.tune.capacity import capacity_of, has_gpus
+from megatron.tune.capacity import capacity_of
 from megatron.tune.loop import planned, search
 from megatron.tune.memory import Memory, nearest
 from megatron.tune.report import page, table, verdict
@@ -69,7 +70,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Run]:
     for name in ("card_gb", "trial_seconds"):
         value = getattr(options, name)
         require(value is None or value > 0, f"--{name.replace('_', '-')} is {value}: expected more than 0")
-    options.device = options.device or ("cuda" if has_gpus() else "cpu")
+    options.device = options.device or ("cuda" if visible_gpus() else "cpu")
     config = with_vocabulary(parse_args(flags, options.ranks))  # its micro-batch need not fit: others are tried
     return options, Run(config, options.ranks, options.device, homes_of(config))
 

@@ -47,6 +47,7 @@ def failing(error: BaseException):
     (OSError(errno.ENOSPC, "No space left on device", "/full/file"), 7),
     (RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer"), 5),
     (DistBackendError("anything"), 5), (OutOfMemoryError("CUDA out of memory. Tried\nmore"), 5), (MemoryError(), 5),
+    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), 5),
     (UsageError("x"), 2), (KeyboardInterrupt(), 130), (ZeroDivisionError("a bug"), 5), (SystemExit("usage"), 2),
     (SystemExit(3), 3),
 ])

@@ -16,7 +16,7 @@ import pytest
 
 from megatron.config.flags import parse_args
 from megatron.errors import ConfigError, PeerError
-from megatron.plan import kept_rates
+from megatron.plan import gpus, kept_rates
 from megatron.plan.footprint import Run
 from megatron.plan.rates import Where
 from megatron.plan.report import USABLE
@@ -285,13 +285,17 @@ print(*(free[one] for one in (ids or [free])[0]), sep="\\n")
 
 
 def test_it_runs_on_gpus_where_there_are_some_that_it_may_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(capacity, "GPUS", tmp_path)
+    monkeypatch.setattr(gpus, "DRIVER", tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path / "no nvidia-smi"))
+    for number in "01":
+        (tmp_path / number).mkdir()
+        (tmp_path / number / "information").write_text(f"Model: made up\nGPU UUID: GPU-{number}\n")
     for visible, device in (("0,1", "cuda"), ("", "cpu"), ("-1", "cpu")):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert command.parse(MODEL)[0].device == device
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert command.parse(MODEL)[0].device == "cuda"
-    monkeypatch.setattr(capacity, "GPUS", tmp_path / "none")
+    monkeypatch.setattr(gpus, "DRIVER", tmp_path / "none")
     assert command.parse(MODEL)[0].device == "cpu"
 
 
