@@ -42,7 +42,7 @@ def flags_page() -> str:
              "python pretrain_gpt2.py --preset=tiny --mock_data --train_iters=10", "```"]
     for name, section in SECTIONS.items():
         hints = typing.get_type_hints(section)
-        lines += ["", f"## {name}", "", (section.__doc__ or "").strip(), "",
+        lines += ["", f"## {name}", "", " ".join((section.__doc__ or "").split()), "",
                   "| flag | default | effect | JSON key |", "|---|---|---|---|"]
         for item in fields(section):
             said, kind = declared(item), plain_type(hints[item.name])[0]

@@ -68,7 +68,7 @@ def everything() -> str:
     for flag, text in {**COMMON, **RARER}.items():
         lines += _entry(flag, text)
     for name, section in SECTIONS.items():
-        lines += ["", *textwrap.wrap(f"{name}: {(section.__doc__ or '').strip()}", WIDTH), ""]
+        lines += ["", *textwrap.wrap(f"{name}: {' '.join((section.__doc__ or '').split())}", WIDTH), ""]
         for item, hint in _items(section):
             lines += _entry(_spelling(item, hint, switches=True), _all_words(item, hint))
     return "\n".join(lines)

@@ -14,7 +14,7 @@ _HERE = "flops_profiler."
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig:
     """The flops profiler counts and times one training step module by module; a trace says what ran when
-    (docs/profiler.md)."""
+    (docs/profiler.md, docs/trace.md)."""
 
     flops_profiler: bool = setting(False, "count the arithmetic of one step, module by module", json=_HERE + "enabled")
     flops_profiler_step: int = setting(1, "the step that is profiled, from 1", json=_HERE + "profile_step")

@@ -1,7 +1,8 @@
 """The events of a trace that torch's profiler wrote, and what kind of work each is, by its name.
 
-An operation is of the kind of the outermost one around it that has one: a product inside the loss is the loss's. On an
-accelerator a kernel is of the kind of the operation that launched it.
+An operation is of the kind of the outermost one around it that has one: a product inside the loss is the loss's. A
+step backward is of the kind of the operation that it differentiates, and on an accelerator a kernel is of that which
+launched it.
 """
 
 from __future__ import annotations
@@ -45,13 +46,29 @@ def operations(events: Iterable[Event], thread: int | None) -> list[Event]:
 
 def outermost(ordered: Sequence[Event]) -> Iterator[tuple[Event, str]]:
     """Each operation, with the kind of the outermost around it that has one."""
+    of_forward = {sequence: kind for event, kind in _walked(ordered, {}) if (sequence := _forward_of(event))}
+    yield from _walked(ordered, of_forward)
+
+
+def _walked(ordered: Sequence[Event], of_forward: Mapping[int, str]) -> Iterator[tuple[Event, str]]:
     kind, until, thread = OTHER, 0.0, None
     for event in ordered:
         if thread != event["tid"] or event["ts"] >= until:
-            kind, until, thread = kind_of(event["name"]), event["ts"] + event["dur"], event["tid"]
-            if kind == OTHER:
-                until = 0.0  # what is inside may have one
+            thread, kind = event["tid"], kind_of(event["name"]) or of_forward.get(_differentiates(event), OTHER)
+            until = 0.0 if kind == OTHER else event["ts"] + event["dur"]  # what is inside may have one
         yield event, kind
+
+
+def _forward_of(event: Event) -> int:
+    """The number of the step backward that an operation may have made; of several with one number the last has."""
+    its = event.get("args", {})
+    return 0 if its.get("Fwd thread id") else max(0, its.get("Sequence number", 0))
+
+
+def _differentiates(event: Event) -> int:
+    """The number of a step backward; 0 of what is none."""
+    its = event.get("args", {})
+    return its.get("Sequence number", 0) if its.get("Fwd thread id") else 0
 
 
 def of_thread(events: Iterable[Event], thread: int) -> dict[str, list[Stretch]]:

@@ -10,11 +10,12 @@ from megatron.report.tables import table
 from megatron.trace.memory import Level, thinned
 from megatron.trace.recorder import Recorder
 from megatron.trace.stretches import Span, Stretch
-from megatron.whereabouts import ACTIVITY, BACKWARD, FORWARD, OPTIMIZER_STEP, PHASE, READING
+from megatron.whereabouts import ACTIVITY, BACKWARD, EVALUATION, FORWARD, OPTIMIZER_STEP, PHASE, READING
+from megatron.zero.exchanges import SAVE
 
 WIDTH, HEIGHT, BAND, LEFT, BELOW = 1100, 260, 16, 70, 40
 POINTS = 800
-COLOURS = {FORWARD: 0, BACKWARD: 1, OPTIMIZER_STEP: 2, READING: 3}
+COLOURS = {FORWARD: 0, BACKWARD: 1, OPTIMIZER_STEP: 2, READING: 3, EVALUATION: 4, SAVE: 5}
 """Of page.css."""
 MIB = float(2**20)
 
@@ -51,7 +52,7 @@ def _picture(levels: Sequence[Level], recorded: Recorder, within: Span) -> str:
         height = up(level.total)
         points.append(f"{across(level.time):.1f},{height:.1f}")
     area = f"{LEFT},{up(low):.1f} {' '.join(points)} {WIDTH},{height:.1f} {WIDTH},{up(low):.1f}"
-    bands = [(one, colour) for place in (ACTIVITY, PHASE) for one in recorded.lines[place].stretches(within[1])
+    bands = [(one, colour) for place in (PHASE, ACTIVITY) for one in recorded.lines[place].stretches(within[1])
              if (colour := COLOURS.get(one.name)) is not None]
     return "".join([
         f'<figure class="wide"><svg viewBox="0 0 {WIDTH} {HEIGHT + BAND + BELOW}" role="img" '

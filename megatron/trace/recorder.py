@@ -82,6 +82,11 @@ class Recorder:
         if place == 0:
             self.exchanging.changes.append((self._clock(), "exchange" if mark else ""))
 
+    @property
+    def size(self) -> int:
+        """How often the engine went on to something else; operations are some tens of times as many."""
+        return sum(len(line.changes) for line in self.lines.values())
+
     # ---- what travels (zero/exchanges.py) ---------------------------------------------------------------------------
 
     def begins(self, kind: str, number: int, what: str) -> None:

@@ -31,7 +31,7 @@ def shares(events: Sequence[Event], recorded: Recorder, thread: int, within: Spa
         is_seen = any(event.get("cat") in ON_DEVICE for event in events)
         return _of_device(events, steps, aside, within) if is_seen else {}
     work = of_thread(events, thread)
-    kinds = {"exchange not hidden": recorded.at_exchanges(end), **aside, "optimizer": steps,
+    kinds = {**aside, "exchange not hidden": recorded.at_exchanges(end), "optimizer": steps,
              **{kind: work.get(kind, []) for kind in (LOSS, ATTENTION, PRODUCTS)}}
     return _named(divided(kinds, within), ALL, rest="other")
 

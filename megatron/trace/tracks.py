@@ -16,11 +16,13 @@ PROCESS = 1 << 30
 """A number that no program has."""
 
 
-def tracks(recorded: Recorder, levels: Sequence[Level], within: Span) -> Iterator[dict[str, Any]]:
+def tracks(recorded: Recorder, levels: Sequence[Level], within: Span, steps: range) -> Iterator[dict[str, Any]]:
     end = within[1]
     yield {"ph": "M", "name": "process_name", "pid": PROCESS, "args": {"name": "the engine"}}
     yield {"ph": "M", "name": "process_sort_index", "pid": PROCESS, "args": {"sort_index": -1}}
-    of_track = [*(recorded.lines[place].stretches(end) for place in (STEP, ACTIVITY, PHASE, UNIT)),
+    whole = {f"step {step}" for step in steps}  # not the moment before the first one, or after the last
+    of_track = [[one for one in recorded.lines[STEP].stretches(end) if one.name in whole],
+                *(recorded.lines[place].stretches(end) for place in (ACTIVITY, PHASE, UNIT)),
                 recorded.at_exchanges(end)]
     for number, (name, stretches) in enumerate(zip(TRACKS, of_track, strict=True)):
         yield {"ph": "M", "name": "thread_name", "pid": PROCESS, "tid": number, "args": {"name": name}}

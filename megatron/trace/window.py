@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import get_native_id
 from typing import Any
+from warnings import catch_warnings, simplefilter
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -29,6 +30,9 @@ from megatron.zero.exchanges import ExchangeLog
 
 WRITING = "writing of a trace"
 """An activity (whereabouts.py)."""
+MOST = 20_000
+"""Of Recorder.size: a trace ends there, with its step. Some 100 MB and half a minute of writing; more cannot be looked
+at."""
 HISTORY = 200_000
 """Allocations that the snapshot of an accelerator's memory remembers."""
 
@@ -81,19 +85,34 @@ class Window:
         self._done = done
         if self._under is None and done + 1 in self._steps:
             self._begin(done + 1)
-        elif self._under is not None and done + 1 not in self._steps:
+        elif self._under is not None and (done + 1 not in self._steps or self._under.recorder.size > MOST):
+            self._steps = range(0)
             self.close()
 
     def _begin(self, step: int) -> None:
+        if torch.autograd.profiler._is_profiler_enabled:
+            self._steps = range(0)
+            _say(" note: nothing is traced: another profiler of torch is at work, and there can be one")
+            return
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            self._steps = range(0)
+            self._warn(error)
+            return
         on_cuda = self._device.type == "cuda"
         activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_cuda]
-        profiler = profile(activities=activities, profile_memory=True, acc_events=True)
+        with catch_warnings():
+            simplefilter("ignore", UserWarning)  # of cycles, of which there is one; to add them up would take minutes
+            profiler = profile(activities=activities, profile_memory=True)
         recorder, listening, after = Recorder(), ExitStack(), ExitStack()
         if on_cuda:
             torch.cuda.memory._record_memory_history(max_entries=HISTORY, stacks="python")
             after.callback(torch.cuda.memory._record_memory_history, None)
             torch.cuda.synchronize(self._device)  # what was launched before belongs to steps before
-        profiler.start()
+        with catch_warnings():
+            simplefilter("ignore", UserWarning)
+            profiler.start()
         listening.enter_context(recorder.listening(self._log))
         self._under = Under(profiler, recorder, listening, after, step, microseconds())
 
@@ -111,10 +130,13 @@ class Window:
             with HERE.doing(WRITING):
                 self._write(under, stop)
         except Exception as error:  # not worth ending a job of many ranks
-            print(f"warning: the trace cannot be written to {self._folder} ({type(error).__name__}: {error}); training "
-                  "goes on without it", file=sys.stderr, flush=True)
+            self._warn(error)
         finally:
             under.end()
+
+    def _warn(self, error: Exception) -> None:
+        print(f"warning: the trace cannot be written to {self._folder} ({type(error).__name__}: {error}); training "
+              "goes on without it", file=sys.stderr, flush=True)
 
     def abandon(self, *, is_orderly: bool) -> None:
         """The run ends by an error, which is the one to report. Where that is not `is_orderly`, the device or other
@@ -129,26 +151,29 @@ class Window:
     def _write(self, under: Under, stop: float) -> None:
         taken = [one for one in under.recorder.lines[PHASE].stretches(stop) if one.name == OPTIMIZER_STEP]
         steps = range(under.first, under.first + max(1, len(taken)))
-        self._folder.mkdir(parents=True, exist_ok=True)
-        place = _free(self._folder, f"steps-{steps[0]}-{steps[-1]}.rank-{self._rank}")
-        if self._device.type == "cuda":
-            torch.cuda.memory._dump_snapshot(str(place.with_name(f"{place.name}.memory.pickle")))
+        with _claimed(self._folder, f"steps-{steps[0]}-{steps[-1]}.rank-{self._rank}") as place:
+            if self._device.type == "cuda":
+                torch.cuda.memory._dump_snapshot(f"{place}.memory.pickle")
+            self._write_trace(under, steps, stop, place)
+
+    def _write_trace(self, under: Under, steps: range, stop: float, place: Path) -> None:
         trace = _exported(under.profiler, self._folder)
         base = trace.get("baseTimeNanoseconds", 0) / 1e3
         recorded, within, events = under.recorder, (under.start - base, stop - base), trace["traceEvents"]
         recorded.count_from(base)
         found = shares(events, recorded, get_native_id(), within, on_host=self._device.type == "cpu")
         at_times = levels(events)
-        trace["traceEvents"] += tracks(recorded, at_times, within)
-        with staged_file(f"{place}.json.gz") as file:
-            file.write(gzip.compress(json.dumps(trace, separators=(",", ":")).encode(), compresslevel=3))
         which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
         title = f"{which.capitalize()}, rank {self._rank}"
         Path(f"{place}.html").write_text(
             page(title, found, len(steps), at_times, peak(at_times, recorded), recorded, within), encoding="utf-8")
+        trace["traceEvents"] += tracks(recorded, at_times, within, steps)
+        with staged_file(f"{place}.json.gz") as file:  # in the place of the claim
+            file.write(gzip.compress(json.dumps(trace, separators=(",", ":")).encode(), compresslevel=3))
         milliseconds = (within[1] - within[0]) / 1e3 / len(steps)
+        early = " (the trace ends early: more could not be looked at)" if recorded.size > MOST else ""
         _say(f" {which}: {milliseconds:.1f} ms{' each' * (len(steps) > 1)} with the profiler at work: {told(found)} | "
-             f"{place}.json.gz (for ui.perfetto.dev), {place.name}.html")
+             f"{place}.json.gz (for ui.perfetto.dev), {place.name}.html{early}")
 
 
 def _exported(profiler: profile, beside: Path) -> dict[str, Any]:
@@ -158,13 +183,26 @@ def _exported(profiler: profile, beside: Path) -> dict[str, Any]:
     return found
 
 
-def _free(folder: Path, name: str) -> Path:
-    """One that is not there yet: a trace from before is kept."""
-    number, found = 1, name
-    while (folder / f"{found}.json.gz").exists():
+@contextmanager
+def _claimed(folder: Path, name: str) -> Iterator[Path]:
+    """A name that nobody has, and nobody else gets: a trace from before is kept, and so is that of another run."""
+    number, found = 1, folder / name
+    while not _claims(claim := Path(f"{found}.json.gz")):
         number += 1
-        found = f"{name}.{number}"
-    return folder / found
+        found = folder / f"{name}.{number}"
+    try:
+        yield found
+    except BaseException:
+        claim.unlink(missing_ok=True)
+        raise
+
+
+def _claims(file: Path) -> bool:
+    try:
+        file.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 def _say(line: str) -> None:

@@ -12,7 +12,7 @@ from megatron.trace.memory import Level, levels, thinned
 from megatron.trace.recorder import Journey, Line, Recorder
 from megatron.trace.shares import shares, told
 from megatron.trace.stretches import Stretch, divided, union
-from megatron.whereabouts import ACTIVITY, FORWARD, OPTIMIZER_STEP, PHASE, READING, TRAINING
+from megatron.whereabouts import ACTIVITY, EVALUATION, FORWARD, OPTIMIZER_STEP, PHASE, READING, TRAINING
 
 
 def moments(stretches: list[Stretch], moment: int) -> bool:
@@ -69,6 +69,30 @@ def test_on_a_cpu_the_thread_that_trains_is_looked_at() -> None:
                      "evaluation and saves": 0, "other": 35}
     assert told(found) == ("products 10 %, attention 9 %, loss 10 %, optimizer 15 %, exchange not hidden 11 %, "
                            "data 10 %, other 35 %")
+
+
+def numbered(event: dict[str, Any], sequence: int, backward: bool = False) -> dict[str, Any]:
+    return {**event, "args": {**event["args"], "Sequence number": sequence, "Fwd thread id": int(backward)}}
+
+
+def test_a_step_backward_is_of_what_it_differentiates() -> None:
+    """Attention with dropout is written out: its gradient is made of products, a softmax and so on. What comes before
+    it has the same number as its first operation, and makes no step backward of its own."""
+    events = [numbered(op("aten::detach", 0, 1), 4), numbered(op("aten::scaled_dot_product_attention", 1, 9), 4),
+              numbered(op("aten::bmm", 2, 2), 4), numbered(op("aten::bmm", 5, 2), 5), numbered(op("aten::mm", 10, 5), 6),
+              numbered(op("aten::gelu", 15, 1), 7), op("aten::bmm", 31, 4), op("aten::bmm", 41, 4),
+              numbered(op("BmmBackward0", 30, 6), 5, True), numbered(op("BmmBackward0", 40, 6), 4, True),
+              numbered(op("MmBackward0", 50, 7), 6, True), numbered(op("GeluBackward0", 60, 3), 7, True)]
+    said = recorded(activity=[(0, TRAINING)], phase=[(0, FORWARD)])
+    found = shares(events, said, 7, (0, 100), on_host=True)
+    assert (found["attention"], found["products"], found["other"]) == (9 + 6 + 6, 5 + 7, 67)
+
+
+def test_what_an_evaluation_exchanges_is_its_own() -> None:
+    said = recorded(activity=[(0, TRAINING), (50, EVALUATION), (90, TRAINING)], phase=[],
+                    exchanging=[(40, "exchange"), (60, ""), (95, "exchange")])
+    found = shares([], said, 7, (0, 100), on_host=True)
+    assert (found["evaluation and saves"], found["exchange not hidden"]) == (40, 15)
 
 
 def kernel(name: str, start: float, length: float, launch: int, operation: int | None = None,
