@@ -79,7 +79,8 @@ def test_a_step_backward_is_of_what_it_differentiates() -> None:
     """Attention with dropout is written out: its gradient is made of products, a softmax and so on. What comes before
     it has the same number as its first operation, and makes no step backward of its own."""
     events = [numbered(op("aten::detach", 0, 1), 4), numbered(op("aten::scaled_dot_product_attention", 1, 9), 4),
-              numbered(op("aten::bmm", 2, 2), 4), numbered(op("aten::bmm", 5, 2), 5), numbered(op("aten::mm", 10, 5), 6),
+              numbered(op("aten::bmm", 2, 2), 4), numbered(op("aten::bmm", 5, 2), 5),
+              numbered(op("aten::mm", 10, 5), 6),
               numbered(op("aten::gelu", 15, 1), 7), op("aten::bmm", 31, 4), op("aten::bmm", 41, 4),
               numbered(op("BmmBackward0", 30, 6), 5, True), numbered(op("BmmBackward0", 40, 6), 4, True),
               numbered(op("MmBackward0", 50, 7), 6, True), numbered(op("GeluBackward0", 60, 3), 7, True)]
