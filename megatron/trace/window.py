@@ -38,10 +38,11 @@ HISTORY = 200_000
 
 
 @contextmanager
-def tracing(asked: ProfileConfig, device: torch.device, log: ExchangeLog,
+def tracing(asked: ProfileConfig, device: torch.device, log: ExchangeLog, done: int,
             train_iters: int) -> Iterator[Callable[[int], None]]:
-    """Inside, this is called with the number of steps that are done, first of all with that of earlier runs."""
+    """Inside, this is called after each step with the number of those that are done; `done` are those before."""
     window = Window(asked, device, log, train_iters)
+    window.begin_after(done)
     try:
         yield window.at
     except BaseException as error:
@@ -76,13 +77,14 @@ class Window:
         self._steps = range(self._asked[0], min(self._asked[-1], train_iters) + 1)
         self._device, self._log = device, log
         self._under: Under | None = None
-        self._done: int | None = None
 
-    def at(self, done: int) -> None:
-        if self._done is None and done >= self._asked[-1]:
+    def begin_after(self, done: int) -> None:
+        if done >= self._asked[-1]:
             _say(f" note: nothing is traced: --profile-steps {self._asked[0]}:{self._asked[-1]} is over, the run goes "
                  f"on at step {done + 1}")
-        self._done = done
+        self.at(done)
+
+    def at(self, done: int) -> None:
         if self._under is None and done + 1 in self._steps:
             self._begin(done + 1)
         elif self._under is not None and (done + 1 not in self._steps or self._under.recorder.size > MOST):

@@ -19,13 +19,15 @@ def collecting_every(steps: int) -> Iterator[Callable[[int], None]]:
         yield lambda step: None
         return
     gc.collect()
+    was_frozen = gc.get_freeze_count() > 0  # by the program around this one, and for longer
     gc.freeze()
     gc.disable()
     try:
         yield lambda step: None if step % steps else _collect()
     finally:
         gc.enable()
-        gc.unfreeze()
+        if not was_frozen:
+            gc.unfreeze()
 
 
 def _collect() -> None:

@@ -88,7 +88,7 @@ class Trainer:
         HERE.do(TRAINING)
         HERE.at_step(state.iteration + 1)
         try:
-            with collecting_every(self.config.train.gc_interval) as collect, self._tracing() as trace:
+            with collecting_every(self.config.train.gc_interval) as collect, self._tracing(state.iteration) as trace:
                 reason = self._run(state, samples, valid, [trace, collect])
             self.engine.finish_save()
         except Exception as error:
@@ -101,8 +101,6 @@ class Trainer:
     def _run(self, state: TrainState, samples: Samples, valid: SizedSamples | None,
              between_steps: Sequence[Callable[[int], None]]) -> str:
         """The loop; why it was left early, if it was. The last save may be under way still."""
-        for action in between_steps:
-            action(state.iteration)
         rate = self._rate_watch(state)
         watch, rates, saved_at, reason = Stopwatch(self.engine.drive_use), self._rates(), state.iteration, ""
         untold: list[Taken] = []
@@ -157,12 +155,12 @@ class Trainer:
             else:
                 self.log.say(" the save under way is not complete; the tag before it is the newest")
 
-    def _tracing(self) -> AbstractContextManager[Callable[[int], None]]:
+    def _tracing(self, done: int) -> AbstractContextManager[Callable[[int], None]]:
         asked, core = self.config.profile, self.engine.core
         if asked.traced_steps is None or asked.profile_rank != core.groups.world.rank:
             return nullcontext(lambda done: None)
         from megatron.trace.window import tracing
-        return tracing(asked, self.device, core.log, self.config.train.train_iters)
+        return tracing(asked, self.device, core.log, done, self.config.train.train_iters)
 
     def _stream(self, samples: Samples, state: TrainState) -> BatchStream:
         steps = self.config.train.train_iters - state.iteration

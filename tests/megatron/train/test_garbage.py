@@ -75,3 +75,14 @@ def test_a_run_looks_at_its_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     train([*TINY, "--mock-data", "--train-iters", 7, "--gc-interval", 2])
     assert len(seen) == 3 and all(seen), "after steps 2, 4 and 6; what was there at the start is not looked at"
     assert gc.isenabled() and not gc.get_freeze_count()
+
+
+def test_what_the_program_around_it_has_frozen_stays_so() -> None:
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with collecting_every(2):
+            pass
+        assert gc.get_freeze_count() >= frozen > 0
+    finally:
+        gc.unfreeze()
