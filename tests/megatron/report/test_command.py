@@ -78,7 +78,7 @@ def test_a_run_that_was_killed_and_resumed_twice_is_one_line(
     assert killed["seconds"] == sorted(killed["seconds"])
     for curve in ("lm_loss", "grad_norm", "learning_rate"):
         assert killed["curves"][curve] == whole["curves"][curve] and None not in killed["curves"][curve]["mean"]
-    assert [(start["step"], start["replaced"]) for start in killed["resumes"]] == [(10, 7), (20, 5)]
+    assert [(start["step"], start["given_up"]) for start in killed["resumes"]] == [(10, 7), (20, 5)]
     assert not whole["resumes"]
     for events in ("saves", "evaluations"):
         assert [event["step"] for event in killed[events]] == [event["step"] for event in whole[events]]
