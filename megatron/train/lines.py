@@ -6,8 +6,11 @@ Not here: what the lines say (log.py, table.py).
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import stat
 from contextlib import suppress
+from io import FileIO
 from typing import BinaryIO
 
 from megatron.errors import StorageError
@@ -32,6 +35,8 @@ class Lines:
         except OSError as error:
             raise StorageError(f"{flag} {path} cannot be opened for appending: {error.strerror}; name a file in a "
                                "writable folder") from error
+        self.is_shared = _is_held(self._file)
+        """Another process, or another part of this one, has it open to append to it."""
 
     def append(self, lines: str) -> None:
         """With their ends; behind `head` in a file that is empty."""
@@ -71,6 +76,20 @@ class Lines:
                     raise
             finally:
                 self._file.close()
+
+
+def _is_held(file: FileIO) -> bool:
+    """If not, it is from now on, until it is closed or its process ends. The kernel's lock, which nobody waits for:
+    where the file system has none, or keeps it from other machines, nobody is seen."""
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def _end_of_whole_lines(file: BinaryIO) -> int:

@@ -58,6 +58,9 @@ class RunLog:
         self._introduction = introduce
         for line in lines:
             self.say(line)
+        if self._file is not None and self._file.is_shared:  # no error: a resumed run need not wait for its log
+            self.say(f" warning: another process has --metrics-file {config.log.metrics_file} open to write into it: "
+                     "lines of two runs cannot be told apart; stop it, or start this run with another file")
 
     def _introduce(self) -> None:
         if self._introduction is not None:

@@ -21,7 +21,7 @@ from megatron.train import lines as lines_module
 from megatron.train.board import Board
 from megatron.train.lines import Lines
 from megatron.train.log import RunLog
-from tests.megatron.helpers import ROOT, TINY
+from tests.megatron.helpers import ROOT, TINY, steps, train
 
 DISK = [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ESTALE, errno.EFBIG]
 
@@ -111,6 +111,33 @@ def test_a_pipe_and_a_device_are_written_as_they_come(tmp_path: Path) -> None:
     null = Lines("--metrics-file", os.devnull)
     null.append("{}\n")
     null.close()
+
+
+HOLDING = """
+import sys
+from megatron.train.lines import Lines
+held = Lines("--metrics-file", sys.argv[1])
+print(held.is_shared, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_run_that_writes_into_the_file_is_told_and_goes_on(tmp_path: Path) -> None:
+    run = [*TINY, "--mock-data", "--train-iters", 1, "--metrics-file", tmp_path / "m"]
+    words = f"warning: another process has --metrics-file {tmp_path / 'm'} open to write into it"
+    with subprocess.Popen([sys.executable, "-c", HOLDING, tmp_path / "m"], stdin=subprocess.PIPE, cwd=ROOT,
+                          stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "False\n"
+        assert train(run).count(words) == 1 and steps(tmp_path / "m")
+        holder.kill()
+    assert words not in train(run), "a lock goes with its process"
+
+
+def test_a_device_is_for_everybody() -> None:
+    one, two = (Lines("--metrics-file", os.devnull) for _ in range(2))
+    assert not one.is_shared and not two.is_shared
+    one.close()
+    two.close()
 
 
 def test_another_error_is_not_hidden_by_a_file_that_cannot_be_closed(
