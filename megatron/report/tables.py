@@ -136,11 +136,11 @@ def notes(history: History, lines: MetricsLines) -> list[str]:
     if lines.damaged:
         found.append(f"{lines.damaged:,} line{'s' * (lines.damaged > 1)} of its metrics file "
                      f"{'are' if lines.damaged > 1 else 'is'} damaged")
+    anew = next((start for start in reversed(history.starts) if start.given_up and not start.step), None)
     if history.out_of_order:
         found.append(f"{history.out_of_order:,} of its steps stand behind later ones, without a start between them: "
                      "two runs wrote into its metrics file at the same time, and the curves are a mixture of both")
-    anew = next((start for start in reversed(history.starts) if start.given_up and not start.step), None)
-    if anew is not None:
+    elif anew is not None:
         found.append(f"it was begun anew from step 0: {anew.given_up:,} step{'s' * (anew.given_up > 1)} before that "
                      f"{'are' if anew.given_up > 1 else 'is'} left out")
     if history.missing:

@@ -87,7 +87,8 @@ def test_two_runs_that_write_at_the_same_time_are_seen(seed: int) -> None:
         records.append((one if not two or one and draw.random() < 0.5 else two).pop(0))
     found = history(*records)
     assert len(found.starts) == 2 and not found.resumes
-    (told,) = (note for note in notes_of(found) if "two runs wrote" in note)
+    told, *others = notes_of(found)
+    assert all("not recorded" in note for note in others), "who of them began anew is not known"
     assert told.startswith(f"run: {found.out_of_order} of its steps stand behind later ones, without a start")
 
 
