@@ -170,8 +170,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.train.garbage megatron.train.allocator megatron.train.processor megatron.train.compiling
         megatron.train.flops megatron.train.batches
         megatron.train.evaluation megatron.train.rate megatron.train.metrics megatron.train.console megatron.train.board
-        megatron.train.dashboard megatron.train.table megatron.train.log megatron.train.facts megatron.train.sample
-        megatron.train.build megatron.train.loop megatron.train.position megatron.train.changed
+        megatron.train.dashboard megatron.train.lines megatron.train.table megatron.train.log megatron.train.facts
+        megatron.train.sample megatron.train.build megatron.train.loop megatron.train.position megatron.train.changed
         megatron.train.resume
         megatron.plan.shortage megatron.plan.stopwatch megatron.plan.small_models megatron.plan.sizes
         megatron.plan.probe megatron.plan.gpus megatron.plan.kept_rates megatron.plan.report megatron.plan.table

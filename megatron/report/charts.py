@@ -69,7 +69,7 @@ def _run(history: History, charts: Sequence[Chart]) -> dict[str, Any]:
             "evaluations": [{**_place(history, found.step), "split": found.split, "loss": rounded(found.loss)}
                             for found in history.evaluations],
             "saves": [_place(history, save.step) for save in history.saves],
-            "resumes": [{**_place(history, start.step), "replaced": start.replaced} for start in history.resumes]}
+            "resumes": [{**_place(history, start.step), "given_up": start.given_up} for start in history.resumes]}
 
 
 def _curve(history: History, chart: Chart, cuts: Sequence[int]) -> dict[str, list[float | None]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from data.cli import counted
@@ -12,7 +13,7 @@ from data.storage import check_not_over, named_by, staged_file
 from megatron.config.help import typed
 from megatron.errors import ConfigError
 from megatron.report.history import History
-from megatron.report.page import page
+from megatron.report.page import is_page, page
 from megatron.report.read import MetricsLines
 from megatron.report.source import sources
 from megatron.report.tables import notes
@@ -41,11 +42,24 @@ def _parser() -> _Parser:
     return parser
 
 
+def _check_replaces_a_page(output: Path) -> None:
+    """Or nothing: what else has that name is somebody's."""
+    try:
+        stays = output.is_file() and output.stat().st_size and not is_page(output)
+    except OSError as error:
+        raise ConfigError(f"--output {output}: there is such a file, which cannot be read ({error.strerror}); give "
+                          "--output another name") from error
+    if stays:
+        raise ConfigError(f"--output {output}: there is such a file, which is no page of this command and would be "
+                          "lost; give --output another name, or remove it")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     asked = _parser().parse_args(argv)
     found = sources(asked.runs)
     with named_by("--output"):
         check_not_over((source.path for source in found), (asked.output,), "give --output another name")
+    _check_replaces_a_page(Path(asked.output))
     histories, told = list[History](), list[str]()
     for source in found:
         lines = MetricsLines(source.path)

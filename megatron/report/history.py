@@ -1,8 +1,8 @@
 """The records of a run -> its history: one line of steps, whatever was killed and resumed.
 
 A *start* is a time the trainer began to write, with its configuration; one after step 0 is a resume. What was recorded
-of later steps until then is taken back: the run goes on from there, so each step counts once, and the last time it was
-taken. Not here: how a file is read (read.py).
+of later steps until then is given up: the run goes on from there, so each step counts once, and the last time it was
+taken. A step back without a start, in a file that has starts, is another run's. Not here: how a file is read (read.py).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Start:
     """The last one before it."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Its record: facts, and under "values" the configuration by section; empty where the file does not say."""
-    replaced: int = 0
-    """Steps that had been recorded and are taken again."""
+    given_up: int = 0
+    """Steps that had been recorded beyond it."""
     reached: int = 0
     """The last step that it recorded."""
 
@@ -81,6 +81,8 @@ class History:
         """Seen by then, and trained for, with all steps before."""
         self.starts: list[Start] = []
         self.saves: list[Save] = []
+        self.out_of_order = 0
+        """Steps behind a later one, though the file says where it starts: of another run that writes into it."""
         self._evaluations: dict[tuple[str, int], Evaluation] = {}
 
     # ---- from records ---------------------------------------------------------------------------------------------
@@ -106,20 +108,28 @@ class History:
         return self
 
     def _start(self, start: Start) -> None:
-        """The run goes on after `start.step`: what lies beyond has not happened."""
-        kept = bisect_right(self.steps, start.step)
-        start.replaced, start.reached = len(self.steps) - kept, start.step
+        start.given_up, start.reached = self._go_back(start.step), start.step
+        self.starts.append(start)
+
+    def _go_back(self, step: int) -> int:
+        """The run goes on after `step`: what lies beyond has not happened. So many steps did."""
+        kept = bisect_right(self.steps, step)
+        beyond = len(self.steps) - kept
         del self.steps[kept:]
         for column in self.columns.values():
             del column[kept:]
-        self.saves = [save for save in self.saves if save.step <= start.step]
-        self._evaluations = {key: found for key, found in self._evaluations.items() if found.step <= start.step}
-        self.starts.append(start)
+        self.saves = [save for save in self.saves if save.step <= step]
+        self._evaluations = {key: found for key, found in self._evaluations.items() if found.step <= step}
+        return beyond
 
     def _step(self, step: int, record: Record) -> None:
-        if not self.starts or self.steps and step <= self.steps[-1]:  # of a file that does not say where it starts
-            self._start(Start(step - 1, self.starts[-1].config if self.starts else {}))
-        self.starts[-1].reached = step
+        is_behind = bool(self.steps) and step <= self.steps[-1]
+        if is_behind and self.starts[-1].config:
+            self._go_back(step - 1)
+            self.out_of_order += 1
+        elif is_behind or not self.starts:  # of a file that does not say where it starts
+            self._start(Start(step - 1))
+        self.starts[-1].reached = max(step, self.starts[-1].reached)
         self.steps.append(step)
         for name, column in self.columns.items():
             value = record.get(name)

@@ -256,7 +256,7 @@ class Chart {
     const more = [
       ...scores.map((found) => `${found.split} ${brief(found.loss)} at step ${found.step.toLocaleString("en")}`),
       ...run.resumes.filter(near).map((start) => `resumed after step ${start.step.toLocaleString("en")}`
-        + (start.replaced ? `, ${start.replaced.toLocaleString("en")} steps taken again` : "")),
+        + (start.given_up ? `, ${start.given_up.toLocaleString("en")} steps given up` : "")),
       ...(this.isFirst ? run.saves.filter(near).map((save) => `saved at step ${save.step.toLocaleString("en")}`) : [])];
     const name = html("span", {}, runs.length > 1 ? `${run.name}  ` : "");
     name.style = colour(run);

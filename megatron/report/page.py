@@ -18,6 +18,8 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 
 
 NO_SCRIPT = '<noscript><p class="note">A script draws the curves, and this browser runs none.</p></noscript>'
+BEGINNING = 1 << 16
+"""Bytes of a page that hold its head, its style and what stands beside its title."""
 AXES = """<form id="axes" aria-label="Horizontal axis">
 <label><input type="radio" name="axis" value="step" checked> steps</label>
 <label><input type="radio" name="axis" value="tokens"> tokens</label>
@@ -36,6 +38,13 @@ def page(histories: Sequence[History], notes: Iterable[str]) -> str:
 {_beside("page.js")}</script>
 """
     return document(", ".join(history.name for history in histories), main, beside_title=AXES, scripts=scripts)
+
+
+def is_page(path: Path) -> bool:
+    """One that `page` has made."""
+    with open(path, "rb") as file:
+        begin = file.read(BEGINNING)
+    return begin.startswith(b"<!DOCTYPE html>") and POLICY.encode() in begin and AXES.splitlines()[0].encode() in begin
 
 
 def document(title: str, main: str, *, beside_title: str = "", scripts: str = "") -> str:

@@ -60,8 +60,8 @@ def _figures(history: History) -> dict[str, str]:
     found["saves"] = f"{len(history.saves):,}{last}"
     if history.resumes:
         found["resumes"] = f"{len(history.resumes):,}"
-    if replaced := sum(start.replaced for start in history.starts):
-        found["steps taken again"] = f"{replaced:,}"
+    if given_up := sum(start.given_up for start in history.starts):
+        found["steps given up"] = f"{given_up:,}"
     settings = history.settings
     found |= {name: shown(settings[key]) for key, name in (
         ("parameters", "parameters"), ("world_size", "ranks"), ("device", "device"), ("torch", "torch"))
@@ -119,8 +119,8 @@ def starts(history: History) -> Table:
     for start in history.starts:
         changes, before = _differing([before, start.settings]), start.settings
         rows.append((shown(start.config.get("began")), f"{start.step:,}", f"{start.reached:,}",
-                     f"{start.replaced:,}", "; ".join(f"{name} {was} → {now}" for name, was, now in changes)))
-    return table(("began", "after step", "reached", "taken again", "other settings than before"), rows)
+                     f"{start.given_up:,}", "; ".join(f"{name} {was} → {now}" for name, was, now in changes)))
+    return table(("began", "after step", "reached", "given up", "other settings than before"), rows)
 
 
 # ---- notes -------------------------------------------------------------------------------------------------------
@@ -136,6 +136,13 @@ def notes(history: History, lines: MetricsLines) -> list[str]:
     if lines.damaged:
         found.append(f"{lines.damaged:,} line{'s' * (lines.damaged > 1)} of its metrics file "
                      f"{'are' if lines.damaged > 1 else 'is'} damaged")
+    anew = next((start for start in reversed(history.starts) if start.given_up and not start.step), None)
+    if history.out_of_order:
+        found.append(f"{history.out_of_order:,} of its steps stand behind later ones, without a start between them: "
+                     "two runs wrote into its metrics file at the same time, and the curves are a mixture of both")
+    elif anew is not None:
+        found.append(f"it was begun anew from step 0: {anew.given_up:,} step{'s' * (anew.given_up > 1)} before that "
+                     f"{'are' if anew.given_up > 1 else 'is'} left out")
     if history.missing:
         found.append(f"{history.missing:,} step{'s' * (history.missing > 1)} between the first and the last "
                      f"{'are' if history.missing > 1 else 'is'} not recorded")

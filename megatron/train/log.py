@@ -10,7 +10,6 @@ step that may differ between two equal runs.
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -26,9 +25,9 @@ from megatron.train.board import Board
 from megatron.train.console import Console
 from megatron.train.dashboard import Dashboard
 from megatron.train.evaluation import perplexity
+from megatron.train.lines import Lines
 from megatron.train.metrics import StepMetrics
 from megatron.train.table import Tables
-from megatron.zero.api.curves import storing
 from megatron.zero.api.wandb_run import Project
 
 
@@ -41,7 +40,7 @@ class RunLog:
         self._introduction: Callable[[], None] | None = None
         self.console = Console(config.log_interval, train_iters, start, writes=writes, aside=aside,
                                outlives_reader=outlives_reader)
-        self._file = MetricsFile(config.metrics_file) if writes and config.metrics_file else None
+        self._file = Lines("--metrics-file", config.metrics_file) if writes and config.metrics_file else None
         self._sinks = sinks_of(config) if writes else []
         self.say = self.console.say
 
@@ -59,6 +58,9 @@ class RunLog:
         self._introduction = introduce
         for line in lines:
             self.say(line)
+        if self._file is not None and self._file.is_shared:  # no error: a resumed run need not wait for its log
+            self.say(f" warning: another process has --metrics-file {config.log.metrics_file} open to write into it: "
+                     "lines of two runs cannot be told apart; stop it, or start this run with another file")
 
     def _introduce(self) -> None:
         if self._introduction is not None:
@@ -120,7 +122,7 @@ class RunLog:
 
     def _append(self, record: dict[str, Any]) -> None:
         if self._file is not None:
-            self._file.append(json.dumps({key: _finite(value) for key, value in record.items()}))
+            self._file.append(json.dumps({key: _finite(value) for key, value in record.items()}) + "\n")
 
 
 class Sink(Protocol):
@@ -149,50 +151,6 @@ def sinks_of(config: LogConfig) -> list[Sink]:
     if config.wandb_project is not None:
         found.append(Dashboard(Project(config.wandb_project, config.wandb_group, config.wandb_team)))
     return found
-
-
-class MetricsFile:
-    """Lines, each whole or absent, that are in the file when `append` returns and on the disk when it is closed."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._before = b"\n" if _ends_within_a_line(path) else b""
-        try:
-            self._file = open(path, "ab", buffering=0)
-        except OSError as error:
-            raise StorageError(f"--metrics-file {path} cannot be opened for appending: {error.strerror}; name a file "
-                               "in a writable folder") from error
-
-    def append(self, line: str) -> None:
-        left, self._before = memoryview(self._before + f"{line}\n".encode()), b""
-        with storing("--metrics-file", self._path):
-            size = os.fstat(self._file.fileno()).st_size
-            try:
-                while left:
-                    left = left[self._file.write(left):]
-            except OSError:
-                with suppress(OSError):  # a pipe
-                    os.ftruncate(self._file.fileno(), size)
-                raise
-
-    def close(self) -> None:
-        with storing("--metrics-file", self._path):
-            try:
-                os.fsync(self._file.fileno())
-            except OSError as error:
-                if error.errno != errno.EINVAL:  # a pipe, a device
-                    raise
-            finally:
-                self._file.close()
-
-
-def _ends_within_a_line(path: str) -> bool:
-    """What a power cut, or a kill within a write, has left of the last one."""
-    if not os.path.isfile(path) or not os.path.getsize(path):
-        return False
-    with storing("--metrics-file", path), open(path, "rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) != b"\n"
 
 
 def _finite(value: Any) -> Any:

@@ -1,6 +1,7 @@
 """Steps and evaluations as two tables of CSV, for spreadsheets: a row each, the columns always the same.
 
-A resumed run appends to them; of a step that is there twice the later row counts.
+A resumed run appends to them; of a step that is there twice the later row counts. What a kill has left of a row is
+taken away: half a number would pass for one.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import io
 import math
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from megatron.errors import StorageError
+from megatron.train.lines import Lines
 from megatron.train.metrics import StepMetrics
 from megatron.zero.api.curves import storing
 
@@ -20,6 +23,8 @@ STEPS = ("iteration", "lm_loss", "grad_norm", "learning_rate", "loss_scale", "sk
          "tokens_per_s", "tflops", "mfu", "max_memory_bytes", "drive_wait_ms", "drive_read_bytes",
          "drive_written_bytes", "pld_theta", "pld_blocks")
 EVALUATIONS = ("iteration", "split", "lm_loss", "bits_per_byte")
+LONGEST_HEAD = 4096
+"""Characters of the first line."""
 
 
 class Tables:
@@ -41,26 +46,37 @@ class Tables:
         self._evaluations.append({"iteration": iteration, "split": name, "lm_loss": loss, **of_text})
 
     def close(self, *, failed: bool = False) -> None:
-        """Nothing is held open."""
+        with ExitStack() as closing:
+            closing.callback(self._steps.close)
+            closing.callback(self._evaluations.close)
 
 
 class _Table:
-    """A file that gets its head with its first row; it is not held open."""
+    """A file that gets its head with its first row."""
 
     def __init__(self, path: str, columns: tuple[str, ...]) -> None:
-        self._path, self._columns, self._head = path, columns, _line(columns)
-        with storing("--csv-dir", path), open(path, "a+b") as file:
-            file.seek(0)
-            found = file.readline()
-        if found not in (b"", self._head):
-            raise StorageError(f"--csv-dir: {path} is another table, whose first line is not "
-                               f"{self._head.decode().strip()}; name another folder")
+        self._columns, head = columns, _line(columns)
+        with storing("--csv-dir", path):
+            if os.path.exists(path) and not _begins_with(head, path):
+                raise StorageError(f"--csv-dir: {path} is another table, whose first line is not {head.strip()}; name "
+                                   "another folder")
+        self._lines = Lines("--csv-dir", path, head=head, drops_half=True)
 
     def append(self, values: Mapping[str, Any]) -> None:
         """A row; empty where a value is not known, or no number."""
-        row = _line(tuple(_told(values.get(column)) for column in self._columns))
-        with storing("--csv-dir", self._path), open(self._path, "ab", buffering=0) as file:
-            file.write(row if file.tell() else self._head + row)
+        self._lines.append(_line(tuple(_told(values.get(column)) for column in self._columns)))
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+def _begins_with(head: str, path: str) -> bool:
+    """Or with what a kill has left of it; a spreadsheet may have written it, with other line ends and quotes."""
+    with open(path, encoding="utf-8-sig", errors="replace", newline="") as file:
+        found = file.readline(LONGEST_HEAD)
+    if not found.endswith("\n"):
+        return head.startswith(found)
+    return next(csv.reader([found])) == next(csv.reader([head]))
 
 
 def _told(value: Any) -> Any:
@@ -68,7 +84,7 @@ def _told(value: Any) -> Any:
     return int(value) if isinstance(value, bool) else None if isinstance(value, float) and math.isnan(value) else value
 
 
-def _line(values: tuple[Any, ...]) -> bytes:
+def _line(values: tuple[Any, ...]) -> str:
     text = io.StringIO()
     csv.writer(text).writerow(values)
-    return text.getvalue().encode()
+    return text.getvalue()

@@ -17,6 +17,7 @@ import pytest
 from data.storage import DataError
 from megatron.launch import exits
 from megatron.report.command import main
+from megatron.report.page import document
 from megatron.report.source import metrics_file
 from megatron.train.log import RunLog
 from tests.megatron.helpers import ROOT, TINY, steps, train
@@ -77,7 +78,7 @@ def test_a_run_that_was_killed_and_resumed_twice_is_one_line(
     assert killed["seconds"] == sorted(killed["seconds"])
     for curve in ("lm_loss", "grad_norm", "learning_rate"):
         assert killed["curves"][curve] == whole["curves"][curve] and None not in killed["curves"][curve]["mean"]
-    assert [(start["step"], start["replaced"]) for start in killed["resumes"]] == [(10, 7), (20, 5)]
+    assert [(start["step"], start["given_up"]) for start in killed["resumes"]] == [(10, 7), (20, 5)]
     assert not whole["resumes"]
     for events in ("saves", "evaluations"):
         assert [event["step"] for event in killed[events]] == [event["step"] for event in whole[events]]
@@ -152,6 +153,28 @@ def test_what_cannot_be_done_is_one_line_and_writes_nothing(
     found, told = cli(*argv)
     assert found == code and told.startswith("error: ") and told.count("\n") == 1 and words in told, told
     assert sorted(os.listdir()) == before
+
+
+@pytest.mark.parametrize("text", [b"# Notes\n", b"\x00\xff", b"<!DOCTYPE html>\n<p>somebody's</p>\n",
+                                  document("a trace", "").encode()])
+def test_a_file_that_is_no_such_page_is_not_replaced(text: bytes, tmp_path: Path, cli: Cli) -> None:
+    write(tmp_path / "m", CONFIG, step(1))
+    (tmp_path / "keep.md").write_bytes(text)
+    (tmp_path / "link").symlink_to("keep.md")
+    for name in ("keep.md", "link"):
+        code, told = cli(tmp_path / "m", "--output", tmp_path / name)
+        assert code == 2 and told.startswith(f"error: --output {tmp_path / name}: ") and told.count("\n") == 1, told
+    assert (tmp_path / "keep.md").read_bytes() == text
+
+
+def test_a_page_an_empty_file_and_a_device_are(tmp_path: Path, cli: Cli) -> None:
+    write(tmp_path / "m", CONFIG, step(1))
+    (tmp_path / "r.html").touch()
+    assert cli(tmp_path / "m", "--output", tmp_path / "r.html") == (0, "")
+    write(tmp_path / "m", CONFIG, step(1), step(2))
+    assert cli(tmp_path / "m", "--output", tmp_path / "r.html") == (0, "")
+    assert data_of(tmp_path / "r.html")["runs"][0]["step"] == [1, 2]
+    assert cli(tmp_path / "m", "--output", os.devnull) == (0, "")
 
 
 def test_the_command_imports_neither_torch_nor_numpy(tmp_path: Path) -> None:

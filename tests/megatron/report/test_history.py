@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import math
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron.report.history import History, Place
+from megatron.report.read import MetricsLines
+from megatron.report.tables import notes
 from tests.megatron.report.written import CONFIG, evaluation, save, start, step
 
 
 def history(*records: dict[str, Any]) -> History:
     return History("run").read(records)
+
+
+def notes_of(found: History) -> list[str]:
+    """Of a file whose lines are whole."""
+    lines = MetricsLines(Path("whole"))
+    lines.records = len(found.steps)
+    return notes(found, lines)
 
 
 def killed_run(seed: int) -> tuple[list[dict[str, Any]], dict[int, float], list[dict[str, Any]]]:
@@ -56,7 +66,7 @@ def test_a_file_that_does_not_say_where_it_starts_tells_the_same(seed: int) -> N
     told, untold = history(*records), history(*(record for record in records if "config" not in record))
     assert untold.steps == told.steps and untold.columns["lm_loss"] == told.columns["lm_loss"]
     assert [one.step for one in untold.resumes] == [
-        one.step for one in told.resumes if one.replaced], "where it goes on at the next step, there is nothing to see"
+        one.step for one in told.resumes if one.given_up], "where it goes on at the next step, there is nothing to see"
 
 
 def test_what_lies_beyond_a_resume_has_not_happened_yet() -> None:
@@ -64,7 +74,36 @@ def test_what_lies_beyond_a_resume_has_not_happened_yet() -> None:
                     start(20), *map(step, range(21, 26)))
     assert found.last_step == 25 and found.missing == 0
     assert [one.step for one in found.evaluations] == [one.step for one in found.saves] == [20]
-    assert [(one.step, one.replaced, one.reached) for one in found.starts] == [(0, 0, 30), (20, 10, 25)]
+    assert [(one.step, one.given_up, one.reached) for one in found.starts] == [(0, 0, 30), (20, 10, 25)]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_two_runs_that_write_at_the_same_time_are_seen(seed: int) -> None:
+    """Whoever is ahead, each of them has recorded its own start; and nobody invents others."""
+    draw, ahead = random.Random(seed), random.Random(seed).randrange(15)
+    one, two = [start(0), *map(step, range(1, 31))], [start(0), *map(step, range(1, 31))]
+    records, one = one[:ahead], one[ahead:]
+    while one or two:
+        records.append((one if not two or one and draw.random() < 0.5 else two).pop(0))
+    found = history(*records)
+    assert len(found.starts) == 2 and not found.resumes
+    told, *others = notes_of(found)
+    assert all("not recorded" in note for note in others), "who of them began anew is not known"
+    assert told.startswith(f"run: {found.out_of_order} of its steps stand behind later ones, without a start")
+
+
+def test_a_resume_is_no_second_run() -> None:
+    for seed in range(10):
+        records, _, _ = killed_run(seed)
+        for written in (records, [record for record in records if "config" not in record]):
+            assert not any("two runs" in note for note in notes_of(history(*written)))
+
+
+def test_a_run_that_is_begun_anew_in_the_file_of_another_is_told() -> None:
+    found = history(start(0), *map(step, range(1, 11)), start(0), *map(step, range(1, 7)))
+    assert [(one.step, one.given_up, one.reached) for one in found.starts] == [(0, 0, 10), (0, 10, 6)]
+    assert list(found.steps) == list(range(1, 7))
+    assert notes_of(found) == ["run: it was begun anew from step 0: 10 steps before that are left out"]
 
 
 def test_marks_are_of_resumes_on_the_line_alone() -> None:

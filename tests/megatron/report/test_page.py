@@ -92,7 +92,7 @@ def test_the_summary_says_what_came_of_each_run() -> None:
     assert found.row("state") == ["at step 4 of 100", "complete", "no step yet"]
     assert found.row("tokens") == ["128", "3,200", "–"] and found.row("training time") == ["2.0 s", "50.0 s", "–"]
     assert found.row("validation loss") == ["1.25 (perplexity 3.49)", "–", "–"]
-    assert found.row("skipped steps") == ["1", "0", "–"] and found.row("steps taken again") == ["2", "–", "–"]
+    assert found.row("skipped steps") == ["1", "0", "–"] and found.row("steps given up") == ["2", "–", "–"]
     assert found.row("steps without a finite loss") == ["1", "–", "–"]
     assert found.row("saves") == ["1, the last at step 4", "0", "–"] and found.row("ranks") == ["2", "2", "–"]
     assert not [row for row in found.rows if row[0] == "test loss"], "it was taken back"

@@ -17,10 +17,11 @@ from tensorboard.compat.tensorflow_stub.io.gfile import LocalFileSystem
 from megatron.config.tree import LogConfig
 from megatron.errors import NumericsError, StorageError
 from megatron.launch import exits
-from megatron.train import log as log_module
+from megatron.train import lines as lines_module
 from megatron.train.board import Board
-from megatron.train.log import MetricsFile, RunLog
-from tests.megatron.helpers import ROOT, TINY
+from megatron.train.lines import Lines
+from megatron.train.log import RunLog
+from tests.megatron.helpers import ROOT, TINY, steps, train
 
 DISK = [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ESTALE, errno.EFBIG]
 
@@ -62,13 +63,14 @@ class Broken:
 def test_a_metrics_file_that_fails_is_named_with_its_flag_and_keeps_whole_lines(
         call: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "m.jsonl"
-    monkeypatch.setattr(log_module, "open", lambda *a, **k: Broken(open(*a, **k), call, number), raising=False)
-    file = MetricsFile(str(path))
-    file.append('{"iteration": 1}')
+    monkeypatch.setattr(lines_module, "open", lambda path, mode, **more: Broken(open(path, mode, **more), call, number)
+                        if mode == "ab" else open(path, mode, **more), raising=False)
+    file = Lines("--metrics-file", str(path))
+    file.append('{"iteration": 1}\n')
     if call == "fsync":
         monkeypatch.setattr(os, "fsync", failing(number))
     with pytest.raises(StorageError) as caught:
-        file.append('{"iteration": 2}') if call == "write" else file.close()
+        file.append('{"iteration": 2}\n') if call == "write" else file.close()
     if call == "write":
         file.close()
     failure = exits.explain(caught.value)
@@ -82,16 +84,16 @@ def test_a_metrics_file_that_fails_is_named_with_its_flag_and_keeps_whole_lines(
 def test_what_a_kill_has_cut_does_not_join_the_next_line(left: bytes, found: str, tmp_path: Path) -> None:
     path = tmp_path / "m"
     path.write_bytes(left)
-    file = MetricsFile(str(path))
+    file = Lines("--metrics-file", str(path))
     assert path.read_bytes() == left, "a run with nothing to say leaves it as it is"
-    file.append("{}")
-    file.append("{}")
+    file.append("{}\n")
+    file.append("{}\n")
     file.close()
     assert path.read_text() == found + "{}\n{}\n"
 
 
 def test_lack_of_memory_is_no_matter_of_the_metrics_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = MetricsFile(str(tmp_path / "m"))
+    file = Lines("--metrics-file", str(tmp_path / "m"))
     monkeypatch.setattr(os, "fsync", failing(errno.ENOMEM))
     with pytest.raises(OSError) as caught:
         file.close()
@@ -102,13 +104,40 @@ def test_lack_of_memory_is_no_matter_of_the_metrics_file(tmp_path: Path, monkeyp
 def test_a_pipe_and_a_device_are_written_as_they_come(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with subprocess.Popen(["cat", str(tmp_path / "pipe")], stdout=subprocess.PIPE, text=True) as reader:
-        file = MetricsFile(str(tmp_path / "pipe"))
-        file.append("{}")
+        file = Lines("--metrics-file", str(tmp_path / "pipe"))
+        file.append("{}\n")
         file.close()
         assert reader.communicate()[0] == "{}\n"
-    null = MetricsFile(os.devnull)
-    null.append("{}")
+    null = Lines("--metrics-file", os.devnull)
+    null.append("{}\n")
     null.close()
+
+
+HOLDING = """
+import sys
+from megatron.train.lines import Lines
+held = Lines("--metrics-file", sys.argv[1])
+print(held.is_shared, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_run_that_writes_into_the_file_is_told_and_goes_on(tmp_path: Path) -> None:
+    run = [*TINY, "--mock-data", "--train-iters", 1, "--metrics-file", tmp_path / "m"]
+    words = f"warning: another process has --metrics-file {tmp_path / 'm'} open to write into it"
+    with subprocess.Popen([sys.executable, "-c", HOLDING, tmp_path / "m"], stdin=subprocess.PIPE, cwd=ROOT,
+                          stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "False\n"
+        assert train(run).count(words) == 1 and steps(tmp_path / "m")
+        holder.kill()
+    assert words not in train(run), "a lock goes with its process"
+
+
+def test_a_device_is_for_everybody() -> None:
+    one, two = (Lines("--metrics-file", os.devnull) for _ in range(2))
+    assert not one.is_shared and not two.is_shared
+    one.close()
+    two.close()
 
 
 def test_another_error_is_not_hidden_by_a_file_that_cannot_be_closed(

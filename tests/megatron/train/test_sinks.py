@@ -7,7 +7,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,14 @@ def log_of(**values: Any) -> RunLog:
     return RunLog(build_config({"log_interval": 0, **values}).log, 1, 0, writes=True)
 
 
+def tables(folder: Path, *iterations: int) -> None:
+    """As a run leaves them."""
+    with log_of(csv_dir=str(folder)) as log:
+        for iteration in iterations:
+            log.step(replace(STEP, iteration=iteration))
+            log.evaluation("validation", iteration, 0.1 + 0.2, 1 / 3)
+
+
 @pytest.fixture
 def wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The file in which a package of that name notes what it is told."""
@@ -108,6 +117,64 @@ def test_a_table_of_something_else_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"--csv-dir: .*steps.csv is another table"):
         log_of(csv_dir=str(tmp_path))
     assert (tmp_path / "steps.csv").read_text() == "step,price\n1,2\n"
+
+
+@pytest.mark.parametrize("name", ["steps.csv", "evaluations.csv"])
+def test_a_row_that_a_kill_has_cut_is_taken_away(name: str, tmp_path: Path) -> None:
+    """Of any length: what is left of it would be a row of wrong numbers, alone or glued to the next."""
+    tables(tmp_path, 1, 2)
+    whole = (tmp_path / name).read_bytes()
+    head, first, second = whole.splitlines(keepends=True)
+    for length in range(len(head + first) + 1, len(whole), 5):
+        (tmp_path / name).write_bytes(whole[:length])
+        tables(tmp_path)
+        assert (tmp_path / name).read_bytes() == whole[:length], "a run with nothing to say leaves it as it is"
+        tables(tmp_path, 3)
+        assert (tmp_path / name).read_bytes() == head + first + second.replace(b"2,", b"3,", 1)
+
+
+@pytest.mark.parametrize("name", ["steps.csv", "evaluations.csv"])
+def test_a_first_line_that_was_cut_is_written_again(name: str, tmp_path: Path) -> None:
+    tables(tmp_path, 1)
+    whole = (tmp_path / name).read_bytes()
+    for length in (0, 1, 20, whole.index(b"\n")):
+        (tmp_path / name).write_bytes(whole[:length])
+        tables(tmp_path, 1)
+        assert (tmp_path / name).read_bytes() == whole
+
+
+@pytest.mark.parametrize("rewritten", [
+    lambda text: text.replace(b"\r\n", b"\n"), lambda text: b"\xef\xbb\xbf" + text,
+    lambda text: text.replace(b"iteration", b'"iteration"').replace(b"lm_loss", b'"lm_loss"')])
+def test_a_table_that_a_spreadsheet_has_rewritten_goes_on(rewritten: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    tables(tmp_path, 1)
+    for name in ("steps.csv", "evaluations.csv"):
+        (tmp_path / name).write_bytes(rewritten((tmp_path / name).read_bytes()))
+    tables(tmp_path, 2)
+    for name in ("steps.csv", "evaluations.csv"):
+        text = (tmp_path / name).read_text(encoding="utf-8-sig").splitlines()
+        assert [row["iteration"] for row in csv.DictReader(text)] == ["1", "2"]
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from megatron.launch import exits
+from tests.megatron.train.test_sinks import tables
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+def main():
+    tables(Path(sys.argv[1]), *range(1, 100))
+    return 0
+sys.exit(exits.run(main))
+"""
+
+
+def test_of_a_row_that_does_not_fit_nothing_stays(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", LIMITED, tmp_path], cwd=ROOT, capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 7 and "--csv-dir" in done.stderr and "start the same command again" in done.stderr
+    written = (tmp_path / "steps.csv").read_bytes()
+    assert written.endswith(b"\r\n") and {line.count(b",") for line in written.splitlines()} == {len(STEPS) - 1}
 
 
 def test_a_folder_that_cannot_be_made_is_told_before_anything_is_built(tmp_path: Path) -> None:

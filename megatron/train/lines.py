@@ -1,0 +1,102 @@
+"""A file to which whole lines are appended, whatever state a kill, a power cut or a full disk has left it in.
+
+Not here: what the lines say (log.py, table.py).
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+from contextlib import suppress
+from io import FileIO
+from typing import BinaryIO
+
+from megatron.errors import StorageError
+from megatron.zero.api.curves import storing
+
+BLOCK = 1 << 16
+
+
+class Lines:
+    """Lines, each whole or absent, that are in the file when `append` returns and on the disk when it is closed.
+
+    `flag` is where its name comes from. What has been left of a last line stays, as a line of its own; with
+    `drops_half` it is taken away, where readers would take half a number for one. Until the first line is appended
+    the file stays as it is.
+    """
+
+    def __init__(self, flag: str, path: str, *, head: str = "", drops_half: bool = False) -> None:
+        self._flag, self._path, self._head, self._drops_half = flag, path, head, drops_half
+        self._is_mended = False
+        try:
+            self._file = open(path, "ab", buffering=0)
+        except OSError as error:
+            raise StorageError(f"{flag} {path} cannot be opened for appending: {error.strerror}; name a file in a "
+                               "writable folder") from error
+        self.is_shared = _is_held(self._file)
+        """Another process, or another part of this one, has it open to append to it."""
+
+    def append(self, lines: str) -> None:
+        """With their ends; behind `head` in a file that is empty."""
+        with storing(self._flag, self._path):
+            begin = b"" if self._is_mended else self._mend()
+            size = os.fstat(self._file.fileno()).st_size
+            left = memoryview(begin + ("" if size else self._head).encode() + lines.encode())
+            try:
+                while left:
+                    left = left[self._file.write(left):]
+            except OSError:
+                with suppress(OSError):  # a pipe
+                    os.ftruncate(self._file.fileno(), size)
+                raise
+            self._is_mended = True
+
+    def _mend(self) -> bytes:
+        """What comes before the first line."""
+        if not os.path.isfile(self._path):
+            return b""
+        with open(self._path, "rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            whole = _end_of_whole_lines(file)
+        if whole == end:
+            return b""
+        if not self._drops_half:
+            return b"\n"
+        os.ftruncate(self._file.fileno(), whole)
+        return b""
+
+    def close(self) -> None:
+        with storing(self._flag, self._path):
+            try:
+                os.fsync(self._file.fileno())
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # a pipe, a device
+                    raise
+            finally:
+                self._file.close()
+
+
+def _is_held(file: FileIO) -> bool:
+    """If not, it is from now on, until it is closed or its process ends. The kernel's lock, which nobody waits for:
+    where the file system has none, or keeps it from other machines, nobody is seen."""
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
+def _end_of_whole_lines(file: BinaryIO) -> int:
+    end = file.seek(0, os.SEEK_END)
+    while end:
+        begin = file.seek(max(0, end - BLOCK))
+        if (found := file.read(end - begin).rfind(b"\n")) >= 0:
+            return begin + found + 1
+        end = begin
+    return 0
