@@ -67,9 +67,21 @@ class Recording:
             node.macs[phase] += macs
 
 
-def as_written() -> AbstractContextManager[object]:
-    """What torch.compile has compiled runs as it is written, and stays compiled for later. Where torch.compile was
-    never used there is nothing to say, and to say it would load the compiler."""
+@contextmanager
+def as_written() -> Iterator[None]:
+    """What torch.compile has compiled runs as it is written, and stays compiled for later, and torch's transformer takes
+    no fast path, in which its layers are one operation each."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with _not_compiled():
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def _not_compiled() -> AbstractContextManager[object]:
+    """Where torch.compile was never used there is nothing to say, and to say it would load the compiler."""
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
     stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")

@@ -75,6 +75,19 @@ def test_the_published_gpt2_is_profiled_without_memory_for_it() -> None:
     assert (flops, parameters) == (2 * macs, 124_439_808)
 
 
+def test_torchs_own_transformer_is_counted_in_evaluation_as_in_training() -> None:
+    """Its fast path, one operation a layer, is off while it is counted, and on again."""
+    width, ffn, rows, layers = 64, 256, 2 * 16, 2
+    layer = nn.TransformerEncoderLayer(width, 4, ffn, batch_first=True)
+    macs = layers * rows * (4 * width * width + 2 * width * ffn + 2 * 16 * width)
+    quiet: dict[str, Any] = dict(print_profile=False, as_string=False)
+    assert get_model_profile(nn.TransformerEncoder(layer, layers), (2, 16, 64), **quiet)[1] == macs == 3_276_800
+    x = torch.zeros(2, 3, 16)
+    attention = nn.MultiheadAttention(16, 4, batch_first=True)
+    assert get_model_profile(attention, args=[x, x, x], **quiet)[1] == 2 * 3 * (4 * 16 * 16 + 2 * 3 * 16)
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
 def test_start_and_stop_count_what_lies_between() -> None:
     model = Net()
     profiler = FlopsProfiler(model)
