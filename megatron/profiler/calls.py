@@ -5,7 +5,8 @@ nothing is left on it. During a backward no module is called; there the *sequenc
 of its nodes as the forward makes them: numbers grow, so the calls of a forward cut them into intervals, and the
 interval in which a node of the backward under way lies names its module.
 
-A module that is called during a backward runs again: recomputation. So does what runs there with gradients switched on.
+A module that is called during a backward runs again: recomputation. So does what a checkpoint of torch's runs there. A
+backward that runs with gradients switched on, to be differentiated itself, is none.
 """
 
 from __future__ import annotations
@@ -26,11 +27,26 @@ from megatron.profiler.nodes import Node, Phase
 _NO_BACKWARD = -1
 
 
+def backward_under_way() -> int | None:
+    """Its number."""
+    number = torch._C._current_graph_task_id()
+    return None if number == _NO_BACKWARD else number
+
+
+def _checkpoint_runs_again() -> bool:
+    """In a checkpoint of torch's: of the kind that saves its tensors anew, or of the one with a backward of its own."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
+        return hooks[0].__qualname__.startswith("_recomputation_hook")
+    node = torch._C._current_autograd_node()
+    return torch.is_grad_enabled() and type(node).__name__ == "CheckpointFunctionBackward"
+
+
 class _Frame(NamedTuple):
     """A call that has begun."""
 
     node: Node
-    backward: int
+    backward: int | None
     """The one it runs in."""
     start: Any
 
@@ -61,12 +77,12 @@ class Calls:
     def place(self) -> tuple[Node, Phase]:
         """Of the operation under way."""
         frame = self._frames[-1] if self._frames else None
-        backward = torch._C._current_graph_task_id()
-        if backward == _NO_BACKWARD:
+        backward = backward_under_way()
+        if backward is None:
             return (self._outside if frame is None else frame.node), Phase.FORWARD
         if frame is not None and frame.backward == backward:
             return frame.node, Phase.AGAIN
-        return self._maker_of_node(), Phase.AGAIN if torch.is_grad_enabled() else Phase.BACKWARD
+        return self._maker_of_node(), Phase.AGAIN if _checkpoint_runs_again() else Phase.BACKWARD
 
     def settle(self) -> None:
         """Give each node the time of its calls, and begin anew."""
@@ -87,14 +103,14 @@ class Calls:
         node = self._nodes.get(module)
         if node is not None:
             self._begin_interval(node)
-            self._frames.append(_Frame(node, torch._C._current_graph_task_id(), self._clock.mark()))
+            self._frames.append(_Frame(node, backward_under_way(), self._clock.mark()))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Also when the forward has raised, as recomputation does once it has what it wants."""
         if not self._frames or self._frames[-1].node is not self._nodes.get(module):
             return
         frame = self._frames.pop()
-        if frame.backward == _NO_BACKWARD:
+        if frame.backward is None:
             frame.node.calls += 1
             self._spans.append((frame.node, frame.start, self._clock.mark()))
         self._begin_interval(self._frames[-1].node if self._frames else self._outside)

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.profiler.calls import backward_under_way
 from megatron.profiler.formulas import OPENED, is_unknown, way_of
 
 
@@ -23,6 +24,11 @@ class Counting(TorchDispatchMode):
         self._credit = credit
         self.unknown: Counter[str] = Counter()
         """Operations that nobody has a formula for, and how often they ran."""
+        self.saw_backward = False
+
+    def forget(self) -> None:
+        self.unknown.clear()
+        self.saw_backward = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -32,6 +38,7 @@ class Counting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given, way = kwargs or {}, way_of(func)
+        self.saw_backward = self.saw_backward or backward_under_way() is not None
         if way is None:
             if is_unknown(func):
                 self.unknown[str(func)] += 1

@@ -123,7 +123,8 @@ _PRODUCTS: dict[str, Formula] = {
 _KERNEL = "_scaled_dot_product_"
 _MULTIPLY = re.compile("mm|matmul|linear|conv|attention|transformer_encoder|multi_head|rnn|lstm|gru|[cp]dist|dot|mv$|"
                        "trilinear|sparse_mm|linalg|cholesky|solve|svd|geqrf|ormqr|_fft_[cr]2[cr]")
-_DO_NOT = re.compile("gamma|cumm|dummy|hamming|upsample|powsum|vector_norm|cross|linalg_check|convert|reorder|mm_search|flatten")
+_DO_NOT = re.compile("gamma|cumm|dummy|hamming|upsample|powsum|vector_norm|cross|linalg_check|convert|reorder|"
+                     "mm_search|flatten")
 """What the names of torch's operations that multiply have in them, and those that only look so. Torch marks but a part
 of those that go element by element, and those that view or move nothing as little as a product: names are what is left
 to tell them by."""

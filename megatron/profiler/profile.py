@@ -91,6 +91,7 @@ class Profile:
     step_before: float | None = None
     """Seconds of the step before the profiled one."""
     unknown: Mapping[str, int] = field(default_factory=dict)
+    saw_backward: bool = True
 
     @property
     def macs(self) -> Macs:
@@ -103,7 +104,7 @@ class Profile:
 
     @property
     def backward_is_estimated(self) -> bool:
-        return not self.macs.backward
+        return not self.saw_backward
 
     def as_dict(self) -> dict[str, Any]:
         return {"step": self.step, "layout": asdict(self.layout), "parameters": self.root.parameters,
@@ -125,7 +126,7 @@ def profile_of(recording: Recording, **said: Any) -> Profile:
     recording.settle()
     tp = tensor_parallel_size(recording.root.module)
     return Profile(_row(recording.root, tp), _macs(recording.outside), dict(recording.seconds),
-                   unknown=recording.unknown, **said)
+                   unknown=recording.unknown, saw_backward=recording.saw_backward, **said)
 
 
 def _row(node: Node, tp: int) -> Row:

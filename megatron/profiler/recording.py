@@ -34,6 +34,10 @@ class Recording:
         """Operations that were not counted, though they may multiply, and how often they ran."""
         return dict(self._counting.unknown)
 
+    @property
+    def saw_backward(self) -> bool:
+        return self._counting.saw_backward
+
     @contextmanager
     def on(self, part: str = "") -> Iterator[None]:
         """What happens inside is recorded; its time is that of a part of a step."""
@@ -58,7 +62,7 @@ class Recording:
         self._calls.settle()
         for node in (*walk(self.root), self.outside):
             node.forget()
-        self._counting.unknown.clear()
+        self._counting.forget()
         self.seconds.clear()
 
     def _credit(self, macs: int) -> None:
@@ -69,8 +73,8 @@ class Recording:
 
 @contextmanager
 def as_written() -> Iterator[None]:
-    """What torch.compile has compiled runs as it is written, and stays compiled for later, and torch's transformer takes
-    no fast path, in which its layers are one operation each."""
+    """What torch.compile has compiled runs as it is written, and stays compiled for later. Torch's transformer takes no
+    fast path, in which each of its layers is one operation."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -129,6 +130,75 @@ def test_functionals_and_functions_of_a_users_own_are_seen() -> None:
             return y
 
     assert recorded(Model(), torch.zeros(2, 5)).macs == Macs(2 * 30, 2 * 30)
+
+
+# ---- backward, or recomputation ---------------------------------------------------------------------------------
+
+
+def counted(model: nn.Module, run: Callable[[], Any]) -> Profile:
+    recording = Recording(model)
+    with recording.on():
+        run()
+    return profile_of(recording)
+
+
+def two() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+def test_a_backward_that_is_to_be_differentiated_is_no_recomputation() -> None:
+    """Two layers of 8 x 8 see 4 rows: 256 MACs each; the first one's image wants no gradient."""
+    model, x = two(), torch.ones(4, 8)
+    found = counted(model, lambda: model(x).sum().backward(create_graph=True))
+    assert found.macs == Macs(512, 768) and not found.backward_is_estimated
+    assert row(found, "0").macs == Macs(256, 256) and row(found, "1").macs == Macs(256, 512)
+
+
+def test_a_gradient_penalty_recomputes_nothing() -> None:
+    """Of x @ w summed, 4 x 8 @ 8 x 8: the gradient of x is one product, and the penalty's of w another."""
+    model, x = nn.Linear(8, 8, bias=False), torch.ones(4, 8, requires_grad=True)
+
+    def run() -> None:
+        slope, = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        slope.square().sum().backward()
+
+    found = counted(model, run)
+    assert found.macs.forward == 256 and found.macs.recomputation == 0
+    assert found.macs.backward >= 2 * 256
+
+
+def test_the_gradient_of_a_function_is_a_backward() -> None:
+    weight, x = torch.ones(8, 8), torch.ones(4, 8)
+    found = counted(two(), lambda: torch.func.grad(lambda w: (x @ w).sum())(weight))
+    assert found.macs == found.outside == Macs(256, 256)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+@pytest.mark.parametrize("reentrant, asked", [(False, {}), (False, {"retain_graph": True}), (True, {}),
+                                              (False, {"create_graph": True})])
+def test_a_checkpoint_without_modules_runs_again(reentrant: bool, asked: dict[str, bool]) -> None:
+    weight, x = torch.ones(8, 8, requires_grad=True), torch.ones(4, 8, requires_grad=True)
+
+    def run() -> None:
+        y: Tensor = torch.utils.checkpoint.checkpoint(lambda x: (x @ weight).sin(), x, use_reentrant=reentrant)
+        y.sum().backward(**asked)
+
+    assert counted(two(), run).macs == Macs(256, 512, 256)
+
+
+def test_a_backward_without_products_is_seen_and_not_estimated() -> None:
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fixed, self.norm = nn.Linear(8, 8).requires_grad_(False), nn.LayerNorm(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.norm(self.fixed(x))
+            return y
+
+    found = recorded(Last(), torch.ones(4, 8))
+    assert found.macs == Macs(256) and not found.backward_is_estimated
 
 
 # ---- the same table ----------------------------------------------------------------------------------------------
