@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from megatron.profiler.calls import backward_under_way
 from megatron.profiler.formulas import OPENED, is_unknown, way_of
@@ -29,6 +29,11 @@ class Counting(TorchDispatchMode):
     def forget(self) -> None:
         self.unknown.clear()
         self.saw_backward = False
+
+    @property
+    def is_innermost(self) -> bool:
+        """Of the modes of this thread. Torch ends the innermost one, whichever is told to end."""
+        return _get_current_dispatch_mode() is self
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -38,6 +38,11 @@ class Recording:
     def saw_backward(self) -> bool:
         return self._counting.saw_backward
 
+    @property
+    def can_end(self) -> bool:
+        """Nothing that was switched on after it is on still."""
+        return self._counting.is_innermost
+
     @contextmanager
     def on(self, part: str = "") -> Iterator[None]:
         """What happens inside is recorded; its time is that of a part of a step."""

@@ -141,6 +141,24 @@ def test_a_second_start_is_refused_and_the_first_goes_on() -> None:
     assert profiler.get_total_macs() == MACS
 
 
+def test_profiles_that_overlap_end_in_the_order_that_is_right() -> None:
+    """Nested they are both whole; the outer one cannot end first, and goes on when it tries."""
+    model = Net()
+    outer, inner = FlopsProfiler(model), FlopsProfiler(model)
+    outer.start_profile()
+    model(torch.zeros(2, 4))
+    inner.start_profile()
+    with pytest.raises(ConfigError, match="stop_profile: another profile.* the last one first"):
+        outer.stop_profile()
+    model(torch.zeros(2, 4))
+    inner.stop_profile()
+    model(torch.zeros(2, 4))
+    outer.stop_profile()
+    model(torch.zeros(2, 4))
+    assert (outer.get_total_macs(), inner.get_total_macs()) == (3 * MACS, MACS)
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
 def test_names_of_a_module_that_was_profiled_under_tensor_parallel_size_1_are_those_of_torch() -> None:
     model = gpt2()
     profiler = FlopsProfiler(model)
