@@ -56,15 +56,17 @@ class Calls:
 
     def __init__(self, nodes: Mapping[nn.Module, Node], outside: Node, clock: Clock) -> None:
         self._nodes, self._outside, self._clock = nodes, outside, clock
-        self._frames: list[_Frame] = []
+        self._threads = threading.local()
         self._numbers: list[int] = []  # where an interval begins ...
         self._owners: list[Node] = []  # ... and whose it is
         self._spans: list[tuple[Node, Any, Any]] = []
-        self._thread = threading.get_ident()
+        self._thread = 0  # the one that is watched
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Calls inside are noted. What ends them by force leaves some that never returned."""
+        """Calls inside are noted: of this thread, and of those in which autograd makes a backward. What ends them by
+        force leaves some that never returned."""
+        self._thread = threading.get_ident()
         handles = (register_module_forward_pre_hook(self._enter),
                    register_module_forward_hook(self._leave, always_call=True))
         try:
@@ -72,11 +74,18 @@ class Calls:
         finally:
             for handle in handles:
                 handle.remove()
-            self._frames.clear()
+            self._threads = threading.local()
+
+    @property
+    def _frames(self) -> list[_Frame]:
+        """The calls under way in this thread."""
+        frames: list[_Frame] = vars(self._threads).setdefault("frames", [])
+        return frames
 
     def place(self) -> tuple[Node, Phase]:
         """Of the operation under way."""
-        frame = self._frames[-1] if self._frames else None
+        frames = self._frames
+        frame = frames[-1] if frames else None
         backward = backward_under_way()
         if backward is None:
             return (self._outside if frame is None else frame.node), Phase.FORWARD
@@ -100,20 +109,21 @@ class Calls:
         return self._outside if interval < 0 else self._owners[interval]
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        node = self._nodes.get(module)
-        if node is not None:
+        node, backward = self._nodes.get(module), backward_under_way()
+        if node is not None and (backward is not None or threading.get_ident() == self._thread):
             self._begin_interval(node)
-            self._frames.append(_Frame(node, backward_under_way(), self._clock.mark()))
+            self._frames.append(_Frame(node, backward, self._clock.mark()))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Also when the forward has raised, as recomputation does once it has what it wants."""
-        if not self._frames or self._frames[-1].node is not self._nodes.get(module):
+        frames = self._frames
+        if not frames or frames[-1].node is not self._nodes.get(module):
             return
-        frame = self._frames.pop()
+        frame = frames.pop()
         if frame.backward is None:
             frame.node.calls += 1
             self._spans.append((frame.node, frame.start, self._clock.mark()))
-        self._begin_interval(self._frames[-1].node if self._frames else self._outside)
+        self._begin_interval(frames[-1].node if frames else self._outside)
 
     def _begin_interval(self, owner: Node) -> None:
         if threading.get_ident() == self._thread:  # each thread numbers by itself

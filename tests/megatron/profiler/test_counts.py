@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -130,6 +131,35 @@ def test_functionals_and_functions_of_a_users_own_are_seen() -> None:
             return y
 
     assert recorded(Model(), torch.zeros(2, 5)).macs == Macs(2 * 30, 2 * 30)
+
+
+def test_a_module_that_another_thread_is_in_gets_nothing_of_this_one() -> None:
+    """Torch's modes see their own thread: what the other one runs is not counted, and no call either."""
+    class Waits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.entered, self.may_leave = threading.Event(), threading.Event()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.entered.set()
+            assert self.may_leave.wait(60)
+            return x @ x
+
+    waits, x = Waits(), torch.ones(4, 4)
+    model = nn.Sequential(waits, nn.Linear(4, 4))
+
+    def run() -> None:
+        other = threading.Thread(target=waits, args=(x,))
+        other.start()
+        assert waits.entered.wait(60)
+        x @ x
+        model[1](x)
+        waits.may_leave.set()
+        other.join()
+
+    found = counted(model, run)
+    assert (found.outside, row(found, "0").macs, row(found, "1").macs) == (Macs(64), Macs(), Macs(64))
+    assert [row(found, path).calls for path in ("0", "1")] == [0, 1]
 
 
 # ---- backward, or recomputation ---------------------------------------------------------------------------------
