@@ -10,10 +10,12 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from megatron.profiler.calls import backward_under_way
-from megatron.profiler.formulas import OPENED, is_unknown, way_of
+from megatron.profiler.formulas import OPENED, may_multiply, way_of
 
 
 class Counting(TorchDispatchMode):
@@ -42,10 +44,12 @@ class Counting(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if NestedTensor in types:
+            return NotImplemented  # it says what it consists of, which then passes here
         given, way = kwargs or {}, way_of(func)
         self.saw_backward = self.saw_backward or backward_under_way() is not None
-        if way is None:
-            if is_unknown(func):
+        if way is None or _are_nested(args):
+            if may_multiply(func):
                 self.unknown[str(func)] += 1
             return func(*args, **given)
         if way is OPENED:
@@ -55,3 +59,8 @@ class Counting(TorchDispatchMode):
         result = func(*args, **given)
         self._credit(way(result, args, given))
         return result
+
+
+def _are_nested(args: Any) -> bool:
+    """Tensors of several lengths, which have kernels of their own and no shape to count by."""
+    return any(isinstance(arg, Tensor) and arg.is_nested for arg in args)

@@ -11,7 +11,7 @@ two. Attention that is written out in products is counted as these.
     way_of(torch.ops.aten.linear.default)      OPENED: it consists of others, which are
 
 An operation of somebody else's is counted by the formula that torch.utils.flop_counter.register_flop_formula was given
-for it; without one it is not, and `is_unknown` says so.
+for it; without one it is not, and `may_multiply` says so.
 """
 
 from __future__ import annotations
@@ -145,10 +145,10 @@ def way_of(func: Any) -> Formula | Way | None:
 
 
 @cache
-def is_unknown(func: Any) -> bool:
-    """There may be products in it, and nobody says how many."""
+def may_multiply(func: Any) -> bool:
+    """There may be products in it; where no formula says how many, that is to be told."""
     space, name, _ = _names(func)
-    return way_of(func) is None and (space not in _OF_TORCH or _multiplies(name))
+    return callable(way_of(func)) or space not in _OF_TORCH or _multiplies(name)
 
 
 def _multiplies(name: str) -> bool:

@@ -155,3 +155,17 @@ def test_a_linear_of_mkldnn_is_counted_forward_and_backward() -> None:
     made: list[Tensor] = []
     assert macs(lambda: made.append(torch._C._nn.mkldnn_linear(x, weight, None).to_dense())) == 6 * 5 * 7
     assert macs(lambda: made[0].sum().backward()) == 2 * 6 * 5 * 7
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_sequences_of_several_lengths_are_counted_by_what_they_hold_or_told() -> None:
+    rows = [torch.ones(3, 5), torch.ones(4, 5)]
+    layer = torch.nn.Linear(5, 7)
+    jagged, strided = (torch.nested.nested_tensor(rows, layout=layout) for layout in (torch.jagged, torch.strided))
+    made: list[Tensor] = []
+    assert macs(lambda: made.append(layer(jagged).values())) == 7 * 5 * 7
+    assert macs(lambda: made[0].sum().backward()) == 7 * 5 * 7
+    counting = Counting([].append)
+    with counting, torch.no_grad():
+        layer(strided)
+    assert list(counting.unknown) == ["aten.linear.default"]
