@@ -93,6 +93,15 @@ class Calls:
             return frame.node, Phase.AGAIN
         return self._maker_of_node(), Phase.AGAIN if _checkpoint_runs_again() else Phase.BACKWARD
 
+    @property
+    def timed(self) -> int:
+        """Calls whose time is not given to their nodes yet."""
+        return len(self._spans)
+
+    def drop_after(self, timed: int) -> None:
+        """The time of the later ones counts for nothing."""
+        del self._spans[timed:]
+
     def settle(self) -> None:
         """Give each node the time of its calls, and begin anew."""
         self._clock.wait()

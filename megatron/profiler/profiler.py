@@ -56,7 +56,8 @@ class FlopsProfiler:
     # ---- recording ----------------------------------------------------------------------------------------------
 
     def start_profile(self, ignore_list: Iterable[type[nn.Module]] | None = None) -> None:
-        """Count from here on, from nothing. What runs in modules of the classes in `ignore_list` is not counted."""
+        """Count from here on, from nothing. What runs in modules of the classes in `ignore_list`, and in those inside
+        them, is not counted."""
         if self._running is not None:
             raise ConfigError("start_profile: a profile is under way; call stop_profile first")
         self._recording, self._profile = Recording(self.model, tuple(ignore_list or ())), None

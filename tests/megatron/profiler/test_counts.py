@@ -304,6 +304,18 @@ def test_a_compiled_model_has_the_same_table_and_stays_compiled() -> None:
     assert (compiler.op_count, compiler.frame_count) == (before, graphs)
 
 
+def test_what_modules_inside_of_an_ignored_one_run_is_ignored_and_nothing_else() -> None:
+    """Also where everything is ignored that has the class of what stands for the outside."""
+    model, x = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4)), torch.zeros(2, 4)
+    model[0].__class__ = type("Block", (nn.Sequential,), {})
+    for ignored, root, outside in ((type(model[0]), 32, 32), (nn.Linear, 0, 32), (nn.Identity, 64, 32)):
+        recording = Recording(model, [ignored])
+        with recording.on(), torch.no_grad():
+            model(x) @ torch.zeros(4, 4)
+        found = profile_of(recording)
+        assert (found.root.macs, found.outside) == (Macs(root), Macs(outside))
+
+
 def test_a_tied_parameter_and_a_shared_module_count_once() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -408,12 +420,14 @@ def test_an_error_inside_a_module_leaves_the_next_profile_whole(error: type[Base
 
     model = Model()
     recording = Recording(model)
-    with pytest.raises(error), recording.on():
+    with pytest.raises(error), recording.on("forward"):
+        F.bilinear(torch.zeros(2, 3), torch.zeros(2, 5), torch.zeros(7, 3, 5))  # is told
         model(torch.zeros(2, 4))
-    recording.forget()
     model.fails = False
-    with recording.on():
+    with recording.on("forward"):
         torch.zeros(2, 4) @ torch.zeros(4, 4)
         model(torch.zeros(2, 4)).sum().backward()
     found = profile_of(recording)
-    assert (found.root.macs, found.outside) == (Macs(32, 32), Macs(32))
+    assert (found.root.macs, found.outside, found.unknown) == (Macs(32, 32), Macs(32), {})
+    assert (row(found, "inner").calls, row(found, "").calls) == (1, 1)
+    assert 0 < row(found, "inner").seconds <= row(found, "").seconds <= found.parts["forward"]
