@@ -66,7 +66,7 @@ def _of_flops(profile: Profile) -> Iterator[tuple[str, str]]:
         yield "backward FLOPs per rank", _flops(here.backward)
         yield "FLOPs of recomputation per rank", _flops(here.recomputation)
     else:
-        times = 2 + profile.recompute_factor
+        times = profile.backward_in_forwards
         yield f"backward FLOPs per rank, estimated as {times:g} x forward", _flops(times * here.forward)
     if profile.outside.all:
         yield "FLOPs outside of modules per rank, which are part of these", _flops(profile.outside.all)

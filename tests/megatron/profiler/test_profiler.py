@@ -117,6 +117,14 @@ def test_a_backward_that_was_not_seen_is_estimated(capsys: pytest.CaptureFixture
     profiler.print_model_profile(detailed=False)
     assert "backward FLOPs per rank, estimated as 3 x forward:" in (said := capsys.readouterr().out)
     assert f"{3 * 2 * MACS} FLOPs" in said
+    found = profiler.profile().as_dict()
+    assert found["backward_is_estimated"]
+    assert found["flops"] == found["flops_here"] == {"forward": 2 * MACS, "backward": 6 * MACS, "recomputation": 0}
+    profiler.start_profile()
+    profiler.model(torch.zeros(2, 4)).sum().backward()
+    profiler.stop_profile()
+    found = profiler.profile().as_dict()
+    assert not found["backward_is_estimated"] and found["flops"]["backward"] == 2 * profiler.profile().macs.backward
 
 
 @pytest.mark.parametrize("misuse, message", [

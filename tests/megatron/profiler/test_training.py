@@ -45,6 +45,10 @@ def test_a_run_prints_and_writes_the_step_that_was_asked_for(tmp_path: Path) -> 
     assert found["modules"]["calls"] == 2 and set(found["seconds"]) == {"forward", "backward", "step"}
     assert found["layout"] == {"world": 1, "dp": 1, "tp": 1, "zero_stage": 0, "micro_batch": 2, "global_batch": 4,
                                "parameters_kept": found["layout"]["parameters_kept"]}
+    short = [*PROFILE, "--no-flops-profiler-detailed", "--flops-profiler-output-file"]
+    assert f" profile of step 3: {tmp_path / 'p.txt'}\n" in train([*RUN, *short, tmp_path / "p.txt"])
+    assert "(blocks): ModuleList(" not in (tmp_path / "p.txt").read_text()
+    assert f" profile of step 3, every module: {tmp_path / 'p.json'}\n" in train([*RUN, *short, tmp_path / "p.json"])
     assert "(blocks): ModuleList(" in train([*RUN, *PROFILE])
     assert "(blocks): ModuleList(" not in train([*RUN, *PROFILE, "--no-flops-profiler-detailed"])
 
