@@ -165,6 +165,29 @@ def engine_by_keys(rank: int, world: int) -> None:
     assert (engine.flops_profiler_module_depth(), engine.flops_profiler_detailed()) == (0, False)
 
 
+def engine_that_gives_a_forward_up(rank: int, world: int) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.inner(x)
+            if x.sum() < 0:
+                raise ValueError("a bad batch")
+            return y
+
+    config: dict[str, Any] = {"train_batch_size": 2, "optimizer": {"type": "Adam"}, "flops_profiler": {"enabled": True}}
+    with redirect_stdout(io.StringIO()):
+        engine = zero.initialize(model=Model(), config=config)[0]
+        with pytest.raises(ValueError, match="a bad batch"):
+            engine(-torch.ones(2, 4))
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        engine.step()
+    found = engine.flops_profiler.profile()
+    assert found.macs == Macs(2 * 16, 2 * 16) and found.root.calls == 1
+
+
 def engine_without(rank: int, world: int) -> None:
     config = {"train_batch_size": 1, "optimizer": {"type": "Adam"}}
     engine = zero.initialize(model=nn.Linear(4, 4), config=config)[0]
@@ -172,6 +195,7 @@ def engine_without(rank: int, world: int) -> None:
     assert engine.parameters_kept >= 20
 
 
-@pytest.mark.parametrize("engine_test", [engine_by_keys, engine_without])
+@pytest.mark.parametrize("engine_test", [engine_by_keys, engine_that_gives_a_forward_up,
+                                         engine_without])
 def test_an_engine_profiles_by_deepspeeds_keys(engine_test: Callable[[int, int], None]) -> None:
     run_ranks(engine_test, 1)
