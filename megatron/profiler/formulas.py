@@ -11,11 +11,12 @@ two. Attention that is written out in products is counted as these.
     way_of(torch.ops.aten.linear.default)      OPENED: it consists of others, which are
 
 An operation of somebody else's is counted by the formula that torch.utils.flop_counter.register_flop_formula was given
-for it; without one it is not, and `is_unknown` says so.
+for it; without one it is not, and `may_multiply` says so.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import cache, partial
@@ -41,6 +42,22 @@ def _product(first: int, result: Any, args: Sequence[Any], kwargs: Mapping[str, 
     """Of the factors [..., m, k] and [..., k, n], or [k], from the argument `first` on."""
     a, b = args[first], args[first + 1]
     return int(a.numel() * (b.shape[-1] if b.dim() > 1 else 1))
+
+
+def _linear(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    image, weight = args[:2]
+    return int(image.numel() * weight.shape[0])
+
+
+def _linear_backward(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """One product for the gradient of the image and one for the weight's, each like the forward."""
+    image, weight, wanted = args[0], args[2], args[3]
+    return int(sum(wanted[:2])) * int(image.numel() * weight.shape[0])
+
+
+def _distances(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Of the rows of two matrices by a product of them, each lengthened by 1 and the square of its rows."""
+    return int(result.numel() * (args[0].shape[-1] + 2))
 
 
 def _convolution(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
@@ -100,11 +117,17 @@ _PRODUCTS: dict[str, Formula] = {
     **{name: partial(_product, first) for name, first in _FACTORS.items()},
     "convolution": _convolution, "_convolution": _convolution, "convolution_overrideable": _convolution,
     "convolution_backward": _convolution_backward,
+    "mkldnn_linear": _linear, "mkldnn_linear_backward": _linear_backward, "linear_backward": _linear_backward,
+    "_euclidean_dist": _distances,
 }
 _KERNEL = "_scaled_dot_product_"
-_UNCOUNTED = ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn", "_trilinear", "_grouped_mm", "_scaled_grouped_mm",
-              "_weight_int8pack_mm", "_weight_int4pack_mm")
-"""Operations of torch's that multiply, and have no formula here."""
+_MULTIPLY = re.compile("mm|matmul|linear|conv|attention|transformer_encoder|multi_head|rnn|lstm|gru|[cp]dist|dot|mv$|"
+                       "trilinear|sparse_mm|linalg|cholesky|solve|svd|geqrf|ormqr|_fft_[cr]2[cr]")
+_DO_NOT = re.compile("gamma|cumm|dummy|hamming|upsample|powsum|vector_norm|cross|linalg_check|convert|reorder|"
+                     "mm_search|flatten")
+"""What the names of torch's operations that multiply have in them, and those that only look so. Torch marks but a part
+of those that go element by element, and those that view or move nothing as little as a product: names are what is left
+to tell them by."""
 _OF_TORCH = ("aten", "prim", "prims", "c10d", "_c10d_functional", "profiler", "inductor")
 
 
@@ -122,10 +145,14 @@ def way_of(func: Any) -> Formula | Way | None:
 
 
 @cache
-def is_unknown(func: Any) -> bool:
-    """There may be products in it, and nobody says how many."""
+def may_multiply(func: Any) -> bool:
+    """There may be products in it; where no formula says how many, that is to be told."""
     space, name, _ = _names(func)
-    return way_of(func) is None and (space not in _OF_TORCH or name.startswith(_UNCOUNTED))
+    return callable(way_of(func)) or space not in _OF_TORCH or _multiplies(name)
+
+
+def _multiplies(name: str) -> bool:
+    return _MULTIPLY.search(name) is not None and _DO_NOT.search(name) is None
 
 
 def _consists_of_others(func: Any) -> bool:

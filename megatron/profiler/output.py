@@ -11,6 +11,9 @@ from megatron.profiler.profile import Profile
 from megatron.profiler.text import report
 
 
+_JSON, _PAGE = ".json", (".html", ".htm")
+
+
 def check_place(path: str, flag: str) -> None:
     """It can be made, as far as that shows without making it."""
     folder = Path(path).absolute().parent
@@ -19,12 +22,17 @@ def check_place(path: str, flag: str) -> None:
                            f"{'no' if not folder.is_dir() else 'a'} folder; name a file in a folder that is there")
 
 
+def lists_modules(path: str, detailed: bool) -> bool:
+    """What is written there has each module: a text only where that is asked for."""
+    return detailed or Path(path).suffix.lower() in (_JSON, *_PAGE)
+
+
 def write(profile: Profile, path: str, module_depth: int = -1, top_modules: int = 1, detailed: bool = True) -> None:
     """The file is replaced."""
     ending = Path(path).suffix.lower()
-    if ending == ".json":
+    if ending == _JSON:
         text = json.dumps(profile.as_dict(), indent=1)
-    elif ending in (".html", ".htm"):
+    elif ending in _PAGE:
         text = page(profile)
     else:
         text = report(profile, module_depth, top_modules, detailed)

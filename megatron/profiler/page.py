@@ -1,7 +1,7 @@
 """A profile as one HTML file that loads nothing: the summary, two flame pictures and a table.
 
-In a flame picture a module is as wide as its share, and lies under the module that it is in. What of a module no module
-inside it accounts for is the part under which nothing lies.
+In a flame picture a module is as wide as its share, and lies under the module that it is in. Beside the modules inside
+it lies its own work, which none of them accounts for: of this GPT-2 the loss.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from megatron.profiler.text import facts
 _NARROWEST = 0.0005
 """Share of the picture below which a module is not drawn."""
 _ROW_HEIGHT = 1.35
+_ITSELF = "A hatched bar is what a module does itself, outside of the modules in it, as GPT2 does the loss."
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A module in a flame picture; `left` and `width` are shares of it."""
+    """A module in a flame picture, or what it does itself; `left` and `width` are shares of the picture."""
 
     row: Row
     depth: int
     left: float
     width: float
+    is_own: bool = False
 
 
 def page(profile: Profile) -> str:
@@ -56,6 +58,9 @@ def bars(root: Row, size: Callable[[Row], float]) -> Iterator[Bar]:
             for inner in row.rows:
                 yield from place(inner, depth + 1, left)
                 left += size(inner) / whole
+            own = (size(row) - sum(map(size, row.rows))) / whole
+            if row.rows and own >= _NARROWEST:
+                yield Bar(row, depth + 1, left, own, is_own=True)
 
     if whole:
         yield from place(root, 0, 0.0)
@@ -68,17 +73,18 @@ def _work(row: Row) -> float:
 def _picture(root: Row, title: str, about: str, size: Callable[[Row], float], shown: Callable[[float], str]) -> str:
     drawn = list(bars(root, size))
     height = _ROW_HEIGHT * (1 + max((bar.depth for bar in drawn), default=0))
-    inside = "\n".join(_bar(bar, f"{shown(size(bar.row))}, {share(size(bar.row), size(root))}") for bar in drawn)
-    return (f'<h2>{escape(title)}</h2>\n<p>{escape(about)}</p>\n<div class="flame" style="height:{height:.2f}rem">\n'
-            f"{inside}\n</div>")
+    inside = "\n".join(_bar(bar, f"{shown(bar.width * size(root))}, {share(bar.width, 1)}") for bar in drawn)
+    return (f"<h2>{escape(title)}</h2>\n<p>{escape(about)} {_ITSELF}</p>\n"
+            f'<div class="flame" style="height:{height:.2f}rem">\n{inside}\n</div>')
 
 
 def _bar(bar: Bar, value: str) -> str:
-    name = bar.row.name or bar.row.kind
-    told = escape(f"{bar.row.path or bar.row.kind} ({bar.row.kind}): {value}", quote=True)
+    name = (bar.row.name or bar.row.kind) + (" itself" if bar.is_own else "")
+    whose = f"{bar.row.path or bar.row.kind} ({bar.row.kind}){' itself, outside of the modules in it' * bar.is_own}"
+    told = escape(f"{whose}: {value}", quote=True)
     style = (f"left:{bar.left:.4%};width:{bar.width:.4%};top:{bar.depth * _ROW_HEIGHT:.2f}rem;"
-             f"background:hsl({_hue(bar.row.kind)} 65% 74%)")
-    return f'<div style="{style}" title="{told}">{escape(name)}</div>'
+             f"background-color:hsl({_hue(bar.row.kind)} 65% 74%)")
+    return f'<div{" class=own" * bar.is_own} style="{style}" title="{told}">{escape(name)}</div>'
 
 
 def _hue(kind: str) -> int:

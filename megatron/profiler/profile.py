@@ -91,6 +91,7 @@ class Profile:
     step_before: float | None = None
     """Seconds of the step before the profiled one."""
     unknown: Mapping[str, int] = field(default_factory=dict)
+    saw_backward: bool = True
 
     @property
     def macs(self) -> Macs:
@@ -103,14 +104,27 @@ class Profile:
 
     @property
     def backward_is_estimated(self) -> bool:
-        return not self.macs.backward
+        return not self.saw_backward
+
+    @property
+    def backward_in_forwards(self) -> float:
+        """What a backward is taken for that was not seen."""
+        return 2 + self.recompute_factor
 
     def as_dict(self) -> dict[str, Any]:
         return {"step": self.step, "layout": asdict(self.layout), "parameters": self.root.parameters,
-                "parameters_here": self.root.parameters_here, "flops": _flops(self.macs),
-                "flops_here": _flops(self.macs_here), "outside_of_modules": _flops(self.outside),
+                "parameters_here": self.root.parameters_here, "flops": self._flops(self.macs),
+                "flops_here": self._flops(self.macs_here), "backward_is_estimated": self.backward_is_estimated,
+                "outside_of_modules": _flops(self.outside),
                 "seconds": dict(self.parts), "seconds_of_step_before": self.step_before,
                 "not_counted": dict(self.unknown), "modules": _plain(self.root)}
+
+    def _flops(self, macs: Macs) -> dict[str, int]:
+        """With the estimate in place of a backward that was not seen."""
+        counted = _flops(macs)
+        if self.backward_is_estimated:
+            counted["backward"] = round(self.backward_in_forwards * counted["forward"])
+        return counted
 
 
 def walk(row: Row, depth: int = 0) -> Iterator[tuple[int, Row]]:
@@ -125,7 +139,7 @@ def profile_of(recording: Recording, **said: Any) -> Profile:
     recording.settle()
     tp = tensor_parallel_size(recording.root.module)
     return Profile(_row(recording.root, tp), _macs(recording.outside), dict(recording.seconds),
-                   unknown=recording.unknown, **said)
+                   unknown=recording.unknown, saw_backward=recording.saw_backward, **said)
 
 
 def _row(node: Node, tp: int) -> Row:

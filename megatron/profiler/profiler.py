@@ -56,7 +56,8 @@ class FlopsProfiler:
     # ---- recording ----------------------------------------------------------------------------------------------
 
     def start_profile(self, ignore_list: Iterable[type[nn.Module]] | None = None) -> None:
-        """Count from here on, from nothing. What runs in modules of the classes in `ignore_list` is not counted."""
+        """Count from here on, from nothing. What runs in modules of the classes in `ignore_list`, and in those inside
+        them, is not counted."""
         if self._running is not None:
             raise ConfigError("start_profile: a profile is under way; call stop_profile first")
         self._recording, self._profile = Recording(self.model, tuple(ignore_list or ())), None
@@ -64,8 +65,11 @@ class FlopsProfiler:
         self._running.__enter__()
 
     def stop_profile(self) -> None:
-        if self._running is None:
+        if self._running is None or self._recording is None:
             raise ConfigError("stop_profile: no profile is under way; call start_profile first")
+        if not self._recording.can_end:
+            raise ConfigError("stop_profile: another profile, or mode of torch's, was started after this one and is on "
+                              "still, or this one was started by another thread; stop there, the last one first")
         running, self._running = self._running, None
         running.__exit__(None, None, None)
 

@@ -27,7 +27,7 @@ def _titled(title: str, lines: Iterator[str] | list[str]) -> str:
 def summary(profile: Profile) -> Iterator[str]:
     yield "Profile summary" if profile.step is None else f"Profile summary of step {profile.step}"
     yield "MACs: multiply-accumulates of matrix products, attention and convolutions, as they ran; FLOPs: 2 x MACs"
-    yield "per rank: on this rank, in a whole step; latency: what this rank took, with the profiler at work"
+    yield "per rank: on this rank, in a whole step; latency, FLOPS, samples: with the profiler at work"
     yield ""
     for name, value in facts(profile):
         yield f"{name + ':':<70}{value}"
@@ -66,7 +66,7 @@ def _of_flops(profile: Profile) -> Iterator[tuple[str, str]]:
         yield "backward FLOPs per rank", _flops(here.backward)
         yield "FLOPs of recomputation per rank", _flops(here.recomputation)
     else:
-        times = 2 + profile.recompute_factor
+        times = profile.backward_in_forwards
         yield f"backward FLOPs per rank, estimated as {times:g} x forward", _flops(times * here.forward)
     if profile.outside.all:
         yield "FLOPs outside of modules per rank, which are part of these", _flops(profile.outside.all)
@@ -93,8 +93,17 @@ def _of_time(profile: Profile) -> Iterator[tuple[str, str]]:
         yield "FLOPS per rank", _speed(here.all, whole)
         if profile.layout.global_batch is not None and whole:
             yield "samples per second, on all ranks", f"{profile.layout.global_batch / whole:.2f}"
+        if profile.step_before:
+            yield from _without_profiler(profile, profile.step_before)
     else:
         yield "forward FLOPS per rank", _speed(here.forward, forward)
+
+
+def _without_profiler(profile: Profile, seconds: float) -> Iterator[tuple[str, str]]:
+    """The profiler slows the step that it counts; the step before did the same work."""
+    yield "FLOPS per rank in the time of the step before", _speed(profile.macs_here.all, seconds)
+    if profile.layout.global_batch is not None:
+        yield "samples per second of the step before, on all ranks", f"{profile.layout.global_batch / seconds:.2f}"
 
 
 def _flops(macs: float) -> str:

@@ -68,7 +68,7 @@ class ProfiledStep:
                 self._tell(self.profiler, step)
 
     def _tell(self, profiler: FlopsProfiler, step: int) -> None:
-        from megatron.profiler.output import write
+        from megatron.profiler.output import lists_modules, write
         from megatron.profiler.text import report
 
         asked, found = self._asked, profiler.profile(step, self._step_before)
@@ -78,7 +78,8 @@ class ProfiledStep:
         if path is not None:
             try:
                 write(found, path, *shown)
-                print(f" profile of step {step}, every module: {path}", flush=True)
+                whole = ", every module" if lists_modules(path, asked.flops_profiler_detailed) else ""
+                print(f" profile of step {step}{whole}: {path}", flush=True)
             except StorageError as error:  # not worth ending a job of many ranks
                 print(f"warning: {error}; training goes on without it", file=sys.stderr, flush=True)
 

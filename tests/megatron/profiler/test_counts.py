@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -131,6 +133,104 @@ def test_functionals_and_functions_of_a_users_own_are_seen() -> None:
     assert recorded(Model(), torch.zeros(2, 5)).macs == Macs(2 * 30, 2 * 30)
 
 
+def test_a_module_that_another_thread_is_in_gets_nothing_of_this_one() -> None:
+    """Torch's modes see their own thread: what the other one runs is not counted, and no call either."""
+    class Waits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.entered, self.may_leave = threading.Event(), threading.Event()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.entered.set()
+            assert self.may_leave.wait(60)
+            return x @ x
+
+    waits, x = Waits(), torch.ones(4, 4)
+    model = nn.Sequential(waits, nn.Linear(4, 4))
+
+    def run() -> None:
+        other = threading.Thread(target=waits, args=(x,))
+        other.start()
+        assert waits.entered.wait(60)
+        x @ x
+        model[1](x)
+        waits.may_leave.set()
+        other.join()
+
+    found = counted(model, run)
+    assert (found.outside, row(found, "0").macs, row(found, "1").macs) == (Macs(64), Macs(), Macs(64))
+    assert [row(found, path).calls for path in ("0", "1")] == [0, 1]
+
+
+# ---- backward, or recomputation ---------------------------------------------------------------------------------
+
+
+def counted(model: nn.Module, run: Callable[[], Any]) -> Profile:
+    recording = Recording(model)
+    with recording.on():
+        run()
+    return profile_of(recording)
+
+
+def two() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+def test_a_backward_that_is_to_be_differentiated_is_no_recomputation() -> None:
+    """Two layers of 8 x 8 see 4 rows: 256 MACs each; the first one's image wants no gradient."""
+    model, x = two(), torch.ones(4, 8)
+    found = counted(model, lambda: model(x).sum().backward(create_graph=True))
+    assert found.macs == Macs(512, 768) and not found.backward_is_estimated
+    assert row(found, "0").macs == Macs(256, 256) and row(found, "1").macs == Macs(256, 512)
+
+
+def test_a_gradient_penalty_recomputes_nothing() -> None:
+    """Of 4 x 8 @ 8 x 8 the slope by x is one product, and the slope of that by the weight another. No forward made the
+    latter, which is taken for outside."""
+    model, x = nn.Linear(8, 8, bias=False), torch.ones(4, 8, requires_grad=True)
+
+    def run() -> None:
+        slope, = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        slope.square().sum().backward()
+
+    found = counted(model, run)
+    assert (found.root.macs, found.outside) == (Macs(256, 256), Macs(0, 256))
+
+
+def test_the_gradient_of_a_function_is_a_backward() -> None:
+    weight, x = torch.ones(8, 8), torch.ones(4, 8)
+    found = counted(two(), lambda: torch.func.grad(lambda w: (x @ w).sum())(weight))
+    assert found.macs == found.outside == Macs(256, 256)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+@pytest.mark.parametrize("reentrant, asked", [(False, {}), (False, {"retain_graph": True}), (True, {}),
+                                              (False, {"create_graph": True})])
+def test_a_checkpoint_without_modules_runs_again(reentrant: bool, asked: dict[str, bool]) -> None:
+    weight, x = torch.ones(8, 8, requires_grad=True), torch.ones(4, 8, requires_grad=True)
+
+    def run() -> None:
+        y: Tensor = torch.utils.checkpoint.checkpoint(lambda x: (x @ weight).sin(), x, use_reentrant=reentrant)
+        y.sum().backward(**asked)
+
+    assert counted(two(), run).macs == Macs(256, 512, 256)
+
+
+def test_a_backward_without_products_is_seen_and_not_estimated() -> None:
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fixed, self.norm = nn.Linear(8, 8).requires_grad_(False), nn.LayerNorm(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.norm(self.fixed(x))
+            return y
+
+    found = recorded(Last(), torch.ones(4, 8))
+    assert found.macs == Macs(256) and not found.backward_is_estimated
+
+
 # ---- the same table ----------------------------------------------------------------------------------------------
 
 
@@ -202,6 +302,18 @@ def test_a_compiled_model_has_the_same_table_and_stays_compiled() -> None:
     assert table(recorded(model, x, x)) == table(recorded(plain, x, x))
     model(x, x).backward()
     assert (compiler.op_count, compiler.frame_count) == (before, graphs)
+
+
+def test_what_modules_inside_of_an_ignored_one_run_is_ignored_and_nothing_else() -> None:
+    """Also where everything is ignored that has the class of what stands for the outside."""
+    model, x = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4)), torch.zeros(2, 4)
+    model[0].__class__ = type("Block", (nn.Sequential,), {})
+    for ignored, root, outside in ((type(model[0]), 32, 32), (nn.Linear, 0, 32), (nn.Identity, 64, 32)):
+        recording = Recording(model, [ignored])
+        with recording.on(), torch.no_grad():
+            model(x) @ torch.zeros(4, 4)
+        found = profile_of(recording)
+        assert (found.root.macs, found.outside) == (Macs(root), Macs(outside))
 
 
 def test_a_tied_parameter_and_a_shared_module_count_once() -> None:
@@ -308,12 +420,14 @@ def test_an_error_inside_a_module_leaves_the_next_profile_whole(error: type[Base
 
     model = Model()
     recording = Recording(model)
-    with pytest.raises(error), recording.on():
+    with pytest.raises(error), recording.on("forward"):
+        F.bilinear(torch.zeros(2, 3), torch.zeros(2, 5), torch.zeros(7, 3, 5))  # is told
         model(torch.zeros(2, 4))
-    recording.forget()
     model.fails = False
-    with recording.on():
+    with recording.on("forward"):
         torch.zeros(2, 4) @ torch.zeros(4, 4)
         model(torch.zeros(2, 4)).sum().backward()
     found = profile_of(recording)
-    assert (found.root.macs, found.outside) == (Macs(32, 32), Macs(32))
+    assert (found.root.macs, found.outside, found.unknown) == (Macs(32, 32), Macs(32), {})
+    assert (row(found, "inner").calls, row(found, "").calls) == (1, 1)
+    assert 0 < row(found, "inner").seconds <= row(found, "").seconds <= found.parts["forward"]

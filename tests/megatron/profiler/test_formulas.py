@@ -42,6 +42,7 @@ A, B, X = zeros(3, 5), zeros(5, 7), zeros(2, 3, 5)
     (lambda: zeros(5) @ zeros(5), 5),
     (lambda: F.linear(X, zeros(7, 5), zeros(7)), 2 * 3 * 5 * 7),
     (lambda: torch._int_mm(torch.zeros(32, 16, dtype=torch.int8), torch.zeros(16, 8, dtype=torch.int8)), 32 * 16 * 8),
+    (lambda: torch.cdist(zeros(30, 5), zeros(26, 5)), 30 * 26 * (5 + 2)),
     (lambda: F.gelu(F.layer_norm(X, (5,))) + X.softmax(-1) * 2, 0),
     (lambda: F.embedding(torch.zeros(4, dtype=torch.long), B), 0),
 ])
@@ -127,6 +128,9 @@ def test_operations_of_others_are_counted_by_their_formula_and_told_without_one(
 @pytest.mark.parametrize("run, name", [
     (lambda: torch.nn.LSTM(4, 4)(zeros(3, 2, 4)), "aten.mkldnn_rnn_layer.default"),
     (lambda: F.bilinear(zeros(2, 3), zeros(2, 5), zeros(7, 3, 5)), "aten._trilinear.default"),
+    (lambda: torch.cdist(A, zeros(4, 5)), "aten._cdist_forward.default"),
+    (lambda: torch.linalg.inv(torch.eye(3)), "aten.linalg_inv_ex.default"),
+    (lambda: torch.fft.rfft(zeros(8)), "aten._fft_r2c.default"),
 ])
 def test_kernels_without_a_formula_are_told(run: Callable[[], Any], name: str) -> None:
     found: list[int] = []
@@ -134,3 +138,34 @@ def test_kernels_without_a_formula_are_told(run: Callable[[], Any], name: str) -
     with counting:
         run()
     assert dict(counting.unknown) == {name: 1} or sum(found)  # a build of torch without that kernel multiplies
+
+
+def test_what_goes_element_by_element_is_not_told_as_unknown() -> None:
+    counting = Counting([].append)
+    with counting:
+        x = torch.zeros(2, 3, 8, 8, requires_grad=True)
+        y = F.interpolate(F.max_pool2d(F.batch_norm(x, None, None, training=True), 2), scale_factor=2, mode="bilinear")
+        (F.layer_norm(y, (8,)).softmax(-1).cummax(-1).values + y.norm() + y.lgamma()).sum().backward()
+    assert not counting.unknown
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no mkldnn")
+def test_a_linear_of_mkldnn_is_counted_forward_and_backward() -> None:
+    x, weight = zeros(6, 5).to_mkldnn().requires_grad_(), zeros(7, 5).requires_grad_()
+    made: list[Tensor] = []
+    assert macs(lambda: made.append(torch._C._nn.mkldnn_linear(x, weight, None).to_dense())) == 6 * 5 * 7
+    assert macs(lambda: made[0].sum().backward()) == 2 * 6 * 5 * 7
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_sequences_of_several_lengths_are_counted_by_what_they_hold_or_told() -> None:
+    rows = [torch.ones(3, 5), torch.ones(4, 5)]
+    layer = torch.nn.Linear(5, 7)
+    jagged, strided = (torch.nested.nested_tensor(rows, layout=layout) for layout in (torch.jagged, torch.strided))
+    made: list[Tensor] = []
+    assert macs(lambda: made.append(layer(jagged).values())) == 7 * 5 * 7
+    assert macs(lambda: made[0].sum().backward()) == 7 * 5 * 7
+    counting = Counting([].append)
+    with counting, torch.no_grad():
+        layer(strided)
+    assert list(counting.unknown) == ["aten.linear.default"]

@@ -75,6 +75,19 @@ def test_the_published_gpt2_is_profiled_without_memory_for_it() -> None:
     assert (flops, parameters) == (2 * macs, 124_439_808)
 
 
+def test_torchs_own_transformer_is_counted_in_evaluation_as_in_training() -> None:
+    """Its fast path, one operation a layer, is off while it is counted, and on again."""
+    width, ffn, rows, layers = 64, 256, 2 * 16, 2
+    layer = nn.TransformerEncoderLayer(width, 4, ffn, batch_first=True)
+    macs = layers * rows * (4 * width * width + 2 * width * ffn + 2 * 16 * width)
+    quiet: dict[str, Any] = dict(print_profile=False, as_string=False)
+    assert get_model_profile(nn.TransformerEncoder(layer, layers), (2, 16, 64), **quiet)[1] == macs == 3_276_800
+    x = torch.zeros(2, 3, 16)
+    attention = nn.MultiheadAttention(16, 4, batch_first=True)
+    assert get_model_profile(attention, args=[x, x, x], **quiet)[1] == 2 * 3 * (4 * 16 * 16 + 2 * 3 * 16)
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
 def test_start_and_stop_count_what_lies_between() -> None:
     model = Net()
     profiler = FlopsProfiler(model)
@@ -104,6 +117,14 @@ def test_a_backward_that_was_not_seen_is_estimated(capsys: pytest.CaptureFixture
     profiler.print_model_profile(detailed=False)
     assert "backward FLOPs per rank, estimated as 3 x forward:" in (said := capsys.readouterr().out)
     assert f"{3 * 2 * MACS} FLOPs" in said
+    found = profiler.profile().as_dict()
+    assert found["backward_is_estimated"]
+    assert found["flops"] == found["flops_here"] == {"forward": 2 * MACS, "backward": 6 * MACS, "recomputation": 0}
+    profiler.start_profile()
+    profiler.model(torch.zeros(2, 4)).sum().backward()
+    profiler.stop_profile()
+    found = profiler.profile().as_dict()
+    assert not found["backward_is_estimated"] and found["flops"]["backward"] == 2 * profiler.profile().macs.backward
 
 
 @pytest.mark.parametrize("misuse, message", [
@@ -126,6 +147,24 @@ def test_a_second_start_is_refused_and_the_first_goes_on() -> None:
     profiler.model(torch.zeros(2, 4))
     profiler.stop_profile()
     assert profiler.get_total_macs() == MACS
+
+
+def test_profiles_that_overlap_end_in_the_order_that_is_right() -> None:
+    """Nested they are both whole; the outer one cannot end first, and goes on when it tries."""
+    model = Net()
+    outer, inner = FlopsProfiler(model), FlopsProfiler(model)
+    outer.start_profile()
+    model(torch.zeros(2, 4))
+    inner.start_profile()
+    with pytest.raises(ConfigError, match="stop_profile: another profile.* the last one first"):
+        outer.stop_profile()
+    model(torch.zeros(2, 4))
+    inner.stop_profile()
+    model(torch.zeros(2, 4))
+    outer.stop_profile()
+    model(torch.zeros(2, 4))
+    assert (outer.get_total_macs(), inner.get_total_macs()) == (3 * MACS, MACS)
+    assert torch._C._len_torch_dispatch_stack() == 0
 
 
 def test_names_of_a_module_that_was_profiled_under_tensor_parallel_size_1_are_those_of_torch() -> None:

@@ -51,6 +51,8 @@ def test_the_summary_has_every_number_of_the_step() -> None:
     assert found["backward FLOPS per rank, with recomputation"] == "260 FLOPS"
     assert found["FLOPS per rank"] == "180 FLOPS"
     assert found["samples per second, on all ranks"] == "4.00"  # of the data parallel ranks' 8, not 2 x 8
+    assert found["FLOPS per rank in the time of the step before"] == "288 FLOPS"  # of 360 FLOPs in 1.25 s
+    assert found["samples per second of the step before, on all ranks"] == "6.40"
     assert "mine.op" in said["not counted, for want of a formula"]
 
 
@@ -119,6 +121,7 @@ def test_the_page_is_well_formed_loads_nothing_and_escapes_names() -> None:
     assert not parsed.open and not parsed.loads and "<script" not in text and "url(" not in text
     assert "<Norm>" not in text and "&lt;Norm&gt;" in text
     assert "a (Linear): 240 FLOPs, 66.67%" in parsed.titles and "c (<Norm>): 25.00 ms, 5.00%" in parsed.titles
+    assert "Net (Net) itself, outside of the modules in it: 100.00 ms, 20.00%" in parsed.titles
     assert len(re.findall(r"<tr>", text)) == 4 + 1 + text[:text.index("FLOPs</h2>")].count("<tr>")
 
 
@@ -126,14 +129,20 @@ def test_bars_lie_under_their_module_side_by_side_as_wide_as_their_share() -> No
     model = gpt2()
     profile = recorded(model, tokens(model), tokens(model))
     drawn = list(bars(profile.root, lambda row: row.macs.all))
-    place = {bar.row.path: bar for bar in drawn}
+    place = {bar.row.path: bar for bar in drawn if not bar.is_own}
     assert (place[""].left, place[""].width, place[""].depth) == (0.0, 1.0, 0)
     for bar in drawn[1:]:
-        above = place[bar.row.path.rpartition(".")[0]]
+        above = place[bar.row.path if bar.is_own else bar.row.path.rpartition(".")[0]]
         assert bar.depth == above.depth + 1
         assert above.left - 1e-9 <= bar.left and bar.left + bar.width <= above.left + above.width + 1e-9
-        assert bar.width == pytest.approx(bar.row.macs.all / profile.root.macs.all)
+        own = bar.row.macs.all - bar.is_own * sum(inner.macs.all for inner in bar.row.rows)
+        assert bar.width == pytest.approx(own / profile.root.macs.all)
     for one, other in permutations(drawn, 2):
         apart = one.left + one.width <= other.left + 1e-9 or other.left + other.width <= one.left + 1e-9
         assert apart or one.depth != other.depth
+    for bar in drawn:  # under a module no gap is left
+        inside = (bar.row, *bar.row.rows)
+        below = [under.width for under in drawn if under.depth == bar.depth + 1 and under.row in inside]
+        assert bar.is_own or not bar.row.rows or sum(below) == pytest.approx(bar.width)
+    assert [bar.row.path for bar in drawn if bar.is_own] == ["blocks.0.attn", "blocks.1.attn", ""]
     assert not list(bars(example().root, lambda row: 0.0))

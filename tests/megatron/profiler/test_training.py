@@ -45,6 +45,10 @@ def test_a_run_prints_and_writes_the_step_that_was_asked_for(tmp_path: Path) -> 
     assert found["modules"]["calls"] == 2 and set(found["seconds"]) == {"forward", "backward", "step"}
     assert found["layout"] == {"world": 1, "dp": 1, "tp": 1, "zero_stage": 0, "micro_batch": 2, "global_batch": 4,
                                "parameters_kept": found["layout"]["parameters_kept"]}
+    short = [*PROFILE, "--no-flops-profiler-detailed", "--flops-profiler-output-file"]
+    assert f" profile of step 3: {tmp_path / 'p.txt'}\n" in train([*RUN, *short, tmp_path / "p.txt"])
+    assert "(blocks): ModuleList(" not in (tmp_path / "p.txt").read_text()
+    assert f" profile of step 3, every module: {tmp_path / 'p.json'}\n" in train([*RUN, *short, tmp_path / "p.json"])
     assert "(blocks): ModuleList(" in train([*RUN, *PROFILE])
     assert "(blocks): ModuleList(" not in train([*RUN, *PROFILE, "--no-flops-profiler-detailed"])
 
@@ -161,6 +165,29 @@ def engine_by_keys(rank: int, world: int) -> None:
     assert (engine.flops_profiler_module_depth(), engine.flops_profiler_detailed()) == (0, False)
 
 
+def engine_that_gives_a_forward_up(rank: int, world: int) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.inner(x)
+            if x.sum() < 0:
+                raise ValueError("a bad batch")
+            return y
+
+    config: dict[str, Any] = {"train_batch_size": 2, "optimizer": {"type": "Adam"}, "flops_profiler": {"enabled": True}}
+    with redirect_stdout(io.StringIO()):
+        engine = zero.initialize(model=Model(), config=config)[0]
+        with pytest.raises(ValueError, match="a bad batch"):
+            engine(-torch.ones(2, 4))
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        engine.step()
+    found = engine.flops_profiler.profile()
+    assert found.macs == Macs(2 * 16, 2 * 16) and found.root.calls == 1
+
+
 def engine_without(rank: int, world: int) -> None:
     config = {"train_batch_size": 1, "optimizer": {"type": "Adam"}}
     engine = zero.initialize(model=nn.Linear(4, 4), config=config)[0]
@@ -168,6 +195,7 @@ def engine_without(rank: int, world: int) -> None:
     assert engine.parameters_kept >= 20
 
 
-@pytest.mark.parametrize("engine_test", [engine_by_keys, engine_without])
+@pytest.mark.parametrize("engine_test", [engine_by_keys, engine_that_gives_a_forward_up,
+                                         engine_without])
 def test_an_engine_profiles_by_deepspeeds_keys(engine_test: Callable[[int, int], None]) -> None:
     run_ranks(engine_test, 1)
