@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from data.storage import DataError
 from megatron.config.tree import require
+from megatron.errors import EXIT_CONFIG, EXIT_DATA, EXIT_STORAGE, ConfigError, StorageError
 from megatron.plan.footprint import Run
 from megatron.plan.rates import Rates
 from megatron.plan.time import step_time
@@ -12,9 +14,12 @@ from megatron.tune.memory import Memory, needed_by
 from megatron.tune.model import Candidate
 from megatron.tune.report import metric
 from megatron.tune.results import Results
-from megatron.tune.search import Option, next_trial, pruned
+from megatron.tune.search import Option, common_error, next_trial, pruned
 from megatron.tune.space import Choice, choices, samples_of
 from megatron.tune.trial import Trials
+
+ERRORS = {EXIT_CONFIG: ConfigError, EXIT_DATA: DataError, EXIT_STORAGE: StorageError}
+"""Of trials, where they are not of their choices."""
 
 
 def planned(asked: Run, rates: Rates) -> dict[Choice, Option]:
@@ -35,6 +40,10 @@ def search(asked: Run, options: Mapping[Choice, Option], capacity: Memory, trial
           + (f"; goes on after {len(results.trials)} trials" if results.trials else ""), flush=True)
     while True:
         known = {numbers[choice]: outcome for choice, outcome in results.trials.items() if choice in numbers}
+        if error := common_error(known):
+            results.forget(2)
+            raise ERRORS[error.code](f"{error.words.removeprefix('error: ')} (two trials in turn ended with this; what "
+                                     f"they wrote is in {trials.folder})")
         number = next_trial(values, kept, known, tuning)
         if number is None:
             return

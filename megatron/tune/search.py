@@ -2,10 +2,11 @@
 
     pruned      choices that the planner says do not fit, and all but the best few micro-batches of each kind
     next_trial  by type: the one that may be fastest (model_based), the predicted order (gridsearch), or any (random)
+    common_error  what every further trial would end with as well
     best        the fastest of those that were measured
 
 A trial that found no memory rules out every choice that needs as much by the plan, on the device and on the host. One
-that crashed or hung rules out itself.
+in which anything else went wrong rules out itself.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from math import exp, inf
 from typing import Any, Literal
 
 from megatron.config.autotuning import AutotuningConfig
+from megatron.errors import EXIT_CONFIG, EXIT_DATA, EXIT_STORAGE
 from megatron.tune.memory import Memory
 from megatron.tune.model import Candidate, estimates
 
-State = Literal["done", "memory", "crash", "hang"]
+State = Literal["done", "memory", "crash", "hang", "unclear"]
 
 HOPE = 1.5
 """Doubts below the estimate that a choice is given credit for."""
@@ -50,6 +52,8 @@ class Outcome:
     """Of a step, where it was done."""
     words: str = ""
     """Why not."""
+    code: int = 0
+    """That its processes ended with."""
 
 
 def pruned(options: Sequence[Option], capacity: Memory, micro_batches: int) -> list[int]:
@@ -103,6 +107,17 @@ def _is_stale(trials: Mapping[int, Outcome], patience: int) -> bool:
         if outcome.seconds is not None and outcome.seconds < (1 - WORTHWHILE) * fastest:
             fastest, since = outcome.seconds, 0
     return 0 < patience <= since and fastest < inf
+
+
+def common_error(trials: Mapping[Any, Outcome]) -> Outcome | None:
+    """What the last two trials ended with, if that is not of their choices: settings that nothing has run with, data
+    that cannot be read, a disk that cannot be written."""
+    if len(trials) < 2:
+        return None
+    *before, one, other = trials.values()
+    is_common = (other.code in (EXIT_DATA, EXIT_STORAGE)
+                 or other.code == EXIT_CONFIG and one.words == other.words and not before)
+    return other if is_common and one.code == other.code else None
 
 
 def best(trials: Mapping[int, Outcome]) -> int | None:

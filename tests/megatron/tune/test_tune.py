@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from data.storage import DataError, StorageFault
 from megatron.config.flags import parse_args
-from megatron.errors import ConfigError, PeerError
+from megatron.errors import ConfigError, PeerError, StorageError
 from megatron.plan import gpus, kept_rates
 from megatron.plan.footprint import Run
 from megatron.plan.rates import Where
@@ -23,8 +24,8 @@ from megatron.plan.report import USABLE
 from megatron.tune import capacity, command, patience, trial
 from megatron.tune.memory import Memory
 from megatron.tune.patience import Patience
-from megatron.tune.results import FILE, Results
-from megatron.tune.search import Outcome
+from megatron.tune.results import FILE, Results, results_of
+from megatron.tune.search import Outcome, common_error
 from megatron.tune.space import Choice
 from megatron.tune.trial import Trials, trial_of
 from megatron.tune.words import flags_of
@@ -70,6 +71,7 @@ def outcomes(place: list[str]) -> list[dict]:
 @pytest.mark.parametrize("way, state, words", [
     ("memory", "memory", "error: rank 0 is out of memory"), ("limit", "memory", "MemoryError"),
     ("crash", "crash", "what nobody has thought of"), ("cut", "crash", "while it wrote a line"),
+    ("silent", "unclear", "ended well without the times of steps 3 to 5"),
     ("hang", "hang", "not over after 2 s"), ("done", "done", "")])
 @pytest.mark.parametrize("ranks", ["1", "2"])
 def test_whatever_becomes_of_a_trial_is_a_result(
@@ -118,7 +120,28 @@ def test_lack_of_memory_is_in_the_line_of_an_error(
         said: str, state: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FAKE_TRAINER", json.dumps({"other": f"says {said}"}))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    assert Trials(tmp_path, 3, 5, 60.0, FAKE).run(1, asked(), 0.1) == Outcome(state, words=said.splitlines()[-1])
+    outcome = Trials(tmp_path, 3, 5, 60.0, FAKE).run(1, asked(), 0.1)
+    assert outcome == Outcome(state, words=said.splitlines()[-1], code=outcome.code) and outcome.code
+
+
+def test_an_attempt_does_not_mix_with_what_another_one_left_or_writes(
+        monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FAKE_TRAINER", json.dumps({"other": "done"}))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    for name in ("001", "001-2"):  # of a tuner that was killed, whose ranks may still write
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text('{"iteration": 3, "step_ms": 1.0}\n')
+    assert Trials(tmp_path, 3, 5, 60.0, FAKE).run(1, asked(), 0.1) == Outcome("done", 0.101)
+    assert len((tmp_path / "001-3/metrics.jsonl").read_text().splitlines()) == 5
+    assert len((tmp_path / "001/metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_what_ends_well_without_its_steps_is_tried_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ends = iter([None, 0.25])
+    monkeypatch.setattr(trial, "_end_of", lambda *_: 0)
+    monkeypatch.setattr(trial, "_seconds", lambda *_: next(ends))
+    assert Trials(tmp_path, 3, 5).run(1, asked(), 0.1) == Outcome("done", 0.25)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["001", "001-2"]
 
 
 def test_nothing_of_a_trial_that_hung_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -238,6 +261,60 @@ def test_where_nothing_runs_it_says_so(place: list[str], monkeypatch: pytest.Mon
     faked(monkeypatch, other="crash", stage0="crash", stage1="crash", stage2="crash", stage3="crash")
     with pytest.raises(PeerError, match="no choice of .* ran: 2 trials failed"):
         command.main([*place, "--ranks", "2", "--autotuning-tuner-num-trials", "2", *MODEL])
+
+
+@pytest.mark.parametrize("code, kind", [(2, ConfigError), (3, DataError), (7, StorageError)])
+def test_an_error_of_all_choices_ends_the_search_and_is_forgotten(
+        code: int, kind: type[Exception], place: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    faked(monkeypatch, **{f"stage{stage}": f"ends {code} --data: is wrong" for stage in range(4)})
+    flags = [*place, "--ranks", "2", "--autotuning-tuner-num-trials", "6", *MODEL]
+    with pytest.raises(kind, match=r"^--data: is wrong \(two trials in turn"):
+        command.main(flags)
+    assert outcomes(place) == []
+    faked(monkeypatch)
+    assert command.main(flags) == 0 and outcomes(place)[0]["outcome"]["state"] == "done"
+
+
+def test_a_setting_that_some_choices_refuse_ends_nothing() -> None:
+    refused, other = Outcome("crash", words="no", code=2), Outcome("crash", words="neither", code=2)
+    done, unread = Outcome("done", 1.0), Outcome("crash", words="a", code=3)
+    for several in ([refused], [refused, other], [done, refused, refused], [refused, unread], [unread, done],
+                    [Outcome("crash", code=5), Outcome("crash", code=5)]):
+        assert common_error(dict(enumerate(several))) is None
+    assert common_error(dict(enumerate([refused, refused]))) == refused
+    assert common_error(dict(enumerate([done, unread, unread]))) == unread
+
+
+@pytest.mark.parametrize("flags, kind, words", [
+    ([], ConfigError, "no training text: give --train-data"),
+    (["--train-data", "nofile.jsonl"], DataError, "--train-data nofile.jsonl: no file or folder of this name"),
+    (["--mock-data", "--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "none.json", "--merge-file", "none.txt"],
+     DataError, "none.json")])
+def test_what_no_trial_could_run_without_is_refused_before_any(
+        flags: list[str], kind: type[Exception], words: str, place: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    faked(monkeypatch)
+    with pytest.raises(kind, match=words):
+        command.main([*place, *TINY, *flags])
+    assert not Path(place[5]).exists()
+
+
+@pytest.mark.parametrize("flag", ["--autotuning-exps-dir", "--autotuning-results-dir"])
+def test_a_folder_that_cannot_be_one_is_refused_at_the_start(
+        flag: str, place: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(command, "rates_for", None)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageFault, match=f"{flag}: .*file: cannot write: File exists"):
+        command.main([*place, flag, str(tmp_path / "file"), *MODEL])
+
+
+def test_two_searches_do_not_share_their_results(place: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    faked(monkeypatch)
+    with results_of(place[5], {"a": 1}, overwrite=False):
+        held = (Path(place[5]) / FILE).read_text()
+        with pytest.raises(StorageFault, match=f"--autotuning-results-dir: .*process {os.getpid()} on .* is writing"):
+            command.main([*place, "--autotuning-overwrite", *MODEL])
+        assert (Path(place[5]) / FILE).read_text() == held
+    assert sorted(path.name for path in Path(place[5]).iterdir()) == [FILE]
 
 
 def test_what_does_not_fit_is_not_tried(place: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
