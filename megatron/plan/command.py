@@ -123,7 +123,8 @@ def plan(argv: Sequence[str], ranks: int = 1, ranks_per_node: int = RANKS_PER_NO
         print(json.dumps(found | ({} if beside is None else {"measured": asdict(beside)}), indent=1))
         return 0
     print("\n".join([*(needs(asked, machine) if summary else ()), *table(asked, machine, found),
-                     *(forecast(asked, rates, found["rows"], beside) if rates else ())]))
+                     *(forecast(asked, rates, found["rows"], beside) if rates else ()),
+                     *([f"note: {metrics} has no step yet"] if metrics and beside is None else ())]))
     return 0
 
 

@@ -105,6 +105,60 @@ def recorded(file: Path, run: Run, **facts: Any) -> str:
     return str(file)
 
 
+def several(file: Path, *starts: tuple[Run | None, int, int, float]) -> str:
+    """A metrics file of starts: (its run, the step before it, its last step, milliseconds)."""
+    lines = list[dict[str, Any]]()
+    for run, before, last, milliseconds in starts:
+        if run is not None:
+            lines.append({"config": True, "start": before, "world_size": run.ranks, "values": settings_of(run)})
+        lines += [{"iteration": step, "step_ms": milliseconds} for step in range(before + 1, last + 1)]
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return str(file)
+
+
+def test_only_steps_with_the_settings_that_are_asked_for_count(tmp_path: Path) -> None:
+    """A run of batch 32 that is resumed with 4 says something of both; of neither where another one is asked for."""
+    large, small = planned("--batch-size", "32"), planned("--batch-size", "4")
+    file = several(tmp_path / "metrics.jsonl", (large, 0, 20, 800.0), (small, 20, 30, 100.0))
+    found = [measured(file, run, machine()) for run in (large, small, planned("--batch-size", "2"))]
+    assert [(one.seconds, one.steps, one.left_out) for one in found if one] == [
+        (0.8, 17, 10), (0.1, 7, 20), (0.1, 7, 20)]
+    assert [one.differs for one in found if one] == [(), (), ("train.batch_size 4", "train.global_batch_size 4")]
+
+
+def test_steps_that_were_taken_again_count_as_they_were_taken_last(tmp_path: Path) -> None:
+    large, small = planned("--batch-size", "32"), planned("--batch-size", "4")
+    file = several(tmp_path / "metrics.jsonl", (small, 0, 20, 100.0), (large, 2, 12, 800.0), (large, 8, 20, 900.0))
+    found = [measured(file, run, machine()) for run in (large, small)]
+    assert [(one.seconds, one.left_out) for one in found if one] == [(0.9, 2), (0.1, 18)]
+
+
+def test_a_file_that_says_nothing_of_its_settings_or_has_no_step_is_told(
+        tmp_path: Path, rates_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*FLAGS, "--rates", rates_file, "--metrics-file"]
+    command.plan([*flags, several(tmp_path / "metrics.jsonl", (None, 0, 9, 100.0))])
+    assert "metrics.jsonl does not say what its settings are" in capsys.readouterr().out.splitlines()[-1]
+    command.plan([*flags, several(tmp_path / "metrics.jsonl", (planned(), 0, 0, 0.0))])
+    assert capsys.readouterr().out.endswith("metrics.jsonl has no step yet\n")
+
+
+@pytest.mark.parametrize("flags, same", [
+    (["--seq-length", "8"], False), (["--reset-attention-mask"], False), (["--deterministic"], False),
+    (["--train-iters", "7", "--seed", "3", "--weight-decay", "0"], True), (["--mock-data"], True)])
+def test_whatever_changes_the_time_of_a_step_is_compared(flags: list[str], same: bool, tmp_path: Path) -> None:
+    found = measured(recorded(tmp_path / "metrics.jsonl", planned(*flags)), planned(), machine())
+    assert found is not None and (not found.differs) == same
+
+
+def test_what_is_said_and_what_follows_are_the_same(tmp_path: Path) -> None:
+    run = planned()
+    said = planned("--seq-length", str(run.config.seq_length), "--global-batch-size",
+                   str(run.config.global_batch_size(run.dp)))
+    for one, other in ((run, said), (said, run)):
+        found = measured(recorded(tmp_path / "metrics.jsonl", one), other, machine())
+        assert found is not None and not found.differs
+
+
 @pytest.mark.parametrize("flags, facts, words", [
     ([], {"device": "CPU", "torch": "2.13.0"}, None),
     ([], {"device": "NVIDIA H100"}, "device NVIDIA H100"),
