@@ -13,7 +13,7 @@ from megatron.plan.footprint import Run
 from megatron.plan.rates import Rates, Where
 from megatron.plan.report import settings_of
 from megatron.plan.table import CARDS_HEAD, aligned, label
-from megatron.plan.time import StepTime, step_time
+from megatron.plan.time import step_time
 from megatron.report.history import History, Start
 from megatron.report.read import MetricsLines
 
@@ -36,6 +36,8 @@ HARMLESS = frozenset({
 """Settings that leave the time of a step as it is; with all others it is that of another run."""
 HARMLESS_SECTIONS = ("schedule.", "save.", "log.", "profile.", "autotuning.")
 SHOWN = 3
+FAR = 1.5
+"""Times more or less than predicted: the rates may be those of a busy machine."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,8 @@ def _is_of(device: str, where: Where) -> bool:
 
 def forecast(asked: Run, rates: Rates, rows: Sequence[dict[str, Any]], beside: Measured | None) -> Iterator[str]:
     """`rows`: those of report.py."""
-    yield from ("", f"predicted ms of a step, by the rates of {rates.where}")
+    day = f", measured on {rates.taken}" if rates.taken else ""
+    yield from ("", f"predicted ms of a step, by the rates of {rates.where}{day}")
     tokens = asked.config.global_batch_size(asked.dp) * asked.config.seq_length
     head = [*CARDS_HEAD, *PARTS, "tokens/s"]
     cells = [[*label(row), *(f"{1e3 * row['step'][part]:.4g}" for part in PARTS),
@@ -122,8 +125,9 @@ def forecast(asked: Run, rates: Rates, rows: Sequence[dict[str, Any]], beside: M
     yield from aligned([head, *cells], left=(0, 1))
     yield from (f"note: {sentence}" for sentence in _reservations(asked, rates.where))
     if beside is not None:
-        yield from ("", _beside(step_time(asked, rates), beside))
-        yield from (f"note: {sentence}" for sentence in _doubts(beside))
+        predicted = step_time(asked, rates).total
+        yield from ("", _beside(predicted, beside))
+        yield from (f"note: {sentence}" for sentence in _doubts(predicted, beside))
 
 
 def _reservations(asked: Run, where: Where) -> Iterator[str]:
@@ -135,7 +139,7 @@ def _reservations(asked: Run, where: Where) -> Iterator[str]:
                "network between nodes is not predicted")
 
 
-def _doubts(found: Measured) -> Iterator[str]:
+def _doubts(predicted: float, found: Measured) -> Iterator[str]:
     if found.differs:
         more = f" and {len(found.differs) - SHOWN} more" if len(found.differs) > SHOWN else ""
         yield f"that run had other settings: {', '.join(found.differs[:SHOWN])}{more}"
@@ -143,8 +147,11 @@ def _doubts(found: Measured) -> Iterator[str]:
         yield f"{found.name} does not say what its settings are: they may be others"
     if found.left_out:
         yield f"{found.left_out} steps of that file are left out: they have other settings than those that are compared"
+    if not found.differs and not 1 / FAR <= predicted / found.seconds <= FAR:
+        yield ("that is far apart: one of the two machines may have been busy; measure the rates anew with --probe "
+               "while this one is idle")
 
 
-def _beside(predicted: StepTime, found: Measured) -> str:
+def _beside(predicted: float, found: Measured) -> str:
     return (f"measured {1e3 * found.seconds:.4g} ms (median of {found.steps} steps of {found.name}), predicted "
-            f"{1e3 * predicted.total:.4g} ms: {predicted.total / found.seconds - 1:+.1%}")
+            f"{1e3 * predicted:.4g} ms: {predicted / found.seconds - 1:+.1%}")

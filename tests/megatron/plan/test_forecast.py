@@ -137,7 +137,7 @@ def test_a_file_that_says_nothing_of_its_settings_or_has_no_step_is_told(
         tmp_path: Path, rates_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = [*FLAGS, "--rates", rates_file, "--metrics-file"]
     command.plan([*flags, several(tmp_path / "metrics.jsonl", (None, 0, 9, 100.0))])
-    assert "metrics.jsonl does not say what its settings are" in capsys.readouterr().out.splitlines()[-1]
+    assert "metrics.jsonl does not say what its settings are" in capsys.readouterr().out
     command.plan([*flags, several(tmp_path / "metrics.jsonl", (planned(), 0, 0, 0.0))])
     assert capsys.readouterr().out.endswith("metrics.jsonl has no step yet\n")
 
@@ -148,6 +148,14 @@ def test_a_file_that_says_nothing_of_its_settings_or_has_no_step_is_told(
 def test_whatever_changes_the_time_of_a_step_is_compared(flags: list[str], same: bool, tmp_path: Path) -> None:
     found = measured(recorded(tmp_path / "metrics.jsonl", planned(*flags)), planned(), machine())
     assert found is not None and (not found.differs) == same
+
+
+@pytest.mark.parametrize("milliseconds, is_far", [(500.0, False), (700.0, False), (900.0, True), (200.0, True)])
+def test_a_measured_step_that_is_far_from_the_predicted_one_is_told(
+        milliseconds: float, is_far: bool, tmp_path: Path, rates_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    file = several(tmp_path / "metrics.jsonl", (planned(), 0, 9, milliseconds))
+    command.plan([*FLAGS, "--rates", rates_file, "--metrics-file", file])  # about half a second
+    assert ("measure the rates anew with --probe" in capsys.readouterr().out) == is_far
 
 
 def test_what_is_said_and_what_follows_are_the_same(tmp_path: Path) -> None:
@@ -208,7 +216,9 @@ def probes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
     def start(arguments: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         started.append(arguments)
         ranks = int(arguments[arguments.index("--nproc-per-node") + 1])
-        Path(arguments[-4]).write_text(json.dumps(of_device(ranks, arguments[-1]).as_dict()))
+        rates = of_device(ranks, arguments[-1])
+        rates = replace(rates, where=replace(rates.where, machine=arguments[-3]))
+        Path(arguments[-4]).write_text(json.dumps(rates.as_dict()))
         return subprocess.CompletedProcess(arguments, 0, "", "")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -222,13 +232,31 @@ def planned(*flags: str) -> Run:
 
 
 def test_a_machine_is_measured_once_for_each_number_of_ranks(probes: list[list[str]]) -> None:
-    assert kept_rates.rates_for(planned()) == kept_rates.rates_for(planned()) == machine(1)
+    assert kept_rates.rates_for(planned()) == kept_rates.rates_for(planned())
     assert len(probes) == 1
     assert kept_rates.rates_for(planned("--ranks", "2")).where.ranks == 2 and len(probes) == 2
     kept_rates.rates_for(planned("--ranks", "64"), ranks_per_node=8)  # this machine has room for two
     assert len(probes) == 2
     kept_rates.rates_for(planned(), again=True)
     assert len(probes) == 3
+
+
+@pytest.mark.parametrize("broken", ['{"where"', '"machine": "elsewhere"', '"hides": NaN'])
+def test_kept_rates_that_are_damaged_or_of_another_machine_are_measured_anew(
+        broken: str, probes: list[list[str]]) -> None:
+    good = kept_rates.rates_for(planned())
+    file, = kept_rates.folder().iterdir()
+    text = file.read_text()
+    file.write_text({'{"where"': text[:99], '"hides": NaN': text.replace('"hides": 0.0', broken)}.get(
+        broken, text.replace(f'"machine": "{good.where.machine}"', broken)))
+    assert file.read_text() != text
+    assert kept_rates.rates_for(planned()) == kept_rates.rates_for(planned()) == good and len(probes) == 2
+
+
+def test_the_day_of_the_rates_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rates.json").write_text(json.dumps(machine(taken="2026-02-03").as_dict()))
+    command.plan([*FLAGS, "--rates", str(tmp_path / "rates.json")])
+    assert "torch 2.13.0), measured on 2026-02-03\n" in capsys.readouterr().out
 
 
 def test_another_version_or_number_of_threads_is_measured_anew(
