@@ -14,7 +14,7 @@ from megatron.tune.memory import Memory, needed_by
 from megatron.tune.model import Candidate
 from megatron.tune.report import metric
 from megatron.tune.results import Results
-from megatron.tune.search import Option, common_error, next_trial, pruned
+from megatron.tune.search import Option, common_error, next_repeat, next_trial, pruned
 from megatron.tune.space import Choice, choices, samples_of
 from megatron.tune.trial import Trials
 
@@ -46,10 +46,15 @@ def search(asked: Run, options: Mapping[Choice, Option], capacity: Memory, trial
                                      f"they wrote is in {trials.folder})")
         number = next_trial(values, kept, known, tuning)
         if number is None:
+            number = next_repeat(known)
+        if number is None:
             return
         choice, predicted = names[number], values[number].candidate.predicted.total
-        outcome = trials.run(len(results.trials) + 1, choice.of(asked, samples), predicted)
-        results.add(choice, outcome, predicted)
-        said = metric(asked, outcome.seconds) if outcome.seconds is not None else f"{outcome.state}: {outcome.words}"
-        print(f"trial {len(results.trials)}: {' '.join(choice.flags(asked, samples))} | predicted "
+        before = results.trials.get(choice)
+        trial = len(results.trials) + 1 if before is None else list(results.trials).index(choice) + 1
+        outcome = trials.run(trial, choice.of(asked, samples), predicted)
+        results.add(choice, outcome if before is None else before.again(outcome), predicted)
+        said = (f"{outcome.state}: {outcome.words}" if outcome.seconds is None
+                else f"measured {metric(asked, outcome.seconds)}")
+        print(f"trial {trial}{' again' if before else ''}: {' '.join(choice.flags(asked, samples))} | predicted "
               f"{metric(asked, predicted)} | {said}", flush=True)

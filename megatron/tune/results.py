@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +51,14 @@ class Results:
             raise ConfigError(f"{FLAG} {folder} has trials of another run or machine (other {', '.join(others)}): name "
                               "another folder, or begin anew with --autotuning-overwrite")
         for record in rest:
-            self.trials[Choice(**record["choice"])] = Outcome(**record["outcome"])
+            outcome = Outcome(**record["outcome"])
+            self.trials[Choice(**record["choice"])] = replace(outcome, times=tuple(outcome.times))
 
     def add(self, choice: Choice, outcome: Outcome, predicted: float) -> None:
+        """In the place of what was known of this choice."""
         self.trials[choice] = outcome
-        self._write(json.dumps({"trial": len(self.trials), "choice": choice.as_dict(), "predicted": predicted,
-                                "outcome": asdict(outcome)}), mode="a")
+        self._write(json.dumps({"trial": list(self.trials).index(choice) + 1, "choice": choice.as_dict(),
+                                "predicted": predicted, "outcome": asdict(outcome)}), mode="a")
 
     def forget(self, count: int) -> None:
         """The last trials, which say nothing of their choices."""

@@ -2,6 +2,7 @@
 
     pruned      choices that the planner says do not fit, and all but the best few micro-batches of each kind
     next_trial  by type: the one that may be fastest (model_based), the predicted order (gridsearch), or any (random)
+    next_repeat   which of the best is measured again, before one is picked
     common_error  what every further trial would end with as well
     best        the fastest of those that were measured
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, inf
 from typing import Any, Literal
 
@@ -26,6 +27,8 @@ State = Literal["done", "memory", "crash", "hang", "unclear"]
 
 HOPE = 1.5
 """Doubts below the estimate that a choice is given credit for."""
+FINALISTS, CLOSE, REPEATS = 3, 0.1, 2
+"""So many of the best, no slower by more than this share, are measured again, so often at most."""
 WORTHWHILE = 0.01
 """A choice that is faster by less is not worth a trial, and one that was is no progress."""
 
@@ -49,11 +52,20 @@ class Outcome:
 
     state: State
     seconds: float | None = None
-    """Of a step, where it was done."""
+    """Of a step, where it was done; of several times the least, since what else a machine does makes steps longer."""
     words: str = ""
     """Why not."""
     code: int = 0
     """That its processes ended with."""
+    times: tuple[float, ...] = ()
+    """Seconds of each time, where it was measured again."""
+
+    def again(self, other: Outcome) -> Outcome:
+        """With another measurement of the same choice, which has to be done as well."""
+        if self.seconds is None or other.seconds is None:
+            return other
+        times = (*(self.times or (self.seconds,)), other.seconds)
+        return replace(self, seconds=min(times), times=times)
 
 
 def pruned(options: Sequence[Option], capacity: Memory, micro_batches: int) -> list[int]:
@@ -107,6 +119,22 @@ def _is_stale(trials: Mapping[int, Outcome], patience: int) -> bool:
         if outcome.seconds is not None and outcome.seconds < (1 - WORTHWHILE) * fastest:
             fastest, since = outcome.seconds, 0
     return 0 < patience <= since and fastest < inf
+
+
+def next_repeat(trials: Mapping[int, Outcome]) -> int | None:
+    """Of the best ones in turn, until every time of one is less than all of the others. None: that, or often enough."""
+    times = {number: outcome.times or (outcome.seconds,)
+             for number, outcome in trials.items() if outcome.seconds is not None}
+    first = sorted(times, key=lambda number: times[number][0])[:FINALISTS]
+    first = [number for number in first if times[number][0] <= (1 + CLOSE) * times[first[0]][0]]
+    if len(first) < 2:
+        return None
+    fewest = min(len(times[number]) for number in first)
+    lagging = [number for number in first if len(times[number]) == fewest]
+    pick = min(first, key=lambda number: min(times[number]))
+    is_plain = all(max(times[pick]) < min(times[number]) for number in first if number != pick)
+    is_enough = fewest > REPEATS or (fewest > 1 and is_plain)
+    return None if lagging == first and is_enough else lagging[0]
 
 
 def common_error(trials: Mapping[Any, Outcome]) -> Outcome | None:

@@ -25,7 +25,7 @@ from megatron.tune import capacity, command, patience, trial
 from megatron.tune.memory import Memory
 from megatron.tune.patience import Patience
 from megatron.tune.results import FILE, Results, results_of
-from megatron.tune.search import Outcome, common_error
+from megatron.tune.search import Outcome, common_error, next_repeat
 from megatron.tune.space import Choice
 from megatron.tune.trial import Trials, trial_of
 from megatron.tune.words import flags_of
@@ -220,8 +220,38 @@ def test_it_goes_on_where_it_was_killed(place: list[str], monkeypatch: pytest.Mo
     file.write_text(file.read_text() + '{"trial": 4, "choi')  # killed as it wrote
     assert command.main([*flags, "--autotuning-tuner-num-trials", "5"]) == 0
     found = outcomes(place)
-    assert len(first) == 3 and len(found) == 5 and found[:3] == first
-    assert len({json.dumps(one["choice"]) for one in found}) == 5
+    assert len({one["trial"] for one in first}) == 3 and found[:len(first)] == first
+    assert len({json.dumps(one["choice"]) for one in found}) == len({one["trial"] for one in found}) == 5
+
+
+def test_the_best_are_measured_again_before_one_is_picked(
+        place: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two are close at first: the one that was faster had luck, and the other one no peace."""
+    taken = iter([0.100, 0.105, 0.2, 0.104, 0.090, 0.103, 0.091])
+    monkeypatch.setattr(Trials, "run", lambda *_: Outcome("done", next(taken)))
+    assert command.main([*place, "--ranks", "2", "--autotuning-tuner-num-trials", "3", "--global-batch-size", "4",
+                         "--autotuning-tuner-type", "gridsearch", *MODEL]) == 0
+    found = outcomes(place)
+    assert [one["trial"] for one in found] == [1, 2, 3, 1, 2, 1, 2]
+    assert found[-1]["outcome"]["times"] == [0.105, 0.09, 0.091] and found[-1]["outcome"]["seconds"] == 0.09
+    assert "90 ms a step" in capsys.readouterr().out
+    results = Results(place[5], json.loads((Path(place[5]) / FILE).read_text().splitlines()[0])["subject"],
+                      overwrite=False)
+    assert [outcome.seconds for outcome in results.trials.values()] == [0.1, 0.09, 0.2]
+
+
+@pytest.mark.parametrize("times, following", [
+    ([(1.0,)], None), ([(1.0,), (1.2,)], None), ([(1.0,), (1.05,)], 0), ([(1.0, 1.0), (1.05,)], 1),
+    ([(1.0, 1.01), (1.05, 1.04)], None), ([(1.0, 1.06), (1.05, 1.04)], 0),
+    ([(1.0, 1.06, 1.06), (1.05, 1.04, 1.04)], None), ([(1.03,), (1.0,), (1.02,), (1.01,)], 1), ([], None)])
+def test_repeats_end_when_the_best_is_plain(times: list[tuple[float, ...]], following: int | None) -> None:
+    assert next_repeat({number: Outcome("done", min(one), times=one) for number, one in enumerate(times)}) == following
+
+
+def test_a_choice_that_fails_when_it_is_measured_again_is_not_picked() -> None:
+    again = Outcome("done", 1.0).again(Outcome("hang", words="late"))
+    assert again == Outcome("hang", words="late")
+    assert next_repeat({0: again, 1: Outcome("done", 1.0), 2: Outcome("done", 1.01)}) == 1
 
 
 @pytest.mark.slow
