@@ -283,6 +283,17 @@ def test_gpus_are_measured_where_there_are_any_and_no_cpu_in_their_place(
     assert probes[0][probes[0].index("--nproc-per-node") + 1] == "2" and probes[0][-1] == "cuda"
 
 
+@pytest.mark.parametrize("flags, summary, here, device", [
+    (["--time"], False, 0, "cpu"), (["--probe"], False, 0, "cpu"), (["--metrics-file", "m.jsonl"], False, 0, "cpu"),
+    (["--time"], False, 1, "cuda"), (["--time", "--device", "cuda"], False, 0, "cuda"), ([], False, 0, "cuda"),
+    (["--metrics-file", "m.jsonl"], True, 0, "cuda"), (["--time", "--rates", "r.json"], False, 0, "cuda")])
+def test_a_time_is_that_of_the_device_that_is_here(flags: list[str], summary: bool, here: int, device: str,
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "visible_gpus", lambda: [Gpu("H100", "GPU-1")] * here)
+    without = [word for word in FLAGS if word not in ("--device", "cpu")]
+    assert command.parse([*without, *flags], summary=summary)[1].device == device
+
+
 def test_a_probe_that_fails_is_an_error_with_its_last_words(
         probes: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", lambda arguments, **_: subprocess.CompletedProcess(
