@@ -42,7 +42,8 @@ EXAMPLES = """examples:
   python -m megatron.plan --deepspeed_config ds_config.json --preset 10B --ranks 1 --card-gb 32 --json
   python -m megatron.plan --preset small --device cpu --ranks 2 --vocab-size 8192 --time
 
-Every flag of pretrain_gpt2.py is a training flag; its --help lists them. docs/plan.md explains the columns."""
+Every flag of pretrain_gpt2.py is a training flag; its --help lists them. One of them, --metrics-file FILE, does as
+--time, and adds what the run of that file has measured. docs/plan.md explains the columns."""
 
 MODULE = "python -m megatron.plan"
 

@@ -134,6 +134,9 @@ def _reservations(asked: Run, where: Where) -> Iterator[str]:
     if where.device == "cuda":
         yield ("not calibrated on GPUs yet: no prediction has stood beside a measured step of one; and these are of a "
                "model that is not compiled")
+    if asked.ranks > where.ranks and where.device == "cpu":
+        yield (f"{asked.ranks} ranks on one machine share the cores that {where.ranks} were measured with: each is "
+               "slower than predicted")
     if asked.ranks > where.ranks:
         yield (f"{asked.ranks} ranks exchange as fast as the {where.ranks} that were measured on one machine: a slower "
                "network between nodes is not predicted")

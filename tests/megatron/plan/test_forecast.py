@@ -91,7 +91,8 @@ def notes(tmp_path: Path, capsys: pytest.CaptureFixture[str], rates: Rates, *fla
 
 def test_what_a_forecast_leaves_out_is_said_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert notes(tmp_path, capsys, machine(2), "--ranks", "2") == []
-    more, = notes(tmp_path, capsys, machine(2), "--ranks", "4")
+    shared, more = notes(tmp_path, capsys, machine(2), "--ranks", "4")
+    assert shared.startswith("note: 4 ranks on one machine share the cores that 2 were measured with")
     assert more.startswith("note: 4 ranks exchange as fast as the 2 that were measured on one machine")
     calibrated, = notes(tmp_path, capsys, of_device(2, "cuda"), "--ranks", "2", "--device", "cuda")
     assert calibrated.startswith("note: not calibrated on GPUs yet")
