@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
+from megatron.config.ds_batch import BATCH
 from megatron.plan.footprint import Run
 from megatron.plan.remedies import size
 from megatron.plan.table import aligned
@@ -14,6 +16,7 @@ from megatron.tune.search import Option, Outcome
 from megatron.tune.space import Choice, samples_of
 
 HEAD = ("", "micro-batch", "zero", "offload", "recomputed", "tp", "needs", "on the host", "predicted", "measured", "")
+BATCH_KEYS = {"--batch-size": "train_micro_batch_size_per_gpu", "--global-batch-size": "train_batch_size"}
 WORDS = {"throughput": "samples/s", "latency": "ms a step", "flops": "TFLOP/s of a rank"}
 
 
@@ -45,11 +48,42 @@ def table(trials: Mapping[Choice, Outcome], options: Mapping[Choice, Option]) ->
     yield from aligned([HEAD, *rows(trials, options)], left=(3, 10))
 
 
+def advice(asked: Run, found: Choice) -> list[str]:
+    """What to type after the other flags; and what to change in a DeepSpeed file that says the same settings."""
+    words, samples, keys, flags = asked.config.words, samples_of(asked), list[str](), list[str]()
+    given = dict(words.given) | (BATCH_KEYS if _says_batch(words.file) else {})
+    for flag, *values in _settings(found.flags(asked, samples)):
+        key = given.get(flag.replace("--no-", "--", 1))
+        if key is None:
+            flags += [flag, *values]
+        elif key.split(".")[-1].startswith("cpu_offload"):
+            keys.append(f"{key} {str(values != ['none']).lower()}")
+        else:
+            keys.append(f"{key} {' '.join(values) or str(not flag.startswith('--no-')).lower()}")
+    if "--batch-size" in given:
+        keys.append(f"gradient_accumulation_steps {samples // (found.batch * (asked.ranks // found.tp))}")
+    return [*([f"in {words.file}: {', '.join(keys)}"] if keys else []), "flags: " + " ".join(flags)]
+
+
+def _says_batch(file: str) -> bool:
+    return bool(file) and any(key in Path(file).read_text(encoding="utf-8") for key in BATCH)
+
+
+def _settings(words: Sequence[str]) -> list[list[str]]:
+    """Each flag with its values."""
+    found: list[list[str]] = []
+    for word in words:
+        if word.startswith("--"):
+            found.append([])
+        found[-1].append(word)
+    return found
+
+
 def verdict(asked: Run, trials: Mapping[Choice, Outcome], found: Choice, legal: int) -> list[str]:
     seconds = trials[found].seconds
     assert seconds is not None, "the best one was measured"
     return [f"fastest: {metric(asked, seconds)}, {1e3 * seconds:.4g} ms a step, after {len(trials)} trials of {legal} "
-            "choices", "flags: " + " ".join(found.flags(asked, samples_of(asked)))]
+            "choices", *advice(asked, found)]
 
 
 def page(asked: Run, trials: Mapping[Choice, Outcome], options: Mapping[Choice, Option], words: Sequence[str]) -> str:

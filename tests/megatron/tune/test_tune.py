@@ -10,7 +10,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,15 +20,16 @@ from data.storage import DataError, StorageFault
 from megatron.config.flags import parse_args
 from megatron.errors import ConfigError, PeerError, StorageError
 from megatron.plan import gpus, kept_rates
-from megatron.plan.footprint import Run
+from megatron.plan.footprint import Homes, Run, homes_of
 from megatron.plan.rates import Where
 from megatron.plan.report import USABLE
 from megatron.tune import capacity, command, patience, trial
 from megatron.tune.memory import Memory
 from megatron.tune.patience import Patience
+from megatron.tune.report import advice
 from megatron.tune.results import FILE, Results, results_of
 from megatron.tune.search import Outcome, common_error, next_repeat
-from megatron.tune.space import Choice
+from megatron.tune.space import Choice, choices, samples_of
 from megatron.tune.trial import Trials, trial_of
 from megatron.tune.words import flags_of
 from tests.megatron.helpers import NO_DROPOUT, ROOT, TINY
@@ -208,6 +211,48 @@ def test_failed_trials_do_not_stop_it_and_the_end_says_what_to_type(
     assert (folder / "flags.txt").read_text() == fastest + "\n"
     parse_args([*MODEL, *fastest.split()], 2).check_world(2)
     assert "<table>" in (folder / "tuning.html").read_text()
+
+
+@pytest.mark.parametrize("flags", [
+    [], ["--zero-stage", "1", "--offload-optimizer-device", "nvme", "--offload-optimizer-nvme-path", "DIR"]])
+def test_the_flags_of_a_choice_make_it_beside_those_that_were_given(flags: list[str]) -> None:
+    flags = [*MODEL, "--global-batch-size", "8", *flags]
+    run = command.parse(["--device", "cpu", "--ranks", "2", *flags])[1]
+    found = choices(run)
+    for choice, chosen in found.items():
+        config = parse_args([*flags, *choice.flags(run, 8)], 2)
+        assert homes_of(config) == choice.homes and config.zero == chosen.config.zero
+    assert {choice.homes for choice in found} >= {Homes(), run.homes}
+
+
+@pytest.mark.parametrize("content", [
+    {"train_batch_size": 8, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 1, "cpu_offload": True}},
+    {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "zero_optimization": {
+        "stage": 2, "reduce_bucket_size": 5000, "allgather_bucket_size": 5000}},
+    {"zero_optimization": {"stage": 3}}, {"train_batch_size": 8}])
+def test_beside_a_file_its_keys_are_told(content: dict[str, Any], tmp_path: Path) -> None:
+    """With them in the file, and the flags beside it, a run is the choice."""
+    file = tmp_path / "ds.json"
+    given = [*MODEL, "--deepspeed_config", str(file)]
+    for number in range(0, 20, 3):
+        file.write_text(json.dumps(content))
+        run = command.parse(["--device", "cpu", "--ranks", "1", "--no-autotuning-fast", *given])[1]
+        choice, chosen = list(choices(run).items())[number % len(choices(run))]
+        *keys, flags = advice(run, choice)
+        changed = json.loads(json.dumps(content))
+        for word in (keys[0].removeprefix(f"in {file}: ").split(", ") if keys else []):
+            name, value = word.split()
+            *path, last = name.split(".")
+            inner = changed
+            for part in path:
+                inner = inner.setdefault(part, {})
+            inner[last] = json.loads(value)
+        file.write_text(json.dumps(changed))
+        config = parse_args([*given, *flags.removeprefix("flags: ").split()], 1)
+        assert (config.train, config.zero, config.recompute) == (
+            replace(chosen.config.train, global_batch_size=config.train.global_batch_size), chosen.config.zero,
+            chosen.config.recompute)
+        assert config.global_batch_size(1) == samples_of(run) and homes_of(config) == choice.homes
 
 
 def test_it_goes_on_where_it_was_killed(place: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
