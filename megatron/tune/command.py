@@ -24,7 +24,7 @@ from megatron.train.inputs import check_inputs
 from megatron.tune.capacity import capacity_of
 from megatron.tune.loop import planned, search
 from megatron.tune.memory import Memory, nearest
-from megatron.tune.report import page, table, verdict
+from megatron.tune.report import counted, page, table, verdict
 from megatron.tune.results import Results, results_of
 from megatron.tune.search import Option, best
 from megatron.tune.space import Choice
@@ -91,7 +91,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                         asked_for.trial_seconds)
         options = planned(asked, rates_for(asked, path=asked_for.rates))
         capacity = capacity_of(asked, asked_for.card_gb)
-        search(asked, options, capacity, trials, results)
+        try:
+            search(asked, options, capacity, trials, results)
+        except (KeyboardInterrupt, SystemExit):
+            done = counted(len(results.trials), "trial")
+            print(f"the same command goes on after {done}", file=sys.stderr, flush=True)
+            raise
         return _tell(asked, options, results, capacity)
 
 
@@ -104,8 +109,8 @@ def _tell(asked: Run, options: Mapping[Choice, Option], results: Results, capaci
     print("", *table(trials, options), "", sep="\n", flush=True)
     names, fastest = list(trials), best(dict(enumerate(trials.values())))
     if fastest is None:
-        raise PeerError(f"no choice of {len(options)} ran: {len(trials)} trials failed, as the table says; what they "
-                        f"wrote is in {asked.config.autotuning.autotuning_exps_dir}")
+        raise PeerError(f"no choice of {len(options)} ran: {counted(len(trials), 'trial')} failed, as the table says; "
+                        f"what they wrote is in {asked.config.autotuning.autotuning_exps_dir}")
     words = verdict(asked, trials, names[fastest], len(options))
     print(*words, sep="\n", flush=True)
     with named_by("--autotuning-results-dir"):

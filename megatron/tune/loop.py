@@ -12,9 +12,9 @@ from megatron.plan.rates import Rates
 from megatron.plan.time import step_time
 from megatron.tune.memory import Memory, needed_by
 from megatron.tune.model import Candidate
-from megatron.tune.report import metric
+from megatron.tune.report import counted, metric
 from megatron.tune.results import Results
-from megatron.tune.search import Option, common_error, next_repeat, next_trial, pruned
+from megatron.tune.search import Option, common_error, next_repeat, next_trial, pruned, why_over
 from megatron.tune.space import Choice, choices, samples_of
 from megatron.tune.trial import Trials
 
@@ -25,6 +25,9 @@ ERRORS = {EXIT_CONFIG: ConfigError, EXIT_DATA: DataError, EXIT_STORAGE: StorageE
 def planned(asked: Run, rates: Rates) -> dict[Choice, Option]:
     found = {choice: Option(Candidate(choice.as_dict(), step_time(run, rates)), needed_by(run))
              for choice, run in choices(asked).items()}
+    size = asked.config.autotuning.autotuning_mp_size
+    require(size is None or asked.ranks % size == 0,
+            f"--autotuning-mp-size {size} does not divide --ranks {asked.ranks}: give one that does")
     require(bool(found), f"--ranks {asked.ranks} and {samples_of(asked)} samples of a step leave no choice: samples "
             "have to be divisible by the data parallel size")
     return found
@@ -36,8 +39,8 @@ def search(asked: Run, options: Mapping[Choice, Option], capacity: Memory, trial
     names, values = list(options), list(options.values())
     numbers = {choice: number for number, choice in enumerate(names)}
     kept = pruned(values, capacity, tuning.autotuning_num_tuning_micro_batch_sizes)
-    print(f"{len(names)} choices, {len(kept)} of them to try; {capacity} for a rank"
-          + (f"; goes on after {len(results.trials)} trials" if results.trials else ""), flush=True)
+    print(f"{counted(len(names), 'choice')}, {len(kept)} to try; a rank has {capacity}"
+          + (f"; goes on after {counted(len(results.trials), 'trial')}" if results.trials else ""), flush=True)
     while True:
         known = {numbers[choice]: outcome for choice, outcome in results.trials.items() if choice in numbers}
         if error := common_error(known):
@@ -48,6 +51,7 @@ def search(asked: Run, options: Mapping[Choice, Option], capacity: Memory, trial
         if number is None:
             number = next_repeat(known)
         if number is None:
+            print(f"over: {why_over(values, kept, known, tuning)}", flush=True)
             return
         choice, predicted = names[number], values[number].candidate.predicted.total
         before = results.trials.get(choice)

@@ -15,7 +15,8 @@ from megatron.train.flops import flops_per_token
 from megatron.tune.search import Option, Outcome
 from megatron.tune.space import Choice, samples_of
 
-HEAD = ("", "micro-batch", "zero", "offload", "recomputed", "tp", "needs", "on the host", "predicted", "measured", "")
+HEAD = ("trial", "micro-batch", "zero", "offload", "recomputed", "tp", "bucket", "needs", "on the host", "predicted",
+        "measured", "")
 BATCH_KEYS = {"--batch-size": "train_micro_batch_size_per_gpu", "--global-batch-size": "train_batch_size"}
 WORDS = {"throughput": "samples/s", "latency": "ms a step", "flops": "TFLOP/s of a rank"}
 
@@ -34,18 +35,19 @@ def metric(asked: Run, seconds: float) -> str:
 def rows(trials: Mapping[Choice, Outcome], options: Mapping[Choice, Option]) -> Iterator[tuple[str, ...]]:
     """The fastest first, and last what was not done."""
     ordered = sorted(trials.items(), key=lambda item: item[1].seconds or float("inf"))
-    for place, (choice, outcome) in enumerate(ordered, 1):
+    numbers = {choice: number for number, choice in enumerate(trials, 1)}
+    for choice, outcome in ordered:
         option = options[choice]
         measured = UNKNOWN if outcome.seconds is None else f"{1e3 * outcome.seconds:.4g} ms"
-        yield (str(place), str(choice.batch), str(choice.stage), str(choice.homes),
-               "yes" if choice.recomputes else "no", str(choice.tp), size(int(option.needs.device)),
-               size(int(option.needs.host)) if option.needs.host else "",
+        yield (str(numbers[choice]), str(choice.batch), str(choice.stage), str(choice.homes),
+               "yes" if choice.recomputes else "no", str(choice.tp), f"{choice.bucket:,}",
+               size(int(option.needs.device)), size(int(option.needs.host)) if option.needs.host else "",
                f"{1e3 * option.candidate.predicted.total:.4g} ms", measured,
                "" if outcome.state == "done" else f"{outcome.state}: {outcome.words}")
 
 
 def table(trials: Mapping[Choice, Outcome], options: Mapping[Choice, Option]) -> Iterator[str]:
-    yield from aligned([HEAD, *rows(trials, options)], left=(3, 10))
+    yield from aligned([HEAD, *rows(trials, options)], left=(3, 11))
 
 
 def advice(asked: Run, found: Choice) -> list[str]:
@@ -82,8 +84,13 @@ def _settings(words: Sequence[str]) -> list[list[str]]:
 def verdict(asked: Run, trials: Mapping[Choice, Outcome], found: Choice, legal: int) -> list[str]:
     seconds = trials[found].seconds
     assert seconds is not None, "the best one was measured"
-    return [f"fastest: {metric(asked, seconds)}, {1e3 * seconds:.4g} ms a step, after {len(trials)} trials of {legal} "
-            "choices", *advice(asked, found)]
+    told = dict.fromkeys((metric(asked, seconds), f"{1e3 * seconds:.4g} {WORDS['latency']}"))
+    return [f"fastest: {', '.join(told)}, after {counted(len(trials), 'trial')} of {counted(legal, 'choice')}",
+            *advice(asked, found)]
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def page(asked: Run, trials: Mapping[Choice, Outcome], options: Mapping[Choice, Option], words: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
     pruned      choices that the planner says do not fit, and all but the best few micro-batches of each kind
     next_trial  by type: the one that may be fastest (model_based), the predicted order (gridsearch), or any (random)
+    why_over    in words, where there is no next one
     next_repeat   which of the best is measured again, before one is picked
     common_error  what every further trial would end with as well
     best        the fastest of those that were measured
@@ -86,9 +87,7 @@ def next_trial(options: Sequence[Option], kept: Sequence[int], trials: Mapping[i
     """None: the search is over."""
     if len(trials) >= tuning.autotuning_tuner_num_trials or _is_stale(trials, tuning.autotuning_tuner_early_stopping):
         return None
-    too_much = [options[number].needs for number, outcome in trials.items() if outcome.state == "memory"]
-    left = [number for number in kept
-            if number not in trials and not any(options[number].needs.holds(needs) for needs in too_much)]
+    left = _left(options, kept, trials)
     if not left:
         return None
     if tuning.autotuning_tuner_type == "gridsearch":
@@ -109,6 +108,25 @@ def _most_promising(options: Sequence[Option], left: Sequence[int], trials: Mapp
 
     number = min(left, key=hoped)
     return number if hoped(number) < (1 - WORTHWHILE) * min(measured.values()) else None
+
+
+def why_over(options: Sequence[Option], kept: Sequence[int], trials: Mapping[int, Outcome],
+             tuning: AutotuningConfig) -> str:
+    """Where there is no next trial."""
+    if not _left(options, kept, trials):
+        return "nothing is left to try"
+    if len(trials) >= tuning.autotuning_tuner_num_trials:
+        return f"--autotuning-tuner-num-trials is {tuning.autotuning_tuner_num_trials}"
+    if _is_stale(trials, tuning.autotuning_tuner_early_stopping):
+        return (f"the last {tuning.autotuning_tuner_early_stopping} trials were no faster "
+                "(--autotuning-tuner-early-stopping)")
+    return f"no other choice is expected to be {WORTHWHILE:.0%} faster"
+
+
+def _left(options: Sequence[Option], kept: Sequence[int], trials: Mapping[int, Outcome]) -> list[int]:
+    too_much = [options[number].needs for number, outcome in trials.items() if outcome.state == "memory"]
+    return [number for number in kept
+            if number not in trials and not any(options[number].needs.holds(needs) for needs in too_much)]
 
 
 def _is_stale(trials: Mapping[int, Outcome], patience: int) -> bool:

@@ -110,6 +110,7 @@ def test_a_trial_is_waited_for_as_long_as_training_waits_for_its_first_step() ->
     given = Patience.of(run, 2.0, 50.0)
     assert not given.why_not(49.0, None) and not given.why_not(49.0, 1.0)
     assert given.why_not(50.0, None) == given.why_not(50.0, 49.0) == "not over after 50 s"
+    assert Patience.of(run, 2.0, 0.5).why_not(0.5, None) == "not over after 0.5 s"
 
 
 @pytest.mark.parametrize("said, state", [
@@ -324,6 +325,9 @@ def test_trials_of_another_run_are_not_mixed_with_these(place: list[str], monkey
         command.main([*flags, "--hidden-size", "64"])
     with pytest.raises(ConfigError, match=r"\(other steps\)"):
         command.main([*flags, "--autotuning-end-profile-step", "7"])
+    with monkeypatch.context() as elsewhere, pytest.raises(ConfigError, match=r"\(other threads\)"):
+        elsewhere.setenv("OMP_NUM_THREADS", "7")
+        command.main(flags)
     with monkeypatch.context() as elsewhere, pytest.raises(ConfigError, match=r"\(other machine, torch\)"):
         elsewhere.setattr(kept_rates, "version", lambda _: "2.11.0")
         elsewhere.setattr(platform, "node", lambda: "elsewhere")
@@ -380,6 +384,34 @@ def test_a_folder_that_cannot_be_one_is_refused_at_the_start(
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageFault, match=f"{flag}: .*file: cannot write: File exists"):
         command.main([*place, flag, str(tmp_path / "file"), *MODEL])
+
+
+def test_what_is_told_of_a_search(place: list[str], monkeypatch: pytest.MonkeyPatch,
+                                  capsys: pytest.CaptureFixture[str]) -> None:
+    taken = iter([0.2, 0.1])
+    monkeypatch.setattr(Trials, "run", lambda *_: Outcome("done", next(taken)))
+    flags = [*place, "--ranks", "2", "--global-batch-size", "4", "--autotuning-metric", "latency", *MODEL]
+    assert command.main([*flags, "--autotuning-tuner-num-trials", "1"]) == 0
+    text = capsys.readouterr().out
+    assert " to try; a rank has " in text and "ms a step | measured 200 ms a step\n" in text
+    assert "over: --autotuning-tuner-num-trials is 1\n" in text
+    assert "fastest: 200 ms a step, after 1 trial of " in text
+    assert command.main([*flags, "--autotuning-tuner-num-trials", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "; goes on after 1 trial\n" in text
+    head, *rows = text[text.index("trial  micro-batch"):].splitlines()[:3]
+    assert "bucket" in head and [row.split()[0] for row in rows] == ["2", "1"]
+
+
+def test_an_interrupted_search_says_that_it_can_go_on(place: list[str], monkeypatch: pytest.MonkeyPatch,
+                                                      capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: Any) -> Outcome:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trials, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        command.main([*place, *MODEL])
+    assert capsys.readouterr().err == "the same command goes on after 0 trials\n"
 
 
 def test_two_searches_do_not_share_their_results(place: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -460,6 +492,7 @@ def test_memory_that_nobody_tells_is_asked_for(monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize("flags, words", [
     (["--ranks", "0"], "--ranks is 0"), (["--trial-seconds", "0"], "--trial-seconds is 0"),
     (["--ranks", "2", "--global-batch-size", "3", "--autotuning-mp-size", "1"], "leave no choice"),
+    (["--ranks", "2", "--autotuning-mp-size", "3"], "--autotuning-mp-size 3 does not divide --ranks 2"),
     (["--device", "cuda", "--ranks", "1000"], "--ranks 1000 is more than")])
 def test_what_cannot_be_tuned_is_refused(flags: list[str], words: str, place: list[str]) -> None:
     with pytest.raises(ConfigError, match=words):
