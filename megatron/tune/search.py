@@ -28,8 +28,8 @@ State = Literal["done", "memory", "crash", "hang", "unclear"]
 
 HOPE = 1.5
 """Doubts below the estimate that a choice is given credit for."""
-FINALISTS, CLOSE, REPEATS = 3, 0.1, 2
-"""So many of the best, no slower by more than this share, are measured again, so often at most."""
+FINALISTS, REPEATS = 3, 2
+"""So many of the best are measured again, so often at most."""
 WORTHWHILE = 0.01
 """A choice that is faster by less is not worth a trial, and one that was is no progress."""
 
@@ -144,7 +144,6 @@ def next_repeat(trials: Mapping[int, Outcome]) -> int | None:
     times = {number: outcome.times or (outcome.seconds,)
              for number, outcome in trials.items() if outcome.seconds is not None}
     first = sorted(times, key=lambda number: times[number][0])[:FINALISTS]
-    first = [number for number in first if times[number][0] <= (1 + CLOSE) * times[first[0]][0]]
     if len(first) < 2:
         return None
     fewest = min(len(times[number]) for number in first)
