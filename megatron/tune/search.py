@@ -1,11 +1,11 @@
 """Which choice is tried next, and when the search ends: pure functions of the choices and of the trials so far.
 
-    pruned      choices that the planner says do not fit, and all but the best few micro-batches of each kind
-    next_trial  by type: the one that may be fastest (model_based), the predicted order (gridsearch), or any (random)
-    why_over    in words, where there is no next one
+    pruned        choices that the planner says do not fit, and all but the best few micro-batches of each kind
+    next_trial    by type: what may be fastest (model_based), the predicted order (gridsearch), or any (random)
+    why_over      in words, where there is no next one
     next_repeat   which of the best is measured again, before one is picked
     common_error  what every further trial would end with as well
-    best        the fastest of those that were measured
+    best          the fastest of those that were measured
 
 A trial that found no memory rules out every choice that needs as much by the plan, on the device and on the host. One
 in which anything else went wrong rules out itself.

@@ -520,5 +520,5 @@ def test_a_real_search_of_a_tiny_model(ranks: str, place: list[str], monkeypatch
     assert command.main([*place, "--ranks", ranks, "--global-batch-size", "4", "--autotuning-tuner-num-trials", "3",
                          *MODEL]) == 0
     found = outcomes(place)
-    assert 1 <= len(found) <= 3 and all(one["outcome"]["state"] == "done" for one in found)
+    assert 1 <= len({one["trial"] for one in found}) <= 3 and all(one["outcome"]["state"] == "done" for one in found)
     assert "samples/s" in capsys.readouterr().out
