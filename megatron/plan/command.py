@@ -21,6 +21,7 @@ from megatron.config.tree import Config, require
 from megatron.errors import ConfigError
 from megatron.plan.footprint import Homes, Run, homes_of
 from megatron.plan.forecast import forecast, measured
+from megatron.plan.gpus import visible_gpus
 from megatron.plan.kept_rates import rates_for
 from megatron.plan.needs import needs
 from megatron.plan.report import Machine, report
@@ -41,7 +42,8 @@ EXAMPLES = """examples:
   python -m megatron.plan --deepspeed_config ds_config.json --preset 10B --ranks 1 --card-gb 32 --json
   python -m megatron.plan --preset small --device cpu --ranks 2 --vocab-size 8192 --time
 
-Every flag of pretrain_gpt2.py is a training flag; its --help lists them. docs/plan.md explains the columns."""
+Every flag of pretrain_gpt2.py is a training flag; its --help lists them. One of them, --metrics-file FILE, does as
+--time, and adds what the run of that file has measured. docs/plan.md explains the columns."""
 
 MODULE = "python -m megatron.plan"
 
@@ -51,7 +53,7 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see {self.prog} --help")
 
 
-def parse(argv: Sequence[str], ranks: int = 1) -> tuple[argparse.Namespace, Run]:
+def parse(argv: Sequence[str], ranks: int = 1, *, summary: bool = False) -> tuple[argparse.Namespace, Run]:
     options, flags = _parser(ranks).parse_known_args(list(argv))
     for name in ("ranks", "ranks_per_node"):
         count = getattr(options, name)
@@ -60,6 +62,8 @@ def parse(argv: Sequence[str], ranks: int = 1) -> tuple[argparse.Namespace, Run]
     require(options.tflops is None or options.tflops > 0, f"--tflops is {options.tflops}: expected more than 0")
     config = parse_args(flags, options.ranks, planning=True)
     config.check_world(options.ranks)
+    is_timed_here = options.time or options.probe or config.log.metrics_file is not None and not summary
+    options.device = options.device or ("cpu" if is_timed_here and not options.rates and not visible_gpus() else "cuda")
     homes = _homes(config)
     here = replace(config.offload, offload_optimizer_device="none", offload_param_device="none")  # from now on in homes
     return options, Run(replace(with_vocabulary(config), offload=here), options.ranks, options.device, homes)
@@ -77,7 +81,8 @@ def _parser(ranks: int) -> argparse.ArgumentParser:
                         help=f"ranks that share a host ({RANKS_PER_NODE}, or all of them)")
     parser.add_argument("--card-gb", type=float, nargs="+", default=CARDS, metavar="X",
                         help=f"memory of the cards to compare with ({' '.join(f'{card:g}' for card in CARDS)})")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="where the run is to be (cuda)")
+    parser.add_argument("--device", choices=("cuda", "cpu"),
+                        help="where the run is to be (cuda; where it is timed, cpu if there is no GPU here)")
     parser.add_argument("--tflops", type=float, metavar="X",
                         help="TFLOP/s of a rank, as training reports them: adds the time of a step and of the run")
     parser.add_argument("--time", action="store_true",
@@ -110,7 +115,7 @@ def _homes(config: Config) -> Homes:
 def plan(argv: Sequence[str], ranks: int = 1, ranks_per_node: int = RANKS_PER_NODE, *, summary: bool = False) -> int:
     """The plan of these flags on stdout; the options among them win over the other arguments. `summary`: what the run
     that was asked for needs, before all others; the metrics file is then one that it would write."""
-    options, asked = parse(argv, ranks)
+    options, asked = parse(argv, ranks, summary=summary)
     on_node = min(options.ranks_per_node or ranks_per_node, options.ranks)
     metrics = None if summary else asked.config.log.metrics_file
     rates = None
@@ -123,7 +128,8 @@ def plan(argv: Sequence[str], ranks: int = 1, ranks_per_node: int = RANKS_PER_NO
         print(json.dumps(found | ({} if beside is None else {"measured": asdict(beside)}), indent=1))
         return 0
     print("\n".join([*(needs(asked, machine) if summary else ()), *table(asked, machine, found),
-                     *(forecast(asked, rates, found["rows"], beside) if rates else ())]))
+                     *(forecast(asked, rates, found["rows"], beside) if rates else ()),
+                     *([f"note: {metrics} has no step yet"] if metrics and beside is None else ())]))
     return 0
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -12,17 +13,31 @@ from megatron.plan.footprint import Run
 from megatron.plan.rates import Rates, Where
 from megatron.plan.report import settings_of
 from megatron.plan.table import CARDS_HEAD, aligned, label
-from megatron.plan.time import StepTime, step_time
-from megatron.report.history import History
+from megatron.plan.time import step_time
+from megatron.report.history import History, Start
 from megatron.report.read import MetricsLines
 
 PARTS = ("products", "attention", "rest", "optimizer", "exchange", "hidden", "total")
 WARM_UP = 3
-"""Steps of a run that its median leaves out, where it has more than twice as many."""
-DECISIVE = ("model.", "precision.", "parallel.", "zero.", "recompute.", "offload.", "layer_drop.", "optim.optimizer",
-            "optim.clip_grad", "train.batch_size", "train.global_batch_size", "train.compile", "train.cuda_graphs")
-"""Settings that a time belongs to, and sections of them."""
+"""Steps of a start that the median leaves out, where it has more than twice as many."""
+HARMLESS = frozenset({
+    "model.layernorm_epsilon", "model.init_method_std",
+    "data.train_data", "data.valid_data", "data.test_data", "data.split", "data.tokenizer_type", "data.vocab_file",
+    "data.merge_file", "data.tokenizer_path", "data.mock_data", "data.data_cache_path", "data.text_key",
+    "data.document_separator", "data.num_workers", "data.lazy_loader",
+    "parallel.distributed_backend", "parallel.distributed_timeout_seconds", "parallel.startup_timeout_seconds",
+    "parallel.local_rank",
+    "optim.weight_decay", "optim.adam_beta1", "optim.adam_beta2", "optim.adam_eps", "optim.sgd_momentum",
+    "precision.loss_scale", "precision.initial_loss_scale", "precision.loss_scale_window", "precision.hysteresis",
+    "precision.min_scale", "precision.max_skipped_in_a_row",
+    "zero.load_from_fp32_weights", "zero.ignore_unused_parameters", "zero.stage3_gather_16bit_weights_on_model_save",
+    "train.train_iters", "train.eval_interval", "train.eval_iters", "train.exit_interval",
+    "train.exit_duration_in_mins", "train.seed"})
+"""Settings that leave the time of a step as it is; with all others it is that of another run."""
+HARMLESS_SECTIONS = ("schedule.", "save.", "log.", "profile.", "autotuning.")
 SHOWN = 3
+FAR = 1.5
+"""Times more or less than predicted: the rates may be those of a busy machine."""
 
 
 @dataclass(frozen=True)
@@ -35,17 +50,35 @@ class Measured:
     steps: int
     differs: tuple[str, ...] = ()
     """Settings that are others there."""
+    is_told: bool = True
+    """The file says what its settings are."""
+    left_out: int = 0
+    """Steps of starts with other settings than those that count."""
 
 
 def measured(path: str, asked: Run, rates: Rates) -> Measured | None:
-    """Of a metrics file, beside a prediction by these rates; None while it has no step."""
+    """Of a metrics file, beside a prediction by these rates; None while it has no step. Those starts of the run count
+    that are the run that is asked for; where there is none, those that are as the last one."""
     history = History(path).read(MetricsLines(Path(path)))
-    taken = list(history.finite("step_ms"))
+    taken = [(tuple(_differences(start.settings, asked, rates.where)), bool(start.config), steps)
+             for start, steps in _steps(history)]
     if not taken:
         return None
-    if len(taken) > 2 * WARM_UP:
-        taken = taken[WARM_UP:]
-    return Measured(path, median(taken) / 1e3, len(taken), tuple(_differences(history.settings, asked, rates.where)))
+    differs, is_told = ((), True) if any(one[:2] == ((), True) for one in taken) else taken[-1][:2]
+    same = [steps for *kind, steps in taken if kind == [differs, is_told]]
+    counted = [step for steps in same for step in steps[WARM_UP if len(steps) > 2 * WARM_UP else 0:]]
+    left_out = sum(len(steps) for *_, steps in taken) - sum(map(len, same))
+    return Measured(path, median(counted) / 1e3, len(counted), differs, is_told, left_out)
+
+
+def _steps(history: History) -> Iterator[tuple[Start, list[float]]]:
+    """The times that are left of each start, where there are any: a later one takes back what it takes again."""
+    times = zip(history.steps, history.columns["step_ms"], strict=True)
+    owned = [(next(start for start in reversed(history.starts) if start.step < step), milliseconds)
+             for step, milliseconds in times if isfinite(milliseconds)]
+    for start in history.starts:
+        if steps := [milliseconds for owner, milliseconds in owned if owner is start]:
+            yield start, steps
 
 
 def _differences(settings: dict[str, Any], asked: Run, where: Where) -> Iterator[str]:
@@ -56,11 +89,24 @@ def _differences(settings: dict[str, Any], asked: Run, where: Where) -> Iterator
         yield f"device {device}"
     if torch != where.torch:
         yield f"torch {torch}"
-    here = {f"{section}.{name}": value for section, fields in settings_of(asked).items()
-            for name, value in fields.items()}
-    for name, value in settings.items():
-        if name in here and name.startswith(DECISIVE) and value != here[name]:
+    here = _effective({f"{section}.{name}": value for section, fields in settings_of(asked).items()
+                       for name, value in fields.items()}, asked.ranks)
+    there = _effective(settings, settings.get("world_size", asked.ranks))
+    for name, value in there.items():
+        is_harmless = name in HARMLESS or name.startswith(HARMLESS_SECTIONS)
+        if name in here and not is_harmless and value != here[name]:
             yield f"{name} {value}"
+
+
+def _effective(settings: Mapping[str, Any], ranks: int) -> dict[str, Any]:
+    """With what follows from other settings where nothing is said; as JSON has them."""
+    known = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
+    if known.get("data.seq_length") is None and "model.max_position_embeddings" in known:
+        known["data.seq_length"] = known["model.max_position_embeddings"]
+    batch, tp = settings.get("train.batch_size"), settings.get("parallel.model_parallel_size") or 1
+    if known.get("train.global_batch_size") is None and batch is not None:
+        known["train.global_batch_size"] = batch * ranks // tp
+    return known
 
 
 def _is_of(device: str, where: Where) -> bool:
@@ -70,7 +116,8 @@ def _is_of(device: str, where: Where) -> bool:
 
 def forecast(asked: Run, rates: Rates, rows: Sequence[dict[str, Any]], beside: Measured | None) -> Iterator[str]:
     """`rows`: those of report.py."""
-    yield from ("", f"predicted ms of a step, by the rates of {rates.where}")
+    day = f", measured on {rates.taken}" if rates.taken else ""
+    yield from ("", f"predicted ms of a step, by the rates of {rates.where}{day}")
     tokens = asked.config.global_batch_size(asked.dp) * asked.config.seq_length
     head = [*CARDS_HEAD, *PARTS, "tokens/s"]
     cells = [[*label(row), *(f"{1e3 * row['step'][part]:.4g}" for part in PARTS),
@@ -78,21 +125,36 @@ def forecast(asked: Run, rates: Rates, rows: Sequence[dict[str, Any]], beside: M
     yield from aligned([head, *cells], left=(0, 1))
     yield from (f"note: {sentence}" for sentence in _reservations(asked, rates.where))
     if beside is not None:
-        yield from ("", _beside(step_time(asked, rates), beside))
-        if beside.differs:
-            more = f" and {len(beside.differs) - SHOWN} more" if len(beside.differs) > SHOWN else ""
-            yield f"note: that run had other settings: {', '.join(beside.differs[:SHOWN])}{more}"
+        predicted = step_time(asked, rates).total
+        yield from ("", _beside(predicted, beside))
+        yield from (f"note: {sentence}" for sentence in _doubts(predicted, beside))
 
 
 def _reservations(asked: Run, where: Where) -> Iterator[str]:
     if where.device == "cuda":
         yield ("not calibrated on GPUs yet: no prediction has stood beside a measured step of one; and these are of a "
                "model that is not compiled")
+    if asked.ranks > where.ranks and where.device == "cpu":
+        yield (f"{asked.ranks} ranks on one machine share the cores that {where.ranks} were measured with: each is "
+               "slower than predicted")
     if asked.ranks > where.ranks:
         yield (f"{asked.ranks} ranks exchange as fast as the {where.ranks} that were measured on one machine: a slower "
                "network between nodes is not predicted")
 
 
-def _beside(predicted: StepTime, found: Measured) -> str:
+def _doubts(predicted: float, found: Measured) -> Iterator[str]:
+    if found.differs:
+        more = f" and {len(found.differs) - SHOWN} more" if len(found.differs) > SHOWN else ""
+        yield f"that run had other settings: {', '.join(found.differs[:SHOWN])}{more}"
+    if not found.is_told:
+        yield f"{found.name} does not say what its settings are: they may be others"
+    if found.left_out:
+        yield f"{found.left_out} steps of that file are left out: they have other settings than those that are compared"
+    if not found.differs and not 1 / FAR <= predicted / found.seconds <= FAR:
+        yield ("that is far apart: one of the two machines may have been busy; measure the rates anew with --probe "
+               "while this one is idle")
+
+
+def _beside(predicted: float, found: Measured) -> str:
     return (f"measured {1e3 * found.seconds:.4g} ms (median of {found.steps} steps of {found.name}), predicted "
-            f"{1e3 * predicted.total:.4g} ms: {predicted.total / found.seconds - 1:+.1%}")
+            f"{1e3 * predicted:.4g} ms: {predicted / found.seconds - 1:+.1%}")

@@ -18,6 +18,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -61,13 +62,23 @@ def _of_this_machine(run: Run, ranks_per_node: int, again: bool) -> Rates:
     ranks = min(ranks_per_node, run.ranks, places(run.device))
     found = facts(run, ranks)
     file = folder() / f"{hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]}.json"
-    if again or not file.exists():
-        text = _measured(run, ranks, found["machine"])
-        with named_by("the folder of measured rates"):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with staged_file(str(file)) as out:
-                out.write(text)
+    if not again and (kept := _kept(file, found)):
+        return kept
+    text = _measured(run, ranks, found["machine"])
+    with named_by("the folder of measured rates"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with staged_file(str(file)) as out:
+            out.write(text)
     return _read(file)
+
+
+def _kept(file: Path, here: dict[str, str]) -> Rates | None:
+    """None: there are none, or they are of something else, or damaged."""
+    with suppress(ConfigError):
+        rates = _read(file)
+        if all(str(getattr(rates.where, name)) == here[name] for name in ("machine", "device", "precision", "ranks")):
+            return rates
+    return None
 
 
 def folder() -> Path:

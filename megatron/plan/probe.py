@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import date
 from math import sqrt
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from megatron.config.setting import require
 from megatron.launch import distributed
 from megatron.launch.exits import run
 from megatron.plan.activations import Device
-from megatron.plan.rates import Curve, Point, Rates, Surface, Where
+from megatron.plan.rates import STAGES, Curve, Point, Rates, Surface, Where
 from megatron.plan.sizes import SIZES, Sizes
 from megatron.plan.small_models import seconds_in_training, steps_in_turn
 from megatron.plan.stopwatch import Stopwatch
@@ -44,7 +45,6 @@ MORE_LAYERS = 2
 LEAST = 0.02
 """Share that the rest has of what is known, at least: differences of a busy machine can be anything."""
 
-STAGES = 4
 NOTHING = Curve(())
 
 
@@ -78,7 +78,8 @@ class Probe:
                       self._hides(), self._link(), NOTHING)
         found = self._with_meetings(self._with_models(replace(found, loss=self._loss(found))))
         host = found.update if self.kind == "cpu" else self._host_update()
-        return replace(found, host_update=host, seconds=self.watch.now() - begin)
+        return replace(found, host_update=host, seconds=self.watch.now() - begin,
+                       taken=date.today().isoformat())
 
     # ---- operations of torch --------------------------------------------------------------------------------------
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
+from itertools import pairwise
 from typing import Any
 
 Point = tuple[float, float]
@@ -126,25 +127,68 @@ class Rates:
     """Bytes a second between host and device, one way at a time; 0: they are one."""
     host_update: Curve
     """`update`, by the host; where host and device are one, the same."""
+    taken: str = ""
+    """The day of the probe; "": a file of before it was kept."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @staticmethod
     def of(record: Mapping[str, Any]) -> Rates:
-        """From `as_dict`, by way of JSON; KeyError, TypeError or ValueError where it is something else."""
-        made: dict[str, Any] = {item.name: _MAKERS.get(str(item.type), float)(record[item.name])
-                                for item in fields(Rates)}
-        return Rates(**made)
+        """From `as_dict`, by way of JSON; KeyError, TypeError or ValueError where it is something else, or what no
+        probe finds."""
+        made: dict[str, Any] = {item.name: _MAKERS[str(item.type)](record[item.name])
+                                for item in fields(Rates) if item.name in record or item.default is MISSING}
+        rates = Rates(**made)
+        empty = {name for name, value in made.items() if isinstance(value, Curve) and not value.points}
+        _check(not empty or rates.where.ranks == 1 and empty <= EXCHANGES, "a curve has no points")
+        _check(len(rates.meetings) == STAGES and rates.hides <= 1, "a number is out of range")
+        return rates
+
+
+EXCHANGES = {"all_reduce", "reduce_scatter", "all_gather"}
+"""Curves that one rank has no points of."""
+STAGES = 4
+
+
+def _check(holds: bool, why: str) -> None:
+    if not holds:
+        raise ValueError(why)
+
+
+def _number(value: Any) -> float:
+    number = float(value)
+    _check(math.isfinite(number) and number >= 0, f"{value} is no amount")
+    return number
+
+
+def _numbers(values: Any, *, rise: bool = False) -> tuple[float, ...]:
+    """`rise`: every one above 0, and above the one before it."""
+    numbers = tuple(map(_number, values))
+    _check(not rise or all(one < other for one, other in pairwise((0.0, *numbers))), "sizes do not rise")
+    return numbers
 
 
 def _curve(record: Mapping[str, Any]) -> Curve:
-    return Curve(tuple((float(size), float(seconds)) for size, seconds in record["points"]))
+    points = tuple((_number(size), _number(seconds)) for size, seconds in record["points"])
+    _numbers([size for size, _ in points], rise=True)
+    _check(all(seconds > 0 for _, seconds in points), "something took no time")
+    return Curve(points)
 
 
 def _surface(record: Mapping[str, Any]) -> Surface:
-    return Surface(tuple(record["rows"]), tuple(record["widths"]), tuple(tuple(line) for line in record["rates"]))
+    rows, widths = (_numbers(record[name], rise=True) for name in ("rows", "widths"))
+    rates = tuple(map(_numbers, record["rates"]))
+    _check(bool(rows and widths) and [len(line) for line in rates] == [len(widths)] * len(rows), "not all pairs")
+    _check(min(map(min, rates)) > 0, "a rate is 0")
+    return Surface(rows, widths, rates)
 
 
-_MAKERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
-    "Curve": _curve, "Surface": _surface, "tuple[float, ...]": tuple, "Where": lambda record: Where(**record)}
+def _where(record: Mapping[str, Any]) -> Where:
+    where = Where(**record)
+    _check(isinstance(where.ranks, int) and where.ranks >= 1, "it is of no rank")
+    return where
+
+
+_MAKERS: dict[str, Callable[[Any], Any]] = {
+    "Curve": _curve, "Surface": _surface, "tuple[float, ...]": _numbers, "float": _number, "str": str, "Where": _where}

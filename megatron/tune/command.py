@@ -9,10 +9,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import NoReturn
 
-from data.storage import named_by, staged_file
+from data.storage import make_folder, named_by, staged_file
 from megatron.config.flags import parse_args
 from megatron.config.help import typed
 from megatron.config.tree import require
@@ -21,14 +20,16 @@ from megatron.plan.command import with_vocabulary
 from megatron.plan.footprint import Run, homes_of
 from megatron.plan.gpus import visible_gpus
 from megatron.plan.kept_rates import places, rates_for
+from megatron.train.inputs import check_inputs
 from megatron.tune.capacity import capacity_of
 from megatron.tune.loop import planned, search
 from megatron.tune.memory import Memory, nearest
-from megatron.tune.report import page, table, verdict
-from megatron.tune.results import Results
+from megatron.tune.report import counted, page, table, verdict
+from megatron.tune.results import Results, results_of
 from megatron.tune.search import Option, best
 from megatron.tune.space import Choice
 from megatron.tune.subject import subject_of
+from megatron.tune.trial import FLAG as EXPS_FLAG
 from megatron.tune.trial import Trials
 
 MODULE = "python -m megatron.tune"
@@ -71,7 +72,10 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Run]:
         value = getattr(options, name)
         require(value is None or value > 0, f"--{name.replace('_', '-')} is {value}: expected more than 0")
     options.device = options.device or ("cuda" if visible_gpus() else "cpu")
-    config = with_vocabulary(parse_args(flags, options.ranks))  # its micro-batch need not fit: others are tried
+    config = parse_args(flags, options.ranks)  # its micro-batch need not fit: others are tried
+    with config.words.speaking():
+        check_inputs(config.data)  # what no trial could run without, as training checks it
+        config = with_vocabulary(config)
     return options, Run(config, options.ranks, options.device, homes_of(config))
 
 
@@ -80,13 +84,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     tuning = asked.config.autotuning
     require(asked_for.ranks <= places(asked.device) or asked.device == "cpu",
             f"--ranks {asked_for.ranks} is more than the {places(asked.device)} GPUs of this machine: trials run here")
-    results = Results(tuning.autotuning_results_dir, subject_of(asked), overwrite=tuning.autotuning_overwrite)
-    options = planned(asked, rates_for(asked, path=asked_for.rates))
-    capacity = capacity_of(asked, asked_for.card_gb)
-    trials = Trials(Path(tuning.autotuning_exps_dir), tuning.autotuning_start_profile_step,
-                    tuning.autotuning_end_profile_step, asked_for.trial_seconds)
-    search(asked, options, capacity, trials, results)
-    return _tell(asked, options, results, capacity)
+    with results_of(tuning.autotuning_results_dir, subject_of(asked), overwrite=tuning.autotuning_overwrite) as results:
+        with named_by(EXPS_FLAG):
+            folder = make_folder(tuning.autotuning_exps_dir)
+        trials = Trials(folder, tuning.autotuning_start_profile_step, tuning.autotuning_end_profile_step,
+                        asked_for.trial_seconds)
+        options = planned(asked, rates_for(asked, path=asked_for.rates))
+        capacity = capacity_of(asked, asked_for.card_gb)
+        try:
+            search(asked, options, capacity, trials, results)
+        except (KeyboardInterrupt, SystemExit):
+            done = counted(len(results.trials), "trial")
+            print(f"the same command goes on after {done}", file=sys.stderr, flush=True)
+            raise
+        return _tell(asked, options, results, capacity)
 
 
 def _tell(asked: Run, options: Mapping[Choice, Option], results: Results, capacity: Memory) -> int:
@@ -98,8 +109,8 @@ def _tell(asked: Run, options: Mapping[Choice, Option], results: Results, capaci
     print("", *table(trials, options), "", sep="\n", flush=True)
     names, fastest = list(trials), best(dict(enumerate(trials.values())))
     if fastest is None:
-        raise PeerError(f"no choice of {len(options)} ran: {len(trials)} trials failed, as the table says; what they "
-                        f"wrote is in {asked.config.autotuning.autotuning_exps_dir}")
+        raise PeerError(f"no choice of {len(options)} ran: {counted(len(trials), 'trial')} failed, as the table says; "
+                        f"what they wrote is in {asked.config.autotuning.autotuning_exps_dir}")
     words = verdict(asked, trials, names[fastest], len(options))
     print(*words, sep="\n", flush=True)
     with named_by("--autotuning-results-dir"):

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from data.storage import DataError
 from megatron.config.tree import require
+from megatron.errors import EXIT_CONFIG, EXIT_DATA, EXIT_STORAGE, ConfigError, StorageError
 from megatron.plan.footprint import Run
 from megatron.plan.rates import Rates
 from megatron.plan.time import step_time
 from megatron.tune.memory import Memory, needed_by
 from megatron.tune.model import Candidate
-from megatron.tune.report import metric
+from megatron.tune.report import counted, metric
 from megatron.tune.results import Results
-from megatron.tune.search import Option, next_trial, pruned
+from megatron.tune.search import Option, common_error, next_repeat, next_trial, pruned, why_over
 from megatron.tune.space import Choice, choices, samples_of
 from megatron.tune.trial import Trials
+
+ERRORS = {EXIT_CONFIG: ConfigError, EXIT_DATA: DataError, EXIT_STORAGE: StorageError}
+"""Of trials, where they are not of their choices."""
 
 
 def planned(asked: Run, rates: Rates) -> dict[Choice, Option]:
     found = {choice: Option(Candidate(choice.as_dict(), step_time(run, rates)), needed_by(run))
              for choice, run in choices(asked).items()}
+    size = asked.config.autotuning.autotuning_mp_size
+    require(size is None or asked.ranks % size == 0,
+            f"--autotuning-mp-size {size} does not divide --ranks {asked.ranks}: give one that does")
     require(bool(found), f"--ranks {asked.ranks} and {samples_of(asked)} samples of a step leave no choice: samples "
             "have to be divisible by the data parallel size")
     return found
@@ -31,16 +39,26 @@ def search(asked: Run, options: Mapping[Choice, Option], capacity: Memory, trial
     names, values = list(options), list(options.values())
     numbers = {choice: number for number, choice in enumerate(names)}
     kept = pruned(values, capacity, tuning.autotuning_num_tuning_micro_batch_sizes)
-    print(f"{len(names)} choices, {len(kept)} of them to try; {capacity} for a rank"
-          + (f"; goes on after {len(results.trials)} trials" if results.trials else ""), flush=True)
+    print(f"{counted(len(names), 'choice')}, {len(kept)} to try; a rank has {capacity}"
+          + (f"; goes on after {counted(len(results.trials), 'trial')}" if results.trials else ""), flush=True)
     while True:
         known = {numbers[choice]: outcome for choice, outcome in results.trials.items() if choice in numbers}
+        if error := common_error(known):
+            results.forget(2)
+            raise ERRORS[error.code](f"{error.words.removeprefix('error: ')} (two trials in turn ended with this; what "
+                                     f"they wrote is in {trials.folder})")
         number = next_trial(values, kept, known, tuning)
         if number is None:
+            number = next_repeat(known)
+        if number is None:
+            print(f"over: {why_over(values, kept, known, tuning)}", flush=True)
             return
         choice, predicted = names[number], values[number].candidate.predicted.total
-        outcome = trials.run(len(results.trials) + 1, choice.of(asked, samples), predicted)
-        results.add(choice, outcome, predicted)
-        said = metric(asked, outcome.seconds) if outcome.seconds is not None else f"{outcome.state}: {outcome.words}"
-        print(f"trial {len(results.trials)}: {' '.join(choice.flags(asked, samples))} | predicted "
+        before = results.trials.get(choice)
+        trial = len(results.trials) + 1 if before is None else list(results.trials).index(choice) + 1
+        outcome = trials.run(trial, choice.of(asked, samples), predicted)
+        results.add(choice, outcome if before is None else before.again(outcome), predicted)
+        said = (f"{outcome.state}: {outcome.words}" if outcome.seconds is None
+                else f"measured {metric(asked, outcome.seconds)}")
+        print(f"trial {trial}{' again' if before else ''}: {' '.join(choice.flags(asked, samples))} | predicted "
               f"{metric(asked, predicted)} | {said}", flush=True)

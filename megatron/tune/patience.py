@@ -32,7 +32,7 @@ class Patience:
     def why_not(self, waited: float, stepped: float | None) -> str:
         """Why a trial is not waited for any longer; "" where it is. `stepped`: when the first step was told."""
         if waited >= self.whole:
-            return f"not over after {self.whole:.0f} s"
+            return f"not over after {self.whole:g} s"
         if stepped is None:
             return f"no step in {self.start:.0f} s" if waited >= self.start else ""
         return f"not over {self.steps:.0f} s after its first step" if waited - stepped >= self.steps else ""

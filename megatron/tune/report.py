@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
+from megatron.config.ds_batch import BATCH
 from megatron.plan.footprint import Run
 from megatron.plan.remedies import size
 from megatron.plan.table import aligned
@@ -13,7 +15,9 @@ from megatron.train.flops import flops_per_token
 from megatron.tune.search import Option, Outcome
 from megatron.tune.space import Choice, samples_of
 
-HEAD = ("", "micro-batch", "zero", "offload", "recomputed", "tp", "needs", "on the host", "predicted", "measured", "")
+HEAD = ("trial", "micro-batch", "zero", "offload", "recomputed", "tp", "bucket", "needs", "on the host", "predicted",
+        "measured", "")
+BATCH_KEYS = {"--batch-size": "train_micro_batch_size_per_gpu", "--global-batch-size": "train_batch_size"}
 WORDS = {"throughput": "samples/s", "latency": "ms a step", "flops": "TFLOP/s of a rank"}
 
 
@@ -31,25 +35,62 @@ def metric(asked: Run, seconds: float) -> str:
 def rows(trials: Mapping[Choice, Outcome], options: Mapping[Choice, Option]) -> Iterator[tuple[str, ...]]:
     """The fastest first, and last what was not done."""
     ordered = sorted(trials.items(), key=lambda item: item[1].seconds or float("inf"))
-    for place, (choice, outcome) in enumerate(ordered, 1):
+    numbers = {choice: number for number, choice in enumerate(trials, 1)}
+    for choice, outcome in ordered:
         option = options[choice]
         measured = UNKNOWN if outcome.seconds is None else f"{1e3 * outcome.seconds:.4g} ms"
-        yield (str(place), str(choice.batch), str(choice.stage), str(choice.homes),
-               "yes" if choice.recomputes else "no", str(choice.tp), size(int(option.needs.device)),
-               size(int(option.needs.host)) if option.needs.host else "",
+        yield (str(numbers[choice]), str(choice.batch), str(choice.stage), str(choice.homes),
+               "yes" if choice.recomputes else "no", str(choice.tp), f"{choice.bucket:,}",
+               size(int(option.needs.device)), size(int(option.needs.host)) if option.needs.host else "",
                f"{1e3 * option.candidate.predicted.total:.4g} ms", measured,
                "" if outcome.state == "done" else f"{outcome.state}: {outcome.words}")
 
 
 def table(trials: Mapping[Choice, Outcome], options: Mapping[Choice, Option]) -> Iterator[str]:
-    yield from aligned([HEAD, *rows(trials, options)], left=(3, 10))
+    yield from aligned([HEAD, *rows(trials, options)], left=(3, 11))
+
+
+def advice(asked: Run, found: Choice) -> list[str]:
+    """What to type after the other flags; and what to change in a DeepSpeed file that says the same settings."""
+    words, samples, keys, flags = asked.config.words, samples_of(asked), list[str](), list[str]()
+    given = dict(words.given) | (BATCH_KEYS if _says_batch(words.file) else {})
+    for flag, *values in _settings(found.flags(asked, samples)):
+        key = given.get(flag.replace("--no-", "--", 1))
+        if key is None:
+            flags += [flag, *values]
+        elif key.split(".")[-1].startswith("cpu_offload"):
+            keys.append(f"{key} {str(values != ['none']).lower()}")
+        else:
+            keys.append(f"{key} {' '.join(values) or str(not flag.startswith('--no-')).lower()}")
+    if "--batch-size" in given:
+        keys.append(f"gradient_accumulation_steps {samples // (found.batch * (asked.ranks // found.tp))}")
+    return [*([f"in {words.file}: {', '.join(keys)}"] if keys else []), "flags: " + " ".join(flags)]
+
+
+def _says_batch(file: str) -> bool:
+    return bool(file) and any(key in Path(file).read_text(encoding="utf-8") for key in BATCH)
+
+
+def _settings(words: Sequence[str]) -> list[list[str]]:
+    """Each flag with its values."""
+    found: list[list[str]] = []
+    for word in words:
+        if word.startswith("--"):
+            found.append([])
+        found[-1].append(word)
+    return found
 
 
 def verdict(asked: Run, trials: Mapping[Choice, Outcome], found: Choice, legal: int) -> list[str]:
     seconds = trials[found].seconds
     assert seconds is not None, "the best one was measured"
-    return [f"fastest: {metric(asked, seconds)}, {1e3 * seconds:.4g} ms a step, after {len(trials)} trials of {legal} "
-            "choices", "flags: " + " ".join(found.flags(asked, samples_of(asked)))]
+    told = dict.fromkeys((metric(asked, seconds), f"{1e3 * seconds:.4g} {WORDS['latency']}"))
+    return [f"fastest: {', '.join(told)}, after {counted(len(trials), 'trial')} of {counted(legal, 'choice')}",
+            *advice(asked, found)]
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def page(asked: Run, trials: Mapping[Choice, Outcome], options: Mapping[Choice, Option], words: Sequence[str]) -> str:

@@ -8,18 +8,31 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from data.storage import named_by, writing
+from data.lock import alone
+from data.storage import make_folder, named_by, writing
 from megatron.errors import ConfigError
 from megatron.tune.search import Outcome
 from megatron.tune.space import Choice
 
 FILE = "trials.jsonl"
 FLAG = "--autotuning-results-dir"
+
+
+@contextmanager
+def results_of(folder: str, subject: Mapping[str, Any], *, overwrite: bool) -> Iterator[Results]:
+    """For one search at a time: a second one is refused."""
+    with named_by(FLAG):
+        make_folder(folder)
+    with ExitStack() as stack:
+        with named_by(FLAG):
+            stack.enter_context(alone(Path(folder) / FILE))
+        yield Results(folder, subject, overwrite=overwrite)
 
 
 class Results:
@@ -29,8 +42,6 @@ class Results:
         self.folder, self._path = Path(folder), Path(folder) / FILE
         self.trials: dict[Choice, Outcome] = {}
         """In the order in which they were made."""
-        with named_by(FLAG), writing(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
         lines = [] if overwrite or not self._path.exists() else self._whole_lines()
         if not lines:
             self._write(json.dumps({"subject": dict(subject)}), mode="w")
@@ -40,12 +51,20 @@ class Results:
             raise ConfigError(f"{FLAG} {folder} has trials of another run or machine (other {', '.join(others)}): name "
                               "another folder, or begin anew with --autotuning-overwrite")
         for record in rest:
-            self.trials[Choice(**record["choice"])] = Outcome(**record["outcome"])
+            outcome = Outcome(**record["outcome"])
+            self.trials[Choice(**record["choice"])] = replace(outcome, times=tuple(outcome.times))
 
     def add(self, choice: Choice, outcome: Outcome, predicted: float) -> None:
+        """In the place of what was known of this choice."""
         self.trials[choice] = outcome
-        self._write(json.dumps({"trial": len(self.trials), "choice": choice.as_dict(), "predicted": predicted,
-                                "outcome": asdict(outcome)}), mode="a")
+        self._write(json.dumps({"trial": list(self.trials).index(choice) + 1, "choice": choice.as_dict(),
+                                "predicted": predicted, "outcome": asdict(outcome)}), mode="a")
+
+    def forget(self, count: int) -> None:
+        """The last trials, which say nothing of their choices."""
+        for choice in list(self.trials)[-count:]:
+            del self.trials[choice]
+        self._replace(self._whole_lines()[:-count])
 
     def _whole_lines(self) -> list[str]:
         text = self._path.read_text(encoding="utf-8", errors="replace")
@@ -57,11 +76,14 @@ class Results:
             raise ConfigError(f"{self._path} holds a line that is no record of a trial: begin anew with "
                               "--autotuning-overwrite") from error
         if not text.endswith("\n"):  # without what a kill has cut
-            with named_by(FLAG), writing(self._path):
-                fresh = self._path.with_suffix(".new")
-                fresh.write_text("".join(f"{line}\n" for line in whole), encoding="utf-8")
-                os.replace(fresh, self._path)
+            self._replace(whole)
         return whole
+
+    def _replace(self, lines: Sequence[str]) -> None:
+        with named_by(FLAG), writing(self._path):
+            fresh = self._path.with_suffix(".new")
+            fresh.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            os.replace(fresh, self._path)
 
     def _write(self, *lines: str, mode: str) -> None:
         with named_by(FLAG), writing(self._path), open(self._path, mode, encoding="utf-8") as file:

@@ -1,29 +1,35 @@
 """Which choice is tried next, and when the search ends: pure functions of the choices and of the trials so far.
 
-    pruned      choices that the planner says do not fit, and all but the best few micro-batches of each kind
-    next_trial  by type: the one that may be fastest (model_based), the predicted order (gridsearch), or any (random)
-    best        the fastest of those that were measured
+    pruned        choices that the planner says do not fit, and all but the best few micro-batches of each kind
+    next_trial    by type: what may be fastest (model_based), the predicted order (gridsearch), or any (random)
+    why_over      in words, where there is no next one
+    next_repeat   which of the best is measured again, before one is picked
+    common_error  what every further trial would end with as well
+    best          the fastest of those that were measured
 
 A trial that found no memory rules out every choice that needs as much by the plan, on the device and on the host. One
-that crashed or hung rules out itself.
+in which anything else went wrong rules out itself.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, inf
 from typing import Any, Literal
 
 from megatron.config.autotuning import AutotuningConfig
+from megatron.errors import EXIT_CONFIG, EXIT_DATA, EXIT_STORAGE
 from megatron.tune.memory import Memory
 from megatron.tune.model import Candidate, estimates
 
-State = Literal["done", "memory", "crash", "hang"]
+State = Literal["done", "memory", "crash", "hang", "unclear"]
 
 HOPE = 1.5
 """Doubts below the estimate that a choice is given credit for."""
+FINALISTS, REPEATS = 3, 2
+"""So many of the best are measured again, so often at most."""
 WORTHWHILE = 0.01
 """A choice that is faster by less is not worth a trial, and one that was is no progress."""
 
@@ -47,9 +53,20 @@ class Outcome:
 
     state: State
     seconds: float | None = None
-    """Of a step, where it was done."""
+    """Of a step, where it was done; of several times the least, since what else a machine does makes steps longer."""
     words: str = ""
     """Why not."""
+    code: int = 0
+    """That its processes ended with."""
+    times: tuple[float, ...] = ()
+    """Seconds of each time, where it was measured again."""
+
+    def again(self, other: Outcome) -> Outcome:
+        """With another measurement of the same choice, which has to be done as well."""
+        if self.seconds is None or other.seconds is None:
+            return other
+        times = (*(self.times or (self.seconds,)), other.seconds)
+        return replace(self, seconds=min(times), times=times)
 
 
 def pruned(options: Sequence[Option], capacity: Memory, micro_batches: int) -> list[int]:
@@ -70,9 +87,7 @@ def next_trial(options: Sequence[Option], kept: Sequence[int], trials: Mapping[i
     """None: the search is over."""
     if len(trials) >= tuning.autotuning_tuner_num_trials or _is_stale(trials, tuning.autotuning_tuner_early_stopping):
         return None
-    too_much = [options[number].needs for number, outcome in trials.items() if outcome.state == "memory"]
-    left = [number for number in kept
-            if number not in trials and not any(options[number].needs.holds(needs) for needs in too_much)]
+    left = _left(options, kept, trials)
     if not left:
         return None
     if tuning.autotuning_tuner_type == "gridsearch":
@@ -95,6 +110,25 @@ def _most_promising(options: Sequence[Option], left: Sequence[int], trials: Mapp
     return number if hoped(number) < (1 - WORTHWHILE) * min(measured.values()) else None
 
 
+def why_over(options: Sequence[Option], kept: Sequence[int], trials: Mapping[int, Outcome],
+             tuning: AutotuningConfig) -> str:
+    """Where there is no next trial."""
+    if not _left(options, kept, trials):
+        return "nothing is left to try"
+    if len(trials) >= tuning.autotuning_tuner_num_trials:
+        return f"--autotuning-tuner-num-trials is {tuning.autotuning_tuner_num_trials}"
+    if _is_stale(trials, tuning.autotuning_tuner_early_stopping):
+        return (f"the last {tuning.autotuning_tuner_early_stopping} trials were no faster "
+                "(--autotuning-tuner-early-stopping)")
+    return f"no other choice is expected to be {WORTHWHILE:.0%} faster"
+
+
+def _left(options: Sequence[Option], kept: Sequence[int], trials: Mapping[int, Outcome]) -> list[int]:
+    too_much = [options[number].needs for number, outcome in trials.items() if outcome.state == "memory"]
+    return [number for number in kept
+            if number not in trials and not any(options[number].needs.holds(needs) for needs in too_much)]
+
+
 def _is_stale(trials: Mapping[int, Outcome], patience: int) -> bool:
     """The last trials, in their order, were no faster than one before them."""
     fastest, since = inf, 0
@@ -103,6 +137,32 @@ def _is_stale(trials: Mapping[int, Outcome], patience: int) -> bool:
         if outcome.seconds is not None and outcome.seconds < (1 - WORTHWHILE) * fastest:
             fastest, since = outcome.seconds, 0
     return 0 < patience <= since and fastest < inf
+
+
+def next_repeat(trials: Mapping[int, Outcome]) -> int | None:
+    """Of the best ones in turn, until every time of one is less than all of the others. None: that, or often enough."""
+    times = {number: outcome.times or (outcome.seconds,)
+             for number, outcome in trials.items() if outcome.seconds is not None}
+    first = sorted(times, key=lambda number: times[number][0])[:FINALISTS]
+    if len(first) < 2:
+        return None
+    fewest = min(len(times[number]) for number in first)
+    lagging = [number for number in first if len(times[number]) == fewest]
+    pick = min(first, key=lambda number: min(times[number]))
+    is_plain = all(max(times[pick]) < min(times[number]) for number in first if number != pick)
+    is_enough = fewest > REPEATS or (fewest > 1 and is_plain)
+    return None if lagging == first and is_enough else lagging[0]
+
+
+def common_error(trials: Mapping[Any, Outcome]) -> Outcome | None:
+    """What the last two trials ended with, if that is not of their choices: settings that nothing has run with, data
+    that cannot be read, a disk that cannot be written."""
+    if len(trials) < 2:
+        return None
+    *before, one, other = trials.values()
+    is_common = (other.code in (EXIT_DATA, EXIT_STORAGE)
+                 or other.code == EXIT_CONFIG and one.words == other.words and not before)
+    return other if is_common and one.code == other.code else None
 
 
 def best(trials: Mapping[int, Outcome]) -> int | None:

@@ -59,6 +59,9 @@ class Choice:
         words = ["--batch-size", str(self.batch), "--global-batch-size", str(samples), "--zero-stage", str(self.stage)]
         words += ["--checkpoint-activations" if self.recomputes else "--no-checkpoint-activations"]
         words += self.homes.flags(asked.config.offload).split()
+        for kind, was, place in (("optimizer", asked.homes.optimizer, self.optimizer),
+                                 ("param", asked.homes.params, self.params)):
+            words += [f"--offload-{kind}-device", "none"] if place == "none" != was else []
         words += ["--model-parallel-size", str(self.tp)] if self.tp != asked.tp or self.tp > 1 else []
         if self.bucket != asked.config.zero.reduce_bucket_size:
             words += ["--reduce-bucket-size", str(self.bucket), "--allgather-bucket-size", str(self.bucket)]

@@ -4,7 +4,10 @@ result.
     done      the steps that count have a time, and their median is the result
     memory    some rank found no memory, or the system killed it for that
     hang      it took no step, or was not over, when its time was (patience.py); all its processes are killed
+    unclear   it ended well without the times of all its steps, and so did a second attempt
     crash     it ended in any other way
+
+Each attempt has a folder of its own: whatever is left of another one does not mix with it.
 """
 
 from __future__ import annotations
@@ -18,9 +21,11 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from statistics import median
 
+from data.storage import named_by, writing
 from megatron.config.tree import AutotuningConfig, Config, LogConfig, ProfileConfig, SaveConfig
 from megatron.launch.exits import MEMORY_CLASSES, MEMORY_TEXTS
 from megatron.launch.supervise import end_with_parent
@@ -30,6 +35,7 @@ from megatron.tune.patience import Patience
 from megatron.tune.search import Outcome
 from megatron.tune.words import flags_of
 
+FLAG = "--autotuning-exps-dir"
 TRAINER = ("-m", "pretrain_gpt2")
 TICK = 0.5
 """Seconds between two looks at whether it steps."""
@@ -57,10 +63,13 @@ class Trials:
     trainer: Sequence[str] = TRAINER
 
     def run(self, number: int, run: Run, predicted: float) -> Outcome:
-        place = self.folder / f"{number:03}"
-        place.mkdir(parents=True, exist_ok=True)
+        outcome = self._attempt(number, run, predicted)
+        return outcome if outcome.state != "unclear" else self._attempt(number, run, predicted)
+
+    def _attempt(self, number: int, run: Run, predicted: float) -> Outcome:
+        with named_by(FLAG), writing(self.folder):
+            place = _fresh_folder(self.folder, f"{number:03}")
         metrics = place / "metrics.jsonl"
-        metrics.unlink(missing_ok=True)
         command = [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-m", "megatron.launch",
                    "--nproc-per-node", str(run.ranks), *self.trainer, *flags_of(trial_of(run, metrics, self.last))]
         patience = Patience.of(run, predicted * self.last, self.seconds)
@@ -72,10 +81,20 @@ class Trials:
         if isinstance(end, str):
             return Outcome("hang", words=end)
         seconds = _seconds(metrics, self.first, self.last)
-        if end == 0 and seconds is not None:
-            return Outcome("done", seconds)
+        if end == 0:
+            missing = f"ended well without the times of steps {self.first} to {self.last}"
+            return Outcome("unclear", words=missing) if seconds is None else Outcome("done", seconds)
         lacks = end in (-signal.SIGKILL, 128 + signal.SIGKILL) or any(map(LACKS_MEMORY.search, _errors(text)))
-        return Outcome("memory" if lacks else "crash", words=_last_words(text, end))
+        return Outcome("memory" if lacks else "crash", words=_last_words(text, end), code=end)
+
+
+def _fresh_folder(parent: Path, name: str) -> Path:
+    for attempt in count(1):
+        folder = parent / (name if attempt == 1 else f"{name}-{attempt}")
+        with suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+    raise AssertionError("there is always a next name")
 
 
 def trial_of(run: Run, metrics: Path, steps: int) -> Config:

@@ -91,7 +91,8 @@ def notes(tmp_path: Path, capsys: pytest.CaptureFixture[str], rates: Rates, *fla
 
 def test_what_a_forecast_leaves_out_is_said_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert notes(tmp_path, capsys, machine(2), "--ranks", "2") == []
-    more, = notes(tmp_path, capsys, machine(2), "--ranks", "4")
+    shared, more = notes(tmp_path, capsys, machine(2), "--ranks", "4")
+    assert shared.startswith("note: 4 ranks on one machine share the cores that 2 were measured with")
     assert more.startswith("note: 4 ranks exchange as fast as the 2 that were measured on one machine")
     calibrated, = notes(tmp_path, capsys, of_device(2, "cuda"), "--ranks", "2", "--device", "cuda")
     assert calibrated.startswith("note: not calibrated on GPUs yet")
@@ -103,6 +104,68 @@ def recorded(file: Path, run: Run, **facts: Any) -> str:
     head = {"config": True, "start": 0, "world_size": run.ranks, **facts, "values": settings_of(run)}
     file.write_text(f"{json.dumps(head)}\n{json.dumps(step)}\n")
     return str(file)
+
+
+def several(file: Path, *starts: tuple[Run | None, int, int, float]) -> str:
+    """A metrics file of starts: (its run, the step before it, its last step, milliseconds)."""
+    lines = list[dict[str, Any]]()
+    for run, before, last, milliseconds in starts:
+        if run is not None:
+            lines.append({"config": True, "start": before, "world_size": run.ranks, "values": settings_of(run)})
+        lines += [{"iteration": step, "step_ms": milliseconds} for step in range(before + 1, last + 1)]
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return str(file)
+
+
+def test_only_steps_with_the_settings_that_are_asked_for_count(tmp_path: Path) -> None:
+    """A run of batch 32 that is resumed with 4 says something of both; of neither where another one is asked for."""
+    large, small = planned("--batch-size", "32"), planned("--batch-size", "4")
+    file = several(tmp_path / "metrics.jsonl", (large, 0, 20, 800.0), (small, 20, 30, 100.0))
+    found = [measured(file, run, machine()) for run in (large, small, planned("--batch-size", "2"))]
+    assert [(one.seconds, one.steps, one.left_out) for one in found if one] == [
+        (0.8, 17, 10), (0.1, 7, 20), (0.1, 7, 20)]
+    assert [one.differs for one in found if one] == [(), (), ("train.batch_size 4", "train.global_batch_size 4")]
+
+
+def test_steps_that_were_taken_again_count_as_they_were_taken_last(tmp_path: Path) -> None:
+    large, small = planned("--batch-size", "32"), planned("--batch-size", "4")
+    file = several(tmp_path / "metrics.jsonl", (small, 0, 20, 100.0), (large, 2, 12, 800.0), (large, 8, 20, 900.0))
+    found = [measured(file, run, machine()) for run in (large, small)]
+    assert [(one.seconds, one.left_out) for one in found if one] == [(0.9, 2), (0.1, 18)]
+
+
+def test_a_file_that_says_nothing_of_its_settings_or_has_no_step_is_told(
+        tmp_path: Path, rates_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*FLAGS, "--rates", rates_file, "--metrics-file"]
+    command.plan([*flags, several(tmp_path / "metrics.jsonl", (None, 0, 9, 100.0))])
+    assert "metrics.jsonl does not say what its settings are" in capsys.readouterr().out
+    command.plan([*flags, several(tmp_path / "metrics.jsonl", (planned(), 0, 0, 0.0))])
+    assert capsys.readouterr().out.endswith("metrics.jsonl has no step yet\n")
+
+
+@pytest.mark.parametrize("flags, same", [
+    (["--seq-length", "8"], False), (["--reset-attention-mask"], False), (["--deterministic"], False),
+    (["--train-iters", "7", "--seed", "3", "--weight-decay", "0"], True), (["--mock-data"], True)])
+def test_whatever_changes_the_time_of_a_step_is_compared(flags: list[str], same: bool, tmp_path: Path) -> None:
+    found = measured(recorded(tmp_path / "metrics.jsonl", planned(*flags)), planned(), machine())
+    assert found is not None and (not found.differs) == same
+
+
+@pytest.mark.parametrize("milliseconds, is_far", [(500.0, False), (700.0, False), (900.0, True), (200.0, True)])
+def test_a_measured_step_that_is_far_from_the_predicted_one_is_told(
+        milliseconds: float, is_far: bool, tmp_path: Path, rates_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    file = several(tmp_path / "metrics.jsonl", (planned(), 0, 9, milliseconds))
+    command.plan([*FLAGS, "--rates", rates_file, "--metrics-file", file])  # about half a second
+    assert ("measure the rates anew with --probe" in capsys.readouterr().out) == is_far
+
+
+def test_what_is_said_and_what_follows_are_the_same(tmp_path: Path) -> None:
+    run = planned()
+    said = planned("--seq-length", str(run.config.seq_length), "--global-batch-size",
+                   str(run.config.global_batch_size(run.dp)))
+    for one, other in ((run, said), (said, run)):
+        found = measured(recorded(tmp_path / "metrics.jsonl", one), other, machine())
+        assert found is not None and not found.differs
 
 
 @pytest.mark.parametrize("flags, facts, words", [
@@ -154,7 +217,9 @@ def probes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
     def start(arguments: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         started.append(arguments)
         ranks = int(arguments[arguments.index("--nproc-per-node") + 1])
-        Path(arguments[-4]).write_text(json.dumps(of_device(ranks, arguments[-1]).as_dict()))
+        rates = of_device(ranks, arguments[-1])
+        rates = replace(rates, where=replace(rates.where, machine=arguments[-3]))
+        Path(arguments[-4]).write_text(json.dumps(rates.as_dict()))
         return subprocess.CompletedProcess(arguments, 0, "", "")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -168,13 +233,31 @@ def planned(*flags: str) -> Run:
 
 
 def test_a_machine_is_measured_once_for_each_number_of_ranks(probes: list[list[str]]) -> None:
-    assert kept_rates.rates_for(planned()) == kept_rates.rates_for(planned()) == machine(1)
+    assert kept_rates.rates_for(planned()) == kept_rates.rates_for(planned())
     assert len(probes) == 1
     assert kept_rates.rates_for(planned("--ranks", "2")).where.ranks == 2 and len(probes) == 2
     kept_rates.rates_for(planned("--ranks", "64"), ranks_per_node=8)  # this machine has room for two
     assert len(probes) == 2
     kept_rates.rates_for(planned(), again=True)
     assert len(probes) == 3
+
+
+@pytest.mark.parametrize("broken", ['{"where"', '"machine": "elsewhere"', '"hides": NaN'])
+def test_kept_rates_that_are_damaged_or_of_another_machine_are_measured_anew(
+        broken: str, probes: list[list[str]]) -> None:
+    good = kept_rates.rates_for(planned())
+    file, = kept_rates.folder().iterdir()
+    text = file.read_text()
+    file.write_text({'{"where"': text[:99], '"hides": NaN': text.replace('"hides": 0.0', broken)}.get(
+        broken, text.replace(f'"machine": "{good.where.machine}"', broken)))
+    assert file.read_text() != text
+    assert kept_rates.rates_for(planned()) == kept_rates.rates_for(planned()) == good and len(probes) == 2
+
+
+def test_the_day_of_the_rates_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rates.json").write_text(json.dumps(machine(taken="2026-02-03").as_dict()))
+    command.plan([*FLAGS, "--rates", str(tmp_path / "rates.json")])
+    assert "torch 2.13.0), measured on 2026-02-03\n" in capsys.readouterr().out
 
 
 def test_another_version_or_number_of_threads_is_measured_anew(
@@ -199,6 +282,17 @@ def test_gpus_are_measured_where_there_are_any_and_no_cpu_in_their_place(
     monkeypatch.setattr(kept_rates, "visible_gpus", lambda: [Gpu("H100", "GPU-1")] * 2)  # of eight
     assert kept_rates.rates_for(run).where.device == "cuda"
     assert probes[0][probes[0].index("--nproc-per-node") + 1] == "2" and probes[0][-1] == "cuda"
+
+
+@pytest.mark.parametrize("flags, summary, here, device", [
+    (["--time"], False, 0, "cpu"), (["--probe"], False, 0, "cpu"), (["--metrics-file", "m.jsonl"], False, 0, "cpu"),
+    (["--time"], False, 1, "cuda"), (["--time", "--device", "cuda"], False, 0, "cuda"), ([], False, 0, "cuda"),
+    (["--metrics-file", "m.jsonl"], True, 0, "cuda"), (["--time", "--rates", "r.json"], False, 0, "cuda")])
+def test_a_time_is_that_of_the_device_that_is_here(flags: list[str], summary: bool, here: int, device: str,
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "visible_gpus", lambda: [Gpu("H100", "GPU-1")] * here)
+    without = [word for word in FLAGS if word not in ("--device", "cpu")]
+    assert command.parse([*without, *flags], summary=summary)[1].device == device
 
 
 def test_a_probe_that_fails_is_an_error_with_its_last_words(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,6 +41,35 @@ def test_a_surface_is_interpolated_along_one_axis_and_then_along_the_other(seed:
         row, width = rng.uniform(1, 1000), rng.uniform(1, 100)
         down = [np.interp(math.log(row), np.log(rows), np.log([line[column] for line in rates])) for column in (0, 1)]
         assert surface(row, width) == pytest.approx(math.exp(np.interp(math.log(width), np.log(widths), down)))
+
+
+def changed(record: dict[str, Any], place: str, value: Any) -> dict[str, Any]:
+    *path, last = place.split(".")
+    inner: Any = record
+    for name in path:
+        inner = inner[int(name) if name.isdigit() else name]
+    inner[int(last) if last.isdigit() else last] = value
+    return record
+
+
+@pytest.mark.parametrize("place, value", [
+    ("a_pass", math.nan), ("a_pass", -1), ("link", math.inf), ("hides", 1.5), ("meetings", [0.0]),
+    ("meetings", [0.0, 0.0, -1.0, 0.0]), ("update.points", []), ("update.points.0", [1.0]),
+    ("update.points.0.0", 1e30), ("update.points.0.1", 0.0), ("update.points.0.1", math.nan), ("all_reduce.points", []),
+    ("forward.rows", [1e6, 1.0]), ("forward.rows", []), ("forward.rates", [[1.0, 1.0]]),
+    ("forward.rates.1", [1.0]), ("forward.rates.1.0", 0.0), ("forward.rates.1.0", math.inf), ("where.ranks", 0),
+    ("where.ranks", "2"), ("where", {}), ("loss", None)])
+def test_what_no_probe_finds_is_no_rates(place: str, value: Any) -> None:
+    record = json.loads(json.dumps(machine(2).as_dict()))
+    assert Rates.of(record) == machine(2)
+    with pytest.raises((ValueError, TypeError, KeyError)):
+        Rates.of(json.loads(json.dumps(changed(record, place, value))))
+
+
+def test_one_rank_exchanges_nothing() -> None:
+    nothing = Curve(())
+    rates = machine(1, all_reduce=nothing, reduce_scatter=nothing, all_gather=nothing)
+    assert Rates.of(json.loads(json.dumps(rates.as_dict()))) == rates
 
 
 def test_rates_come_back_from_json_as_they_were() -> None:

@@ -18,7 +18,7 @@ from megatron.plan.time import StepTime
 from megatron.tune import model, search
 from megatron.tune.memory import Memory
 from megatron.tune.model import Candidate, estimates
-from megatron.tune.search import Option, Outcome, best, next_trial, pruned
+from megatron.tune.search import Option, Outcome, best, next_trial, pruned, why_over
 from megatron.tune.space import choices, samples_of
 from tests.megatron.tune.simulated import Simulated, options_of, planned
 
@@ -130,6 +130,8 @@ def test_it_ends_at_the_number_of_trials_and_after_some_that_were_no_faster() ->
                               autotuning_tuner_early_stopping=3)
     slower = {number: Outcome("done", 1.0 + number) for number in range(4)}
     assert next_trial(found, range(20), slower, tuning) is None
+    assert why_over(found, range(20), slower, tuning).startswith("the last ")
+    assert why_over(found, list(slower), slower, tuning) == "nothing is left to try"
     assert next_trial(found, range(20), {number: slower[number] for number in range(3)}, tuning) == 3
     faster = {number: Outcome("done", 10.0 - number) for number in range(5)}
     assert next_trial(found, range(20), faster, tuning) == 5
