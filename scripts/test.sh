@@ -19,10 +19,10 @@ if [[ $# -eq 0 ]]; then
         fi
     done
 fi
-# The whole suite takes four files at a time where it can: most of a multi-rank test is one rank waiting for another, and
+# The whole suite takes three files at a time where it can: most of a multi-rank test is one rank waiting for another, and
 # with two the cores of a small machine are idle half of the time.
 together=() slowest=()
-if [[ $# -eq 0 ]] && python -c 'import xdist' 2>/dev/null; then together=(-n 4 --dist loadfile); fi
+if [[ $# -eq 0 ]] && python -c 'import xdist' 2>/dev/null; then together=(-n 3 --dist loadfile); fi
 if [[ $# -eq 0 ]]; then slowest=(--durations 30 --durations-min 5); fi
 python -m pytest "${together[@]}" "${slowest[@]}" "$@" || status=$?
 exit "$status"
