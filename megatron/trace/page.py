@@ -37,7 +37,7 @@ def page(title: str, found: Mapping[str, float], steps: int, levels: Sequence[Le
 
 
 def _picture(levels: Sequence[Level], recorded: Recorder, within: Span) -> str:
-    top = max(level.total for level in levels) or 1
+    top = max(0, *(level.total for level in levels)) or 1
     low = min(0, *(level.total for level in levels))
 
     def across(moment: float) -> float:

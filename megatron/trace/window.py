@@ -33,6 +33,8 @@ WRITING = "writing of a trace"
 MOST = 20_000
 """Of Recorder.size: a trace ends there, with its step. Some 100 MB and half a minute of writing; more cannot be looked
 at."""
+ENDINGS = ".json.gz", ".html", ".memory.pickle"
+"""Of what a trace leaves."""
 HISTORY = 200_000
 """Allocations that the snapshot of an accelerator's memory remembers."""
 
@@ -189,13 +191,14 @@ def _exported(profiler: profile, beside: Path) -> dict[str, Any]:
 def _claimed(folder: Path, name: str) -> Iterator[Path]:
     """A name that nobody has, and nobody else gets: a trace from before is kept, and so is that of another run."""
     number, found = 1, folder / name
-    while not _claims(claim := Path(f"{found}.json.gz")):
+    while not _claims(Path(f"{found}.json.gz")):
         number += 1
         found = folder / f"{name}.{number}"
     try:
         yield found
     except BaseException:
-        claim.unlink(missing_ok=True)
+        for ending in ENDINGS:
+            Path(f"{found}{ending}").unlink(missing_ok=True)
         raise
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from megatron.trace.events import ATTENTION, LOSS, PRODUCTS, kind_of
 from megatron.trace.memory import Level, levels, thinned
+from megatron.trace.page import page
 from megatron.trace.recorder import Journey, Line, Recorder
 from megatron.trace.shares import shares, told
 from megatron.trace.stretches import Stretch, divided, union
@@ -152,3 +153,11 @@ def test_a_thinned_curve_keeps_its_extremes() -> None:
     found = thinned(curve, 100)
     assert len(found) <= 2 * 101 and max(found, key=lambda level: level.total).time == 7777.0
     assert found == sorted(found) and thinned(curve[:50], 100) == curve[:50]
+
+
+def test_memory_that_only_went_is_drawn() -> None:
+    """On a CPU what was there before the trace may go in it."""
+    said = recorded(activity=[(0, TRAINING)], phase=[(0, FORWARD)])
+    for found in ([Level(1.0, -5, True)], [Level(1.0, 0, True)], [Level(1.0, -9, True), Level(2.0, -5, True)]):
+        drawn = page("t", {"other": 10.0}, 1, found, (found[0], ""), said, (0, 10))
+        assert "nan" not in drawn and "<polygon" in drawn
