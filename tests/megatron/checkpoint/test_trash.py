@@ -314,24 +314,28 @@ def test_a_link_goes_without_what_it_leads_to(tmp_path: Path) -> None:
     assert delete_now(tmp_path / f"{TRASH}link") is None and os.listdir(tmp_path) == ["kept"]
 
 
-def ranks_save(rank: int, world: int, root: str) -> float:
-    """How long the slower of two saves took on this rank."""
-    behind, seconds = BehindTheRun(), 0.0
-    with mock.patch.object(trash.shutil, "rmtree", lambda *words, really=shutil.rmtree, **more:
-                           (time.sleep(3), really(*words, **more))):
+def ranks_save(rank: int, world: int, root: str) -> bool:
+    """Two saves, while what is deleted waits for their end; whether it did."""
+    behind, saved, in_time = BehindTheRun(), threading.Event(), []
+
+    def wait(*words: Any, really: Callable[..., None] = shutil.rmtree, **more: Any) -> None:
+        in_time.append(saved.wait(20))
+        really(*words, **more)
+
+    with mock.patch.object(trash.shutil, "rmtree", wait):
         for step in (1, 2):
-            began = time.monotonic()
             piece = Piece("w", "weight", (4,), None, 0, 1, 0, torch.ones(4))
             writer.save(root, f"global_step{step}", pieces=[piece] if rank == 0 else [], tensors=[piece.tensor()],
                         rank_state={}, shared_state={}, config={}, layout={"tp": 1, "dp": world}, world=build().world,
                         run_id="run", iteration=step, keep=Keep(1), trash=behind)
-            seconds = max(seconds, time.monotonic() - began)
+        saved.set()
         distributed.take_leave()
-    return seconds
+        behind.wait()
+    return all(in_time) and bool(in_time) == (rank == 0)
 
 
 def test_no_rank_waits_for_a_deletion(tmp_path: Path) -> None:
-    assert max(run_ranks(ranks_save, 2, str(tmp_path), timeout=60)) < 2.5
+    assert run_ranks(ranks_save, 2, str(tmp_path), timeout=60) == [True, True]
     assert sorted(os.listdir(tmp_path)) == ["global_step2", "latest", "zero_to_fp32.py"]
 
 

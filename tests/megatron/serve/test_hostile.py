@@ -118,7 +118,7 @@ def test_bytes_that_are_no_good_request_are_refused_and_the_next_one_is_answered
     for number, (expected, data) in enumerate(WIRE):
         began = time.monotonic()
         assert status_of(server.raw(data)) == expected, data[:200]
-        assert time.monotonic() - began < 4, data[:200]
+        assert time.monotonic() - began < 20, data[:200]
         if number % 10 == 0:
             assert server.complete(**GOOD)["usage"]["completion_tokens"] == 2
     assert server.text(**GOOD) == server.text(**GOOD)
@@ -216,7 +216,7 @@ def test_a_request_that_is_cut_off_or_slow_is_given_up(server: Server) -> None:
     for wire in [*wires, trickle]:
         assert status_of(wire.recv(1000)) == 408
         wire.close()
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 30
 
 
 def test_what_follows_a_request_is_never_one(server: Server) -> None:

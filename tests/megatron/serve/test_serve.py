@@ -134,7 +134,7 @@ def test_a_client_that_does_not_read_holds_nobody_up(server: Server) -> None:
     server.wait_for("texts_running", 2)
     began = time.monotonic()
     assert len(server.complete(prompt="x", max_tokens=50)["choices"]) == 1
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     deaf.close()
     server.wait_for("texts_running", 0)
 

@@ -19,39 +19,49 @@ from tests.megatron.helpers import TINY, steps, train
 LIMIT, LATE = 1.0, 3.0
 
 
-def late(action: Callable[..., Any], rank: int, is_late: Callable[..., bool]) -> Callable[..., Any]:
+def late(action: Callable[..., Any], rank: int, is_late: Callable[..., bool], wait: Callable[[], object]) -> Callable[
+        ..., Any]:
     """Rank 1 comes late to it."""
     def wrapped(*arguments: Any) -> Any:
         if rank == 1 and is_late(*arguments):
-            time.sleep(LATE)
+            wait()
         return action(*arguments)
     return wrapped
 
 
-def seconds_until_rank_0_gives_up(rank: int, world: int, metrics: Path, late_at: int | None) -> float | None:
-    """Rank 1 is late at the start, and to the step after `late_at`."""
+def until_there(path: Path, at_most: float = 20) -> None:
+    end = time.monotonic() + at_most
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.05)
+
+
+def gives_up(rank: int, world: int, folder: Path, late_at: int | None, waits_for: str) -> bool:
+    """Whether the rank ends by itself. Rank 1 is late at the start, and to the step after `late_at`."""
+    gave_up = folder / "rank 0 gave up"
+    waits = {"a while": lambda: time.sleep(LATE), "the other to give up": lambda: until_there(gave_up)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "model", late(build.model, rank, lambda *arguments: True))
-        patch.setattr(Trainer, "_step", late(Trainer._step, rank, lambda _, state, *rest: state.iteration == late_at))
-        began = time.monotonic()
+        patch.setattr(build, "model", late(build.model, rank, lambda *arguments: True, waits["a while"]))
+        patch.setattr(Trainer, "_step", late(Trainer._step, rank, lambda _, state, *rest: state.iteration == late_at,
+                                             waits[waits_for]))
         try:
-            train([*TINY, "--mock-data", "--train-iters", 4, "--log-interval", 1, "--metrics-file", metrics,
+            train([*TINY, "--mock-data", "--train-iters", 4, "--log-interval", 1, "--metrics-file", folder / "metrics",
                    "--distributed-timeout-seconds", LIMIT, "--startup-timeout-seconds", 60])
         except RuntimeError:
-            return time.monotonic() - began
-    return None
+            if rank == 0:
+                gave_up.touch()
+            return True
+    return False
 
 
 @pytest.mark.parametrize("late_at", [None, 0])
 def test_a_rank_that_is_late_at_the_start_or_to_the_first_step_is_waited_for(late_at: int | None,
                                                                              tmp_path: Path) -> None:
-    assert run_ranks(seconds_until_rank_0_gives_up, 2, tmp_path / "metrics", late_at) == [None, None]
+    assert run_ranks(gives_up, 2, tmp_path, late_at, "a while") == [False, False]
     assert len(steps(tmp_path / "metrics")) == 4
 
 
 def test_a_rank_that_is_late_to_a_later_step_is_not(tmp_path: Path) -> None:
-    first, _ = run_ranks(seconds_until_rank_0_gives_up, 2, tmp_path / "metrics", 2)
-    assert first is not None and LATE + LIMIT < first < 2 * LATE
+    assert run_ranks(gives_up, 2, tmp_path, 2, "the other to give up") == [True, True]
     assert len(steps(tmp_path / "metrics")) == 2
 
 
