@@ -26,6 +26,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         mpu.split
         data data.storage data.lock data.held data.pages data.identity data.format data.sampling
         megatron.errors megatron.ranges megatron.version megatron.neighbours megatron.whereabouts
+        megatron.host_memory
         megatron.layer_drop megatron.quantize
         megatron.config.kinds megatron.config.setting megatron.config.problems megatron.config.words
         megatron.config.optimizers
@@ -121,7 +122,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero.api megatron.zero.api.same megatron.zero.api.update megatron.zero.api.drives
         megatron.zero.api.offload megatron.zero.api.meanwhile
         megatron.zero.api.init megatron.zero.api.loading
-        megatron.zero.api.curves megatron.zero.api.wandb_run megatron.zero.api.monitor megatron.zero.api.batching
+        megatron.zero.api.curves megatron.zero.api.lines megatron.zero.api.wandb_run megatron.zero.api.monitor
+        megatron.zero.api.batching
         megatron.zero.api.hyper megatron.zero.api.shared megatron.zero.api.owed megatron.zero.api.saved
         megatron.zero.api.layer_drop megatron.zero.api.eigenvalues megatron.zero.api.profiled
         megatron.zero.api.weights megatron.zero.api.optimizer megatron.zero.api.casting megatron.zero.api.schedule
@@ -165,12 +167,12 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.report megatron.report.read megatron.report.source megatron.report.history megatron.report.thin
         megatron.report.charts megatron.report.tables megatron.report.page megatron.report.command
         megatron.trace megatron.trace.stretches megatron.trace.recorder megatron.trace.events megatron.trace.shares
-        megatron.trace.memory megatron.trace.tracks megatron.trace.page megatron.trace.window
+        megatron.trace.memory megatron.trace.tracks megatron.trace.page megatron.trace.files megatron.trace.window
         megatron.train megatron.train.inputs
         megatron.train.garbage megatron.train.allocator megatron.train.processor megatron.train.compiling
         megatron.train.flops megatron.train.batches
         megatron.train.evaluation megatron.train.rate megatron.train.metrics megatron.train.console megatron.train.board
-        megatron.train.dashboard megatron.train.lines megatron.train.table megatron.train.log megatron.train.facts
+        megatron.train.dashboard megatron.train.table megatron.train.log megatron.train.facts
         megatron.train.sample megatron.train.build megatron.train.loop megatron.train.position megatron.train.changed
         megatron.train.resume
         megatron.plan.shortage megatron.plan.stopwatch megatron.plan.small_models megatron.plan.sizes
@@ -200,7 +202,7 @@ PLACES = {module: (floor, place)
 """Module -> (floor, place on it)."""
 
 ROOMS = ("data", "mpu", "megatron.errors", "megatron.ranges", "megatron.version", "megatron.neighbours",
-         "megatron.whereabouts", "megatron.layer_drop", "megatron.quantize",
+         "megatron.whereabouts", "megatron.host_memory", "megatron.layer_drop", "megatron.quantize",
          "megatron.config", "megatron.launch", "megatron.model", "megatron.recompute", "megatron.optim",
          "megatron.checkpoint",
          "megatron.zero", "megatron.profiler", "megatron.zero.api", "megatron.fsdp",

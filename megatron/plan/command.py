@@ -20,7 +20,7 @@ from megatron.config.help import typed
 from megatron.config.tree import Config, require
 from megatron.errors import ConfigError
 from megatron.plan.footprint import Homes, Run, homes_of
-from megatron.plan.forecast import forecast, measured
+from megatron.plan.forecast import forecast, measured, notes
 from megatron.plan.gpus import visible_gpus
 from megatron.plan.kept_rates import rates_for
 from megatron.plan.needs import needs
@@ -125,7 +125,8 @@ def plan(argv: Sequence[str], ranks: int = 1, ranks_per_node: int = RANKS_PER_NO
     found = report(asked, machine)
     beside = measured(metrics, asked, rates) if metrics and rates else None
     if options.json:
-        print(json.dumps(found | ({} if beside is None else {"measured": asdict(beside)}), indent=1))
+        more = {"notes": notes(asked, rates, beside)} if rates else {}
+        print(json.dumps(found | more | ({} if beside is None else {"measured": asdict(beside)}), indent=1))
         return 0
     print("\n".join([*(needs(asked, machine) if summary else ()), *table(asked, machine, found),
                      *(forecast(asked, rates, found["rows"], beside) if rates else ()),

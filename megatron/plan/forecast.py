@@ -125,9 +125,13 @@ def forecast(asked: Run, rates: Rates, rows: Sequence[dict[str, Any]], beside: M
     yield from aligned([head, *cells], left=(0, 1))
     yield from (f"note: {sentence}" for sentence in _reservations(asked, rates.where))
     if beside is not None:
-        predicted = step_time(asked, rates).total
-        yield from ("", _beside(predicted, beside))
-        yield from (f"note: {sentence}" for sentence in _doubts(predicted, beside))
+        yield from ("", _beside(step_time(asked, rates).total, beside))
+        yield from (f"note: {sentence}" for sentence in _doubts(asked, rates, beside))
+
+
+def notes(asked: Run, rates: Rates, beside: Measured | None) -> list[str]:
+    """What is to be known of the prediction, and of its likeness to what was measured."""
+    return [*_reservations(asked, rates.where), *(() if beside is None else _doubts(asked, rates, beside))]
 
 
 def _reservations(asked: Run, where: Where) -> Iterator[str]:
@@ -142,7 +146,7 @@ def _reservations(asked: Run, where: Where) -> Iterator[str]:
                "network between nodes is not predicted")
 
 
-def _doubts(predicted: float, found: Measured) -> Iterator[str]:
+def _doubts(asked: Run, rates: Rates, found: Measured) -> Iterator[str]:
     if found.differs:
         more = f" and {len(found.differs) - SHOWN} more" if len(found.differs) > SHOWN else ""
         yield f"that run had other settings: {', '.join(found.differs[:SHOWN])}{more}"
@@ -150,7 +154,7 @@ def _doubts(predicted: float, found: Measured) -> Iterator[str]:
         yield f"{found.name} does not say what its settings are: they may be others"
     if found.left_out:
         yield f"{found.left_out} steps of that file are left out: they have other settings than those that are compared"
-    if not found.differs and not 1 / FAR <= predicted / found.seconds <= FAR:
+    if not found.differs and not 1 / FAR <= step_time(asked, rates).total / found.seconds <= FAR:
         yield ("that is far apart: one of the two machines may have been busy; measure the rates anew with --probe "
                "while this one is idle")
 

@@ -7,12 +7,12 @@ machine, so this is said and refuses nothing.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from megatron import host_memory
 from megatron.config.offload import idle
 from megatron.config.tree import flag_name
 from megatron.plan.footprint import Run
@@ -65,9 +65,9 @@ def problems(asked: Run, machine: Machine, host: int, nvme: int) -> Iterator[str
         smaller = " or ".join(f"{remedy.flags} (saves {size(remedy.saves)})"
                               for remedy in remedies(asked)[:SHOWN_REMEDIES])
         yield f"a card of {', '.join(small)} GB is too small" + (f"; try {smaller}" if smaller else "")
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if host > memory:
-        yield f"a node needs {size(host)} of memory, and this machine has {size(memory)}"
+    memory = host_memory.installed()
+    if memory is not None and host > memory:
+        yield f"a node needs {size(host)} of memory, and {host_memory.place('this machine')} has {size(memory)}"
     for folder, flags in _folders(asked).items():
         named = asked.config.in_its_words(f"{' and '.join(flags)} {folder}")
         if not Path(folder).is_dir():

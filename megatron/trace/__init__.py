@@ -7,7 +7,8 @@
     tracks.py       what was recorded, as further tracks of the trace
     memory.py       memory over time, and where its peak is
     page.py         all of it as one page of HTML
-    window.py       which steps, on which rank, into which files
+    files.py        all of it as files, and the line that tells of them
+    window.py       which steps, on which rank
 
 Nothing is in the engine's way: it says where it is in any case (whereabouts.py, zero/exchanges.py), for somebody who
 looks when it stands still. Not here: arithmetic counted module by module (profiler/).

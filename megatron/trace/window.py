@@ -1,31 +1,23 @@
-"""Which steps are traced, on which rank, into which files. The other ranks go on, and wait where they need this one."""
+"""Which steps are traced, on which rank. The other ranks go on, and wait where they need this one. Not here: what is
+written (files.py)."""
 
 from __future__ import annotations
 
-import gzip
-import json
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import get_native_id
-from typing import Any
 from warnings import catch_warnings, simplefilter
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from data.storage import staged_file
 from megatron.config.profile import ProfileConfig
 from megatron.errors import Interrupted, NumericsError
-from megatron.trace.memory import levels, peak
-from megatron.trace.page import page
+from megatron.trace.files import Taken, write
 from megatron.trace.recorder import Recorder, microseconds
-from megatron.trace.shares import shares, told
-from megatron.trace.tracks import tracks
-from megatron.whereabouts import HERE, OPTIMIZER_STEP, PHASE
+from megatron.whereabouts import HERE
 from megatron.zero.exchanges import ExchangeLog
 
 WRITING = "writing of a trace"
@@ -33,8 +25,6 @@ WRITING = "writing of a trace"
 MOST = 20_000
 """Of Recorder.size: a trace ends there, with its step. Some 100 MB and half a minute of writing; more cannot be looked
 at."""
-ENDINGS = ".json.gz", ".html", ".memory.pickle"
-"""Of what a trace leaves."""
 HISTORY = 200_000
 """Allocations that the snapshot of an accelerator's memory remembers."""
 
@@ -132,7 +122,9 @@ class Window:
             under.listening.close()
             under.profiler.stop()
             with HERE.doing(WRITING):
-                self._write(under, stop)
+                taken = Taken(under.profiler, under.recorder, under.first, under.start, stop,
+                              is_early=under.recorder.size > MOST)
+                _say(write(taken, self._folder, self._rank, self._device))
         except Exception as error:  # not worth ending a job of many ranks
             self._warn(error)
         finally:
@@ -151,63 +143,6 @@ class Window:
             with suppress(Exception):
                 self._under.end()
                 self._under.profiler.stop()
-
-    def _write(self, under: Under, stop: float) -> None:
-        taken = [one for one in under.recorder.lines[PHASE].stretches(stop) if one.name == OPTIMIZER_STEP]
-        steps = range(under.first, under.first + max(1, len(taken)))
-        with _claimed(self._folder, f"steps-{steps[0]}-{steps[-1]}.rank-{self._rank}") as place:
-            if self._device.type == "cuda":
-                torch.cuda.memory._dump_snapshot(f"{place}.memory.pickle")
-            self._write_trace(under, steps, stop, place)
-
-    def _write_trace(self, under: Under, steps: range, stop: float, place: Path) -> None:
-        trace = _exported(under.profiler, self._folder)
-        base = trace.get("baseTimeNanoseconds", 0) / 1e3
-        recorded, within, events = under.recorder, (under.start - base, stop - base), trace["traceEvents"]
-        recorded.count_from(base)
-        found = shares(events, recorded, get_native_id(), within, on_host=self._device.type == "cpu")
-        at_times = levels(events)
-        which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-        title = f"{which.capitalize()}, rank {self._rank}"
-        Path(f"{place}.html").write_text(
-            page(title, found, len(steps), at_times, peak(at_times, recorded), recorded, within), encoding="utf-8")
-        trace["traceEvents"] += tracks(recorded, at_times, within, steps)
-        with staged_file(f"{place}.json.gz") as file:  # in the place of the claim
-            file.write(gzip.compress(json.dumps(trace, separators=(",", ":")).encode(), compresslevel=3))
-        milliseconds = (within[1] - within[0]) / 1e3 / len(steps)
-        early = " (the trace ends early: more could not be looked at)" if recorded.size > MOST else ""
-        _say(f" {which}: {milliseconds:.1f} ms{' each' * (len(steps) > 1)} with the profiler at work: {told(found)} | "
-             f"{place}.json.gz (for ui.perfetto.dev), {place.name}.html{early}")
-
-
-def _exported(profiler: profile, beside: Path) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix=".trace-", dir=beside) as folder:
-        profiler.export_chrome_trace(f"{folder}/trace.json")
-        found: dict[str, Any] = json.loads(Path(folder, "trace.json").read_text(encoding="utf-8", errors="replace"))
-    return found
-
-
-@contextmanager
-def _claimed(folder: Path, name: str) -> Iterator[Path]:
-    """A name that nobody has, and nobody else gets: a trace from before is kept, and so is that of another run."""
-    number, found = 1, folder / name
-    while not _claims(Path(f"{found}.json.gz")):
-        number += 1
-        found = folder / f"{name}.{number}"
-    try:
-        yield found
-    except BaseException:
-        for ending in ENDINGS:
-            Path(f"{found}{ending}").unlink(missing_ok=True)
-        raise
-
-
-def _claims(file: Path) -> bool:
-    try:
-        file.touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
 
 
 def _say(line: str) -> None:

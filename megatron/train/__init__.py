@@ -7,7 +7,7 @@
     loop.py         the loop; evaluation.py: loss on held-out text; rate.py: is a learning rate left; garbage.py: when
                     Python looks for garbage
     log.py          what a run reports: metrics.py (numbers), console.py, board.py (tensorboard), table.py (CSV),
-                    dashboard.py (Weights & Biases), lines.py (a file that lines are appended to), flops.py
+                    dashboard.py (Weights & Biases), flops.py
     resume.py       the state of a run <-> a checkpoint; position.py: where a saved run was;
                     changed.py: training methods that differ from its
     sample.py       text from the model at the end

@@ -25,9 +25,9 @@ from megatron.train.board import Board
 from megatron.train.console import Console
 from megatron.train.dashboard import Dashboard
 from megatron.train.evaluation import perplexity
-from megatron.train.lines import Lines
 from megatron.train.metrics import StepMetrics
 from megatron.train.table import Tables
+from megatron.zero.api.lines import Lines
 from megatron.zero.api.wandb_run import Project
 
 
@@ -40,9 +40,13 @@ class RunLog:
         self._introduction: Callable[[], None] | None = None
         self.console = Console(config.log_interval, train_iters, start, writes=writes, aside=aside,
                                outlives_reader=outlives_reader)
-        self._file = Lines("--metrics-file", config.metrics_file) if writes and config.metrics_file else None
-        self._sinks = sinks_of(config) if writes else []
         self.say = self.console.say
+
+        def warn(text: str) -> None:
+            self.say(f" {text}")
+
+        self._file = Lines("--metrics-file", config.metrics_file, warn) if writes and config.metrics_file else None
+        self._sinks = sinks_of(config, warn) if writes else []
 
     def begin(self, config: Config, facts: Mapping[str, Any], lines: list[str]) -> None:
         """What the run is: `lines` for the reader of the console, `facts` beside the configuration for programs. The
@@ -58,9 +62,6 @@ class RunLog:
         self._introduction = introduce
         for line in lines:
             self.say(line)
-        if self._file is not None and self._file.is_shared:  # no error: a resumed run need not wait for its log
-            self.say(f" warning: another process has --metrics-file {config.log.metrics_file} open to write into it: "
-                     "lines of two runs cannot be told apart; stop it, or start this run with another file")
 
     def _introduce(self) -> None:
         if self._introduction is not None:
@@ -141,13 +142,13 @@ class Sink(Protocol):
         """`failed`: the run ends with an error."""
 
 
-def sinks_of(config: LogConfig) -> list[Sink]:
-    """Those that are asked for, opened."""
+def sinks_of(config: LogConfig, warn: Callable[[str], object]) -> list[Sink]:
+    """Those that are asked for, opened; `warn` is told what is doubtful about one."""
     found: list[Sink] = []
     if config.tensorboard_dir:
         found.append(Board(config.tensorboard_dir))
     if config.csv_dir:
-        found.append(Tables(config.csv_dir))
+        found.append(Tables(config.csv_dir, warn))
     if config.wandb_project is not None:
         found.append(Dashboard(Project(config.wandb_project, config.wandb_group, config.wandb_team)))
     return found

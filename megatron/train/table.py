@@ -7,17 +7,16 @@ taken away: half a number would pass for one.
 from __future__ import annotations
 
 import csv
-import io
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
 from megatron.errors import StorageError
-from megatron.train.lines import Lines
 from megatron.train.metrics import StepMetrics
 from megatron.zero.api.curves import storing
+from megatron.zero.api.lines import Lines, csv_line
 
 STEPS = ("iteration", "lm_loss", "grad_norm", "learning_rate", "loss_scale", "skipped", "consumed_samples", "step_ms",
          "tokens_per_s", "tflops", "mfu", "max_memory_bytes", "drive_wait_ms", "drive_read_bytes",
@@ -30,11 +29,11 @@ LONGEST_HEAD = 4096
 class Tables:
     """`steps.csv` and `evaluations.csv` of a folder."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, warn: Callable[[str], object]) -> None:
         with storing("--csv-dir", folder):
             os.makedirs(folder, exist_ok=True)
-        self._steps = _Table(os.path.join(folder, "steps.csv"), STEPS)
-        self._evaluations = _Table(os.path.join(folder, "evaluations.csv"), EVALUATIONS)
+        self._steps = _Table(os.path.join(folder, "steps.csv"), STEPS, warn)
+        self._evaluations = _Table(os.path.join(folder, "evaluations.csv"), EVALUATIONS, warn)
 
     def configuration(self, sections: Mapping[str, Mapping[str, Any]], facts: str, iteration: int) -> None:
         """Tables have no place for it."""
@@ -54,17 +53,17 @@ class Tables:
 class _Table:
     """A file that gets its head with its first row."""
 
-    def __init__(self, path: str, columns: tuple[str, ...]) -> None:
-        self._columns, head = columns, _line(columns)
+    def __init__(self, path: str, columns: tuple[str, ...], warn: Callable[[str], object]) -> None:
+        self._columns, head = columns, csv_line(columns)
         with storing("--csv-dir", path):
             if os.path.exists(path) and not _begins_with(head, path):
                 raise StorageError(f"--csv-dir: {path} is another table, whose first line is not {head.strip()}; name "
                                    "another folder")
-        self._lines = Lines("--csv-dir", path, head=head, drops_half=True)
+        self._lines = Lines("--csv-dir", path, warn, head=head, drops_half=True)
 
     def append(self, values: Mapping[str, Any]) -> None:
         """A row; empty where a value is not known, or no number."""
-        self._lines.append(_line(tuple(_told(values.get(column)) for column in self._columns)))
+        self._lines.append(csv_line(tuple(_told(values.get(column)) for column in self._columns)))
 
     def close(self) -> None:
         self._lines.close()
@@ -82,9 +81,3 @@ def _begins_with(head: str, path: str) -> bool:
 def _told(value: Any) -> Any:
     """A float with all its digits."""
     return int(value) if isinstance(value, bool) else None if isinstance(value, float) and math.isnan(value) else value
-
-
-def _line(values: tuple[Any, ...]) -> str:
-    text = io.StringIO()
-    csv.writer(text).writerow(values)
-    return text.getvalue()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
-from pathlib import Path
 
+from megatron import host_memory
 from megatron.errors import ConfigError
 from megatron.plan.footprint import Run
 from megatron.plan.report import USABLE
@@ -13,27 +13,22 @@ from megatron.tune.memory import Memory
 
 LIBRARIES = 300 << 20
 """Bytes of a rank on a host beside its tensors."""
-MEMINFO = Path("/proc/meminfo")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def capacity_of(asked: Run, gb: float | None) -> Memory:
     """For tensors. `gb`: what is said of the device."""
     given = None if gb is None else gb * 2**30
-    host = max(0.0, _available() / asked.ranks - LIBRARIES)
     if asked.device == "cpu":
-        return Memory(host if given is None else given)
-    return Memory((_free_of_gpus(asked.ranks) if given is None else given) * USABLE, host)
+        return Memory(_host(asked.ranks) if given is None else given)
+    return Memory((_free_of_gpus(asked.ranks) if given is None else given) * USABLE, _host(asked.ranks))
 
 
-def _available() -> float:
-    """Bytes of this machine that nobody uses, or could do without."""
-    try:
-        lines = MEMINFO.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    told = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") if told is None else told
+def _host(ranks: int) -> float:
+    found = host_memory.available()
+    if found is None:
+        raise ConfigError("the memory of this machine is not known here: give --card-gb")
+    return max(0.0, found / ranks - LIBRARIES)
 
 
 def _free_of_gpus(ranks: int) -> float:

@@ -10,12 +10,11 @@ any case. The trainer has its own log (train/metrics.py).
 from __future__ import annotations
 
 import atexit
-import csv
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,6 +25,7 @@ from megatron.config.log import LogConfig
 from megatron.errors import ConfigError, StorageError
 from megatron.zero.accelerator import peak_resident_bytes
 from megatron.zero.api.curves import Curves, storing
+from megatron.zero.api.lines import Lines, csv_line
 from megatron.zero.api.wandb_run import Project, WandbRun
 from megatron.zero.homes.used import DriveUse
 from megatron.zero.verdict import HostCopy
@@ -127,7 +127,7 @@ class Monitor:
                 sink.write(events)
             except (OSError, StorageError) as error:  # not worth ending a job of many ranks
                 self._sinks.remove(sink)
-                print(f"warning: {error}; training goes on without these scalars", file=sys.stderr, flush=True)
+                _warn(f"warning: {error}; training goes on without these scalars")
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """One part of a step, to be timed and measured where that is asked for."""
@@ -261,20 +261,22 @@ class CsvFiles:
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
+        self._files: dict[str, Lines] = {}
         with storing("csv_monitor.output_path:", folder):
             os.makedirs(folder, exist_ok=True)
 
     def write(self, events: Sequence[Event]) -> None:
         for name, value, samples in events:
-            path = os.path.join(self._folder, name.replace("/", "_").replace(" ", "_") + ".csv")
-            with storing("csv_monitor.output_path:", path), open(path, "a", newline="") as file:
-                rows = csv.writer(file)
-                if file.tell() == 0:
-                    rows.writerow(["step", name.rpartition("/")[2]])
-                rows.writerow([samples, value])
+            if name not in self._files:
+                path = os.path.join(self._folder, name.replace("/", "_").replace(" ", "_") + ".csv")
+                head = csv_line(("step", name.rpartition("/")[2]))
+                self._files[name] = Lines("csv_monitor.output_path:", path, _warn, head=head, drops_half=True)
+            self._files[name].append(csv_line((samples, value)))
 
     def close(self) -> None:
-        """Nothing is held open."""
+        with ExitStack() as closing:
+            for file in self._files.values():
+                closing.callback(file.close)
 
 
 class Wandb:
@@ -287,6 +289,10 @@ class Wandb:
 
     def close(self) -> None:
         self._run.close()
+
+
+def _warn(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _bytes_in_use(device: torch.device) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import pretrain_gpt2
+from megatron import host_memory
 from megatron.config.flags import asks_for_plan
 from megatron.errors import ConfigError
 from megatron.plan import command as plan
@@ -44,7 +45,7 @@ def lines(*argv: str, cards: tuple[float, ...] = (32.0,), per_node: int = 1) -> 
 @pytest.fixture
 def large_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every plan has room here."""
-    monkeypatch.setattr(os, "sysconf", lambda name: 2**30)
+    monkeypatch.setattr(host_memory, "installed", lambda: 2**60)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("Usage", "free")(2**60))
 
 
@@ -110,7 +111,7 @@ def test_what_is_in_the_way_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (card,) = [line for line in lines(*argv, cards=(4.0, 6.0, 80.0)) if line.startswith("problem")]
     assert card.startswith("problem: a card of 4, 6 GB is too small; try --batch-size 5 --global-batch-size 10 (saves ")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("Usage", "free")(2**30))
-    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**20}.__getitem__)
+    monkeypatch.setattr(host_memory, "installed", lambda: 2**32)
     run = planned(*argv)
     host, nvme = (f"{2 * count / 2**30:.2f} GiB" for count in (run.elsewhere.host, run.elsewhere.nvme))
     assert [line for line in lines(*argv, per_node=2) if line.startswith("problem")] == [

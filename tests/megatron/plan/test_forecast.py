@@ -65,6 +65,7 @@ def test_a_measured_run_stands_beside_it_without_its_first_steps(
     command.plan([*FLAGS, "--rates", rates_file, "--metrics-file", str(file), "--json"])
     found = json.loads(capsys.readouterr().out)
     assert found["measured"]["seconds"] == 1.0 and found["rows"][0]["step"]["total"] > 0.5
+    assert f"note: {found['notes'][-1]}" == note
 
 
 @pytest.mark.parametrize("flags, words", [

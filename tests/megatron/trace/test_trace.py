@@ -19,7 +19,7 @@ import torch
 
 from megatron.config.flags import parse_args
 from megatron.errors import ConfigError, Interrupted
-from megatron.trace import window
+from megatron.trace import files, window
 from megatron.train.loop import Trainer
 from megatron.whereabouts import HERE
 from mpu.wire import waits
@@ -185,7 +185,7 @@ def test_a_folder_that_cannot_be_made_does_not_end_the_run(tmp_path: Path, capsy
 
 def test_a_drive_that_fails_leaves_nothing_and_does_not_end_the_run(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with patch.object(window, "staged_file", side_effect=OSError(errno.ENOSPC, "No space left on device")):
+    with patch.object(files, "staged_file", side_effect=OSError(errno.ENOSPC, "No space left on device")):
         train([*RUN, "--profile-steps", "2:3", "--profile-dir", tmp_path / "t", "--metrics-file", tmp_path / "metrics"])
     assert "(OSError: [Errno 28] No space left on device); training goes on without it" in capsys.readouterr().err
     assert [*(tmp_path / "t").iterdir()] == [] and len(lines(tmp_path / "metrics")) >= 5

@@ -17,10 +17,10 @@ from tensorboard.compat.tensorflow_stub.io.gfile import LocalFileSystem
 from megatron.config.tree import LogConfig
 from megatron.errors import NumericsError, StorageError
 from megatron.launch import exits
-from megatron.train import lines as lines_module
 from megatron.train.board import Board
-from megatron.train.lines import Lines
 from megatron.train.log import RunLog
+from megatron.zero.api import lines as lines_module
+from megatron.zero.api.lines import Lines
 from tests.megatron.helpers import ROOT, TINY, steps, train
 
 DISK = [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ESTALE, errno.EFBIG]
@@ -65,7 +65,7 @@ def test_a_metrics_file_that_fails_is_named_with_its_flag_and_keeps_whole_lines(
     path = tmp_path / "m.jsonl"
     monkeypatch.setattr(lines_module, "open", lambda path, mode, **more: Broken(open(path, mode, **more), call, number)
                         if mode == "ab" else open(path, mode, **more), raising=False)
-    file = Lines("--metrics-file", str(path))
+    file = Lines("--metrics-file", str(path), print)
     file.append('{"iteration": 1}\n')
     if call == "fsync":
         monkeypatch.setattr(os, "fsync", failing(number))
@@ -84,7 +84,7 @@ def test_a_metrics_file_that_fails_is_named_with_its_flag_and_keeps_whole_lines(
 def test_what_a_kill_has_cut_does_not_join_the_next_line(left: bytes, found: str, tmp_path: Path) -> None:
     path = tmp_path / "m"
     path.write_bytes(left)
-    file = Lines("--metrics-file", str(path))
+    file = Lines("--metrics-file", str(path), print)
     assert path.read_bytes() == left, "a run with nothing to say leaves it as it is"
     file.append("{}\n")
     file.append("{}\n")
@@ -92,8 +92,23 @@ def test_what_a_kill_has_cut_does_not_join_the_next_line(left: bytes, found: str
     assert path.read_text() == found + "{}\n{}\n"
 
 
+def test_a_file_that_is_deleted_meanwhile_begins_again_or_says_that_it_cannot(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "m"
+    path.parent.mkdir()
+    file = Lines("--metrics-file", str(path), print, head="head\n")
+    file.append("1\n")
+    path.unlink()
+    file.append("2\n")
+    assert path.read_text() == "head\n2\n"
+    path.unlink()
+    path.parent.rmdir()
+    with pytest.raises(StorageError, match=f"--metrics-file {path} cannot be opened for appending"):
+        file.append("3\n")
+    file.close()
+
+
 def test_lack_of_memory_is_no_matter_of_the_metrics_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = Lines("--metrics-file", str(tmp_path / "m"))
+    file = Lines("--metrics-file", str(tmp_path / "m"), print)
     monkeypatch.setattr(os, "fsync", failing(errno.ENOMEM))
     with pytest.raises(OSError) as caught:
         file.close()
@@ -104,38 +119,40 @@ def test_lack_of_memory_is_no_matter_of_the_metrics_file(tmp_path: Path, monkeyp
 def test_a_pipe_and_a_device_are_written_as_they_come(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with subprocess.Popen(["cat", str(tmp_path / "pipe")], stdout=subprocess.PIPE, text=True) as reader:
-        file = Lines("--metrics-file", str(tmp_path / "pipe"))
+        file = Lines("--metrics-file", str(tmp_path / "pipe"), print)
         file.append("{}\n")
         file.close()
         assert reader.communicate()[0] == "{}\n"
-    null = Lines("--metrics-file", os.devnull)
+    null = Lines("--metrics-file", os.devnull, print)
     null.append("{}\n")
     null.close()
 
 
 HOLDING = """
 import sys
-from megatron.train.lines import Lines
-held = Lines("--metrics-file", sys.argv[1])
-print(held.is_shared, flush=True)
+from megatron.zero.api.lines import Lines
+held = Lines("--metrics-file", sys.argv[1], print)
+print("held", flush=True)
 sys.stdin.read()
 """
 
 
 def test_a_second_run_that_writes_into_the_file_is_told_and_goes_on(tmp_path: Path) -> None:
     run = [*TINY, "--mock-data", "--train-iters", 1, "--metrics-file", tmp_path / "m"]
-    words = f"warning: another process has --metrics-file {tmp_path / 'm'} open to write into it"
+    words = (f"warning: another process, or another part of this one, has --metrics-file {tmp_path / 'm'} open to "
+             "write into it")
     with subprocess.Popen([sys.executable, "-c", HOLDING, tmp_path / "m"], stdin=subprocess.PIPE, cwd=ROOT,
                           stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}) as holder:
-        assert holder.stdout is not None and holder.stdout.readline() == "False\n"
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
         assert train(run).count(words) == 1 and steps(tmp_path / "m")
         holder.kill()
     assert words not in train(run), "a lock goes with its process"
 
 
 def test_a_device_is_for_everybody() -> None:
-    one, two = (Lines("--metrics-file", os.devnull) for _ in range(2))
-    assert not one.is_shared and not two.is_shared
+    told: list[str] = []
+    one, two = (Lines("--metrics-file", os.devnull, told.append) for _ in range(2))
+    assert not told
     one.close()
     two.close()
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from data.storage import DataError, StorageFault
+from megatron import host_memory
 from megatron.config.flags import parse_args
 from megatron.errors import ConfigError, PeerError, StorageError
 from megatron.plan import gpus, kept_rates
@@ -435,8 +436,7 @@ def test_where_the_host_is_what_lacks_it_says_so(place: list[str], monkeypatch: 
                                                  tmp_path: Path) -> None:
     rates = machine(1, where=Where("made up", "2.13.0", "cuda", "fp32", 1, 1), update=proportional(1e-9), a_pass=1e-3)
     (tmp_path / "rates.json").write_text(json.dumps(rates.as_dict()))
-    (tmp_path / "meminfo").write_text("MemAvailable: 307712 kB\n")  # 0.5 MiB more than the libraries of a rank
-    monkeypatch.setattr(capacity, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(host_memory, "available", lambda: 307712 << 10)  # 0.5 MiB more than the libraries of a rank
     monkeypatch.setattr(command, "places", lambda device: 1)
     with pytest.raises(PeerError, match=r"a rank has 0\.\d MiB of the GPU and 0\.5 MiB of the host, where the one that "
                                         r"lacks least needs [\d.]+ MiB of the GPU and [\d.]+ MiB of the host; "):
@@ -455,8 +455,7 @@ assert "--query-gpu=memory.free" in sys.argv
 print(*(free[one] for one in (ids or [free])[0]), sep="\\n")
 """)
     driver.chmod(0o755)
-    (tmp_path / "meminfo").write_text("MemTotal: 1 kB\nMemAvailable: 8388608 kB\n")
-    monkeypatch.setattr(capacity, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(host_memory, "available", lambda: 2**33)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:

@@ -139,6 +139,29 @@ def test_scalars_have_deepspeeds_names_and_count_samples(tmp_path: Path) -> None
     assert {event.value for event in events.Scalars("Train/Samples/loss_scale")} == {16.0}
 
 
+def test_what_a_kill_has_left_of_a_row_joins_no_other(tmp_path: Path) -> None:
+    monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    trained(2, csv_monitor=monitor).destroy()
+    path = tmp_path / "job" / "Train_Samples_lr.csv"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-3])
+    trained(1, csv_monitor=monitor).destroy()
+    first, second = whole.splitlines(keepends=True)[:2]
+    assert path.read_bytes() == first + second + second  # without the cut row; the later engine saw 4
+
+
+def test_an_engine_that_writes_where_another_does_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    one = trained(1, csv_monitor=monitor)
+    assert "warning" not in capsys.readouterr().err
+    two = trained(1, csv_monitor=monitor)
+    assert f"has csv_monitor.output_path: {tmp_path / 'job' / 'Train_Samples_lr.csv'} open" in capsys.readouterr().err
+    one.destroy()
+    two.destroy()
+    trained(1, csv_monitor=monitor).destroy()
+    assert "warning" not in capsys.readouterr().err
+
+
 def test_on_an_accelerator_scalars_are_written_a_step_late(tmp_path: Path) -> None:
     """When the loss is on the host in any case: to read it at once would let the device run dry."""
     monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}

@@ -1,17 +1,21 @@
 """A file to which whole lines are appended, whatever state a kill, a power cut or a full disk has left it in.
 
-Not here: what the lines say (log.py, table.py).
+Not here: what the lines say (monitor.py; train/log.py and train/table.py).
 """
 
 from __future__ import annotations
 
+import csv
 import errno
 import fcntl
+import io
 import os
 import stat
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from io import FileIO
-from typing import BinaryIO
+from typing import Any, BinaryIO
+from weakref import finalize
 
 from megatron.errors import StorageError
 from megatron.zero.api.curves import storing
@@ -22,25 +26,36 @@ BLOCK = 1 << 16
 class Lines:
     """Lines, each whole or absent, that are in the file when `append` returns and on the disk when it is closed.
 
-    `flag` is where its name comes from. What has been left of a last line stays, as a line of its own; with
-    `drops_half` it is taken away, where readers would take half a number for one. Until the first line is appended
-    the file stays as it is.
+    `flag` is where its name comes from, and `say` is told of another writer of it. What has been left of a last line
+    stays, as a line of its own; with `drops_half` it is taken away, where readers would take half a number for one.
+    Until the first line is appended the file stays as it is.
     """
 
-    def __init__(self, flag: str, path: str, *, head: str = "", drops_half: bool = False) -> None:
+    def __init__(self, flag: str, path: str, say: Callable[[str], object], *, head: str = "",
+                 drops_half: bool = False) -> None:
         self._flag, self._path, self._head, self._drops_half = flag, path, head, drops_half
         self._is_mended = False
+        self._file = self._open()
+        if _is_held(self._file):  # no error: a resumed run need not wait for its log
+            say(f"warning: another process, or another part of this one, has {flag} {path} open to write into it: "
+                "lines of two runs cannot be told apart; stop it, or start this run with another place")
+
+    def _open(self) -> FileIO:
         try:
-            self._file = open(path, "ab", buffering=0)
+            file = open(self._path, "ab", buffering=0)
         except OSError as error:
-            raise StorageError(f"{flag} {path} cannot be opened for appending: {error.strerror}; name a file in a "
-                               "writable folder") from error
-        self.is_shared = _is_held(self._file)
-        """Another process, or another part of this one, has it open to append to it."""
+            raise StorageError(f"{self._flag} {self._path} cannot be opened for appending: {error.strerror}; name a "
+                               "file in a writable folder") from error
+        finalize(self, _drop, file)  # of an engine that nobody closed
+        return file
 
     def append(self, lines: str) -> None:
         """With their ends; behind `head` in a file that is empty."""
         with storing(self._flag, self._path):
+            if os.fstat(self._file.fileno()).st_nlink == 0:  # deleted meanwhile: what is written would go nowhere
+                deleted, self._file = self._file, self._open()
+                deleted.close()
+                _is_held(self._file)
             begin = b"" if self._is_mended else self._mend()
             size = os.fstat(self._file.fileno()).st_size
             left = memoryview(begin + ("" if size else self._head).encode() + lines.encode())
@@ -76,6 +91,18 @@ class Lines:
                     raise
             finally:
                 self._file.close()
+
+
+def _drop(file: FileIO) -> None:
+    with suppress(OSError):
+        file.close()
+
+
+def csv_line(values: Iterable[Any]) -> str:
+    """A row of a table, with its end."""
+    text = io.StringIO()
+    csv.writer(text).writerow(values)
+    return text.getvalue()
 
 
 def _is_held(file: FileIO) -> bool:
