@@ -1,8 +1,8 @@
 """How near a search comes to the best of all choices: `python scripts/bench/tuning.py --size small --ranks 2`.
 
-Every choice that fits is tried, one after the other, round by round, and has its smallest median; then the search is
-replayed over these times, so that both see the same machine. `--live`:
-the search runs its own trials in addition, as a user's would.
+Every choice that fits is tried, one after the other, round by round, and has its smallest median, also those that the
+tuner takes for the same as others (all stages of one rank); then the search is replayed over these times, so that both
+see the same machine. `--live`: the search runs its own trials in addition, as a user's would.
 """
 
 from __future__ import annotations
@@ -11,18 +11,21 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from megatron.plan.footprint import Run  # noqa: E402
 from megatron.plan.kept_rates import rates_for  # noqa: E402
 from megatron.tune import command  # noqa: E402
 from megatron.tune.capacity import capacity_of  # noqa: E402
 from megatron.tune.loop import planned  # noqa: E402
-from megatron.tune.search import Outcome, best, next_trial, pruned  # noqa: E402
-from megatron.tune.space import samples_of  # noqa: E402
+from megatron.tune.search import FINALISTS, REPEATS, Outcome, best, next_trial, pruned  # noqa: E402
+from megatron.tune.space import Choice, samples_of  # noqa: E402
 from megatron.tune.trial import Trials  # noqa: E402
 
 SIZES = {
@@ -54,33 +57,52 @@ def compare(flags: Sequence[str], place: Path, rounds: int) -> None:
     asked_for, asked = command.parse(flags)
     tuning, samples = asked.config.autotuning, samples_of(asked)
     options = planned(asked, rates_for(asked, path=asked_for.rates))
-    choices, values = list(options), list(options.values())
     capacity = capacity_of(asked, asked_for.card_gb)
     trials = Trials(place, tuning.autotuning_start_profile_step, tuning.autotuning_end_profile_step)
-    fits = [number for number, option in enumerate(values) if capacity.holds(option.needs)]
-    outcomes, begin = dict[int, Outcome](), time.monotonic()
-    for _ in range(rounds):
-        for number in fits:
-            predicted = values[number].candidate.predicted.total
-            outcome = trials.run(number, choices[number].of(asked, samples), predicted)
-            before = outcomes.get(number)
-            if before is None or (outcome.seconds or float("inf")) < (before.seconds or float("inf")):
-                outcomes[number] = outcome
+    own = list(options)
+    everything = {choice: option for choice, option in options.items() if capacity.holds(option.needs)}
+    everything |= {other: everything[choice] for choice in [*everything] for other in left_out(choice, asked)}
+    outcomes, begin = dict[Choice, Outcome](), time.monotonic()
+
+    def measure(choices: Sequence[Choice]) -> None:
+        for number, choice in enumerate(choices):
+            predicted = everything[choice].candidate.predicted.total
+            outcome = trials.run(number, choice.of(asked, samples), predicted)
+            outcomes[choice] = outcomes[choice].again(outcome) if choice in outcomes else outcome
             words = outcome.words if outcome.seconds is None else f"{1e3 * outcome.seconds:.4g} ms"
-            print(f"{number:4} of {len(values)}: {' '.join(choices[number].flags(asked, samples))} | predicted "
+            print(f"{number:4} of {len(choices)}: {' '.join(choice.flags(asked, samples))} | predicted "
                   f"{1e3 * predicted:.4g} ms | {outcome.state} {words}", flush=True)
+
+    for _ in range(rounds):
+        measure([*everything])
     seconds = time.monotonic() - begin
-    kept = pruned(values, capacity, tuning.autotuning_num_tuning_micro_batch_sizes)
+    kept = pruned(list(options.values()), capacity, tuning.autotuning_num_tuning_micro_batch_sizes)
     searched = dict[int, Outcome]()
-    while (following := next_trial(values, kept, searched, tuning)) is not None:
-        searched[following] = outcomes[following]
-    fastest, pick = best(outcomes), best(searched)
-    if fastest is None or pick is None:
+    while (following := next_trial(list(options.values()), kept, searched, tuning)) is not None:
+        searched[following] = outcomes[own[following]]
+    ordered = sorted((one for one in outcomes if outcomes[one].seconds), key=lambda one: seconds_of(outcomes, one))
+    pick = best(searched)
+    if pick is None:
         sys.exit("no choice ran")
-    limit, found = outcomes[fastest].seconds or 0.0, outcomes[pick].seconds or float("inf")
-    print(f"best of {len(fits)} choices ({seconds:.0f} s): {' '.join(choices[fastest].flags(asked, samples))}, "
-          f"{1e3 * limit:.4g} ms; pick after {len(searched)} trials: {' '.join(choices[pick].flags(asked, samples))}, "
-          f"{1e3 * found:.4g} ms: {limit / found:.1%} of the best, with {len(searched) / len(fits):.0%} of the trials")
+    print(f"the best {FINALISTS} and the pick again, in turn: a machine is not as fast all the time")
+    for _ in range(REPEATS):
+        measure([*dict.fromkeys([*ordered[:FINALISTS], own[pick]])])
+    first = min(outcomes, key=lambda one: seconds_of(outcomes, one))
+    limit, found = seconds_of(outcomes, first), seconds_of(outcomes, own[pick])
+    print(f"best of {len(outcomes)} choices ({seconds:.0f} s): {' '.join(first.flags(asked, samples))}, "
+          f"{1e3 * limit:.4g} ms; pick after {len(searched)} trials: {' '.join(own[pick].flags(asked, samples))}, "
+          f"{1e3 * found:.4g} ms: {limit / found:.1%} of the best, with {len(searched) / len(outcomes):.0%} of the "
+          "trials")
+
+
+def seconds_of(outcomes: Mapping[Choice, Outcome], choice: Choice) -> float:
+    return outcomes[choice].seconds or inf
+
+
+def left_out(choice: Choice, asked: Run) -> Iterator[Choice]:
+    """What the tuner takes for the same as a choice of its own: the other stages of one rank."""
+    if asked.ranks == 1:
+        yield from (replace(choice, stage=stage) for stage in range(4) if stage != choice.stage)
 
 
 if __name__ == "__main__":

@@ -183,8 +183,9 @@ def test_it_is_named(what: str, run: Path, tmp_path: Path) -> None:
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("name", [MANIFEST, "rank0.json", "shared.json", "config.json", "rank0.safetensors",
-                                  "latest", ".latest-pending"])
+@pytest.mark.parametrize("name", [
+    MANIFEST, "rank0.safetensors", "latest", *(pytest.param(name, marks=pytest.mark.slow) for name in (
+        "rank0.json", "shared.json", "config.json", ".latest-pending"))])
 def test_a_sparse_file_takes_no_memory(name: str, made: Path, tmp_path: Path) -> None:
     """Three GiB of nothing, where a process may have one."""
     shutil.copytree(made, tmp_path / TAG)

@@ -104,7 +104,7 @@ def check(found: list[dict[str, float]]) -> None:
     assert not [(way, off) for rank in found for way, off in rank.items() if not off <= TOLERANCE]
 
 
-@pytest.mark.parametrize("name, steps", [("tied", STEPS), ("convolutions", FEW), ("frozen", FEW), ("gated", FEW)])
+@pytest.mark.parametrize("name, steps", [("tied", FEW), ("convolutions", FEW), ("frozen", FEW), ("gated", FEW)])
 def test_losses_and_weights_are_those_of_ddp(name: str, steps: int) -> None:
     check(run_ranks(both, 2, name, WAYS, steps))
 

@@ -301,7 +301,7 @@ def started(starter: str, folder: Path, extra: str) -> tuple[list[int], str, flo
 
 @pytest.mark.parametrize(("sizes", "address", "limit", "code", "words"), [
     ({0: 2}, "localhost", 4, 5, "rank 1 of 2 did not come within 4 s"),
-    ({0: 3, 1: 3}, "localhost", 8, 5, "rank 2 of 3 did not come within 8 s"),
+    pytest.param({0: 3, 1: 3}, "localhost", 8, 5, "rank 2 of 3 did not come within 8 s", marks=pytest.mark.slow),
     ({0: 3, 1: 3}, socket.gethostname(), 8, 5, "rank 2 of 3 did not come within 8 s"),
     ({1: 2}, "localhost", 2, 5, "rank 0 did not answer at localhost:PORT within 2 s (Connection refused)"),
     ({1: 2}, "no-such-host.invalid", 2, 5, "rank 0 did not answer at no-such-host.invalid:PORT within 2 s ("),

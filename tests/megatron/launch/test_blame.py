@@ -16,6 +16,7 @@ from megatron.errors import ConfigError
 from megatron.launch import exits
 from megatron.launch.blame import Sight
 from megatron.whereabouts import SLOT, Place, Places, Whereabouts
+from tests.covering import cells
 from tests.megatron.launch import faulty
 from tests.megatron.launch.test_launch import LIMIT, alive, start  # noqa: F401  (a fixture)
 
@@ -46,14 +47,17 @@ HANGS = ["time.sleep(60)", "while True: pass", "__import__('ctypes').PyDLL(None)
          "__import__('re').match('(a+)+$', 60 * 'a' + 'b')"]
 
 
-@pytest.mark.parametrize("fault, words", [
+LEAVES = [
     ("sys.exit(0)", "left with exit code 0"), ("os._exit(0)", "left with exit code 0"),
     ("os._exit(3)", "ended with exit code 3"), ("sys.exit(6)", "ended with exit code 6"),
     ("os.kill(os.getpid(), signal.SIGKILL)", "ended by signal 9 (SIGKILL)"),
-    ("os.kill(os.getpid(), signal.SIGSTOP)", "was stopped by signal 19 (SIGSTOP)")])
-@pytest.mark.parametrize("patience", [0.3, 60])
+    ("os.kill(os.getpid(), signal.SIGSTOP)", "was stopped by signal 19 (SIGSTOP)")]
+
+
+@pytest.mark.parametrize("leaves, patience", cells(LEAVES, [0.3, 60]))
 def test_a_rank_that_leaves_is_named_with_its_place_whether_others_notice_or_not(
-        fault, words, patience, start):  # noqa: F811
+        leaves, patience, start):  # noqa: F811
+    fault, words = leaves
     job = start(TRAINING.format(fault=fault, patience=patience), ranks=3)
     pid = job.pid(1)
     begun = time.monotonic()
@@ -239,7 +243,8 @@ def train(kind: str, phase: str, rank: int, stage: int, folder: Path, ranks: int
 
 
 @pytest.mark.parametrize("kind, phase, rank, stage", [
-    ("os._exit(0)", "backward", 1, 2), ("sys.exit(0)", "evaluation", 0, 1), ("", "forward", 1, 3)])
+    pytest.param("os._exit(0)", "backward", 1, 2, marks=pytest.mark.slow), ("sys.exit(0)", "evaluation", 0, 1),
+    ("", "forward", 1, 3)])
 def test_a_faulty_rank_of_a_training_is_named(kind, phase, rank, stage, tmp_path):
     train(kind, phase, rank, stage, tmp_path)
 

@@ -24,6 +24,7 @@ from megatron.errors import ConfigError, PeerError
 from megatron.launch import meeting, pulse
 from megatron.launch.link import Link
 from megatron.launch.nodes import Nodes, Place
+from tests.covering import cells
 
 ROOT = Path(__file__).resolve().parents[3]
 HOST = socket.gethostname()
@@ -363,14 +364,17 @@ sys.exit(exits.run(main))
 WAITS = "HERE.waits[0] = 2; time.sleep(3); raise PeerError('waited in vain')"
 
 
-@pytest.mark.parametrize("culprit", range(2))
-@pytest.mark.parametrize(("fault", "words"), [
+FAULTS = [
     ("time.sleep(60)", "hangs or is too slow: the others waited for it"),
     ("__import__('ctypes').PyDLL(None).sleep(60)", "hangs or is too slow: the others waited for it"),
     ("os._exit(0)", "left with exit code 0 at step 7: backward, blocks.1"),
-    ("sys.exit(0)", "left with exit code 0 at step 7: backward, blocks.1")])
-def test_every_node_names_a_rank_of_another_one_that_hangs_or_leaves(tmp_path: Path, port: int, fault: str, words: str,
+    ("sys.exit(0)", "left with exit code 0 at step 7: backward, blocks.1")]
+
+
+@pytest.mark.parametrize("faulty, culprit", cells(FAULTS, range(2)))
+def test_every_node_names_a_rank_of_another_one_that_hangs_or_leaves(tmp_path: Path, port: int, faulty: tuple[str, str],
                                                                      culprit: int) -> None:
+    fault, words = faulty
     launchers = [Node(tmp_path, port, node, IN_A_STEP.format(then=fault if node == culprit else WAITS))
                  for node in range(2)]
     for node, launcher in enumerate(launchers):

@@ -100,15 +100,20 @@ def test_the_predicted_peak_of_one_process_is_the_measured_one(values: dict[str,
     check(1, [values])
 
 
-def test_the_predicted_peak_of_two_ranks_is_the_measured_one() -> None:
-    check(2, [{"zero_stage": stage, "bf16": stage % 2 == 1, "accumulation": 2 - stage % 2} for stage in range(4)]
-          # A large table and few tokens: the peak is its exchange, or its gathered weights.
-          + [{"zero_stage": stage, "vocab_size": 20_000, "batch_size": 1, "seq_length": 16} for stage in (1, 2, 3)]
-          + [{"zero_stage": 3, "stage3_param_persistence_threshold": 0, **recompute} for recompute in (
-              {}, {"checkpoint_activations": True, "checkpoint_num_layers": 2, "bf16": True})]
-          + [{"model_parallel_size": 2, "hidden_dropout": 0.1, "attention_dropout": 0.1}]
-          + [{**KEPT_INPUTS, "partition_activations": True, **more} for more in (
-              {}, {"contiguous_memory_optimization": True, "number_checkpoints": 18}, {"checkpoint_num_layers": 3})])
+@pytest.mark.parametrize("cells", [
+    [{"zero_stage": stage, "bf16": stage % 2 == 1, "accumulation": 2 - stage % 2} for stage in range(4)],
+    # A large table and few tokens: the peak is its exchange, or its gathered weights.
+    pytest.param([{"zero_stage": stage, "vocab_size": 20_000, "batch_size": 1, "seq_length": 16}
+                  for stage in (1, 2, 3)], marks=pytest.mark.slow),
+    [{"zero_stage": 3, "stage3_param_persistence_threshold": 0, **recompute} for recompute in (
+        {}, {"checkpoint_activations": True, "checkpoint_num_layers": 2, "bf16": True})],
+    [{"model_parallel_size": 2, "hidden_dropout": 0.1, "attention_dropout": 0.1}],
+    [{**KEPT_INPUTS, "partition_activations": True, "checkpoint_num_layers": 3}],
+    pytest.param([{**KEPT_INPUTS, "partition_activations": True, **more} for more in (
+        {}, {"contiguous_memory_optimization": True, "number_checkpoints": 18})], marks=pytest.mark.slow)],
+    ids=["stages", "a large table", "split", "tensor parallel", "kept inputs", "kept inputs, whole"])
+def test_the_predicted_peak_of_two_ranks_is_the_measured_one(cells: list[dict[str, Any]]) -> None:
+    check(2, cells)
 
 
 def test_matrices_that_are_made_whole_are_a_good_part_of_the_predicted_peak() -> None:

@@ -277,8 +277,9 @@ def test_a_finished_run_started_again_ends_at_once_and_changes_nothing(tmp_path:
     assert (lines(tmp_path / "m"), total_digest(tmp_path / "s")) == before
 
 
-@pytest.mark.parametrize("launch", [[], ["-m", "megatron.launch", "--nproc-per-node", "2"]],
-                         ids=["one-process", "two-ranks"])
+@pytest.mark.parametrize("launch", [
+    pytest.param([], marks=pytest.mark.slow, id="one-process"),
+    pytest.param(["-m", "megatron.launch", "--nproc-per-node", "2"], id="two-ranks")])
 def test_the_real_command_line_resumes_by_running_it_again(launch: list[str], tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "corpus")
     ranks = ["--model-parallel-size", "2"] if launch else []

@@ -24,6 +24,7 @@ from megatron.train import build
 from megatron.zero.api.engine import Engine
 from megatron.zero.hidden import hidden_matrices, split_groups
 from mpu import groups
+from tests.covering import cells
 from tests.distributed import run_ranks
 from tests.late_ferry import late_ferry
 from tests.megatron.zero.given_matrices import HIDDEN, SAMPLES, WIDTH, Model, first, gradient, samples_of
@@ -152,9 +153,9 @@ def test_every_layout_makes_the_same_bits(layout: Layout, alone: dict[str, Tenso
     assert not different(trained(layout), alone)
 
 
-@pytest.mark.parametrize("precision", [{"bf16": True}, {"fp16": True, "initial_loss_scale": 2.0**8}],
-                         ids=["bf16", "fp16"])
-@pytest.mark.parametrize("layout", [Layout(2, 1, 0, 2), Layout(2, 1, 1), Layout(4, 2, 2), Layout(2, 1, 3, 4)], ids=str)
+@pytest.mark.parametrize("layout, precision", cells(
+    [Layout(2, 1, 0, 2), Layout(2, 1, 1), Layout(4, 2, 2), Layout(2, 1, 3, 4)],
+    [{"bf16": True}, {"fp16": True, "initial_loss_scale": 2.0**8}]))
 def test_so_do_masters_in_every_precision(layout: Layout, precision: dict[str, Any], alone: dict[str, Tensor]) -> None:
     """The gradients are exact in 16 bits, too."""
     assert not different(trained(layout, **precision), alone)
@@ -268,10 +269,9 @@ ORTHOGONAL = {"qkv": [(24, 24)] * 3, "tall": [(40, 24)], "down": [(24, 56)]}
 """Matrix -> what is made orthogonal."""
 
 
-@pytest.mark.parametrize("precision", [{}, {"bf16": True}, {"fp16": True, "initial_loss_scale": 2.0**8}],
-                         ids=["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("layout", [
-    Layout(), Layout(2, 1, 0), Layout(2, 2, 1, 4), Layout(4, 2, 2, 2), Layout(4, 1, 3, 2)], ids=str)
+@pytest.mark.parametrize("layout, precision", cells(
+    [Layout(), Layout(2, 1, 0), Layout(2, 2, 1, 4), Layout(4, 2, 2, 2), Layout(4, 1, 3, 2)],
+    [{}, {"bf16": True}, {"fp16": True, "initial_loss_scale": 2.0**8}]))
 def test_whole_matrices_are_made_orthogonal_once_a_step(layout: Layout, precision: dict[str, Any]) -> None:
     """Each by the ranks that have a part of it, and by no others."""
     by_rank = run_ranks(_shapes, layout.ranks, layout, precision)

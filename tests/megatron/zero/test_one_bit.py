@@ -16,6 +16,7 @@ from megatron.zero.api.engine import Engine
 from megatron.zero.utils import (safe_get_full_grad, safe_get_local_optimizer_state, safe_set_full_grad,
                                  safe_set_full_optimizer_state, safe_set_local_optimizer_state)
 from mpu import groups
+from tests.covering import cells
 from tests.distributed import run_ranks
 from tests.late_wire import late_wire
 from tests.megatron.zero.given_gradients import Flat, Net, all_state, noisy, same, train, with_numbers
@@ -108,9 +109,7 @@ def _told(rank: int, world: int, steps: int, settings: dict[str, Any]) -> tuple[
     return weights(engine), norms
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.2])
-@pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks, stage, clip", cells([2, 3], [0, 1], [0.0, 0.2], each=2))
 def test_fifty_steps_are_those_of_the_reference(ranks: int, stage: int, clip: float) -> None:
     wanted, wanted_norms = reference(ranks, 50, clip)
     by_rank = run_ranks(_told, ranks, 50, {"stage": stage, "clip_grad": clip})
@@ -154,8 +153,8 @@ def test_rows_without_a_gradient_only_decay() -> None:
 # ---- any split of the work ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", [{}, {"bf16": True}, {"fp16": True, "initial_loss_scale": 2.0**8}])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation, precision", cells(
+    [1, 2], [{}, {"bf16": True}, {"fp16": True, "initial_loss_scale": 2.0**8}]))
 def test_stages_0_and_1_are_the_same_bits(precision: dict[str, Any], accumulation: int) -> None:
     """On two ranks, where the sums of the warm-up are (mpu/wire/gloo.py)."""
     own = {**precision, "accumulation": accumulation, "clip_grad": 0.2}
@@ -238,8 +237,7 @@ def _resumes(rank: int, world: int, folder: str, stage: int, at: int) -> list[Te
     return all_state(engine)
 
 
-@pytest.mark.parametrize("at", [FREEZE - 1, FREEZE, FREEZE + 5])
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage, at", cells([0, 1], [FREEZE - 1, FREEZE, FREEZE + 5]))
 def test_a_run_goes_on_bit_for_bit(tmp_path: Path, stage: int, at: int) -> None:
     kept, again = (run_ranks(work, 3, str(tmp_path), stage, at) for work in (_saves, _resumes))
     for one, other in zip(kept, again, strict=True):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron.zero.api.engine import Engine
 from mpu import groups
+from tests.covering import cells
 from tests.distributed import run_ranks
 from tests.megatron.zero.given_gradients import NUMBERS, WIDTH, Flat, Net, all_state, by_name, same, train
 from tests.megatron.zero.run import configure, configure_gpt2, engine_around, gpt2_engine, gpt2_loss, weights
@@ -175,10 +176,7 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.2])
-@pytest.mark.parametrize("own", OWN)
-@pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks, stage, own, clip", cells([2, 3], [0, 1], [*OWN], [0.0, 0.2], each=2))
 def test_fifty_steps_are_those_of_the_reference(ranks: int, stage: int, own: str, clip: float) -> None:
     reference = Reference(ranks, clip, {**DEFAULTS, **OWN[own]})
     for step in range(50):
@@ -308,8 +306,7 @@ def _resumes(rank: int, world: int, folder: str, stage: int, at: int) -> tuple[l
     return all_state(engine), engine.core.rule.scalars()
 
 
-@pytest.mark.parametrize("at", [FREEZE - 1, FREEZE, FREEZE + 5])
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage, at", cells([0, 1], [FREEZE - 1, FREEZE, FREEZE + 5]))
 def test_a_run_goes_on_bit_for_bit(tmp_path: Path, stage: int, at: int) -> None:
     kept, again = (run_ranks(work, 3, str(tmp_path), stage, at) for work in (_saves, _resumes))
     for (one, knows), (other, knew) in zip(kept, again, strict=True):

@@ -18,6 +18,7 @@ from megatron.zero.api.engine import Engine
 from megatron.zero.api.init import GatheredParameters
 from megatron.zero.utils import safe_set_full_optimizer_state
 from mpu import groups
+from tests.covering import cells
 from tests.distributed import run_ranks
 from tests.late_wire import late_wire
 from tests.megatron.zero.given_gradients import NUMBERS, WIDTH, Flat, Net, all_state, by_name, noisy, same, train
@@ -202,9 +203,7 @@ class Reference:
         return said
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.2])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks, bias, clip", cells([2, 3], [True, False], [0.0, 0.2], each=2))
 def test_52_steps_are_those_of_the_reference(ranks: int, bias: bool, clip: float) -> None:
     """The last one is not an exchange: every rank has weights of its own."""
     reference, steps = Reference(ranks, clip, bias), 52
@@ -407,8 +406,8 @@ def _resumes(rank: int, world: int, folder: str, at: int, precision: dict[str, A
     return before, after, all_state(engine), engine.core.rule.scalars()
 
 
-@pytest.mark.parametrize("precision", [{}, {"bf16": True}])
-@pytest.mark.parametrize("at", [LEARNS, LEARNS + 1, 6, 7, FREEZE, FREEZE + 5, FREEZE + 6, FREEZE + 11, FREEZE + 12])
+@pytest.mark.parametrize("at, precision", cells(
+    [LEARNS, LEARNS + 1, 6, 7, FREEZE, FREEZE + 5, FREEZE + 6, FREEZE + 11, FREEZE + 12], [{}, {"bf16": True}]))
 def test_a_run_goes_on_bit_for_bit(tmp_path: Path, at: int, precision: dict[str, Any]) -> None:
     kept, again = (run_ranks(work, 3, str(tmp_path), at, precision) for work in (_saves, _resumes))
     for (before, after, state, knows), (found, then, other, knew) in zip(kept, again, strict=True):

@@ -1,0 +1,32 @@
+"""Cells of a matrix: the quick ones have every value of every axis, or every pair of them, and all others are slow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+
+
+def cells(*axes: Sequence[Any], each: int = 1) -> list[Any]:
+    """All of them, for `parametrize`. Any `each` values of different axes meet in a quick one."""
+    numbers = list(product(*(range(len(axis)) for axis in axes)))
+    quick = set(_cover(numbers, each))
+    return [pytest.param(*(axis[number] for axis, number in zip(axes, cell, strict=True)), id=_name(axes, cell),
+                         marks=[] if cell in quick else pytest.mark.slow) for cell in numbers]
+
+
+def _cover(cells: Sequence[tuple[int, ...]], each: int) -> Iterator[tuple[int, ...]]:
+    """One after the other the cell that has most of what is missing; among equals the first."""
+    missing = {one for cell in cells for one in combinations(enumerate(cell), each)}
+    while missing:
+        best = max(cells, key=lambda cell: len(missing.intersection(combinations(enumerate(cell), each))))
+        missing.difference_update(combinations(enumerate(best), each))
+        yield best
+
+
+def _name(axes: Iterable[Sequence[Any]], cell: Iterable[int]) -> str:
+    """Values that are short, and the numbers of others."""
+    told = (str(axis[number]) for axis, number in zip(axes, cell, strict=True))
+    return "-".join(one if len(one) < 25 else str(number) for one, number in zip(told, cell, strict=True))
