@@ -463,17 +463,17 @@ def test_a_file_keeps_its_folder(tmp_path, threads):
 
 
 def test_the_last_to_have_a_file_may_be_its_own_thread(tmp_path, monkeypatch):
-    gate, entered = threading.Event(), threading.Event()
+    gate, entered, former = threading.Event(), threading.Event(), set(threading.enumerate())
     monkeypatch.setattr(os, "pwritev", slowed(os.pwritev, gate, entered))
     file = TileFile(SwapFolder(tmp_path, "run", 0, flag=FLAG), "state", SIZES)
     file.write(0, random_bytes(SIZES[0], 0))
     assert entered.wait(20)
-    threads = [thread for thread in threading.enumerate() if thread.name.startswith("tiles: ")]
+    threads = set(threading.enumerate()) - former  # engines of other tests may have some
     del file
     gate.set()
     for thread in threads:
         thread.join(20)
-    assert list(tmp_path.iterdir()) == []
+    assert not any(thread.is_alive() for thread in threads) and list(tmp_path.iterdir()) == []
 
 
 def test_the_files_of_a_folder_share_their_threads(folder, threads):
