@@ -200,7 +200,7 @@ def test_every_slice_is_that_of_the_document(prefix: Path) -> None:
         np.testing.assert_array_equal(corpus.read(2, start, stop), document[start:stop])
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_run_whose_corpus_is_cut_off_ends_with_3_and_its_name(prefix: Path, ranks: int) -> None:
     flags = ("--num-layers 1 --hidden-size 16 --num-attention-heads 2 --max-position-embeddings 64 --batch-size 2 "
              "--vocab-size 50257 --train-iters 100000 --eval-interval 0 --split 1,0,0 --tokenizer-type GPT2BPETokenizer"

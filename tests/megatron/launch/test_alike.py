@@ -324,7 +324,8 @@ def test_ranks_by_hand_that_do_not_find_each_other_say_who_is_missing(
     assert found[0].startswith("error: ") and words.replace("PORT", str(port)) in found[0], said
 
 
-@pytest.mark.parametrize("starter", STARTERS)
+@pytest.mark.parametrize("starter", [pytest.param(one, marks=[] if one in ("launcher", "by hand") else pytest.mark.slow)
+                                     for one in STARTERS])
 def test_no_run_begins_whoever_started_it(starter: str, tmp_path: Path) -> None:
     codes, said, _ = started(starter, tmp_path, "--lr 0.5 --zero-stage 1")
     errors = [line for line in said.splitlines() if line.startswith("error:")]

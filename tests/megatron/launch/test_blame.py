@@ -67,7 +67,8 @@ def test_a_rank_that_leaves_is_named_with_its_place_whether_others_notice_or_not
     assert len(lines) == 1 and lines[0].startswith(f"error: rank 1 (pid {pid} on {HOST}) {words} {AT}")
 
 
-@pytest.mark.parametrize("fault", HANGS)
+@pytest.mark.parametrize("fault", [HANGS[0], *(pytest.param(fault, marks=pytest.mark.slow) for fault in HANGS[1:-1]),
+                                   HANGS[-1]])
 def test_a_rank_that_hangs_is_named_and_not_its_victims(fault, start):  # noqa: F811
     job = start(TRAINING.format(fault=fault, patience=3), ranks=3)
     pids = [job.pid(rank) for rank in range(3)]

@@ -508,7 +508,7 @@ sys.exit(exits.run(main))
 """
 
 
-@pytest.mark.parametrize("away", [0, 1])
+@pytest.mark.parametrize("away", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_node_that_stops_whole_is_named_and_hears_that_the_job_ended_without_it(tmp_path: Path, port: int, away: int
                                                                                   ) -> None:
     """As a machine that is suspended, or swaps: its connections stay, and no rank says a word."""

@@ -97,7 +97,7 @@ sys.exit(exits.run(lambda: pretrain_gpt2.main(StopRequest().listen()), is_job=Tr
 """
 
 
-@pytest.mark.parametrize("place", ["the meeting", "a pause"])
+@pytest.mark.parametrize("place", [pytest.param("the meeting", marks=pytest.mark.slow), "a pause"])
 def test_a_note_that_does_not_fit_ends_the_job_with_the_place(place: str, tmp_path: Path) -> None:
     """In the middle of it: the file ends where nobody expects it."""
     (tmp_path / "program.py").write_text(LIMITED)

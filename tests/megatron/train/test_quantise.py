@@ -219,17 +219,20 @@ def test_tiled_matrices_are_refused() -> None:
         parse_args(["--preset", "tiny", "--quantize-training", "--memory-centric-tiled-linear"])
 
 
-def test_eigenvalues_schedule_the_same_bits_in_every_layout(tmp_path: Path) -> None:
-    """At every stage, with tensor parallel layers, with micro-batches, with blocks that are computed again, in fp16."""
+LAYOUTS: dict[str, Sequence[object]] = {
+    "0": ["--zero-stage", 0, "--batch-size", 2], "2": ["--zero-stage", 2, "--batch-size", 1],
+    "3": ["--zero-stage", 3, "--stage3-param-persistence-threshold", 0, "--batch-size", 2],
+    "tp": ["--model-parallel-size", 2, "--batch-size", 4],
+    "again": ["--zero-stage", 3, "--batch-size", 2, "--checkpoint-activations", "--offload-optimizer-device", "cpu"],
+    "fp16": ["--fp16", "--batch-size", 2, "--initial-loss-scale", 2.0**10]}
+"""At every stage, with tensor parallel layers, with micro-batches, with blocks that are computed again, in fp16."""
+
+
+@pytest.mark.parametrize("names", [("0", "tp", "again"), pytest.param(tuple(LAYOUTS), marks=pytest.mark.slow)])
+def test_eigenvalues_schedule_the_same_bits_in_every_layout(names: tuple[str, ...], tmp_path: Path) -> None:
+    layouts = {name: LAYOUTS[name] for name in names}
     more = ["--quantize-verbose", "--quantize-eigenvalue", "--eigenvalue-max-iter", 16, "--eigenvalue-verbose",
             "--quantize-groups", 1]
-    layouts: dict[str, Sequence[object]] = {
-        "0": ["--zero-stage", 0, "--batch-size", 2], "2": ["--zero-stage", 2, "--batch-size", 1],
-        "3": ["--zero-stage", 3, "--stage3-param-persistence-threshold", 0, "--batch-size", 2],
-        "tp": ["--model-parallel-size", 2, "--batch-size", 4],
-        "again": ["--zero-stage", 3, "--batch-size", 2, "--checkpoint-activations", "--offload-optimizer-device",
-                  "cpu"],
-        "fp16": ["--fp16", "--batch-size", 2, "--initial-loss-scale", 2.0**10]}
     said = run_ranks(train_all, 2, [cell(tmp_path, name, *more, *flags) for name, flags in layouts.items()],
                      timeout=300)[0]
     first = {name: dict(re.findall(r"(blocks\.\d) (-?[\d.e+-]+) \(x", text.split("eigenvalues before step 2")[1]))

@@ -21,6 +21,7 @@ import torch
 from megatron.errors import CheckpointError
 from megatron.train.resume import Checkpoints
 from megatron.zero.api import saved
+from tests.covering import cells
 from tests.distributed import run_ranks
 from tests.megatron.counting import on_the_accelerator_side
 from tests.megatron.helpers import NO_DROPOUT, ROOT, TINY, lines, steps, total_digest, train, write_corpus
@@ -147,8 +148,7 @@ def as_on_a_gpu() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("written_on_gpu", [True, False], ids=["from a GPU", "to a GPU"])
+@pytest.mark.parametrize("written_on_gpu, precision", cells([True, False], ["bf16", "fp16"]))
 def test_a_16_bit_tag_goes_on_on_the_other_kind_of_device_and_one_line_says_what_starts_anew(
         written_on_gpu: bool, precision: str, tmp_path: Path) -> None:
     common = [*TINY, *NO_DROPOUT, *PRECISIONS[precision], "--mock-data", "--train-iters", 6]

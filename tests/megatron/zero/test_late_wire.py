@@ -104,7 +104,8 @@ def lives(rank: int, world: int, native: bool, folder: str, seeds: list[int]) ->
     return wrong
 
 
-@pytest.mark.parametrize("native", [False, True], ids=["cpu", "accelerator"])
+@pytest.mark.parametrize("native", [pytest.param(False, marks=pytest.mark.slow, id="cpu"),
+                                    pytest.param(True, id="accelerator")])
 def test_a_late_wire_changes_nothing(native: bool, tmp_path: Path) -> None:
     assert run_ranks(lives, 2, native, str(tmp_path), [0, 1, 2], timeout=300) == [[], []]
 

@@ -115,7 +115,7 @@ def differences(rank: int, world: int, folder: Path, numbers: slice) -> list[str
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_home_changes_no_bit(tmp_path: Path, world: int) -> None:
     """Each stage and each precision once."""
     check(tmp_path, world, slice(0, None, 4))

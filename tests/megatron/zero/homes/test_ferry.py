@@ -71,7 +71,7 @@ def differences(rank: int, world: int, folder: Path, numbers: Sequence[int], ste
     return wrong
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_home_beside_an_accelerator_changes_no_bit(tmp_path: Path, world: int) -> None:
     """Each stage and each precision once."""
     check(tmp_path, world, [0, 5, 7], steps=6)
