@@ -67,6 +67,18 @@ def console(site: Path, cwd: Path, command: str, *arguments: object) -> subproce
     return run(site, cwd, sys.executable, "-P", "-c", program, *arguments)
 
 
+def test_every_pattern_of_what_the_wheel_holds_names_a_file() -> None:
+    """One a line: setuptools takes a comma in several lines for a part of a name."""
+    parser = ConfigParser()
+    parser.read(ROOT / "setup.cfg")
+    patterns = [(package, pattern) for package, lines in parser["options.package_data"].items()
+                for pattern in lines.strip().split("\n" if "\n" in lines.strip() else ", ")]
+    assert ("megatron.scripts", "ds_*.sh") in patterns
+    for package, pattern in patterns:
+        folder = ROOT if package == "*" else ROOT / package.replace("megatron.scripts", "scripts").replace(".", "/")
+        assert any(folder.rglob(pattern)), (package, pattern)
+
+
 @pytest.mark.slow
 def test_the_wheel_holds_the_program_and_nothing_else(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
