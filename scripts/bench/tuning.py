@@ -61,14 +61,16 @@ def compare(flags: Sequence[str], place: Path, rounds: int) -> None:
     trials = Trials(place, tuning.autotuning_start_profile_step, tuning.autotuning_end_profile_step)
     own = list(options)
     everything = {choice: option for choice, option in options.items() if capacity.holds(option.needs)}
-    everything |= {other: everything[choice] for choice in [*everything] for other in left_out(choice, asked)}
+    everything = {other: everything[choice] for choice in everything for other in left_out(choice, asked)} | everything
     outcomes, begin = dict[Choice, Outcome](), time.monotonic()
 
     def measure(choices: Sequence[Choice]) -> None:
         for number, choice in enumerate(choices):
             predicted = everything[choice].candidate.predicted.total
             outcome = trials.run(number, choice.of(asked, samples), predicted)
-            outcomes[choice] = outcomes[choice].again(outcome) if choice in outcomes else outcome
+            before = outcomes.get(choice)
+            if before is None or outcome.seconds is not None:
+                outcomes[choice] = outcome if before is None else before.again(outcome)
             words = outcome.words if outcome.seconds is None else f"{1e3 * outcome.seconds:.4g} ms"
             print(f"{number:4} of {len(choices)}: {' '.join(choice.flags(asked, samples))} | predicted "
                   f"{1e3 * predicted:.4g} ms | {outcome.state} {words}", flush=True)
@@ -102,7 +104,8 @@ def seconds_of(outcomes: Mapping[Choice, Outcome], choice: Choice) -> float:
 def left_out(choice: Choice, asked: Run) -> Iterator[Choice]:
     """What the tuner takes for the same as a choice of its own: the other stages of one rank."""
     if asked.ranks == 1:
-        yield from (replace(choice, stage=stage) for stage in range(4) if stage != choice.stage)
+        yield from (replace(choice, stage=stage) for stage in range(choice.homes.least_stage, 4)
+                    if stage != choice.stage)
 
 
 if __name__ == "__main__":

@@ -30,13 +30,13 @@ def second(group: str, limit: object, used: int = 0, inactive: int = 0) -> dict[
     """Files of a group of version 2."""
     folder = f"sys/fs/cgroup/{group}".rstrip("/")
     return {f"{folder}/memory.max": limit, f"{folder}/memory.current": used * MIB,
-            f"{folder}/memory.stat": f"anon 5\ninactive_file {inactive * MIB}\nactive_file 7"}
+            f"{folder}/memory.stat": f"anon 5\ninactive_file {inactive * MIB}\nslab_unreclaimable 7"}
 
 
 def first(group: str, limit: int, used: int = 0, inactive: int = 0) -> dict[str, object]:
     folder = f"sys/fs/cgroup/memory/{group}".rstrip("/")
     return {f"{folder}/memory.limit_in_bytes": limit, f"{folder}/memory.usage_in_bytes": used * MIB,
-            f"{folder}/memory.stat": f"inactive_file 9\ntotal_inactive_file {inactive * MIB}"}
+            f"{folder}/memory.stat": f"inactive_file 9\ntotal_inactive_file {inactive * MIB}\ntotal_active_file 0"}
 
 
 def found() -> tuple[float | None, float | None, str]:
@@ -64,6 +64,11 @@ JOB = "this container or job"
     ("9:cpu:/x\n4:memory:/job\n0::/", {**first("job", 100 * MIB, 50, 20), **first("", 2**63 - 4096)}, (70, 100, JOB)),
     ("4:memory:/docker/123", {**first("", 100 * MIB, 50)}, (50, 100, JOB)),
     ("4:memory:/job", {**first("job", 2**63 - 4096, 50)}, (600, 1000, "the host")),
+    ("7:memory,hugetlb:/job", {**first("job", 100 * MIB, 50)}, (50, 100, JOB)),
+    ("4:memory:/job", {**first("job", 300 * MIB, 50), "sys/fs/cgroup/memory/job/memory.stat":
+                       f"hierarchical_memory_limit {100 * MIB}"}, (50, 100, JOB)),  # of a group that is not seen here
+    ("0::/../b", {**second("", 100 * MIB, 50)}, (600, 1000, "the host")),  # a group beside the one that is seen here
+    ("0::/a", {**second("a", 100 * MIB, 1, 5)}, (100, 100, JOB)),
     ("1:cpu:/x:y\nsenseless", {}, (600, 1000, "the host"))])
 def test_the_tightest_limit_around_a_process_counts(groups: str, files: dict[str, object],
                                                     expected: tuple[float, float, str], kernel: Path) -> None:
@@ -74,6 +79,22 @@ def test_the_tightest_limit_around_a_process_counts(groups: str, files: dict[str
 def test_a_limit_whose_use_is_not_told_is_a_limit(kernel: Path) -> None:
     put(kernel, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/memory.max": 100 * MIB})
     assert found() == (100, 100, JOB)
+    put(kernel, {"sys/fs/cgroup/memory.current": 95 * MIB})
+    assert found() == (5, 100, JOB), "what of it could be done without is not told"
+
+
+def test_what_the_kernel_keeps_for_speed_is_available(kernel: Path) -> None:
+    put(kernel, {"proc/self/cgroup": "0::/", **second("", 100 * MIB, 95), "sys/fs/cgroup/memory.stat":
+                 f"active_file {80 * MIB}\ninactive_file {MIB}\nslab_reclaimable {2 * MIB}\nslab_unreclaimable 9"})
+    assert found() == (88, 100, JOB)
+
+
+def test_a_group_may_have_any_name(kernel: Path) -> None:
+    name = os.fsdecode(b"a\xff\x0b\xe2\x80\xa8")
+    put(kernel, second(name, 100 * MIB, 50))
+    (kernel / "proc/self").mkdir()
+    (kernel / "proc/self/cgroup").write_bytes(b"0::/" + os.fsencode(name) + b"\n")
+    assert found() == (50, 100, JOB)
 
 
 def test_a_system_without_these_files_is_asked_itself(kernel: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,10 +52,7 @@ class Lines:
     def append(self, lines: str) -> None:
         """With their ends; behind `head` in a file that is empty."""
         with storing(self._flag, self._path):
-            if os.fstat(self._file.fileno()).st_nlink == 0:  # deleted meanwhile: what is written would go nowhere
-                deleted, self._file = self._file, self._open()
-                deleted.close()
-                _is_held(self._file)
+            self._follow_name()
             begin = b"" if self._is_mended else self._mend()
             size = os.fstat(self._file.fileno()).st_size
             left = memoryview(begin + ("" if size else self._head).encode() + lines.encode())
@@ -68,6 +65,22 @@ class Lines:
                 raise
             self._is_mended = True
 
+    def _follow_name(self) -> None:
+        """A file that was deleted or moved away meanwhile begins again: what is written would go where nobody looks."""
+        opened = os.fstat(self._file.fileno())
+        if not stat.S_ISREG(opened.st_mode):
+            return
+        try:
+            if os.path.samestat(opened, os.stat(self._path)):
+                return
+        except FileNotFoundError:
+            with suppress(OSError):
+                os.makedirs(os.path.dirname(os.path.abspath(self._path)), exist_ok=True)
+        former, self._file = self._file, self._open()
+        self._is_mended = False
+        _drop(former)
+        _is_held(self._file)
+
     def _mend(self) -> bytes:
         """What comes before the first line."""
         if not os.path.isfile(self._path):
@@ -75,14 +88,23 @@ class Lines:
         with open(self._path, "rb") as file:
             end = file.seek(0, os.SEEK_END)
             whole = _end_of_whole_lines(file)
+            file.seek(0)
+            is_foreign = whole == 0 and not self._head.encode().startswith(file.read(BLOCK))  # lines that end otherwise
         if whole == end:
             return b""
-        if not self._drops_half:
+        if is_foreign or not self._drops_half:
             return b"\n"
         os.ftruncate(self._file.fileno(), whole)
         return b""
 
+    def leave(self) -> None:
+        """Close it, and let the system bring the lines to the disk."""
+        with storing(self._flag, self._path):
+            self._file.close()
+
     def close(self) -> None:
+        if self._file.closed:
+            return
         with storing(self._flag, self._path):
             try:
                 os.fsync(self._file.fileno())
@@ -90,6 +112,8 @@ class Lines:
                 if error.errno != errno.EINVAL:  # a pipe, a device
                     raise
             finally:
+                with suppress(OSError):  # a forked process may have it, too, and keep the lock
+                    fcntl.flock(self._file, fcntl.LOCK_UN)
                 self._file.close()
 
 

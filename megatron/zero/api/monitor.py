@@ -34,6 +34,8 @@ from mpu.device import on_accelerator
 DEFAULT_STEPS_PER_PRINT = 10
 """Between two breakdowns, where the configuration says nothing."""
 PREFIX = "Train/Samples/"
+MOST_OPEN = 64
+"""Files of scalars at a time."""
 
 Event = tuple[str, float, int]
 """Name, value, and the samples seen by then."""
@@ -200,9 +202,13 @@ class Monitor:
             self.write_events(with_loss(*copy.values()))
 
     def close(self) -> None:
+        """What goes wrong is told: other ranks are about to take leave of this one together."""
         self._write_late()
         for sink in self._sinks:
-            sink.close()
+            try:
+                sink.close()
+            except (OSError, StorageError) as error:
+                _warn(f"warning: {error}; the last scalars may be missing")
 
     def _others(self, engine: Trained) -> Iterator[Event]:
         yield f"{PREFIX}lr", engine.get_lr()[0], engine.global_samples
@@ -267,15 +273,24 @@ class CsvFiles:
 
     def write(self, events: Sequence[Event]) -> None:
         for name, value, samples in events:
-            if name not in self._files:
-                path = os.path.join(self._folder, name.replace("/", "_").replace(" ", "_") + ".csv")
-                head = csv_line(("step", name.rpartition("/")[2]))
-                self._files[name] = Lines("csv_monitor.output_path:", path, _warn, head=head, drops_half=True)
-            self._files[name].append(csv_line((samples, value)))
+            self._file_of(name).append(csv_line((samples, value)))
+
+    def _file_of(self, name: str) -> Lines:
+        """Open, as are those that were written last."""
+        path = os.path.join(self._folder, name.replace("/", "_").replace(" ", "_") + ".csv")
+        file = self._files.pop(path, None)
+        if file is None:
+            if len(self._files) == MOST_OPEN:
+                self._files.pop(next(iter(self._files))).leave()
+            file = Lines("csv_monitor.output_path:", path, _warn, head=csv_line(("step", name.rpartition("/")[2])),
+                         drops_half=True)
+        self._files[path] = file
+        return file
 
     def close(self) -> None:
+        files, self._files = self._files, {}
         with ExitStack() as closing:
-            for file in self._files.values():
+            for file in files.values():
                 closing.callback(file.close)
 
 

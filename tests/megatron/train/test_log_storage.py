@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -49,6 +50,10 @@ class Broken:
             raise OSError(self._number, os.strerror(self._number))
         return int(self._file.write(data))
 
+    @property
+    def closed(self) -> bool:
+        return bool(self._file.closed)
+
     def fileno(self) -> int:
         return int(self._file.fileno())
 
@@ -92,19 +97,54 @@ def test_what_a_kill_has_cut_does_not_join_the_next_line(left: bytes, found: str
     assert path.read_text() == found + "{}\n{}\n"
 
 
-def test_a_file_that_is_deleted_meanwhile_begins_again_or_says_that_it_cannot(tmp_path: Path) -> None:
+def test_a_file_that_is_deleted_or_moved_away_meanwhile_begins_again(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "m"
     path.parent.mkdir()
-    file = Lines("--metrics-file", str(path), print, head="head\n")
+    file = Lines("--metrics-file", str(path), print, head="head\n", drops_half=True)
     file.append("1\n")
     path.unlink()
     file.append("2\n")
     assert path.read_text() == "head\n2\n"
+    path.rename(tmp_path / "kept")
+    file.append("3\n")
+    shutil.rmtree(path.parent)
+    file.append("4\n")
+    assert (tmp_path / "kept").read_text() == "head\n2\n" and path.read_text() == "head\n4\n"
     path.unlink()
-    path.parent.rmdir()
-    with pytest.raises(StorageError, match=f"--metrics-file {path} cannot be opened for appending"):
+    path.write_text("head\n5\n6 and a ha")  # by another program
+    file.append("7\n")
+    assert path.read_text() == "head\n5\n7\n"
+    file.close()
+    file.close()
+
+
+def test_one_that_cannot_begin_again_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "m"
+    path.parent.mkdir()
+    file = Lines("--metrics-file", str(path), print)
+    shutil.rmtree(path.parent)
+    path.parent.write_text("a file")
+    with pytest.raises(StorageError, match=f"--metrics-file {path} "):
         file.append("3\n")
     file.close()
+
+
+def test_a_table_whose_lines_end_otherwise_stays(tmp_path: Path) -> None:
+    (tmp_path / "m").write_bytes(b"step,lr\r1,0.5\r")
+    file = Lines("--csv-dir", str(tmp_path / "m"), print, head="step,lr\r\n", drops_half=True)
+    file.append("2,0.5\r\n")
+    file.close()
+    assert (tmp_path / "m").read_bytes() == b"step,lr\r1,0.5\r\n2,0.5\r\n"
+
+
+def test_the_lock_goes_with_the_file_though_a_fork_has_it_too(tmp_path: Path) -> None:
+    told: list[str] = []
+    file = Lines("--metrics-file", str(tmp_path / "m"), told.append)
+    other = os.dup(file._file.fileno())  # as a forked worker has it
+    file.close()
+    Lines("--metrics-file", str(tmp_path / "m"), told.append).close()
+    os.close(other)
+    assert not told
 
 
 def test_lack_of_memory_is_no_matter_of_the_metrics_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,6 +163,12 @@ def test_a_pipe_and_a_device_are_written_as_they_come(tmp_path: Path) -> None:
         file.append("{}\n")
         file.close()
         assert reader.communicate()[0] == "{}\n"
+    with subprocess.Popen(["cat", str(tmp_path / "pipe")], stdout=subprocess.PIPE, text=True) as reader:
+        file = Lines("--metrics-file", str(tmp_path / "pipe"), print)
+        (tmp_path / "pipe").unlink()  # both ends are open
+        file.append("{}\n")
+        file.close()
+        assert reader.communicate()[0] == "{}\n" and not (tmp_path / "pipe").exists()
     null = Lines("--metrics-file", os.devnull, print)
     null.append("{}\n")
     null.close()

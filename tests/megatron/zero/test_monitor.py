@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import errno
+import os
 import re
 import shutil
 import sys
@@ -16,6 +18,7 @@ from torch import nn
 
 from megatron import zero
 from megatron.errors import ConfigError, StorageError
+from megatron.zero.api import monitor as monitor_module
 from megatron.zero.homes.words import in_bytes
 from tests.distributed import run_ranks
 from tests.wires import accelerator_side
@@ -162,6 +165,31 @@ def test_an_engine_that_writes_where_another_does_is_told(tmp_path: Path, capsys
     assert "warning" not in capsys.readouterr().err
 
 
+def test_more_scalars_than_files_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor_module, "MOST_OPEN", 2)
+    engine = trained(1, csv_monitor={"enabled": True, "output_path": str(tmp_path), "job_name": "job"})
+    for step in range(2):
+        engine.monitor.write_events([(f"{name}", float(step), step) for name in ("a", "b", "c/d", "c_d")])
+    engine.destroy()
+    engine.monitor.write_events([("a", 2.0, 2)])
+    found = {path.stem: path.read_text().split() for path in (tmp_path / "job").iterdir() if "Train" not in path.name}
+    assert found["a"] == ["step,a", "0,0.0", "1,1.0", "2,2.0"] and found["b"] == ["step,b", "0,0.0", "1,1.0"]
+    assert found["c_d"] == ["step,d", "0,0.0", "0,0.0", "1,1.0", "1,1.0"]
+
+
+def test_scalars_that_cannot_be_completed_keep_no_rank_from_leaving(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = trained(1, csv_monitor={"enabled": True, "output_path": str(tmp_path), "job_name": "job"})
+
+    def full(number: int) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        engine.destroy()
+    assert "Disk quota exceeded" in capsys.readouterr().err
+
+
 def test_on_an_accelerator_scalars_are_written_a_step_late(tmp_path: Path) -> None:
     """When the loss is on the host in any case: to read it at once would let the device run dry."""
     monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
@@ -219,6 +247,7 @@ def test_every_rank_ends_with_the_error_of_the_one_that_writes(tmp_path: Path) -
 def test_scalars_that_can_no_longer_be_written_do_not_end_the_training(tmp_path: Path, capsys: Any) -> None:
     engine = trained(1, csv_monitor={"enabled": True, "output_path": str(tmp_path), "job_name": "job"})
     shutil.rmtree(tmp_path / "job")
+    (tmp_path / "job").write_text("a file")
     for _ in range(2):
         engine.backward(engine(torch.ones(4, 2)).square().mean())
         engine.step()
