@@ -100,6 +100,8 @@ class Lines:
     def leave(self) -> None:
         """Close it, and let the system bring the lines to the disk."""
         with storing(self._flag, self._path):
+            with suppress(OSError):  # a forked process may have it, too, and keep the lock
+                fcntl.flock(self._file, fcntl.LOCK_UN)
             self._file.close()
 
     def close(self) -> None:
@@ -112,9 +114,7 @@ class Lines:
                 if error.errno != errno.EINVAL:  # a pipe, a device
                     raise
             finally:
-                with suppress(OSError):  # a forked process may have it, too, and keep the lock
-                    fcntl.flock(self._file, fcntl.LOCK_UN)
-                self._file.close()
+                self.leave()
 
 
 def _drop(file: FileIO) -> None:

@@ -137,11 +137,12 @@ def test_a_table_whose_lines_end_otherwise_stays(tmp_path: Path) -> None:
     assert (tmp_path / "m").read_bytes() == b"step,lr\r1,0.5\r\n2,0.5\r\n"
 
 
-def test_the_lock_goes_with_the_file_though_a_fork_has_it_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", [Lines.close, Lines.leave])
+def test_the_lock_goes_with_the_file_though_a_fork_has_it_too(end: Callable[[Lines], None], tmp_path: Path) -> None:
     told: list[str] = []
     file = Lines("--metrics-file", str(tmp_path / "m"), told.append)
     other = os.dup(file._file.fileno())  # as a forked worker has it
-    file.close()
+    end(file)
     Lines("--metrics-file", str(tmp_path / "m"), told.append).close()
     os.close(other)
     assert not told
