@@ -7,5 +7,6 @@ same run in other ways), remedies.py (what would make it smaller), cheapest.py (
 run that was asked for, and what is in its way), command.py (`python -m megatron.plan`, and `--dry-run` of training).
 
 Rates are measured: probe.py in ranks of its own, with stopwatch.py (their clock), small_models.py (steps of the real
-engine) and sizes.py (how large); kept_rates.py starts it on what gpus.py finds, and keeps what it measures.
+engine) and sizes.py (how large), fills a sighting.py, from which they are derived.py; kept_rates.py starts it on what
+gpus.py finds, and keeps what it measures.
 """

@@ -187,6 +187,11 @@ class Run:
         slots = [*self.root_parameters, *self.block_parameters * self.layers]
         return FlatLayout([slot for slot in slots if _resides(slot, self.config.zero)], self.shards)
 
+    @property
+    def split_units(self) -> int:
+        """Of the root and the blocks, those that have parameters to collect."""
+        return bool(self.root.numel) + self.layers * bool(self.block.numel) if self.policy.split_params else 0
+
     @cached_property
     def root_parameters(self) -> list[Slot]:
         return root_slots(self.config.model, self.columns)

@@ -12,6 +12,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ import torch
 from megatron.config.tree import Config, build_config
 from megatron.plan.activations import Device
 from megatron.plan.footprint import Run
+from megatron.plan.sighting import Taken
 from megatron.plan.stopwatch import FEWEST, MOST, Stopwatch, usual
 from megatron.plan.time import HEAD_WIDTH
 from megatron.train import build
@@ -29,10 +31,12 @@ from megatron.train.log import RunLog
 from megatron.train.loop import Trainer, TrainState
 from mpu.groups import Groups
 
-SECONDS = 1.5
+SECONDS = 0.8
 """Of the steps of one shape; at least FEWEST."""
 WARM_UP = 2
-STEPS_IN_TRAINING = 40
+STEPS_IN_TRAINING = 100
+MORE_LAYERS = 2
+"""Of the larger model of a shape."""
 
 
 class Shape(NamedTuple):
@@ -42,6 +46,10 @@ class Shape(NamedTuple):
     layers: int = 1
     stage: int = 0
     recomputes: bool = False
+
+    @property
+    def larger(self) -> Shape:
+        return self._replace(layers=self.layers + MORE_LAYERS)
 
     @property
     def elements(self) -> int:
@@ -67,14 +75,6 @@ class Shape(NamedTuple):
 
 
 VOCABULARY = 512
-
-
-class Taken(NamedTuple):
-    """Seconds."""
-
-    forward: float
-    backward: float
-    step: float
 
 
 class SmallModel:
@@ -110,13 +110,13 @@ def steps_in_turn(shapes: Sequence[Shape], precision: str, watch: Stopwatch, gro
     else:
         once = watch.slowest(watch.once(lambda: [model.step() for model in models]))
         taken = [[model.step() for model in models] for _ in range(max(FEWEST, min(MOST, int(SECONDS / once))))]
-    return [Taken(*(watch.slowest(usual(part)) for part in zip(*steps, strict=True)))
+    return [Taken(*(watch.slowest(_typical(part, groups)) for part in zip(*steps, strict=True)))
             for steps in zip(*taken, strict=True)]
 
 
-def seconds_in_training(shape: Shape, precision: str, watch: Stopwatch) -> float:
+def seconds_in_training(shape: Shape, precision: str, watch: Stopwatch, groups: Groups) -> float:
     """Of a step in the loop of training, on random tokens."""
-    config, groups = shape.config(precision), Groups()
+    config = shape.config(precision)
     tokenizer = build.tokenizer(config)
     samples = build.datasets(config, tokenizer, groups).train
     assert samples is not None, "random tokens are for training"
@@ -127,4 +127,10 @@ def seconds_in_training(shape: Shape, precision: str, watch: Stopwatch) -> float
         with RunLog(replace(config.log, metrics_file=str(file)), STEPS_IN_TRAINING, 0, writes=True) as log:
             Trainer(config, engine, rule, watch.device, log).run(TrainState(), samples, None)
         steps = [json.loads(line)["step_ms"] / 1e3 for line in file.read_text().splitlines()]
-    return watch.slowest(usual(steps[WARM_UP:]))
+    return watch.slowest(_typical(steps[WARM_UP:], groups))
+
+
+def _typical(samples: Sequence[float], groups: Groups) -> float:
+    """Ranks that work together wait for the slowest in every step: it is no other program that makes their median
+    longer."""
+    return usual(samples) if groups.world.is_solo else median(samples)

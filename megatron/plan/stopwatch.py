@@ -18,10 +18,11 @@ from statistics import quantiles
 import torch
 from torch import Tensor
 
+from megatron.plan.sighting import Both
 from mpu.collectives import all_gather_json, barrier
 from mpu.groups import Group
 
-SECONDS, FEWEST, MOST = 0.2, 3, 50
+SECONDS, FEWEST, MOST = 0.1, 3, 50
 """Of measuring one thing: so long, but so many times at least and at most."""
 SAMPLE, MOST_CALLS = 0.005, 200
 """Seconds that the calls between two looks at the clock of a GPU are to take, and so many of them at most."""
@@ -65,12 +66,12 @@ class Stopwatch:
         times = max(FEWEST, min(MOST, int(SECONDS / (self.slowest(self.once(work, calls)) * calls))))
         return self.slowest(usual(self.once(work, calls) for _ in range(times)))
 
-    def passes(self, forward: Callable[[], Tensor], inputs: Sequence[Tensor]) -> tuple[float, float]:
+    def passes(self, forward: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Both:
         """Seconds of a forward, and of its backward."""
         ahead = self.seconds(forward)
         result = forward()
         gradient = torch.ones_like(result)
-        return ahead, self.seconds(lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True))
+        return Both(ahead, self.seconds(lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True)))
 
     def slowest(self, seconds: float) -> float:
         return seconds if self.world.is_solo else float(max(all_gather_json(seconds, self.world)))

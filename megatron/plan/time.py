@@ -78,8 +78,7 @@ def step_time(run: Run, rates: Rates) -> StepTime:
     apart = _tensor_parallel(run, rates) * run.accumulation
     meeting = rates.all_reduce(1) if run.ranks > 1 else 0.0  # of the norm
     if run.dp > 1:
-        times = run.accumulation if run.policy.split_grads else 1
-        meeting += rates.meetings[run.config.zero.zero_stage] * (run.layers + 1) * times
+        meeting += _meetings(run, rates)
     return StepTime(work.products, work.attention, work.rest + rates.a_step, _optimizer(run, rates),
                     apart + _gradients(run, rates) + _weights(run, rates) + meeting,
                     _hidden(run, rates, forward.total, backward.total))
@@ -114,7 +113,7 @@ def ends(run: Run, rates: Rates) -> Pass:
     flops = 2 * elements * run.columns
     products = flops / rates.forward(acts.tokens, width) + 2 * flops / rates.backward(acts.tokens, width)
     dropout = rates.dropout_forward(elements) + rates.dropout_backward(elements) if model.hidden_dropout else 0.0
-    units = (run.layers + 1) * rates.split_unit if run.policy.split_params else 0.0
+    units = run.split_units * rates.split_unit
     return Pass(products, 0.0, rates.loss(acts.tokens * run.columns) + rates.a_pass + dropout + units)
 
 
@@ -160,6 +159,15 @@ def _gradients(run: Run, rates: Rates) -> float:
         return 0.0
     times = run.accumulation if run.policy.split_grads else 1
     return times * (run.layers * _sum_of(run, rates, run.block) + _sum_of(run, rates, run.root, run.resident))
+
+
+def _meetings(run: Run, rates: Rates) -> float:
+    """What is resident under stage 3 is one unit, and its gradients go as under stage 2."""
+    if run.policy.split_params:
+        once = run.split_units * rates.meetings[3] + (rates.meetings[2] if run.resident.numel else 0.0)
+    else:
+        once = (run.layers + 1) * rates.meetings[run.config.zero.zero_stage]
+    return once * (run.accumulation if run.policy.split_grads else 1)
 
 
 def _sums_gradients(run: Run) -> bool:

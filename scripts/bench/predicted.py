@@ -28,7 +28,7 @@ SIZES = {
     "124M": ["--preset", "124M", "--tokenizer-type", "ByteLevelTokenizer", "--vocab-size", "50257", "--seq-length",
              "256", "--batch-size", "2"],
 }
-STEPS = {"tiny": 60, "small": 14, "124M": 7}
+STEPS = {"tiny": 300, "small": 14, "124M": 7}
 WARM_UP = 3
 ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0",
                "PYTHONPATH": str(ROOT)}

@@ -12,7 +12,7 @@ import torch
 from megatron.errors import ConfigError
 from megatron.plan import probe
 from megatron.plan.memory import peak
-from megatron.plan.probe import MORE_LAYERS, Probe
+from megatron.plan.probe import Probe
 from megatron.plan.sizes import SIZES
 from megatron.plan.stopwatch import Stopwatch
 from mpu import groups
@@ -76,7 +76,7 @@ def test_the_largest_sizes_keep_a_gpu_busy() -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_its_models_fit_a_card_of_16_gb_side_by_side(precision: str) -> None:
     for shape in SIZES["cuda"].shapes:
-        both = (shape, shape._replace(layers=shape.layers + MORE_LAYERS))
+        both = (shape, shape.larger)
         assert sum(peak(one.run(precision, "cuda")).total for one in both) < 12 * 2**30
     assert peak(SIZES["cuda"].largest.run(precision, "cuda")).total < 12 * 2**30
 
@@ -98,7 +98,7 @@ def test_no_small_model_is_compiled_and_products_are_those_of_training(monkeypat
         found.append(torch.get_float32_matmul_precision())
         raise InterruptedError
 
-    monkeypatch.setattr(Probe, "_products", products)
+    monkeypatch.setattr(Probe, "sweep", products)
     monkeypatch.setattr("torch.cuda.synchronize", lambda _: None)
     before = torch.get_float32_matmul_precision()
     try:
@@ -114,7 +114,9 @@ def sizes_of_exchanges(rank: int, world: int, on_gpu: bool) -> list[tuple[str, i
     """(kind, bytes that travel)"""
     probe.SIZES["cpu"] = replace(SIZES["cpu"], bytes=(2**12, 2**16))
     with accelerator_side(on_gpu), counted() as sent:
-        Probe(Stopwatch(CPU, groups.build(1).world), "bf16", Groups())._exchanges()
+        found = Probe(Stopwatch(CPU, groups.build(1).world), "bf16", Groups())
+        for size in found.sizes.bytes:
+            found._exchange(size)
     return [(kind, numel * dtype.itemsize) for kind, numel, dtype in sent]
 
 

@@ -90,6 +90,16 @@ def test_ranks_meet_at_every_unit_as_often_as_gradients_are_summed() -> None:
     assert step_time(planned(), rates).exchange == 0
 
 
+def test_what_stays_whole_under_stage_3_is_one_unit_and_is_not_collected() -> None:
+    rates = machine(2, meetings=(1.0, 2.0, 3.0, 4.0), split_unit=10.0)
+    all_of_it, none, weights = "0", str(10**9), "100"  # of a block, its matrices have more
+    for threshold, units, resident in ((all_of_it, 4, 0), (none, 0, 1), (weights, 4, 1)):
+        run = planned("--ranks", "2", "--zero-stage", "3", "--stage3-param-persistence-threshold", threshold)
+        step, plain = step_time(run, rates), step_time(run, machine(2))
+        assert step.exchange - plain.exchange == pytest.approx(4 * units + 3 * resident)
+        assert step.rest - plain.rest == pytest.approx(10 * units)
+
+
 def test_tensor_parallel_ranks_share_the_products_and_sum_twice_a_block_and_direction() -> None:
     alone, pair = planned(), planned("--ranks", "2", "--model-parallel-size", "2")
     rates = machine(2)

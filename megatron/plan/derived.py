@@ -1,0 +1,140 @@
+"""The rates of a machine, from what its probe saw: pure arithmetic.
+
+Operations of torch and exchanges are as they were measured. The *rest* of a block, of a pass and of a step is what the
+arithmetic of time.py does not explain by them in the steps of small models: so what it predicts of these models is what
+they took.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from math import sqrt
+
+from megatron.plan.activations import Device
+from megatron.plan.footprint import Run
+from megatron.plan.rates import STAGES, Curve, Point, Rates, Surface, Where
+from megatron.plan.sighting import Both, Sighting
+from megatron.plan.sizes import SIZES, Sizes
+from megatron.plan.small_models import MORE_LAYERS, Shape
+from megatron.plan.time import block_backward, block_forward, ends, step_time
+
+LEAST = 0.02
+"""Share that the rest has of what is known, at least: differences of a busy machine can be anything."""
+
+NOTHING = Curve(())
+
+
+def rates_of(seen: Sighting, where: Where, hides: float) -> Rates:
+    return _Derivation(seen, where).rates(hides)
+
+
+@dataclass(frozen=True)
+class _Derivation:
+    seen: Sighting
+    where: Where
+
+    @property
+    def device(self) -> Device:
+        return "cuda" if self.where.device == "cuda" else "cpu"
+
+    @property
+    def sizes(self) -> Sizes:
+        return SIZES[self.device]
+
+    def rates(self, hides: float) -> Rates:
+        sizes, seen = self.sizes, self.seen
+        heads = [Both(*(seconds / heads for seconds in both))
+                 for both, (_, heads) in zip((*seen.attention, *seen.dropping), 2 * sizes.lengths, strict=True)]
+        lengths = [length for length, _ in sizes.lengths]
+        exchanges = [_curve(sizes.bytes, kind) if kind else NOTHING for kind in (
+            [one.all_reduce for one in seen.exchanges], [one.reduce_scatter for one in seen.exchanges],
+            [one.all_gather for one in seen.exchanges])]
+        rates = Rates(
+            self.where, 0.0, *self._products(), *_curves(lengths, heads[:len(lengths)]),
+            *_curves(lengths, heads[len(lengths):]), NOTHING, NOTHING, 0.0, *_curves(sizes.elements, seen.dropout),
+            NOTHING, NOTHING, 0.0, 0.0, 0.0, (0.0,) * STAGES, exchanges[0], exchanges[1], exchanges[2], hides,
+            2 * sizes.bytes[-2] / seen.link if seen.link else 0.0, NOTHING)
+        rates = self._with_blocks(replace(rates, loss=self._loss(rates)))
+        return self._with_meetings(self._with_passes(rates))
+
+    def _products(self) -> tuple[Surface, Surface]:
+        """FLOP/s."""
+        sizes = self.sizes
+        lines = [[Both(flops / both.forward, 2 * flops / both.backward)
+                  for width, both in zip(sizes.widths, line, strict=True) for flops in [2 * rows * width**2]]
+                 for rows, line in zip(sizes.rows, self.seen.products, strict=True)]
+        return (Surface(sizes.rows, sizes.widths, tuple(tuple(both.forward for both in line) for line in lines)),
+                Surface(sizes.rows, sizes.widths, tuple(tuple(both.backward for both in line) for line in lines)))
+
+    def _loss(self, rates: Rates) -> Curve:
+        """Beside its products."""
+        points, inner = [], self.sizes.loss_width
+        for (rows, columns), seconds in zip(self.sizes.logits, self.seen.loss, strict=True):
+            flops, width = 2 * rows * columns * inner, sqrt(columns * inner)
+            products = flops / rates.forward(rows, width) + 2 * flops / rates.backward(rows, width)
+            points.append((float(rows * columns), max(seconds - products, LEAST * seconds)))
+        return Curve(tuple(points))
+
+    def _with_blocks(self, rates: Rates) -> Rates:
+        """By models of one shape that differ in their blocks; and updates."""
+        sizes, seen = self.sizes, self.seen
+        blocks, updates = list[Both](), [(self._run(sizes.largest).shard_numel, seen.largest.step)]
+        for shape, (few, many) in zip(sizes.shapes, seen.blocks, strict=True):
+            run = self._run(shape.larger)
+            blocks.append(Both(
+                _rest((many.forward - few.forward) / MORE_LAYERS, block_forward(run, rates).total),
+                _rest((many.backward - few.backward) / MORE_LAYERS, block_backward(run, rates).total)))
+            updates += [(self._run(shape).shard_numel, few.step), (run.shard_numel, many.step)]
+        forward, backward = _curves([shape.elements for shape in sizes.shapes], blocks)
+        update = Curve(tuple(sorted(updates)))
+        return replace(rates, block_forward=forward, block_backward=backward, update=update,
+                       host_update=self._host_update() if seen.host else update)
+
+    def _with_passes(self, rates: Rates) -> Rates:
+        """What a pass takes besides, by the smallest model, and a step; what splitting adds, and recomputation."""
+        seen, shape = self.seen, self.sizes.shapes[0]
+        run, variants = self._run(shape), seen.variants
+        taken = variants.whole.forward + variants.whole.backward
+        forward = block_forward(run, rates)
+        explained = forward + block_backward(run, rates) + ends(run, rates)
+        more, replay = (one.forward + one.backward - taken for one in (variants.split, variants.recomputed))
+        return replace(rates, a_pass=max(0.0, taken - explained.total),
+                       a_step=max(0.0, seen.training - sum((*seen.together, seen.blocks[0][1])[0])),
+                       split_unit=max(0.0, more / (shape.layers + 1)),
+                       replay=max(0.0, replay / shape.layers - forward.total))
+
+    def _with_meetings(self, rates: Rates) -> Rates:
+        """What ranks of the smallest model take together that their exchange alone does not explain, a unit."""
+        if not self.seen.together:
+            return rates
+        found, larger = list[float](), self.sizes.shapes[0].larger
+        for stage, taken in enumerate(self.seen.together):
+            run = self._run(larger._replace(stage=stage), self.where.ranks)
+            explained = step_time(run, replace(rates, a_step=0.0)).total
+            found.append(max(0.0, sum(taken) - explained) / (larger.layers + 1))
+        return replace(rates, meetings=tuple(found))
+
+    def _host_update(self) -> Curve:
+        sizes = SIZES["cpu"]
+        numels = [shape.run("fp32", "cpu").shard_numel for shape in (*sizes.shapes, sizes.largest)]
+        return Curve(tuple(sorted(zip(numels, self.seen.host, strict=True))))
+
+    def _run(self, shape: Shape, ranks: int = 1) -> Run:
+        return shape.run(self.where.precision, self.device, ranks)
+
+
+def _rest(taken: float, known: float) -> float:
+    return max(taken - known, LEAST * known)
+
+
+def _curves(sizes: Iterable[float], both: Iterable[Both]) -> tuple[Curve, Curve]:
+    """Of forward and of backward."""
+    points = list[tuple[float, Both]](zip(sizes, both, strict=True))
+    return (Curve(tuple((size, one.forward) for size, one in points)),
+            Curve(tuple((size, one.backward) for size, one in points)))
+
+
+def _curve(sizes: Iterable[float], seconds: Iterable[float]) -> Curve:
+    points: Iterable[Point] = zip(map(float, sizes), seconds, strict=True)
+    return Curve(tuple(points))

@@ -1,0 +1,75 @@
+"""What one sweep of the probe saw (probe.py): seconds only, each of the slowest rank, in the order of `Sizes`.
+
+Sweeps are alike, so of several the `least` holds, number by number: what else a machine does makes things longer only,
+and seldom the same ones twice. Pure.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any, NamedTuple
+
+
+class Both(NamedTuple):
+    forward: float
+    backward: float
+
+
+class Taken(NamedTuple):
+    """By a step, in its three calls."""
+
+    forward: float
+    backward: float
+    step: float
+
+
+class Exchange(NamedTuple):
+    all_reduce: float
+    reduce_scatter: float
+    all_gather: float
+
+
+class Variants(NamedTuple):
+    """Of the first shape."""
+
+    whole: Taken
+    split: Taken
+    """Under stage 3."""
+    recomputed: Taken
+
+
+class Sighting(NamedTuple):
+    products: tuple[tuple[Both, ...], ...]
+    """[rows, width] x [width, width], and the two that give its gradients: a line for each of the rows."""
+    attention: tuple[Both, ...]
+    """Of all heads, by the length of the sequence."""
+    dropping: tuple[Both, ...]
+    """The same with dropout."""
+    dropout: tuple[Both, ...]
+    loss: tuple[float, ...]
+    """With its products; those of its gradients are made on the way forward."""
+    exchanges: tuple[Exchange, ...]
+    """() of one rank."""
+    link: float
+    """From the device to the host, and back; 0 where they are one."""
+    blocks: tuple[tuple[Taken, Taken], ...]
+    """Of each shape, with few blocks and with more."""
+    largest: Taken
+    variants: Variants
+    together: tuple[Taken, ...]
+    """The first shape with more blocks, data parallel over all ranks, by ZeRO stage; () of one rank."""
+    training: float
+    """The same at stage 0, in the loop of training."""
+    host: tuple[float, ...]
+    """Steps of the optimizer by the host; () where host and device are one."""
+
+
+def least(*sightings: Sighting) -> Sighting:
+    return reduce(_least, sightings)
+
+
+def _least(one: Any, other: Any) -> Any:
+    if not isinstance(one, tuple):
+        return min(one, other)
+    parts = [_least(*pair) for pair in zip(one, other, strict=True)]
+    return type(one)(*parts) if hasattr(one, "_fields") else tuple(parts)

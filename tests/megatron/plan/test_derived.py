@@ -1,0 +1,138 @@
+"""Rates from what the probe saw: they predict of the small models what these took, and of several sweeps the least
+counts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.plan import small_models, stopwatch
+from megatron.plan.derived import rates_of
+from megatron.plan.probe import SWEEPS, Probe
+from megatron.plan.rates import Rates, Where
+from megatron.plan.sighting import Both, Exchange, Sighting, Taken, Variants, least
+from megatron.plan.sizes import SIZES
+from megatron.plan.small_models import MORE_LAYERS, Shape
+from megatron.plan.stopwatch import Stopwatch
+from megatron.plan.time import step_time
+from mpu import groups
+from mpu.groups import SOLO, Groups
+from tests.distributed import run_ranks
+from tests.wires import counted
+
+CPU = torch.device("cpu")
+
+
+def made_up(seed: int, ranks: int) -> Sighting:
+    """Operations take microseconds, models some milliseconds, of which each block takes as long."""
+    rng, sizes = random.Random(seed), SIZES["cpu"]
+
+    def both() -> Both:
+        return Both(rng.uniform(1e-7, 1e-6), rng.uniform(1e-7, 1e-6))
+
+    def grown(taken: Taken, **more: float) -> Taken:
+        return taken._replace(**{name: getattr(taken, name) + seconds for name, seconds in more.items()})
+
+    def pair() -> tuple[Taken, Taken]:
+        few = Taken(*(rng.uniform(0.01, 0.02) for _ in range(3)))
+        return few, grown(few, forward=MORE_LAYERS * rng.uniform(1e-3, 2e-3),
+                          backward=MORE_LAYERS * rng.uniform(1e-3, 2e-3), step=rng.uniform(1e-4, 1e-3))
+
+    blocks = tuple(pair() for _ in sizes.shapes)
+    first, larger = blocks[0]
+    together = tuple(grown(larger, forward=rng.uniform(2e-3, 5e-3), backward=rng.uniform(2e-3, 5e-3))
+                     for _ in range(4 if ranks > 1 else 0))
+    return Sighting(
+        tuple(tuple(both() for _ in sizes.widths) for _ in sizes.rows), *(tuple(both() for _ in sizes.lengths),) * 2,
+        tuple(both() for _ in sizes.elements), tuple(rng.uniform(1e-4, 1e-3) for _ in sizes.logits),
+        tuple(Exchange(*(rng.uniform(1e-7, 1e-6) for _ in range(3))) for _ in sizes.bytes) if ranks > 1 else (), 0.0,
+        blocks, Taken(1.0, 1.0, 1.0), Variants(first, grown(first, forward=2e-3), grown(first, backward=5e-3)),
+        together, sum((*together, larger)[0]) + 3e-3, ())
+
+
+def rates(seen: Sighting, ranks: int) -> Rates:
+    return rates_of(seen, Where("made up", "2.13.0", "cpu", "fp32", ranks, 1), 0.0)
+
+
+def predicted(shape: Shape, found: Rates, ranks: int = 1) -> float:
+    return step_time(shape.run("fp32", "cpu", ranks), found).total
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_models_of_the_probe_are_predicted_to_take_what_they_took(seed: int) -> None:
+    seen, first = made_up(seed, 1), SIZES["cpu"].shapes[0]
+    found = rates(seen, 1)
+    in_training = 3e-3
+    assert predicted(first, found) == pytest.approx(sum(seen.blocks[0][0]) + in_training)
+    assert predicted(first.larger, found) == pytest.approx(seen.training)
+    assert predicted(first._replace(stage=3), found) == pytest.approx(sum(seen.variants.split) + in_training)
+    assert predicted(first._replace(recomputes=True), found) == pytest.approx(
+        sum(seen.variants.recomputed) + in_training)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("stage", range(4))
+def test_so_are_those_of_two_ranks(stage: int, seed: int) -> None:
+    seen, larger = made_up(seed, 2), SIZES["cpu"].shapes[0].larger
+    shape = larger._replace(stage=stage)
+    assert predicted(shape, rates(seen, 2), 2) == pytest.approx(sum(seen.together[stage]) + 3e-3)
+
+
+def test_differences_that_only_a_busy_machine_makes_are_nothing_below_zero() -> None:
+    seen = made_up(0, 2)
+    few, many = seen.blocks[0]
+    odd = seen._replace(training=0.0, blocks=((many, few), *seen.blocks[1:]), together=(Taken(0, 0, 0),) * 4,
+                        variants=Variants(many, few, few))
+    assert Rates.of(rates(odd, 2).as_dict()) == rates(odd, 2)
+
+
+def test_of_several_sweeps_the_least_counts_number_by_number() -> None:
+    one, other = made_up(1, 2), made_up(2, 2)
+    both = least(one, other)
+    assert type(both) is Sighting and type(both.variants.split) is Taken
+    assert both.training == min(one.training, other.training)
+    assert both.products[2][1] == Both(*map(min, one.products[2][1], other.products[2][1]))
+    assert both.blocks[3][1].step == min(one.blocks[3][1].step, other.blocks[3][1].step)
+    assert least(one) == one
+
+
+def test_the_probe_sweeps_more_than_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sweeps: Iterator[Sighting] = map(lambda seed: made_up(seed, 1), count())
+    monkeypatch.setattr(Probe, "sweep", lambda _: next(sweeps))
+    found = Probe(Stopwatch(CPU, SOLO), "fp32", Groups()).rates("made up")
+    seen = least(*(made_up(seed, 1) for seed in range(SWEEPS)))
+    assert SWEEPS > 1 and replace(found, seconds=0.0, taken="", where=rates(seen, 1).where) == rates(seen, 1)
+
+
+def sweep(rank: int, world: int) -> tuple[Sighting, int]:
+    sizes, one = SIZES["cpu"], Shape(16, 1, 8)
+    SIZES["cpu"] = replace(sizes, rows=(8,), widths=(8,), lengths=((8, 1),), elements=(8,), logits=((8, 8),),
+                           bytes=(64, 128), shapes=(one,), largest=one)
+    setattr(stopwatch, "SECONDS", 0.0)
+    setattr(small_models, "SECONDS", 0.0)
+    setattr(small_models, "STEPS_IN_TRAINING", 5)
+    found = Probe(Stopwatch(CPU, groups.build(1).world), "fp32", groups.build(1))
+    with counted() as sent:
+        found.watch.together(lambda: None)
+        before = len(sent)
+        small_models.seconds_in_training(one, "fp32", found.watch, found.groups)
+    return found.sweep(), len(sent) - before
+
+
+def test_a_sweep_of_two_ranks_sees_the_same_on_both_and_trains_together() -> None:
+    (one, sent), (other, _) = run_ranks(sweep, 2)
+    assert one == other and len(one.together) == 4 and len(one.exchanges) == 2
+    assert sent >= 5  # gradients of each step, at least
+    everything: list[Any] = [one]
+    while everything:
+        part = everything.pop()
+        if isinstance(part, tuple):
+            everything += part
+        else:
+            assert part > 0 or part is one.link
