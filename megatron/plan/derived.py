@@ -17,7 +17,7 @@ from megatron.plan.rates import STAGES, Curve, Point, Rates, Surface, Where
 from megatron.plan.sighting import Both, Sighting
 from megatron.plan.sizes import SIZES, Sizes
 from megatron.plan.small_models import MORE_LAYERS, Shape
-from megatron.plan.time import block_backward, block_forward, ends, step_time
+from megatron.plan.time import block_backward, block_forward, ends, inner_sums, step_time
 
 LEAST = 0.02
 """Share that the rest has of what is known, at least: differences of a busy machine can be anything."""
@@ -53,10 +53,10 @@ class _Derivation:
         rates = Rates(
             self.where, 0.0, *self._products(), *_curves(lengths, heads[:len(lengths)]),
             *_curves(lengths, heads[len(lengths):]), NOTHING, NOTHING, 0.0, *_curves(sizes.elements, seen.dropout),
-            NOTHING, NOTHING, 0.0, 0.0, 0.0, (0.0,) * STAGES, exchanges[0], exchanges[1], exchanges[2], hides,
+            NOTHING, NOTHING, 0.0, 0.0, 0.0, (0.0,) * STAGES, 0.0, exchanges[0], exchanges[1], exchanges[2], hides,
             2 * sizes.bytes[-2] / seen.link if seen.link else 0.0, NOTHING)
         rates = self._with_blocks(replace(rates, loss=self._loss(rates)))
-        return self._with_meetings(self._with_passes(rates))
+        return self._with_inner_sums(self._with_meetings(self._with_passes(rates)))
 
     def _products(self) -> tuple[Surface, Surface]:
         """FLOP/s."""
@@ -114,6 +114,15 @@ class _Derivation:
             explained = step_time(run, replace(rates, a_step=0.0)).total
             found.append(max(0.0, sum(taken) - explained) / (larger.layers + 1))
         return replace(rates, meetings=tuple(found))
+
+    def _with_inner_sums(self, rates: Rates) -> Rates:
+        """The same, of tensor parallel ranks."""
+        shape = self.sizes.cut(self.where.ranks)
+        if not shape or not self.seen.cut:
+            return rates
+        run = self._run(shape, self.where.ranks)
+        explained = step_time(run, replace(rates, a_step=0.0)).total
+        return replace(rates, inner_sum=max(0.0, sum(self.seen.cut[0]) - explained) / inner_sums(run))
 
     def _host_update(self) -> Curve:
         sizes = SIZES["cpu"]

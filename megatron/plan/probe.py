@@ -49,7 +49,9 @@ SWEEPS = 2
 class Probe:
     watch: Stopwatch
     precision: str
-    groups: Groups
+    data_parallel: Groups
+    """Of all ranks, as is the other."""
+    tensor_parallel: Groups
 
     @property
     def device(self) -> torch.device:
@@ -88,7 +90,8 @@ class Probe:
             largest=self._steps(self.sizes.largest)[0],
             variants=Variants(*self._steps(first, first._replace(stage=3), first._replace(recomputes=True))),
             together=() if is_solo else tuple(self._together(stage) for stage in range(STAGES)),
-            training=seconds_in_training(first.larger, self.precision, self.watch, self.groups),
+            cut=self._cut(),
+            training=seconds_in_training(first.larger, self.precision, self.watch, self.data_parallel),
             host=() if self.kind == "cpu" else self._host_updates())
 
     # ---- operations of torch --------------------------------------------------------------------------------------
@@ -170,7 +173,11 @@ class Probe:
 
     def _together(self, stage: int) -> Taken:
         shape = self.sizes.shapes[0].larger._replace(stage=stage)
-        return steps_in_turn((shape,), self.precision, self.watch, self.groups)[0]
+        return steps_in_turn((shape,), self.precision, self.watch, self.data_parallel)[0]
+
+    def _cut(self) -> tuple[Taken, ...]:
+        shape = self.sizes.cut(self.watch.world.size)
+        return tuple(steps_in_turn((shape,), self.precision, self.watch, self.tensor_parallel)) if shape else ()
 
     def _host_updates(self) -> tuple[float, ...]:
         host, sizes = replace(self.watch, device=torch.device("cpu")), SIZES["cpu"]
@@ -189,8 +196,9 @@ def main(argv: Sequence[str]) -> int:
             f"--device {device.type}")
     if device.type == "cpu":
         keep_freed_memory()
-    groups = mpu_groups.build()
-    found = Probe(Stopwatch(device, groups.world), precision, groups).rates(machine)
+    data_parallel, tensor_parallel = mpu_groups.build(), mpu_groups.build(env.world_size)
+    watch = Stopwatch(device, data_parallel.world)
+    found = Probe(watch, precision, data_parallel, tensor_parallel).rates(machine)
     if env.rank == 0:
         Path(path).write_text(json.dumps(found.as_dict(), indent=1) + "\n", encoding="utf-8")
     distributed.shutdown()

@@ -117,6 +117,8 @@ class Rates:
     """Seconds that a unit of split parameters takes in a pass, beside its exchange."""
     meetings: tuple[float, ...]
     """By ZeRO stage: seconds that ranks take to exchange a unit, beside the exchange itself."""
+    inner_sum: float
+    """Seconds that tensor parallel ranks take for a sum inside of layers, beside the exchange itself."""
     all_reduce: Curve
     """By bytes of the whole tensor, as it travels."""
     reduce_scatter: Curve

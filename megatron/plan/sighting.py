@@ -58,8 +58,10 @@ class Sighting(NamedTuple):
     variants: Variants
     together: tuple[Taken, ...]
     """The first shape with more blocks, data parallel over all ranks, by ZeRO stage; () of one rank."""
+    cut: tuple[Taken, ...]
+    """`Sizes.cut`, tensor parallel over all ranks; () where there is none."""
     training: float
-    """The same at stage 0, in the loop of training."""
+    """The first shape with more blocks, in the loop of training, data parallel over all ranks at stage 0."""
     host: tuple[float, ...]
     """Steps of the optimizer by the host; () where host and device are one."""
 

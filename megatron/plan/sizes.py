@@ -33,6 +33,11 @@ class Sizes:
     largest: Shape
     """For the time of an update alone."""
 
+    def cut(self, ranks: int) -> Shape | None:
+        """The smallest that so many ranks can share as tensor parallel ones."""
+        return next((shape.larger._replace(tp=ranks) for shape in self.shapes
+                     if ranks > 1 and shape.heads % ranks == 0), None)
+
 
 SIZES: dict[Device, Sizes] = {
     "cpu": Sizes(

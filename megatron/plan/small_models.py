@@ -46,10 +46,15 @@ class Shape(NamedTuple):
     layers: int = 1
     stage: int = 0
     recomputes: bool = False
+    tp: int = 1
 
     @property
     def larger(self) -> Shape:
         return self._replace(layers=self.layers + MORE_LAYERS)
+
+    @property
+    def heads(self) -> int:
+        return self.hidden // HEAD_WIDTH
 
     @property
     def elements(self) -> int:
@@ -58,7 +63,7 @@ class Shape(NamedTuple):
     def config(self, precision: str) -> Config:
         return build_config({
             "num_layers": self.layers, "hidden_size": self.hidden, "vocab_size": VOCABULARY, "lr": 1e-6,
-            "num_attention_heads": max(1, self.hidden // HEAD_WIDTH), "max_position_embeddings": self.sequence,
+            "num_attention_heads": self.heads, "model_parallel_size": self.tp, "max_position_embeddings": self.sequence,
             "batch_size": self.batch, "attention_dropout": 0.0, "hidden_dropout": 0.0, "zero_stage": self.stage,
             "stage3_param_persistence_threshold": 0, "checkpoint_activations": self.recomputes,
             "clip_grad": 1.0, "mock_data": True, "eval_interval": 0,
@@ -84,7 +89,9 @@ class SmallModel:
         model = build.model(config, groups, build.recomputation(config, groups))
         self._engine = build.engine(config, model, groups, watch.device)
         self._engine.train()
-        rows = torch.randint(0, VOCABULARY, (shape.batch, shape.sequence + 1), device=watch.device)
+        # Any tokens, but those that share a model have the same.
+        numbers = torch.arange(shape.batch * (shape.sequence + 1), device=watch.device)
+        rows = (numbers % VOCABULARY).reshape(shape.batch, -1)
         self._batch = Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
 
     def step(self) -> Taken:

@@ -28,6 +28,7 @@ HEAD_WIDTH = 64
 """Of the heads that were measured."""
 SUMS_OF_A_BLOCK = 2
 """In one direction, inside of tensor parallel layers: of attention, and of the MLP."""
+SUMS_OF_EMBEDDING, SUMS_OF_LOSS = 2, 3
 
 
 @dataclass(frozen=True)
@@ -219,11 +220,19 @@ def _tensor_parallel(run: Run, rates: Rates) -> float:
     if run.tp == 1:
         return 0.0
     stream = rates.all_reduce(run.activations.stream) * _more_ranks(run.tp, rates)
-    passes = 2 if run.chunk is None else 3
     split = run.config.recompute.partition_activations and run.chunk is not None
     inputs = rates.all_gather(run.activations.stream) * run.layers / (run.chunk or 1) if split else 0.0
-    ends = 2 * stream + 3 * rates.all_reduce(run.activations.tokens * FP32)  # of the embedding, and of the loss
-    return run.running_blocks * SUMS_OF_A_BLOCK * passes * stream + ends + inputs
+    ends = SUMS_OF_EMBEDDING * stream + SUMS_OF_LOSS * rates.all_reduce(run.activations.tokens * FP32)
+    return _sums_of_blocks(run) * stream + ends + inputs + inner_sums(run) * rates.inner_sum
+
+
+def inner_sums(run: Run) -> float:
+    """Inside of layers in a micro-batch."""
+    return _sums_of_blocks(run) + SUMS_OF_EMBEDDING + SUMS_OF_LOSS
+
+
+def _sums_of_blocks(run: Run) -> float:
+    return run.running_blocks * SUMS_OF_A_BLOCK * (2 if run.chunk is None else 3)
 
 
 def _more_ranks(ranks: int, rates: Rates) -> float:

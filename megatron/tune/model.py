@@ -16,9 +16,10 @@ import numpy as np
 
 from megatron.plan.time import StepTime
 
-MACHINE, PART, SETTING, PAIR, NOISE = 0.7, 0.7, 0.1, 0.03, 0.02
+MACHINE, PART, SETTING, PAIR, NOISE = 0.4, 0.4, 0.1, 0.03, 0.03
 """How large corrections are, as standard deviations of a logarithm: of the whole, of a part, of one setting's value, of
-what two of them do together; and how exact a trial is."""
+what two of them do together; and how exact a trial is. Of four grids that were measured whole (docs/benchmarks.md) the
+likelihood is near its highest, and a machine of another kind is left room to be wrong by more."""
 
 
 class Estimate(NamedTuple):

@@ -16,22 +16,27 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import exp, inf
+from math import inf, log
+from statistics import NormalDist
 from typing import Any, Literal
 
 from megatron.config.autotuning import AutotuningConfig
 from megatron.errors import EXIT_CONFIG, EXIT_DATA, EXIT_STORAGE
 from megatron.tune.memory import Memory
-from megatron.tune.model import Candidate, estimates
+from megatron.tune.model import Candidate, Estimate, estimates
 
 State = Literal["done", "memory", "crash", "hang", "unclear"]
 
-HOPE = 1.5
-"""Doubts below the estimate that a choice is given credit for."""
 FINALISTS, REPEATS = 3, 2
 """So many of the best are measured again, so often at most."""
-WORTHWHILE = 0.01
-"""A choice that is faster by less is not worth a trial, and one that was is no progress."""
+WORTHWHILE = 0.005
+"""Share of a step that a trial has to save on average, before it is made."""
+PROGRESS = 0.01
+"""One that saved less was none."""
+SHARE, AT_LEAST = 4, 8
+"""No more than one choice of so many is measured by the model, where there are more than a few: of those that are
+nearly the same any will do."""
+NORMAL = NormalDist()
 
 
 @dataclass(frozen=True)
@@ -102,12 +107,21 @@ def _most_promising(options: Sequence[Option], left: Sequence[int], trials: Mapp
     found = estimates([option.candidate for option in options], measured)
     if not measured:
         return min(left, key=lambda number: found[number].seconds)
+    gains = {number: expected_gain(found[number], min(measured.values())) for number in left}
+    number = max(left, key=lambda number: gains[number])
+    return number if gains[number] >= WORTHWHILE and len(measured) < _most(options) else None
 
-    def hoped(number: int) -> float:
-        return found[number].seconds * exp(-HOPE * found[number].doubt)
 
-    number = min(left, key=hoped)
-    return number if hoped(number) < (1 - WORTHWHILE) * min(measured.values()) else None
+def _most(options: Sequence[Option]) -> int:
+    """Choices that are measured by the model."""
+    return max(AT_LEAST, len(options) // SHARE)
+
+
+def expected_gain(estimate: Estimate, fastest: float) -> float:
+    """By how much, as a share, a trial of it makes the best time better: on average, as nothing is lost where it turns
+    out to be slower."""
+    ahead, doubt = log(fastest / estimate.seconds), max(estimate.doubt, 1e-9)
+    return ahead * NORMAL.cdf(ahead / doubt) + doubt * NORMAL.pdf(ahead / doubt)
 
 
 def why_over(options: Sequence[Option], kept: Sequence[int], trials: Mapping[int, Outcome],
@@ -120,7 +134,9 @@ def why_over(options: Sequence[Option], kept: Sequence[int], trials: Mapping[int
     if _is_stale(trials, tuning.autotuning_tuner_early_stopping):
         return (f"the last {tuning.autotuning_tuner_early_stopping} trials were no faster "
                 "(--autotuning-tuner-early-stopping)")
-    return f"no other choice is expected to be {WORTHWHILE:.0%} faster"
+    if sum(outcome.seconds is not None for outcome in trials.values()) >= _most(options):
+        return f"{_most(options)} of {len(options)} choices were measured, and no other one stands out"
+    return f"no other choice is expected to save {WORTHWHILE:.1%} of a step"
 
 
 def _left(options: Sequence[Option], kept: Sequence[int], trials: Mapping[int, Outcome]) -> list[int]:
@@ -134,7 +150,7 @@ def _is_stale(trials: Mapping[int, Outcome], patience: int) -> bool:
     fastest, since = inf, 0
     for outcome in trials.values():
         since += 1
-        if outcome.seconds is not None and outcome.seconds < (1 - WORTHWHILE) * fastest:
+        if outcome.seconds is not None and outcome.seconds < (1 - PROGRESS) * fastest:
             fastest, since = outcome.seconds, 0
     return 0 < patience <= since and fastest < inf
 

@@ -53,7 +53,8 @@ def made_up(seed: int, ranks: int) -> Sighting:
         tuple(both() for _ in sizes.elements), tuple(rng.uniform(1e-4, 1e-3) for _ in sizes.logits),
         tuple(Exchange(*(rng.uniform(1e-7, 1e-6) for _ in range(3))) for _ in sizes.bytes) if ranks > 1 else (), 0.0,
         blocks, Taken(1.0, 1.0, 1.0), Variants(first, grown(first, forward=2e-3), grown(first, backward=5e-3)),
-        together, sum((*together, larger)[0]) + 3e-3, ())
+        together, (grown(blocks[1][1], forward=rng.uniform(0.1, 0.2)),) if ranks > 1 else (),
+        sum((*together, larger)[0]) + 3e-3, ())
 
 
 def rates(seen: Sighting, ranks: int) -> Rates:
@@ -84,6 +85,12 @@ def test_so_are_those_of_two_ranks(stage: int, seed: int) -> None:
     assert predicted(shape, rates(seen, 2), 2) == pytest.approx(sum(seen.together[stage]) + 3e-3)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_so_are_those_of_tensor_parallel_ranks(seed: int) -> None:
+    seen, shape = made_up(seed, 2), SIZES["cpu"].cut(2)
+    assert shape and predicted(shape, rates(seen, 2), 2) == pytest.approx(sum(seen.cut[0]) + 3e-3)
+
+
 def test_differences_that_only_a_busy_machine_makes_are_nothing_below_zero() -> None:
     seen = made_up(0, 2)
     few, many = seen.blocks[0]
@@ -105,29 +112,30 @@ def test_of_several_sweeps_the_least_counts_number_by_number() -> None:
 def test_the_probe_sweeps_more_than_once(monkeypatch: pytest.MonkeyPatch) -> None:
     sweeps: Iterator[Sighting] = map(lambda seed: made_up(seed, 1), count())
     monkeypatch.setattr(Probe, "sweep", lambda _: next(sweeps))
-    found = Probe(Stopwatch(CPU, SOLO), "fp32", Groups()).rates("made up")
+    found = Probe(Stopwatch(CPU, SOLO), "fp32", Groups(), Groups()).rates("made up")
     seen = least(*(made_up(seed, 1) for seed in range(SWEEPS)))
     assert SWEEPS > 1 and replace(found, seconds=0.0, taken="", where=rates(seen, 1).where) == rates(seen, 1)
 
 
 def sweep(rank: int, world: int) -> tuple[Sighting, int]:
-    sizes, one = SIZES["cpu"], Shape(16, 1, 8)
+    sizes, one = SIZES["cpu"], Shape(128, 1, 8)
     SIZES["cpu"] = replace(sizes, rows=(8,), widths=(8,), lengths=((8, 1),), elements=(8,), logits=((8, 8),),
                            bytes=(64, 128), shapes=(one,), largest=one)
     setattr(stopwatch, "SECONDS", 0.0)
     setattr(small_models, "SECONDS", 0.0)
     setattr(small_models, "STEPS_IN_TRAINING", 5)
-    found = Probe(Stopwatch(CPU, groups.build(1).world), "fp32", groups.build(1))
+    data_parallel = groups.build(1)
+    found = Probe(Stopwatch(CPU, data_parallel.world), "fp32", data_parallel, groups.build(2))
     with counted() as sent:
         found.watch.together(lambda: None)
         before = len(sent)
-        small_models.seconds_in_training(one, "fp32", found.watch, found.groups)
+        small_models.seconds_in_training(one, "fp32", found.watch, data_parallel)
     return found.sweep(), len(sent) - before
 
 
 def test_a_sweep_of_two_ranks_sees_the_same_on_both_and_trains_together() -> None:
     (one, sent), (other, _) = run_ranks(sweep, 2)
-    assert one == other and len(one.together) == 4 and len(one.exchanges) == 2
+    assert one == other and len(one.together) == 4 and len(one.cut) == 1 and len(one.exchanges) == 2
     assert sent >= 5  # gradients of each step, at least
     everything: list[Any] = [one]
     while everything:

@@ -69,8 +69,8 @@ def test_the_largest_sizes_keep_a_gpu_busy() -> None:
     assert sizes.rows[-1] >= 16384 and sizes.widths[-1] >= 8192 and sizes.bytes[-1] == 2**30
     largest = sizes.shapes[-1]
     assert 6 * largest.tokens * 12 * largest.hidden**2 / PEAK > 50 * A_LOOK
-    assert Probe(Stopwatch(CUDA, SOLO), "bf16", Groups()).sizes is sizes
-    assert Probe(Stopwatch(CPU, SOLO), "bf16", Groups()).sizes is SIZES["cpu"]
+    assert Probe(Stopwatch(CUDA, SOLO), "bf16", Groups(), Groups()).sizes is sizes
+    assert Probe(Stopwatch(CPU, SOLO), "bf16", Groups(), Groups()).sizes is SIZES["cpu"]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -79,6 +79,18 @@ def test_its_models_fit_a_card_of_16_gb_side_by_side(precision: str) -> None:
         both = (shape, shape.larger)
         assert sum(peak(one.run(precision, "cuda")).total for one in both) < 12 * 2**30
     assert peak(SIZES["cuda"].largest.run(precision, "cuda")).total < 12 * 2**30
+
+
+@pytest.mark.parametrize("kind, ranks, hidden", [
+    ("cpu", 1, None), ("cpu", 2, 128), ("cpu", 3, 384), ("cpu", 5, None),
+    ("cuda", 2, 256), ("cuda", 8, 1024), ("cuda", 3, None)])
+def test_tensor_parallel_ranks_share_the_smallest_model_that_they_can(
+        kind: Any, ranks: int, hidden: int | None) -> None:
+    shape = SIZES[kind].cut(ranks)
+    assert (shape and shape.hidden) == hidden
+    if shape:
+        run = shape.run("fp32", kind, ranks)
+        assert (run.tp, run.dp) == (ranks, 1) and shape.heads % ranks == 0
 
 
 @pytest.mark.parametrize("kind", SIZES)
@@ -104,7 +116,7 @@ def test_no_small_model_is_compiled_and_products_are_those_of_training(monkeypat
     try:
         for device in (CUDA, CPU):
             with pytest.raises(InterruptedError):
-                Probe(Stopwatch(device, SOLO), "fp32", Groups()).rates("made up")
+                Probe(Stopwatch(device, SOLO), "fp32", Groups(), Groups()).rates("made up")
     finally:
         torch.set_float32_matmul_precision(before)
     assert found == ["high", "highest"]
@@ -114,7 +126,7 @@ def sizes_of_exchanges(rank: int, world: int, on_gpu: bool) -> list[tuple[str, i
     """(kind, bytes that travel)"""
     probe.SIZES["cpu"] = replace(SIZES["cpu"], bytes=(2**12, 2**16))
     with accelerator_side(on_gpu), counted() as sent:
-        found = Probe(Stopwatch(CPU, groups.build(1).world), "bf16", Groups())
+        found = Probe(Stopwatch(CPU, groups.build(1).world), "bf16", Groups(), Groups())
         for size in found.sizes.bytes:
             found._exchange(size)
     return [(kind, numel * dtype.itemsize) for kind, numel, dtype in sent]

@@ -18,7 +18,7 @@ from megatron.plan.time import StepTime
 from megatron.tune import model, search
 from megatron.tune.memory import Memory
 from megatron.tune.model import Candidate, estimates
-from megatron.tune.search import Option, Outcome, best, next_trial, pruned, why_over
+from megatron.tune.search import Option, Outcome, best, expected_gain, next_trial, pruned, why_over
 from megatron.tune.space import choices, samples_of
 from tests.megatron.tune.simulated import Simulated, options_of, planned
 
@@ -180,12 +180,33 @@ def test_a_machine_that_is_twice_as_slow_at_everything_is_known_after_one_trial(
     assert all(1.5 < estimate.seconds / one.predicted.total < 2.3 for one, estimate in zip(found, after, strict=True))
 
 
-def test_hope_is_what_makes_it_look_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "HOPE", 0.0)
+def test_doubt_is_what_makes_it_look_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     found = options()
-    greedy = sum(len(searched(found, simulated(seed, found))) for seed in range(5))
-    monkeypatch.undo()
-    assert greedy < sum(len(searched(found, simulated(seed, found))) for seed in range(5))
+    curious = sum(len(searched(found, simulated(seed, found))) for seed in range(5))
+    monkeypatch.setattr(search, "expected_gain", lambda estimate, fastest: math.log(fastest / estimate.seconds))
+    assert sum(len(searched(found, simulated(seed, found))) for seed in range(5)) < curious
+
+
+@pytest.mark.parametrize("seconds, doubt", [(1.0, 0.1), (0.9, 0.05), (1.2, 0.1), (1.2, 0.01), (0.5, 0.0)])
+def test_the_expected_gain_is_the_mean_of_what_is_saved(seconds: float, doubt: float) -> None:
+    """Of a trial whose logarithm is normal, beside a fastest step of 1 s."""
+    draws = np.random.default_rng(0).normal(math.log(seconds), doubt, 10**6)
+    assert expected_gain(model.Estimate(seconds, doubt), 1.0) == pytest.approx(
+        float(np.maximum(0.0, -draws).mean()), abs=2e-4)
+
+
+def test_no_more_than_a_quarter_of_the_choices_is_measured_or_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where any choice may still be the best: each takes as long as every other one. Failures do not count."""
+    monkeypatch.setattr(search, "WORTHWHILE", 0.0)
+    for flags in ((), ("--no-autotuning-fast",), ("--model-parallel-size", "1", "--autotuning-mp-size", "1")):
+        found, trials = options(*flags), dict[int, Outcome]()
+        tuning = AutotuningConfig(autotuning_tuner_num_trials=10**6, autotuning_tuner_early_stopping=0)
+        while (number := next_trial(found, range(len(found)), trials, tuning)) is not None:
+            trials[number] = Outcome("crash") if len(trials) % 2 else Outcome("done", 1.0)
+        measured = sum(outcome.seconds is not None for outcome in trials.values())
+        assert measured == max(8, len(found) // 4)
+        assert why_over(found, range(len(found)), trials, tuning) == (
+            f"{measured} of {len(found)} choices were measured, and no other one stands out")
 
 
 # ---- what can be tried --------------------------------------------------------------------------------------------
