@@ -8,6 +8,7 @@ see the same machine. `--live`: the search runs its own trials in addition, as a
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 import time
@@ -18,6 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+os.environ["PYTHONPATH"] = str(ROOT)  # of the probe and of trials
 
 from megatron.plan.footprint import Run  # noqa: E402
 from megatron.plan.kept_rates import rates_for  # noqa: E402
