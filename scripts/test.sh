@@ -6,23 +6,35 @@ cd -- "$ROOT"
 
 python -c 'import pytest' 2>/dev/null || fail "$PYTHON lacks pytest; install requirements-test.txt there, or unset PYTHON"
 
-status=0
-if [[ $# -eq 0 ]]; then
+# flake8 and mypy, whose lines come after the tests.
+look() {
+    local tool status=0
     for tool in flake8 mypy; do
         if ! python -c "import $tool" 2>/dev/null; then
             say "$tool: not installed in $PYTHON, skipped"
         elif python -m "$tool" $([[ $tool == flake8 ]] && echo .); then
             say "$tool: passed"
         else
-            say "$tool: failed (pytest follows)"
+            say "$tool: failed"
             status=1
         fi
     done
+    return "$status"
+}
+
+status=0 together=() slowest=()
+if [[ $# -eq 0 ]]; then
+    # Three files at a time where that is possible: most of a multi-rank test is one rank waiting for another, and with
+    # two the cores of a small machine are idle half of the time. The two tools look at the sources meanwhile.
+    if python -c 'import xdist' 2>/dev/null; then together=(-n 3 --dist loadfile); fi
+    slowest=(--durations 30 --durations-min 5)
+    seen="$(mktemp)"
+    look >"$seen" 2>&1 & looking=$!
+    trap 'kill "$looking" 2>/dev/null; rm -f "$seen"' EXIT
 fi
-# The whole suite takes three files at a time where it can: most of a multi-rank test is one rank waiting for another, and
-# with two the cores of a small machine are idle half of the time.
-together=() slowest=()
-if [[ $# -eq 0 ]] && python -c 'import xdist' 2>/dev/null; then together=(-n 3 --dist loadfile); fi
-if [[ $# -eq 0 ]]; then slowest=(--durations 30 --durations-min 5); fi
 python -m pytest "${together[@]}" "${slowest[@]}" "$@" || status=$?
+if [[ $# -eq 0 ]]; then
+    wait "$looking" || status=1
+    cat "$seen" >&2
+fi
 exit "$status"

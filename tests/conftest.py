@@ -14,6 +14,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from tests.covering import spread_out
+
 torch.set_num_threads(1)
 
 
@@ -28,6 +30,20 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["MPU_ACCELERATOR_SIDE"] = "1"
     if not selects_gpu_tests(config.getoption("markexpr")):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # read when a process first uses CUDA; child processes inherit it
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the cases of a test that is marked `few(n)`, so many, from all over its list, are quick, and the rest slow."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
+            cases.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for several in cases.values():
+        marker = several[0].get_closest_marker("few")
+        assert marker is not None
+        for item in spread_out(several, marker.args[0])[1]:
+            item.add_marker(pytest.mark.slow)
 
 
 def selects_gpu_tests(expression: str) -> bool:

@@ -1,4 +1,4 @@
-"""Cells of a matrix: the quick ones have every value of every axis, or every pair of them, and all others are slow."""
+"""Which cases of a large test are quick; all others are slow."""
 
 from __future__ import annotations
 
@@ -10,11 +10,19 @@ import pytest
 
 
 def cells(*axes: Sequence[Any], each: int = 1) -> list[Any]:
-    """All of them, for `parametrize`. Any `each` values of different axes meet in a quick one."""
+    """Those of a matrix, for `parametrize`. Any `each` values of different axes meet in a quick one: every value of
+    every axis, or every pair of them."""
     numbers = list(product(*(range(len(axis)) for axis in axes)))
     quick = set(_cover(numbers, each))
     return [pytest.param(*(axis[number] for axis, number in zip(axes, cell, strict=True)), id=_name(axes, cell),
                          marks=[] if cell in quick else pytest.mark.slow) for cell in numbers]
+
+
+def spread_out(cases: Sequence[Any], number: int) -> tuple[list[Any], list[Any]]:
+    """So many of them, from all over the list and the last one among them, and the others."""
+    chosen = {max(1, len(cases) * part // number) - 1 for part in range(1, number + 1)}
+    return ([case for at, case in enumerate(cases) if at in chosen],
+            [case for at, case in enumerate(cases) if at not in chosen])
 
 
 def _cover(cells: Sequence[tuple[int, ...]], each: int) -> Iterator[tuple[int, ...]]:

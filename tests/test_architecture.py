@@ -176,8 +176,9 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.train.sample megatron.train.build megatron.train.loop megatron.train.position megatron.train.changed
         megatron.train.resume
         megatron.plan.shortage megatron.plan.stopwatch megatron.plan.small_models megatron.plan.sizes
-        megatron.plan.derived megatron.plan.probe megatron.plan.gpus megatron.plan.kept_rates megatron.plan.report megatron.plan.table
-        megatron.plan.needs megatron.plan.forecast megatron.plan.command
+        megatron.plan.derived megatron.plan.probe megatron.plan.gpus megatron.plan.kept_rates
+        megatron.plan.report megatron.plan.table megatron.plan.needs megatron.plan.forecast
+        megatron.plan.command
         megatron.tune megatron.tune.space megatron.tune.memory megatron.tune.model megatron.tune.search
         megatron.tune.words megatron.tune.patience megatron.tune.trial megatron.tune.subject megatron.tune.results
         megatron.tune.report megatron.tune.capacity megatron.tune.loop megatron.tune.command

@@ -115,6 +115,7 @@ def test_what_is_not_damaged_is_read_to_its_end(ending: str, tmp_path: Path) -> 
     assert web_read(path) == ([], [])
 
 
+@pytest.mark.few(1)
 @EVERY
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_file_of_megabytes_loses_only_what_is_after_the_damage(ending: str, workers: int, tmp_path: Path) -> None:

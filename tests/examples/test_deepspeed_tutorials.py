@@ -42,6 +42,7 @@ def test_only_lines_of_import_say_which_engine_it_is(script: str, lines: list[st
                 and "megatron" in ast.unparse(node)]
 
 
+@pytest.mark.few(1)
 @every((1, 0), (2, 3))
 def test_the_picture_classifier_learns(ranks: int, stage: int) -> None:
     out = run(ranks, "cifar10_deepspeed.py", "--stage", str(stage))

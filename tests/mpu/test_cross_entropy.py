@@ -97,6 +97,7 @@ def _from_hidden(
     return result.detach(), hidden.grad / 8, local.grad / 8
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("mean", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -452,6 +452,7 @@ def ended(root: Path, ranks: int, last_line: str) -> subprocess.CompletedProcess
                           env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("ranks", "how"), [(2, "ends"), (1, "del"), *(
     pytest.param(ranks, how, marks=SLOW) for ranks, how in ((1, "sys.exit(0)"), (2, "del"), (2, "sys.exit(0)")))])
 def test_a_program_that_ends_completes_its_save(ranks: int, how: str, tmp_path: Path) -> None:

@@ -145,6 +145,7 @@ def run(case: Case, folder: Path) -> None:
     assert (kept is not None) == (case.fault.step > 0 or case.resumes)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", QUICK, ids=str)
 def test_a_drive_that_fails_on_one_rank_ends_the_job_with_one_line(case: Case, tmp_path: Path) -> None:
     run(case, tmp_path)

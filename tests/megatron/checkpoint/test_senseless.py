@@ -183,6 +183,7 @@ def test_it_is_named(what: str, run: Path, tmp_path: Path) -> None:
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", [
     MANIFEST, "rank0.safetensors", "latest", *(pytest.param(name, marks=pytest.mark.slow) for name in (
         "rank0.json", "shared.json", "config.json", ".latest-pending"))])

@@ -114,6 +114,7 @@ def equal_numbers(one: Any, other: Any) -> bool:
         for a, b in zip(one["param_groups"], other["param_groups"], strict=True))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("ways", [
     ("torch", 2, "torch", 3), ("torch", 3, "nested", 2), ("nested", 2, "torch", 1), ("torch", 2, "torch's own", 2),
     ("torch's own", 2, "torch", 3), ("torch's own", 3, "torch", 2)], ids=str)

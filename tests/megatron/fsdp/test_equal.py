@@ -104,11 +104,13 @@ def check(found: list[dict[str, float]]) -> None:
     assert not [(way, off) for rank in found for way, off in rank.items() if not off <= TOLERANCE]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name, steps", [("tied", FEW), ("convolutions", FEW), ("frozen", FEW), ("gated", FEW)])
 def test_losses_and_weights_are_those_of_ddp(name: str, steps: int) -> None:
     check(run_ranks(both, 2, name, WAYS, steps))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["root ends in a block", "slices", "passes", "frozen twice"])
 def test_models_whose_blocks_hand_on_other_things_are_those_of_ddp(name: str) -> None:
     check(run_ranks(both, 2, name, ["twice nested", "torch"], FEW))
@@ -157,6 +159,7 @@ def both_in_16_bits(rank: int, world: int, name: str, ways: Sequence[str], steps
                                              **mixed(way, torch.bfloat16))) for way in ways}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name, way, world, steps", [("tied", "torch", 2, FEW), ("frozen", "nested", 2, STEPS),
                                                      ("odd sizes", "whole", 3, FEW),
                                                      ("twice", "nested", 2, FEW), ("tied", "torch", 3, FEW)])

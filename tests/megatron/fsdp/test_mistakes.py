@@ -753,6 +753,7 @@ def recomputed_outside(rank: int) -> dict[str, torch.Tensor]:
     return whole(model)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("way", [
     optimizer_before_wrapping, evaluations_in_between, zeroed_gradients, zeroed_between_forward_and_backward,
     forwards_together, forwards_first, no_sync, without_sync_by_torchs_name, gradients_halved_by_hand,

@@ -42,6 +42,7 @@ def differing(rank: int, world: int, name: str, way: str, dtype: torch.dtype | N
         return found != expected
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name, way, dtype", CELLS, ids=str)
 def test_a_home_on_the_host_changes_no_bit(name: str, way: str, dtype: torch.dtype | None, world: int) -> None:

@@ -60,6 +60,7 @@ def as_unwrapped(rank: int, world: int, name: str, way: str, given: dict[str, An
     return same(full_state_dict(getattr(sharded, "module", sharded)), MODELS[name]().state_dict())
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_full_state_dict_is_that_of_the_unwrapped_model(name: str, world: int) -> None:

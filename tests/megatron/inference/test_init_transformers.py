@@ -35,6 +35,7 @@ def their_answers(rank: int, world: int) -> list[tuple[torch.Tensor, ...]]:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_gpt2_of_transformers_is_itself_when_it_is_cut(world: int) -> None:
     whole = theirs()

@@ -62,6 +62,7 @@ def texts(reader: Decoder | Uncached) -> list[list[int]]:
     return [text.tokens for text in texts_of(generator, PROMPTS, 20, Sampling(top_k=5), 3)]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("stage", "tp", "more"), CELLS)
 def test_training_goes_on_as_if_nobody_had_looked(stage: int, tp: int, more: list[str], tmp_path: Path) -> None:
     ranks = run_ranks(looks, 2, flags_of(stage, tp, more), tmp_path, write_corpus(tmp_path / "corpus"), timeout=120)

@@ -299,6 +299,7 @@ def started(starter: str, folder: Path, extra: str) -> tuple[list[int], str, flo
     return [process.returncode for process in running], "".join(said), time.monotonic() - began
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("sizes", "address", "limit", "code", "words"), [
     ({0: 2}, "localhost", 4, 5, "rank 1 of 2 did not come within 4 s"),
     pytest.param({0: 3, 1: 3}, "localhost", 8, 5, "rank 2 of 3 did not come within 8 s", marks=pytest.mark.slow),
@@ -335,6 +336,7 @@ def test_no_run_begins_whoever_started_it(starter: str, tmp_path: Path) -> None:
     assert not [*(tmp_path / "run").glob("global_step*")]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("extra", ["--model-parallel-size 2", "--batch-size 1", "--hidden-size 32", "--bf16",
                                    "--train-iters 4", "--distributed-timeout-seconds 99"])
 def test_differences_that_would_leave_ranks_waiting_are_named(extra: str, tmp_path: Path) -> None:
@@ -355,6 +357,7 @@ ONE_RANK_ONLY = ("--valid-data corpus.jsonl", "--test-data corpus.jsonl", "--voc
 """What names files and folders; of some the whole is compared. (Drives are given with a device, which is compared.)"""
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("extra", [flags if flags.split()[0] in ("--checkpoint-key", "--metrics-file") else
                                    pytest.param(flags, marks=pytest.mark.slow) for flags in ONE_RANK_ONLY])
 def test_a_place_that_is_given_on_one_rank_alone_is_named(extra: str, tmp_path: Path) -> None:
@@ -501,6 +504,7 @@ def test_the_error_is_one_of_configuration() -> None:
         check_alike(store, 1, 2, FACTS, timedelta(seconds=1))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("module", ["generate", "evaluate", "serve"])
 def test_ranks_that_use_a_model_differently_do_not_begin(module: str, tmp_path: Path) -> None:
     rest = ["--task", "perplexity", "--data", "a.jsonl"] if module == "evaluate" else []

@@ -54,6 +54,7 @@ LEAVES = [
     ("os.kill(os.getpid(), signal.SIGSTOP)", "was stopped by signal 19 (SIGSTOP)")]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("leaves, patience", cells(LEAVES, [0.3, 60]))
 def test_a_rank_that_leaves_is_named_with_its_place_whether_others_notice_or_not(
         leaves, patience, start):  # noqa: F811
@@ -67,6 +68,7 @@ def test_a_rank_that_leaves_is_named_with_its_place_whether_others_notice_or_not
     assert len(lines) == 1 and lines[0].startswith(f"error: rank 1 (pid {pid} on {HOST}) {words} {AT}")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("fault", [HANGS[0], *(pytest.param(fault, marks=pytest.mark.slow) for fault in HANGS[1:-1]),
                                    HANGS[-1]])
 def test_a_rank_that_hangs_is_named_and_not_its_victims(fault, start):  # noqa: F811
@@ -243,6 +245,7 @@ def train(kind: str, phase: str, rank: int, stage: int, folder: Path, ranks: int
     assert (what.get(kind, "hangs or is too slow" if hangs else "left with exit code 0")) in lines[0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind, phase, rank, stage", [
     pytest.param("os._exit(0)", "backward", 1, 2, marks=pytest.mark.slow), ("sys.exit(0)", "evaluation", 0, 1),
     ("", "forward", 1, 3)])

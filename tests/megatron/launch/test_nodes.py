@@ -316,6 +316,7 @@ sys.exit(3)
 """
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("culprit", range(3))
 def test_every_node_names_the_one_whose_rank_failed(tmp_path: Path, port: int, culprit: int) -> None:
     """The others wait for it, notice at once, or fail before it does."""
@@ -334,6 +335,7 @@ def test_every_node_names_the_one_whose_rank_failed(tmp_path: Path, port: int, c
     assert time.monotonic() - began < LIMIT
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("culprit", range(3))
 def test_a_launcher_that_is_killed_ends_the_job_of_the_others(tmp_path: Path, port: int, culprit: int) -> None:
     launchers = [Node(tmp_path, port, node, ready(tmp_path) + WAIT, nodes=3) for node in range(3)]

@@ -92,6 +92,7 @@ COMMANDS = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("name", "closed"), [
     ("train", ">&-"), ("train", "2>&-"), ("plan", "2>&-"), ("plan wrong", ">&-"), ("train wrong", ">&-"),
     *(pytest.param(name, "<&- >&- 2>&-", marks=[] if number % 2 else pytest.mark.slow)

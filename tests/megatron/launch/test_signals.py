@@ -131,6 +131,7 @@ QUICK = [("start-up", SIGHUP, "both"), ("meeting", SIGQUIT, "launcher"), ("evalu
 """For every run of the suite."""
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("phase", "number", "target"), [
     pytest.param(phase, number, target, id=f"{phase}-{number.name}-{target}",
                  marks=() if (phase, number, target) in QUICK else pytest.mark.slow)

@@ -74,6 +74,7 @@ def trained(rank: int, world: int, stage: int, tp: int, compiled: bool) -> Found
     return *seen(), [*weights(engine).values()]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("stage", "tp"), [
     pytest.param(stage, tp, marks=[] if (stage, tp) in SAMPLE else pytest.mark.slow)
     for stage in range(4) for tp in (1, 2)])

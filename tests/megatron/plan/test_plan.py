@@ -76,6 +76,7 @@ METHODS = [(), ("--progressive-layer-drop",), ("--quantize-training", "--quantiz
            ("--offload-update", "device"), ("--delayed-param-update",)]
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("optimizer, method", [
     *((optimizer, ()) for optimizer in OPTIMIZERS if optimizer not in ONE_BIT),
     *((optimizer, method) for optimizer in ("adam", *ONE_BIT) for method in METHODS

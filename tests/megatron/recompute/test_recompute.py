@@ -109,6 +109,7 @@ def test_every_switch_gives_bit_equal_gradients(tp: int, world: int, stage: int)
     run_ranks(every_switch, world, tp, stage)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("tp", "world"), [(1, 1), (2, 2), (1, 2)])
 def test_recomputation_with_dropout_gives_bit_equal_gradients(tp: int, world: int, precision: str) -> None:

@@ -115,6 +115,7 @@ def trained(values: dict[str, Any], steps: int = 2) -> list[float]:
     return found
 
 
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns about torch
 @pytest.mark.parametrize("values", [
     *({"zero_stage": stage} for stage in range(4)), {"zero_stage": 1, "bf16": True},

@@ -29,6 +29,7 @@ def with_and_without(rank: int, world: int, tp: int, precision: list[str], folde
         train([*common, *flags, "--save", folder / name, "--metrics-file", folder / f"{name}.jsonl"])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("tp", "world", "precision"),
                          [(1, 1, []), (2, 2, ["--fp16"]), (1, 2, ["--bf16", "--checkpoint-activations"])])
 def test_evaluation_touches_neither_the_random_streams_nor_the_data_position(tp: int, world: int, precision: list[str],

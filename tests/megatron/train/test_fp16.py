@@ -158,6 +158,7 @@ def test_over_data_parallel_every_rank_tells_the_same_error() -> None:
     assert "first in blocks.0.attn.proj.weight, in the sum over the ranks (every loss is finite); weights" in first
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("flags", "tolerance"), [
     pytest.param(["--bf16"], 0.05, id="bf16"),
     pytest.param(["--fp16", "--initial-loss-scale", "4096"], 0.01, id="fp16")])

@@ -53,6 +53,7 @@ CELLS = [pytest.param(tp, dp, accumulation, marks=[pytest.mark.slow] if is_slow(
          for tp in (1, 2, 4) for dp in (1, 2) for accumulation in (1, 2) if (tp, dp, accumulation) != (1, 1, 1)]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("tp", "dp", "accumulation"), CELLS)
 def test_every_grid_and_accumulation_trains_like_one_process(tp: int, dp: int, accumulation: int,
                                                              one_process: Path) -> None:

@@ -252,6 +252,7 @@ def other_layout(rank: int, world: int, tp: int, micro: int, folder: Path, corpu
            "--model-parallel-size", tp, "--load", folder / "part", "--metrics-file", folder / f"{tp}-{world}-{micro}"])
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("tp", "world", "micro"), [(1, 1, 8), (1, 1, 1), (1, 1, 4), (1, 2, 2), (2, 2, 4), (2, 4, 1)])
 def test_a_run_goes_on_on_another_grid_with_another_accumulation(tp: int, world: int, micro: int,
                                                                  tmp_path: Path) -> None:

@@ -343,6 +343,7 @@ def test_where_nothing_runs_it_says_so(place: list[str], monkeypatch: pytest.Mon
         command.main([*place, "--ranks", "2", "--autotuning-tuner-num-trials", "2", *MODEL])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("code, kind", [(2, ConfigError), (3, DataError), (7, StorageError)])
 def test_an_error_of_all_choices_ends_the_search_and_is_forgotten(
         code: int, kind: type[Exception], place: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,6 +88,7 @@ def differences(rank: int, world: int, folder: Path, numbers: slice) -> list[str
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("world", [1, 2])
 def test_training_goes_on_bit_for_bit(tmp_path: Path, world: int) -> None:
     """Each stage and each precision once."""

@@ -102,6 +102,7 @@ def dense(weights: dict[str, Tensor], ranks: int) -> list[float]:
     return values
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("world, accumulation", [(1, 1), (2, 1), (2, 2)])
 def test_eigenvalues_are_those_of_the_dense_second_derivative(world: int, accumulation: int) -> None:
     for stage in range(4) if world > 1 else (0,):

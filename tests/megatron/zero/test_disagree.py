@@ -261,6 +261,7 @@ def steps_alone(engine: Engine, rank: int) -> None:
     engine.save_checkpoint("nowhere")
 
 
+@pytest.mark.few(4)
 @SIDES
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_step_at_a_boundary_that_only_one_rank_sees_does_not_hang(stage: int, side: bool) -> None:

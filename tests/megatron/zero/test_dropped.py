@@ -83,6 +83,7 @@ def made(drive: Path | None, folder: Path, use: Use) -> list[weakref.ref[object]
                                              *engine.module.parameters())]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("use", [nothing, destroy, all_kinds_of_things, errors])
 @pytest.mark.parametrize("is_on_drive", [False, True])
 def test_an_engine_goes_with_its_model(tmp_path: Path, is_on_drive: bool, use: Use) -> None:

@@ -62,6 +62,7 @@ def changes_no_bits(rank: int, world: int, values: dict[str, Any]) -> list[bool]
     return [equal(steps(engine_of(stage)), steps(engine_of(stage, **values))) for stage in range(4)]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("values", [
     {"contiguous_gradients": False}, {"overlap_comm": False}, {"reduce_scatter": False}, {"reduce_bucket_size": 100},
     {"allgather_bucket_size": 100}, {"allgather_partitions": False}, {"stage3_param_persistence_threshold": 100},

@@ -148,6 +148,7 @@ def recomputed(rank: int, world: int, native: bool) -> list[str]:
     return wrong
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("native", [False, True], ids=["cpu", "accelerator"])
 def test_nor_with_recomputation_and_weights_that_are_drawn(native: bool) -> None:
     assert run_ranks(recomputed, 2, native, timeout=300) == [[], []]
@@ -244,6 +245,7 @@ def mutated(rank: int, world: int, folder: str, place: Place, wanted: list[list[
     return ""
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("place", [*places()], ids=str)
 def test_no_wait_of_the_engine_can_be_left_out(place: Place, tmp_path: Path, wanted: list[list[list[Tensor]]]) -> None:
     try:

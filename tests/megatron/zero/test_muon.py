@@ -148,6 +148,7 @@ def alone() -> dict[str, Tensor]:
     return trained(Layout())
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_layout_makes_the_same_bits(layout: Layout, alone: dict[str, Tensor]) -> None:
     assert not different(trained(layout), alone)

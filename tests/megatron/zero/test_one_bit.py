@@ -109,6 +109,7 @@ def _told(rank: int, world: int, steps: int, settings: dict[str, Any]) -> tuple[
     return weights(engine), norms
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("ranks, stage, clip", cells([2, 3], [0, 1], [0.0, 0.2], each=2))
 def test_fifty_steps_are_those_of_the_reference(ranks: int, stage: int, clip: float) -> None:
     wanted, wanted_norms = reference(ranks, 50, clip)

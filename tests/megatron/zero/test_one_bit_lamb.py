@@ -176,6 +176,7 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("ranks, stage, own, clip", cells([2, 3], [0, 1], [*OWN], [0.0, 0.2], each=2))
 def test_fifty_steps_are_those_of_the_reference(ranks: int, stage: int, own: str, clip: float) -> None:
     reference = Reference(ranks, clip, {**DEFAULTS, **OWN[own]})
@@ -273,6 +274,7 @@ def _gpt2(rank: int, world: int, tp: int, stage: int) -> tuple[dict[str, Tensor]
     return weights(engine), [slot.name for slot in slots if slot.partition is None], engine.rule.scalars()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stage", [0, 1])
 def test_gpt2_trains_on_tensor_parallel_ranks(stage: int) -> None:
     """What ranks have in common is the same; the warm-up's averages are those of whole parameters."""

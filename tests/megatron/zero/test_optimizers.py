@@ -62,6 +62,7 @@ def forget_key_biases(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
     return {name: torch.cat([w[:32], w[64:]]) if name.endswith("qkv.bias") else w for name, w in weights.items()}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("optimizer", RATES)
 def test_every_split_is_the_same_training(optimizer: str) -> None:
     wanted = forget_key_biases(whole(run_ranks(trained, 1, optimizer, [(0, 1)]), 0, 1))

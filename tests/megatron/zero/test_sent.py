@@ -101,6 +101,7 @@ def different(rank: int, world: int, native: bool, stage: int, work: str, sent: 
         yield f"{case}: masters"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("native", [False, True], ids=["cpu", "accelerator"])
 def test_gradients_are_sent_in_the_precision_that_is_asked_for(native: bool) -> None:
     assert run_ranks(differences, 2, native) == [[], []]

@@ -301,6 +301,7 @@ SLEEPS = [sleeps_in_a_forward, sleeps_in_a_backward, sleeps_between]
 QUICK = [(sleeps_in_a_forward, 3, False), (sleeps_in_a_backward, 1, True)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("loop, stage, side", QUICK + [
     pytest.param(*case, marks=SLOW) for case in product(SLEEPS, [1, 3], [False, True]) if case not in QUICK])
 def test_a_slow_rank_is_waited_for(loop: Loop, stage: int, side: bool) -> None:
@@ -388,6 +389,7 @@ STAYS = f"sys.engine = engine; {LEAVES}"
 DIFFERS = "test_watch.train(engine, (0, 1, 2) if rank == 0 else (0, 1, 3)); test_watch.train(engine)"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("program, loop, sizes, launcher", [
     (PROGRAM, DIFFERS, "LARGER", "megatron.launch"),
     pytest.param(PROGRAM, DIFFERS, "SAME", "megatron.launch", marks=SLOW),

@@ -406,6 +406,7 @@ def _resumes(rank: int, world: int, folder: str, at: int, precision: dict[str, A
     return before, after, all_state(engine), engine.core.rule.scalars()
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("at, precision", cells(
     [LEARNS, LEARNS + 1, 6, 7, FREEZE, FREEZE + 5, FREEZE + 6, FREEZE + 11, FREEZE + 12], [{}, {"bf16": True}]))
 def test_a_run_goes_on_bit_for_bit(tmp_path: Path, at: int, precision: dict[str, Any]) -> None:

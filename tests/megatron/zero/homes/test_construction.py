@@ -97,6 +97,7 @@ def peaks(rank: int, world: int, shape: dict[str, Any], stage: int, home: str, f
     return lived(configured(shape, stage, home, folder / "drive"), folder / "saved")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("shape", "world", "stage", "home"), [
     (SMALL, 1, 2, "optimizer"), (SMALL, 2, 3, "both"),
     *(pytest.param(LARGE, world, stage, home, marks=pytest.mark.slow)

@@ -132,6 +132,7 @@ def mutated(rank: int, world: int, folder: Path, place: Place) -> str:
             return f"{type(error).__name__}: {error}"
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("place", [*places()], ids=str)
 def test_no_wait_can_be_left_out(place: Place, tmp_path: Path) -> None:
     assert run_ranks(mutated, 1, tmp_path, place) != [""], f"{place} without its wait"
@@ -155,6 +156,7 @@ ORDERS = {"a set comes before it has gone": lambda: patch.object(streamed._Set, 
 """Copies that begin too soon."""
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("what", ORDERS)
 def test_no_order_can_be_left_out(what: str, tmp_path: Path) -> None:
     assert run_ranks(disordered, 1, tmp_path, what) != [""], what

@@ -34,6 +34,7 @@ def moved(rank: int, world: int, folder: Path, cell: dict[str, Any]) -> tuple[in
     return after[0] - before[0], after[1] - before[1], sizes
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])

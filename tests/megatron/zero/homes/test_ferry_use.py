@@ -62,6 +62,7 @@ def changed(rank: int, world: int, folder: Path, change: Change, cell: dict[str,
     return [name for name, end in ends.items() if not alike(end, ends["stays"])]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("change, cell", [
     pytest.param(change, cell, marks=() if (place + other) % 2 else pytest.mark.slow)  # each change once, in turn
     for place, change in enumerate([edit, put, load, forget]) for other, cell in enumerate(CELLS)])

@@ -154,6 +154,7 @@ def check(folder: Path, world: int, number: slice) -> None:
     assert run_ranks(lives, world, folder, number, timeout=900) == [[]] * world
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("world, number", [(1, slice(0, None, 5)), (2, slice(5, None, 13))])
 def test_sides_do_not_mix_and_nobody_waits(tmp_path: Path, world: int, number: slice) -> None:
     check(tmp_path, world, number)

@@ -60,6 +60,7 @@ def moved(rank: int, world: int, folder: Path, cell: dict[str, Any]) -> list[boo
     return found
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_run_moves_between_homes(tmp_path: Path, stage: int, precision: str) -> None:
