@@ -7,13 +7,13 @@ they took.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
 
 from megatron.plan.activations import Device
 from megatron.plan.footprint import Run
-from megatron.plan.rates import STAGES, Curve, Point, Rates, Surface, Where
+from megatron.plan.rates import STAGES, Curve, Rates, Surface, Where
 from megatron.plan.sighting import Both, Sighting
 from megatron.plan.sizes import SIZES, Sizes
 from megatron.plan.small_models import MORE_LAYERS, Shape
@@ -43,20 +43,25 @@ class _Derivation:
         return SIZES[self.device]
 
     def rates(self, hides: float) -> Rates:
+        """First the rates that were measured as they are; by them, those of what is left."""
         sizes, seen = self.sizes, self.seen
-        heads = [Both(*(seconds / heads for seconds in both))
-                 for both, (_, heads) in zip((*seen.attention, *seen.dropping), 2 * sizes.lengths, strict=True)]
-        lengths = [length for length, _ in sizes.lengths]
-        exchanges = [_curve(sizes.bytes, kind) if kind else NOTHING for kind in (
-            [one.all_reduce for one in seen.exchanges], [one.reduce_scatter for one in seen.exchanges],
-            [one.all_gather for one in seen.exchanges])]
-        rates = Rates(
-            self.where, 0.0, *self._products(), *_curves(lengths, heads[:len(lengths)]),
-            *_curves(lengths, heads[len(lengths):]), NOTHING, NOTHING, 0.0, *_curves(sizes.elements, seen.dropout),
-            NOTHING, NOTHING, 0.0, 0.0, 0.0, (0.0,) * STAGES, 0.0, exchanges[0], exchanges[1], exchanges[2], hides,
-            2 * sizes.bytes[-2] / seen.link if seen.link else 0.0, NOTHING)
-        rates = self._with_blocks(replace(rates, loss=self._loss(rates)))
-        return self._with_inner_sums(self._with_meetings(self._with_passes(rates)))
+        forward, backward = self._products()
+        attention_forward, attention_backward = self._attention(seen.attention)
+        dropping_forward, dropping_backward = self._attention(seen.dropping)
+        dropout_forward, dropout_backward = _curves(sizes.elements, seen.dropout)
+        known = Rates(
+            where=self.where, seconds=0.0, forward=forward, backward=backward,
+            attention_forward=attention_forward, attention_backward=attention_backward,
+            dropping_forward=dropping_forward, dropping_backward=dropping_backward,
+            dropout_forward=dropout_forward, dropout_backward=dropout_backward,
+            all_reduce=self._exchange([one.all_reduce for one in seen.exchanges]),
+            reduce_scatter=self._exchange([one.reduce_scatter for one in seen.exchanges]),
+            all_gather=self._exchange([one.all_gather for one in seen.exchanges]),
+            hides=hides, link=2 * sizes.bytes[-2] / seen.link if seen.link else 0.0,
+            block_forward=NOTHING, block_backward=NOTHING, loss=NOTHING, update=NOTHING, host_update=NOTHING,
+            replay=0.0, a_pass=0.0, a_step=0.0, split_unit=0.0, meetings=(0.0,) * STAGES, inner_sum=0.0)
+        of_models = self._with_passes(self._with_blocks(replace(known, loss=self._loss(known))))
+        return self._with_inner_sums(self._with_meetings(of_models))
 
     def _products(self) -> tuple[Surface, Surface]:
         """FLOP/s."""
@@ -66,6 +71,16 @@ class _Derivation:
                  for rows, line in zip(sizes.rows, self.seen.products, strict=True)]
         return (Surface(sizes.rows, sizes.widths, tuple(tuple(both.forward for both in line) for line in lines)),
                 Surface(sizes.rows, sizes.widths, tuple(tuple(both.backward for both in line) for line in lines)))
+
+    def _attention(self, seen: Sequence[Both]) -> tuple[Curve, Curve]:
+        """Of one head."""
+        lengths = self.sizes.lengths
+        return _curves([length for length, _ in lengths],
+                       [Both(*(seconds / heads for seconds in both))
+                        for both, (_, heads) in zip(seen, lengths, strict=True)])
+
+    def _exchange(self, seconds: Sequence[float]) -> Curve:
+        return Curve(tuple(zip(map(float, self.sizes.bytes), seconds, strict=True))) if seconds else NOTHING
 
     def _loss(self, rates: Rates) -> Curve:
         """Beside its products."""
@@ -142,8 +157,3 @@ def _curves(sizes: Iterable[float], both: Iterable[Both]) -> tuple[Curve, Curve]
     points = list[tuple[float, Both]](zip(sizes, both, strict=True))
     return (Curve(tuple((size, one.forward) for size, one in points)),
             Curve(tuple((size, one.backward) for size, one in points)))
-
-
-def _curve(sizes: Iterable[float], seconds: Iterable[float]) -> Curve:
-    points: Iterable[Point] = zip(map(float, sizes), seconds, strict=True)
-    return Curve(tuple(points))

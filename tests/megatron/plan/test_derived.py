@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megatron.plan import small_models, stopwatch
+from megatron.plan.activations import Device
 from megatron.plan.derived import rates_of
 from megatron.plan.probe import SWEEPS, Probe
 from megatron.plan.rates import Rates, Where
@@ -29,9 +30,9 @@ from tests.wires import counted
 CPU = torch.device("cpu")
 
 
-def made_up(seed: int, ranks: int) -> Sighting:
+def made_up(seed: int, ranks: int, device: Device = "cpu") -> Sighting:
     """Operations take microseconds, models some milliseconds, of which each block takes as long."""
-    rng, sizes = random.Random(seed), SIZES["cpu"]
+    rng, sizes = random.Random(seed), SIZES[device]
 
     def both() -> Both:
         return Both(rng.uniform(1e-7, 1e-6), rng.uniform(1e-7, 1e-6))
@@ -97,6 +98,15 @@ def test_differences_that_only_a_busy_machine_makes_are_nothing_below_zero() -> 
     odd = seen._replace(training=0.0, blocks=((many, few), *seen.blocks[1:]), together=(Taken(0, 0, 0),) * 4,
                         variants=Variants(many, few, few))
     assert Rates.of(rates(odd, 2).as_dict()) == rates(odd, 2)
+
+
+def test_what_gpus_show_makes_rates_of_them_and_of_their_host() -> None:
+    host = SIZES["cpu"]
+    seen = made_up(0, 8, "cuda")._replace(link=0.5, host=tuple(0.1 + 0.1 * n for n in range(len(host.shapes) + 1)))
+    found = rates_of(seen, Where("made up", "2.13.0", "cuda", "bf16", 8, 1), 0.5)
+    assert Rates.of(found.as_dict()) == found
+    assert found.link == 2 * SIZES["cuda"].bytes[-2] / 0.5 and found.hides == 0.5
+    assert [seconds for _, seconds in found.host_update.points] == list(seen.host) and found.update != found.host_update
 
 
 def test_of_several_sweeps_the_least_counts_number_by_number() -> None:
