@@ -41,7 +41,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero.layout megatron.zero.policy megatron.zero.homes megatron.zero.homes.parts
         megatron.optim megatron.optim.schedule megatron.optim.schedulers megatron.optim.loss_scale
         megatron.plan megatron.plan.activations megatron.plan.footprint megatron.plan.memory megatron.plan.ways
-        megatron.plan.remedies megatron.plan.cheapest megatron.plan.rates megatron.plan.time megatron.plan.sighting
+        megatron.plan.remedies megatron.plan.cheapest megatron.plan.rates megatron.plan.exchange
+        megatron.plan.time megatron.plan.sighting
     """),
     ("1: communication and storage", """
         mpu.device mpu.kernels mpu.wire mpu.wire.waits mpu.groups mpu.wire.interface mpu.wire.native mpu.wire.gloo

@@ -130,12 +130,12 @@ class Activations:
         """Rows of the buffer that inputs wait in, whether one is there or not; 0: there is no buffer."""
         if self.chunk is None or not self.recompute.contiguous_memory_optimization:
             return 0
-        return self.recompute.number_checkpoints or self._chunks
+        return self.recompute.number_checkpoints or self.chunks
 
     @property
     def waiting_on_host(self) -> int:
         """Bytes on the host at the end of the forward."""
-        return max(self._chunks, self.waiting_rows) * self.waiting if self.waits_on_host and self.chunk else 0
+        return max(self.chunks, self.waiting_rows) * self.waiting if self.waits_on_host and self.chunk else 0
 
     @property
     def waiting_buffer(self) -> int:
@@ -143,7 +143,7 @@ class Activations:
         return 0 if self.waits_on_host else self.waiting_rows * self.waiting
 
     @property
-    def _chunks(self) -> int:
+    def chunks(self) -> int:
         return -(-self.model.num_layers // (self.chunk or 1))
 
     @property
@@ -168,4 +168,4 @@ class Activations:
 
     def at_loss(self) -> int:
         """Alive when all blocks are done: all of them, or the input of each chunk."""
-        return self.model.num_layers * self.block if self.chunk is None else self._waiting_here(self._chunks)
+        return self.model.num_layers * self.block if self.chunk is None else self._waiting_here(self.chunks)

@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 from math import sqrt
 
 from megatron.plan.activations import Device
+from megatron.plan.exchange import collectives, inner_sums
 from megatron.plan.footprint import Run
 from megatron.plan.rates import STAGES, Curve, Rates, Surface, Where
 from megatron.plan.sighting import Both, Sighting
 from megatron.plan.sizes import SIZES, Sizes
 from megatron.plan.small_models import MORE_LAYERS, Shape
-from megatron.plan.time import block_backward, block_forward, ends, inner_sums, step_time
+from megatron.plan.time import block_again, block_backward, block_forward, ends, step_time
 
 LEAST = 0.02
 """Share that the rest has of what is known, at least: differences of a busy machine can be anything."""
@@ -111,23 +112,23 @@ class _Derivation:
         seen, shape = self.seen, self.sizes.shapes[0]
         run, variants = self._run(shape), seen.variants
         taken = variants.whole.forward + variants.whole.backward
-        forward = block_forward(run, rates)
-        explained = forward + block_backward(run, rates) + ends(run, rates)
+        explained = block_forward(run, rates) + block_backward(run, rates) + ends(run, rates)
+        again = block_again(self._run(shape._replace(recomputes=True)), rates)
         more, replay = (one.forward + one.backward - taken for one in (variants.split, variants.recomputed))
         return replace(rates, a_pass=max(0.0, taken - explained.total),
                        a_step=max(0.0, seen.training - sum((*seen.together, seen.blocks[0][1])[0])),
                        split_unit=max(0.0, more / (shape.layers + 1)),
-                       replay=max(0.0, replay / shape.layers - forward.total))
+                       replay=max(0.0, replay / shape.layers - again.total))
 
     def _with_meetings(self, rates: Rates) -> Rates:
-        """What ranks of the smallest model take together that their exchange alone does not explain, a unit."""
+        """What ranks of the smallest model take together that the wire alone does not explain, a collective."""
         if not self.seen.together:
             return rates
         found, larger = list[float](), self.sizes.shapes[0].larger
         for stage, taken in enumerate(self.seen.together):
             run = self._run(larger._replace(stage=stage), self.where.ranks)
             explained = step_time(run, replace(rates, a_step=0.0)).total
-            found.append(max(0.0, sum(taken) - explained) / (larger.layers + 1))
+            found.append(max(0.0, sum(taken) - explained) / collectives(run))
         return replace(rates, meetings=tuple(found))
 
     def _with_inner_sums(self, rates: Rates) -> Rates:

@@ -211,6 +211,10 @@ class Run:
         """Blocks recomputed at a time."""
         return self.activations.chunk
 
+    @property
+    def chunks(self) -> int:
+        return self.activations.chunks
+
     # ---- what lasts ---------------------------------------------------------------------------------------------
 
     @cached_property

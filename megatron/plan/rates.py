@@ -116,9 +116,9 @@ class Rates:
     split_unit: float
     """Seconds that a unit of split parameters takes in a pass, beside its exchange."""
     meetings: tuple[float, ...]
-    """By ZeRO stage: seconds that ranks take to exchange a unit, beside the exchange itself."""
+    """By ZeRO stage: seconds that ranks take for a collective, beside the wire itself."""
     inner_sum: float
-    """Seconds that tensor parallel ranks take for a sum inside of layers, beside the exchange itself."""
+    """The same, of tensor parallel ranks inside of layers."""
     all_reduce: Curve
     """By bytes of the whole tensor, as it travels."""
     reduce_scatter: Curve

@@ -4,10 +4,7 @@ A step is cut into parts that a machine does at different rates: *products* of m
 forward and backward (norms, activations, dropout, the softmax of the loss, and the host that starts it all), the
 *optimizer*, and the *exchange* between ranks, of which some *hides* behind the computation beside it.
 
-What hides: a unit's gradients travel while the backward of the next one runs, and split weights while the unit before
-them runs; on a GPU, where both share one wire, no longer than that backward takes, and whole weights after a step while
-the next forward does. What a rank does to send and receive is not hidden (`Rates.hides` is the share that is), nor is
-what the first and the last unit send, and the exchange inside of tensor parallel layers.
+The exchange is in exchange.py.
 
 Not predicted: a drive (training measures it when it starts), `--compile` (though on a GPU it is the default), a network
 between nodes that is slower than inside of one, and evaluation, saves and data.
@@ -18,17 +15,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from math import sqrt
 
-from megatron.config.optimizers import ONE_BIT
-from megatron.plan.activations import FP32
+from megatron.plan import exchange
 from megatron.plan.footprint import Run
 from megatron.plan.rates import Rates
-from megatron.zero.layout import FlatLayout
 
 HEAD_WIDTH = 64
 """Of the heads that were measured."""
-SUMS_OF_A_BLOCK = 2
-"""In one direction, inside of tensor parallel layers: of attention, and of the MLP."""
-SUMS_OF_EMBEDDING, SUMS_OF_LOSS = 2, 3
 
 
 @dataclass(frozen=True)
@@ -74,15 +66,10 @@ class Pass:
 def step_time(run: Run, rates: Rates) -> StepTime:
     forward, backward = block_forward(run, rates), block_backward(run, rates)
     if run.chunk is not None:
-        backward += forward + Pass(rest=rates.replay)  # again
+        backward += block_again(run, rates)
     work = ((forward + backward) * run.running_blocks + ends(run, rates)) * run.accumulation
-    apart = _tensor_parallel(run, rates) * run.accumulation
-    meeting = rates.all_reduce(1) if run.ranks > 1 else 0.0  # of the norm
-    if run.dp > 1:
-        meeting += _meetings(run, rates)
     return StepTime(work.products, work.attention, work.rest + rates.a_step, _optimizer(run, rates),
-                    apart + _gradients(run, rates) + _weights(run, rates) + meeting,
-                    _hidden(run, rates, forward.total, backward.total))
+                    exchange.seconds(run, rates), exchange.hidden(run, rates, forward.total, backward.total))
 
 
 # ---- computation --------------------------------------------------------------------------------------------------
@@ -95,6 +82,14 @@ def block_forward(run: Run, rates: Rates) -> Pass:
     curve = rates.dropping_forward if model.attention_dropout else rates.attention_forward
     dropout = 2 * rates.dropout_forward(acts.tokens * model.hidden_size) if model.hidden_dropout else 0.0
     return Pass(products, _attention(run) * curve(acts.sequence), rates.block_forward(_elements(run)) + dropout)
+
+
+def block_again(run: Run, rates: Rates) -> Pass:
+    """Before its backward, where blocks are recomputed. Nobody asks for the output of a chunk: its last product is left
+    out."""
+    tokens, (inner, columns) = run.activations.tokens, _matrices(run)[-1]
+    last = 2 * tokens * inner * columns / rates.forward(tokens, sqrt(inner * columns))
+    return block_forward(run, rates) + Pass(products=-last * run.chunks / run.layers, rest=rates.replay)
 
 
 def block_backward(run: Run, rates: Rates) -> Pass:
@@ -149,93 +144,3 @@ def _optimizer(run: Run, rates: Rates) -> float:
         if rates.link:
             seconds += run.away_numel * (run.sums + run.work) / rates.link
     return seconds
-
-
-# ---- exchange -----------------------------------------------------------------------------------------------------
-
-
-def _gradients(run: Run, rates: Rates) -> float:
-    """The sums over data parallel in a step."""
-    if not _sums_gradients(run):
-        return 0.0
-    times = run.accumulation if run.policy.split_grads else 1
-    return times * (run.layers * _sum_of(run, rates, run.block) + _sum_of(run, rates, run.root, run.resident))
-
-
-def _meetings(run: Run, rates: Rates) -> float:
-    """What is resident under stage 3 is one unit, and its gradients go as under stage 2."""
-    if run.policy.split_params:
-        once = run.split_units * rates.meetings[3] + (rates.meetings[2] if run.resident.numel else 0.0)
-    else:
-        once = (run.layers + 1) * rates.meetings[run.config.zero.zero_stage]
-    return once * (run.accumulation if run.policy.split_grads else 1)
-
-
-def _sums_gradients(run: Run) -> bool:
-    return run.dp > 1 and run.config.optim.optimizer not in ONE_BIT
-
-
-def _sum_of(run: Run, rates: Rates, *units: FlatLayout) -> float:
-    curve = rates.reduce_scatter if run.policy.split_optim else rates.all_reduce
-    return sum(curve(unit.numel * run.sent) for unit in units) * _more_ranks(run.dp, rates)
-
-
-def _weights(run: Run, rates: Rates) -> float:
-    """Collecting weights: after the step, or whenever split ones are used."""
-    if run.dp == 1 or not run.policy.split_optim:
-        return 0.0
-    block, root, resident = (_gather_of(run, rates, unit) for unit in (run.block, run.root, run.resident))
-    if not run.policy.split_params:
-        return run.layers * block + root
-    return resident + run.accumulation * (root + 2 * run.running_blocks * block)
-
-
-def _gather_of(run: Run, rates: Rates, unit: FlatLayout) -> float:
-    return rates.all_gather(unit.numel * run.work) * _more_ranks(run.dp, rates)
-
-
-def _hidden(run: Run, rates: Rates, forward: float, backward: float) -> float:
-    """Of both, in a step: what travels beside the `forward` and the `backward` of a neighbouring block."""
-    if run.dp == 1 or not run.config.zero.overlap_comm:
-        return 0.0
-
-    def behind(computation: float, exchange: float) -> float:
-        return max(0.0, run.running_blocks - 1) * min(rates.hides * exchange, computation)
-
-    sums = _sum_of(run, rates, run.block) if _sums_gradients(run) else 0.0
-    times = run.accumulation if run.policy.split_grads else 1
-    if not run.policy.split_optim:
-        return times * behind(backward, sums)
-    weights, is_gpu = _gather_of(run, rates, run.block), run.device == "cuda"
-    if not run.policy.split_params:
-        return times * behind(backward, sums) + (behind(forward, weights) if is_gpu else 0.0)
-    ahead = weights if run.config.zero.stage3_prefetch_bucket_size > 0 else 0.0
-    if is_gpu:
-        return times * (behind(forward, ahead) + behind(backward, ahead + sums))
-    return times * behind(backward, sums) + times * (behind(forward, ahead) + behind(backward, ahead))
-
-
-def _tensor_parallel(run: Run, rates: Rates) -> float:
-    """The sums inside of layers in a micro-batch: nothing can be done meanwhile."""
-    if run.tp == 1:
-        return 0.0
-    stream = rates.all_reduce(run.activations.stream) * _more_ranks(run.tp, rates)
-    split = run.config.recompute.partition_activations and run.chunk is not None
-    inputs = rates.all_gather(run.activations.stream) * run.layers / (run.chunk or 1) if split else 0.0
-    ends = SUMS_OF_EMBEDDING * stream + SUMS_OF_LOSS * rates.all_reduce(run.activations.tokens * FP32)
-    return _sums_of_blocks(run) * stream + ends + inputs + inner_sums(run) * rates.inner_sum
-
-
-def inner_sums(run: Run) -> float:
-    """Inside of layers in a micro-batch."""
-    return _sums_of_blocks(run) + SUMS_OF_EMBEDDING + SUMS_OF_LOSS
-
-
-def _sums_of_blocks(run: Run) -> float:
-    return run.running_blocks * SUMS_OF_A_BLOCK * (2 if run.chunk is None else 3)
-
-
-def _more_ranks(ranks: int, rates: Rates) -> float:
-    """By rings: what each sends grows with the ranks from a half of the whole to all of it."""
-    measured = max(2, rates.where.ranks)
-    return (1 - 1 / ranks) / (1 - 1 / measured)

@@ -1,0 +1,138 @@
+"""The exchange between ranks in a step, in seconds: what travels, how often ranks meet for it, and what hides. Pure.
+
+What hides: a unit's gradients travel while the backward of the next one runs, and split weights while the unit before
+them runs; on a GPU, where both share one wire, no longer than that backward takes, and whole weights after a step while
+the next forward does. What a rank does to send and receive is not hidden (`Rates.hides` is the share that is), nor is
+what the first and the last unit send, and the exchange inside of tensor parallel layers.
+"""
+
+from __future__ import annotations
+
+from megatron.config.optimizers import ONE_BIT
+from megatron.plan.activations import FP32
+from megatron.plan.footprint import Run
+from megatron.plan.memory import CPU_BLOCK_ROWS, rows_on_cuda
+from megatron.plan.rates import Rates
+from megatron.zero.layout import FlatLayout
+
+SUMS_OF_A_BLOCK = 2
+"""In one direction, inside of tensor parallel layers: of attention, and of the MLP."""
+SUMS_OF_EMBEDDING = 2
+
+
+def seconds(run: Run, rates: Rates) -> float:
+    """All of it."""
+    norm = rates.all_reduce(1) if run.ranks > 1 else 0.0
+    met = collectives(run) * rates.meetings[run.config.zero.zero_stage]
+    apart = _tensor_parallel(run, rates) * run.accumulation
+    return norm + met + apart + _gradients(run, rates) + _weights(run, rates)
+
+
+# ---- data parallel ------------------------------------------------------------------------------------------------
+
+
+def collectives(run: Run) -> float:
+    """Data parallel ones of a step: sums of gradients, and weights that are collected, by units. At stage 3 the last block
+    is collected once, and what stays whole is one unit more."""
+    if run.dp == 1:
+        return 0.0
+    times = run.accumulation if run.policy.split_grads else 1
+    if not run.policy.split_params:
+        return (run.layers + 1) * (times + run.policy.split_optim)
+    root, resident = bool(run.root.numel), bool(run.resident.numel)
+    blocks, gathers = (run.layers, 2 * run.running_blocks - 1) if run.block.numel else (0, 0.0)
+    return times * (root + blocks + resident) + resident + run.accumulation * (root + gathers)
+
+
+def _gradients(run: Run, rates: Rates) -> float:
+    """The sums over data parallel in a step."""
+    if not _sums_gradients(run):
+        return 0.0
+    times = run.accumulation if run.policy.split_grads else 1
+    return times * (run.layers * _sum_of(run, rates, run.block) + _sum_of(run, rates, run.root, run.resident))
+
+
+def _sums_gradients(run: Run) -> bool:
+    return run.dp > 1 and run.config.optim.optimizer not in ONE_BIT
+
+
+def _sum_of(run: Run, rates: Rates, *units: FlatLayout) -> float:
+    curve = rates.reduce_scatter if run.policy.split_optim else rates.all_reduce
+    return sum(curve(unit.numel * run.sent) for unit in units) * _more_ranks(run.dp, rates)
+
+
+def _weights(run: Run, rates: Rates) -> float:
+    """Collecting weights: after the step, or whenever split ones are used."""
+    if run.dp == 1 or not run.policy.split_optim:
+        return 0.0
+    block, root, resident = (_gather_of(run, rates, unit) for unit in (run.block, run.root, run.resident))
+    if not run.policy.split_params:
+        return run.layers * block + root
+    return resident + run.accumulation * (root + 2 * run.running_blocks * block)
+
+
+def _gather_of(run: Run, rates: Rates, unit: FlatLayout) -> float:
+    return rates.all_gather(unit.numel * run.work) * _more_ranks(run.dp, rates)
+
+
+def hidden(run: Run, rates: Rates, forward: float, backward: float) -> float:
+    """Of both, in a step: what travels beside the `forward` and the `backward` of a neighbouring block."""
+    if run.dp == 1 or not run.config.zero.overlap_comm:
+        return 0.0
+
+    def behind(computation: float, exchange: float) -> float:
+        return max(0.0, run.running_blocks - 1) * min(rates.hides * exchange, computation)
+
+    sums = _sum_of(run, rates, run.block) if _sums_gradients(run) else 0.0
+    times = run.accumulation if run.policy.split_grads else 1
+    if not run.policy.split_optim:
+        return times * behind(backward, sums)
+    weights, is_gpu = _gather_of(run, rates, run.block), run.device == "cuda"
+    if not run.policy.split_params:
+        return times * behind(backward, sums) + (behind(forward, weights) if is_gpu else 0.0)
+    ahead = weights if run.config.zero.stage3_prefetch_bucket_size > 0 else 0.0
+    if is_gpu:
+        return times * (behind(forward, ahead) + behind(backward, ahead + sums))
+    return times * behind(backward, sums) + times * (behind(forward, ahead) + behind(backward, ahead))
+
+
+# ---- tensor parallel ----------------------------------------------------------------------------------------------
+
+
+def _tensor_parallel(run: Run, rates: Rates) -> float:
+    """Inside of layers, in a micro-batch: nothing can be done meanwhile."""
+    if run.tp == 1:
+        return 0.0
+    acts = run.activations
+    split = run.config.recompute.partition_activations and run.chunk is not None
+    inputs = rates.all_gather(acts.stream) * run.chunks if split else 0.0
+    rows = _loss_rows(run)
+    if run.device == "cpu":  # the largest logits; their sums, and the logits of the targets
+        of_loss = rates.all_reduce(rows * FP32) + rates.all_reduce(2 * rows * FP32)
+    else:
+        of_loss = rates.all_gather(3 * rows * FP32 * run.tp)
+    wire = _sums_of_stream(run) * rates.all_reduce(acts.stream) + inputs + -(-acts.tokens // rows) * of_loss
+    return wire * _more_ranks(run.tp, rates) + inner_sums(run) * rates.inner_sum
+
+
+def inner_sums(run: Run) -> float:
+    """Collectives inside of layers in a micro-batch."""
+    return _sums_of_stream(run) + -(-run.activations.tokens // _loss_rows(run)) * (2 if run.device == "cpu" else 1)
+
+
+def _sums_of_stream(run: Run) -> float:
+    """Of the residual stream and of its gradient. What is computed again stops before the last sum of a chunk."""
+    again = 0.0 if run.chunk is None else SUMS_OF_A_BLOCK - run.chunks / run.layers
+    return run.running_blocks * (2 * SUMS_OF_A_BLOCK + again) + SUMS_OF_EMBEDDING
+
+
+def _loss_rows(run: Run) -> int:
+    """Between two collectives of the loss."""
+    tokens = run.activations.tokens
+    return min(tokens, CPU_BLOCK_ROWS) if run.device == "cpu" else rows_on_cuda(tokens, run.columns, run.work)
+
+
+def _more_ranks(ranks: int, rates: Rates) -> float:
+    """By rings: what each sends grows with the ranks from a half of the whole to all of it."""
+    measured = max(2, rates.where.ranks)
+    return (1 - 1 / ranks) / (1 - 1 / measured)
