@@ -18,13 +18,15 @@ import platform
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from data.storage import named_by, staged_file
+from data.storage import exclusive, named_by, staged_file
 from megatron.config.setting import require
 from megatron.errors import ConfigError, PeerError
+from megatron.launch.supervise import end_with_parent
 from megatron.plan.activations import Device
 from megatron.plan.footprint import Run
 from megatron.plan.gpus import visible_gpus
@@ -33,6 +35,8 @@ from megatron.version import DISTRIBUTION, __version__
 
 LONGEST = 600
 """Seconds of a probe, on a machine that is very busy."""
+A_MOMENT = 0.5
+"""Seconds: whoever waited longer to measure waited for another who did."""
 SHOWN = 300
 """Letters of what a probe that failed said last."""
 ELSEWHERE = "give --rates FILE, measured on a machine with GPUs"
@@ -64,11 +68,15 @@ def _of_this_machine(run: Run, ranks_per_node: int, again: bool) -> Rates:
     file = folder() / f"{hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]}.json"
     if not again and (kept := _kept(file, found)):
         return kept
-    text = _measured(run, ranks, found["machine"])
     with named_by("the folder of measured rates"):
         file.parent.mkdir(parents=True, exist_ok=True)
-        with staged_file(str(file)) as out:
-            out.write(text)
+        waited = time.monotonic()
+        with exclusive(file.parent / ".measuring"):  # two at once would measure each other
+            if time.monotonic() - waited > A_MOMENT and (kept := _kept(file, found)):
+                return kept
+            text = _measured(run, ranks, found["machine"])
+            with staged_file(str(file)) as out:
+                out.write(text)
     return _read(file)
 
 
@@ -123,7 +131,8 @@ def _measured(run: Run, ranks: int, machine: str) -> bytes:
                    run.config.precision.name, run.device]
         try:
             done = subprocess.run(command, env={**os.environ, **hidden}, stdin=subprocess.DEVNULL, capture_output=True,
-                                  text=True, errors="replace", timeout=LONGEST, check=False)
+                                  text=True, errors="replace", timeout=LONGEST, check=False,
+                                  preexec_fn=end_with_parent())
         except subprocess.TimeoutExpired as error:
             raise PeerError(f"the probe of this machine took more than {LONGEST} s: try again when it is less busy, or "
                             "give --rates FILE") from error

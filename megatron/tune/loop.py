@@ -14,12 +14,16 @@ from megatron.tune.memory import Memory, needed_by
 from megatron.tune.model import Candidate
 from megatron.tune.report import counted, metric
 from megatron.tune.results import Results
-from megatron.tune.search import Option, common_error, next_repeat, next_trial, pruned, why_over
+from megatron.tune.search import Option, common_error, next_repeat, next_trial, worth_a_look, why_over
 from megatron.tune.space import Choice, choices, samples_of
 from megatron.tune.trial import Trials
 
 ERRORS = {EXIT_CONFIG: ConfigError, EXIT_DATA: DataError, EXIT_STORAGE: StorageError}
 """Of trials, where they are not of their choices."""
+
+
+FAILED_IN_TURN = 2
+"""Of choices that are measured again: then it is not they that fail."""
 
 
 def planned(asked: Run, rates: Rates) -> dict[Choice, Option]:
@@ -38,15 +42,16 @@ def search(asked: Run, options: Mapping[Choice, Option], capacity: Memory, trial
     tuning, samples = asked.config.autotuning, samples_of(asked)
     names, values = list(options), list(options.values())
     numbers = {choice: number for number, choice in enumerate(names)}
-    kept = pruned(values, capacity, tuning.autotuning_num_tuning_micro_batch_sizes)
-    print(f"{counted(len(names), 'choice')}, {len(kept)} to try; a rank has {capacity}"
+    few, failed = tuning.autotuning_num_tuning_micro_batch_sizes, 0
+    print(f"{counted(len(names), 'choice')}, {len(worth_a_look(values, capacity, few, {}))} to try; a rank has {capacity}"
           + (f"; goes on after {counted(len(results.trials), 'trial')}" if results.trials else ""), flush=True)
     while True:
         known = {numbers[choice]: outcome for choice, outcome in results.trials.items() if choice in numbers}
         if error := common_error(known):
-            results.forget(2)
+            results.forget(list(results.trials)[-2:])
             raise ERRORS[error.code](f"{error.words.removeprefix('error: ')} (two trials in turn ended with this; what "
                                      f"they wrote is in {trials.folder})")
+        kept = worth_a_look(values, capacity, few, known)
         number = next_trial(values, kept, known, tuning)
         if number is None:
             number = next_repeat(known)
@@ -58,7 +63,12 @@ def search(asked: Run, options: Mapping[Choice, Option], capacity: Memory, trial
         trial = len(results.trials) + 1 if before is None else list(results.trials).index(choice) + 1
         outcome = trials.run(trial, choice.of(asked, samples), predicted)
         results.add(choice, outcome if before is None else before.again(outcome), predicted)
+        failed = failed + 1 if before and outcome.seconds is None else 0
         said = (f"{outcome.state}: {outcome.words}" if outcome.seconds is None
                 else f"measured {metric(asked, outcome.seconds)}")
         print(f"trial {trial}{' again' if before else ''}: {' '.join(choice.flags(asked, samples))} | predicted "
               f"{metric(asked, predicted)} | {said}", flush=True)
+        if failed == FAILED_IN_TURN:
+            print(f"over: what could be measured before cannot be any more ({outcome.words}); what counts is what was "
+                  "measured", flush=True)
+            return

@@ -51,8 +51,11 @@ class Results:
             raise ConfigError(f"{FLAG} {folder} has trials of another run or machine (other {', '.join(others)}): name "
                               "another folder, or begin anew with --autotuning-overwrite")
         for record in rest:
-            outcome = Outcome(**record["outcome"])
-            self.trials[Choice(**record["choice"])] = replace(outcome, times=tuple(outcome.times))
+            try:
+                outcome = Outcome(**record["outcome"])
+                self.trials[Choice(**record["choice"])] = replace(outcome, times=tuple(outcome.times))
+            except (KeyError, TypeError) as error:
+                raise self._no_trial() from error
 
     def add(self, choice: Choice, outcome: Outcome, predicted: float) -> None:
         """In the place of what was known of this choice."""
@@ -60,24 +63,29 @@ class Results:
         self._write(json.dumps({"trial": list(self.trials).index(choice) + 1, "choice": choice.as_dict(),
                                 "predicted": predicted, "outcome": asdict(outcome)}), mode="a")
 
-    def forget(self, count: int) -> None:
-        """The last trials, which say nothing of their choices."""
-        for choice in list(self.trials)[-count:]:
+    def forget(self, choices: Sequence[Choice]) -> None:
+        """Trials that say nothing of their choices."""
+        for choice in choices:
             del self.trials[choice]
-        self._replace(self._whole_lines()[:-count])
+        told = [choice.as_dict() for choice in choices]
+        self._replace([line for line in self._whole_lines() if json.loads(line).get("choice") not in told])
 
     def _whole_lines(self) -> list[str]:
         text = self._path.read_text(encoding="utf-8", errors="replace")
         whole = text[:text.rfind("\n") + 1].splitlines()
         try:
-            for line in whole:
-                json.loads(line)
+            is_right = all(isinstance(json.loads(line), dict) for line in whole)
         except ValueError as error:
-            raise ConfigError(f"{self._path} holds a line that is no record of a trial: begin anew with "
-                              "--autotuning-overwrite") from error
+            raise self._no_trial() from error
+        if not is_right:
+            raise self._no_trial()
         if not text.endswith("\n"):  # without what a kill has cut
             self._replace(whole)
         return whole
+
+    def _no_trial(self) -> ConfigError:
+        return ConfigError(f"{self._path} holds a line that is no record of a trial: begin anew with "
+                           "--autotuning-overwrite")
 
     def _replace(self, lines: Sequence[str]) -> None:
         with named_by(FLAG), writing(self._path):

@@ -1,6 +1,6 @@
 """Which choice is tried next, and when the search ends: pure functions of the choices and of the trials so far.
 
-    pruned        choices that the planner says do not fit, and all but the best few micro-batches of each kind
+    worth_a_look  choices that fit, of each kind the best few micro-batches
     next_trial    by type: what may be fastest (model_based), the predicted order (gridsearch), or any (random)
     why_over      in words, where there is no next one
     next_repeat   which of the best is measured again, before one is picked
@@ -16,7 +16,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf, log
+from math import exp, inf, log
 from statistics import NormalDist
 from typing import Any, Literal
 
@@ -64,19 +64,24 @@ class Outcome:
     code: int = 0
     """That its processes ended with."""
     times: tuple[float, ...] = ()
-    """Seconds of each time, where it was measured again."""
+    """Seconds of each time, where it was measured again; infinite where that failed."""
 
     def again(self, other: Outcome) -> Outcome:
-        """With another measurement of the same choice, which has to be done as well."""
-        if self.seconds is None or other.seconds is None:
+        """With another measurement of the same choice. One that failed takes nothing back, for once; a second one is
+        what there is to say of the choice."""
+        if self.seconds is None:
             return other
-        times = (*(self.times or (self.seconds,)), other.seconds)
+        times = (*(self.times or (self.seconds,)), inf if other.seconds is None else other.seconds)
+        if times.count(inf) > 1:
+            return replace(other, seconds=None, times=times)
         return replace(self, seconds=min(times), times=times)
 
 
-def pruned(options: Sequence[Option], capacity: Memory, micro_batches: int) -> list[int]:
-    """Numbers of those that fit and are worth a look, the fastest by prediction first."""
-    order = sorted((number for number, option in enumerate(options) if capacity.holds(option.needs)),
+def worth_a_look(options: Sequence[Option], capacity: Memory, micro_batches: int,
+                 trials: Mapping[int, Outcome]) -> list[int]:
+    """Numbers of those that fit, as far as is known, the fastest by prediction first."""
+    order = sorted((number for number, option in enumerate(options)
+                    if capacity.holds(option.needs) and not _is_too_much(option, options, trials)),
                    key=lambda number: options[number].candidate.predicted.total)
     kept, seen = list[int](), dict[tuple[Any, ...], int]()
     for number in order:
@@ -120,8 +125,9 @@ def _most(options: Sequence[Option]) -> int:
 def expected_gain(estimate: Estimate, fastest: float) -> float:
     """By how much, as a share, a trial of it makes the best time better: on average, as nothing is lost where it turns
     out to be slower."""
-    ahead, doubt = log(fastest / estimate.seconds), max(estimate.doubt, 1e-9)
-    return ahead * NORMAL.cdf(ahead / doubt) + doubt * NORMAL.pdf(ahead / doubt)
+    ratio, doubt = estimate.seconds / fastest, max(estimate.doubt, 1e-9)
+    ahead = -log(ratio) / doubt
+    return NORMAL.cdf(ahead) - ratio * exp(doubt**2 / 2) * NORMAL.cdf(ahead - doubt)
 
 
 def why_over(options: Sequence[Option], kept: Sequence[int], trials: Mapping[int, Outcome],
@@ -140,9 +146,14 @@ def why_over(options: Sequence[Option], kept: Sequence[int], trials: Mapping[int
 
 
 def _left(options: Sequence[Option], kept: Sequence[int], trials: Mapping[int, Outcome]) -> list[int]:
-    too_much = [options[number].needs for number, outcome in trials.items() if outcome.state == "memory"]
     return [number for number in kept
-            if number not in trials and not any(options[number].needs.holds(needs) for needs in too_much)]
+            if number not in trials and not _is_too_much(options[number], options, trials)]
+
+
+def _is_too_much(option: Option, options: Sequence[Option], trials: Mapping[int, Outcome]) -> bool:
+    """It needs as much as one that found no memory."""
+    return any(outcome.state == "memory" and option.needs.holds(options[number].needs)
+               for number, outcome in trials.items())
 
 
 def _is_stale(trials: Mapping[int, Outcome], patience: int) -> bool:

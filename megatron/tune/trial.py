@@ -37,6 +37,8 @@ from megatron.tune.words import flags_of
 
 FLAG = "--autotuning-exps-dir"
 TRAINER = ("-m", "pretrain_gpt2")
+SCALE = 2.0**8
+"""Of the loss in fp16, at most."""
 TICK = 0.5
 """Seconds between two looks at whether it steps."""
 FAREWELL = 5.0
@@ -98,13 +100,18 @@ def _fresh_folder(parent: Path, name: str) -> Path:
 
 
 def trial_of(run: Run, metrics: Path, steps: int) -> Config:
-    """So many steps of this run, that load, save and evaluate nothing, and report to this file."""
+    """So many steps of this run, that load, save and evaluate nothing, and report to this file. It is left after them,
+    and not a run of so few: schedules and what follows from --train-iters are as they will be. A step that overflows
+    updates nothing, so the loss is not scaled by much."""
     config = run.config
+    scale = min(config.precision.initial_loss_scale, max(SCALE, config.precision.min_scale))
     return replace(
         config,
         offload=replace(config.offload, offload_optimizer_device=run.homes.optimizer,
                         offload_param_device=run.homes.params),
-        train=replace(config.train, train_iters=steps, eval_interval=0),
+        precision=replace(config.precision, initial_loss_scale=scale),
+        train=replace(config.train, train_iters=max(config.train.train_iters, steps), eval_interval=0,
+                      exit_interval=steps, exit_duration_in_mins=0.0),
         save=SaveConfig(), log=LogConfig(metrics_file=str(metrics), log_interval=0, sample_tokens=0),
         profile=ProfileConfig(), autotuning=AutotuningConfig())
 
@@ -140,9 +147,10 @@ def _seconds(metrics: Path, first: int, last: int) -> float | None:
 
 
 def _steps(metrics: Path) -> list[tuple[int, float]]:
-    """(number, seconds) of those that were told so far."""
+    """(number, seconds) of those that were told so far, and taken: one that is skipped updates nothing."""
     records = MetricsLines(metrics) if metrics.exists() else ()
-    return [(record["iteration"], record["step_ms"] / 1e3) for record in records if "step_ms" in record]
+    return [(record["iteration"], record["step_ms"] / 1e3) for record in records
+            if "step_ms" in record and not record.get("skipped")]
 
 
 def _last_words(text: str, code: int) -> str:

@@ -26,7 +26,7 @@ from megatron.plan.kept_rates import rates_for  # noqa: E402
 from megatron.tune import command  # noqa: E402
 from megatron.tune.capacity import capacity_of  # noqa: E402
 from megatron.tune.loop import planned  # noqa: E402
-from megatron.tune.search import FINALISTS, REPEATS, Outcome, best, next_trial, pruned  # noqa: E402
+from megatron.tune.search import FINALISTS, REPEATS, Outcome, best, next_trial, worth_a_look  # noqa: E402
 from megatron.tune.space import Choice, samples_of  # noqa: E402
 from megatron.tune.trial import Trials  # noqa: E402
 
@@ -80,7 +80,7 @@ def compare(flags: Sequence[str], place: Path, rounds: int) -> None:
     for _ in range(rounds):
         measure([*everything])
     seconds = time.monotonic() - begin
-    kept = pruned(list(options.values()), capacity, tuning.autotuning_num_tuning_micro_batch_sizes)
+    kept = worth_a_look(list(options.values()), capacity, tuning.autotuning_num_tuning_micro_batch_sizes)
     searched = dict[int, Outcome]()
     while (following := next_trial(list(options.values()), kept, searched, tuning)) is not None:
         searched[following] = outcomes[own[following]]

@@ -36,7 +36,8 @@ class Lines:
         self._flag, self._path, self._head, self._drops_half = flag, path, head, drops_half
         self._is_mended = False
         self._file = self._open()
-        if _is_held(self._file):  # no error: a resumed run need not wait for its log
+        self._is_ours = not _is_held(self._file)
+        if not self._is_ours:  # no error: a resumed run need not wait for its log
             say(f"warning: another process, or another part of this one, has {flag} {path} open to write into it: "
                 "lines of two runs cannot be told apart; stop it, or start this run with another place")
 
@@ -60,8 +61,10 @@ class Lines:
                 while left:
                     left = left[self._file.write(left):]
             except OSError:
-                with suppress(OSError):  # a pipe
-                    os.ftruncate(self._file.fileno(), size)
+                if self._is_ours:  # or else what another process has appended since would go as well
+                    with suppress(OSError):  # a pipe
+                        os.ftruncate(self._file.fileno(), size)
+                self._is_mended = self._is_ours and self._is_mended
                 raise
             self._is_mended = True
 
@@ -79,7 +82,7 @@ class Lines:
         former, self._file = self._file, self._open()
         self._is_mended = False
         _drop(former)
-        _is_held(self._file)
+        self._is_ours = not _is_held(self._file)
 
     def _mend(self) -> bytes:
         """What comes before the first line."""
@@ -92,7 +95,7 @@ class Lines:
             is_foreign = whole == 0 and not self._head.encode().startswith(file.read(BLOCK))  # lines that end otherwise
         if whole == end:
             return b""
-        if is_foreign or not self._drops_half:
+        if is_foreign or not self._drops_half or not self._is_ours:
             return b"\n"
         os.ftruncate(self._file.fileno(), whole)
         return b""

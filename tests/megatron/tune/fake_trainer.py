@@ -40,7 +40,7 @@ def main() -> None:
         raise AssertionError("what nobody has thought of")
     if os.environ.get("RANK", "0") == "0":
         batch = int(words[words.index("--batch-size") + 1]) if "--batch-size" in words else 1
-        steps = int(words[words.index("--train-iters") + 1])
+        steps = int(words[words.index("--exit-interval") + 1])
         records = [{"iteration": step, "step_ms": 1e6 if step < 3 else 100.0 + 10 * int(stage) + batch}
                    for step in range(1, steps + 1)]
         text = "".join(f"{json.dumps(one)}\n" for one in records)
