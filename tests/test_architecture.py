@@ -42,7 +42,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.optim megatron.optim.schedule megatron.optim.schedulers megatron.optim.loss_scale
         megatron.plan megatron.plan.activations megatron.plan.footprint megatron.plan.memory megatron.plan.ways
         megatron.plan.remedies megatron.plan.cheapest megatron.plan.rates megatron.plan.exchange
-        megatron.plan.time megatron.plan.sighting
+        megatron.plan.time megatron.plan.sighting megatron.plan.sizes megatron.plan.derived
     """),
     ("1: communication and storage", """
         mpu.device mpu.kernels mpu.wire mpu.wire.waits mpu.groups mpu.wire.interface mpu.wire.native mpu.wire.gloo
@@ -176,8 +176,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.train.dashboard megatron.train.table megatron.train.log megatron.train.facts
         megatron.train.sample megatron.train.build megatron.train.loop megatron.train.position megatron.train.changed
         megatron.train.resume
-        megatron.plan.shortage megatron.plan.stopwatch megatron.plan.small_models megatron.plan.sizes
-        megatron.plan.derived megatron.plan.probe megatron.plan.gpus megatron.plan.kept_rates
+        megatron.plan.shortage megatron.plan.stopwatch megatron.plan.small_models
+        megatron.plan.probe megatron.plan.gpus megatron.plan.kept_rates
         megatron.plan.report megatron.plan.table megatron.plan.needs megatron.plan.forecast
         megatron.plan.command
         megatron.tune megatron.tune.space megatron.tune.memory megatron.tune.model megatron.tune.search

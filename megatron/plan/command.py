@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import NoReturn
 
 from megatron.config.flags import parse_args
@@ -26,6 +27,7 @@ from megatron.plan.kept_rates import rates_for
 from megatron.plan.needs import needs
 from megatron.plan.report import Machine, report
 from megatron.plan.table import table
+from megatron.report.read import MetricsLines
 
 CARDS = (16.0, 24.0, 32.0, 40.0, 80.0, 141.0)
 """GB of well-known cards: V100 and T4, RTX 4090 and L4, V100 and RTX 5090, A100, A100 and H100, H200."""
@@ -119,6 +121,8 @@ def plan(argv: Sequence[str], ranks: int = 1, ranks_per_node: int = RANKS_PER_NO
     on_node = min(options.ranks_per_node or ranks_per_node, options.ranks)
     metrics = None if summary else asked.config.log.metrics_file
     rates = None
+    if metrics:
+        next(iter(MetricsLines(Path(metrics))), None)  # it can be read, before a minute of measuring
     if options.time or options.probe or options.rates or metrics:
         rates = rates_for(asked, ranks_per_node=on_node, again=options.probe, path=options.rates)
     machine = Machine(options.card_gb, on_node, options.tflops, rates)

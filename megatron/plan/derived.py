@@ -16,8 +16,7 @@ from megatron.plan.exchange import collectives, inner_sums
 from megatron.plan.footprint import Run
 from megatron.plan.rates import STAGES, Curve, Rates, Surface, Where
 from megatron.plan.sighting import Both, Sighting
-from megatron.plan.sizes import SIZES, Sizes
-from megatron.plan.small_models import MORE_LAYERS, Shape
+from megatron.plan.sizes import MORE_LAYERS, SIZES, Shape, Sizes
 from megatron.plan.time import block_again, block_backward, block_forward, ends, step_time
 
 LEAST = 0.02
@@ -26,8 +25,8 @@ LEAST = 0.02
 NOTHING = Curve(())
 
 
-def rates_of(seen: Sighting, where: Where, hides: float) -> Rates:
-    return _Derivation(seen, where).rates(hides)
+def rates_of(seen: Sighting, where: Where) -> Rates:
+    return _Derivation(seen, where).rates()
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class _Derivation:
     def sizes(self) -> Sizes:
         return SIZES[self.device]
 
-    def rates(self, hides: float) -> Rates:
+    def rates(self) -> Rates:
         """First the rates that were measured as they are; by them, those of what is left."""
         sizes, seen = self.sizes, self.seen
         forward, backward = self._products()
@@ -58,7 +57,7 @@ class _Derivation:
             all_reduce=self._exchange([one.all_reduce for one in seen.exchanges]),
             reduce_scatter=self._exchange([one.reduce_scatter for one in seen.exchanges]),
             all_gather=self._exchange([one.all_gather for one in seen.exchanges]),
-            hides=hides, link=2 * sizes.bytes[-2] / seen.link if seen.link else 0.0,
+            hides=self._hides(), link=2 * sizes.bytes[-2] / seen.link if seen.link else 0.0,
             block_forward=NOTHING, block_backward=NOTHING, loss=NOTHING, update=NOTHING, host_update=NOTHING,
             replay=0.0, a_pass=0.0, a_step=0.0, split_unit=0.0, meetings=(0.0,) * STAGES, inner_sum=0.0)
         of_models = self._with_passes(self._with_blocks(replace(known, loss=self._loss(known))))
@@ -82,6 +81,13 @@ class _Derivation:
 
     def _exchange(self, seconds: Sequence[float]) -> Curve:
         return Curve(tuple(zip(map(float, self.sizes.bytes), seconds, strict=True))) if seconds else NOTHING
+
+    def _hides(self) -> float:
+        """Share of an exchange that passes beside products without making the two together longer."""
+        if not self.seen.beside:
+            return 0.0
+        alone, exchange, both = self.seen.beside[0]
+        return min(1.0, max(0.0, (alone + exchange - both) / min(alone, exchange)))
 
     def _loss(self, rates: Rates) -> Curve:
         """Beside its products."""

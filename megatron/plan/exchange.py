@@ -32,8 +32,8 @@ def seconds(run: Run, rates: Rates) -> float:
 
 
 def collectives(run: Run) -> float:
-    """Data parallel ones of a step: sums of gradients, and weights that are collected, by units. At stage 3 the last block
-    is collected once, and what stays whole is one unit more."""
+    """Data parallel ones of a step: sums of gradients, and weights that are collected, by units. At stage 3 the last
+    block is collected once, and what stays whole is one unit more."""
     if run.dp == 1:
         return 0.0
     times = run.accumulation if run.policy.split_grads else 1
@@ -121,8 +121,8 @@ def inner_sums(run: Run) -> float:
 
 
 def _sums_of_stream(run: Run) -> float:
-    """Of the residual stream and of its gradient. What is computed again stops before the last sum of a chunk."""
-    again = 0.0 if run.chunk is None else SUMS_OF_A_BLOCK - run.chunks / run.layers
+    """Of the residual stream and of its gradient."""
+    again = 0.0 if run.chunk is None else SUMS_OF_A_BLOCK - run.left_out / run.layers
     return run.running_blocks * (2 * SUMS_OF_A_BLOCK + again) + SUMS_OF_EMBEDDING
 
 

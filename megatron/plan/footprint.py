@@ -215,6 +215,11 @@ class Run:
     def chunks(self) -> int:
         return self.activations.chunks
 
+    @property
+    def left_out(self) -> int:
+        """Chunks whose last product, and sum, is not run again: nobody asks for their output but a dropout."""
+        return self.chunks if self.chunk is not None and not self.config.model.hidden_dropout else 0
+
     # ---- what lasts ---------------------------------------------------------------------------------------------
 
     @cached_property

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from megatron.plan.footprint import Run
-from megatron.plan.rates import Rates, Where
+from megatron.plan.rates import CALM, Rates, Where
 from megatron.plan.report import settings_of
 from megatron.plan.table import CARDS_HEAD, aligned, label
 from megatron.plan.time import step_time
@@ -72,10 +72,11 @@ def measured(path: str, asked: Run, rates: Rates) -> Measured | None:
 
 
 def _steps(history: History) -> Iterator[tuple[Start, list[float]]]:
-    """The times that are left of each start, where there are any: a later one takes back what it takes again."""
-    times = zip(history.steps, history.columns["step_ms"], strict=True)
+    """The times that are left of each start, where there are any: a later one takes back what it takes again. Of steps
+    that were skipped nothing was updated."""
+    times = zip(history.steps, history.columns["step_ms"], history.columns["skipped"], strict=True)
     owned = [(next(start for start in reversed(history.starts) if start.step < step), milliseconds)
-             for step, milliseconds in times if isfinite(milliseconds)]
+             for step, milliseconds, skipped in times if isfinite(milliseconds) and not skipped > 0]
     for start in history.starts:
         if steps := [milliseconds for owner, milliseconds in owned if owner is start]:
             yield start, steps
@@ -123,7 +124,7 @@ def forecast(asked: Run, rates: Rates, rows: Sequence[dict[str, Any]], beside: M
     cells = [[*label(row), *(f"{1e3 * row['step'][part]:.4g}" for part in PARTS),
               f"{tokens / row['step']['total']:,.0f}"] for row in rows]
     yield from aligned([head, *cells], left=(0, 1))
-    yield from (f"note: {sentence}" for sentence in _reservations(asked, rates.where))
+    yield from (f"note: {sentence}" for sentence in _reservations(asked, rates))
     if beside is not None:
         yield from ("", _beside(step_time(asked, rates).total, beside))
         yield from (f"note: {sentence}" for sentence in _doubts(asked, rates, beside))
@@ -131,10 +132,19 @@ def forecast(asked: Run, rates: Rates, rows: Sequence[dict[str, Any]], beside: M
 
 def notes(asked: Run, rates: Rates, beside: Measured | None) -> list[str]:
     """What is to be known of the prediction, and of its likeness to what was measured."""
-    return [*_reservations(asked, rates.where), *(() if beside is None else _doubts(asked, rates, beside))]
+    return [*_reservations(asked, rates), *(() if beside is None else _doubts(asked, rates, beside))]
 
 
-def _reservations(asked: Run, where: Where) -> Iterator[str]:
+def _reservations(asked: Run, rates: Rates) -> Iterator[str]:
+    where = rates.where
+    if rates.spread > CALM:
+        yield (f"the rates were measured on a busy machine (two measurements are {rates.spread - 1:.0%} apart): "
+               "measure them anew with --probe while it is idle")
+    if unknown := ", ".join(_not_predicted(asked)):
+        yield f"not in the predicted time: {unknown}"
+    if asked.ranks < where.ranks:
+        yield (f"the rates are of {where.ranks} ranks at work at the same time, and this run has {asked.ranks}: a rank "
+               "may be faster")
     if where.device == "cuda":
         yield ("not calibrated on GPUs yet: no prediction has stood beside a measured step of one; and these are of a "
                "model that is not compiled")
@@ -144,6 +154,20 @@ def _reservations(asked: Run, where: Where) -> Iterator[str]:
     if asked.ranks > where.ranks:
         yield (f"{asked.ranks} ranks exchange as fast as the {where.ranks} that were measured on one machine: a slower "
                "network between nodes is not predicted")
+
+
+def _not_predicted(asked: Run) -> Iterator[str]:
+    config = asked.config
+    if config.optim.optimizer not in ("adam", "adamw"):
+        yield f"what --optimizer {config.optim.optimizer} does otherwise than Adam"
+    if "nvme" in (asked.homes.optimizer, asked.homes.params):
+        yield "the drive"
+    if config.train.compile:
+        yield "--compile"
+    if config.quantize.quantize_training:
+        yield "--quantize-training"
+    if config.model.memory_centric_tiled_linear:
+        yield "--memory-centric-tiled-linear"
 
 
 def _doubts(asked: Run, rates: Rates, found: Measured) -> Iterator[str]:
@@ -160,5 +184,6 @@ def _doubts(asked: Run, rates: Rates, found: Measured) -> Iterator[str]:
 
 
 def _beside(predicted: float, found: Measured) -> str:
+    error = "" if found.differs else f": {predicted / found.seconds - 1:+.1%}"
     return (f"measured {1e3 * found.seconds:.4g} ms (median of {found.steps} steps of {found.name}), predicted "
-            f"{1e3 * predicted:.4g} ms: {predicted / found.seconds - 1:+.1%}")
+            f"{1e3 * predicted:.4g} ms{error}")

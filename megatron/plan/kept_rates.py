@@ -70,9 +70,10 @@ def _of_this_machine(run: Run, ranks_per_node: int, again: bool) -> Rates:
         return kept
     with named_by("the folder of measured rates"):
         file.parent.mkdir(parents=True, exist_ok=True)
-        waited = time.monotonic()
-        with exclusive(file.parent / ".measuring"):  # two at once would measure each other
-            if time.monotonic() - waited > A_MOMENT and (kept := _kept(file, found)):
+        asked = time.monotonic()
+        with exclusive(file.parents[1] / ".measuring"):  # two at once would measure each other
+            has_waited = time.monotonic() - asked > A_MOMENT
+            if (has_waited or not again) and (kept := _kept(file, found)):
                 return kept
             text = _measured(run, ranks, found["machine"])
             with staged_file(str(file)) as out:
@@ -95,7 +96,7 @@ def folder() -> Path:
 
 def places(device: Device) -> int:
     """Ranks that this machine can serve."""
-    return max(1, len(visible_gpus()) if device == "cuda" else len(os.sched_getaffinity(0)))
+    return len(visible_gpus()) if device == "cuda" else len(os.sched_getaffinity(0))
 
 
 def facts(run: Run, ranks: int) -> dict[str, str]:
@@ -121,7 +122,7 @@ def _processor() -> str:
 
 def _measured(run: Run, ranks: int, machine: str) -> bytes:
     """What the probe has written."""
-    print(f"measuring this machine with {ranks} rank{'s' * (ranks > 1)} in {run.config.precision.name}, up to a "
+    print(f"measuring this machine with {ranks} rank{'s' * (ranks > 1)} in {run.config.precision.name}, about a "
           "minute; the rates are kept", file=sys.stderr, flush=True)
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if run.device == "cpu" else {}
     with tempfile.TemporaryDirectory() as place:

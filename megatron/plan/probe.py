@@ -1,7 +1,7 @@
 """Measures the rates of this machine: `python -m megatron.plan.probe FILE`, as every rank of a job of them.
 
 Measured are operations of torch, exchanges between the ranks, and steps of small models under the engine, in several
-sweeps through all of it, so that what disturbs one for some seconds does not count. Less than a minute.
+sweeps through all of it, so that what disturbs one for some seconds does not count. About a minute.
 
 Not here: what rates follow from that (derived.py), what they are (rates.py), and where they are kept (kept_rates.py).
 """
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,10 @@ from megatron.launch import distributed
 from megatron.launch.exits import run
 from megatron.plan.activations import Device
 from megatron.plan.derived import rates_of
-from megatron.plan.rates import STAGES, Rates, Where
-from megatron.plan.sighting import Both, Exchange, Sighting, Taken, Variants, least
-from megatron.plan.sizes import SIZES, Sizes
-from megatron.plan.small_models import Shape, seconds_in_training, steps_in_turn
+from megatron.plan.rates import CALM, STAGES, Rates, Where
+from megatron.plan.sighting import Beside, Both, Exchange, Sighting, Taken, Variants, least, spread
+from megatron.plan.sizes import SIZES, Shape, Sizes
+from megatron.plan.small_models import seconds_in_training, steps_in_turn
 from megatron.plan.stopwatch import Stopwatch
 from megatron.plan.time import HEAD_WIDTH
 from megatron.train.allocator import keep_freed_memory
@@ -42,7 +43,8 @@ from mpu.groups import SOLO, Groups
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 DROPOUT = 0.1
-SWEEPS = 2
+MOST_SWEEPS = 3
+"""There are two at least."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,8 @@ class Probe:
     watch: Stopwatch
     precision: str
     data_parallel: Groups
-    """Of all ranks, as is the other."""
     tensor_parallel: Groups
+    """As many as share the model that is cut."""
 
     @property
     def device(self) -> torch.device:
@@ -59,7 +61,7 @@ class Probe:
 
     @property
     def kind(self) -> Device:
-        return "cuda" if self.device.type == "cuda" else "cpu"
+        return kind_of(self.device)
 
     @property
     def sizes(self) -> Sizes:
@@ -70,9 +72,11 @@ class Probe:
         set_products(self.sizes.largest.config(self.precision), self.device)
         where = Where(machine, torch.__version__, self.kind, self.precision, self.watch.world.size,
                       torch.get_num_threads())
-        seen = least(*(self.sweep() for _ in range(SWEEPS)))
-        found = rates_of(seen, where, self._hides())
-        return replace(found, seconds=self.watch.now() - begin, taken=date.today().isoformat())
+        sweeps = [self.sweep(), self.sweep()]
+        while spread(*sweeps) > CALM and len(sweeps) < MOST_SWEEPS:
+            sweeps.append(self.sweep())
+        return replace(rates_of(least(*sweeps), where), seconds=self.watch.now() - begin, spread=spread(*sweeps),
+                       taken=date.today().isoformat())
 
     def sweep(self) -> Sighting:
         """Through everything once."""
@@ -85,6 +89,7 @@ class Probe:
             dropout=tuple(map(self._dropout, self.sizes.elements)),
             loss=tuple(self._loss(rows, columns) for rows, columns in self.sizes.logits),
             exchanges=() if is_solo else tuple(map(self._exchange, self.sizes.bytes)),
+            beside=() if is_solo else (self._beside(),),
             link=0.0 if self.kind == "cpu" else self._link(),
             blocks=tuple(self._steps(shape, shape.larger) for shape in self.sizes.shapes),
             largest=self._steps(self.sizes.largest)[0],
@@ -135,15 +140,9 @@ class Probe:
         full = torch.zeros(size // dtype.itemsize // ranks * ranks, dtype=dtype, device=self.device)
         return full, torch.zeros_like(full[:full.numel() // ranks])
 
-    def _hides(self) -> float:
-        """Share of an exchange that passes beside products without making the two together longer."""
-        world = self.watch.world
-        if world.is_solo:
-            return 0.0
-        side, size = self.sizes.beside, self.sizes.bytes[-2]
-        x, full = self._random(side, side), torch.zeros(size // 4, device=self.device)
-        exchange = self.watch.together(lambda: all_reduce_into(full, world).wait())
-        times = max(1, round(exchange / self.watch.seconds(lambda: x @ x)))
+    def _beside(self) -> Beside:
+        world, (x, full) = self.watch.world, self._tensors_beside()
+        times = self._times
 
         def products() -> None:
             for _ in range(times):
@@ -154,8 +153,19 @@ class Probe:
             products()
             pending.wait()
 
-        alone, beside = self.watch.together(products), self.watch.together(both)
-        return min(1.0, max(0.0, (alone + exchange - beside) / min(alone, exchange)))
+        return Beside(self.watch.together(products),
+                      self.watch.together(lambda: all_reduce_into(full, world).wait()), self.watch.together(both))
+
+    @cached_property
+    def _times(self) -> int:
+        """Products that take as long as an exchange: found once, so that sweeps are alike."""
+        world, (x, full) = self.watch.world, self._tensors_beside()
+        exchange = self.watch.together(lambda: all_reduce_into(full, world).wait())
+        return max(1, round(exchange / self.watch.seconds(lambda: x @ x)))
+
+    def _tensors_beside(self) -> tuple[Tensor, Tensor]:
+        side = self.sizes.beside
+        return self._random(side, side), torch.zeros(self.sizes.bytes[-2] // 4, device=self.device)
 
     def _link(self) -> float:
         """From the device to the host, and back."""
@@ -187,6 +197,10 @@ class Probe:
         return torch.randn(shape, device=self.device).to(DTYPES[self.precision])
 
 
+def kind_of(device: torch.device) -> Device:
+    return "cuda" if device.type == "cuda" else "cpu"
+
+
 def main(argv: Sequence[str]) -> int:
     """Of every rank: the name of the file to write, of the machine, of the precision, and of the kind of device."""
     path, machine, precision, kind = argv
@@ -196,7 +210,8 @@ def main(argv: Sequence[str]) -> int:
             f"--device {device.type}")
     if device.type == "cpu":
         keep_freed_memory()
-    data_parallel, tensor_parallel = mpu_groups.build(), mpu_groups.build(env.world_size)
+    cut = SIZES[kind_of(device)].cut(env.world_size)
+    data_parallel, tensor_parallel = mpu_groups.build(), mpu_groups.build(cut.tp if cut else 1)
     watch = Stopwatch(device, data_parallel.world)
     found = Probe(watch, precision, data_parallel, tensor_parallel).rates(machine)
     if env.rank == 0:

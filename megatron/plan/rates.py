@@ -129,6 +129,8 @@ class Rates:
     """Bytes a second between host and device, one way at a time; 0: they are one."""
     host_update: Curve
     """`update`, by the host; where host and device are one, the same."""
+    spread: float = 1.0
+    """How far its sweeps are apart: more than a little where the machine was busy."""
     taken: str = ""
     """The day of the probe; "": a file of before it was kept."""
 
@@ -151,6 +153,8 @@ class Rates:
 EXCHANGES = {"all_reduce", "reduce_scatter", "all_gather"}
 """Curves that one rank has no points of."""
 STAGES = 4
+CALM = 1.2
+"""Spread of a probe that nobody disturbed, at most."""
 
 
 def _check(holds: bool, why: str) -> None:

@@ -6,7 +6,9 @@ and seldom the same ones twice. Pure.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import reduce
+from statistics import median
 from typing import Any, NamedTuple
 
 
@@ -27,6 +29,14 @@ class Exchange(NamedTuple):
     all_reduce: float
     reduce_scatter: float
     all_gather: float
+
+
+class Beside(NamedTuple):
+    """Products and an exchange that take about as long."""
+
+    products: float
+    exchange: float
+    both: float
 
 
 class Variants(NamedTuple):
@@ -50,6 +60,8 @@ class Sighting(NamedTuple):
     """With its products; those of its gradients are made on the way forward."""
     exchanges: tuple[Exchange, ...]
     """() of one rank."""
+    beside: tuple[Beside, ...]
+    """() of one rank."""
     link: float
     """From the device to the host, and back; 0 where they are one."""
     blocks: tuple[tuple[Taken, Taken], ...]
@@ -59,7 +71,7 @@ class Sighting(NamedTuple):
     together: tuple[Taken, ...]
     """The first shape with more blocks, data parallel over all ranks, by ZeRO stage; () of one rank."""
     cut: tuple[Taken, ...]
-    """`Sizes.cut`, tensor parallel over all ranks; () where there is none."""
+    """`Sizes.cut`; () where there is none."""
     training: float
     """The first shape with more blocks, in the loop of training, data parallel over all ranks at stage 0."""
     host: tuple[float, ...]
@@ -70,8 +82,22 @@ def least(*sightings: Sighting) -> Sighting:
     return reduce(_least, sightings)
 
 
+def spread(*sightings: Sighting) -> float:
+    """How many times the least the next one is, usually: about 1 where nobody disturbs."""
+    columns = (sorted(column) for column in zip(*map(_numbers, sightings), strict=True))
+    return float(median(second / first for first, second, *_ in columns if first > 0))
+
+
 def _least(one: Any, other: Any) -> Any:
     if not isinstance(one, tuple):
         return min(one, other)
     parts = [_least(*pair) for pair in zip(one, other, strict=True)]
-    return type(one)(*parts) if hasattr(one, "_fields") else tuple(parts)
+    return tuple(parts) if type(one) is tuple else type(one)(*parts)
+
+
+def _numbers(part: Any) -> Iterator[float]:
+    if not isinstance(part, tuple):
+        yield part
+        return
+    for inner in part:
+        yield from _numbers(inner)

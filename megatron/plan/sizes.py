@@ -1,4 +1,4 @@
-"""At which sizes the probe measures, by the kind of device.
+"""At which sizes the probe measures, by the kind of device; and the small models among them.
 
 A GPU does what a CPU needs milliseconds for in less time than it takes to be told: its sizes are those of models that
 it is bought for. Between sizes rates.py interpolates, and goes on in proportion beyond the largest.
@@ -7,9 +7,57 @@ it is bought for. Between sizes rates.py interpolates, and goes on in proportion
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from megatron.config.tree import Config, build_config
 from megatron.plan.activations import Device
-from megatron.plan.small_models import Shape
+from megatron.plan.footprint import Run
+from megatron.plan.time import HEAD_WIDTH
+
+VOCABULARY = 512
+STEPS_IN_TRAINING = 100
+MORE_LAYERS = 2
+"""Of the larger model of a shape."""
+
+
+class Shape(NamedTuple):
+    hidden: int
+    batch: int
+    sequence: int
+    layers: int = 1
+    stage: int = 0
+    recomputes: bool = False
+    tp: int = 1
+
+    @property
+    def larger(self) -> Shape:
+        return self._replace(layers=self.layers + MORE_LAYERS)
+
+    @property
+    def heads(self) -> int:
+        return self.hidden // HEAD_WIDTH
+
+    @property
+    def elements(self) -> int:
+        return self.tokens * self.hidden
+
+    def config(self, precision: str) -> Config:
+        return build_config({
+            "num_layers": self.layers, "hidden_size": self.hidden, "vocab_size": VOCABULARY, "lr": 1e-6,
+            "num_attention_heads": self.heads, "model_parallel_size": self.tp, "max_position_embeddings": self.sequence,
+            "batch_size": self.batch, "attention_dropout": 0.0, "hidden_dropout": 0.0, "zero_stage": self.stage,
+            "stage3_param_persistence_threshold": 0, "checkpoint_activations": self.recomputes,
+            "clip_grad": 1.0, "mock_data": True, "eval_interval": 0,
+            "train_iters": STEPS_IN_TRAINING, "log_interval": 2 * STEPS_IN_TRAINING,
+            "tokenizer_type": "ByteLevelTokenizer", "compile": False,  # of many shapes it would take minutes
+            **({} if precision == "fp32" else {precision: True})})
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.sequence
+
+    def run(self, precision: str, device: Device, ranks: int = 1) -> Run:
+        return Run(self.config(precision), ranks, device)
 
 
 @dataclass(frozen=True)
@@ -34,9 +82,9 @@ class Sizes:
     """For the time of an update alone."""
 
     def cut(self, ranks: int) -> Shape | None:
-        """The smallest that so many ranks can share as tensor parallel ones."""
-        return next((shape.larger._replace(tp=ranks) for shape in self.shapes
-                     if ranks > 1 and shape.heads % ranks == 0), None)
+        """The smallest model of tensor parallel ranks: of all of them, or of as many as can share one."""
+        return next((shape.larger._replace(tp=tp) for tp in range(ranks, 1, -1) if ranks % tp == 0
+                     for shape in self.shapes if shape.heads % tp == 0), None)
 
 
 SIZES: dict[Device, Sizes] = {

@@ -85,11 +85,10 @@ def block_forward(run: Run, rates: Rates) -> Pass:
 
 
 def block_again(run: Run, rates: Rates) -> Pass:
-    """Before its backward, where blocks are recomputed. Nobody asks for the output of a chunk: its last product is left
-    out."""
+    """Before its backward, where blocks are recomputed."""
     tokens, (inner, columns) = run.activations.tokens, _matrices(run)[-1]
     last = 2 * tokens * inner * columns / rates.forward(tokens, sqrt(inner * columns))
-    return block_forward(run, rates) + Pass(products=-last * run.chunks / run.layers, rest=rates.replay)
+    return block_forward(run, rates) + Pass(products=-last * run.left_out / run.layers, rest=rates.replay)
 
 
 def block_backward(run: Run, rates: Rates) -> Pass:

@@ -37,7 +37,8 @@ PAGE = "tuning.html"
 FLAGS_FILE = "flags.txt"
 
 EXAMPLES = """examples:
-  python -m megatron.tune --ranks 2 --preset small --mock-data --vocab-size 8192 --global-batch-size 16
+  python -m megatron.tune --ranks 2 --preset small --mock-data --vocab-size 8192 --global-batch-size 16 \\
+      --tokenizer-type ByteLevelTokenizer
   python -m megatron.tune --ranks 8 --card-gb 80 --preset 1.5B --bf16 --mock-data --global-batch-size 512
 
 Every flag of pretrain_gpt2.py is a training flag; those of the search begin with --autotuning. docs/tune.md says how it
@@ -82,6 +83,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Run]:
 def main(argv: Sequence[str] | None = None) -> int:
     asked_for, asked = parse(sys.argv[1:] if argv is None else argv)
     tuning = asked.config.autotuning
+    require(asked.device == "cpu" or places("cuda") > 0,
+            "--device cuda needs a GPU that may be used: trials run here, and there is none; add --device cpu")
     require(asked_for.ranks <= places(asked.device) or asked.device == "cpu",
             f"--ranks {asked_for.ranks} is more than the {places(asked.device)} GPUs of this machine: trials run here")
     with results_of(tuning.autotuning_results_dir, subject_of(asked), overwrite=tuning.autotuning_overwrite) as results:

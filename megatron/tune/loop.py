@@ -43,7 +43,8 @@ def search(asked: Run, options: Mapping[Choice, Option], capacity: Memory, trial
     names, values = list(options), list(options.values())
     numbers = {choice: number for number, choice in enumerate(names)}
     few, failed = tuning.autotuning_num_tuning_micro_batch_sizes, 0
-    print(f"{counted(len(names), 'choice')}, {len(worth_a_look(values, capacity, few, {}))} to try; a rank has {capacity}"
+    kept = worth_a_look(values, capacity, few, {})
+    print(f"{counted(len(names), 'choice')}, {len(kept)} to try; a rank has {capacity}"
           + (f"; goes on after {counted(len(results.trials), 'trial')}" if results.trials else ""), flush=True)
     while True:
         known = {numbers[choice]: outcome for choice, outcome in results.trials.items() if choice in numbers}

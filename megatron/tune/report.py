@@ -95,5 +95,5 @@ def counted(number: int, noun: str) -> str:
 
 def page(asked: Run, trials: Mapping[Choice, Outcome], options: Mapping[Choice, Option], words: Sequence[str]) -> str:
     made = html_table(Table(HEAD, tuple(rows(trials, options))))
-    return document(f"Tuning {asked.config.model.parameters():,} parameters on {asked.ranks} ranks",
+    return document(f"Tuning {asked.config.model.parameters():,} parameters on {counted(asked.ranks, 'rank')}",
                     f"{html_notes(words)}<section><h2>Trials</h2>\n{made}</section>\n")

@@ -1,8 +1,9 @@
 """How near a search comes to the best of all choices: `python scripts/bench/tuning.py --size small --ranks 2`.
 
 Every choice that fits is tried, one after the other, round by round, and has its smallest median, also those that the
-tuner takes for the same as others (all stages of one rank); then the search is replayed over these times, so that both
-see the same machine. `--live`: the search runs its own trials in addition, as a user's would.
+tuner takes for the same as others (all stages where one rank has all the data); then the search is replayed over
+these times, so that both see the same machine. `--live`: the search runs its own trials in addition, as a user's
+would.
 """
 
 from __future__ import annotations
@@ -80,9 +81,10 @@ def compare(flags: Sequence[str], place: Path, rounds: int) -> None:
     for _ in range(rounds):
         measure([*everything])
     seconds = time.monotonic() - begin
-    kept = worth_a_look(list(options.values()), capacity, tuning.autotuning_num_tuning_micro_batch_sizes)
-    searched = dict[int, Outcome]()
-    while (following := next_trial(list(options.values()), kept, searched, tuning)) is not None:
+    searched, values = dict[int, Outcome](), list(options.values())
+    few = tuning.autotuning_num_tuning_micro_batch_sizes
+    while (following := next_trial(
+            values, worth_a_look(values, capacity, few, searched), searched, tuning)) is not None:
         searched[following] = outcomes[own[following]]
     ordered = sorted((one for one in outcomes if outcomes[one].seconds), key=lambda one: seconds_of(outcomes, one))
     pick = best(searched)
@@ -93,7 +95,7 @@ def compare(flags: Sequence[str], place: Path, rounds: int) -> None:
         measure([*dict.fromkeys([*ordered[:FINALISTS], own[pick]])])
     first = min(outcomes, key=lambda one: seconds_of(outcomes, one))
     limit, found = seconds_of(outcomes, first), seconds_of(outcomes, own[pick])
-    print(f"best of {len(outcomes)} choices ({seconds:.0f} s): {' '.join(first.flags(asked, samples))}, "
+    print(f"best of {len(outcomes)} choices, {len(own)} that differ ({seconds:.0f} s): {' '.join(first.flags(asked, samples))}, "
           f"{1e3 * limit:.4g} ms; pick after {len(searched)} trials: {' '.join(own[pick].flags(asked, samples))}, "
           f"{1e3 * found:.4g} ms: {limit / found:.1%} of the best, with {len(searched) / len(outcomes):.0%} of the "
           "trials")
@@ -104,8 +106,8 @@ def seconds_of(outcomes: Mapping[Choice, Outcome], choice: Choice) -> float:
 
 
 def left_out(choice: Choice, asked: Run) -> Iterator[Choice]:
-    """What the tuner takes for the same as a choice of its own: the other stages of one rank."""
-    if asked.ranks == 1:
+    """What the tuner takes for the same as a choice of its own: the other stages where one rank has all the data."""
+    if asked.ranks == choice.tp:
         yield from (replace(choice, stage=stage) for stage in range(choice.homes.least_stage, 4)
                     if stage != choice.stage)
 

@@ -4,22 +4,20 @@ counts."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import count
 from typing import Any
 
 import pytest
 import torch
 
+from megatron.plan import sizes as sizes_of_probe
 from megatron.plan import small_models, stopwatch
 from megatron.plan.activations import Device
 from megatron.plan.derived import rates_of
-from megatron.plan.probe import SWEEPS, Probe
-from megatron.plan.rates import Rates, Where
-from megatron.plan.sighting import Both, Exchange, Sighting, Taken, Variants, least
-from megatron.plan.sizes import SIZES
-from megatron.plan.small_models import MORE_LAYERS, Shape
+from megatron.plan.probe import MOST_SWEEPS, Probe
+from megatron.plan.rates import CALM, Rates, Where
+from megatron.plan.sighting import Beside, Both, Exchange, Sighting, Taken, Variants, least, spread
+from megatron.plan.sizes import MORE_LAYERS, SIZES, Shape
 from megatron.plan.stopwatch import Stopwatch
 from megatron.plan.time import step_time
 from mpu import groups
@@ -50,16 +48,18 @@ def made_up(seed: int, ranks: int, device: Device = "cpu") -> Sighting:
     together = tuple(grown(larger, forward=rng.uniform(2e-3, 5e-3), backward=rng.uniform(2e-3, 5e-3))
                      for _ in range(4 if ranks > 1 else 0))
     return Sighting(
-        tuple(tuple(both() for _ in sizes.widths) for _ in sizes.rows), *(tuple(both() for _ in sizes.lengths),) * 2,
+        tuple(tuple(both() for _ in sizes.widths) for _ in sizes.rows),
+        tuple(both() for _ in sizes.lengths), tuple(both() for _ in sizes.lengths),
         tuple(both() for _ in sizes.elements), tuple(rng.uniform(1e-4, 1e-3) for _ in sizes.logits),
-        tuple(Exchange(*(rng.uniform(1e-7, 1e-6) for _ in range(3))) for _ in sizes.bytes) if ranks > 1 else (), 0.0,
+        tuple(Exchange(*(rng.uniform(1e-7, 1e-6) for _ in range(3))) for _ in sizes.bytes) if ranks > 1 else (),
+        (Beside(0.2, 0.1, 0.25),) if ranks > 1 else (), 0.0,
         blocks, Taken(1.0, 1.0, 1.0), Variants(first, grown(first, forward=2e-3), grown(first, backward=5e-3)),
         together, (grown(blocks[1][1], forward=rng.uniform(0.1, 0.2)),) if ranks > 1 else (),
         sum((*together, larger)[0]) + 3e-3, ())
 
 
 def rates(seen: Sighting, ranks: int) -> Rates:
-    return rates_of(seen, Where("made up", "2.13.0", "cpu", "fp32", ranks, 1), 0.0)
+    return rates_of(seen, Where("made up", "2.13.0", "cpu", "fp32", ranks, 1))
 
 
 def predicted(shape: Shape, found: Rates, ranks: int = 1) -> float:
@@ -103,9 +103,9 @@ def test_differences_that_only_a_busy_machine_makes_are_nothing_below_zero() -> 
 def test_what_gpus_show_makes_rates_of_them_and_of_their_host() -> None:
     host = SIZES["cpu"]
     seen = made_up(0, 8, "cuda")._replace(link=0.5, host=tuple(0.1 + 0.1 * n for n in range(len(host.shapes) + 1)))
-    found = rates_of(seen, Where("made up", "2.13.0", "cuda", "bf16", 8, 1), 0.5)
+    found = rates_of(seen, Where("made up", "2.13.0", "cuda", "bf16", 8, 1))
     assert Rates.of(found.as_dict()) == found
-    assert found.link == 2 * SIZES["cuda"].bytes[-2] / 0.5 and found.hides == 0.5
+    assert found.hides == pytest.approx(0.5) and found.link == 2 * SIZES["cuda"].bytes[-2] / 0.5
     assert [seconds for _, seconds in found.host_update.points] == list(seen.host) and found.update != found.host_update
 
 
@@ -119,12 +119,55 @@ def test_of_several_sweeps_the_least_counts_number_by_number() -> None:
     assert least(one) == one
 
 
-def test_the_probe_sweeps_more_than_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    sweeps: Iterator[Sighting] = map(lambda seed: made_up(seed, 1), count())
-    monkeypatch.setattr(Probe, "sweep", lambda _: next(sweeps))
+@pytest.mark.parametrize("factors, sweeps", [((1.0, 1.1), 2), ((2.0, 1.0, 1.1), 3), ((2.0, 1.0, 3.0), 3)])
+def test_the_probe_sweeps_twice_and_once_more_where_they_differ(
+        factors: tuple[float, ...], sweeps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = iter(factors)
+    monkeypatch.setattr(Probe, "sweep", lambda _: scaled(made_up(0, 1), next(made)))
     found = Probe(Stopwatch(CPU, SOLO), "fp32", Groups(), Groups()).rates("made up")
-    seen = least(*(made_up(seed, 1) for seed in range(SWEEPS)))
-    assert SWEEPS > 1 and replace(found, seconds=0.0, taken="", where=rates(seen, 1).where) == rates(seen, 1)
+    assert next(made, None) is None and len(factors) == sweeps <= MOST_SWEEPS
+    once = rates(made_up(0, 1), 1)
+    assert replace(found, seconds=0.0, taken="", spread=1.0, where=once.where) == once
+    assert found.spread == pytest.approx(sorted(factors)[1]) and (found.spread > CALM) == (factors[-1] == 3.0)
+
+
+def test_the_spread_is_that_of_most_numbers() -> None:
+    seen = made_up(3, 2)
+    assert spread(seen, seen) == 1.0
+    assert spread(seen, seen._replace(training=100 * seen.training)) == 1.0
+    assert spread(seen, scaled(seen, 1.5), scaled(seen, 4.0)) == pytest.approx(1.5)
+
+
+def scaled(part: Any, factor: float) -> Any:
+    if not isinstance(part, tuple):
+        return part * factor
+    parts = [scaled(inner, factor) for inner in part]
+    return tuple(parts) if type(part) is tuple else type(part)(*parts)
+
+
+def test_operations_and_exchanges_have_the_rates_that_were_seen() -> None:
+    """Nothing of the models makes up for them here."""
+    sizes, seen = SIZES["cpu"], made_up(4, 2)
+    found = rates(seen, 2)
+    for rows, line in zip(sizes.rows, seen.products, strict=True):
+        for width, both in zip(sizes.widths, line, strict=True):
+            assert found.forward(rows, width) == pytest.approx(2 * rows * width**2 / both.forward)
+            assert found.backward(rows, width) == pytest.approx(4 * rows * width**2 / both.backward)
+    assert seen.attention != seen.dropping
+    for (length, heads), plain, dropping in zip(sizes.lengths, seen.attention, seen.dropping, strict=True):
+        assert found.attention_forward(length) == pytest.approx(plain.forward / heads)
+        assert found.attention_backward(length) == pytest.approx(plain.backward / heads)
+        assert found.dropping_forward(length) == pytest.approx(dropping.forward / heads)
+        assert found.dropping_backward(length) == pytest.approx(dropping.backward / heads)
+    for elements, both in zip(sizes.elements, seen.dropout, strict=True):
+        assert found.dropout_forward(elements) == pytest.approx(both.forward)
+        assert found.dropout_backward(elements) == pytest.approx(both.backward)
+    for size, exchange in zip(sizes.bytes, seen.exchanges, strict=True):
+        assert (found.all_reduce(size), found.reduce_scatter(size), found.all_gather(size)) == pytest.approx(exchange)
+    updates = {sizes.largest: seen.largest.step, sizes.shapes[1]: seen.blocks[1][0].step,
+               sizes.shapes[1].larger: seen.blocks[1][1].step}
+    for shape, seconds in updates.items():
+        assert found.update(shape.run("fp32", "cpu").shard_numel) == pytest.approx(seconds)
 
 
 def sweep(rank: int, world: int) -> tuple[Sighting, int]:
@@ -133,7 +176,7 @@ def sweep(rank: int, world: int) -> tuple[Sighting, int]:
                            bytes=(64, 128), shapes=(one,), largest=one)
     setattr(stopwatch, "SECONDS", 0.0)
     setattr(small_models, "SECONDS", 0.0)
-    setattr(small_models, "STEPS_IN_TRAINING", 5)
+    setattr(sizes_of_probe, "STEPS_IN_TRAINING", 5)
     data_parallel = groups.build(1)
     found = Probe(Stopwatch(CPU, data_parallel.world), "fp32", data_parallel, groups.build(2))
     with counted() as sent:

@@ -69,8 +69,8 @@ def inside() -> Iterator[list[tuple[str, int]]]:
 
 
 @pytest.mark.parametrize("stage, accumulation, threshold", [
-    (0, 1, 0), (0, 3, 0), (1, 1, 0), (1, 3, 0), (2, 1, 0), (2, 3, 0), (3, 1, 0), (3, 3, 0), (3, 1, 10**9), (3, 3, 10**9),
-    (3, 3, 1000)])
+    (0, 1, 0), (0, 3, 0), (1, 1, 0), (1, 3, 0), (2, 1, 0), (2, 3, 0), (3, 1, 0), (3, 3, 0), (3, 1, 10**9),
+    (3, 3, 10**9), (3, 3, 1000)])
 def test_data_parallel_ranks_meet_as_often_as_the_plan_says(stage: int, accumulation: int, threshold: int) -> None:
     settings = {"zero_stage": stage, "global_batch_size": 4 * accumulation,
                 "stage3_param_persistence_threshold": threshold}
@@ -79,9 +79,9 @@ def test_data_parallel_ranks_meet_as_often_as_the_plan_says(stage: int, accumula
 
 
 @pytest.mark.parametrize("chunk", [0, 1, 2, 3, 4])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_tensor_parallel_ranks_meet_as_often_as_the_plan_says(device: Any, chunk: int) -> None:
-    settings: dict[str, object] = {"model_parallel_size": 2}
+@pytest.mark.parametrize("device, dropout", [("cpu", 0.0), ("cpu", 0.1), ("cuda", 0.0)])
+def test_tensor_parallel_ranks_meet_as_often_as_the_plan_says(device: Any, dropout: float, chunk: int) -> None:
+    settings: dict[str, object] = {"model_parallel_size": 2, "hidden_dropout": dropout}
     if chunk:
         settings |= {"checkpoint_activations": True, "checkpoint_num_layers": chunk}
     sent = run_ranks(met, 2, settings, device == "cuda")[0]

@@ -60,7 +60,7 @@ def test_a_measured_run_stands_beside_it_without_its_first_steps(
     file.write_text("".join(f"{json.dumps(record)}\n" for record in records))
     command.plan([*FLAGS, "--rates", rates_file, "--metrics-file", str(file)])
     *_, line, note = capsys.readouterr().out.splitlines()
-    assert line.startswith("measured 1000 ms (median of 8 steps of ") and line.endswith("%")
+    assert line.startswith("measured 1000 ms (median of 8 steps of ") and line.endswith("predicted 500.9 ms")
     assert note == "note: that run had other settings: zero.zero_stage 2"
     command.plan([*FLAGS, "--rates", rates_file, "--metrics-file", str(file), "--json"])
     found = json.loads(capsys.readouterr().out)
@@ -95,8 +95,33 @@ def test_what_a_forecast_leaves_out_is_said_beside_it(tmp_path: Path, capsys: py
     shared, more = notes(tmp_path, capsys, machine(2), "--ranks", "4")
     assert shared.startswith("note: 4 ranks on one machine share the cores that 2 were measured with")
     assert more.startswith("note: 4 ranks exchange as fast as the 2 that were measured on one machine")
+    fewer, = notes(tmp_path, capsys, machine(2), "--ranks", "1")
+    assert fewer.startswith("note: the rates are of 2 ranks at work at the same time, and this run has 1")
+    assert notes(tmp_path, capsys, machine(spread=1.19)) == []
+    busy, = notes(tmp_path, capsys, machine(spread=1.5))
+    assert busy.startswith("note: the rates were measured on a busy machine (two measurements are 50% apart)")
     calibrated, = notes(tmp_path, capsys, of_device(2, "cuda"), "--ranks", "2", "--device", "cuda")
     assert calibrated.startswith("note: not calibrated on GPUs yet")
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--optimizer", "muon"], "what --optimizer muon does otherwise than Adam"), (["--compile"], "--compile"),
+    (["--zero-stage", "1", "--offload-optimizer-device", "nvme", "--offload-optimizer-nvme-path", "/tmp"], "the drive"),
+    (["--quantize-training"], "--quantize-training"),
+    (["--memory-centric-tiled-linear", "--optimizer", "sgd"],
+     "what --optimizer sgd does otherwise than Adam, --memory-centric-tiled-linear")])
+def test_what_no_rate_knows_is_told(
+        flags: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert notes(tmp_path, capsys, machine(), *flags) == [f"note: not in the predicted time: {words}"]
+
+
+def test_steps_that_were_skipped_are_not_measured(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    lines = [{"iteration": step, "step_ms": 1.0 if step % 2 else 100.0, "skipped": bool(step % 2)}
+             for step in range(1, 21)]
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    found = measured(str(file), planned(), machine())
+    assert found is not None and (found.seconds, found.steps) == (0.1, 7)
 
 
 def recorded(file: Path, run: Run, **facts: Any) -> str:

@@ -196,6 +196,42 @@ def test_a_second_run_that_writes_into_the_file_is_told_and_goes_on(tmp_path: Pa
     assert words not in train(run), "a lock goes with its process"
 
 
+@pytest.mark.parametrize("drops_half", [False, True])
+def test_no_line_of_another_writer_is_taken_back_with_ones_own(drops_half: bool, tmp_path: Path) -> None:
+    """It appends between a write that fails half way and what is done about that."""
+    told: list[str] = []
+    holder = Lines("--csv-dir", str(tmp_path / "m"), told.append)
+    guest = Lines("--csv-dir", str(tmp_path / "m"), told.append, drops_half=drops_half)
+    assert len(told) == 1
+    guest.append("a\n")
+    file = guest._file
+
+    class Full:
+        """Takes some bytes of a line, and then no more."""
+
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def write(self, data: memoryview) -> int:
+            self.calls += 1
+            if self.calls == 1:
+                return file.write(data[:2])
+            holder.append("of the holder\n")
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(file, name)
+
+    guest._file = Full()  # type: ignore[assignment]
+    with pytest.raises(StorageError):
+        guest.append("bcd\n")
+    guest._file = file
+    guest.append("e\n")
+    assert (tmp_path / "m").read_text() == "a\nbc\nof the holder\ne\n"
+    holder.close()
+    guest.close()
+
+
 def test_a_device_is_for_everybody() -> None:
     told: list[str] = []
     one, two = (Lines("--metrics-file", os.devnull, told.append) for _ in range(2))

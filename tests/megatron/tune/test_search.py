@@ -18,7 +18,7 @@ from megatron.plan.time import StepTime
 from megatron.tune import model, search
 from megatron.tune.memory import Memory
 from megatron.tune.model import Candidate, estimates
-from megatron.tune.search import Option, Outcome, best, expected_gain, next_trial, pruned, why_over
+from megatron.tune.search import Option, Outcome, best, expected_gain, next_trial, why_over, worth_a_look
 from megatron.tune.space import choices, samples_of
 from tests.megatron.tune.simulated import Simulated, options_of, planned
 
@@ -32,8 +32,9 @@ def options(*flags: str) -> list[Option]:
 
 def searched(found: Sequence[Option], machine: Simulated, tuning: AutotuningConfig = TUNING) -> dict[int, Outcome]:
     trials: dict[int, Outcome] = {}
-    kept = pruned(found, Memory(machine.memory), tuning.autotuning_num_tuning_micro_batch_sizes)
-    while (number := next_trial(found, kept, trials, tuning)) is not None:
+    few = tuning.autotuning_num_tuning_micro_batch_sizes
+    while (number := next_trial(
+            found, worth_a_look(found, Memory(machine.memory), few, trials), trials, tuning)) is not None:
         assert number not in trials
         trials[number] = machine.outcome(found[number])
     return trials
@@ -74,7 +75,7 @@ def test_fewer_trials_than_the_predicted_order_needs_for_as_much() -> None:
 def test_what_does_not_fit_and_all_but_the_best_micro_batches_are_left_out() -> None:
     found = options()
     capacity = sorted(option.needs.device for option in found)[len(found) // 2]
-    kept = pruned(found, Memory(capacity), 2)
+    kept = worth_a_look(found, Memory(capacity), 2, {})
     assert [found[number].candidate.predicted.total for number in kept] == sorted(
         found[number].candidate.predicted.total for number in kept)
     for number, option in enumerate(found):
@@ -83,13 +84,25 @@ def test_what_does_not_fit_and_all_but_the_best_micro_batches_are_left_out() -> 
         assert (number in kept) == (option.needs.device <= capacity and faster < 2)
 
 
+def test_smaller_micro_batches_take_the_place_of_those_that_found_no_memory() -> None:
+    found, few, capacity = options(), 2, Memory(math.inf)
+    before = worth_a_look(found, capacity, few, {})
+    kind = found[before[0]].kind
+    alike = [number for number in before if found[number].kind == kind]
+    failed = min(alike, key=lambda number: found[number].needs.device)
+    after = worth_a_look(found, capacity, few, {failed: Outcome("memory")})
+    fresh = {number for number in after if found[number].kind == kind}
+    assert fresh and not fresh & set(alike)
+    assert all(found[number].needs.device < found[failed].needs.device for number in fresh)
+
+
 def test_what_the_host_has_no_room_for_is_left_out_as_well() -> None:
     found = options("--device", "cuda")
     host = sorted(option.needs.host for option in found if option.needs.host)[3]
-    kept = pruned(found, Memory(math.inf, host), len(found))
+    kept = worth_a_look(found, Memory(math.inf, host), len(found), {})
     assert sorted(kept) == [number for number, option in enumerate(found) if option.needs.host <= host]
     assert 0 < len(kept) < len(found)
-    assert not any(found[number].needs.host for number in pruned(found, Memory(math.inf), len(found)))
+    assert not any(found[number].needs.host for number in worth_a_look(found, Memory(math.inf), len(found), {}))
 
 
 def test_lack_of_memory_rules_out_what_needs_as_much_and_a_crash_only_itself() -> None:
@@ -183,7 +196,7 @@ def test_a_machine_that_is_twice_as_slow_at_everything_is_known_after_one_trial(
 def test_doubt_is_what_makes_it_look_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     found = options()
     curious = sum(len(searched(found, simulated(seed, found))) for seed in range(5))
-    monkeypatch.setattr(search, "expected_gain", lambda estimate, fastest: math.log(fastest / estimate.seconds))
+    monkeypatch.setattr(search, "expected_gain", lambda estimate, fastest: 1 - estimate.seconds / fastest)
     assert sum(len(searched(found, simulated(seed, found))) for seed in range(5)) < curious
 
 
@@ -192,7 +205,7 @@ def test_the_expected_gain_is_the_mean_of_what_is_saved(seconds: float, doubt: f
     """Of a trial whose logarithm is normal, beside a fastest step of 1 s."""
     draws = np.random.default_rng(0).normal(math.log(seconds), doubt, 10**6)
     assert expected_gain(model.Estimate(seconds, doubt), 1.0) == pytest.approx(
-        float(np.maximum(0.0, -draws).mean()), abs=2e-4)
+        float(np.maximum(0.0, 1.0 - np.exp(draws)).mean()), abs=2e-4)
 
 
 def test_no_more_than_a_quarter_of_the_choices_is_measured_or_a_few(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import signal
@@ -191,8 +192,28 @@ def test_the_flags_of_a_trial_make_its_configuration_again(tmp_path: Path) -> No
                 "--save", str(tmp_path), "--load", str(tmp_path), "--tensorboard-dir", str(tmp_path))
     config = trial_of(run, tmp_path / "m.jsonl", 5)
     assert parse_args(flags_of(config)) == config
-    assert config.save.save is None and config.log.tensorboard_dir is None and config.train.train_iters == 5
+    assert config.save.save is None and config.log.tensorboard_dir is None
+    assert config.train.train_iters == run.config.train.train_iters and config.train.exit_interval == 5
     assert (config.optim, config.data, config.recompute) == (run.config.optim, run.config.data, run.config.recompute)
+
+
+@pytest.mark.parametrize("flags", [
+    ["--quantize-training", "--train-iters", "20000"], ["--exit-interval", "4"], ["--exit-duration-in-mins", "0.001"],
+    ["--optimizer", "onebit_adam", "--onebit-freeze-step", "100", "--train-iters", "1000"], ["--train-iters", "3"]])
+def test_what_is_set_for_a_long_run_can_be_tried(flags: list[str], tmp_path: Path) -> None:
+    """Checks and schedules are those of the run, and the trial is left after its steps."""
+    config = trial_of(asked(*flags), tmp_path / "m.jsonl", 5)
+    assert parse_args(flags_of(config)) == config
+    assert config.train.exit_interval == 5 and config.train.train_iters >= 5 and not config.train.exit_duration_in_mins
+
+
+def test_steps_that_are_skipped_are_no_time_and_a_trial_is_not_scaled_until_they_are(tmp_path: Path) -> None:
+    config = trial_of(asked("--fp16", "--initial-loss-scale", str(2.0**32)), tmp_path / "m.jsonl", 5)
+    assert config.precision.initial_loss_scale == trial.SCALE
+    file = tmp_path / "m.jsonl"
+    lines = [{"iteration": step, "step_ms": 100.0 * step, "skipped": step == 2} for step in range(1, 6)]
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert trial._seconds(file, 3, 5) == 0.4 and trial._seconds(file, 1, 5) is None
 
 
 # ---- a search -----------------------------------------------------------------------------------------------------
@@ -295,10 +316,32 @@ def test_repeats_end_when_the_best_is_plain(times: list[tuple[float, ...]], foll
     assert next_repeat({number: Outcome("done", min(one), times=one) for number, one in enumerate(times)}) == following
 
 
-def test_a_choice_that_fails_when_it_is_measured_again_is_not_picked() -> None:
-    again = Outcome("done", 1.0).again(Outcome("hang", words="late"))
-    assert again == Outcome("hang", words="late")
-    assert next_repeat({0: again, 1: Outcome("done", 1.0), 2: Outcome("done", 1.01)}) == 1
+def test_a_choice_that_fails_twice_when_it_is_measured_again_is_not_picked() -> None:
+    once = Outcome("done", 1.0).again(Outcome("hang", words="late"))
+    assert (once.state, once.seconds, once.times) == ("done", 1.0, (1.0, math.inf))
+    assert next_repeat({0: once, 1: Outcome("done", 1.0), 2: Outcome("done", 1.01)}) == 1
+    assert once.again(Outcome("done", 0.9)).seconds == 0.9
+    twice = once.again(Outcome("memory", words="gone", code=5))
+    assert (twice.state, twice.seconds, twice.words) == ("memory", None, "gone")
+
+
+def test_what_was_measured_stays_where_nothing_can_be_measured_any_more(
+        place: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A disk that is full, data that are gone: every choice fails from then on."""
+    taken = iter([0.3, 0.2, 0.1, 0.4, *[None] * 2])
+
+    def run(*_: object) -> Outcome:
+        seconds = next(taken)
+        return Outcome("memory", words="no memory", code=5) if seconds is None else Outcome("done", seconds)
+
+    monkeypatch.setattr(Trials, "run", run)
+    flags = [*place, "--ranks", "2", "--autotuning-tuner-num-trials", "4", "--global-batch-size", "4",
+             "--autotuning-tuner-type", "gridsearch", *MODEL]
+    assert command.main(flags) == 0
+    text = capsys.readouterr().out
+    assert "over: what could be measured before cannot be any more (no memory)" in text and "100 ms a step" in text
+    taken = iter([0.11, 0.21, 0.31, 0.12, 0.22, 0.32])
+    assert command.main(flags) == 0 and "100 ms a step" in capsys.readouterr().out, "and so it is on disk"
 
 
 @pytest.mark.slow
@@ -493,7 +536,7 @@ def test_memory_that_nobody_tells_is_asked_for(monkeypatch: pytest.MonkeyPatch, 
     (["--ranks", "0"], "--ranks is 0"), (["--trial-seconds", "0"], "--trial-seconds is 0"),
     (["--ranks", "2", "--global-batch-size", "3", "--autotuning-mp-size", "1"], "leave no choice"),
     (["--ranks", "2", "--autotuning-mp-size", "3"], "--autotuning-mp-size 3 does not divide --ranks 2"),
-    (["--device", "cuda", "--ranks", "1000"], "--ranks 1000 is more than")])
+    (["--device", "cuda"], "--device cuda needs a GPU that may be used: trials run here")])
 def test_what_cannot_be_tuned_is_refused(flags: list[str], words: str, place: list[str]) -> None:
     with pytest.raises(ConfigError, match=words):
         command.main([*place, *MODEL, *flags])
@@ -507,9 +550,13 @@ def test_results_hold_what_was_added(tmp_path: Path) -> None:
     again = Results(str(tmp_path), {"a": 1}, overwrite=False)
     expected = [Outcome("done", 0.1 + 0.2), Outcome("hang", words="late")]
     assert list(again.trials.items()) == list(zip(choices, expected, strict=True))
-    (tmp_path / FILE).write_text("no record\n")
-    with pytest.raises(ConfigError, match="holds a line that is no record"):
-        Results(str(tmp_path), {"a": 1}, overwrite=False)
+    again.forget([choices[0]])
+    assert list(Results(str(tmp_path), {"a": 1}, overwrite=False).trials) == [choices[1]] == list(again.trials)
+    head = (tmp_path / FILE).read_text().splitlines()[0]
+    for line in ("no record", "null", "{}", '{"choice": {"batch": 1}, "outcome": {"state": "done"}}'):
+        (tmp_path / FILE).write_text(f"{head}\n{line}\n")
+        with pytest.raises(ConfigError, match="holds a line that is no record"):
+            Results(str(tmp_path), {"a": 1}, overwrite=False)
 
 
 @pytest.mark.slow
