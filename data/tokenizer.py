@@ -127,7 +127,7 @@ def check_files(name: str, vocab_file: str | None, merge_file: str | None, token
         raise UsageError(f"{name} needs --vocab-file: a text file that holds every character of the vocabulary")
     if name == SentencePieceTokenizer.name and tokenizer_path is None and vocab_file is None:
         raise UsageError(f"{name} needs --tokenizer-path FILE, a SentencePiece model: add it, or --tokenizer-type "
-                         f"{GPT2BPETokenizer.name}")
+                         f"{ByteLevelTokenizer.name}, which needs no file (or {GPT2BPETokenizer.name})")
     used = {GPT2BPETokenizer.name: {"--vocab-file": vocab_file, "--merge-file": merge_file},
             CharacterLevelTokenizer.name: {"--vocab-file": vocab_file},
             SentencePieceTokenizer.name: {_model_flag(tokenizer_path): tokenizer_path or vocab_file}}

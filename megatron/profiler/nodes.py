@@ -40,6 +40,8 @@ class Node:
 
     path: str
     module: nn.Module
+    own: list[nn.Parameter] = field(default_factory=list)
+    """Its parameters without those inside it, and without those that a module before it has as well."""
     children: list[Node] = field(default_factory=list)
     macs: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(Phase, 0))
     calls: int = 0
@@ -55,12 +57,12 @@ class Node:
 
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
-        """Those of the module and of all inside it, each once."""
-        return list(self.module.parameters())
+        """Of the module and of all inside it; of the whole tree, each once."""
+        return [*self.own, *(parameter for child in self.children for parameter in child.parameters)]
 
     @cached_property
     def is_split(self) -> bool:
-        return any(partition_of(parameter) is not None for parameter in self.parameters)
+        return any(partition_of(parameter) is not None for parameter in self.module.parameters())
 
     def forget(self) -> None:
         """What was seen."""
@@ -68,11 +70,12 @@ class Node:
 
 
 def tree_of(model: nn.Module) -> Node:
-    seen: set[nn.Module] = set()
+    seen, owned = set[nn.Module](), set[nn.Parameter]()
 
     def grow(module: nn.Module, path: str) -> Node:
         seen.add(module)
-        node = Node(path, module)
+        node = Node(path, module, [one for one in module.parameters(recurse=False) if one not in owned])
+        owned.update(node.own)
         for name, child in module.named_children():
             if child not in seen:
                 node.children.append(grow(child, f"{path}.{name}" if path else name))

@@ -19,6 +19,7 @@ from megatron.errors import ConfigError, PeerError
 from megatron.plan.command import with_vocabulary
 from megatron.plan.footprint import Run, homes_of
 from megatron.plan.gpus import visible_gpus
+from megatron.plan.forecast import notes
 from megatron.plan.kept_rates import places, rates_for
 from megatron.train.inputs import check_inputs
 from megatron.tune.capacity import capacity_of
@@ -92,7 +93,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             folder = make_folder(tuning.autotuning_exps_dir)
         trials = Trials(folder, tuning.autotuning_start_profile_step, tuning.autotuning_end_profile_step,
                         asked_for.trial_seconds)
-        options = planned(asked, rates_for(asked, path=asked_for.rates))
+        rates = rates_for(asked, path=asked_for.rates)
+        for sentence in notes(asked, rates, None):
+            print(f"note: {sentence}", flush=True)
+        options = planned(asked, rates)
         capacity = capacity_of(asked, asked_for.card_gb)
         try:
             search(asked, options, capacity, trials, results)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 
 from megatron.config.ds_batch import BATCH
@@ -85,8 +86,26 @@ def verdict(asked: Run, trials: Mapping[Choice, Outcome], found: Choice, legal: 
     seconds = trials[found].seconds
     assert seconds is not None, "the best one was measured"
     told = dict.fromkeys((metric(asked, seconds), f"{1e3 * seconds:.4g} {WORDS['latency']}"))
-    return [f"fastest: {', '.join(told)}, after {counted(len(trials), 'trial')} of {counted(legal, 'choice')}",
-            *advice(asked, found)]
+    return [f"fastest: {', '.join(told)}{_range(trials[found])}, after {counted(len(trials), 'trial')} of {counted(legal, 'choice')}",
+            *_alike(trials, found), *advice(asked, found)]
+
+
+def _range(outcome: Outcome) -> str:
+    """Of the times that its own is the least of."""
+    times = [f"{1e3 * seconds:.4g}" for seconds in outcome.times if isfinite(seconds)]
+    return f" (the least of {', '.join(times)})" if len(times) > 1 else ""
+
+
+def _alike(trials: Mapping[Choice, Outcome], found: Choice) -> list[str]:
+    """Where another choice that was measured again was no slower at its best than the fastest one at its worst."""
+    slowest = max(filter(isfinite, trials[found].times), default=0.0)
+    others = [outcome for choice, outcome in trials.items()
+              if choice != found and len(outcome.times) > 1 and outcome.seconds is not None]
+    near = sum(outcome.seconds is not None and outcome.seconds <= slowest for outcome in others)
+    if not near:
+        return []
+    return [f"note: {counted(near, 'other choice')} cannot be told apart from it by these times; where they are far apart, "
+            "tune while the machine is idle"]
 
 
 def counted(number: int, noun: str) -> str:

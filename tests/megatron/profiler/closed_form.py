@@ -22,6 +22,8 @@ def step_macs(model: ModelConfig, batch: int, length: int, *, causal: bool, chun
     # The loss makes logits, and the gradients of x and of the table, on the way forward; then a mean over the tokens.
     forward = layers * block + 3 * tokens * h * rows + tokens
     backward = layers * (2 * matrices + (5 if causal else 4) * product)
-    # What backward wants of a chunk is there before its last product, which is then not run again.
-    again = 0 if chunk is None else layers * block - math.ceil(layers / chunk) * last
+    # What backward wants of a chunk is there before its last product, which is then not run again; but for a dropout
+    # behind it.
+    left_out = 0 if chunk is None or model.hidden_dropout else math.ceil(layers / chunk) * last
+    again = 0 if chunk is None else layers * block - left_out
     return Macs(forward, backward, again)

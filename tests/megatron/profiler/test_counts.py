@@ -53,9 +53,10 @@ def test_the_formula_of_mfu_differs_by_what_the_guide_says(name: str) -> None:
     assert length * flops_per_token(config, length) == 2 * ran + length * 6 * no_products
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("chunk", [None, 1, 2])
-def test_a_causal_kernel_is_counted_for_the_scores_that_it_forms(chunk: int | None) -> None:
-    model = gpt2(num_layers=3)
+def test_a_causal_kernel_is_counted_for_the_scores_that_it_forms(chunk: int | None, dropout: float) -> None:
+    model = gpt2(num_layers=3, hidden_dropout=dropout)
     if chunk is not None:
         model.run_blocks = recompute.in_chunks(chunk)
     x = tokens(model)
@@ -333,7 +334,23 @@ def test_a_tied_parameter_and_a_shared_module_count_once() -> None:
     assert [inner.name for inner in found.root.rows] == ["one", "other", "third", "again"]
     assert not row(found, "again").rows
     assert row(found, "third").calls == 2 and row(found, "third").macs.forward == 64
-    assert row(found, "other").parameters == 20
+    assert row(found, "other").parameters == 4
+    assert sum(inner.parameters for inner in found.root.rows) == found.root.parameters
+
+
+def test_a_head_that_is_tied_has_the_products_and_the_embedding_the_parameters() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.inner, self.head = nn.Embedding(10, 4), nn.Linear(4, 4), nn.Linear(4, 10, bias=False)
+            self.head.weight = self.table.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.head(self.inner(self.table(x)))
+            return y
+
+    found = recorded(Tied(), torch.zeros(2, dtype=torch.long))
+    assert [(inner.parameters, inner.macs.forward) for inner in found.root.rows] == [(40, 0), (20, 32), (0, 80)]
 
 
 def profiled(rank: int, world: int, tp: int, stage: int) -> Profile:
