@@ -14,7 +14,7 @@ from math import sqrt
 from megatron.plan.activations import Device
 from megatron.plan.exchange import collectives, inner_sums
 from megatron.plan.footprint import Run
-from megatron.plan.rates import STAGES, Curve, Rates, Surface, Where
+from megatron.plan.rates import MEETINGS, Curve, Rates, Surface, Where
 from megatron.plan.sighting import Both, Sighting
 from megatron.plan.sizes import MORE_LAYERS, SIZES, Shape, Sizes
 from megatron.plan.time import block_again, block_backward, block_forward, ends, step_time
@@ -59,7 +59,7 @@ class _Derivation:
             all_gather=self._exchange([one.all_gather for one in seen.exchanges]),
             hides=self._hides(), link=2 * sizes.bytes[-2] / seen.link if seen.link else 0.0,
             block_forward=NOTHING, block_backward=NOTHING, loss=NOTHING, update=NOTHING, host_update=NOTHING,
-            replay=0.0, a_pass=0.0, a_step=0.0, split_unit=0.0, meetings=(0.0,) * STAGES, inner_sum=0.0)
+            replay=0.0, a_pass=0.0, a_step=0.0, split_unit=0.0, meetings=(0.0,) * MEETINGS, inner_sum=0.0)
         of_models = self._with_passes(self._with_blocks(replace(known, loss=self._loss(known))))
         return self._with_inner_sums(self._with_meetings(of_models))
 
@@ -130,9 +130,9 @@ class _Derivation:
         """What ranks of the smallest model take together that the wire alone does not explain, a collective."""
         if not self.seen.together:
             return rates
-        found, larger = list[float](), self.sizes.shapes[0].larger
-        for stage, taken in enumerate(self.seen.together):
-            run = self._run(larger._replace(stage=stage), self.where.ranks)
+        found = list[float]()
+        for shape, taken in zip(self.sizes.shapes[0].larger.together, self.seen.together, strict=True):
+            run = self._run(shape, self.where.ranks)
             explained = step_time(run, replace(rates, a_step=0.0)).total
             found.append(max(0.0, sum(taken) - explained) / collectives(run))
         return replace(rates, meetings=tuple(found))

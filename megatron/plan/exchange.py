@@ -23,7 +23,8 @@ SUMS_OF_EMBEDDING = 2
 def seconds(run: Run, rates: Rates) -> float:
     """All of it."""
     norm = rates.all_reduce(1) if run.ranks > 1 else 0.0
-    met = collectives(run) * rates.meetings[run.config.zero.zero_stage]
+    is_whole = run.policy.split_params and not run.split_units
+    met = collectives(run) * rates.meetings[-1 if is_whole else run.config.zero.zero_stage]
     apart = _tensor_parallel(run, rates) * run.accumulation
     return norm + met + apart + _gradients(run, rates) + _weights(run, rates)
 

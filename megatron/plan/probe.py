@@ -26,7 +26,7 @@ from megatron.launch import distributed
 from megatron.launch.exits import run
 from megatron.plan.activations import Device
 from megatron.plan.derived import rates_of
-from megatron.plan.rates import CALM, STAGES, Rates, Where
+from megatron.plan.rates import CALM, Rates, Where
 from megatron.plan.sighting import Beside, Both, Exchange, Sighting, Taken, Variants, least, spread
 from megatron.plan.sizes import SIZES, Shape, Sizes
 from megatron.plan.small_models import seconds_in_training, steps_in_turn
@@ -94,7 +94,7 @@ class Probe:
             blocks=tuple(self._steps(shape, shape.larger) for shape in self.sizes.shapes),
             largest=self._steps(self.sizes.largest)[0],
             variants=Variants(*self._steps(first, first._replace(stage=3), first._replace(recomputes=True))),
-            together=() if is_solo else tuple(self._together(stage) for stage in range(STAGES)),
+            together=() if is_solo else tuple(map(self._together, first.larger.together)),
             cut=self._cut(),
             training=seconds_in_training(first.larger, self.precision, self.watch, self.data_parallel),
             host=() if self.kind == "cpu" else self._host_updates())
@@ -181,8 +181,7 @@ class Probe:
         """`Taken` of each, in turn."""
         return tuple(steps_in_turn(shapes, self.precision, self.watch))
 
-    def _together(self, stage: int) -> Taken:
-        shape = self.sizes.shapes[0].larger._replace(stage=stage)
+    def _together(self, shape: Shape) -> Taken:
         return steps_in_turn((shape,), self.precision, self.watch, self.data_parallel)[0]
 
     def _cut(self) -> tuple[Taken, ...]:

@@ -116,7 +116,8 @@ class Rates:
     split_unit: float
     """Seconds that a unit of split parameters takes in a pass, beside its exchange."""
     meetings: tuple[float, ...]
-    """By ZeRO stage: seconds that ranks take for a collective, beside the wire itself."""
+    """By ZeRO stage, and last at stage 3 where all parameters stay whole: seconds that ranks take for a collective,
+    beside the wire itself."""
     inner_sum: float
     """The same, of tensor parallel ranks inside of layers."""
     all_reduce: Curve
@@ -146,13 +147,13 @@ class Rates:
         rates = Rates(**made)
         empty = {name for name, value in made.items() if isinstance(value, Curve) and not value.points}
         _check(not empty or rates.where.ranks == 1 and empty <= EXCHANGES, "a curve has no points")
-        _check(len(rates.meetings) == STAGES and rates.hides <= 1, "a number is out of range")
+        _check(len(rates.meetings) == MEETINGS and rates.hides <= 1, "a number is out of range")
         return rates
 
 
 EXCHANGES = {"all_reduce", "reduce_scatter", "all_gather"}
 """Curves that one rank has no points of."""
-STAGES = 4
+MEETINGS = 5
 CALM = 1.2
 """Spread of a probe that nobody disturbed, at most."""
 

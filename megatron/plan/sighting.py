@@ -69,7 +69,7 @@ class Sighting(NamedTuple):
     largest: Taken
     variants: Variants
     together: tuple[Taken, ...]
-    """The first shape with more blocks, data parallel over all ranks, by ZeRO stage; () of one rank."""
+    """The first shape with more blocks, data parallel over all ranks: `Shape.together`; () of one rank."""
     cut: tuple[Taken, ...]
     """`Sizes.cut`; () where there is none."""
     training: float

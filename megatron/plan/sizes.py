@@ -27,11 +27,18 @@ class Shape(NamedTuple):
     layers: int = 1
     stage: int = 0
     recomputes: bool = False
+    is_whole: bool = False
+    """Stage 3 splits no parameter."""
     tp: int = 1
 
     @property
     def larger(self) -> Shape:
         return self._replace(layers=self.layers + MORE_LAYERS)
+
+    @property
+    def together(self) -> list[Shape]:
+        """As ranks meet: at every stage, and at stage 3 with whole parameters (Rates.meetings)."""
+        return [*(self._replace(stage=stage) for stage in range(4)), self._replace(stage=3, is_whole=True)]
 
     @property
     def heads(self) -> int:
@@ -46,7 +53,8 @@ class Shape(NamedTuple):
             "num_layers": self.layers, "hidden_size": self.hidden, "vocab_size": VOCABULARY, "lr": 1e-6,
             "num_attention_heads": self.heads, "model_parallel_size": self.tp, "max_position_embeddings": self.sequence,
             "batch_size": self.batch, "attention_dropout": 0.0, "hidden_dropout": 0.0, "zero_stage": self.stage,
-            "stage3_param_persistence_threshold": 0, "checkpoint_activations": self.recomputes,
+            "stage3_param_persistence_threshold": 1 << 60 if self.is_whole else 0,
+            "checkpoint_activations": self.recomputes,
             "clip_grad": 1.0, "mock_data": True, "eval_interval": 0,
             "train_iters": STEPS_IN_TRAINING, "log_interval": 2 * STEPS_IN_TRAINING,
             "tokenizer_type": "ByteLevelTokenizer", "compile": False,  # of many shapes it would take minutes

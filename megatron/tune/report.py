@@ -86,7 +86,8 @@ def verdict(asked: Run, trials: Mapping[Choice, Outcome], found: Choice, legal: 
     seconds = trials[found].seconds
     assert seconds is not None, "the best one was measured"
     told = dict.fromkeys((metric(asked, seconds), f"{1e3 * seconds:.4g} {WORDS['latency']}"))
-    return [f"fastest: {', '.join(told)}{_range(trials[found])}, after {counted(len(trials), 'trial')} of {counted(legal, 'choice')}",
+    return [f"fastest: {', '.join(told)}{_range(trials[found])}, "
+            f"after {counted(len(trials), 'trial')} of {counted(legal, 'choice')}",
             *_alike(trials, found), *advice(asked, found)]
 
 
@@ -104,8 +105,8 @@ def _alike(trials: Mapping[Choice, Outcome], found: Choice) -> list[str]:
     near = sum(outcome.seconds is not None and outcome.seconds <= slowest for outcome in others)
     if not near:
         return []
-    return [f"note: {counted(near, 'other choice')} cannot be told apart from it by these times; where they are far apart, "
-            "tune while the machine is idle"]
+    return [f"note: {counted(near, 'other choice')} cannot be told apart from it by these times; where they are far "
+            "apart, tune while the machine is idle"]
 
 
 def counted(number: int, noun: str) -> str:

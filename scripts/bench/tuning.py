@@ -95,7 +95,8 @@ def compare(flags: Sequence[str], place: Path, rounds: int) -> None:
         measure([*dict.fromkeys([*ordered[:FINALISTS], own[pick]])])
     first = min(outcomes, key=lambda one: seconds_of(outcomes, one))
     limit, found = seconds_of(outcomes, first), seconds_of(outcomes, own[pick])
-    print(f"best of {len(outcomes)} choices, {len(own)} that differ ({seconds:.0f} s): {' '.join(first.flags(asked, samples))}, "
+    print(f"best of {len(outcomes)} choices, {len(own)} that differ ({seconds:.0f} s): "
+          f"{' '.join(first.flags(asked, samples))}, "
           f"{1e3 * limit:.4g} ms; pick after {len(searched)} trials: {' '.join(own[pick].flags(asked, samples))}, "
           f"{1e3 * found:.4g} ms: {limit / found:.1%} of the best, with {len(searched) / len(outcomes):.0%} of the "
           "trials")

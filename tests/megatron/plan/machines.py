@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.plan.rates import Curve, Rates, Surface, Where
+from megatron.plan.rates import MEETINGS, Curve, Rates, Surface, Where
 
 FLOPS, BYTES = 1e11, 1e9
 
@@ -25,7 +25,7 @@ def machine(ranks: int = 1, **changes: Any) -> Rates:
         backward=level(FLOPS), attention_forward=nothing, attention_backward=nothing, dropping_forward=nothing,
         dropping_backward=nothing, block_forward=nothing, block_backward=nothing, replay=0.0, dropout_forward=nothing,
         dropout_backward=nothing, loss=nothing, update=nothing, a_pass=0.0, a_step=0.0, split_unit=0.0,
-        meetings=(0.0,) * 4, inner_sum=0.0,
+        meetings=(0.0,) * MEETINGS, inner_sum=0.0,
         all_reduce=proportional(2 / BYTES), reduce_scatter=proportional(1 / BYTES), all_gather=proportional(1 / BYTES),
         hides=0.0, link=0.0, host_update=nothing)
     return Rates(**(told | changes))

@@ -15,7 +15,7 @@ from megatron.plan import small_models, stopwatch
 from megatron.plan.activations import Device
 from megatron.plan.derived import rates_of
 from megatron.plan.probe import MOST_SWEEPS, Probe
-from megatron.plan.rates import CALM, Rates, Where
+from megatron.plan.rates import CALM, MEETINGS, Rates, Where
 from megatron.plan.sighting import Beside, Both, Exchange, Sighting, Taken, Variants, least, spread
 from megatron.plan.sizes import MORE_LAYERS, SIZES, Shape
 from megatron.plan.stopwatch import Stopwatch
@@ -46,7 +46,7 @@ def made_up(seed: int, ranks: int, device: Device = "cpu") -> Sighting:
     blocks = tuple(pair() for _ in sizes.shapes)
     first, larger = blocks[0]
     together = tuple(grown(larger, forward=rng.uniform(2e-3, 5e-3), backward=rng.uniform(2e-3, 5e-3))
-                     for _ in range(4 if ranks > 1 else 0))
+                     for _ in range(MEETINGS if ranks > 1 else 0))
     return Sighting(
         tuple(tuple(both() for _ in sizes.widths) for _ in sizes.rows),
         tuple(both() for _ in sizes.lengths), tuple(both() for _ in sizes.lengths),
@@ -79,11 +79,10 @@ def test_the_models_of_the_probe_are_predicted_to_take_what_they_took(seed: int)
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("stage", range(4))
-def test_so_are_those_of_two_ranks(stage: int, seed: int) -> None:
+@pytest.mark.parametrize("kind", range(MEETINGS))
+def test_so_are_those_of_two_ranks(kind: int, seed: int) -> None:
     seen, larger = made_up(seed, 2), SIZES["cpu"].shapes[0].larger
-    shape = larger._replace(stage=stage)
-    assert predicted(shape, rates(seen, 2), 2) == pytest.approx(sum(seen.together[stage]) + 3e-3)
+    assert predicted(larger.together[kind], rates(seen, 2), 2) == pytest.approx(sum(seen.together[kind]) + 3e-3)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -95,7 +94,7 @@ def test_so_are_those_of_tensor_parallel_ranks(seed: int) -> None:
 def test_differences_that_only_a_busy_machine_makes_are_nothing_below_zero() -> None:
     seen = made_up(0, 2)
     few, many = seen.blocks[0]
-    odd = seen._replace(training=0.0, blocks=((many, few), *seen.blocks[1:]), together=(Taken(0, 0, 0),) * 4,
+    odd = seen._replace(training=0.0, blocks=((many, few), *seen.blocks[1:]), together=(Taken(0, 0, 0),) * MEETINGS,
                         variants=Variants(many, few, few))
     assert Rates.of(rates(odd, 2).as_dict()) == rates(odd, 2)
 
@@ -188,7 +187,7 @@ def sweep(rank: int, world: int) -> tuple[Sighting, int]:
 
 def test_a_sweep_of_two_ranks_sees_the_same_on_both_and_trains_together() -> None:
     (one, sent), (other, _) = run_ranks(sweep, 2)
-    assert one == other and len(one.together) == 4 and len(one.cut) == 1 and len(one.exchanges) == 2
+    assert one == other and len(one.together) == MEETINGS and len(one.cut) == 1 and len(one.exchanges) == 2
     assert sent >= 5  # gradients of each step, at least
     everything: list[Any] = [one]
     while everything:

@@ -54,7 +54,7 @@ def changed(record: dict[str, Any], place: str, value: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("place, value", [
     ("a_pass", math.nan), ("a_pass", -1), ("link", math.inf), ("hides", 1.5), ("meetings", [0.0]),
-    ("meetings", [0.0, 0.0, -1.0, 0.0]), ("update.points", []), ("update.points.0", [1.0]),
+    ("meetings", [0.0, 0.0, -1.0, 0.0, 0.0]), ("update.points", []), ("update.points.0", [1.0]),
     ("update.points.0.0", 1e30), ("update.points.0.1", 0.0), ("update.points.0.1", math.nan), ("all_reduce.points", []),
     ("forward.rows", [1e6, 1.0]), ("forward.rows", []), ("forward.rates", [[1.0, 1.0]]),
     ("forward.rates.1", [1.0]), ("forward.rates.1.0", 0.0), ("forward.rates.1.0", math.inf), ("where.ranks", 0),

@@ -105,7 +105,7 @@ def test_no_more_hides_than_there_is_to_hide_behind_and_than_is_sent() -> None:
 
 
 def test_meetings_are_by_the_collective_and_the_stage() -> None:
-    rates = machine(2, meetings=(1.0, 2.0, 3.0, 4.0))
+    rates = machine(2, meetings=(1.0, 2.0, 3.0, 4.0, 5.0))
     for stage, expected in ((0, 4), (1, 16), (2, 36), (3, 80)):  # three blocks and the root, two micro-batches
         run = planned("--ranks", "2", "--zero-stage", str(stage), "--global-batch-size", "8")
         more = step_time(run, rates).exchange - step_time(run, machine(2)).exchange
@@ -114,11 +114,13 @@ def test_meetings_are_by_the_collective_and_the_stage() -> None:
 
 
 def test_what_stays_whole_under_stage_3_is_not_collected() -> None:
-    rates = machine(2, split_unit=10.0)
+    rates = machine(2, split_unit=10.0, meetings=(1.0, 2.0, 3.0, 4.0, 5.0))
     everything, nothing, matrices_only = "0", str(10**9), "100"
-    for threshold, units in ((everything, 4), (nothing, 0), (matrices_only, 4)):
+    for threshold, units, met in ((everything, 4, 4.0 * 10), (nothing, 0, 5.0 * 2), (matrices_only, 4, 4.0 * 12)):
         run = planned("--ranks", "2", "--zero-stage", "3", "--stage3-param-persistence-threshold", threshold)
-        assert step_time(run, rates).rest - step_time(run, machine(2)).rest == pytest.approx(10 * units)
+        step, plain = step_time(run, rates), step_time(run, machine(2))
+        assert step.rest - plain.rest == pytest.approx(10 * units)
+        assert step.exchange - plain.exchange == pytest.approx(met)
 
 
 def test_tensor_parallel_ranks_share_the_products_and_sum_twice_a_block_and_direction() -> None:
