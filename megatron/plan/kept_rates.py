@@ -18,7 +18,6 @@ import platform
 import subprocess
 import sys
 import tempfile
-import time
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -35,8 +34,8 @@ from megatron.version import DISTRIBUTION, __version__
 
 LONGEST = 600
 """Seconds of a probe, on a machine that is very busy."""
-A_MOMENT = 0.5
-"""Seconds: whoever waited longer to measure waited for another who did."""
+LOCK = Path(tempfile.gettempdir()) / f"{DISTRIBUTION}-{os.getuid()}.measuring"
+"""Of this machine: the folder of rates may be one that many share."""
 SHOWN = 300
 """Letters of what a probe that failed said last."""
 ELSEWHERE = "give --rates FILE, measured on a machine with GPUs"
@@ -70,11 +69,10 @@ def _of_this_machine(run: Run, ranks_per_node: int, again: bool) -> Rates:
         return kept
     with named_by("the folder of measured rates"):
         file.parent.mkdir(parents=True, exist_ok=True)
-        asked = time.monotonic()
-        with exclusive(file.parents[1] / ".measuring"):  # two at once would measure each other
-            has_waited = time.monotonic() - asked > A_MOMENT
-            if (has_waited or not again) and (kept := _kept(file, found)):
-                return kept
+        before = _changed(file)
+        with exclusive(LOCK):  # two at once would measure each other
+            if (not again or _changed(file) != before) and (kept := _kept(file, found)):
+                return kept  # which another has measured meanwhile
             text = _measured(run, ranks, found["machine"])
             with staged_file(str(file)) as out:
                 out.write(text)
@@ -88,6 +86,13 @@ def _kept(file: Path, here: dict[str, str]) -> Rates | None:
         if all(str(getattr(rates.where, name)) == here[name] for name in ("machine", "device", "precision", "ranks")):
             return rates
     return None
+
+
+def _changed(file: Path) -> int | None:
+    try:
+        return file.stat().st_mtime_ns
+    except OSError:
+        return None
 
 
 def folder() -> Path:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -266,6 +268,28 @@ def test_a_machine_is_measured_once_for_each_number_of_ranks(probes: list[list[s
     assert len(probes) == 2
     kept_rates.rates_for(planned(), again=True)
     assert len(probes) == 3
+
+
+@pytest.mark.parametrize("again, measured_meanwhile", [(False, 1), (True, 1), (False, 2), (True, 2)])
+def test_who_waits_for_a_probe_takes_its_rates_if_they_are_the_ones_that_were_asked_for(
+        again: bool, measured_meanwhile: int, probes: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """While this one waits for its turn another measures, for so many ranks."""
+    kept_rates.rates_for(planned())
+    file, = kept_rates.folder().iterdir()
+    if not again:
+        file.unlink()
+    probes.clear()
+
+    @contextmanager
+    def waiting(_: Path) -> Iterator[None]:
+        with monkeypatch.context() as others:
+            others.setattr(kept_rates, "exclusive", lambda _: nullcontext())
+            kept_rates.rates_for(planned("--ranks", str(measured_meanwhile)), again=True)
+        yield
+
+    monkeypatch.setattr(kept_rates, "exclusive", waiting)
+    assert kept_rates.rates_for(planned(), again=again).where.ranks == 1
+    assert len(probes) == measured_meanwhile
 
 
 @pytest.mark.parametrize("broken", ['{"where"', '"machine": "elsewhere"', '"hides": NaN'])
