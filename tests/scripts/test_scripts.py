@@ -288,6 +288,18 @@ def test_before_anything_is_trained_a_line_says_how(repository, settings, words)
     assert result.stderr.startswith("error: nothing is trained in") and words in result.stderr
 
 
+@pytest.mark.parametrize("failing, code", [("", 0), ("flake8", 1), ("mypy", 1), ("pytest", 5)])
+def test_the_tests_end_with_the_code_of_what_failed(repository, tmp_path, failing, code):
+    """Also 0, when nothing did: what the script does on its way out must not count."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\ncase "$*" in *"-m {failing or "nothing"}"*) exit 5;; esac\n')
+    python.chmod(0o755)
+    result = run(repository, "test.sh", PYTHON=str(python))
+    assert result.returncode == code, result.stderr
+    for tool in ("flake8", "mypy"):
+        assert f"{tool}: {'failed' if tool == failing else 'passed'}" in result.stderr
+
+
 def test_every_script_is_sound_bash():
     for script in [*ROOT.glob("scripts/*.sh"), ROOT / ".ci" / "run"]:
         subprocess.run(["bash", "-n", str(script)], check=True)
