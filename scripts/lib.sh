@@ -98,22 +98,25 @@ add_recipe() {
     case "$DEVICE:$PRESET" in
         *:tiny) FLAGS+=(--batch-size 8 --train-iters 500 --lr 3e-3 --min-lr 3e-4 --warmup 0.05
                         --eval-interval 250 --eval-iters 10 --save-interval 250) ;;
-        cpu:*)  FLAGS+=($(python -m megatron.train.processor))  # --bf16 where the processor has it
+        cpu:*)  given --fp16 "$@" || FLAGS+=($(python -m megatron.train.processor))  # --bf16 where the processor has it
                 FLAGS+=(--batch-size 8 --train-iters 240 --lr 1e-3 --min-lr 1e-4 --warmup 0.1
                         --eval-interval 120 --eval-iters 5 --save-interval 60) ;;
-        gpu:*)  FLAGS+=(--bf16 --batch-size 16 --train-iters 1500 --lr 6e-4 --min-lr 6e-5 --warmup 0.1
+        gpu:*)  given --fp16 "$@" || FLAGS+=(--bf16)
+                FLAGS+=(--batch-size 16 --train-iters 1500 --lr 6e-4 --min-lr 6e-5 --warmup 0.1
                         --eval-interval 250 --eval-iters 10 --save-interval 500) ;;
     esac
     if [[ $DEVICE == gpu && ( -z "$DRY_RUN" || -n "${CARD_GB:-}" ) ]] && ! fits "$@"; then FLAGS+=(--checkpoint-activations); fi
 }
 
-fits() {  # ARGUMENTS...: whether the planner puts the run on this node's first GPU without recomputation
-    local gb
+fits() {  # ARGUMENTS...: whether the planner puts the run on this node's first GPU without recomputation. Of flags that
+    # make no run the trainer will say so.
+    local gb plan
     gb="${CARD_GB:-$(python -c 'import torch; print(torch.cuda.get_device_properties(0).total_memory / 1e9)')}"
-    python -m megatron.plan "${FLAGS[@]}" "$@" --ranks $((GPUS_PER_NODE * NNODES)) --card-gb "$gb" --json 2>/dev/null |
-        python -c 'import json, sys
+    plan="$(python -m megatron.plan "${FLAGS[@]}" "$@" --ranks $((GPUS_PER_NODE * NNODES)) --card-gb "$gb" --json 2>/dev/null)" ||
+        return 0
+    python -c 'import json, sys
 rows = json.load(sys.stdin)["rows"]
-sys.exit(not all(card["fits"] for row in rows if row["chosen"] for card in row["cards"].values()))'
+sys.exit(not all(card["fits"] for row in rows if row["chosen"] for card in row["cards"].values()))' <<<"$plan"
 }
 
 plan_only() {  # ARGUMENTS...: print the plan. Does not return

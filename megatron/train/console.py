@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -123,7 +123,11 @@ def console_line(window: Sequence[StepMetrics], train_iters: int) -> str:
     last, count = window[-1], len(window)
     seconds = sum(m.step_ms for m in window) / 1e3
     losses = [m.lm_loss for m in window if not m.skipped] or [math.nan]
-    rate = sum(m.tokens_per_s * m.step_ms for m in window) / 1e3 / seconds
+
+    def over_time(rates: Iterable[float]) -> float:
+        return sum(rate * m.step_ms for rate, m in zip(rates, window, strict=True)) / 1e3 / seconds
+
+    mfus = [m.mfu for m in window if m.mfu is not None]
     parts = [
         f" iteration {last.iteration:8d}/{train_iters:8d}",
         f"elapsed time per iteration (ms): {seconds * 1e3 / count:.1f}",
@@ -131,9 +135,9 @@ def console_line(window: Sequence[StepMetrics], train_iters: int) -> str:
         f"lm loss {sum(losses) / len(losses):.6E}",
         f"loss scale {last.loss_scale:.1f}",
         f"grad norm {last.grad_norm:.3f}",
-        f"tokens/s {rate:.0f}",
-        f"TFLOP/s {sum(m.tflops * m.step_ms for m in window) / 1e3 / seconds:.2f}",
-        *([f"MFU {100 * last.mfu:.1f}%"] if last.mfu is not None else []),
+        f"tokens/s {over_time(m.tokens_per_s for m in window):.0f}",
+        f"TFLOP/s {over_time(m.tflops for m in window):.2f}",
+        *([f"MFU {100 * over_time(mfus):.1f}%"] if mfus else []),
         f"memory {last.max_memory_bytes / 2**30:.2f} GiB",
         *_of_dropping(window),
         *_of_drive(window),

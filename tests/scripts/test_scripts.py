@@ -239,8 +239,39 @@ esac
 def test_the_precision_on_a_cpu_is_what_the_processor_is_fit_for(repository):
     argv = json.loads(run(repository, "pretrain_gpt2.sh").stdout)["argv"]
     assert argv.count("--bf16") == 1
+    assert "--bf16" not in json.loads(run(repository, "pretrain_gpt2.sh", "--fp16").stdout)["argv"]
     (repository / "megatron" / "train" / "processor.py").write_text("")
     assert "--bf16" not in json.loads(run(repository, "pretrain_gpt2.sh").stdout)["argv"]
+
+
+@pytest.fixture
+def one_gpu(repository: Path, tmp_path: Path) -> dict[str, str]:
+    """Settings under which the scripts find a GPU: the driver's tool and torch say that there is one."""
+    tool = tmp_path / "driver" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\necho GPU 0\n")
+    tool.chmod(0o755)
+    (repository / "torch.py").write_text("from types import SimpleNamespace\ncuda = SimpleNamespace(\n"
+                                         "    device_count=lambda: 1,\n"
+                                         "    get_device_properties=lambda i: SimpleNamespace(total_memory=8e9))\n")
+    return {"PATH": f"{tool.parent}:{os.environ['PATH']}"}
+
+
+@pytest.mark.parametrize("asked, given", [((), ["--bf16"]), (("--fp16",), ["--fp16"])])
+def test_a_run_on_a_gpu_is_in_bf16_unless_the_user_asks_for_fp16(repository, one_gpu, asked, given):
+    result = run(repository, "pretrain_gpt2.sh", *asked, **one_gpu)
+    assert [word for word in json.loads(result.stdout)["argv"] if word in ("--bf16", "--fp16")] == given
+    assert "1 of 1 GPUs: the 124M model" in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("plan, recomputed", [("print('{\"rows\": []}')", False), ("raise SystemExit(2)", False), (
+    "print('{\"rows\": [{\"chosen\": true, \"cards\": {\"8\": {\"fits\": false}}}]}')", True)])
+def test_a_run_that_does_not_fit_a_gpu_recomputes(repository, one_gpu, plan, recomputed):
+    """Where there is no plan, the flags make no run, and the trainer says so."""
+    (repository / "megatron" / "plan.py").write_text(plan)
+    result = run(repository, "pretrain_gpt2.sh", **one_gpu)
+    assert ("--checkpoint-activations" in json.loads(result.stdout)["argv"]) == recomputed
+    assert "Traceback" not in result.stderr
 
 
 def test_what_the_guide_pages_make_is_not_seen_by_git():

@@ -90,6 +90,8 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
               "the ranks give zero.initialize different configurations")
     device = device or distributed.device_for(distributed.read_environment())
     if device.type == "cuda":
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         torch.cuda.set_device(device)  # also where the script has met by itself: control messages go by way of it
     _move_buffers(model, device, DTYPES[config.precision.name])
     with config.words.speaking():

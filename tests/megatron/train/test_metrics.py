@@ -153,11 +153,17 @@ def test_the_console_line_is_the_classic_one_at_every_log_interval(tmp_path: Pat
         assert float(match[4]) == pytest.approx(sum(window) / 3, rel=1e-6), "the mean since the line before"
 
 
-def test_the_console_line_leaves_skipped_steps_out_of_the_loss() -> None:
-    def step(number: int, loss: float, skipped: bool) -> StepMetrics:
-        return StepMetrics(number, loss, math.inf if skipped else 1.0, 1e-3, 64.0, skipped, 4, "", 10.0, 100.0, 1.0,
-                           0.5, 2**30)
+def step(number: int, loss: float, skipped: bool = False, milliseconds: float = 10.0, mfu: float = 0.5) -> StepMetrics:
+    return StepMetrics(number, loss, math.inf if skipped else 1.0, 1e-3, 64.0, skipped, 4, "", milliseconds, 100.0,
+                       2 * mfu, mfu, 2**30)
 
+
+def test_rates_of_the_console_line_are_all_over_the_same_time() -> None:
+    line = console_line([step(1, 2.0, milliseconds=30.0, mfu=0.1), step(2, 2.0, milliseconds=10.0, mfu=0.3)], 10)
+    assert "TFLOP/s 0.30" in line and "MFU 15.0%" in line
+
+
+def test_the_console_line_leaves_skipped_steps_out_of_the_loss() -> None:
     line = console_line([step(1, 2.0, False), step(2, 99.0, True), step(3, 4.0, False)], 10)
     assert CONSOLE.fullmatch(line) and "lm loss 3.000000E+00" in line and line.endswith("skipped 1")
     assert "elapsed time per iteration (ms): 10.0" in line and "tokens/s 100 " in line and "MFU 50.0%" in line
