@@ -25,21 +25,25 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _BLOCK = 8192
 _WARPS = 16
+_LEAST = tl.constexpr(-3.4028234663852886e38)
+"""Below every logit: where a maximum starts, since -inf - -inf is no number."""
 
 
 @triton.jit
 def _summary(row, columns, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    top = -float("inf")
-    total = 0.0
+    """Each place of a block has its own maximum and sum, so that threads wait for each other once a row."""
+    tops = tl.full([BLOCK], _LEAST, tl.float32)
+    totals = tl.zeros([BLOCK], tl.float32)
     for start in range(0, WIDTH, BLOCK):
         at = start + tl.arange(0, BLOCK)
         x = tl.load(row + at, mask=at < WIDTH, other=0.0, eviction_policy="evict_last").to(tl.float32)
         x = tl.where(at < columns, x, -float("inf"))
-        highest = tl.maximum(top, tl.max(x, 0))
-        base = tl.where(highest == -float("inf"), 0.0, highest)  # nothing but padding so far
-        total = total * tl.exp(top - base) + tl.sum(tl.exp(x - base), 0)
-        top = highest
-    return top, total
+        apart = tl.exp(-tl.abs(x - tops))  # one exponential: of the two that a running sum needs, one is of 0
+        totals = tl.where(x > tops, totals * apart + 1.0, totals + apart)
+        tops = tl.maximum(tops, x)
+    top = tl.max(tops, 0)
+    total = tl.sum(totals * tl.exp(tops - top), 0)
+    return tl.where(top == _LEAST, -float("inf"), top), total
 
 
 @triton.jit

@@ -101,7 +101,8 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 
 
 def device_for(env: Environment, backend: str | None = None) -> torch.device:
-    """The device of this rank: its own GPU, or the CPU. With gloo, and only then, ranks may share a GPU.
+    """The device of this rank: its own GPU, or the CPU. With gloo, and only then, ranks may share a GPU; what backend
+    ranks have met by counts where none is named.
 
     Slurm's --gpus-per-task=1 shows each rank one GPU, its own, as number 0.
     """
@@ -110,6 +111,8 @@ def device_for(env: Environment, backend: str | None = None) -> torch.device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
         return torch.device("cpu")
+    if backend is None and torch.distributed.is_initialized():
+        backend = torch.distributed.get_backend()
     if env.local_rank >= count and backend != "gloo" and not (count == 1 and _is_shown_its_own_gpu()):
         raise ConfigError(
             f"rank {env.rank} needs GPU {env.local_rank}, but this node has {count}: start at most {count} ranks per "

@@ -1,6 +1,7 @@
 """One transformer block, pre-LayerNorm: x + attention(LN(x)), then x + MLP(LN(x)).
 
-`scale` multiplies both branches: what is left out in other steps counts for more in this one (layer_drop.py).
+`scale`, where there is one, multiplies both branches: what is left out in other steps counts for more in this one
+(layer_drop.py).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Block(nn.Module):
         self.ln_2 = init.norm(config.hidden_size, config.layernorm_epsilon)
         self.mlp = MLP(config, init.at("mlp"), tp)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Tensor:  # [b, s, h] -> [b, s, h]
+    def forward(self, x: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:  # [b, s, h] -> [b, s, h]
         x = _plus(x, self._drop(self.attn(self.ln_1(x), mask)), scale)
         return _plus(x, self._drop(self.mlp(self.ln_2(x))), scale)
 
@@ -34,7 +35,9 @@ class Block(nn.Module):
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
 
 
-def _plus(x: Tensor, branch: Tensor, scale: float) -> Tensor:
+def _plus(x: Tensor, branch: Tensor, scale: float | None) -> Tensor:
     """x + scale * branch: one launch. In a compiled graph it is one anyway, and there an `alpha` would be a constant:
-    each new scale would be compiled again."""
+    each new scale would be compiled again. (Without a scale its backward has no product.)"""
+    if scale is None:
+        return x + branch
     return x + branch * scale if torch.compiler.is_compiling() else torch.add(x, branch, alpha=scale)
