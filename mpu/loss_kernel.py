@@ -5,7 +5,7 @@
     lose_and_differentiate both, where one rank has all columns, and the loss
 
 The last reads a row of logits from memory and writes it once: 4 bytes a 16-bit logit. It reads the row twice, but the
-second time the row (100 KB) is in the cache of the device. Loads are masked by the width of the buffer, which is
+second time part of it is in the cache of the device (decision 002 has what was measured). Loads are masked by the width of the buffer, which is
 padded, and not by the number of real columns, which is odd: only aligned masks allow loads of 16 bytes.
 
 Importing this file needs Triton, which comes with torch for CUDA; loss_accelerator.py asks whether it is there.
@@ -23,8 +23,8 @@ from triton.runtime.interpreter import InterpretedFunction
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-_BLOCK = 8192
-_WARPS = 16
+_BLOCK = 2048
+_WARPS = 8
 _LEAST = tl.constexpr(-3.4028234663852886e38)
 """Below every logit: where a maximum starts, since -inf - -inf is no number."""
 

@@ -32,20 +32,26 @@ NNODES="${NNODES:-1}" NODE_RANK="${NODE_RANK:-0}" MASTER_ADDR="${MASTER_ADDR:-lo
 DRY_RUN=""
 if given --dry-run "$@"; then DRY_RUN=yes; fi
 
-gpu_count() {  # GPUs that torch can use; asks torch (2 s) only where the driver's tool says there is one
+# Sets GPUS, how many torch can use, and GPU_BYTES, the memory of the first. Asks torch (seconds) once, and only where
+# the driver's tool says that there is one.
+GPUS="" GPU_BYTES=""
+look_for_gpus() {
+    local found="0 0"
+    [[ -z "$GPUS" ]] || return 0
     if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; then
-        python -c 'import torch; print(torch.cuda.device_count())'
-    else
-        echo 0
+        found="$(python -c 'import torch
+count = torch.cuda.device_count()
+print(count, torch.cuda.get_device_properties(0).total_memory if count else 0)')"
     fi
+    read -r GPUS GPU_BYTES <<<"$found"
 }
 
 # Sets GPUS_PER_NODE (ranks on this node), DEVICE (gpu or cpu) and PRESET. $1: ranks wanted without word from the
 # environment (a number, or `all` for every GPU); $2: the fewest that make sense.
 choose_ranks() {
     local gpus
-    gpus="$(gpu_count)"
-    DEVICE=gpu
+    look_for_gpus
+    gpus="$GPUS" DEVICE=gpu
     if [[ -n "$DRY_RUN" && "$gpus" -lt "$2" ]]; then gpus="$2"; fi
     if [[ "$gpus" -lt "$2" ]]; then
         DEVICE=cpu
@@ -75,7 +81,7 @@ choose_ranks() {
 }
 
 real_size() {  # PRESET: the model that a script is for, unless the environment names one or there is no GPU to train it
-    [[ -n "${PRESET:-}" ]] || [[ -z "$DRY_RUN" && "$(gpu_count)" -eq 0 ]] || PRESET="$1"
+    [[ -n "${PRESET:-}" ]] || { look_for_gpus; [[ -z "$DRY_RUN" && "$GPUS" -eq 0 ]]; } || PRESET="$1"
 }
 
 # Adds the flags of a corpus to FLAGS, unless the user brings one.
@@ -111,7 +117,7 @@ add_recipe() {
 fits() {  # ARGUMENTS...: whether the planner puts the run on this node's first GPU without recomputation. Of flags that
     # make no run the trainer will say so.
     local gb plan
-    gb="${CARD_GB:-$(python -c 'import torch; print(torch.cuda.get_device_properties(0).total_memory / 1e9)')}"
+    gb="${CARD_GB:-$((GPU_BYTES / 1000000000))}"
     plan="$(python -m megatron.plan "${FLAGS[@]}" "$@" --ranks $((GPUS_PER_NODE * NNODES)) --card-gb "$gb" --json 2>/dev/null)" ||
         return 0
     python -c 'import json, sys

@@ -71,14 +71,16 @@ import importlib.metadata as metadata
 import sys
 
 for line in open(sys.argv[1]):
-    name, _, version = line.strip().partition("==")
+    wanted, conditional, _ = line.strip().partition(";")  # of which pip decides
+    name, _, version = wanted.partition("==")
     if not name or name.startswith("#"):
         continue
     try:
         present = metadata.version(name)
     except metadata.PackageNotFoundError:
         present = ""
-    if not present or sys.argv[2] == "yes" and present.partition("+")[0] != version:
+    # What is conditional may have come with torch, in the version that torch wants.
+    if not present or sys.argv[2] == "yes" and not conditional and present.partition("+")[0] != version:
         print(line.strip())
 PY
 }

@@ -7,7 +7,9 @@ backend does them, whatever the device: on the CPU too an all-reduce is gloo's, 
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, cast
 
 import torch
 import torch.distributed._functional_collectives  # what the operations return without running them
@@ -19,15 +21,30 @@ from mpu.wire.interface import Op
 from mpu.wire.native import widened
 
 
+def by_the_host(collective: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """By way of the host, where ranks that share an accelerator have met over gloo. It takes tensors of a GPU as well,
+    but a run of two ranks with tensor parallelism was ended by SIGSEGV inside of it (torch 2.11)."""
+    @wraps(collective)
+    def travel(x: Tensor, group: Group, *how: Any) -> Tensor:
+        if x.device.type == "cpu" or not group.sends_from_host:
+            return collective(x, group, *how)
+        return collective(x.cpu(), group, *how).to(x.device)
+
+    return travel
+
+
+@by_the_host
 def all_reduce(x: Tensor, group: Group, op: Op) -> Tensor:
     return _arrived(torch.ops._c10d_functional.all_reduce(x, op, group.name_for(x)))
 
 
+@by_the_host
 def all_gather(x: Tensor, group: Group) -> Tensor:
     """[n, ...] of each rank -> [size * n, ...] in rank order."""
     return _arrived(torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), group.size, group.name_for(x)))
 
 
+@by_the_host
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     """[size * n, ...] -> this rank's [n, ...] of the sum, which is taken in fp32 where x is narrower."""
     wide, name = x.to(widened(x.dtype)).contiguous(), group.name_for(x)

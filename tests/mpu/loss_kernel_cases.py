@@ -16,8 +16,10 @@ from mpu.vocab_share import Share
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SHAPES = [(3, 37, 64), (5, 50, 50), (2, 1000, 1024), (2, 16_500, 16_512), (2, 8192, 8192), (1, 1, 16)]
-"""Rows, real columns, width: less than a block of the kernel, several, one exactly, odd widths."""
+BLOCK = loss_kernel._BLOCK
+SHAPES = [(3, 37, 64), (5, 50, 50), (2, 1000, 1024), (2, 8 * BLOCK + 116, 8 * BLOCK + 128), (2, BLOCK, BLOCK),
+          (2, BLOCK - 1, 3 * BLOCK), (1, 1, 16)]
+"""Rows, real columns, width: less than a block of the kernel, several, one exactly, blocks of padding, odd widths."""
 
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 """Of one number as it is stored: a unit in the last place, as Triton's interpreter cuts bf16 numbers off."""

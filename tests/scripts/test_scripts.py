@@ -251,9 +251,10 @@ def one_gpu(repository: Path, tmp_path: Path) -> dict[str, str]:
     tool.parent.mkdir()
     tool.write_text("#!/bin/sh\necho GPU 0\n")
     tool.chmod(0o755)
-    (repository / "torch.py").write_text("from types import SimpleNamespace\ncuda = SimpleNamespace(\n"
-                                         "    device_count=lambda: 1,\n"
-                                         "    get_device_properties=lambda i: SimpleNamespace(total_memory=8e9))\n")
+    (repository / "torch.py").write_text(
+        "from types import SimpleNamespace\n"
+        "properties = SimpleNamespace(total_memory=8 * 10**9)\n"
+        "cuda = SimpleNamespace(device_count=lambda: 1, get_device_properties=lambda number: properties)\n")
     return {"PATH": f"{tool.parent}:{os.environ['PATH']}"}
 
 

@@ -37,6 +37,10 @@ LENGTHS = [7 * ALIGNMENT, adam_kernel._BLOCK, 2 * adam_kernel._BLOCK + ALIGNMENT
 HYPER = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 FACTOR, STEP = 0.3, 4
 
+TORCHS = 4 if DEVICE.type == "cpu" else 1000
+"""Units in the last place by which torch's kernel may be off. On a GPU it takes beta in fp32: 1 - 0.999 is wrong by
+2**-25 of 1e-3 then, which is 500 units."""
+
 Flat = dict[str, Tensor | None]
 
 
@@ -112,7 +116,7 @@ def test_an_update_is_that_of_float64_and_of_torch_to_a_few_units_in_the_last_pl
     rule._by_torch(rule._batches([*spans_of(torchs)]), HYPER, at)
     for name in ("master", *rule.states):
         assert ulps(found, expected, sizes, name) <= most
-        assert ulps(found, torchs, sizes, name) <= most
+        assert ulps(found, torchs, sizes, name) <= max(most, TORCHS)
 
 
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.0, 0.99), (0.99, 0.99999)], ids=str)
@@ -243,8 +247,9 @@ def test_an_engine_steps_by_the_kernel_alone(precision: str, stage: int, monkeyp
         assert counted.waits <= 1  # in the third step: before, weights are compared with masters
     for one, other in zip(ours.buckets, torchs.buckets, strict=True):
         # A weight that is rounded to 16 bits the other way changes small gradients by a good part, and Adam divides by
-        # their size: a tenth of one step of 1e-3.
-        torch.testing.assert_close(master(one), master(other), rtol=0, atol=1e-6 if precision == "fp32" else 1e-4)
+        # their size: a tenth of one step of 1e-3. In fp32 on a GPU sums of the backward come in any order: a hundredth.
+        in_fp32 = 1e-6 if DEVICE.type == "cpu" else 1e-5
+        torch.testing.assert_close(master(one), master(other), rtol=0, atol=in_fp32 if precision == "fp32" else 1e-4)
         assert torch.equal(work(one), master(one).to(work(one).dtype))
 
 

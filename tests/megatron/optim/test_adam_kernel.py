@@ -1,5 +1,5 @@
 """The fused kernel of the update, without a GPU: its numbers in Triton's interpreter, its compilation for Hopper, the
-bytes it moves. Needs Triton, which comes with torch for CUDA; docs/mpu.md says how to have it."""
+bytes it moves. Needs Triton, which comes with requirements-test.txt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.kernels import compiled, interpreted
 
 @pytest.fixture
 def triton() -> Any:
-    return pytest.importorskip("triton", reason="Triton is not installed: it comes with torch for CUDA")
+    return pytest.importorskip("triton", reason="Triton is not installed: it comes with requirements-test.txt")
 
 
 def test_the_kernel_computes_what_it_should_in_the_interpreter(triton: Any) -> None:

@@ -103,7 +103,7 @@ def test_what_a_forecast_leaves_out_is_said_beside_it(tmp_path: Path, capsys: py
     busy, = notes(tmp_path, capsys, machine(spread=1.5))
     assert busy.startswith("note: the rates were measured on a busy machine (two measurements are 50% apart)")
     calibrated, = notes(tmp_path, capsys, of_device(2, "cuda"), "--ranks", "2", "--device", "cuda")
-    assert calibrated.startswith("note: not calibrated on GPUs yet")
+    assert calibrated.startswith("note: hardly calibrated on GPUs")
 
 
 @pytest.mark.parametrize("flags, words", [
