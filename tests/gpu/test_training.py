@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron import zero
 from tests.megatron.helpers import ROOT, records, steps, train
 
 pytestmark = pytest.mark.gpu
@@ -58,6 +59,16 @@ def test_inputs_that_wait_elsewhere_come_back_the_same(switches: str, tmp_path: 
     for name, flags in (("plain", []), ("elsewhere", switches.split())):
         train([*argv, *flags, "--metrics-file", str(tmp_path / name)])
     assert records(tmp_path / "elsewhere") == records(tmp_path / "plain")
+
+
+def test_an_engine_takes_a_kind_of_device_without_a_number(device: torch.device) -> None:
+    model = torch.nn.Linear(4, 4)
+    engine, *_ = zero.initialize(model=model, device=torch.device(device.type), config={"train_batch_size": 2,
+                                 "optimizer": {"type": "Adam", "params": {"lr": 0.1}}})
+    before = model.weight.detach().clone()
+    engine.backward(engine(torch.ones(2, 4, device=device)).mean())
+    engine.step()
+    assert engine.device == device and not torch.equal(model.weight, before)
 
 
 def train_on_the_cpu(argv: list[str]) -> str:
