@@ -146,8 +146,8 @@ def _reservations(asked: Run, rates: Rates) -> Iterator[str]:
         yield (f"the rates are of {where.ranks} ranks at work at the same time, and this run has {asked.ranks}: a rank "
                "may be faster")
     if where.device == "cuda":
-        yield ("hardly calibrated on GPUs: one prediction has stood beside a measured step, of one GPU (docs/plan.md), and "
-               "none with several; and these are of a model that is not compiled")
+        yield ("hardly calibrated on GPUs: one prediction has stood beside a measured step, of one GPU (docs/plan.md), "
+               "and none with several; and these are of a model that is not compiled")
     if asked.ranks > where.ranks and where.device == "cpu":
         yield (f"{asked.ranks} ranks on one machine share the cores that {where.ranks} were measured with: each is "
                "slower than predicted")

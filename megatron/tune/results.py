@@ -23,6 +23,9 @@ from megatron.tune.space import Choice
 FILE = "trials.jsonl"
 FLAG = "--autotuning-results-dir"
 
+MOST_TOLD = 8
+"""Differences between two runs that an error names."""
+
 
 @contextmanager
 def results_of(folder: str, subject: Mapping[str, Any], *, overwrite: bool) -> Iterator[Results]:
@@ -47,9 +50,11 @@ class Results:
             self._write(json.dumps({"subject": dict(subject)}), mode="w")
             return
         head, *rest = [json.loads(line) for line in lines]
-        if others := _differing(head.get("subject", {}), subject):
-            raise ConfigError(f"{FLAG} {folder} has trials of another run or machine (other {', '.join(others)}): name "
-                              "another folder, or begin anew with --autotuning-overwrite")
+        if others := [*_differing(head.get("subject", {}), subject)]:
+            more = [f"and {len(others) - MOST_TOLD} more"] * (len(others) > MOST_TOLD)
+            raise ConfigError(f"{FLAG} {folder} has trials of another run or machine "
+                              f"({'; '.join([*others[:MOST_TOLD], *more])}): name another folder, or begin anew with "
+                              "--autotuning-overwrite")
         for record in rest:
             try:
                 outcome = Outcome(**record["outcome"])
@@ -98,5 +103,14 @@ class Results:
             file.write("".join(f"{line}\n" for line in lines))
 
 
-def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    return sorted(name for name in {*one, *other} if one.get(name) != other.get(name))
+def _differing(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
+    for name in sorted({*there, *here}):
+        before, now = there.get(name), here.get(name)
+        if isinstance(before, dict) and isinstance(now, dict):
+            yield from _differing(before, now)
+        elif before != now:
+            yield f"other {name}" if name == "settings" else f"{name} {_word(before)} there, {_word(now)} here"
+
+
+def _word(value: Any) -> str:
+    return value or "none" if isinstance(value, str) else json.dumps(value)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import replace
 from typing import Any
 
+from megatron.config.setting import flag_name
 from megatron.config.tree import AutotuningConfig, Config, LogConfig, SaveConfig
 from megatron.plan.footprint import Run
 from megatron.plan.kept_rates import facts
@@ -15,7 +15,9 @@ from megatron.tune.space import samples_of
 
 def subject_of(asked: Run) -> dict[str, Any]:
     tuning = asked.config.autotuning
-    return {"settings": _digest(_without_what_is_tuned(asked)), "samples": samples_of(asked),
+    settings = {flag_name(name): value for section in _without_what_is_tuned(asked).as_dict().values()
+                for name, value in section.items()}
+    return {"settings": json.loads(json.dumps(settings)), "samples": samples_of(asked),
             "steps": [tuning.autotuning_start_profile_step, tuning.autotuning_end_profile_step],
             **facts(asked, asked.ranks)}
 
@@ -30,7 +32,3 @@ def _without_what_is_tuned(asked: Run) -> Config:
         recompute=replace(config.recompute, checkpoint_activations=False),
         offload=replace(config.offload, offload_optimizer_device="none", offload_param_device="none"),
         train=replace(config.train, batch_size=1, global_batch_size=samples_of(asked), train_iters=1))
-
-
-def _digest(config: Config) -> str:
-    return hashlib.sha256(json.dumps(config.as_dict(), sort_keys=True).encode()).hexdigest()[:16]

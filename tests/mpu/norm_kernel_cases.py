@@ -10,7 +10,8 @@ import torch
 from mpu import grads
 from mpu.grads import NORM_ROW, row_norms
 
-norm_kernel = pytest.importorskip("mpu.norm_kernel", reason="Triton is not installed: it comes with requirements-test.txt")
+norm_kernel = pytest.importorskip("mpu.norm_kernel",
+                                  reason="Triton is not installed: it comes with requirements-test.txt")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -365,14 +365,15 @@ def test_trials_of_another_run_are_not_mixed_with_these(place: list[str], monkey
     faked(monkeypatch)
     flags = [*place, "--ranks", "2", "--global-batch-size", "4", "--autotuning-tuner-num-trials", "1", *MODEL]
     assert command.main(flags) == 0
-    with pytest.raises(ConfigError, match=r"has trials of another run or machine \(other settings\)"):
+    with pytest.raises(ConfigError, match=r"has trials of another run or machine \(--hidden-size 32 there, 64 here\)"):
         command.main([*flags, "--hidden-size", "64"])
-    with pytest.raises(ConfigError, match=r"\(other steps\)"):
+    with pytest.raises(ConfigError, match=r"\(steps \[3, 5\] there, \[3, 7\] here\)"):
         command.main([*flags, "--autotuning-end-profile-step", "7"])
-    with monkeypatch.context() as elsewhere, pytest.raises(ConfigError, match=r"\(other threads\)"):
+    with monkeypatch.context() as elsewhere, pytest.raises(ConfigError, match=r"\(threads \S+ there, 7 here\)"):
         elsewhere.setenv("OMP_NUM_THREADS", "7")
         command.main(flags)
-    with monkeypatch.context() as elsewhere, pytest.raises(ConfigError, match=r"\(other machine, torch\)"):
+    with monkeypatch.context() as elsewhere, pytest.raises(ConfigError,
+                                                           match=r"\(machine .* there, elsewhere, .*; torch "):
         elsewhere.setattr(kept_rates, "version", lambda _: "2.11.0")
         elsewhere.setattr(platform, "node", lambda: "elsewhere")
         command.main(flags)
