@@ -5,8 +5,9 @@
     lose_and_differentiate both, where one rank has all columns, and the loss
 
 The last reads a row of logits from memory and writes it once: 4 bytes a 16-bit logit. It reads the row twice, but the
-second time part of it is in the cache of the device (decision 002 has what was measured). Loads are masked by the width of the buffer, which is
-padded, and not by the number of real columns, which is odd: only aligned masks allow loads of 16 bytes.
+second time part of it is in the cache of the device (decision 002 has what was measured). Loads are masked by the width
+of the buffer, which is padded, and not by the number of real columns, which is odd: only aligned masks allow loads of
+16 bytes.
 
 Importing this file needs Triton, which comes with torch for CUDA; loss_accelerator.py asks whether it is there.
 """
