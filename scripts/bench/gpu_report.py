@@ -1,9 +1,8 @@
 """What a GPU shows and nothing else can: a check a call, each in a process of its own (scripts/gpu_check.sh calls all).
 
     speed      tokens/s, MFU and peak memory of a model at the batch the planner chooses; ours beside the planner's
-               figure, or plain torch compiled as a whole, as nanoGPT does
+               figure, or plain torch compiled as a whole, as nanoGPT does. With --kernels those of one step, by time
     syncs      where the host waits for the device in ten steps
-    kernels    the kernels of one step, by time
 
 `--device cpu --tiny` runs every line of a check with a model of no size, so that a first run on a GPU meets no mistake.
 The last line of a check is its result; --results adds it to a file of JSON lines.
@@ -48,11 +47,12 @@ CPU_MEMORY = 1e9
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("check", choices=("speed", "syncs", "kernels"))
+    parser.add_argument("check", choices=("speed", "syncs"))
     parser.add_argument("--model", choices=TASKS, default="124M")
     parser.add_argument("--contender", choices=CONTENDERS, default="ours")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="the model is of no size, whatever --model says")
+    parser.add_argument("--kernels", action="store_true", help="print the kernels of a step as well")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=5)
@@ -65,7 +65,7 @@ def main() -> None:
     shape = TASKS["tiny" if args.tiny else args.model]
     seq = shape.seq if args.tiny else 1024
     task = replace(shape, seq=seq, precision="bf16", device=args.device, compile=not args.no_compile)
-    result = {"speed": speed, "syncs": syncs, "kernels": kernels}[args.check](args, task)
+    result = {"speed": speed, "syncs": syncs}[args.check](args, task)
     if args.results is not None:
         with args.results.open("a") as file:
             file.write(json.dumps({"check": args.check, "model": args.model, "contender": args.contender,
@@ -100,7 +100,8 @@ def speed(args: argparse.Namespace, task: Task) -> dict[str, Any]:
     task = fitting(task)
     while True:
         try:
-            seconds = _seconds(args, task)
+            step = built(args.contender, task)
+            seconds = _seconds(args, task, step)
             break
         except torch.OutOfMemoryError:  # plain torch keeps all logits: half the batch then
             if task.batch == 1:
@@ -114,16 +115,16 @@ def speed(args: argparse.Namespace, task: Task) -> dict[str, Any]:
     held = torch.cuda.max_memory_allocated() if task.device == "cuda" else None
     expected = planned(task)
     mfu = f"{tflops / limit:.1%}" if limit else "unknown"
+    launches = _kernels(task, step) if args.kernels else None
     print(f"{args.contender}: batch {task.batch} x {task.seq}, {seconds * 1e3:.1f} ms a step, {tokens:,.0f} tokens/s, "
           f"MFU {mfu}, peak {NOT_COUNTED if held is None else f'{held / 1e9:.2f} GB'}"
           + f" (planned {expected / 1e9:.2f} GB)" * (args.contender == "ours" and held is not None))
     return {"batch": task.batch, "ms": seconds * 1e3, "tokens_per_s": tokens, "mfu": tflops / limit if limit else None,
-            "peak_bytes": held, "planned_bytes": expected}
+            "peak_bytes": held, "planned_bytes": expected, "launches": launches}
 
 
-def _seconds(args: argparse.Namespace, task: Task) -> float:
+def _seconds(args: argparse.Namespace, task: Task, step: Callable[[], None]) -> float:
     """Of one step among many: nobody waits between them, as in training, where the host runs ahead of the device."""
-    step = built(args.contender, task)
     for _ in range(args.warmup):
         step()
     wait(task)
@@ -159,14 +160,10 @@ def syncs(args: argparse.Namespace, task: Task) -> dict[str, Any]:
     return {"synchronisations": sum(places.values()), "places": dict(places)}
 
 
-def kernels(args: argparse.Namespace, task: Task) -> dict[str, Any]:
-    """The 25 kernels (operators, on a CPU) that take most of a step."""
+def _kernels(task: Task, step: Callable[[], None]) -> int | None:
+    """Print the 25 kernels (operators, on a CPU) that take most of a step; the number of its launches."""
     from torch.profiler import ProfilerActivity, profile
 
-    step = built(args.contender, replace(task, batch=min(8, fitting(task).batch)))
-    for _ in range(3):
-        step()
-    wait(task)
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (task.device == "cuda")
     with profile(activities=activities) as seen:
         step()
@@ -175,11 +172,8 @@ def kernels(args: argparse.Namespace, task: Task) -> dict[str, Any]:
     print(rows.table(sort_by=f"self_{task.device}_time_total", row_limit=25, max_name_column_width=80))
     launches = sum(row.count for row in rows if row.key in ("cudaLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch",
                                                             "cuLaunchKernel", "cudaLaunchKernelExC"))
-    if task.device != "cuda":
-        print(f"{args.contender}: launches {NOT_COUNTED}")
-        return {"launches": None}
-    print(f"{args.contender}: {launches} launches in one step")
-    return {"launches": launches}
+    print(f"launches in one step: {launches if task.device == 'cuda' else NOT_COUNTED}")
+    return launches if task.device == "cuda" else None
 
 
 if __name__ == "__main__":

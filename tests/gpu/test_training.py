@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron import zero
+from megatron.train.build import engine as build_engine
+from megatron.train.build import model as build_model
+from mpu import groups
 from tests.megatron.helpers import ROOT, records, steps, train
+from tests.megatron.zero.run import configure_gpt2
 
 pytestmark = pytest.mark.gpu
 
@@ -62,13 +65,13 @@ def test_inputs_that_wait_elsewhere_come_back_the_same(switches: str, tmp_path: 
 
 
 def test_an_engine_takes_a_kind_of_device_without_a_number(device: torch.device) -> None:
-    model = torch.nn.Linear(4, 4)
-    engine, *_ = zero.initialize(model=model, device=torch.device(device.type), config={"train_batch_size": 2,
-                                 "optimizer": {"type": "Adam", "params": {"lr": 0.1}}})
-    before = model.weight.detach().clone()
-    engine.backward(engine(torch.ones(2, 4, device=device)).mean())
+    config, grid = configure_gpt2(compile=False), groups.build(1)
+    engine = build_engine(config, build_model(config, grid), grid, torch.device(device.type))
+    rows = torch.randint(0, config.model.tokens, (2, 9), device=device)
+    loss = engine(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), grad_scale=engine.backward_scale)
+    engine.backward(loss)
     engine.step()
-    assert engine.device == device and not torch.equal(model.weight, before)
+    assert engine.device == loss.device == device and engine.global_steps == 1
 
 
 def train_on_the_cpu(argv: list[str]) -> str:
