@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import pytest
@@ -161,3 +162,14 @@ def test_memory_that_only_went_is_drawn() -> None:
     for found in ([Level(1.0, -5, True)], [Level(1.0, 0, True)], [Level(1.0, -9, True), Level(2.0, -5, True)]):
         drawn = page("t", {"other": 10.0}, 1, found, (found[0], ""), said, (0, 10))
         assert "nan" not in drawn and "<polygon" in drawn
+
+
+@pytest.mark.parametrize("is_since, begins", [(False, "high"), (True, "low")])
+def test_what_an_accelerator_had_given_out_before_the_trace_is_drawn_from_its_left_edge(
+        is_since: bool, begins: str) -> None:
+    said, found = recorded(activity=[(0, TRAINING)], phase=[(0, FORWARD)]), [Level(4.0, 100, is_since)]
+    drawn = page("t", {"other": 10.0}, 1, found, (found[0], ""), said, (0, 10))
+    edges = [point.split(",") for point in re.search('polygon class="band" points="([^"]*)"', drawn)[1].split()]
+    (left, bottom), (also_left, first), *_, (right, last), _ = edges
+    assert left == also_left != right and float(last) < float(bottom)
+    assert first == {"high": last, "low": bottom}[begins]
