@@ -46,6 +46,8 @@ class Group:
     ranks: tuple[int, ...]
     name: GroupName | None = field(default=None, repr=False, compare=False)
     control: GroupName | None = field(default=None, repr=False, compare=False)
+    is_gloo: bool = field(default=False, repr=False, compare=False)
+    """The backend is gloo on every device."""
 
     @property
     def handle(self) -> dist.ProcessGroup | None:
@@ -170,7 +172,7 @@ def _group(rank: int, ranks: tuple[int, ...], handle: dist.ProcessGroup | None, 
         return Group(ranks.index(rank), len(ranks), ranks)
     name = handle.group_name
     control = name if _serves_host(handle) else _control_of(handle, ranks, timeout).group_name
-    return Group(ranks.index(rank), len(ranks), ranks, name, control)
+    return Group(ranks.index(rank), len(ranks), ranks, name, control, dist.get_backend(handle) == "gloo")
 
 
 def _serves_host(handle: dist.ProcessGroup) -> bool:

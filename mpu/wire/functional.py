@@ -26,7 +26,7 @@ def by_the_host(collective: Callable[..., Tensor]) -> Callable[..., Tensor]:
     but a run of two ranks with tensor parallelism was ended by SIGSEGV inside of it (torch 2.11)."""
     @wraps(collective)
     def travel(x: Tensor, group: Group, *how: Any) -> Tensor:
-        if x.device.type == "cpu" or not group.sends_from_host:
+        if x.device.type == "cpu" or not group.is_gloo:
             return collective(x, group, *how)
         return collective(x.cpu(), group, *how).to(x.device)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from unittest.mock import Mock
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +15,7 @@ from mpu.collectives import (
 )
 from mpu.groups import SOLO, build
 from mpu.split import ParallelError
+from mpu.wire.functional import by_the_host
 from tests.distributed import run_ranks
 from tests.wires import accelerator_side
 
@@ -168,3 +172,22 @@ def test_a_group_of_one_needs_no_torch_distributed() -> None:
 def test_a_full_buffer_that_is_not_the_shards_is_refused() -> None:
     with pytest.raises(ParallelError, match="5 elements does not hold 1 shards of 4"):
         all_gather_into(torch.zeros(5), torch.zeros(4), SOLO)
+
+
+@pytest.mark.parametrize("device, is_gloo, detours", [("cuda", True, True), ("cuda", False, False),
+                                                      ("cpu", True, False)])
+def test_functions_of_an_accelerators_tensors_go_by_the_host_where_ranks_have_gloo_alone(
+        device: str, is_gloo: bool, detours: bool) -> None:
+    x, collective, group = Mock(), Mock(), replace(SOLO, is_gloo=is_gloo)
+    x.device.type = device
+    result = by_the_host(collective)(x, group, "max")
+    collective.assert_called_once_with(x.cpu() if detours else x, group, "max")
+    assert result is (collective().to(x.device) if detours else collective())
+
+
+def _is_gloo(rank: int, world: int) -> bool:
+    return build(world).tp.is_gloo and build(world).world.is_gloo
+
+
+def test_a_group_knows_that_its_backend_is_gloo() -> None:
+    assert all(run_ranks(_is_gloo, 2)) and not SOLO.is_gloo
