@@ -149,6 +149,7 @@ def stage_of(*arguments: str) -> Callable[[Document], Document | Drop]:
 MIXED = ENGLISH * 4 + GERMAN * 4
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("arguments", "kept", "reasons"), [
     ([], ["en"], {"de": "language de", "ru": "language ru", "": "language zxx"}),
     (["--keep", "en"], ["en"], {"de": "language de"}), (["--keep", "de", "en"], ["en", "de"], {"ru": "language ru"}),

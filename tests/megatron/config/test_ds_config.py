@@ -1053,7 +1053,7 @@ def only_config_errors(call: Any) -> int:
     return 1
 
 
-@pytest.mark.parametrize("trees, least", [(1000, 30), pytest.param(10_000, 300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("trees, least", [(400, 12), pytest.param(10_000, 300, marks=pytest.mark.slow)])
 def test_a_mutated_tree_is_a_configuration_or_a_config_error(trees, least):
     rng, done = random.Random(11), 0
     for _ in range(trees):

@@ -373,6 +373,7 @@ FAULTS = [
     ("sys.exit(0)", "left with exit code 0 at step 7: backward, blocks.1")]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("faulty, culprit", cells(FAULTS, range(2)))
 def test_every_node_names_a_rank_of_another_one_that_hangs_or_leaves(tmp_path: Path, port: int, faulty: tuple[str, str],
                                                                      culprit: int) -> None:

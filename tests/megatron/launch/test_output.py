@@ -92,6 +92,7 @@ COMMANDS = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.few(5)
 @pytest.mark.parametrize(("name", "closed"), [
     ("train", ">&-"), ("train", "2>&-"), ("plan", "2>&-"), ("plan wrong", ">&-"), ("train wrong", ">&-"),

@@ -106,6 +106,7 @@ def ulps(found: Flat, expected: Flat, sizes: Flat, name: str) -> float:
 RULES = [AdamW(), AdamW(bias_correction=False), AdamW(decoupled=False)]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kinds", KINDS, ids=str)
 @pytest.mark.parametrize("rule", RULES, ids=["AdamW", "no correction", "Adam"])
 def test_an_update_is_that_of_float64_and_of_torch_to_a_few_units_in_the_last_place(rule: AdamW, kinds: Any) -> None:
@@ -119,6 +120,7 @@ def test_an_update_is_that_of_float64_and_of_torch_to_a_few_units_in_the_last_pl
         assert ulps(found, torchs, sizes, name) <= max(most, TORCHS)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.0, 0.99), (0.99, 0.99999)], ids=str)
 @pytest.mark.parametrize("steps", [1, 2, 30, 1000, 10**6])
 def test_bias_corrections_are_right_in_the_first_step_and_in_the_last(steps: int, betas: tuple[float, float]) -> None:

@@ -42,6 +42,7 @@ def bytes_of_gradients(rank: int, world: int, stage: int, flags: list[str]) -> t
     return Run(config, world, "cuda").traffic().gradients, found
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("stage", range(4))
 def test_the_plan_of_gpus_counts_the_bytes_that_travel(stage: int) -> None:
     for accumulation, flags in product((1, 2), ([], ["--bf16"], ["--bf16", "--communication-data-type", "bf16"])):

@@ -28,6 +28,7 @@ from tests.megatron.profiler.models import gpt2, on_meta, preset, recorded, row,
 PRESETS = ["tiny", "small", "124M", "345M", "774M", "1.5B"]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("chunk", [None, 1, 4])
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_total_of_each_preset_is_the_closed_form(name: str, chunk: int | None) -> None:

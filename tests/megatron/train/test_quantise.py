@@ -228,7 +228,7 @@ LAYOUTS: dict[str, Sequence[object]] = {
 """At every stage, with tensor parallel layers, with micro-batches, with blocks that are computed again, in fp16."""
 
 
-@pytest.mark.parametrize("names", [("0", "tp", "again"), pytest.param(tuple(LAYOUTS), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("names", [("0", "tp"), pytest.param(tuple(LAYOUTS), marks=pytest.mark.slow)])
 def test_eigenvalues_schedule_the_same_bits_in_every_layout(names: tuple[str, ...], tmp_path: Path) -> None:
     layouts = {name: LAYOUTS[name] for name in names}
     more = ["--quantize-verbose", "--quantize-eigenvalue", "--eigenvalue-max-iter", 16, "--eigenvalue-verbose",
@@ -248,6 +248,7 @@ def test_eigenvalues_schedule_the_same_bits_in_every_layout(names: tuple[str, ..
             assert falls[name] == falls["0"], name
 
 
+@pytest.mark.slow
 def test_a_model_of_16_bits_trains_as_well_with_8_and_better_with_4_than_rounded_afterwards(tmp_path: Path) -> None:
     """Perplexity of a corpus that follows a rule: at 8 bits within 0.5 % of the run that rounds nothing; at 4 bits
     below that of the same run, rounded to the same grid when it was over."""

@@ -151,6 +151,7 @@ def asked_to_stop(rank: int, world: int, argv: list[object], culprit: int, numbe
         return train(argv)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("world", "culprit", "number"),
                          [(1, 0, signal.SIGTERM), (2, 1, signal.SIGINT), (2, 1, signal.SIGUSR1)])
 def test_a_signal_to_any_rank_saves_after_the_step_and_the_rest_is_the_same_text(world: int, culprit: int, number: int,

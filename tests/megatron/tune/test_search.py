@@ -46,10 +46,12 @@ def simulated(seed: int, found: Sequence[Option]) -> Simulated:
     return Simulated(seed, needs[int(len(needs) * random.Random(seed).uniform(0.3, 0.99))])
 
 
+@pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 60), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("flags", [(), ("--no-autotuning-fast",)], ids=["fast", "with buckets"])
-def test_the_pick_is_near_the_best_of_all_choices_after_a_quarter_of_their_trials(flags: tuple[str, ...]) -> None:
+def test_the_pick_is_near_the_best_of_all_choices_after_a_quarter_of_their_trials(flags: tuple[str, ...],
+                                                                                  seeds: range) -> None:
     found = options(*flags)
-    for seed in range(40):
+    for seed in seeds:
         machine = simulated(seed, found)
         trials = searched(found, machine)
         chosen = best(trials)
