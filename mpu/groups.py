@@ -46,8 +46,8 @@ class Group:
     ranks: tuple[int, ...]
     name: GroupName | None = field(default=None, repr=False, compare=False)
     control: GroupName | None = field(default=None, repr=False, compare=False)
-    is_gloo: bool = field(default=False, repr=False, compare=False)
-    """The backend is gloo on every device."""
+    gpus_by_gloo: bool = field(default=False, repr=False, compare=False)
+    """Tensors of a GPU travel by gloo."""
 
     @property
     def handle(self) -> dist.ProcessGroup | None:
@@ -171,13 +171,16 @@ def _group(rank: int, ranks: tuple[int, ...], handle: dist.ProcessGroup | None, 
     if handle is None or len(ranks) == 1:
         return Group(ranks.index(rank), len(ranks), ranks)
     name = handle.group_name
-    control = name if _serves_host(handle) else _control_of(handle, ranks, timeout).group_name
-    return Group(ranks.index(rank), len(ranks), ranks, name, control, dist.get_backend(handle) == "gloo")
+    by_device = _backends(handle)
+    control = name if "cpu" in by_device else _control_of(handle, ranks, timeout).group_name
+    return Group(ranks.index(rank), len(ranks), ranks, name, control, by_device.get("cuda") == "gloo")
 
 
-def _serves_host(handle: dist.ProcessGroup) -> bool:
-    backend = dist.get_backend(handle)
-    return "nccl" not in backend or "gloo" in backend
+def _backends(handle: dist.ProcessGroup) -> dict[str, str]:
+    """Kind of device -> the backend that serves it: {"cuda": "nccl"}, {"cpu": "gloo", "cuda": "nccl"} and so on. (What
+    `get_backend` says of a group that a script has made may be "undefined".)"""
+    pairs = distributed_c10d._world.pg_backend_config.get(handle, "").split(",")
+    return dict(pair.split(":", 1) for pair in pairs if ":" in pair)
 
 
 @exchanging

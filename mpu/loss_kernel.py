@@ -4,9 +4,9 @@
     write_gradients        from summaries of *all* ranks: x <- (exp(x - m) / sum - [target]) * scale
     lose_and_differentiate both, where one rank has all columns, and the loss
 
-The last reads a row of logits from memory and writes it once: 4 bytes a 16-bit logit. It reads the row twice, but the
-second time part of it is in the cache of the device (decision 002 has what was measured). Loads are masked by the width
-of the buffer, which is padded, and not by the number of real columns, which is odd: only aligned masks allow loads of
+The last reads a row of logits and writes it once: 4 bytes of memory a 16-bit logit. It looks at the row a second time,
+and then part of it is in the cache of the device (decision 002 has what was measured). Loads are masked by the width of
+the buffer, which is padded, and not by the number of real columns, which is odd: only aligned masks allow loads of
 16 bytes.
 
 Importing this file needs Triton, which comes with torch for CUDA; loss_accelerator.py asks whether it is there.
@@ -27,7 +27,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _BLOCK = 2048
 _WARPS = 8
 _LEAST = tl.constexpr(-3.4028234663852886e38)
-"""Below every logit: where a maximum starts, since -inf - -inf is no number."""
+"""No logit is below, but -inf: where a maximum starts, since -inf - -inf is no number."""
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def _summary(row, columns, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
         tops = tl.maximum(tops, x)
     top = tl.max(tops, 0)
     total = tl.sum(totals * tl.exp(tops - top), 0)
-    return tl.where(top == _LEAST, -float("inf"), top), total
+    return tl.where(total == 0.0, -float("inf"), top), total
 
 
 @triton.jit

@@ -71,7 +71,7 @@ choose_ranks() {
         say "dry run: the $PRESET model on $((GPUS_PER_NODE * NNODES)) GPU(s)"
     elif [[ $DEVICE == gpu ]]; then
         PRESET="${PRESET:-124M}"
-        say "$GPUS_PER_NODE of $gpus GPUs: the $PRESET model in bf16 (PRESET=345M is the classic one)"
+        say "$GPUS_PER_NODE of $gpus GPUs: the $PRESET model (PRESET=345M is the classic one)"
     else
         # On a CPU a step's memory is the C library's: keep its holes fit for use (megatron/train/allocator.py).
         export GLIBC_TUNABLES="glibc.malloc.tcache_count=0${GLIBC_TUNABLES:+:$GLIBC_TUNABLES}"
@@ -116,10 +116,20 @@ add_recipe() {
 
 fits() {  # ARGUMENTS...: whether the planner puts the run on this node's first GPU without recomputation. Of flags that
     # make no run the trainer will say so.
-    local gb plan
+    local gb plan status=0 asked=()
     gb="${CARD_GB:-$((GPU_BYTES / 1000000000))}"
-    plan="$(python -m megatron.plan "${FLAGS[@]}" "$@" --ranks $((GPUS_PER_NODE * NNODES)) --card-gb "$gb" --json 2>/dev/null)" ||
-        return 0
+    [[ "$gb" =~ ^[0-9]*[1-9][0-9]*(\.[0-9]+)?$ ]] || fail "CARD_GB is '$gb'; expected the GB of a card, such as 80"
+    while [[ $# -gt 0 ]]; do  # the planner reads the file that training writes
+        case "$1" in
+            --metrics[-_]file) shift ;;
+            --metrics[-_]file=*) ;;
+            *) asked+=("$1") ;;
+        esac
+        [[ $# -eq 0 ]] || shift
+    done
+    plan="$(python -m megatron.plan "${FLAGS[@]}" "${asked[@]}" --ranks $((GPUS_PER_NODE * NNODES)) --card-gb "$gb" \
+        --json 2>/dev/null)" || status=$?
+    [[ $status -eq 0 ]] || return $((status != 2))
     python -c 'import json, sys
 rows = json.load(sys.stdin)["rows"]
 sys.exit(not all(card["fits"] for row in rows if row["chosen"] for card in row["cards"].values()))' <<<"$plan"

@@ -113,4 +113,4 @@ def _differing(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[st
 
 
 def _word(value: Any) -> str:
-    return value or "none" if isinstance(value, str) else json.dumps(value)
+    return "none" if value in ("", None) else value if isinstance(value, str) else json.dumps(value)

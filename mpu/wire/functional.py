@@ -2,7 +2,7 @@
 
 They are torch's functional collectives, named by their process group, so a compiler sees one operation with a known
 result where an asynchronous call with a handle would break its graph, and may move its end behind other work. The
-backend does them, whatever the device: on the CPU too an all-reduce is gloo's, bit for bit that of gloo.py.
+backend does them: on the CPU too an all-reduce is gloo's, bit for bit that of gloo.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def by_the_host(collective: Callable[..., Tensor]) -> Callable[..., Tensor]:
     but a run of two ranks with tensor parallelism was ended by SIGSEGV inside of it (torch 2.11)."""
     @wraps(collective)
     def travel(x: Tensor, group: Group, *how: Any) -> Tensor:
-        if x.device.type == "cpu" or not group.is_gloo:
+        if x.device.type == "cpu" or not group.gpus_by_gloo:
             return collective(x, group, *how)
         return collective(x.cpu(), group, *how).to(x.device)
 

@@ -100,14 +100,14 @@ def speed(args: argparse.Namespace, task: Task) -> dict[str, Any]:
     task = fitting(task)
     while True:
         try:
-            step = built(args.contender, task)
-            seconds = _seconds(args, task, step)
+            seconds, launches = _timed(args, task)
             break
         except torch.OutOfMemoryError:  # plain torch keeps all logits: half the batch then
             if task.batch == 1:
                 raise
             traceback.clear_frames(sys.exc_info()[2])
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
         task = replace(task, batch=task.batch // 2)
     tokens = task.batch * task.seq / seconds
     tflops = tokens * flops_per_token(build_config(values_of(task)).model, task.seq) / 1e12
@@ -115,7 +115,6 @@ def speed(args: argparse.Namespace, task: Task) -> dict[str, Any]:
     held = torch.cuda.max_memory_allocated() if task.device == "cuda" else None
     expected = planned(task)
     mfu = f"{tflops / limit:.1%}" if limit else "unknown"
-    launches = _kernels(task, step) if args.kernels else None
     print(f"{args.contender}: batch {task.batch} x {task.seq}, {seconds * 1e3:.1f} ms a step, {tokens:,.0f} tokens/s, "
           f"MFU {mfu}, peak {NOT_COUNTED if held is None else f'{held / 1e9:.2f} GB'}"
           + f" (planned {expected / 1e9:.2f} GB)" * (args.contender == "ours" and held is not None))
@@ -123,8 +122,10 @@ def speed(args: argparse.Namespace, task: Task) -> dict[str, Any]:
             "peak_bytes": held, "planned_bytes": expected, "launches": launches}
 
 
-def _seconds(args: argparse.Namespace, task: Task, step: Callable[[], None]) -> float:
-    """Of one step among many: nobody waits between them, as in training, where the host runs ahead of the device."""
+def _timed(args: argparse.Namespace, task: Task) -> tuple[float, int | None]:
+    """Seconds of one step among many, and its launches: nobody waits between them, as in training, where the host runs
+    ahead of the device. (The model is this function's alone, so that it goes where the device has no room for it.)"""
+    step = built(args.contender, task)
     for _ in range(args.warmup):
         step()
     wait(task)
@@ -132,12 +133,12 @@ def _seconds(args: argparse.Namespace, task: Task, step: Callable[[], None]) -> 
     for _ in range(args.steps):
         step()
     wait(task)
-    return (time.perf_counter() - begin) / args.steps
+    return (time.perf_counter() - begin) / args.steps, _kernels(task, step) if args.kernels else None
 
 
 def syncs(args: argparse.Namespace, task: Task) -> dict[str, Any]:
-    """Ten steps in which torch warns at every operation that waits for the device. It does not warn where the host
-    waits for an event, as for the report of a step."""
+    """Ten steps, the fourth to the thirteenth, in which torch warns at every operation that waits for the device. It
+    does not warn where the host waits for an event, as for the report of a step."""
     step = built(args.contender, replace(task, batch=2))
     for _ in range(3):
         step()

@@ -96,6 +96,28 @@ def test_minus_infinity_has_no_probability_and_what_is_not_finite_is_not_hidden(
     assert not found[1:].isfinite().any() and not x[1:].isfinite().all(1).any()
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("block", [0, 1, 2])
+def test_what_is_not_finite_shows_in_whatever_block_it_is(value: float, block: int) -> None:
+    logits, target, scale = _logits(2, 3 * BLOCK - 5, 3 * BLOCK, torch.bfloat16)
+    logits[0, block * BLOCK + 7] = value
+    found = loss_kernel.losses_and_gradients(logits, target, 3 * BLOCK - 5, scale)
+    assert found.isfinite().tolist() == logits.isfinite().all(1).tolist() == [False, True]
+
+
+@pytest.mark.parametrize("dtype, shift", [(torch.float32, -200.0), (torch.bfloat16, -3e4), (torch.float16, -6e4),
+                                          (torch.float32, torch.finfo(torch.float32).min)])
+def test_rows_of_very_small_logits_are_like_any(dtype: torch.dtype, shift: float) -> None:
+    """Their maximum is theirs, and not where the search for it began."""
+    logits, target, scale = _logits(2, BLOCK + 3, BLOCK + 16, dtype)
+    logits[:, :BLOCK + 3] = logits[:, :BLOCK + 3].float().clamp(0, 1).add_(shift).to(dtype)
+    losses, gradient = _exact(logits, target, scale, BLOCK + 3)
+    found = loss_kernel.losses_and_gradients(logits, target, BLOCK + 3, scale)
+    torch.testing.assert_close(found.double(), losses, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits[:, :BLOCK + 3].double(), gradient, rtol=2 * ROUNDING[dtype], atol=1e-6)
+
+
 def test_rows_that_do_not_count_get_no_gradient_at_all() -> None:
     logits, target, scale = _logits(3, 37, 64, torch.float16)
     scale[1] = 0

@@ -13,7 +13,7 @@ from mpu.collectives import (
     agree, all_gather, all_gather_into, all_gather_json, all_reduce, all_reduce_into, all_to_all_into, barrier,
     broadcast_into, broadcast_json, reduce_scatter, reduce_scatter_into,
 )
-from mpu.groups import SOLO, build
+from mpu.groups import SOLO, build, of_handle
 from mpu.split import ParallelError
 from mpu.wire.functional import by_the_host
 from tests.distributed import run_ranks
@@ -174,20 +174,27 @@ def test_a_full_buffer_that_is_not_the_shards_is_refused() -> None:
         all_gather_into(torch.zeros(5), torch.zeros(4), SOLO)
 
 
-@pytest.mark.parametrize("device, is_gloo, detours", [("cuda", True, True), ("cuda", False, False),
+@pytest.mark.parametrize("device, by_gloo, detours", [("cuda", True, True), ("cuda", False, False),
                                                       ("cpu", True, False)])
 def test_functions_of_an_accelerators_tensors_go_by_the_host_where_ranks_have_gloo_alone(
-        device: str, is_gloo: bool, detours: bool) -> None:
-    x, collective, group = Mock(), Mock(), replace(SOLO, is_gloo=is_gloo)
+        device: str, by_gloo: bool, detours: bool) -> None:
+    x, collective, group = Mock(), Mock(), replace(SOLO, gpus_by_gloo=by_gloo)
     x.device.type = device
     result = by_the_host(collective)(x, group, "max")
     collective.assert_called_once_with(x.cpu() if detours else x, group, "max")
     assert result is (collective().to(x.device) if detours else collective())
 
 
-def _is_gloo(rank: int, world: int) -> bool:
-    return build(world).tp.is_gloo and build(world).world.is_gloo
+def _by_gloo(rank: int, world: int) -> list[tuple[bool, bool]]:
+    """(GPUs by gloo, the CPU by the same group) of groups with these backends; `fake` stands for NCCL."""
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401, which registers it
+    found = []
+    for backend in ("gloo", "cpu:gloo,cuda:fake", "cuda:fake"):
+        group = of_handle(torch.distributed.new_group(list(range(world)), backend=backend))
+        found.append((group.gpus_by_gloo, group.sends_from_host))
+    return found
 
 
-def test_a_group_knows_that_its_backend_is_gloo() -> None:
-    assert all(run_ranks(_is_gloo, 2)) and not SOLO.is_gloo
+def test_a_group_knows_which_backend_serves_which_device() -> None:
+    assert run_ranks(_by_gloo, 2) == [[(True, True), (False, True), (False, False)]] * 2
+    assert not SOLO.gpus_by_gloo

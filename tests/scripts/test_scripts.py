@@ -265,14 +265,28 @@ def test_a_run_on_a_gpu_is_in_bf16_unless_the_user_asks_for_fp16(repository, one
     assert "1 of 1 GPUs: the 124M model" in result.stderr and "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("plan, recomputed", [("print('{\"rows\": []}')", False), ("raise SystemExit(2)", False), (
-    "print('{\"rows\": [{\"chosen\": true, \"cards\": {\"8\": {\"fits\": false}}}]}')", True)])
-def test_a_run_that_does_not_fit_a_gpu_recomputes(repository, one_gpu, plan, recomputed):
-    """Where there is no plan, the flags make no run, and the trainer says so."""
+NO_ROOM = """import sys
+assert not any("metrics" in word for word in sys.argv), "that file is for the trainer to write"
+print('{"rows": [{"chosen": true, "cards": {"8": {"fits": false}}}]}')
+"""
+
+
+@pytest.mark.parametrize("plan, recomputed", [
+    ("print('{\"rows\": []}')", False), (NO_ROOM, True), ("raise SystemExit(2)", False), ("raise SystemExit(1)", True)])
+@pytest.mark.parametrize("metrics", [[], ["--metrics-file", "m"], ["--metrics_file=m"]], ids=str)
+def test_a_run_that_does_not_fit_a_gpu_recomputes(repository, one_gpu, plan, recomputed, metrics):
+    """Where flags make no run, the trainer says so."""
     (repository / "megatron" / "plan.py").write_text(plan)
-    result = run(repository, "pretrain_gpt2.sh", **one_gpu)
-    assert ("--checkpoint-activations" in json.loads(result.stdout)["argv"]) == recomputed
+    result = run(repository, "pretrain_gpt2.sh", "--lr", "1e-3", *metrics, **one_gpu)
+    argv = json.loads(result.stdout)["argv"]
+    assert ("--checkpoint-activations" in argv) == recomputed and argv[-len(metrics) or len(argv):] == metrics
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("card", ["abc", "0", "-1", "80GB"])
+def test_a_card_of_no_size_is_refused(repository, one_gpu, card):
+    result = run(repository, "pretrain_gpt2.sh", CARD_GB=card, **one_gpu)
+    assert result.returncode == 2 and f"CARD_GB is '{card}'; expected the GB of a card" in result.stderr
 
 
 def test_what_the_guide_pages_make_is_not_seen_by_git():
