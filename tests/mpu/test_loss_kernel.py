@@ -111,8 +111,8 @@ def _softmax_of_a_chunk(logits: torch.Tensor, module: Any) -> Traffic:
 
 
 def test_bytes_moved_for_each_logit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU's walk, which was CUDA's too, moved 28; the kernel's 4 to 6 are in the test of its compilation: a load and a
-    store of memory, and a load that finds the row, or part of it, in the cache."""
+    """The CPU's walk, which was CUDA's too, moved 28; the kernel's 4 to 6 are in the test of its compilation: a load
+    and a store of memory, and a load that finds the row or part of it in the cache."""
     logits = torch.randn(ROWS, WIDTH).bfloat16()
     walk = _softmax_of_a_chunk(logits.clone(), loss_cpu)
     assert walk.bytes / logits.numel() == pytest.approx(28, abs=1)
