@@ -27,7 +27,7 @@ class Block(nn.Module):
         self.mlp = MLP(config, init.at("mlp"), tp)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
-        # [b, s, h] -> [b, s, h]
+        """[b, s, h] -> [b, s, h]"""
         x = _plus(x, self._drop(self.attn(self.ln_1(x), mask)), scale)
         return _plus(x, self._drop(self.mlp(self.ln_2(x))), scale)
 
