@@ -20,6 +20,11 @@ def test_the_kernel_computes_what_it_should_in_the_interpreter(triton: Any) -> N
     assert re.search(r"\b3\d passed", interpreted("tests/megatron/optim/adam_kernel_cases.py"))
 
 
+@pytest.mark.slow
+def test_it_does_so_in_every_case(triton: Any) -> None:
+    assert re.search(r"\b2\d passed", interpreted("-m", "slow", "tests/megatron/optim/adam_kernel_cases.py"))
+
+
 @pytest.mark.parametrize("grad, narrow, bytes_of_a_weight", [
     ("bfloat16", "bfloat16", 28), ("float16", "float16", 28), ("float32", "bfloat16", 30), ("float32", None, 28)])
 def test_the_kernel_compiles_for_hopper_and_moves_each_number_once(
