@@ -6,6 +6,7 @@ results must be equal to the bit to those of the blocks as they are.
 
 from __future__ import annotations
 
+import operator
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -57,6 +58,21 @@ def test_a_block_is_one_graph(tp: int) -> None:
     for (breaks, graphs, results), (_, none, wanted) in zip(traced, plain, strict=True):
         assert (breaks, graphs, none) == (0, 1, 0)
         assert all(map(torch.equal, results, wanted)) and len(results) == len(wanted)
+
+
+@pytest.mark.parametrize("scales, products", [({}, 0), ({"scale": 1.25}, 2)], ids=str)
+def test_only_a_block_of_layer_drop_multiplies_its_branches(scales: dict[str, float], products: int) -> None:
+    """Of a product with a scale of 1.0 the compiler knows nothing, and backward would make another one of it."""
+    graphs = list[torch.fx.GraphModule]()
+
+    def kept(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    config = configure_gpt2()
+    block = GPT2(config.model, groups.build(1).tp, config.train.seed).blocks[0]
+    torch.compile(block.forward, backend=kept)(torch.randn(2, 16, 32), None, **scales)
+    assert sum(node.target is operator.mul for graph in graphs for node in graph.graph.nodes) == products
 
 
 def trained(rank: int, world: int, stage: int, tp: int, compiled: bool) -> Found:
