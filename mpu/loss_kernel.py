@@ -24,8 +24,8 @@ from triton.runtime.interpreter import InterpretedFunction
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-_BLOCK = 2048
-_WARPS = 8
+_BLOCK = 1024
+_WARPS = 4
 _LEAST = tl.constexpr(-3.4028234663852886e38)
 """No logit is below, but -inf: where a maximum starts, since -inf - -inf is no number."""
 
