@@ -18,8 +18,8 @@ from megatron.config.tree import require
 from megatron.errors import ConfigError, PeerError
 from megatron.plan.command import with_vocabulary
 from megatron.plan.footprint import Run, homes_of
-from megatron.plan.gpus import visible_gpus
 from megatron.plan.forecast import notes
+from megatron.plan.gpus import visible_gpus
 from megatron.plan.kept_rates import places, rates_for
 from megatron.train.inputs import check_inputs
 from megatron.tune.capacity import capacity_of
