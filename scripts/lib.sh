@@ -41,7 +41,7 @@ look_for_gpus() {
     if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; then
         found="$(python -c 'import torch
 count = torch.cuda.device_count()
-print(count, torch.cuda.get_device_properties(0).total_memory if count else 0)')"
+print(count, torch.cuda.get_device_properties(0).total_memory if count else 0)' | tail -n 1)"
     fi
     read -r GPUS GPU_BYTES <<<"$found"
 }
@@ -68,7 +68,7 @@ choose_ranks() {
     [[ "$GPUS_PER_NODE" =~ ^[1-9][0-9]*$ ]] || fail "GPUS_PER_NODE is '$GPUS_PER_NODE'; expected a number, 1 or more"
     if [[ -n "$DRY_RUN" ]]; then
         PRESET="${PRESET:-124M}"
-        say "dry run: the $PRESET model on $((GPUS_PER_NODE * NNODES)) GPU(s)"
+        say "dry run: the $PRESET model, $((GPUS_PER_NODE * NNODES)) rank(s)"
     elif [[ $DEVICE == gpu ]]; then
         PRESET="${PRESET:-124M}"
         say "$GPUS_PER_NODE of $gpus GPUs: the $PRESET model (PRESET=345M is the classic one)"
@@ -114,11 +114,11 @@ add_recipe() {
     if [[ $DEVICE == gpu && ( -z "$DRY_RUN" || -n "${CARD_GB:-}" ) ]] && ! fits "$@"; then FLAGS+=(--checkpoint-activations); fi
 }
 
-fits() {  # ARGUMENTS...: whether the planner puts the run on this node's first GPU without recomputation. Of flags that
-    # make no run the trainer will say so.
-    local gb plan status=0 asked=()
+fits() {  # ARGUMENTS...: whether the planner puts the run on this node's first GPU without recomputation. What it cannot
+    # plan is recomputed; of flags that make no run the trainer will say so.
+    local gb plan asked=()
     gb="${CARD_GB:-$((GPU_BYTES / 1000000000))}"
-    [[ "$gb" =~ ^[0-9]*[1-9][0-9]*(\.[0-9]+)?$ ]] || fail "CARD_GB is '$gb'; expected the GB of a card, such as 80"
+    [[ "$gb" =~ ^[0-9]*\.?[0-9]+$ && "$gb" =~ [1-9] ]] || fail "CARD_GB is '$gb'; expected the GB of a card, such as 80"
     while [[ $# -gt 0 ]]; do  # the planner reads the file that training writes
         case "$1" in
             --metrics[-_]file) shift ;;
@@ -127,9 +127,8 @@ fits() {  # ARGUMENTS...: whether the planner puts the run on this node's first 
         esac
         [[ $# -eq 0 ]] || shift
     done
-    plan="$(python -m megatron.plan "${FLAGS[@]}" "${asked[@]}" --ranks $((GPUS_PER_NODE * NNODES)) --card-gb "$gb" \
-        --json 2>/dev/null)" || status=$?
-    [[ $status -eq 0 ]] || return $((status != 2))
+    plan="$(python -m megatron.plan "${FLAGS[@]}" --save "$RUNS" --load "$RUNS" "${asked[@]}" --json \
+        --ranks $((GPUS_PER_NODE * NNODES)) --card-gb "$gb" 2>/dev/null)" || return 1
     python -c 'import json, sys
 rows = json.load(sys.stdin)["rows"]
 sys.exit(not all(card["fits"] for row in rows if row["chosen"] for card in row["cards"].values()))' <<<"$plan"

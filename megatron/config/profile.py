@@ -45,7 +45,8 @@ class ProfileConfig:
         problems = Problems()
         asked = self.profile_steps
         is_range = asked is None or re.fullmatch(r"[1-9]\d*:[1-9]\d*", asked) is not None and bool(self.traced_steps)
-        problems.require(is_range, f"--profile-steps {asked} is no FIRST:LAST: write 10:12, say, for steps 10 to 12")
+        problems.require(is_range, f"--profile-steps {asked} is no FIRST:LAST of steps from 1 on, in their order: "
+                                   "write 10:12, say, for steps 10 to 12")
         problems.require_range(self, "profile_rank", 0)
         problems.require_range(self, "flops_profiler_step flops_profiler_top_modules", 1)
         problems.require_range(self, "flops_profiler_module_depth", -1)

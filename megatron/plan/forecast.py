@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from megatron.config.setting import flag_name
 from megatron.plan.footprint import Run
 from megatron.plan.rates import CALM, Rates, Where
 from megatron.plan.report import settings_of
@@ -96,7 +97,7 @@ def _differences(settings: dict[str, Any], asked: Run, where: Where) -> Iterator
     for name, value in there.items():
         is_harmless = name in HARMLESS or name.startswith(HARMLESS_SECTIONS)
         if name in here and not is_harmless and value != here[name]:
-            yield f"{name} {value}"
+            yield f"{flag_name(name.rpartition('.')[2])} {value} (here {here[name]})"
 
 
 def _effective(settings: Mapping[str, Any], ranks: int) -> dict[str, Any]:

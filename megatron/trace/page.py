@@ -46,7 +46,8 @@ def _picture(levels: Sequence[Level], recorded: Recorder, within: Span) -> str:
     def up(total: float) -> float:
         return HEIGHT - (total - low) / (top - low) * (HEIGHT - 10)
 
-    height = up(0 if levels[0].is_since else levels[0].total)
+    before = [level.total for level in levels if level.time < within[0]]
+    height = up(before[-1] if before else 0 if levels[0].is_since else levels[0].total)
     points = [f"{LEFT},{height:.1f}"]
     for level in thinned([one for one in levels if within[0] <= one.time <= within[1]], POINTS):
         points.append(f"{across(level.time):.1f},{height:.1f}")  # as stairs: it stays until it changes

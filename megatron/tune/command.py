@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from data.storage import make_folder, named_by, staged_file
-from megatron.config.flags import parse_args
+from megatron.config.flags import asks_for_plan, parse_args
 from megatron.config.help import typed
 from megatron.config.tree import require
 from megatron.errors import ConfigError, PeerError
@@ -21,9 +21,10 @@ from megatron.plan.footprint import Run, homes_of
 from megatron.plan.forecast import notes
 from megatron.plan.gpus import visible_gpus
 from megatron.plan.kept_rates import places, rates_for
+from megatron.plan.rates import Rates
 from megatron.train.inputs import check_inputs
 from megatron.tune.capacity import capacity_of
-from megatron.tune.loop import planned, search
+from megatron.tune.loop import foretell, planned, search
 from megatron.tune.memory import Memory, nearest
 from megatron.tune.report import counted, page, table, verdict
 from megatron.tune.results import Results, results_of
@@ -82,21 +83,22 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Run]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    asked_for, asked = parse(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    asked_for, asked = parse(argv)
     tuning = asked.config.autotuning
     require(asked.device == "cpu" or places("cuda") > 0,
             "--device cuda needs a GPU that may be used: trials run here, and there is none; add --device cpu")
     require(asked_for.ranks <= places(asked.device) or asked.device == "cpu",
             f"--ranks {asked_for.ranks} is more than the {places(asked.device)} GPUs of this machine: trials run here")
+    if asks_for_plan(_parser().parse_known_args(list(argv))[1]):
+        foretell(asked, planned(asked, _told_rates(asked, asked_for.rates)), capacity_of(asked, asked_for.card_gb))
+        return 0
     with results_of(tuning.autotuning_results_dir, subject_of(asked), overwrite=tuning.autotuning_overwrite) as results:
         with named_by(EXPS_FLAG):
             folder = make_folder(tuning.autotuning_exps_dir)
         trials = Trials(folder, tuning.autotuning_start_profile_step, tuning.autotuning_end_profile_step,
                         asked_for.trial_seconds)
-        rates = rates_for(asked, path=asked_for.rates)
-        for sentence in notes(asked, rates, None):
-            print(f"note: {sentence}", flush=True)
-        options = planned(asked, rates)
+        options = planned(asked, _told_rates(asked, asked_for.rates))
         capacity = capacity_of(asked, asked_for.card_gb)
         try:
             search(asked, options, capacity, trials, results)
@@ -105,6 +107,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"the same command goes on after {done}", file=sys.stderr, flush=True)
             raise
         return _tell(asked, options, results, capacity)
+
+
+def _told_rates(asked: Run, path: str | None) -> Rates:
+    """Of this machine, and in words what they do not know."""
+    rates = rates_for(asked, path=path)
+    for sentence in notes(asked, rates, None):
+        print(f"note: {sentence}", flush=True)
+    return rates
 
 
 def _tell(asked: Run, options: Mapping[Choice, Option], results: Results, capacity: Memory) -> int:

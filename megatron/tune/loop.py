@@ -22,6 +22,9 @@ ERRORS = {EXIT_CONFIG: ConfigError, EXIT_DATA: DataError, EXIT_STORAGE: StorageE
 """Of trials, where they are not of their choices."""
 
 
+FORETOLD = 10
+"""Choices of a dry run."""
+
 FAILED_IN_TURN = 2
 """Of choices that are measured again: then it is not they that fail."""
 
@@ -35,6 +38,17 @@ def planned(asked: Run, rates: Rates) -> dict[Choice, Option]:
     require(bool(found), f"--ranks {asked.ranks} and {samples_of(asked)} samples of a step leave no choice: samples "
             "have to be divisible by the data parallel size")
     return found
+
+
+def foretell(asked: Run, options: Mapping[Choice, Option], capacity: Memory) -> None:
+    """What a search would begin with: nothing is tried."""
+    names, values = list(options), list(options.values())
+    kept = worth_a_look(values, capacity, asked.config.autotuning.autotuning_num_tuning_micro_batch_sizes, {})
+    print(f"{counted(len(names), 'choice')}, {len(kept)} to try; a rank has {capacity}; nothing is tried (--dry-run). "
+          "The fastest by prediction:")
+    for number in sorted(kept, key=lambda number: values[number].candidate.predicted.total)[:FORETOLD]:
+        print(f"  {metric(asked, values[number].candidate.predicted.total)} | "
+              f"{' '.join(names[number].flags(asked, samples_of(asked)))}")
 
 
 def search(asked: Run, options: Mapping[Choice, Option], capacity: Memory, trials: Trials, results: Results) -> None:

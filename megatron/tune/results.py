@@ -50,6 +50,8 @@ class Results:
             self._write(json.dumps({"subject": dict(subject)}), mode="w")
             return
         head, *rest = [json.loads(line) for line in lines]
+        if not isinstance(head.get("subject", {}), dict):
+            raise self._no_trial()
         if others := [*_differing(head.get("subject", {}), subject)]:
             more = [f"and {len(others) - MOST_TOLD} more"] * (len(others) > MOST_TOLD)
             raise ConfigError(f"{FLAG} {folder} has trials of another run or machine "
@@ -113,4 +115,4 @@ def _differing(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[st
 
 
 def _word(value: Any) -> str:
-    return "none" if value in ("", None) else value if isinstance(value, str) else json.dumps(value)
+    return "none" if value is None else value if isinstance(value, str) and value else json.dumps(value)

@@ -147,7 +147,7 @@ def test_a_dry_run_is_of_the_real_size_on_gpus_and_leaves_nothing(repository, sc
     assert argv[-3:] == ["--dry-run", "--card-gb", "32"]
     assert value(argv, "--ranks") == ranks == value(argv, "--ranks-per-node")
     assert value(argv, "--preset") == REAL_SIZE.get(script, "124M") and "--bf16" in argv and "--save" not in argv
-    assert result.stderr == f"dry run: the {value(argv, '--preset')} model on {ranks} GPU(s)\n"
+    assert result.stderr == f"dry run: the {value(argv, '--preset')} model, {ranks} rank(s)\n"
     assert not (repository / "runs").exists()
 
 
@@ -266,22 +266,31 @@ def test_a_run_on_a_gpu_is_in_bf16_unless_the_user_asks_for_fp16(repository, one
 
 
 NO_ROOM = """import sys
-print('{"rows": [{"chosen": true, "cards": {"8": {"fits": false}}}]}')
-sys.exit(2 * any("metrics" in word for word in sys.argv))
+is_told = any("metrics" in word for word in sys.argv)
+print('{"rows": [{"chosen": true, "cards": {"8": {"fits": %s}}}]}' % str(is_told).lower())
 """
 """(A file of metrics is for the trainer to write: the planner would read it, and is not to be told of it.)"""
 
 
 @pytest.mark.parametrize("plan, recomputed", [
-    ("print('{\"rows\": []}')", False), (NO_ROOM, True), ("raise SystemExit(2)", False), ("raise SystemExit(1)", True)])
+    ("print('{\"rows\": []}')", False), (NO_ROOM, True), ("raise SystemExit(2)", True)])
 @pytest.mark.parametrize("metrics", [[], ["--metrics-file", "m"], ["--metrics_file=m"]], ids=str)
 def test_a_run_that_does_not_fit_a_gpu_recomputes(repository, one_gpu, plan, recomputed, metrics):
-    """Where flags make no run, the trainer says so."""
+    """So does one that there is no plan of."""
     (repository / "megatron" / "plan.py").write_text(plan)
     result = run(repository, "pretrain_gpt2.sh", "--lr", "1e-3", *metrics, **one_gpu)
     argv = json.loads(result.stdout)["argv"]
     assert ("--checkpoint-activations" in argv) == recomputed and argv[-len(metrics) or len(argv):] == metrics
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("more", [["--finetune"], ["--ckpt-step", "10"], ["--keep-every", "100"], []], ids=str)
+def test_the_planner_is_asked_of_a_run_that_saves_and_loads_as_the_script_makes_it(repository, one_gpu, more):
+    """Some flags need that."""
+    (repository / "megatron" / "plan.py").write_text(
+        "import sys\nprint('{\"rows\": []}')\nsys.exit(0 if {'--save', '--load'} <= set(sys.argv) else 2)")
+    result = run(repository, "pretrain_gpt2.sh", *more, **one_gpu)
+    assert "--checkpoint-activations" not in json.loads(result.stdout)["argv"]
 
 
 @pytest.mark.parametrize("card", ["abc", "0", "-1", "80GB"])

@@ -63,7 +63,7 @@ def test_a_measured_run_stands_beside_it_without_its_first_steps(
     command.plan([*FLAGS, "--rates", rates_file, "--metrics-file", str(file)])
     *_, line, note = capsys.readouterr().out.splitlines()
     assert line.startswith("measured 1000 ms (median of 8 steps of ") and line.endswith("predicted 500.9 ms")
-    assert note == "note: that run had other settings: zero.zero_stage 2"
+    assert note == "note: that run had other settings: --zero-stage 2 (here 0)"
     command.plan([*FLAGS, "--rates", rates_file, "--metrics-file", str(file), "--json"])
     found = json.loads(capsys.readouterr().out)
     assert found["measured"]["seconds"] == 1.0 and found["rows"][0]["step"]["total"] > 0.5
@@ -152,7 +152,7 @@ def test_only_steps_with_the_settings_that_are_asked_for_count(tmp_path: Path) -
     found = [measured(file, run, machine()) for run in (large, small, planned("--batch-size", "2"))]
     assert [(one.seconds, one.steps, one.left_out) for one in found if one] == [
         (0.8, 17, 10), (0.1, 7, 20), (0.1, 7, 20)]
-    assert [one.differs for one in found if one] == [(), (), ("train.batch_size 4", "train.global_batch_size 4")]
+    assert [one.differs for one in found if one] == [(), (), ("--batch-size 4 (here 2)", "--global-batch-size 4 (here 2)")]
 
 
 def test_steps_that_were_taken_again_count_as_they_were_taken_last(tmp_path: Path) -> None:
@@ -200,12 +200,12 @@ def test_what_is_said_and_what_follows_are_the_same(tmp_path: Path) -> None:
     ([], {"device": "CPU", "torch": "2.13.0"}, None),
     ([], {"device": "NVIDIA H100"}, "device NVIDIA H100"),
     ([], {"torch": "2.11.0"}, "torch 2.11.0"),
-    (["--compile"], {}, "train.compile True"),
-    (["--optimizer", "lamb"], {}, "optim.optimizer lamb"),
-    (["--clip-grad", "0"], {}, "optim.clip_grad 0.0"),
+    (["--compile"], {}, "--compile True (here None)"),
+    (["--optimizer", "lamb"], {}, "--optimizer lamb (here adam)"),
+    (["--clip-grad", "0"], {}, "--clip-grad 0.0 (here 1.0)"),
     (["--lr", "0.7"], {}, None),
     (["--zero-stage", "2", "--offload-optimizer-device", "cpu"], {},
-     "zero.zero_stage 2, offload.offload_optimizer_device cpu"),
+     "--zero-stage 2 (here 0), --offload-optimizer-device cpu (here none)"),
 ])
 def test_a_run_of_other_circumstances_is_told(flags: list[str], facts: dict[str, Any], words: str | None,
                                               tmp_path: Path) -> None:

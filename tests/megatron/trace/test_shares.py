@@ -173,3 +173,11 @@ def test_what_an_accelerator_had_given_out_before_the_trace_is_drawn_from_its_le
     (left, bottom), (also_left, first), *_, (right, last), _ = edges
     assert left == also_left != right and float(last) < float(bottom)
     assert first == {"high": last, "low": bottom}[begins]
+
+
+def test_what_was_there_when_the_window_began_is_drawn_from_its_left_edge() -> None:
+    said = recorded(activity=[(0, TRAINING)], phase=[(0, FORWARD)])
+    found = [Level(0.0, 0), Level(5.0, 100), Level(20.0, 100)]
+    drawn = page("t", {"other": 10.0}, 1, found, (found[1], ""), said, (10, 30))
+    heights = [point.split(",")[1] for point in re.search('polygon class="band" points="([^"]*)"', drawn)[1].split()]
+    assert len(set(heights[1:-1])) == 1 != len(set(heights))

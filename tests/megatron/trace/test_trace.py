@@ -89,7 +89,7 @@ def test_another_rank_can_be_traced_and_says_what_travels(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("asked", ["3", "3:", "0:2", "3:2", "a:b", "1:2:3", "-1:2", " 1:2"])
 def test_what_is_no_range_of_steps_is_refused(asked: str) -> None:
-    with pytest.raises(ConfigError, match="is no FIRST:LAST: write 10:12, say"):
+    with pytest.raises(ConfigError, match="is no FIRST:LAST of steps from 1 on, in their order: write 10:12, say"):
         parse_args([*RUN, f"--profile-steps={asked}"], 1)
 
 

@@ -381,6 +381,19 @@ def test_trials_of_another_run_are_not_mixed_with_these(place: list[str], monkey
     assert len(outcomes(place)) == 1
 
 
+def test_a_dry_run_tries_nothing_and_leaves_what_was_tried(place: list[str], monkeypatch: pytest.MonkeyPatch,
+                                                           capsys: pytest.CaptureFixture[str]) -> None:
+    faked(monkeypatch)
+    flags = [*place, "--ranks", "2", "--global-batch-size", "4", "--autotuning-tuner-num-trials", "1", *MODEL]
+    assert command.main([*flags, "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "nothing is tried (--dry-run)" in said and "samples/s | --batch-size " in said and "trial 1" not in said
+    assert not list(Path(place[1]).glob("**/*")), "nothing is written"
+    assert command.main(flags) == 0
+    before = outcomes(place)
+    assert command.main([*flags, "--autotuning-overwrite", "--dry-run"]) == 0 and outcomes(place) == before
+
+
 def test_where_nothing_runs_it_says_so(place: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     faked(monkeypatch, other="crash", stage0="crash", stage1="crash", stage2="crash", stage3="crash")
     with pytest.raises(PeerError, match="no choice of .* ran: 2 trials failed"):
@@ -556,6 +569,10 @@ def test_results_hold_what_was_added(tmp_path: Path) -> None:
     head = (tmp_path / FILE).read_text().splitlines()[0]
     for line in ("no record", "null", "{}", '{"choice": {"batch": 1}, "outcome": {"state": "done"}}'):
         (tmp_path / FILE).write_text(f"{head}\n{line}\n")
+        with pytest.raises(ConfigError, match="holds a line that is no record"):
+            Results(str(tmp_path), {"a": 1}, overwrite=False)
+    for subject in ("null", "[1]", '"x"'):
+        (tmp_path / FILE).write_text(f'{{"subject": {subject}}}\n')
         with pytest.raises(ConfigError, match="holds a line that is no record"):
             Results(str(tmp_path), {"a": 1}, overwrite=False)
 
