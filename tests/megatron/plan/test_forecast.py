@@ -152,7 +152,8 @@ def test_only_steps_with_the_settings_that_are_asked_for_count(tmp_path: Path) -
     found = [measured(file, run, machine()) for run in (large, small, planned("--batch-size", "2"))]
     assert [(one.seconds, one.steps, one.left_out) for one in found if one] == [
         (0.8, 17, 10), (0.1, 7, 20), (0.1, 7, 20)]
-    assert [one.differs for one in found if one] == [(), (), ("--batch-size 4 (here 2)", "--global-batch-size 4 (here 2)")]
+    assert [one.differs for one in found if one] == [
+        (), (), ("--batch-size 4 (here 2)", "--global-batch-size 4 (here 2)")]
 
 
 def test_steps_that_were_taken_again_count_as_they_were_taken_last(tmp_path: Path) -> None:
