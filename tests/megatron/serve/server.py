@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +126,11 @@ def served(folder: Path, tmp: Path, *flags: object, ranks: int = 1, **environmen
                                                      env=variables) as process:
         try:
             yield Server(process, errors)
+        except BaseException as error:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(5)  # where it failed as well, it has its last word
+            error.add_note(f"the server said:\n{errors.read_text()}")
+            raise
         finally:
             process.kill()
     assert "Traceback" not in errors.read_text()
