@@ -171,12 +171,12 @@ def _group(rank: int, ranks: tuple[int, ...], handle: dist.ProcessGroup | None, 
     if handle is None or len(ranks) == 1:
         return Group(ranks.index(rank), len(ranks), ranks)
     name = handle.group_name
-    by_device = _backends(handle)
+    by_device = backends_of(handle)
     control = name if "cpu" in by_device else _control_of(handle, ranks, timeout).group_name
     return Group(ranks.index(rank), len(ranks), ranks, name, control, by_device.get("cuda") == "gloo")
 
 
-def _backends(handle: dist.ProcessGroup) -> dict[str, str]:
+def backends_of(handle: dist.ProcessGroup) -> dict[str, str]:
     """Kind of device -> the backend that serves it: {"cuda": "nccl"}, {"cpu": "gloo", "cuda": "nccl"} and so on. (What
     `get_backend` says of a group that a script has made may be "undefined".)"""
     pairs = distributed_c10d._world.pg_backend_config.get(handle, "").split(",")

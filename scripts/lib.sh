@@ -33,12 +33,16 @@ DRY_RUN=""
 if given --dry-run "$@"; then DRY_RUN=yes; fi
 
 # Sets GPUS, how many torch can use, and GPU_BYTES, the memory of the first. Asks torch (seconds) once, and only where
-# the driver's tool says that there is one.
-GPUS="" GPU_BYTES=""
+# the driver's tool says that there is one. (`read` and not `timeout`: what hangs in the driver cannot be killed.)
+GPUS="" GPU_BYTES="" DRIVER_SECONDS="${DRIVER_SECONDS:-60}"
 look_for_gpus() {
-    local found="0 0"
+    local found="0 0" listed="" code=0
     [[ -z "$GPUS" ]] || return 0
-    if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; then
+    if command -v nvidia-smi >/dev/null; then
+        read -r -d "" -t "$DRIVER_SECONDS" listed < <(nvidia-smi -L 2>/dev/null) || code=$?
+        [[ $code -le 128 ]] || fail "nvidia-smi has not answered in $DRIVER_SECONDS s: the driver of the GPUs hangs (take nvidia-smi off the PATH to train on the CPU)"
+    fi
+    if [[ "$listed" == *GPU* ]]; then
         found="$(python -c 'import torch
 count = torch.cuda.device_count()
 print(count, torch.cuda.get_device_properties(0).total_memory if count else 0)' | tail -n 1)"

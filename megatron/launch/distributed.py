@@ -112,7 +112,11 @@ def device_for(env: Environment, backend: str | None = None) -> torch.device:
     if count == 0:
         return torch.device("cpu")
     if backend is None and torch.distributed.is_initialized():
-        backend = torch.distributed.get_backend()
+        from mpu.groups import backends_of
+
+        world = torch.distributed.group.WORLD
+        assert world is not None, "it is initialized"
+        backend = backends_of(world).get("cuda")
     if env.local_rank >= count and backend != "gloo" and not (count == 1 and _is_shown_its_own_gpu()):
         raise ConfigError(
             f"rank {env.rank} needs GPU {env.local_rank}, but this node has {count}: start at most {count} ranks per "

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 DRIVER = Path("/proc/driver/nvidia/gpus")
+DRIVER_SECONDS = 60.0
+"""How long the driver's tool may take: some seconds a GPU where nothing else keeps the driver awake."""
 MIG = "MIG-"
 """How the name of a part of a GPU begins; a process sees one of them at most."""
 
@@ -66,8 +68,8 @@ def _of_tool() -> list[Gpu]:
 def _asked() -> str:
     try:
         return subprocess.run(["nvidia-smi", "--query-gpu=name,uuid", "--format=csv,noheader"], text=True, check=True,
-                              capture_output=True).stdout
-    except (OSError, subprocess.CalledProcessError):
+                              capture_output=True, timeout=DRIVER_SECONDS).stdout
+    except (OSError, subprocess.SubprocessError):
         return ""
 
 

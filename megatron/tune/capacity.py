@@ -8,6 +8,7 @@ import subprocess
 from megatron import host_memory
 from megatron.errors import ConfigError
 from megatron.plan.footprint import Run
+from megatron.plan.gpus import DRIVER_SECONDS
 from megatron.plan.report import USABLE
 from megatron.tune.memory import Memory
 
@@ -37,7 +38,7 @@ def _free_of_gpus(ranks: int) -> float:
     query = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits",
              *([] if visible is None else [f"--id={visible}"])]
     try:
-        told = subprocess.run(query, text=True, capture_output=True, check=True).stdout.split()
-        return min(map(float, told[:ranks])) * 2**20
-    except (OSError, subprocess.CalledProcessError, ValueError) as error:
+        told = subprocess.run(query, text=True, capture_output=True, check=True, timeout=DRIVER_SECONDS).stdout
+        return min(map(float, told.split()[:ranks])) * 2**20
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise ConfigError("the memory of the GPUs is not known here: give --card-gb") from error

@@ -128,7 +128,7 @@ def _tell(asked: Run, options: Mapping[Choice, Option], results: Results, capaci
     if fastest is None:
         raise PeerError(f"no choice of {len(options)} ran: {counted(len(trials), 'trial')} failed, as the table says; "
                         f"what they wrote is in {asked.config.autotuning.autotuning_exps_dir}")
-    words = verdict(asked, trials, names[fastest], len(options))
+    words = verdict(asked, trials, options, names[fastest])
     print(*words, sep="\n", flush=True)
     with named_by("--autotuning-results-dir"):
         for name, text in ((PAGE, page(asked, trials, options, words)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
+from statistics import median
 
 from megatron.config.ds_batch import BATCH
 from megatron.plan.footprint import Run
@@ -19,6 +20,8 @@ from megatron.tune.space import Choice, samples_of
 HEAD = ("trial", "micro-batch", "zero", "offload", "recomputed", "tp", "bucket", "needs", "on the host", "predicted",
         "measured", "")
 BATCH_KEYS = {"--batch-size": "train_micro_batch_size_per_gpu", "--global-batch-size": "train_batch_size"}
+FAR = 1.4
+"""Measured / predicted, or the other way round: twice what is aimed at, and what hours of one machine differ by."""
 WORDS = {"throughput": "samples/s", "latency": "ms a step", "flops": "TFLOP/s of a rank"}
 
 
@@ -82,13 +85,14 @@ def _settings(words: Sequence[str]) -> list[list[str]]:
     return found
 
 
-def verdict(asked: Run, trials: Mapping[Choice, Outcome], found: Choice, legal: int) -> list[str]:
+def verdict(asked: Run, trials: Mapping[Choice, Outcome], options: Mapping[Choice, Option],
+            found: Choice) -> list[str]:
     seconds = trials[found].seconds
     assert seconds is not None, "the best one was measured"
     told = dict.fromkeys((metric(asked, seconds), f"{1e3 * seconds:.4g} {WORDS['latency']}"))
     return [f"fastest: {', '.join(told)}{_range(trials[found])}, "
-            f"after {counted(len(trials), 'trial')} of {counted(legal, 'choice')}",
-            *_alike(trials, found), *advice(asked, found)]
+            f"after {counted(len(trials), 'trial')} of {counted(len(options), 'choice')}",
+            *_alike(trials, found), *_far(trials, options), *advice(asked, found)]
 
 
 def _range(outcome: Outcome) -> str:
@@ -107,6 +111,16 @@ def _alike(trials: Mapping[Choice, Outcome], found: Choice) -> list[str]:
         return []
     return [f"note: {counted(near, 'other choice')} cannot be told apart from it by these times; where they are far "
             "apart, tune while the machine is idle"]
+
+
+def _far(trials: Mapping[Choice, Outcome], options: Mapping[Choice, Option]) -> list[str]:
+    """Where steps took another time than the planner thinks: what was left out by its word may be faster then."""
+    factor = median(outcome.seconds / options[choice].candidate.predicted.total
+                    for choice, outcome in trials.items() if outcome.seconds is not None)
+    if 1 / FAR < factor < FAR:
+        return []
+    return [f"note: steps took {factor:.2g} x the predicted time (median), so choices that were not tried may be "
+            "misjudged: python -m megatron.plan --probe measures the rates of this machine anew"]
 
 
 def counted(number: int, noun: str) -> str:

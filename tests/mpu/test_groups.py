@@ -91,7 +91,7 @@ def test_a_connected_world_is_split_once_for_each_axis() -> None:
 
 def _devices_only() -> Any:
     """Inside, the world is one whose backend sends from devices only, as NCCL's is."""
-    return patch("mpu.groups._backends", lambda handle: {"cuda": "nccl"})
+    return patch("mpu.groups.backends_of", lambda handle: {"cuda": "nccl"})
 
 
 def _controls(rank: int, world: int) -> list[bool]:

@@ -258,6 +258,15 @@ def one_gpu(repository: Path, tmp_path: Path) -> dict[str, str]:
     return {"PATH": f"{tool.parent}:{os.environ['PATH']}"}
 
 
+def test_a_driver_that_hangs_is_told(repository, one_gpu):
+    tool = Path(one_gpu["PATH"].partition(":")[0]) / "nvidia-smi"
+    for answer, code, words in (("exec sleep 5", 2, "error: nvidia-smi has not answered in 1 s"),
+                                ("echo failed; exit 9", 0, "no GPU: 1 CPU rank"), ("true", 0, "no GPU: 1 CPU rank")):
+        tool.write_text(f"#!/bin/sh\n{answer}\n")
+        result = run(repository, "pretrain_gpt2.sh", DRIVER_SECONDS="1", **one_gpu)
+        assert result.returncode == code and words in result.stderr
+
+
 @pytest.mark.parametrize("asked, given", [((), ["--bf16"]), (("--fp16",), ["--fp16"])])
 def test_a_run_on_a_gpu_is_in_bf16_unless_the_user_asks_for_fp16(repository, one_gpu, asked, given):
     result = run(repository, "pretrain_gpt2.sh", *asked, **one_gpu)

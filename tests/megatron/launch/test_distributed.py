@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -141,6 +141,20 @@ def test_ranks_of_one_launcher_do_not_share_the_only_gpu(launcher: str, environ:
     with pytest.raises(ConfigError, match="rank 1 needs GPU 1, but this node has 1"):
         device_for(Environment(1, 1, 2, 2))
     assert device_for(Environment(1, 1, 2, 2), "gloo").index == 0
+
+
+@pytest.mark.parametrize("backend, shared", [("gloo", True), ("cpu:gloo,cuda:gloo", True), ("cuda:gloo", True),
+                                             ("cpu:gloo", False)])
+def test_ranks_that_have_met_over_gloo_share_a_gpu(backend: str, shared: bool, environ: pytest.MonkeyPatch) -> None:
+    """Where GPUs' tensors travel by it."""
+    gpus(environ, 1)
+    environ.setenv(LAUNCHED_BY[0], "1")
+    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with nullcontext() if shared else pytest.raises(ConfigError, match="rank 1 needs GPU 1"):
+            assert device_for(Environment(1, 1, 2, 2)).index == 0
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 # ---- leaving -----------------------------------------------------------------------------------------------------

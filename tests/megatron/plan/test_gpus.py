@@ -54,5 +54,8 @@ def test_where_the_driver_shows_no_files_its_tool_is_asked(tmp_path: Path, monke
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert gpus.visible_gpus() == [Gpu("NVIDIA L4", "GPU-2")]
+    monkeypatch.setattr(gpus, "DRIVER_SECONDS", 0.2)
+    tool.write_text("#!/bin/sh\nexec sleep 5\n")
+    assert gpus.visible_gpus() == []
     monkeypatch.setenv("PATH", str(tmp_path / "absent"))
     assert gpus.visible_gpus() == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import platform
 import signal
 import subprocess
@@ -460,6 +461,17 @@ def test_what_is_told_of_a_search(place: list[str], monkeypatch: pytest.MonkeyPa
     assert "; goes on after 1 trial\n" in text
     head, *rows = text[text.index("trial  micro-batch"):].splitlines()[:3]
     assert "bucket" in head and [row.split()[0] for row in rows] == ["2", "1"]
+
+
+@pytest.mark.parametrize("factor, told", [(0.5, "0.5 x"), (0.8, None), (1.3, None), (1.6, "1.6 x"), (40.0, "40 x")])
+def test_steps_far_from_their_prediction_are_told(
+        factor: float, told: str | None, place: list[str], monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(Trials, "run", lambda self, number, run, predicted: Outcome("done", factor * predicted))
+    assert command.main([*place, *MODEL]) == 0
+    text = capsys.readouterr().out
+    note = re.search(r"^note: steps took (.*) the predicted time \(median\)", text, re.MULTILINE)
+    assert (note and note[1]) == told
 
 
 def test_an_interrupted_search_says_that_it_can_go_on(place: list[str], monkeypatch: pytest.MonkeyPatch,
