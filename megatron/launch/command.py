@@ -34,6 +34,8 @@ from megatron.whereabouts import PLACES_VARIABLE, Places
 
 DEFAULT_PORT = 29500
 MEETING_SECONDS = 600.0
+SHOWS_CRASHES = ("PYTHONFAULTHANDLER", "1")
+"""A rank that crashes in native code (SIGSEGV and the like) shows where in Python each of its threads was."""
 WITHOUT_VALUE = ("-h", "--help", "-m", "--module")
 
 
@@ -141,6 +143,7 @@ def shared_environment(options: argparse.Namespace, store_file: str | None) -> d
     # Each rank would otherwise start one thread for every core, and N ranks would fight for them.
     cores = len(os.sched_getaffinity(0))
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // options.nproc_per_node)))
+    environment.setdefault(*SHOWS_CRASHES)
     environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as exits.py does: here also for scripts of others
     environment.pop("MEGATRON_STORE_FILE", None)
     if store_file:
@@ -185,6 +188,7 @@ def replace_this_process(command: list[str]) -> NoReturn:
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
     for name in ("MEGATRON_STORE_FILE", PLACES_VARIABLE):
         os.environ.pop(name, None)
+    os.environ.setdefault(*SHOWS_CRASHES)
     os.execv(command[0], command)
 
 

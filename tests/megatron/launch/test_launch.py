@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -240,6 +241,16 @@ def test_a_killed_rank_is_named_and_nobody_is_left(start):
     assert code == 5 and len(lines) == 1
     assert lines[0].startswith(f"error: rank 1 (pid {pids[1]} on {socket.gethostname()}) ended by signal 9 (SIGKILL)")
     assert not any(alive(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_that_crashes_in_native_code_shows_where_it_was(start, ranks):
+    body = "def crash():\n    import ctypes\n    rank or ctypes.string_at(0)\ncrash()\ntime.sleep(30)"
+    code, _, lines = start(body, ranks=ranks).end()
+    assert lines[0] == "Fatal Python error: Segmentation fault"
+    assert any(re.fullmatch(r'  File ".*program.py", line \d+ in crash', line) for line in lines)
+    assert code == (-signal.SIGSEGV if ranks == 1 else 5)
+    assert ranks == 1 or re.match(r"error: rank 0 \(.*\) ended by signal 11 \(SIGSEGV\)", lines[-1])
 
 
 def test_ranks_that_refuse_to_end_and_their_children_are_killed(start, tmp_path):
