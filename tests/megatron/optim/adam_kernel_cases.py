@@ -234,6 +234,7 @@ def step_of(engine: ZeroEngine, spoilt: bool = False) -> Launches:
     return counted
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("precision", FOR_ENGINES)
 def test_an_engine_steps_by_the_kernel_alone(precision: str, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
