@@ -68,7 +68,7 @@ def test_ranks_with_nothing_to_do_hear_that_they_go_on() -> None:
 
 
 def test_two_ranks_serve_the_text_of_one(folder: Path, tmp_path: Path) -> None:
-    asked = [{"prompt": f"prompt {number}", "max_tokens": 30 + number, "seed": number, "n": 2} for number in range(6)]
+    asked = [{"prompt": f"prompt {number}", "max_tokens": 15 + number, "seed": number, "n": 2} for number in range(6)]
     texts: list[object] = []
     scores: list[list[float]] = []
     for ranks in (1, 2):
