@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron.errors import ConfigError
+
 DRIVER = Path("/proc/driver/nvidia/gpus")
 DRIVER_SECONDS = 60.0
 """How long the driver's tool may take: some seconds a GPU where nothing else keeps the driver awake."""
@@ -69,7 +71,10 @@ def _asked() -> str:
     try:
         return subprocess.run(["nvidia-smi", "--query-gpu=name,uuid", "--format=csv,noheader"], text=True, check=True,
                               capture_output=True, timeout=DRIVER_SECONDS).stdout
-    except (OSError, subprocess.SubprocessError):
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"nvidia-smi has not answered in {DRIVER_SECONDS:g} s: the driver of the GPUs hangs "
+                          "(--device cpu does without)") from error
+    except (OSError, subprocess.CalledProcessError):
         return ""
 
 

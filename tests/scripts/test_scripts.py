@@ -260,10 +260,11 @@ def one_gpu(repository: Path, tmp_path: Path) -> dict[str, str]:
 
 def test_a_driver_that_hangs_is_told(repository, one_gpu):
     tool = Path(one_gpu["PATH"].partition(":")[0]) / "nvidia-smi"
-    for answer, code, words in (("exec sleep 5", 2, "error: nvidia-smi has not answered in 1 s"),
-                                ("echo failed; exit 9", 0, "no GPU: 1 CPU rank"), ("true", 0, "no GPU: 1 CPU rank")):
+    for answer, seconds, code, words in (
+            ("exec sleep 5", "1", 2, "error: nvidia-smi has not answered in 1 s"),
+            ("echo failed; exit 9", "60", 0, "no GPU: 1 CPU rank"), ("true", "60", 0, "no GPU: 1 CPU rank")):
         tool.write_text(f"#!/bin/sh\n{answer}\n")
-        result = run(repository, "pretrain_gpt2.sh", DRIVER_SECONDS="1", **one_gpu)
+        result = run(repository, "pretrain_gpt2.sh", DRIVER_SECONDS=seconds, **one_gpu)
         assert result.returncode == code and words in result.stderr
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.errors import ConfigError
 from megatron.plan import gpus, kept_rates
 from megatron.plan.gpus import Gpu, chosen
 
@@ -56,6 +57,10 @@ def test_where_the_driver_shows_no_files_its_tool_is_asked(tmp_path: Path, monke
     assert gpus.visible_gpus() == [Gpu("NVIDIA L4", "GPU-2")]
     monkeypatch.setattr(gpus, "DRIVER_SECONDS", 0.2)
     tool.write_text("#!/bin/sh\nexec sleep 5\n")
+    with pytest.raises(ConfigError, match="nvidia-smi has not answered in 0.2 s"):
+        gpus.visible_gpus()
+    tool.write_text("#!/bin/sh\nexit 9\n")
+    monkeypatch.setattr(gpus, "DRIVER_SECONDS", 60.0)
     assert gpus.visible_gpus() == []
     monkeypatch.setenv("PATH", str(tmp_path / "absent"))
     assert gpus.visible_gpus() == []
