@@ -38,11 +38,12 @@ GPUS="" GPU_BYTES="" DRIVER_SECONDS="${DRIVER_SECONDS:-60}"
 look_for_gpus() {
     local found="0 0" listed="" code=0
     [[ -z "$GPUS" ]] || return 0
+    [[ "$DRIVER_SECONDS" =~ ^[1-9][0-9]{0,4}$ ]] || fail "DRIVER_SECONDS is '$DRIVER_SECONDS'; expected whole seconds, 1 or more"
     if command -v nvidia-smi >/dev/null; then
         read -r -d "" -t "$DRIVER_SECONDS" listed < <(nvidia-smi -L 2>/dev/null) || code=$?
-        [[ $code -le 128 ]] || fail "nvidia-smi has not answered in $DRIVER_SECONDS s: the driver of the GPUs hangs (take nvidia-smi off the PATH to train on the CPU)"
+        [[ $code -le 128 ]] || fail "nvidia-smi has not answered in $DRIVER_SECONDS s: the driver of the GPUs hangs (take nvidia-smi off the PATH to do without)"
     fi
-    if [[ "$listed" == *GPU* ]]; then
+    if [[ $'\n'"$listed" == *$'\n'"GPU "[0-9]* ]]; then
         found="$(python -c 'import torch
 count = torch.cuda.device_count()
 print(count, torch.cuda.get_device_properties(0).total_memory if count else 0)' | tail -n 1)"

@@ -119,7 +119,7 @@ def _far(trials: Mapping[Choice, Outcome], options: Mapping[Choice, Option]) -> 
                     for choice, outcome in trials.items() if outcome.seconds is not None)
     if 1 / FAR < factor < FAR:
         return []
-    return [f"note: steps took {factor:.2g} x the predicted time (median), so choices that were not tried may be "
+    return [f"note: steps took {factor:.3g} x the predicted time (median), so choices that were not tried may be "
             "misjudged: python -m megatron.plan --probe measures the rates of this machine anew"]
 
 

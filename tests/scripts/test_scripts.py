@@ -262,7 +262,10 @@ def test_a_driver_that_hangs_is_told(repository, one_gpu):
     tool = Path(one_gpu["PATH"].partition(":")[0]) / "nvidia-smi"
     for answer, seconds, code, words in (
             ("exec sleep 5", "1", 2, "error: nvidia-smi has not answered in 1 s"),
-            ("echo failed; exit 9", "60", 0, "no GPU: 1 CPU rank"), ("true", "60", 0, "no GPU: 1 CPU rank")):
+            ("echo GPU 0; exec sleep 5", "1", 2, "error: nvidia-smi has not answered in 1 s"),
+            ("echo no handle of GPU 0000:01; exit 9", "60", 0, "no GPU: 1 CPU rank"),
+            ("true", "60", 0, "no GPU: 1 CPU rank"), ("echo note; echo GPU 0: L4", "60", 0, "1 of 1 GPUs"),
+            ("echo GPU 0", "1e3", 2, "error: DRIVER_SECONDS is '1e3'")):
         tool.write_text(f"#!/bin/sh\n{answer}\n")
         result = run(repository, "pretrain_gpt2.sh", DRIVER_SECONDS=seconds, **one_gpu)
         assert result.returncode == code and words in result.stderr
