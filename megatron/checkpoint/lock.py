@@ -10,7 +10,7 @@ import fcntl
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron.checkpoint.commit import storing
@@ -41,4 +41,8 @@ def locked(root: str | Path) -> Iterator[None]:
             file.truncate(0)
             file.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
             file.flush()
-        yield
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)  # for a forked child too, which has a copy of the descriptor

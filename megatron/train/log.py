@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -45,8 +45,15 @@ class RunLog:
         def warn(text: str) -> None:
             self.say(f" {text}")
 
-        self._file = Lines("--metrics-file", config.metrics_file, warn) if writes and config.metrics_file else None
-        self._sinks = sinks_of(config, warn) if writes else []
+        self._file: Lines | None = None
+        self._sinks: list[Sink] = []
+        if writes:
+            with ExitStack() as opened:
+                opened.push(self)  # what is open by then is closed, where a later one cannot be opened
+                self._file = Lines("--metrics-file", config.metrics_file, warn) if config.metrics_file else None
+                for sink in sinks_of(config, warn):
+                    self._sinks.append(sink)
+                opened.pop_all()
 
     def begin(self, config: Config, facts: Mapping[str, Any], lines: list[str]) -> None:
         """What the run is: `lines` for the reader of the console, `facts` beside the configuration for programs. The
@@ -142,16 +149,14 @@ class Sink(Protocol):
         """`failed`: the run ends with an error."""
 
 
-def sinks_of(config: LogConfig, warn: Callable[[str], object]) -> list[Sink]:
-    """Those that are asked for, opened; `warn` is told what is doubtful about one."""
-    found: list[Sink] = []
+def sinks_of(config: LogConfig, warn: Callable[[str], object]) -> Iterator[Sink]:
+    """Those that are asked for, opened one by one; `warn` is told what is doubtful about one."""
     if config.tensorboard_dir:
-        found.append(Board(config.tensorboard_dir))
+        yield Board(config.tensorboard_dir)
     if config.csv_dir:
-        found.append(Tables(config.csv_dir, warn))
+        yield Tables(config.csv_dir, warn)
     if config.wandb_project is not None:
-        found.append(Dashboard(Project(config.wandb_project, config.wandb_group, config.wandb_team)))
-    return found
+        yield Dashboard(Project(config.wandb_project, config.wandb_group, config.wandb_team))
 
 
 def _finite(value: Any) -> Any:

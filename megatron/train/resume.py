@@ -67,21 +67,23 @@ class Checkpoints:
     """What was loaded and what could not carry over, for the log."""
 
     def __post_init__(self) -> None:
-        self._held, self._trash = ExitStack(), BehindTheRun()
+        self._trash = BehindTheRun()
         self._loaded: Path | None = None
         same_key(self.config.save.checkpoint_key, self.groups.world)  # or why it cannot be used
-        if self.config.save.save is not None:
-            root = Path(self.config.save.save)
-            on_rank_0(lambda: self._claim(root), self.groups.world)
-        with loaded_from(self.config.save.load):
-            self._source = on_rank_0(self._find, self.groups.world) if self.config.save.load is not None \
-                else (None, None)
+        with ExitStack() as held:
+            if self.config.save.save is not None:
+                root = Path(self.config.save.save)
+                on_rank_0(lambda: self._claim(root, held), self.groups.world)
+            with loaded_from(self.config.save.load):
+                self._source = on_rank_0(self._find, self.groups.world) if self.config.save.load is not None \
+                    else (None, None)
+            self._held = held.pop_all()  # until `__exit__`; where --load names nothing, nobody would call that
 
-    def _claim(self, root: Path) -> None:
+    def _claim(self, root: Path, held: ExitStack) -> None:
         """Before the first step: the folder can be written, no other job saves into it, and what an interrupted save
         left is tidied up; what takes long of that goes on behind the run."""
         probe(root)
-        self._held.enter_context(locked(root))
+        held.enter_context(locked(root))
         with storing(root, 0):
             sweep(root, delete=self._trash.delete)
 

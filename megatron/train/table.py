@@ -32,8 +32,11 @@ class Tables:
     def __init__(self, folder: str, warn: Callable[[str], object]) -> None:
         with storing("--csv-dir", folder):
             os.makedirs(folder, exist_ok=True)
-        self._steps = _Table(os.path.join(folder, "steps.csv"), STEPS, warn)
-        self._evaluations = _Table(os.path.join(folder, "evaluations.csv"), EVALUATIONS, warn)
+        with ExitStack() as opened:
+            self._steps = _Table(os.path.join(folder, "steps.csv"), STEPS, warn)
+            opened.callback(self._steps.close)
+            self._evaluations = _Table(os.path.join(folder, "evaluations.csv"), EVALUATIONS, warn)
+            opened.pop_all()
 
     def configuration(self, sections: Mapping[str, Mapping[str, Any]], facts: str, iteration: int) -> None:
         """Tables have no place for it."""

@@ -109,13 +109,16 @@ class Monitor:
         """The scalars of a step, once its loss is known."""
 
     def open(self) -> None:
-        """Before the first step: what cannot be written fails here."""
-        if self._watch.tensorboard_dir is not None:
-            self._sinks.append(Tensorboard(self._watch.tensorboard_dir))
-        if self._watch.csv_dir is not None:
-            self._sinks.append(CsvFiles(self._watch.csv_dir))
-        if self._watch.wandb is not None:
-            self._sinks.append(Wandb(self._watch.wandb))
+        """Before the first step: what cannot be written fails here, and leaves no other sink open."""
+        with ExitStack() as opened:
+            opened.callback(self.close)
+            if self._watch.tensorboard_dir is not None:
+                self._sinks.append(Tensorboard(self._watch.tensorboard_dir))
+            if self._watch.csv_dir is not None:
+                self._sinks.append(CsvFiles(self._watch.csv_dir))
+            if self._watch.wandb is not None:
+                self._sinks.append(Wandb(self._watch.wandb))
+            opened.pop_all()
 
     @property
     def enabled(self) -> bool:

@@ -45,6 +45,22 @@ def test_the_lock_is_given_back(tmp_path: Path) -> None:
         pass
 
 
+def test_the_lock_goes_with_its_end_though_a_fork_has_it_too(tmp_path: Path) -> None:
+    with locked(tmp_path):
+        ours, theirs = os.pipe()
+        if (child := os.fork()) == 0:
+            os.close(theirs)
+            os.read(ours, 1)  # until the test is over
+            os._exit(0)
+        os.close(ours)
+    try:
+        with locked(tmp_path):
+            pass
+    finally:
+        os.close(theirs)
+        os.waitpid(child, 0)
+
+
 def test_a_link_in_place_of_the_lock_does_not_empty_what_it_leads_to(tmp_path: Path) -> None:
     (tmp_path / "thesis").write_text("two years of work")
     (tmp_path / ".lock").symlink_to("thesis")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,18 @@ Cli = Callable[[Sequence[object]], tuple[int, str]]
 
 
 @pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Cli:
-    """The program's outermost call in this process: (exit code, its stderr)."""
+def cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Cli]:
+    """The program's outermost call in this process: (exit code, its stderr). What a run holds it gives back when it
+    ends, not when Python looks for garbage."""
     def call(argv: Sequence[object]) -> tuple[int, str]:
         capfd.readouterr()
         monkeypatch.setattr(sys, "argv", ["pretrain_gpt2.py", *map(str, argv)])
         with own_signals():
             code = exits.run(pretrain_gpt2.main)
         return code, capfd.readouterr().err
-    return call
+    gc.disable()
+    yield call
+    gc.enable()
 
 
 def command(argv: Sequence[object], ranks: int = 1) -> tuple[int, str]:

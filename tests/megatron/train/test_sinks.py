@@ -218,6 +218,21 @@ def test_a_service_that_ends_before_the_run_is_told_once_and_ends_no_run(
         "warning: wandb takes no more scalars (Error: the service has gone); training goes on without it"]
 
 
+def test_a_sink_that_cannot_be_opened_leaves_no_other_one_open(
+        wandb: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Seen while the error is there, whose traceback keeps what was made until then."""
+    monkeypatch.setenv("WANDB_REFUSES", "1")
+    values = {"metrics_file": str(tmp_path / "metrics.jsonl"), "csv_dir": str(tmp_path / "tables")}
+    with pytest.raises(ConfigError) as kept:
+        log_of(**values, wandb_project="p")
+    (tmp_path / "tables" / "evaluations.csv").write_text("name,salary\n")
+    with pytest.raises(StorageError) as also:
+        log_of(**values)
+    (tmp_path / "tables" / "evaluations.csv").unlink()
+    log_of(**values).close()
+    assert kept.value and also.value and "warning" not in "".join(capfd.readouterr())
+
+
 def test_what_wandb_has_against_it_is_one_line(wandb: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_REFUSES", "1")
     with pytest.raises(ConfigError, match=r"^--wandb-project gpt: wandb cannot start: api_key not configured \(no-tty\)"
