@@ -9,7 +9,7 @@ from megatron.launch.leaving import end_when_asked
 if __name__ == "__main__":
     end_when_asked()  # before the rest, which takes a while
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
 from signal import SIGHUP
@@ -33,14 +33,19 @@ def program() -> int:
 
 
 def main(stop: StopRequest | None = None) -> int:
-    stop = StopRequest().listen() if stop is None else stop
+    """One run. A process may make several, and whatever ends one leaves nothing of it behind."""
+    with HERE, StopRequest().heard() if stop is None else nullcontext(stop) as listening:
+        return _run(listening)
+
+
+def _run(stop: StopRequest) -> int:
     place = read_environment()
     world_size = place.world_size
     show_place(place)
-    HERE.do(START_UP)
     if asks_for_plan(sys.argv[1:]):
         from megatron.plan.command import plan
         return plan(sys.argv[1:], place.world_size, place.local_world_size, summary=True) if place.rank == 0 else 0
+    HERE.do(START_UP)
     config = parse_args(sys.argv[1:], world_size)
     config.check_world(world_size)  # wrong flags end here, before torch is imported
     if place.rank == 0 and config.log.wandb_project is not None:

@@ -10,7 +10,9 @@ commit rule is that of every save: a kill at any moment leaves the older tags, o
 rank, the next poll raises its error on all. There is one save at a time: start a second one after `wait`.
 
 A program that ends while a save is under way completes it first, where every rank comes to its end. A rank that ends by
-an error, or has left its process group, waits for nobody, and says what is not complete.
+an error, or has left its process group, waits for nobody, and says what is not complete. What another engine of the
+program has under way in the same folder, one too that nobody has any more, is complete before a save begins there
+(`finish_others`): or else it would come after, and be the newest.
 
 Memory: one copy of what this rank writes, taken at the first save and used again by the next ones. On CUDA it is pinned
 (torch rounds pinned blocks up to a power of two), so that the copy runs at the speed of the bus.
@@ -26,10 +28,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron.checkpoint.agree import on_rank_0
 from megatron.checkpoint.tensorfile import Item
 from megatron.checkpoint.writer import Job, SaveReport, Saving, answer
 from megatron.errors import ConfigError
@@ -67,9 +71,11 @@ class HostCopy:
 class Background:
     """At most one save under way. Every rank of `world` makes the same calls in the same order."""
 
-    def __init__(self, world: Group, meet: Callable[[str], None] = lambda where: None) -> None:
-        """`meet` is called before ranks agree on something, with the name of the place."""
-        self._world, self._meet, self._process, self._name = world, meet, os.getpid(), ""
+    def __init__(self, world: Group, meet: Callable[[str], None] = lambda where: None, run_id: str = "") -> None:
+        """`meet` is called before ranks agree on something, with the name of the place. `run_id` is whose saves these
+        are, for all ranks."""
+        self.world, self.run_id, self.root = world, run_id, Path()
+        self._meet, self._process, self._name = meet, os.getpid(), ""
         self._save: tuple[Saving, Callable[[SaveReport], None]] | None = None
         self._job: Future[Any] = Future()
 
@@ -78,12 +84,29 @@ class Background:
         """A save is under way; equal on all ranks."""
         return self._save is not None
 
-    def start(self, steps: Saving, then: Callable[[SaveReport], None], name: str = "a checkpoint") -> None:
-        """Begin a save; `then` is called when it is complete."""
+    def is_of(self, world: Group) -> bool:
+        """These ranks can complete what it has under way."""
+        return self.world == world and not world.is_left and self._process == os.getpid()
+
+    def start(self, steps: Saving, then: Callable[[SaveReport], None], root: Path = Path(),
+              tag: str = "a checkpoint") -> None:
+        """Begin a save of this tag into `root`; `then` is called when it is complete."""
         assert not self.busy, "wait for the save under way first"
-        self._job, self._name = _in_thread(next(steps)), name
+        self._job, self.root, self._name = _in_thread(next(steps)), root, f"{tag} of {root}"
+        self._is_under_way(steps, then)
+
+    def _is_under_way(self, steps: Saving, then: Callable[[SaveReport], None]) -> None:
         self._save = steps, then
+        _UNDER_WAY.append(self)
         atexit.register(self._finish_at_exit)  # later than the process group's, and so called sooner
+
+    def _take(self) -> tuple[Saving, Callable[[SaveReport], None]]:
+        """It is not under way any more."""
+        assert self._save is not None
+        taken, self._save = self._save, None
+        _UNDER_WAY.remove(self)
+        atexit.unregister(self._finish_at_exit)
+        return taken
 
     @property
     def progress(self) -> tuple[float, ...]:
@@ -96,7 +119,7 @@ class Background:
     def poll(self, progress: Sequence[float]) -> None:
         """Continue if all ranks can, or if one has failed; otherwise return at once. `progress` is the sum of theirs,
         when it was asked for; a save that has ended since then, or gone on, takes no harm."""
-        if self.busy and progress and (progress[0] or progress[1] == self._world.size):
+        if self.busy and progress and (progress[0] or progress[1] == self.world.size):
             self._advance()
 
     def wait(self) -> None:
@@ -106,27 +129,29 @@ class Background:
 
     def _advance(self) -> None:
         """Wait for this rank's job, agree, and start the next one or end the save."""
-        assert self._save is not None
         self._meet("a save in the background")
-        (steps, then), self._save = self._save, None  # an error below ends the save
-        atexit.unregister(self._finish_at_exit)
+        steps, then = self._take()  # an error below ends the save
         try:
-            self._job = _in_thread(answer(steps, self._job.result, self._world))
+            self._job = _in_thread(answer(steps, self._job.result, self.world))
         except StopIteration as end:
             then(end.value)
         else:
-            self._save = steps, then
-            atexit.register(self._finish_at_exit)
+            self._is_under_way(steps, then)
+
+    def abandon(self) -> None:
+        """The save under way is not to be completed: the older tags stay the newest."""
+        if self.busy:
+            self._take()[0].close()
 
     def _finish_at_exit(self) -> None:
         if os.getpid() != self._process:  # a fork of it
             return
-        if _ended_by(BaseException if not self._world.is_solo else KeyboardInterrupt):
+        if _ended_by(BaseException if not self.world.is_solo else KeyboardInterrupt):
             print(f"warning: {self._name}, which was being written in the background, is not complete: an error came "
                   "before; a load takes the one before it", file=sys.stderr)
             return
         try:
-            if self._world.is_left:
+            if self.world.is_left:
                 raise ConfigError("the process group was destroyed before; call engine.finish_save() sooner")
             self._meet("the end of its program, with a save to complete")
             self.wait()
@@ -135,6 +160,24 @@ class Background:
             exits.write_error(f"{self._name}, which was being written in the background, is not complete: "
                               f"{failure.text}")
             exits.leave_now(failure.code)
+
+
+_UNDER_WAY: list[Background] = []
+"""Of the process."""
+
+
+def finish_others(root: Path, world: Group) -> None:
+    """Wait for what these ranks have under way in the same folder. Collective."""
+    saves = {save.run_id: save for save in _UNDER_WAY if save.is_of(world)}
+    for run_id in on_rank_0(lambda: [name for name, save in saves.items() if _are_same(save.root, root)], world):
+        saves[run_id].wait()
+
+
+def _are_same(one: Path, other: Path) -> bool:
+    try:
+        return os.path.samefile(one, other)
+    except OSError:
+        return False
 
 
 def _ended_by(kind: type[BaseException]) -> bool:

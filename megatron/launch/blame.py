@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import final
 
-from megatron.whereabouts import BEGUN, EXCHANGE, RUNNING, Place, Places
+from megatron.whereabouts import BEGUN, EXCHANGE, RUNNING, STUMBLED, Place, Places
 
 LATE_SECONDS = 2.0
 """Without an exchange. Less is what any step takes."""
@@ -30,7 +30,7 @@ class Late:
     seconds: float
 
     def describe(self, who: str) -> str:
-        if self.place.state != RUNNING:
+        if self.place.state not in (RUNNING, STUMBLED):
             return (f"error: {who} did not come to the others in {self.seconds:.0f} s and has not said where it is: "
                     "its program or Python's start hangs, or is too slow; start the same command again, perhaps with "
                     "a higher --startup-timeout-seconds")

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.errors import ConfigError, PeerError
 from megatron.launch.alike import check_alike, facts_of_code
 from megatron.launch.knock import wait_until_listening
-from megatron.whereabouts import HERE, PLACES_VARIABLE, START_UP, UNKNOWN
+from megatron.whereabouts import HERE, PLACES_VARIABLE, RUNNING, START_UP
 
 if TYPE_CHECKING:
     import torch
@@ -195,7 +195,8 @@ def show_place(env: Environment | None = None) -> None:
     here already."""
     path = os.environ.get(PLACES_VARIABLE)
     HERE.show_in(path, (env or read_environment()).local_rank)
-    if HERE.place.state == UNKNOWN:
+    if HERE.place.state != RUNNING:  # or again, after a program of this process that has ended
+        HERE.do("")
         HERE.begin()
     if "torch" in sys.modules:
         importlib.import_module("mpu.wire.waits").show_in(HERE.waits)

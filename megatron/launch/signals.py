@@ -16,8 +16,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
 from megatron.launch.leaving import REQUESTS, Asked, heard, words_for
 
@@ -49,6 +50,7 @@ class StopRequest:
         self._interrupts = 0
         self._began = time.monotonic()
         self._alarm: int | None = None
+        self._former: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
 
     def __bool__(self) -> bool:
         return self.signal is not None
@@ -68,7 +70,7 @@ class StopRequest:
         if threading.current_thread() is not threading.main_thread():
             return self
         for number in filter(heard, REQUESTS):
-            signal.signal(number, self._note)
+            self._former[number] = signal.signal(number, self._note)
         if stacks:
             faulthandler.register(signal.SIGQUIT, chain=True)  # heard or not by the main thread
         os.register_at_fork(after_in_child=self._forget)
@@ -78,6 +80,16 @@ class StopRequest:
             signal.set_wakeup_fd(self._alarm, warn_on_full_buffer=False)
             threading.Thread(target=self._leave_unheard, args=(ours, leave), name="stop", daemon=True).start()
         return self
+
+    @contextlib.contextmanager
+    def heard(self) -> Iterator[StopRequest]:
+        """Listen meanwhile: afterwards requests are for whoever listened before."""
+        try:
+            yield self.listen()
+        finally:
+            for number, handler in self._former.items():
+                if signal.getsignal(number) == self._note:
+                    signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def begin(self) -> None:
         """From now on there is something to save, or to finish."""

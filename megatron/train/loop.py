@@ -91,7 +91,7 @@ class Trainer:
             with collecting_every(self.config.train.gc_interval) as collect, self._tracing(state.iteration) as trace:
                 reason = self._run(state, samples, valid, [trace, collect])
             self.engine.finish_save()
-        except Exception as error:
+        except BaseException as error:  # the --save folder is given back to others
             self._rescue_save(error)
             raise
         if reason:
@@ -145,15 +145,17 @@ class Trainer:
             self.save(state)
         return reason
 
-    def _rescue_save(self, error: Exception) -> None:
-        """After an error, a save under way is completed if every rank is known to have come here; otherwise it is lost,
-        and a line says so."""
-        if self.engine.is_saving:
-            if isinstance(error, NumericsError) or self.engine.groups.world.is_solo:
-                with suppress(TrainerError):  # the first error is the one to report
-                    self.engine.finish_save()
-            else:
-                self.log.say(" the save under way is not complete; the tag before it is the newest")
+    def _rescue_save(self, error: BaseException) -> None:
+        """After an error, a save under way is completed if every rank is known to have come here, and nobody is in a
+        hurry; otherwise it is lost, and a line says so."""
+        if not self.engine.is_saving:
+            return
+        if isinstance(error, NumericsError) or self.engine.groups.world.is_solo and isinstance(error, Exception):
+            with suppress(TrainerError):  # the first error is the one to report
+                self.engine.finish_save()
+        else:
+            self.engine.abandon_save()
+            self.log.say(" the save under way is not complete; the tag before it is the newest")
 
     def _tracing(self, done: int) -> AbstractContextManager[Callable[[int], None]]:
         asked, core = self.config.profile, self.engine.core

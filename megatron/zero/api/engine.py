@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from megatron.checkpoint.agree import agree, called_alike, on_rank_0, same_key
-from megatron.checkpoint.background import Background, HostCopy
+from megatron.checkpoint.background import Background, HostCopy, finish_others
 from megatron.checkpoint.choice import is_empty
 from megatron.checkpoint.commit import Keep, probe
 from megatron.checkpoint.manifest import step_tag
@@ -97,7 +97,8 @@ class Engine(EngineStatus):
         self._untold: StepReport | None = None
         self.last_save: SaveReport | None = None
         """What the last complete save cost."""
-        self._background, self._host_copy = Background(core.groups.world, core.meet), HostCopy(self.device)
+        self._background = Background(core.groups.world, core.meet, self._run_id)
+        self._host_copy = HostCopy(self.device)
         self._trash = BehindTheRun()
         self.notes: list[str] = []
         """What a user should read once."""
@@ -388,6 +389,7 @@ class Engine(EngineStatus):
         root, name = Path(save_dir), step_tag(self.global_steps) if tag is None else str(tag)
         on_rank_0(lambda: probe(root), self.groups.world)
         self.finish_save()
+        finish_others(root, self.groups.world)
         who = Identity(self._run_id, self.config.as_dict(), self.layout)
         in_background &= not self.core.homes.are_elsewhere
         epochs = self.training_dataloader
@@ -398,7 +400,7 @@ class Engine(EngineStatus):
             optimizer=save_optimizer_states, rng=save_rng_states, frozen=not exclude_frozen_parameters, keep=keep,
             hold=self._host_copy.hold if in_background else None, latest=save_latest, key=self.key,
             trash=self._trash)
-        self._background.start(steps, partial(self._saved, then), f"{name} of {root}") if in_background else \
+        self._background.start(steps, partial(self._saved, then), root, name) if in_background else \
             self._saved(then, complete(steps, self.groups.world))
         return True
 
@@ -415,6 +417,10 @@ class Engine(EngineStatus):
     def finish_save(self) -> None:
         """Wait for the save under way, if there is one; every rank calls it. Before leaving the process."""
         self._background.wait()
+
+    def abandon_save(self) -> None:
+        """The save under way, if there is one, will never be complete; of this rank alone."""
+        self._background.abandon()
 
     def load_checkpoint(self, load_dir: str | os.PathLike[str], tag: str | int | None = None,
                         load_module_strict: bool = True, load_optimizer_states: bool = True,

@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch import nn
 
+from megatron import zero
 from megatron.checkpoint import background, sink, tensorfile, writer
 from megatron.checkpoint.background import Background, HostCopy
 from megatron.checkpoint.piece import Piece
@@ -102,6 +103,37 @@ def test_two_saves_under_way_in_one_folder_are_both_complete(second: int, tmp_pa
             saver.wait()
     assert [weight(tmp_path, step, 8) for step in (1, second)] == [[1.0] * 8, [float(second)] * 8]
     assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
+
+
+def test_a_save_that_somebody_else_left_under_way_comes_before_the_next_one(tmp_path: Path) -> None:
+    """An engine that a notebook dropped, and one that writes elsewhere."""
+    dropped, elsewhere = Background(SOLO, run_id="dropped"), Background(SOLO, run_id="elsewhere")
+    for saver, root, step in ((dropped, tmp_path / "s", 9), (elsewhere, tmp_path / "other", 1)):
+        root.mkdir()
+        saver.start(save_of(root, step, torch.zeros(8), HostCopy(CPU)), lambda report: None, root)
+    engine = zero.initialize(model=nn.Linear(2, 2), config={
+        "train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}})[0]
+    (tmp_path / "link").symlink_to("s")
+    engine.save_checkpoint(tmp_path / "link")
+    assert not dropped.busy and elsewhere.busy
+    assert (tmp_path / "s" / "latest").read_text().strip() == "global_step0"
+    assert tag_names(tmp_path / "s") == ["global_step0", "global_step9"]
+    elsewhere.abandon()
+
+
+def test_an_abandoned_save_never_comes(tmp_path: Path) -> None:
+    save_solo(tmp_path, 1)
+    saver = Background(SOLO)
+    with held_back() as go:
+        saver.start(save_of(tmp_path, 2, torch.zeros(8), HostCopy(CPU)), lambda report: None, tmp_path)
+        saver.abandon()
+        go.set()
+    saver.wait()
+    saver._finish_at_exit()
+    assert tag_names(tmp_path) == ["global_step1"]
+    save_solo(tmp_path, 3)
+    assert open_checkpoint(tmp_path).tag == "global_step3"
+    assert [name for name in os.listdir(tmp_path) if name.startswith(".staging")] == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8, torch.bool])
@@ -299,7 +331,7 @@ def test_an_error_of_the_writing_ends_every_rank_at_the_next_step_with_code_7(wo
     assert "loaded weights and optimizer of global_step2" in train_again[0]
 
 
-def broken_training(rank: int, world: int, argv: list[object], kind: type[TrainerError], culprit: int | None) -> str:
+def broken_training(rank: int, world: int, argv: list[object], kind: type[BaseException], culprit: int | None) -> str:
     """A run whose step 3 fails, on rank `culprit` or all, while the save of step 2 is under way."""
     step = Trainer._train_step
     said: list[str] = []
@@ -313,7 +345,7 @@ def broken_training(rank: int, world: int, argv: list[object], kind: type[Traine
     with mock.patch.object(Trainer, "_train_step", breaks):
         try:
             return slowly(rank, world, argv, 0.3)
-        except TrainerError as error:
+        except (TrainerError, KeyboardInterrupt) as error:
             return f"{type(error).__name__} {''.join(said)}"
 
 
@@ -330,6 +362,14 @@ def test_an_error_of_one_rank_tells_that_the_save_under_way_is_lost_and_waits_fo
     write_corpus(tmp_path / "corpus")
     said = run_ranks(broken_training, 2, flags(tmp_path, "s", "--async-save"), StorageError, 1, timeout=20)
     assert said[0] == "PeerError  the save under way is not complete; the tag before it is the newest"
+
+
+def test_a_second_ctrl_c_waits_for_no_save_and_nothing_of_it_comes_later(tmp_path: Path) -> None:
+    """The folder is given back: another run may save there before this process ends."""
+    write_corpus(tmp_path / "corpus")
+    said = broken_training(0, 1, flags(tmp_path, "s", "--async-save"), KeyboardInterrupt, None)
+    assert said == "KeyboardInterrupt  the save under way is not complete; the tag before it is the newest"
+    assert not background._UNDER_WAY and tag_names(tmp_path / "s") == []
 
 
 # ---- deaths ------------------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ import pytest
 
 from megatron.errors import ConfigError
 from megatron.launch import exits
-from megatron.launch.blame import Sight
-from megatron.whereabouts import SLOT, Place, Places, Whereabouts
+from megatron.launch.blame import Late, Sight
+from megatron.whereabouts import RUNNING, SLOT, STUMBLED, UNKNOWN, Place, Places, Whereabouts
 from tests.covering import cells
 from tests.megatron.launch import faulty
 from tests.megatron.launch.test_launch import LIMIT, alive, start  # noqa: F401  (a fixture)
@@ -190,6 +190,12 @@ def test_an_error_of_the_engine_may_be_caught_but_an_exit_may_not(error, is_insi
         mine.enter("forward")
         raise error
     assert mine.place.is_inside == is_inside
+
+
+def test_one_that_hangs_after_an_error_it_caught_is_named_with_its_place():
+    for state, told in ((RUNNING, "hangs or is too slow"), (STUMBLED, "hangs or is too slow"),
+                        (UNKNOWN, "has not said where it is")):
+        assert told in Late(0, Place(state=state, step=3), 60.0).describe("rank 0")
 
 
 def test_errors_of_a_device_that_come_out_of_an_exchange_are_its_own(monkeypatch):

@@ -463,3 +463,34 @@ time.sleep(1.5)
 print([thread.name for thread in threading.enumerate()])
 """], capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert (job.returncode, job.stdout) == (0, "['MainThread']\n"), job.stderr
+
+
+def test_a_run_in_a_process_that_goes_on_gives_its_signals_and_its_place_back(tmp_path):
+    """A notebook: what fails there is caught, and what ends later ends well."""
+    job = subprocess.run([sys.executable, "-c", f"""
+import os, signal, sys
+sys.path.insert(0, {str(ROOT)!r})
+import pretrain_gpt2
+from megatron import zero
+from megatron.launch.distributed import show_place
+from megatron.train.loop import Trainer
+from megatron.whereabouts import DONE, HERE, RUNNING
+former = [signal.getsignal(number) for number in signal.valid_signals()]
+run, metrics = "pretrain_gpt2.py --mock-data --train-iters 2 --eval-interval 0".split() + {TINY!r}, Trainer._metrics
+def fails(*_):
+    raise OSError("broken")
+for wrong, last in (["--plan"], metrics), (["--load", "missing"], metrics), ([], fails), ([], metrics):
+    zero.init_distributed()
+    sys.argv, Trainer._metrics = run + wrong, last
+    try:
+        pretrain_gpt2.main()
+    except Exception as error:
+        assert HERE.place.state != RUNNING, HERE.place
+    assert former == [signal.getsignal(number) for number in signal.valid_signals()], wrong
+    assert not HERE.place.is_inside, HERE.place
+assert HERE.place.state == DONE
+show_place()
+assert HERE.place.state == RUNNING and not HERE.place.is_inside
+print("ends well")
+"""], capture_output=True, text=True, timeout=60, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert job.returncode == 0 and job.stdout.endswith("ends well\n"), job.stdout + job.stderr
