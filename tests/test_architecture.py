@@ -122,7 +122,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.profiler.model_profile megatron.profiler
         megatron.zero.api megatron.zero.api.same megatron.zero.api.update megatron.zero.api.drives
         megatron.zero.api.offload megatron.zero.api.meanwhile
-        megatron.zero.api.init megatron.zero.api.loading
+        megatron.zero.api.init megatron.zero.api.taking megatron.zero.api.loading
         megatron.zero.api.curves megatron.zero.api.lines megatron.zero.api.wandb_run megatron.zero.api.monitor
         megatron.zero.api.batching
         megatron.zero.api.hyper megatron.zero.api.shared megatron.zero.api.owed megatron.zero.api.saved

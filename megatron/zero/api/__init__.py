@@ -1,6 +1,7 @@
 """DeepSpeed's names over the mechanism: what a training script calls.
 
     initialize.py   `zero.initialize`; meeting.py: `zero.init_distributed`
+    taking.py       which models an engine may take, and what is left of one where that fails
     offload.py      where its state lives; update.py: where it is updated; drives.py: folders on drives
     engine.py       `Engine`, what it returns; status.py: what it says of itself; names.py: DeepSpeed's further names
     optimizer.py, schedule.py, loading.py    the optimizer, the scheduler and the loader beside it

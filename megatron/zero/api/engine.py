@@ -72,8 +72,6 @@ class Engine(EngineStatus):
         self.core, self.config, self.optimizer, self.lr_scheduler = core, config, optimizer, scheduler
         self._batching = Batching(core, config)
         self.monitor = Monitor(watch, self.device, core.groups.world.rank == 0, partial(drive_use, core.homes))
-        if watch.writes:
-            on_rank_0(self.monitor.open, core.groups.world)
         self.mpu = mpu
         self.profiled = ProfiledStep(config, core, self)
         """What looks at one step of it, module by module, where that is asked for."""
@@ -104,6 +102,8 @@ class Engine(EngineStatus):
         """What a user should read once."""
         self.rng_note: str | None = None
         """What to say where random streams could not continue from those of the loaded checkpoint."""
+        if watch.writes:
+            on_rank_0(self.monitor.open, core.groups.world)
 
     # ---- the loop -----------------------------------------------------------------------------------------------
 
@@ -228,12 +228,13 @@ class Engine(EngineStatus):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward without summing over ranks; stages 0 and 1 only. `step` belongs outside."""
+        before = self.inside_no_sync_ctxt
         with self.core.no_sync():
             self.inside_no_sync_ctxt = True
             try:
                 yield
             finally:
-                self.inside_no_sync_ctxt = False
+                self.inside_no_sync_ctxt = before
 
     def compile(self, backend: str | Callable[..., Any] = "inductor",
                 compile_kwargs: Mapping[str, Any] | None = None) -> None:

@@ -172,9 +172,12 @@ class Init:
     def __enter__(self) -> None:
         if self._enabled:
             self._begin()
-            for cls in _all_subclasses(nn.Module):
-                self._watch(cls)
-            self._watch_new_classes()
+            with ExitStack() as undo:
+                undo.push(self)
+                for cls in _all_subclasses(nn.Module):
+                    self._watch(cls)
+                self._watch_new_classes()
+                undo.pop_all()
 
     def __exit__(self, *exception: object) -> None:
         self._undo.close()
@@ -210,8 +213,9 @@ class Init:
         setattr(nn.Module, "__init_subclass__", classmethod(__init_subclass__))
 
     def _replace(self, cls: type, name: str, value: Any) -> None:
-        self._undo.callback(setattr, cls, name, vars(cls)[name])
-        setattr(cls, name, value)
+        before = vars(cls)[name]
+        setattr(cls, name, value)  # a class may refuse
+        self._undo.callback(setattr, cls, name, before)
 
     def _then_park(self, cls: type, init: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(init)

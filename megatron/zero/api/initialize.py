@@ -13,6 +13,7 @@ import argparse
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 from zlib import crc32
@@ -46,6 +47,7 @@ from megatron.zero.api.offload import homes_of, offload_notes
 from megatron.zero.api.optimizer import ZeroOptimizer
 from megatron.zero.api.same import check_model
 from megatron.zero.api.schedule import FollowSchedule, Scheduler, schedule_of
+from megatron.zero.api.taking import check_free, taking
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.hidden import note_of_split, split_groups
 from megatron.zero.layout import align
@@ -93,8 +95,8 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         torch.cuda.set_device(device)  # also where the script has met by itself: control messages go by way of it
-    _move_buffers(model, device, DTYPES[config.precision.name])
     with config.words.speaking():
+        check_free(model)
         rule, param_groups, defaults, client = _rule_and_groups(settings, model, model_parameters, optimizer)
         _check_groups(model, param_groups)
         if config.layer_drop.progressive_layer_drop:
@@ -103,32 +105,27 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
         alike(_numbers(rule, param_groups, model), groups.world, "the ranks give zero.initialize different optimizers")
         moved = meanwhile_notes(model, config, device.type)
         homes, told = homes_of(config, rule, model, device, groups)
-    try:
+    with taking(model), ExitStack() as failed:
+        failed.callback(homes.close)  # of a full drive, which whoever tries again needs empty
+        _move_buffers(model, device, DTYPES[config.precision.name])
         with config.words.speaking():
             core = ZeroEngine(model, groups, zero=config.zero, precision=config.precision, rule=rule,
                               param_groups=param_groups, device=device, homes=homes,
                               clip_grad=config.optim.clip_grad, accumulation=config.accumulation(groups.dp.size),
                               quantize=config.quantize, seed=config.train.seed)
-    except BaseException:  # of a full drive, which whoever tries again needs empty
-        homes.close()
-        raise
-    watch_over(core)
-    wrapped = ZeroOptimizer(core, defaults, client)
-    scheduler = _scheduler(settings, lr_scheduler, wrapped)
-    alike({"lr_scheduler": type(scheduler).__name__, **({} if scheduler is None else plain(scheduler.state_dict()))},
-          groups.world, "the ranks give zero.initialize different schedules")
-    engine = Engine(core, config, wrapped, scheduler, settings.watch, mpu)
-    splits = any(bucket.comes_and_goes for bucket in (*core.buckets, *core.frozen))
-    iters = config.train.train_iters if settings.found is None else None  # a loop of the user's has its own
-    engine.notes = [*moved, *told, *offload_notes(config, homes, splits=splits), *config.layer_drop.notes(),
-                    *config.quantize.notes(iters), *config.profile.notes(iters), *config.autotuning.notes(),
-                    *([note_of_split(param_groups)] if isinstance(rule, Muon) else [])]
-    if groups.world.rank == 0:
-        _say(settings, engine, groups.dp.size)
-        for number in (number for number, group in enumerate(param_groups) if not group["params"]):
-            print(f"warning: param group {number} of the optimizer is empty: its hyper-parameters apply to nothing")
-    if training_data is not None:
-        engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
+        watch_over(core)
+        wrapped = ZeroOptimizer(core, defaults, client)
+        scheduler = _scheduler(settings, lr_scheduler, wrapped)
+        alike(_schedule(scheduler), groups.world, "the ranks give zero.initialize different schedules")
+        engine = Engine(core, config, wrapped, scheduler, settings.watch, mpu)
+        failed.callback(engine.monitor.close)
+        engine.notes = [*moved, *told, *_notes(settings, core)]
+        if groups.world.rank == 0:
+            _say(settings, engine, groups.dp.size)
+            _warn_of_empty(param_groups)
+        if training_data is not None:
+            engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
+        failed.pop_all()
     return engine, wrapped, engine.training_dataloader, scheduler
 
 
@@ -141,6 +138,11 @@ def _numbers(rule: Rule, param_groups: Iterable[ParamGroup], model: nn.Module) -
                   if name != "params"}
         found[f"param group {number}"] = _listed([names.get(parameter, "?") for parameter in group["params"]])
     return found
+
+
+def _schedule(scheduler: Scheduler | None) -> dict[str, Any]:
+    state = {} if scheduler is None else plain(scheduler.state_dict())
+    return {"lr_scheduler": type(scheduler).__name__, **state}
 
 
 def _listed(names: list[str]) -> str:
@@ -203,6 +205,21 @@ def _settings(source: Any, argument: str, groups: Groups) -> _Settings:
     draft.stop()
     keys = {**found.keys, **found.of_engine}
     return _Settings(config, "optimizer.type" in keys, "scheduler.type" in keys, watch_of(keys, config.log), found)
+
+
+def _notes(settings: _Settings, core: ZeroEngine) -> Iterator[str]:
+    config = settings.config
+    splits = any(bucket.comes_and_goes for bucket in (*core.buckets, *core.frozen))
+    iters = config.train.train_iters if settings.found is None else None  # a loop of the user's has its own
+    yield from (*offload_notes(config, core.homes, splits=splits), *config.layer_drop.notes(),
+                *config.quantize.notes(iters), *config.profile.notes(iters), *config.autotuning.notes())
+    if isinstance(core.rule, Muon):
+        yield note_of_split(core.param_groups)
+
+
+def _warn_of_empty(param_groups: Sequence[ParamGroup]) -> None:
+    for number in (number for number, group in enumerate(param_groups) if not group["params"]):
+        print(f"warning: param group {number} of the optimizer is empty: its hyper-parameters apply to nothing")
 
 
 def _say(settings: _Settings, engine: Engine, dp_size: int) -> None:

@@ -262,6 +262,7 @@ class Tensorboard:
                 self._curves.writer.add_scalar(name, value, samples)
 
     def close(self) -> None:
+        atexit.unregister(self._curves.writer.close)
         self._curves.close()
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,7 @@ from megatron.ranges import named, ranges
 from megatron.zero.api.hyper import SCHEDULED, check_groups, hyper_parameters, restore_groups
 from megatron.zero.api.owed import check_owed, load_owed, owed_kinds, owed_pieces, owed_tensors
 from megatron.zero.api.shared import check_shared, check_values, where_of
+from megatron.zero.bucket import FlatBucket
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.exchanges import LOAD, SAVE
 from megatron.zero.homes.shelf import Run
@@ -329,16 +331,27 @@ def whole_weights(engine: ZeroEngine, frozen: bool = True) -> dict[str, Tensor]:
     keeps = engine.groups.world.rank == 0
     found: dict[int, Tensor] = {}
     for bucket in (*engine.buckets, *engine.frozen):
-        bucket.lend()
-        for parameter in bucket.parameters:
-            value = _joined(parameter.detach(), partition_of(parameter), engine.groups.tp)
-            if keeps and (frozen or bucket.trainable):
-                found[id(parameter)] = value.to("cpu", copy=True).contiguous()
-        bucket.take_back(None)
+        with _lent(bucket):
+            for parameter in bucket.parameters:
+                value = _joined(parameter.detach(), partition_of(parameter), engine.groups.tp)
+                if keeps and (frozen or bucket.trainable):
+                    found[id(parameter)] = value.to("cpu", copy=True).contiguous()
     for tensor in engine.module.buffers() if keeps else ():
         found[id(tensor)] = tensor.detach().cpu()
     names = engine.module.state_dict(keep_vars=True)
     return {name: found[id(tensor)] for name, tensor in names.items() if id(tensor) in found}
+
+
+@contextmanager
+def _lent(bucket: FlatBucket) -> Iterator[None]:
+    """Its parameters are whole inside, and only looked at; training goes on after Ctrl-C and a lack of memory, too."""
+    try:
+        bucket.lend()
+        yield
+    except BaseException:
+        bucket.cancel_loan()
+        raise
+    bucket.take_back(None)
 
 
 def _joined(local: Tensor, partition: Partition | None, tp: Group) -> Tensor:
