@@ -34,17 +34,19 @@ def summon_full_params(module: nn.Module, recurse: bool = True, volatile: bool =
         root.check_idle(WHAT)
         meet(root.log, root.dp, WHAT)
         root.rest()
-    lent = [(bucket, _lend(bucket)) for member in found for bucket in member.unit.buckets]
-    for root in roots:
-        root.summoned = WHAT
+    buckets = [bucket for member in found for bucket in member.unit.buckets]
     try:
+        lent = [(bucket, _lend(bucket)) for bucket in buckets]
+        for root in roots:
+            root.summoned = WHAT
         yield
         if not volatile:
             _check_edits(lent, found)
-            for bucket, whole in lent:
-                keep(bucket, _now(bucket, whole))
+            edits = [(bucket, _now(bucket, whole)) for bucket, whole in lent]
+            for bucket, values in edits:
+                keep(bucket, values)
     finally:
-        for bucket, _ in lent:
+        for bucket in buckets:  # also where there was no memory to lend all of them
             bucket.show_absent()
         for root in roots:
             root.summoned = None

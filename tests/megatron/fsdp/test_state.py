@@ -5,6 +5,7 @@ from __future__ import annotations
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
+from unittest.mock import DEFAULT, patch
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from torch import nn
 from megatron.errors import ConfigError
 from megatron.fsdp import (FSDP, StateDictOptions, clip_grad_norm_, get_optimizer_state_dict, get_state_dict,
                            set_optimizer_state_dict, set_state_dict)
+from megatron.fsdp.shard import Shard
 from megatron.fsdp.state_dict import consolidate_shard_weights, full_state_dict
 from megatron.fsdp.summon import summon_full_params
+from megatron.fsdp.whole import masters
 from tests.distributed import run_ranks
 from tests.megatron.fsdp.loops import CLIP, WAYS, adamw, around, batch, mixed, train
 from tests.megatron.zero.models import Buffers, Net, OddSizes, Words
@@ -250,6 +253,23 @@ def edited_in_16_bits(rank: int, world: int) -> tuple[float, float]:
 def test_edits_reach_the_16_bit_weights() -> None:
     for before, after in run_ranks(edited_in_16_bits, 2):
         assert before != 1.0 and after == 1.0
+
+
+def broken_off(rank: int, world: int) -> bool:
+    model = around(Net(), "torch")
+    with patch("megatron.fsdp.summon.masters", wraps=masters, side_effect=[DEFAULT, MemoryError]):
+        with pytest.raises(MemoryError), summon_full_params(model):
+            pass
+    assert all(isinstance(parameter, Shard) for parameter in model.parameters())
+    with pytest.raises(ConfigError, match="narrow.bias became a tensor of shape"), torch.no_grad(), \
+            summon_full_params(model):
+        model.first.weight.zero_()
+        model.blocks[2].narrow.bias.data = torch.zeros(7)
+    return same(full_state_dict(model), Net().state_dict())
+
+
+def test_what_breaks_off_leaves_every_parameter_as_it_was() -> None:
+    assert run_ranks(broken_off, 1) == [True]
 
 
 def one_module_alone(rank: int, world: int) -> tuple[bool, bool]:
