@@ -20,7 +20,7 @@ from megatron.errors import ConfigError
 from megatron.fsdp.member import FSDPModule
 from megatron.fsdp.place import device_of, group_of_mesh
 from megatron.fsdp.settings import MixedPrecisionPolicy, OffloadPolicy, Settings, check_dtype
-from megatron.fsdp.sharding import shard
+from megatron.fsdp.sharding import check, shard
 
 
 Modules = TypeVar("Modules", nn.Module, Sequence[nn.Module])
@@ -54,6 +54,8 @@ def fully_shard(module: Modules, *, mesh: Any = None, reshard_after_forward: boo
     for one in modules:
         if isinstance(one, nn.ModuleList | nn.ModuleDict):
             raise ConfigError(f"fully_shard of a {type(one).__name__}, which has no forward: shard the modules in it")
+        check(one, settings, group, device_of(one, group), ignored)
+    for one in modules:  # all may be: one that is refused leaves none sharded
         shard(one, settings, group, device_of(one, group), ignored)
         one.__class__ = _sharded(type(one))  # type: ignore[arg-type]  # mypy: a class has no hash
     return module

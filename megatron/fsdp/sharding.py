@@ -1,5 +1,7 @@
 """`shard(module, settings)`: split the parameters of a module over the ranks, those excepted that a module inside has.
 
+`check` comes first: what is refused is refused there, and nothing has been changed.
+
 Called from the inside out. Each call makes a *unit*, whose parameters come and go together, and a root (root.py) of it
 and the units inside, whose own root it takes over. A parameter that is used in more than one unit goes to the innermost
 module around all of them.
@@ -85,21 +87,30 @@ def plain_name(path: str) -> str:
     return ".".join(part for part in path.split(".") if part != WRAPPED)
 
 
-def shard(module: nn.Module, settings: Settings, group: Group, device: torch.device,
-          ignored: Collection[nn.Parameter] = ()) -> Member:
-    """Collective over the group."""
+def check(module: nn.Module, settings: Settings, group: Group, device: torch.device,
+          ignored: Collection[nn.Parameter] = ()) -> None:
+    """An error where the module cannot be sharded: it and those inside stay as they are. Collective over the group."""
     name = type(module).__name__
     if member_of(module) is not None:
         raise ConfigError(f"this {name} is sharded already: wrap a module once")
     inner = list(members(module))
     _check_inner(inner, group, device)
-    _free_shared(module, inner)
-    own = _own_parameters(module, {id(one) for one in ignored})
+    own = _own_parameters(module, ignored, {id(one) for _, shared in _shared(module, inner) for one in shared})
     _check_own(own)
     _check_whole(module)
-    forget_gradients(module)
     check_same(own, group, name, inside=[path for path, _, _ in sorted(inner, key=lambda one: one[2].sharded_at)],
                settings=vars(settings), values=not settings.copies_first)
+    _check_neighbours(settings.reshards, group)
+
+
+def shard(module: nn.Module, settings: Settings, group: Group, device: torch.device,
+          ignored: Collection[nn.Parameter] = ()) -> Member:
+    """Of a module that `check` has nothing against. Collective over the group."""
+    inner = list(members(module))
+    for one, shared in _shared(module, inner):
+        one.unit = replace(one.unit, buckets=tuple(_without({id(parameter) for parameter in shared}, one)))
+    own = _own_parameters(module, ignored)
+    forget_gradients(module)
     roots = {id(member.root): member.root for _, _, member in inner}
     first = next(iter(roots.values()), None)
     log = ExchangeLog(sums_in_order=on_accelerator(device)) if first is None else first.log
@@ -135,8 +146,9 @@ def _adopted(inner: list[tuple[str, nn.Module, Member]], roots: Iterable[Root], 
         yield member.unit
 
 
-def _free_shared(module: nn.Module, inner: list[tuple[str, nn.Module, Member]]) -> None:
-    """Parameters that are used outside of the unit that has them belong to nobody again, for the module to take."""
+def _shared(module: nn.Module, inner: list[tuple[str, nn.Module, Member]],
+            ) -> Iterator[tuple[Member, list[nn.Parameter]]]:
+    """The units inside that have parameters which are used outside of them, for the module to take."""
     unit_of = {id(child): member.unit.module for _, child, member in inner}
     users: dict[nn.Parameter, set[int]] = {}
 
@@ -149,13 +161,13 @@ def _free_shared(module: nn.Module, inner: list[tuple[str, nn.Module, Member]]) 
 
     walk(module, id(module))
     for _, child, member in inner:
-        shared = {id(one) for bucket in member.unit.buckets for one in bucket.parameters if users[one] != {id(child)}}
+        shared = [one for bucket in member.unit.buckets for one in bucket.parameters if users[one] != {id(child)}]
         if shared:
-            member.unit = replace(member.unit, buckets=tuple(_without(shared, member)))
+            yield member, shared
 
 
 def _without(shared: Collection[int], member: Member) -> Iterator[FlatBucket]:
-    """The buckets of a unit, made anew where they have one of those parameters."""
+    """The buckets of a unit, made anew where they have one of those parameters, which belong to nobody again."""
     root = member.root
     for bucket in member.unit.buckets:
         if not any(id(parameter) in shared for parameter in bucket.parameters):
@@ -178,9 +190,13 @@ def _check_inner(inner: list[tuple[str, nn.Module, Member]], group: Group, devic
         member.root.check_idle("a module around it is sharded")
 
 
-def _own_parameters(module: nn.Module, ignored: Collection[int]) -> dict[str, nn.Parameter]:
+def _own_parameters(module: nn.Module, ignored: Collection[nn.Parameter], shared: Collection[int] = (),
+                    ) -> dict[str, nn.Parameter]:
+    """Those that no unit has, or that one inside gives up: the `shared` ones."""
+    left_out = {id(one) for one in ignored}
     return {plain_name(name): parameter for name, parameter in module.named_parameters()
-            if id(parameter) not in ignored and not isinstance(holder_of(parameter), FlatBucket)}
+            if id(parameter) not in left_out
+            and (id(parameter) in shared or not isinstance(holder_of(parameter), FlatBucket))}
 
 
 def _check_own(own: dict[str, nn.Parameter]) -> None:
@@ -238,14 +254,18 @@ def _ferry(device: torch.device) -> Ferry | None:
     return ferry
 
 
-def _neighbours(reshards: bool | int, group: Group) -> Group:
-    """Among whom parameters are kept between forward and backward."""
-    if isinstance(reshards, bool) or group.is_solo:
-        return SOLO
-    if reshards < 1 or group.size % reshards:
+def _check_neighbours(reshards: bool | int, group: Group) -> None:
+    if not isinstance(reshards, bool) and not group.is_solo and (reshards < 1 or group.size % reshards):
         raise ConfigError(f"reshard_after_forward={reshards}: give True, False, or a number of neighbouring ranks that "
                           f"divides the {group.size} ranks")
-    return SOLO if reshards in (1, group.size) else neighbours(group, reshards)
+
+
+def _neighbours(reshards: bool | int, group: Group) -> Group:
+    """Among whom parameters are kept between forward and backward."""
+    _check_neighbours(reshards, group)  # of a module inside, set_reshard_after_forward may have set another number
+    if isinstance(reshards, bool) or reshards in (1, group.size) or group.is_solo:
+        return SOLO
+    return neighbours(group, reshards)
 
 
 def _buckets(own: dict[str, nn.Parameter], cut: _Cutter) -> Iterator[FlatBucket]:

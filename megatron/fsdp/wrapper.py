@@ -23,7 +23,7 @@ from megatron.fsdp.clip import clip_grad_norm_
 from megatron.fsdp.member import NoCopies
 from megatron.fsdp.place import device_of, group_of
 from megatron.fsdp.optim_state import gather_full_optim_state_dict, get_shard_from_optim_state_dict
-from megatron.fsdp.sharding import WRAPPED, Member, plain_name, shard, the_member
+from megatron.fsdp.sharding import WRAPPED, Member, check, plain_name, shard, the_member
 from megatron.fsdp.state_dict import (
     buckets_of,
     consolidate_shard_weights,
@@ -43,7 +43,9 @@ class FullyShardedDataParallel(NoCopies, nn.Module):
         super().__init__()
         self.arguments: Arguments = read_arguments(given)
         group = group_of(process_group)
-        shard(module, self.arguments.settings(group.size), group, device_of(module, group))
+        settings, device = self.arguments.settings(group.size), device_of(module, group)
+        check(module, settings, group, device)
+        shard(module, settings, group, device)
         self.add_module(WRAPPED, module)
         rename_when_loading(self, _with_wrapped)
         for line in self.arguments.notes(group.rank):

@@ -149,6 +149,46 @@ def test_a_rank_that_waits_for_long_says_where() -> None:
     assert not other
 
 
+def with_a_number(module: nn.Module) -> Any:
+    """It cannot be sharded as it is."""
+    module.number = nn.Parameter(torch.zeros(2, dtype=torch.long), requires_grad=False)
+    return module
+
+
+def refused_around_a_shared_parameter(rank: int, world: int, shard: Callable[[nn.Module], Any]) -> bool:
+    torch.manual_seed(0)
+    model = with_a_number(Pair())
+    model.b.weight, before = model.a.weight, model.a.weight.detach().clone()
+    fully_shard(model.a)
+    with pytest.raises(TrainerError, match="number is of torch.int64"):
+        shard(model)
+    assert isinstance(model.a.weight, Shard)
+    model.a(torch.ones(1, 4)).sum().backward()
+    fully_shard(model, ignored_params=[model.number])
+    return torch.equal(whole(model)["b.weight"], before)
+
+
+@pytest.mark.parametrize("shard", [fully_shard, FSDP])
+def test_what_is_refused_leaves_modules_inside_as_they_were(shard: Callable[[nn.Module], Any]) -> None:
+    assert all(run_ranks(refused_around_a_shared_parameter, 2, shard))
+
+
+def refused_in_a_list(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    one, other = nn.Linear(4, 4), with_a_number(nn.Linear(4, 4))
+    one.weight.grad = torch.ones(4, 4)
+    for second, words in ((other, "number is of torch.int64"), (nn.ModuleList(), "has no forward")):
+        with pytest.raises(TrainerError, match=words):
+            fully_shard([one, second])
+        assert type(one) is nn.Linear and type(one.weight) is nn.Parameter and one.weight.grad is not None
+    one.weight.grad = None
+    fully_shard([one, other], ignored_params=[other.number])
+
+
+def test_a_list_of_which_one_is_refused_is_not_sharded() -> None:
+    run_ranks(refused_in_a_list, 2)
+
+
 def a_grad_scaler(rank: int) -> None:
     model = around(Net(), "torch")
     optimizer = adamw(model)
