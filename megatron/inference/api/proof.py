@@ -71,7 +71,7 @@ class Proof:
         require(self._told is None, f"{self._names()} the model computes something else: {self._told}; {HELP}")
 
     def _run(self, hear: Callable[[str, Tensor], Tensor]) -> list[Tensor]:
-        with torch.no_grad(), _heard(self._rows(), hear):
+        with torch.no_grad(), _evaluating(self._model), _heard(self._rows(), hear):
             return list(tensors_in(self._model(*self._example.args, **self._example.kwargs)))
 
     def _rows(self) -> dict[str, nn.Module]:
@@ -103,18 +103,32 @@ class Proof:
 
 
 @contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:  # from the outside in: each call changes what is inside as well
+            module.train(mode)
+
+
+@contextmanager
 def _heard(layers: Mapping[str, nn.Module], hear: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
     """Outputs of layers pass through `hear`."""
     def heard(path: str, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda *args, **kwargs: hear(path, forward(*args, **kwargs))
 
-    for path, layer in layers.items():
-        layer.forward = heard(path, layer.forward)
+    own = {path: vars(layer)["forward"] for path, layer in layers.items() if "forward" in vars(layer)}
     try:
+        for path, layer in layers.items():
+            layer.forward = heard(path, layer.forward)
         yield
     finally:
-        for layer in layers.values():
-            del layer.forward
+        for path, layer in layers.items():
+            vars(layer).pop("forward", None)
+            if path in own:  # not its class's: another library has put one around it
+                layer.forward = own[path]
 
 
 def _off(one: Tensor, whole: Tensor) -> str | None:
