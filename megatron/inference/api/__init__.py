@@ -3,7 +3,7 @@
     arguments.py        every argument of DeepSpeed's call: what it means here, or what to do instead
     policy.py           which layers of a model that is not ours are cut, and how: the plan of a cut
     cut.py              the plan done: each rank keeps its part of the layers
-    changing.py         a model that is refused when it is partly cut says so from then on
+    changing.py         a model that is refused when it is partly cut or cast says so from then on
     example.py          inputs that a model takes
     same.py             whether all ranks were given the same
     proof.py            the cut model computes what the whole one did, or is refused

@@ -1,4 +1,5 @@
-"""While a model is changed in place: what breaks off leaves one that is neither whole nor cut, and it says so."""
+"""While a model is cut or cast in place: what breaks off leaves one that is neither as it was nor done, and says so.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from torch import nn
 from megatron.config.setting import require
 from megatron.errors import ConfigError
 
-LOAD_AGAIN = "this model was refused by init_inference and is partly cut: load it again"
+LOAD_AGAIN = "this model was refused by init_inference and is partly cut or cast: load it again"
 
 
 @contextmanager

@@ -4,7 +4,8 @@
     logits = engine(input_ids)
 
 The model is our GPT-2, whole or from a checkpoint, transformers' GPT-2, or any module with an injection policy. A
-module that is not ours is changed in place, as DeepSpeed does. Collective over all ranks.
+module that is not ours is changed in place, as DeepSpeed does; what can be refused before it is changed is, and leaves
+it as it was. Collective over all ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import nn
 
 from megatron.checkpoint.agree import agree
 from megatron.config.setting import require
+from megatron.config.tree import ModelConfig
 from megatron.errors import CheckpointError, ConfigError, TrainerError
 from megatron.inference import loading
 from megatron.inference.api import arguments, weights
@@ -30,7 +32,7 @@ from megatron.inference.api.engine import InferenceEngine, share_random_state
 from megatron.inference.api.fast import HEADED, ours_of
 from megatron.inference.api.policy import Plan, plan_of
 from megatron.inference.api.proof import Proof
-from megatron.inference.api.quantise import quantise
+from megatron.inference.api.quantise import check_scales, layers_of_int8, quantise
 from megatron.inference.api.same import check_model
 from megatron.inference.int8 import activations_on
 from megatron.launch import distributed, exits
@@ -92,14 +94,19 @@ def _of_ours(model: GPT2 | None, asked: Asked, groups: Groups, device: torch.dev
     elif model is None:
         raise ConfigError("init_inference needs a model, or checkpoint=: the folder of one")
     else:
+        check_unbroken(model)
         if model.tp.size == groups.tp.size and asked.dtype is not torch.int8:
-            agree(lambda: _cast(model, asked.dtype, device), groups.world)
+            _check_room(model.config, asked)
+            agree(lambda: _check_finite(model, asked.dtype), groups.world)
+            with changing(model) if asked.dtype else nullcontext():
+                model.to(device, asked.dtype)
             return _engine(model, model, asked, groups)
         wanted = "be int8" if asked.dtype is torch.int8 else f"be for {groups.tp.size}"
         require(model.tp.is_solo, f"init_inference: the given model is split over {model.tp.size} ranks and cannot "
                 f"{wanted}: save it, and give checkpoint=, which loads at any size")
         check_model(model, groups.tp)
         found = weights.of_model(model)
+    _check_room(found.shape, asked)
     dtype = asked.dtype or _precision(model, found)
     made = loading.build(found, groups, dtype, device)
     return _engine(made, made, asked, groups)
@@ -110,12 +117,15 @@ def _precision(model: GPT2 | None, found: loading.Found) -> torch.dtype:
     return loading.DTYPES[found.precision] if model is None else next(model.parameters()).dtype
 
 
-def _engine(module: nn.Module, gpt2: GPT2, asked: Asked, groups: Groups) -> InferenceEngine:
-    positions = gpt2.config.max_position_embeddings
+def _check_room(shape: ModelConfig, asked: Asked) -> None:
+    positions = shape.max_position_embeddings
     room = min(asked.max_out_tokens or positions, positions)
     require(asked.min_out_tokens <= room, f"init_inference: min_out_tokens is {asked.min_out_tokens}, and there is "
             f"room for {room}: the model has {positions} positions"
             + (f", and max_out_tokens is {asked.max_out_tokens}" if asked.max_out_tokens else ""))
+
+
+def _engine(module: nn.Module, gpt2: GPT2, asked: Asked, groups: Groups) -> InferenceEngine:
     return InferenceEngine(module, gpt2.eval(), groups.tp, asked.max_out_tokens)
 
 
@@ -124,26 +134,32 @@ def _engine(module: nn.Module, gpt2: GPT2, asked: Asked, groups: Groups) -> Infe
 def _of_theirs(model: nn.Module, asked: Asked, groups: Groups, device: torch.device,
                notes: list[str]) -> InferenceEngine:
     check_unbroken(model)
+    filling: AbstractContextManager[None] = nullcontext()
     is_headed_gpt2 = type(model).__name__ == HEADED and type(model).__module__.startswith("transformers.")
     if asked.checkpoint is not None:
         require(is_headed_gpt2, f"init_inference: checkpoint= fills a GPT-2, and the model is a "
                 f"{type(model).__name__}: load its weights first (from_pretrained, or load_state_dict), and leave "
                 "checkpoint out")
         found = weights.open_checkpoint(asked.checkpoint, asked.base_dir, groups)
-        agree(lambda: weights.check_transformers(model, found), groups.world)  # before anything is written
-        agree(lambda: weights.fill_transformers(model, found), groups.world)
-    model.eval().requires_grad_(False)
-    plan, proof = agree(lambda: _planned(model, asked, groups), groups.world)
-    with changing(model) if plan.places else nullcontext():
+        agree(lambda: weights.check_transformers(model, found), groups.world)
+        filling = weights.filled(model, found, groups)
+    plan = agree(lambda: _planned(model, asked, groups), groups.world)
+    with filling:
+        agree(lambda: _check_weights(model, plan, asked.dtype, groups), groups.world)
+        proof = agree(lambda: _proof(model, plan, asked, groups), groups.world)
+    with changing(model) if plan.places or asked.dtype else nullcontext():
         agree(lambda: _cut(model, plan, proof, groups), groups.world)
         if asked.dtype is torch.int8:
             quantise(model, plan, groups, activations_on(device), device)
         else:
-            agree(lambda: _cast(model, asked.dtype, device), groups.world)
+            model.to(device, asked.dtype)
+    model.eval().requires_grad_(False)
     share_random_state(groups.tp)
     if asked.fast and is_headed_gpt2:
         try:
-            return _engine(model, ours_of(model, groups.tp), asked, groups)
+            gpt2 = ours_of(model, groups.tp)
+            _check_room(gpt2.config, asked)
+            return _engine(model, gpt2, asked, groups)
         except TrainerError as error:
             notes.append(f"replace_with_kernel_inject has no effect: {error}")
     elif asked.fast:
@@ -151,15 +167,28 @@ def _of_theirs(model: nn.Module, asked: Asked, groups: Groups, device: torch.dev
     return InferenceEngine(model, None, groups.tp, asked.max_out_tokens)
 
 
-def _planned(model: nn.Module, asked: Asked, groups: Groups) -> tuple[Plan, Proof | None]:
-    """Nothing is changed yet."""
-    check_model(model, groups.tp)
+def _planned(model: nn.Module, asked: Asked, groups: Groups) -> Plan:
+    """By the layers; their weights may still have to come."""
     plan = plan_of(model, asked.policy)
     require(bool(plan.places) or groups.tp.is_solo, f"init_inference: how a {type(model).__name__} is cut over "
             f"{groups.tp.size} ranks is not known: give injection_policy={{LayerClass: (names of its row-parallel "
             "layers,)}} (docs/inference.md)")
     check_even(model, plan, groups.tp)
-    return plan, None if groups.tp.is_solo else Proof(model, plan, asked.example_inputs, groups.tp)
+    if asked.dtype is torch.int8:
+        layers_of_int8(model, plan)
+    return plan
+
+
+def _check_weights(model: nn.Module, plan: Plan, dtype: torch.dtype | None, groups: Groups) -> None:
+    check_model(model, groups.tp)
+    if dtype is torch.int8:
+        check_scales(model, plan)
+    else:
+        _check_finite(model, dtype)
+
+
+def _proof(model: nn.Module, plan: Plan, asked: Asked, groups: Groups) -> Proof | None:
+    return None if groups.tp.is_solo else Proof(model, plan, asked.example_inputs, groups.tp)
 
 
 def _cut(model: nn.Module, plan: Plan, proof: Proof | None, groups: Groups) -> None:
@@ -168,12 +197,16 @@ def _cut(model: nn.Module, plan: Plan, proof: Proof | None, groups: Groups) -> N
         proof.check()
 
 
-def _cast(model: nn.Module, dtype: torch.dtype | None, device: torch.device) -> None:
-    model.to(device, dtype)
-    broken = next((name for name, value in model.named_parameters() if not bool(value.isfinite().all())), None)
-    if broken is not None:
-        raise CheckpointError(f"{broken} is not finite in {str(dtype or 'its precision').removeprefix('torch.')}: ask "
-                              "for another dtype")
+@torch.no_grad()
+def _check_finite(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """In the precision to come, one parameter at a time."""
+    for name, value in model.named_parameters():
+        require(not value.is_meta, f"init_inference: {name} is on the meta device, and has no values: load the model's "
+                "weights first")
+        cast = value.to(dtype or value.dtype) if value.is_floating_point() else value
+        if not bool(cast.isfinite().all()):
+            raise CheckpointError(f"{name} is not finite in {str(dtype or 'its precision').removeprefix('torch.')}: "
+                                  "ask for another dtype")
 
 
 def _say(notes: list[str], groups: Groups) -> None:

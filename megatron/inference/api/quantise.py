@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.checkpoint.agree import agree
-from megatron.checkpoint.int8 import Read, quantise_into, row_maxima
+from megatron.checkpoint.int8 import Read, quantise_into, row_maxima, scale_of
 from megatron.config.setting import require
 from megatron.inference.api.policy import Plan
 from megatron.inference.int8 import Int8
@@ -23,12 +23,24 @@ from mpu.groups import Groups
 from mpu.layers import RowParallelLinear
 
 
-@torch.no_grad()
-def quantise(model: nn.Module, plan: Plan, groups: Groups, activations: torch.dtype, device: torch.device) -> None:
-    """The layers of the plan, which are cut. What is not one of them is cast, and goes to the device. Collective."""
+def layers_of_int8(model: nn.Module, plan: Plan) -> dict[str, Any]:
+    """The layers of the plan that are to be int8, cut or not, each by one path. At least one."""
     layers = {path: layer for path, layer in _once(model, plan) if not isinstance(layer, nn.Embedding)}
     require(bool(layers), f"init_inference: which layers of a {type(model).__name__} are to be int8 is not known: give "
             "injection_policy={LayerClass: (names of its row-parallel layers,)}, or another dtype")
+    return layers
+
+
+def check_scales(model: nn.Module, plan: Plan) -> None:
+    """What `quantise` would refuse, while the layers are whole."""
+    for path, layer in layers_of_int8(model, plan).items():
+        scale_of(layer.weight.detach().abs().amax(1).float(), f"{path}.weight")
+
+
+@torch.no_grad()
+def quantise(model: nn.Module, plan: Plan, groups: Groups, activations: torch.dtype, device: torch.device) -> None:
+    """The layers of the plan, which are cut. What is not one of them is cast, and goes to the device. Collective."""
+    layers = layers_of_int8(model, plan)
     maxima = {path: all_reduce(row_maxima(_reader(layer.weight), layer.weight.shape), groups.tp, "max")
               for path, layer in layers.items() if isinstance(layer, RowParallelLinear)}
 

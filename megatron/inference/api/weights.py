@@ -6,13 +6,15 @@ All of them are read the same way (inference/loading.py), at any tensor parallel
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megatron.checkpoint.agree import agree
 from megatron.checkpoint.interchange.foreign import Foreign, shapes_of
 from megatron.checkpoint.interchange.huggingface import NEEDED, SAME_GELU
 from megatron.checkpoint.interchange.names import HUGGING_FACE
@@ -100,9 +102,22 @@ def _refuse_others(found: Found, values: Mapping[str, tuple[Any, Any]]) -> None:
             "and it is made as the checkpoint says")
 
 
+@contextmanager
+def filled(model: nn.Module, found: Found, groups: Groups) -> Iterator[None]:
+    """A whole GPT-2 of transformers has the weights; where it is refused inside, its own ones again. Collective."""
+    own = [(parameter, parameter.detach().to("cpu", copy=True)) for parameter in model.parameters()]
+    try:
+        agree(lambda: _fill(model, found), groups.world)
+        yield
+    except BaseException:
+        with torch.no_grad():
+            for parameter, values in own:
+                parameter.copy_(values)
+        raise
+
+
 @torch.no_grad()
-def fill_transformers(model: nn.Module, found: Found) -> None:
-    """A whole GPT-2 of transformers <- the weights."""
+def _fill(model: nn.Module, found: Found) -> None:
     shapes, parameters = shapes_of(found.shape), dict(model.named_parameters())
     for name, shape in shapes.items():
         values = torch.empty(shape)

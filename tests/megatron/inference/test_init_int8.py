@@ -81,8 +81,6 @@ def test_without_layers_to_quantise_int8_is_refused() -> None:
     broken.transformer.h[1].mlp.c_proj.weight.data[3, 3] = torch.inf
     with pytest.raises(TrainerError, match=r"h.1.mlp.c_proj.weight is not finite: it cannot be quantised"):
         init_inference(broken, dtype=torch.int8)
-    with pytest.raises(TrainerError, match="partly cut: load it again"):
-        broken(tokens())
 
 
 def test_levels_lie_side_by_side_in_large_pages() -> None:
