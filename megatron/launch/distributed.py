@@ -18,9 +18,10 @@ import re
 import resource
 import socket
 import sys
+import traceback
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 DEFAULT_TIMEOUT_SECONDS = 600.0
 BACKENDS = ("nccl", "gloo")
 LOOPBACK = ("127.0.0.1", "localhost")
+VARIABLES = ("MASTER_PORT", "GLOO_SOCKET_IFNAME", "TORCH_GLOO_LAZY_INIT")
+"""Set for a meeting where nobody has."""
 PORT_REFUSALS = {errno.EADDRINUSE: "is in use: another job or program listens there",
                  errno.EACCES: "needs the rights of root: ports below 1024 do"}
 """Why rank 0 cannot listen; torch has the name of the number in its text."""
@@ -142,6 +145,19 @@ def init(backend: str | None = None, timeout_seconds: float = DEFAULT_TIMEOUT_SE
     return env
 
 
+@contextmanager
+def setting_variables() -> Iterator[None]:
+    """What is set inside for a meeting that fails is taken back: the next one may be told another port or address."""
+    unset = [name for name in VARIABLES if name not in os.environ]
+    try:
+        yield
+    except BaseException:
+        for name in unset:
+            os.environ.pop(name, None)
+        raise
+
+
+@setting_variables()
 def init_process_group(env: Environment, backend: str | None = None,
                        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS, *, init_method: str | None = None,
                        also_alone: bool = False, told: Mapping[str, Any] | None = None) -> None:
@@ -209,14 +225,21 @@ def _meet(env: Environment, timeout: timedelta, backend: str, device: torch.devi
     from mpu.wire import waits
 
     waits.begin()
-    store = _store(env, timeout)
-    facts = {**(told or {}), **facts_of_code(torch.__version__), "backend": backend}
-    check_alike(store, env.rank, env.world_size, facts, timeout)
-    torch.distributed.init_process_group(
-        backend, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout,
-        # Naming the device lets NCCL connect here, where a failure is easy to place, not in the first step.
-        device_id=device if backend == "nccl" else None)
-    waits.end()
+    try:
+        store = _store(env, timeout)
+        facts = {**(told or {}), **facts_of_code(torch.__version__), "backend": backend}
+        check_alike(store, env.rank, env.world_size, facts, timeout)
+        torch.distributed.init_process_group(
+            backend, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout,
+            # Naming the device lets NCCL connect here, where a failure is easy to place, not in the first step.
+            device_id=device if backend == "nccl" else None)
+    finally:
+        waits.end()
+
+
+def came_out_of_a_meeting(error: BaseException) -> bool:
+    """There is no mark left to tell: who catches it may go on alone, and later errors are others."""
+    return any(frame.f_code is _meet.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _make_room_for_connections() -> None:

@@ -34,7 +34,7 @@ from typing import NamedTuple, NoReturn
 from megatron.launch.leaving import Asked, raise_when_asked
 from megatron.errors import (EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER, EXIT_STORAGE, ConfigError, PeerError,
                              exit_code, folded)
-from megatron.launch.distributed import on_early_exit, read_environment, take_leave
+from megatron.launch.distributed import came_out_of_a_meeting, on_early_exit, read_environment, take_leave
 from megatron.launch.streams import open_closed_streams
 from megatron.launch.voice import is_ours_to_say, let_others_come
 from megatron.whereabouts import HERE, RUNNING
@@ -268,7 +268,8 @@ def is_peer_loss(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError):
         return False
     # Out of an exchange comes what became of the others, in many words; but a device fails there as well.
-    return any(text in str(error) for text in PEER_TEXTS) or HERE.place.in_exchange and "CUDA" not in str(error)
+    among_others = HERE.place.in_exchange or came_out_of_a_meeting(error)
+    return any(text in str(error) for text in PEER_TEXTS) or among_others and "CUDA" not in str(error)
 
 
 def write_error(text: str) -> None:

@@ -35,11 +35,12 @@ def init_distributed(dist_backend: str | None = None, auto_mpi_discovery: bool =
     if dist_init_required is False:
         return
     env = _place(rank, world_size, auto_mpi_discovery)
-    if env.world_size > 1 and "MEGATRON_STORE_FILE" not in os.environ:
-        os.environ.setdefault("MASTER_PORT", str(distributed_port))
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    distributed.init_process_group(env, dist_backend, DEFAULT_TIMEOUT_SECONDS if seconds is None else seconds,
-                                   init_method=init_method, also_alone=True)
+    with distributed.setting_variables():
+        if env.world_size > 1 and "MEGATRON_STORE_FILE" not in os.environ:
+            os.environ.setdefault("MASTER_PORT", str(distributed_port))
+        distributed.init_process_group(env, dist_backend, DEFAULT_TIMEOUT_SECONDS if seconds is None else seconds,
+                                       init_method=init_method, also_alone=True)
     _tell(env)
 
 

@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron import zero
 from megatron.errors import ConfigError, PeerError
-from megatron.launch import distributed
+from megatron.launch import distributed, exits
 from megatron.launch.distributed import Environment, device_for
+from megatron.whereabouts import HERE, RUNNING
 from tests.megatron.helpers import ROOT, TINY
 
 LAUNCHED_BY = ("MEGATRON_LAUNCHER", "TORCHELASTIC_RUN_ID")
@@ -76,6 +78,28 @@ def test_a_port_that_needs_other_rights_is_one_too(environ: pytest.MonkeyPatch) 
         environ.setenv(name, value)
     with pytest.raises(ConfigError, match="port 80 .*root"):
         distributed.init(timeout_seconds=5)
+
+
+def test_a_meeting_that_fails_leaves_nothing_to_the_next(busy_port: int, environ: pytest.MonkeyPatch) -> None:
+    environ.setattr(sys, "excepthook", sys.excepthook)
+    environ.setenv("MASTER_ADDR", "127.0.0.1")
+    before, asked, states = dict(os.environ), dict(rank=0, world_size=2, timeout=5), []
+    with pytest.raises(ConfigError, match=f"port {busy_port} .* in use"):
+        zero.init_distributed("gloo", distributed_port=busy_port, **asked)
+    assert dict(os.environ) == before
+
+    def check_alike(*arguments: object) -> None:
+        states.append((os.environ["MASTER_PORT"], HERE.place.state))
+        raise RuntimeError("what became of the others, in other words")
+
+    environ.setattr(distributed, "check_alike", check_alike)
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        free_port = found.getsockname()[1]
+    with pytest.raises(RuntimeError) as lost:
+        zero.init_distributed("gloo", distributed_port=free_port, **asked)
+    assert states == [(str(free_port), RUNNING)] and exits.is_peer_loss(lost.value)
+    assert not exits.is_peer_loss(RuntimeError("an error of the program that went on alone"))
+    assert dict(os.environ) == before
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
