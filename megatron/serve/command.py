@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from megatron.config.tree import require
@@ -103,29 +104,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = build_parser().read(sys.argv[1:] if argv is None else argv)
     check(asked)
     model, bounds, key = source_of(asked), limits.limits_of(asked), key_of(asked)
-    stop = StopRequest(STOPPING, starting="before the model was loaded; start the same command again").listen()
-    listener = listener_of(asked.host, asked.port) if distributed.read_environment().rank == 0 else None
-    from megatron.inference import loading
-    from megatron.serve.service import serve, work
+    hears = StopRequest(STOPPING, starting="before the model was loaded; start the same command again")
+    listens = distributed.read_environment().rank == 0
+    with hears.heard() as stop, listener_of(asked.host, asked.port) if listens else nullcontext() as listener:
+        from megatron.inference import loading
+        from megatron.serve.service import serve, work
 
-    env = distributed.init(told=told(asked))
-    groups = loading.groups_of(model, env.world_size, MODULE)
-    began = time.monotonic()
-    loaded = loading.load(model, groups, distributed.device_for(env, None))
-    stop.begin()
-    if listener is None:
-        work(loaded, groups, asked.batch_size)
-    else:
-        say = _say if not asked.quiet else _hush
-        _say(f"{loaded.described}, loaded in {time.monotonic() - began:.1f} s")
-        if key is None and not is_loopback(asked.host):
-            _say(f"listening on {asked.host} without a key: whoever reaches this machine can use the model; "
-                 "--api-key-file asks for one")
-        serve(loaded, groups, rows=asked.batch_size, name=name_of(asked), listener=listener, host=asked.host, key=key,
-              allowed=asked.allowed_host, limits=bounds, log=say,
-              ready=lambda: print(f"listening on {address_of(listener)}", flush=True),
-              asked_to_stop=lambda: bool(stop))
-    distributed.shutdown()
+        env = distributed.init(told=told(asked))
+        groups = loading.groups_of(model, env.world_size, MODULE)
+        began = time.monotonic()
+        loaded = loading.load(model, groups, distributed.device_for(env, None))
+        stop.begin()
+        if listener is None:
+            work(loaded, groups, asked.batch_size)
+        else:
+            say = _say if not asked.quiet else _hush
+            _say(f"{loaded.described}, loaded in {time.monotonic() - began:.1f} s")
+            if key is None and not is_loopback(asked.host):
+                _say(f"listening on {asked.host} without a key: whoever reaches this machine can use the model; "
+                     "--api-key-file asks for one")
+            serve(loaded, groups, rows=asked.batch_size, name=name_of(asked), listener=listener, host=asked.host,
+                  key=key, allowed=asked.allowed_host, limits=bounds, log=say,
+                  ready=lambda: print(f"listening on {address_of(listener)}", flush=True),
+                  asked_to_stop=lambda: bool(stop))
+        distributed.shutdown()
     return 0
 
 

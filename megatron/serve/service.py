@@ -48,18 +48,20 @@ def serve(loaded: Loaded, groups: Groups, *, rows: int, name: str, listener: soc
           allowed: Iterable[str], limits: Limits, log: Callable[[str], None], ready: Callable[[], None],
           asked_to_stop: Callable[[], bool]) -> None:
     """The rank that hears the clients; until it is asked to stop. `ready` is called when it listens."""
-    inbox, metrics = Inbox(), Metrics()
+    hands, inbox, metrics = hands_of(loaded, rows), Inbox(), Metrics()
     desk = Desk(inbox, rows, limits.max_waiting, metrics)
     answers = Answers(subject_of(loaded, name, limits), desk, Door(host, key, allowed), metrics, limits)
     front = Front(listener, answers, desk, inbox, metrics, limits, log)
-    leader = Leader(hands_of(loaded, rows), groups.world, inbox, front.tell)
+    leader = Leader(hands, groups.world, inbox, front.tell)
+    late = Refusal(503, f"{STOPPING}, and this was not done in time", code="stopping")
     front.start()
-    ready()
     try:
+        ready()
         if not leader.run(asked_to_stop, front.close, limits.grace):
-            front.fail(Refusal(503, f"{STOPPING}, and this was not done in time", code="stopping"))
-    except Exception:
-        front.fail(Refusal(500, "the model has failed, and the server ends"))
+            front.fail(late)
+    except BaseException as error:
+        has_failed = isinstance(error, Exception)
+        front.fail(Refusal(500, "the model has failed, and the server ends") if has_failed else late)
         front.finish(LAST_SECONDS_OF_FAILURE)
         raise
     front.finish(LAST_SECONDS)

@@ -18,15 +18,16 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron.errors import ConfigError
+from megatron.errors import CheckpointError, ConfigError
 from megatron.inference import loading
 from megatron.inference.decoder import Decoder
 from megatron.inference.source import Source
+from megatron.serve import command
 from megatron.serve.command import listener_of, main
 from megatron.serve.limits import Limits
 from megatron.serve.service import serve
 from mpu import groups
-from tests.megatron.helpers import ROOT
+from tests.megatron.helpers import ROOT, own_signals
 from tests.megatron.serve.server import JSON, Server, served, trained
 
 LONG = {"prompt": "x", "max_tokens": 1500, "temperature": 0}  # the likeliest never ends the document here
@@ -208,6 +209,32 @@ def test_a_model_that_fails_ends_the_server_and_everyone_is_told(folder: Path) -
         assert status == 500 or ("the model has failed" in text and "[DONE]" not in text)
         error = server.ended.get(timeout=30)
     assert isinstance(error, RuntimeError) and str(error) == "planted"
+
+
+@pytest.mark.parametrize("fails_at", ["start", "work"])
+def test_an_interrupted_server_gives_back_its_port_and_its_thread(folder: Path, fails_at: str) -> None:
+    world = groups.build(1)
+    loaded = loading.load(Source(str(folder), None), world, torch.device("cpu"))
+
+    def interrupt() -> bool:
+        raise KeyboardInterrupt
+
+    with listener_of("127.0.0.1", 0) as listener, pytest.raises(KeyboardInterrupt):
+        serve(loaded, world, rows=1, name="x", listener=listener, host="127.0.0.1", key=None, allowed=(),
+              limits=Limits(), log=lambda line: None, asked_to_stop=interrupt,
+              ready=interrupt if fails_at == "start" else lambda: None)  # type: ignore[arg-type, return-value]
+    assert "clients" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_model_that_cannot_be_loaded_leaves_port_and_signals_to_others(tmp_path: Path) -> None:
+    listener, handler = listener_of("127.0.0.1", 0), signal.getsignal(signal.SIGINT)
+    with own_signals(), patch.object(command, "listener_of", return_value=listener), \
+            pytest.raises(CheckpointError) as kept:
+        try:
+            main(["--load", str(tmp_path)])
+        finally:
+            assert signal.getsignal(signal.SIGINT) == handler
+    assert kept.tb and listener.fileno() == -1
 
 
 def test_a_text_without_numbers_is_an_error_of_that_request_alone(folder: Path) -> None:
