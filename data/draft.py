@@ -11,6 +11,7 @@ import errno
 import json
 import os
 import secrets
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
@@ -57,12 +58,13 @@ class Draft:
 
     bin: Growing
     idx: Growing
-    state: dict[str, Any] | None
-    """Of the mark that is gone on from."""
+    state: Any
+    """Of the mark that is gone on from, as it was read; None: of none."""
 
-    def __init__(self, prefix: str, key: str | None = None) -> None:
-        """`key` is what must be the same for a process that takes up the work of another; None: that is never done."""
-        self._prefix, self._key = prefix, key
+    def __init__(self, prefix: str, key: str | None, read: Callable[[Any], object]) -> None:
+        """`key` is what must be the same for a process that takes up the work of another; None: that is never done.
+        `read` takes the state that was marked; where it raises an error the mark is none."""
+        self._prefix, self._key, self._read = prefix, key, read
         self._targets = {suffix: Path(os.path.realpath(prefix + suffix)) for suffix in SUFFIXES}
         self._mark = Path(prefix).with_name(f".{Path(prefix).name}.mark.tmp")
         self.state = None
@@ -105,7 +107,7 @@ class Draft:
                 os.truncate(draft, size)
                 if crc32_file(draft) != f"{crc:08x}":
                     return
-            self._crcs, self.state = crcs, found["state"]
+            self._crcs, self.state = crcs, self._read(found["state"])
         except (OSError, ValueError, KeyError, TypeError):  # none, or not whole: as if there was none
             return
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from operator import index
 from types import TracebackType
 from typing import Any
 
@@ -42,17 +43,18 @@ class CorpusWriter:
         self._limit = int(np.iinfo(self.dtype).max) + 1 if vocab_size is None else vocab_size
         self.documents = self.tokens = 0
         self._max_token, self._tokens_of_documents = -1, 0
-        self._draft = Draft(self.prefix, key)
+        self._draft = Draft(self.prefix, key, _taken_up)
         self.taken_up: Any = None
         """What the caller had marked, where this goes on from there."""
 
     def __enter__(self) -> CorpusWriter:
-        state = self._draft.__enter__().state
-        if state is None:
-            self._draft.idx.write(bytes(HEADER.size))  # which needs the number of lengths; they follow as they come
-        else:
-            self.documents, self.tokens, self._max_token, self._tokens_of_documents = state["written"]
-            self.taken_up = state["caller"]
+        with ExitStack() as stack:
+            state = stack.enter_context(self._draft).state
+            if state is None:
+                self._draft.idx.write(bytes(HEADER.size))  # which needs the number of lengths; they follow as they come
+            else:
+                (self.documents, self.tokens, self._max_token, self._tokens_of_documents), self.taken_up = state
+            stack.pop_all()  # `__exit__` leaves the draft
         return self
 
     def mark(self, state: Any) -> None:
@@ -134,3 +136,9 @@ class CorpusWriter:
             index.write(np.arange(at, min(at + BLOCK, header.boundaries), dtype="<i8").data)
         index.seek(0)
         index.write(header.pack())
+
+
+def _taken_up(state: Any) -> tuple[tuple[int, int, int, int], Any]:
+    """What `mark` wrote; an error where it did not."""
+    documents, tokens, max_token, tokens_of_documents = map(index, state["written"])
+    return (documents, tokens, max_token, tokens_of_documents), state["caller"]

@@ -269,7 +269,8 @@ def test_what_another_process_is_writing_stays(tmp_path: Path) -> None:
     assert is_whole(IndexedCorpus(tmp_path / "c"))
 
 
-@pytest.mark.parametrize("damage", [None, "cut", "changed", "no file", "no mark", "strange mark", "other key"])
+@pytest.mark.parametrize("damage", [None, "cut", "changed", "no file", "no mark", "strange mark", "strange state",
+                                    "other key"])
 def test_a_mark_is_gone_on_from_if_both_files_hold_what_it_says(tmp_path: Path, damage: str | None,
                                                                 capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(KeyboardInterrupt), CorpusWriter(tmp_path / "c", vocab_size=10, key="k") as writer:
@@ -288,6 +289,8 @@ def test_a_mark_is_gone_on_from_if_both_files_hold_what_it_says(tmp_path: Path, 
         mark.unlink()
     elif damage == "strange mark":
         mark.write_text('{"key": "k", "files": {".bin": 3}}')
+    elif damage == "strange state":
+        mark.write_text(json.dumps(json.loads(mark.read_text()) | {"state": {"written": [2, "600"], "caller": {}}}))
     with CorpusWriter(tmp_path / "c", vocab_size=10, key="l" if damage == "other key" else "k") as writer:
         assert (writer.taken_up, writer.documents) == ((None, 0) if damage else ({"at": 2}, 2))
         if damage:
@@ -300,6 +303,13 @@ def test_a_mark_is_gone_on_from_if_both_files_hold_what_it_says(tmp_path: Path, 
     assert len(os.listdir(tmp_path)) == 6
     said = capsys.readouterr().err
     assert bool(said) == bool(damage) and ("which has other inputs" in said) == (damage not in (None, "no mark")), said
+
+
+def test_a_writer_that_cannot_begin_does_not_hold_the_name(tmp_path: Path) -> None:
+    with pytest.raises(MemoryError) as kept, patch.object(draft.Growing, "write", side_effect=MemoryError):
+        CorpusWriter(tmp_path / "c", vocab_size=10).__enter__()
+    assert kept.tb and not os.listdir(tmp_path)
+    write(tmp_path / "c", 1)
 
 
 def test_only_an_interruption_leaves_something_to_go_on_from(tmp_path: Path) -> None:
