@@ -84,6 +84,7 @@ def _run(stop: StopRequest) -> int:
         datasets = build.datasets(config, tokenizer, groups)
         assert datasets.train is not None, "build.datasets refuses a run without training text"
         build.seed_everything(config.train, groups, device)
+        closing.enter_context(build.determinism(config.train))
         recomputation = build.recomputation(config, groups)
         engine = build.engine(config, build.model(config, groups, recomputation), groups, device)
         state = checkpoints.resume(engine, datasets.fingerprint)

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -31,6 +33,9 @@ from megatron.zero.holders import shape_of
 from megatron.zero.tiling import tile_linears
 from mpu.groups import Groups
 from mpu.random import model_parallel_cuda_manual_seed
+
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+"""With it cuBLAS gives the same bits each time."""
 
 
 def tokenizer(config: Config) -> Tokenizer:
@@ -90,10 +95,27 @@ def seed_everything(train: TrainConfig, groups: Groups, device: torch.device) ->
     random.seed(train.seed)
     np.random.seed(train.seed % 2**32)
     model_parallel_cuda_manual_seed(train.seed, groups, vary_over_dp=True)
-    if train.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
+
+
+@contextmanager
+def determinism(train: TrainConfig) -> Iterator[None]:
+    """--deterministic, if this run has it; afterwards all is as the process had chosen before."""
+    if not train.deterministic:
+        yield
+        return
+    was_asked = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark, workspace = torch.backends.cudnn.benchmark, os.environ.get(WORKSPACE)
+    os.environ.setdefault(WORKSPACE, ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was_asked, warn_only=warns)
+        torch.backends.cudnn.benchmark = benchmark
+        if workspace is None:
+            os.environ.pop(WORKSPACE, None)
 
 
 def recomputation(config: Config, groups: Groups) -> Recomputation:
