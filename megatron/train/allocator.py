@@ -23,6 +23,8 @@ import ctypes
 import sys
 
 M_MXFAST, M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = 1, -1, -2, -3, -4
+MOST_MAPPED = 65536
+"""Blocks that are mapped one by one: glibc's own number."""
 
 LARGE = 4 << 20
 """Bytes of a block that is worth a call of the system."""
@@ -41,7 +43,10 @@ def keep_freed_memory(*, but_large_blocks: bool = False) -> bool:
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version"):
         return False
-    large = {M_MMAP_THRESHOLD: LARGE, M_TOP_PAD: LARGE} if but_large_blocks else {M_MMAP_MAX: 0, M_TOP_PAD: 64 << 20}
+    large = {M_MMAP_MAX: 0, M_TOP_PAD: 64 << 20}
+    if but_large_blocks:
+        libc.malloc_trim(0)  # what an earlier run of this process kept
+        large = {M_MMAP_MAX: MOST_MAPPED, M_MMAP_THRESHOLD: LARGE, M_TOP_PAD: LARGE}
     taken = all(libc.mallopt(option, value)
                 for option, value in {M_MXFAST: 0, M_TRIM_THRESHOLD: 2**31 - 1, **large}.items())
     if taken:
