@@ -51,14 +51,10 @@ class Under:
     recorder: Recorder
     listening: ExitStack
     after: ExitStack
-    """What is to be switched off, once it is written."""
+    """All that is to be switched off, once it is written."""
     first: int
     """Step."""
     start: float
-
-    def end(self) -> None:
-        self.listening.close()
-        self.after.close()
 
 
 class Window:
@@ -99,16 +95,19 @@ class Window:
         with catch_warnings():
             simplefilter("ignore", UserWarning)  # of cycles, of which there is one; to add them up would take minutes
             profiler = profile(activities=activities, profile_memory=True)
-        recorder, listening, after = Recorder(), ExitStack(), ExitStack()
-        if on_cuda:
-            torch.cuda.memory._record_memory_history(max_entries=HISTORY, stacks="python")
-            after.callback(torch.cuda.memory._record_memory_history, None)
-            torch.cuda.synchronize(self._device)  # what was launched before belongs to steps before
-        with catch_warnings():
-            simplefilter("ignore", UserWarning)
-            profiler.start()
-        listening.enter_context(recorder.listening(self._log))
-        self._under = Under(profiler, recorder, listening, after, step, microseconds())
+        with ExitStack() as after:
+            recorder = Recorder()
+            if on_cuda:
+                after.callback(torch.cuda.memory._record_memory_history, None)
+                torch.cuda.memory._record_memory_history(max_entries=HISTORY, stacks="python")
+                torch.cuda.synchronize(self._device)  # what was launched before belongs to steps before
+            after.callback(_stop, profiler)
+            with catch_warnings():
+                simplefilter("ignore", UserWarning)
+                profiler.start()
+            listening = after.enter_context(ExitStack())
+            listening.enter_context(recorder.listening(self._log))
+            self._under = Under(profiler, recorder, listening, after.pop_all(), step, microseconds())
 
     def close(self) -> None:
         """The end of the trace, if one is under way: it is written, and told."""
@@ -128,7 +127,7 @@ class Window:
         except Exception as error:  # not worth ending a job of many ranks
             self._warn(error)
         finally:
-            under.end()
+            under.after.close()
 
     def _warn(self, error: Exception) -> None:
         print(f"warning: the trace cannot be written to {self._folder} ({type(error).__name__}: {error}); training "
@@ -141,8 +140,14 @@ class Window:
             self.close()
         elif self._under is not None:
             with suppress(Exception):
-                self._under.end()
-                self._under.profiler.stop()
+                self._under.after.close()
+
+
+def _stop(profiler: profile) -> None:
+    """Where that was not done: an error came before, which is the one to report."""
+    if torch.autograd.profiler._is_profiler_enabled:
+        with suppress(Exception):
+            profiler.stop()
 
 
 def _say(line: str) -> None:
