@@ -52,21 +52,23 @@ def evaluate(
     rounds = global_batches * rule.accumulation
     if samples.distinct_samples is not None:
         rounds = max(1, min(rounds, samples.distinct_samples // round_size))
-    engine.train(False)
     total, nats = torch.zeros((2,), dtype=torch.float64, device=device)
     text = 0.0
     done = 0
-    for index in _rounds(rounds, goes_on, total.item):
-        first = index * round_size + rule.dp_rank * rule.micro_batch
-        batch = rule.build(samples, range(first, first + rule.micro_batch))
-        loss = forward_loss(engine, batch.to(device)).double()
-        total += loss
-        if token_bytes is not None:
-            nats += loss * batch.counted
-            text += batch.sum_counted(token_bytes)
-        done += 1
-    engine.conclude()  # no rank has received another's blocks
-    engine.train(True)
+    engine.train(False)
+    try:
+        for index in _rounds(rounds, goes_on, total.item):
+            first = index * round_size + rule.dp_rank * rule.micro_batch
+            batch = rule.build(samples, range(first, first + rule.micro_batch))
+            loss = forward_loss(engine, batch.to(device)).double()
+            total += loss
+            if token_bytes is not None:
+                nats += loss * batch.counted
+                text += batch.sum_counted(token_bytes)
+            done += 1
+        engine.conclude()  # no rank has received another's blocks
+    finally:
+        engine.train(True)
     if done < rounds:
         return None
     sums = all_reduce(torch.stack([total, nats, torch.full_like(total, text)]), engine.groups.dp).tolist()

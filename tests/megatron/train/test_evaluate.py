@@ -105,6 +105,20 @@ def test_a_validation_set_smaller_than_one_round_of_all_ranks_is_still_evaluated
     assert math.isfinite(evaluate(engine, Small(3), BatchRule(8, 1, 0, 1, 256), 10, torch.device("cpu")).loss)
 
 
+def test_an_evaluation_that_fails_leaves_the_model_training() -> None:
+    class Broken(Limited):
+        def __getitem__(self, index: int):
+            raise KeyboardInterrupt
+
+    config = parse_args([*TINY, "--mock-data"])
+    config = build.with_vocabulary(config, build.tokenizer(config))
+    groups = build_groups(1)
+    engine = build.engine(config, build.model(config, groups), groups, torch.device("cpu"))
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(engine, Broken(3), BatchRule(1, 1, 0, 1, 256), 1, torch.device("cpu"))
+    assert engine.training
+
+
 def test_evaluations_of_one_run_read_the_same_samples_and_carry_the_perplexity(tmp_path: Path) -> None:
     train([*TINY, "--mock-data", "--lr", 0, "--train-iters", 3, "--eval-interval", 1, "--eval-iters", 2,
            "--metrics-file", tmp_path / "m"])
