@@ -95,7 +95,7 @@ class Groups:
 def build(tp_size: int = 1, timeout: timedelta | None = None) -> Groups:
     """Create the groups of a tp_size x (world / tp_size) grid; without torch.distributed the world is one rank.
 
-    Collective. `timeout` is that of the world (a new group would not inherit it).
+    Collective. `timeout` is theirs, also that of groups which an earlier run of this process gave another.
     """
     if not (dist.is_available() and dist.is_initialized()):
         if tp_size != 1:
@@ -107,7 +107,10 @@ def build(tp_size: int = 1, timeout: timedelta | None = None) -> Groups:
     rank, size = dist.get_rank(), dist.get_world_size()
     tp_groups, dp_groups = rank_grid(size, tp_size)
     world = _group(rank, tuple(range(size)), dist.group.WORLD, timeout)
-    return Groups(world, _join(tp_groups, world, timeout), _join(dp_groups, world, timeout))
+    groups = Groups(world, _join(tp_groups, world, timeout), _join(dp_groups, world, timeout))
+    if timeout is not None:
+        limit_waits(groups, timeout)
+    return groups
 
 
 def limit_waits(groups: Groups, limit: timedelta) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import mpu
 from mpu.collectives import agree, all_gather_into, all_gather_json, barrier
-from mpu.groups import SOLO, Group, Groups, build, of_handle
+from mpu.groups import SOLO, Group, Groups, build, limit_waits, of_handle
 from mpu.split import ParallelError
 from tests.distributed import run_ranks
 
@@ -116,6 +116,21 @@ def _is_its_own_control(rank: int, world: int) -> bool:
 
 def test_a_group_over_gloo_is_its_own_control_group() -> None:
     assert all(run_ranks(_is_its_own_control, 4))
+
+
+def _waits(rank: int, world: int) -> list[timedelta]:
+    found = []
+    for seconds in (7, 1):
+        groups = build(2, timedelta(seconds=7))
+        for group in (groups.world, groups.tp):
+            assert group.handle is not None
+            found.append(group.handle._get_backend(torch.device("cpu")).options._timeout)
+        limit_waits(groups, timedelta(seconds=seconds))
+    return found
+
+
+def test_a_second_run_waits_as_long_at_its_start_as_the_first() -> None:
+    assert run_ranks(_waits, 2) == [[timedelta(seconds=7)] * 4] * 2
 
 
 def _words(group: Group) -> list[Any]:
