@@ -12,7 +12,7 @@ rank, the next poll raises its error on all. There is one save at a time: start 
 A program that ends while a save is under way completes it first, where every rank comes to its end. A rank that ends by
 an error, or has left its process group, waits for nobody, and says what is not complete. What another engine of the
 program has under way in the same folder, one too that nobody has any more, is complete before a save begins there
-(`finish_others`): or else it would come after, and be the newest.
+(`under_way_in`): or else it would come after, and be the newest.
 
 Memory: one copy of what this rank writes, taken at the first save and used again by the next ones. On CUDA it is pinned
 (torch rounds pinned blocks up to a power of two), so that the copy runs at the speed of the bus.
@@ -33,7 +33,6 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.agree import on_rank_0
 from megatron.checkpoint.tensorfile import Item
 from megatron.checkpoint.writer import Job, SaveReport, Saving, answer
 from megatron.errors import ConfigError
@@ -166,11 +165,17 @@ _UNDER_WAY: list[Background] = []
 """Of the process."""
 
 
-def finish_others(root: Path, world: Group) -> None:
-    """Wait for what these ranks have under way in the same folder. Collective."""
+def under_way_in(root: Path) -> list[str]:
+    """Whose saves this process has under way in the same folder."""
+    return [save.run_id for save in _UNDER_WAY if _are_same(save.root, root)]
+
+
+def finish(run_ids: Sequence[str], world: Group) -> None:
+    """Wait for what these ranks have under way of them. Collective."""
     saves = {save.run_id: save for save in _UNDER_WAY if save.is_of(world)}
-    for run_id in on_rank_0(lambda: [name for name, save in saves.items() if _are_same(save.root, root)], world):
-        saves[run_id].wait()
+    for run_id in run_ids:
+        if run_id in saves:
+            saves[run_id].wait()
 
 
 def _are_same(one: Path, other: Path) -> bool:

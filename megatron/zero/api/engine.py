@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from megatron.checkpoint.agree import agree, called_alike, on_rank_0, same_key
-from megatron.checkpoint.background import Background, HostCopy, finish_others
+from megatron.checkpoint.background import Background, HostCopy, finish, under_way_in
 from megatron.checkpoint.choice import is_empty
 from megatron.checkpoint.commit import Keep, probe
 from megatron.checkpoint.manifest import step_tag
@@ -388,9 +388,9 @@ class Engine(EngineStatus):
             "save_rng_states": save_rng_states, "keep": asdict(keep)}, client_state or {}, self.groups.world)
         self.conclude()
         root, name = Path(save_dir), step_tag(self.global_steps) if tag is None else str(tag)
-        on_rank_0(lambda: probe(root), self.groups.world)
+        earlier = on_rank_0(lambda: _prepared(root), self.groups.world)
         self.finish_save()
-        finish_others(root, self.groups.world)
+        finish(earlier, self.groups.world)
         who = Identity(self._run_id, self.config.as_dict(), self.layout)
         in_background &= not self.core.homes.are_elsewhere
         epochs = self.training_dataloader
@@ -500,3 +500,9 @@ class Engine(EngineStatus):
         return True
 
     save_fp16_model = save_16bit_model
+
+
+def _prepared(root: Path) -> list[str]:
+    """The folder can be written; whose saves come before."""
+    probe(root)
+    return under_way_in(root)
