@@ -121,6 +121,29 @@ def test_a_save_that_somebody_else_left_under_way_comes_before_the_next_one(tmp_
     elsewhere.abandon()
 
 
+def dropped_on_ranks(rank: int, world: int, root: Path) -> list[str]:
+    """Rank 0 says the folder; the last rank writes the first save later than the others."""
+    def made() -> Any:
+        return zero.initialize(model=nn.Linear(4, 4), config={
+            "train_batch_size": world, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "zero_optimization": {"stage": 2}})[0]
+
+    write = writer._write_rank
+
+    def later(*args: Any) -> Any:
+        time.sleep(0.3 * rank)
+        return write(*args)
+
+    with mock.patch.object(writer, "_write_rank", later):
+        made().save_checkpoint(root / str(rank) if rank else root, "first", in_background=True)
+        made().save_checkpoint(root, "second")
+    return [(root / "latest").read_text().strip(), *tag_names(root)]
+
+
+def test_ranks_complete_together_what_one_of_their_engines_left_under_way(tmp_path: Path) -> None:
+    assert run_ranks(dropped_on_ranks, 2, tmp_path) == [["second", "first", "second"]] * 2
+
+
 def test_an_abandoned_save_never_comes(tmp_path: Path) -> None:
     save_solo(tmp_path, 1)
     saver = Background(SOLO)
