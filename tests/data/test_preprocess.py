@@ -300,23 +300,30 @@ def test_the_map_keeps_order_and_passes_errors_on() -> None:
         list(ordered_map(_refuse, range(9), workers=2))
 
 
-def _sleep(seconds: float) -> float:
-    time.sleep(seconds)
-    return seconds
+def _number(item: tuple[int, Path]) -> int:
+    """The first item is done when the last one that is given out beside it is."""
+    number, reached = item
+    end = time.monotonic() + 30
+    while number == 0 and not reached.exists():
+        assert time.monotonic() < end, "nobody goes on"
+        time.sleep(0.01)
+    if number == 2 * AHEAD:
+        reached.touch()
+    return number
 
 
-def test_the_map_gives_the_next_item_to_whoever_is_free_and_waits_for_the_slow_one() -> None:
-    taken: list[float] = []
+def test_the_map_gives_the_next_item_to_whoever_is_free_and_waits_for_the_slow_one(tmp_path: Path) -> None:
+    taken: list[int] = []
 
-    def items() -> Iterator[float]:
-        for seconds in [1.0] + [0.001] * 99:
-            taken.append(seconds)
-            yield seconds
+    def items() -> Iterator[tuple[int, Path]]:
+        for number in range(100):
+            taken.append(number)
+            yield number, tmp_path / "reached"
 
-    results = ordered_map(_sleep, items(), workers=2)
-    assert next(results) == 1.0
-    assert len(taken) == 2 * AHEAD + 1, "the other worker went on while the first one slept, but not without end"
-    assert list(results) == [0.001] * 99
+    results = ordered_map(_number, items(), workers=2)
+    assert next(results) == 0
+    assert len(taken) == 2 * AHEAD + 1, "the other worker went on while the first one waited, but not without end"
+    assert list(results) == list(range(1, 100))
 
 
 def test_a_killed_worker_is_an_error_not_a_hang() -> None:
