@@ -29,6 +29,7 @@ from megatron.launch import distributed
 from megatron.launch.leaving import REQUESTS
 from megatron.model import GPT2
 from megatron.train import build
+from megatron.whereabouts import HERE
 from megatron.zero.engine import ZeroEngine
 from mpu.groups import Groups
 
@@ -84,8 +85,10 @@ def train(argv: Sequence[object]) -> str:
 
 
 def end_among_others() -> None:
-    """The end of a run whose process group others go on with: old checkpoints are deleted all the same."""
+    """The end of a run whose process group others go on with: old checkpoints are deleted all the same, and the end of
+    this process is none in the middle of a step."""
     distributed._call(distributed._LATER)
+    HERE.take_leave()
 
 
 @contextmanager
