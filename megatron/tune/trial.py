@@ -135,10 +135,12 @@ def _end_of(command: Sequence[str], environment: dict[str, str], output: int, me
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Where it has been waited for, its number may be a stranger's by now."""
     for ending in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+        if process.returncode is None:
             os.killpg(process.pid, ending)
-            process.wait(FAREWELL)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(FAREWELL)
 
 
 def _seconds(metrics: Path, first: int, last: int) -> float | None:

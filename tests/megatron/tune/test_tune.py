@@ -158,6 +158,14 @@ def test_nothing_of_a_trial_that_hung_is_left(monkeypatch: pytest.MonkeyPatch, t
     assert not _processes(tmp_path)
 
 
+def test_a_trial_that_is_over_is_not_signalled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its number may be a stranger's by then."""
+    signals: list[int] = []
+    monkeypatch.setattr(os, "killpg", lambda pid, number: signals.append(number))
+    ended = trial._end_of(["true"], {**os.environ}, subprocess.DEVNULL, tmp_path / "metrics", Patience(9, 9))
+    assert ended == 0 and not signals
+
+
 def test_a_tuner_that_is_killed_takes_its_trial_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     program = ("from pathlib import Path; from megatron.tune import command, trial; "
                f"run = command.parse(['--device', 'cpu', '--ranks', '2', *{MODEL!r}])[1]; "
