@@ -138,8 +138,12 @@ def _raise_first_failure(
 
 
 def _timeout_text(ranks: list[int], timeout: float, folder: Path) -> str:
-    time.sleep(_GRACE)  # the ranks write their stacks when the same time has passed on their clock
-    stacks = [f"rank {rank}:\n{path.read_text()}" for rank in ranks if (path := folder / f"{rank}.stack").exists()]
+    paths = {rank: folder / f"{rank}.stack" for rank in ranks}
+    end = time.monotonic() + 10
+    while time.monotonic() < end and not all(path.exists() and path.stat().st_size for path in paths.values()):
+        time.sleep(0.05)  # the ranks write their stacks when the same time has passed on their clock
+    time.sleep(_GRACE)  # one that has begun to write
+    stacks = [f"rank {rank}:\n{path.read_text()}" for rank, path in paths.items() if path.exists()]
     return f"ranks {ranks} still ran after {timeout} s\n" + "\n".join(stacks)
 
 

@@ -46,5 +46,5 @@ def test_the_culprit_is_named_and_not_its_victims(how: str, text: str) -> None:
 def test_a_stuck_rank_is_ended_and_its_stack_shown() -> None:
     start = time.monotonic()
     with pytest.raises(RankError, match="in _sleep") as caught:
-        run_ranks(_sleep, 2, timeout=1)
-    assert caught.value.rank == 1 and time.monotonic() - start < 10
+        run_ranks(_sleep, 2, timeout=5)  # the ranks have to meet before it
+    assert caught.value.rank == 1 and time.monotonic() - start < 30
