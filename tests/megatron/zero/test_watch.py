@@ -40,6 +40,8 @@ ROOT = Path(__file__).parents[3]
 WIDTH = 8
 LOOK = 0.1
 """In place of a second."""
+SPEAKER_POLLS = 200
+"""A speaker waits for ten seconds for the logs of ranks that are slow."""
 
 
 class Block(nn.Module):
@@ -110,8 +112,8 @@ def watched(rank: int, world: int, loop: Loop, sizes: tuple[int, ...], stage: in
             ends.put(f"{failure.code} {failure.text}")
 
     told: list[str] = []
-    with patch.multiple(watch, LOOK_SECONDS=LOOK, POLL_SECONDS=0.05), accelerator_side(side), \
-            patch.multiple(exits, write_error=told.append, leave_now=leave):
+    with patch.multiple(watch, LOOK_SECONDS=LOOK, POLL_SECONDS=0.05, SPEAKER_POLLS=SPEAKER_POLLS), \
+            accelerator_side(side), patch.multiple(exits, write_error=told.append, leave_now=leave):
         engine = engine_of(sizes, stage, **section)
         Thread(target=run, daemon=True).start()
         return ends.get()
@@ -334,7 +336,7 @@ def stands_still(rank: int, world: int, folder: str) -> str:
         ends.put(f"{code} {told[-1]}")
         Event().wait()
 
-    with patch.multiple(watch, LOOK_SECONDS=LOOK, POLL_SECONDS=0.05), \
+    with patch.multiple(watch, LOOK_SECONDS=LOOK, POLL_SECONDS=0.05, SPEAKER_POLLS=SPEAKER_POLLS), \
             patch.multiple(exits, write_error=told.append, leave_now=leave):
         time.sleep(3 * LOOK * rank)  # they do not begin to wait at one moment
         watch.Watch(log, groups.build(), Board("watch")).start()
