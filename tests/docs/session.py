@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 from tests.docs.compare import Comparison
@@ -46,15 +45,15 @@ class Session:
         self.folder = folder / "repository"
         shutil.copytree(ROOT, self.folder, ignore=NOT_COPIED)
         self._python: subprocess.Popen[str] | None = None
-        self._groups: list[int] = []
         self.environment = _environment(folder)
+        # Heads the group of all shells, so that its number stays theirs: what one block begins another may use.
+        self._head = subprocess.Popen(["cat"], stdin=subprocess.PIPE, process_group=0)
 
     def close(self) -> None:
         if self._python is not None:
             self._python.communicate(timeout=60)
-        for group in self._groups:  # what a block began and none ended
-            with suppress(ProcessLookupError):
-                os.killpg(group, signal.SIGKILL)
+        os.killpg(self._head.pid, signal.SIGKILL)  # and what a block began and none ended
+        self._head.communicate()
 
     def save(self, name: str, text: str) -> None:
         path = self.folder / name
@@ -69,8 +68,7 @@ class Session:
     def _shell(self, script: str) -> tuple[bool, str]:
         shell = subprocess.Popen(["bash", "-e", "-c", script], cwd=self.folder, env=self.environment,
                                  stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                 text=True, errors="replace", process_group=0)
-        self._groups.append(shell.pid)
+                                 text=True, errors="replace", process_group=self._head.pid)
         printed, _ = shell.communicate(timeout=TIMEOUT)
         return shell.returncode == 0, printed
 
