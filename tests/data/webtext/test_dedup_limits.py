@@ -73,14 +73,15 @@ def test_a_run_killed_anywhere_is_finished_by_the_next(tmp_path: Path) -> None:
 
 
 PEAK = """
-import resource, sys
+import sys
 from pathlib import Path
 from data.webtext import shards
 from data.webtext.dedup import Options, run
+from tests.peak import peak
 folder, output, memory, range_bytes = sys.argv[1:]
 shards.cut.__defaults__ = (int(range_bytes),)
 run(sorted(Path(folder).glob("part-*")), Path(output), Options(memory=int(memory)), 1, lambda counts: None)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+print(peak())
 """
 
 

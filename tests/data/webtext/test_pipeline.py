@@ -201,9 +201,9 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
         with open(path, "wb") as file:
             for k in range(copies):
                 file.write(json.dumps({"text": article(k) * 50}).encode() + b"\n")
-        program = ("import resource; from data.webtext.__main__ import main; "
+        program = ("from tests.peak import peak; from data.webtext.__main__ import main; "
                    f"main(['clean', {str(path)!r}, '--output', {str(tmp_path / f'out{copies}')!r}, '--workers', '1', "
-                   "'--shard-bytes', '1M']); print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)")
+                   "'--shard-bytes', '1M']); print(peak())")
         peaks.append(int(subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, check=True,
                                         capture_output=True, text=True).stdout))
     assert peaks[1] < 1.1 * peaks[0]
