@@ -138,8 +138,8 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     """Where it has been waited for, its number may be a stranger's by now."""
     for ending in (signal.SIGTERM, signal.SIGKILL):
         if process.returncode is None:
-            os.killpg(process.pid, ending)
-            with suppress(subprocess.TimeoutExpired):
+            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(process.pid, ending)
                 process.wait(FAREWELL)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -68,7 +69,11 @@ class Accelerator:
 
 
 def peak_resident_bytes() -> int:
-    """The most memory that this process has had, of the host."""
+    """The most memory of the host that this process has had. Linux's getrusage would begin at the peak of whoever
+    started it."""
+    with suppress(OSError, ValueError, IndexError):
+        with open("/proc/self/status", "rb") as status:
+            return int(status.read().partition(b"VmHWM:")[2].split()[0]) << 10
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

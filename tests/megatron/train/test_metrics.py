@@ -7,6 +7,8 @@ import io
 import json
 import math
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -29,7 +31,7 @@ from megatron.train.sample import printable
 from megatron.zero.homes.blockfile import BlockFile
 from megatron.zero.homes.words import in_bytes
 from tests.distributed import run_ranks
-from tests.megatron.helpers import TINY, lines, own_signals, records, steps, train, train_all, write_corpus
+from tests.megatron.helpers import ROOT, TINY, lines, own_signals, records, steps, train, train_all, write_corpus
 
 PROMISED = {"iteration", "lm_loss", "grad_norm", "learning_rate", "loss_scale", "skipped", "consumed_samples",
             "samples_digest", "step_ms",
@@ -442,3 +444,14 @@ def test_the_text_sample_is_the_same_for_equal_runs_and_every_tensor_parallel_si
     samples = [run_ranks(train_all, tp, [[*argv, "--model-parallel-size", tp]])[0][0].partition(" sample: ")[2]
                for tp in (1, 1, 2)]
     assert samples[0] == samples[1] == samples[2] and samples[0].startswith("'one")
+
+
+def test_memory_of_the_host_is_that_of_the_process_and_not_of_the_one_that_started_it() -> None:
+    """A tuner or a notebook that has once held much starts a run."""
+    code = "from megatron.zero.accelerator import peak_resident_bytes\nprint(peak_resident_bytes())"
+    done = subprocess.run([sys.executable, "-c", f"""
+import subprocess, sys
+much = bytearray(b"1") * (3 << 29)
+print(subprocess.run([sys.executable, "-c", {code!r}], capture_output=True, text=True, check=True).stdout)
+"""], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert 10 << 20 < int(done.stdout) < 1 << 30
