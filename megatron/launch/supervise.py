@@ -271,7 +271,7 @@ class Supervisor:
             self._interrupts_taken = self._interrupts_taken or number == TAKEN
             return  # SIGCHLD only wakes the loop
         if number == signal.SIGINT and self._interrupts_taken:
-            self._ranks[0].process.send_signal(number)
+            pass_on(self._ranks[0], number)
             return
         self._asked = True
         if number == signal.SIGINT:
@@ -284,7 +284,7 @@ class Supervisor:
         if self._requests and time.monotonic() - self._began >= DEAF_SECONDS:
             for rank in self._running:
                 for number in self._requests:
-                    rank.process.send_signal(number)
+                    pass_on(rank, number)
             self._requests.clear()
 
     def _look_at(self, rank: Rank) -> None:
@@ -416,6 +416,13 @@ class Supervisor:
             self._selector.close()
             receiver.close()
             sender.close()
+
+
+def pass_on(rank: Rank, number: int) -> None:
+    """Signal a rank alone. Popen.send_signal would reap a rank that has just ended, and `_look_at` miss it."""
+    if rank.process.returncode is None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(rank.process.pid, number)
 
 
 def kill_group(rank: Rank, number: signal.Signals) -> None:

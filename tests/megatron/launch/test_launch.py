@@ -14,14 +14,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from megatron.errors import ConfigError
 from megatron.launch import command as launch
+from megatron.launch import supervise
+from megatron.launch.blame import Sight
 from megatron.launch.leaving import REQUESTS
-from megatron.launch.supervise import Ending
+from megatron.launch.nodes import Nodes, Place
+from megatron.launch.supervise import Ending, Supervisor
+from megatron.whereabouts import Places
 
 ROOT = Path(__file__).resolve().parents[3]
 LIMIT = 5.0
@@ -340,6 +345,23 @@ def test_a_request_to_stop_while_a_program_is_imported_ends_it_with_a_line(name,
     result = asked_at_import(tmp_path, name, *command)
     assert result.returncode == 130
     assert result.stderr == f"error: interrupted{how} before {when}; start the same command again\n"
+
+
+@pytest.mark.parametrize("takes_interrupts", [False, True])
+def test_a_rank_that_ends_just_before_a_request_is_passed_on_ends_as_it_did(tmp_path, monkeypatch, takes_interrupts):
+    monkeypatch.setattr(supervise, "DEAF_SECONDS", 0.0)
+    nodes = Nodes(Place(0, 1, 1, "here"))
+    job = Supervisor(["true"], [], nodes, Sight(Places(str(tmp_path / "places"), 1), 1))
+    job._start({**os.environ, "RANK": "0"})
+    (rank,) = job._ranks
+    with rank.process.stderr, closing(nodes), closing(job._selector):
+        os.waitid(os.P_PID, rank.process.pid, os.WEXITED | os.WNOWAIT)
+        if takes_interrupts:
+            job._on_signal(supervise.TAKEN)
+        job._on_signal(signal.SIGINT if takes_interrupts else signal.SIGTERM)
+        job._pass_on_requests()
+        job._look_at(rank)
+        assert rank.ending is not None and rank.ending.code == 0 and not job._running
 
 
 def test_a_request_to_stop_that_comes_too_early_is_a_failure_with_a_reason(start):
