@@ -5,9 +5,12 @@ PYTHONUNBUFFERED is set: an unbuffered `print` writes its text and its line end 
 from __future__ import annotations
 
 import signal
+import socket
 from collections.abc import Iterator
 
 import pytest
+
+from tests.megatron.launch.processes import end_all
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -24,3 +27,19 @@ def writes_whole_lines() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("PYTHONUNBUFFERED", raising=False)
         yield
+
+
+@pytest.fixture(autouse=True)
+def nobody_is_left() -> Iterator[None]:
+    yield
+    end_all()
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """One that the kernel gives to nobody else during the test: it is bound here, and nobody listens. Programs that
+    reuse addresses, as all of ours and torch do, may listen there, and until then who knocks is refused."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("", 0))
+        yield int(holder.getsockname()[1])

@@ -34,6 +34,7 @@ from megatron.ranges import differences, ranges
 from megatron.zero import initialize
 from mpu.groups import build
 from tests.distributed import run_ranks
+from tests.megatron.launch.processes import begin
 
 ROOT = Path(__file__).resolve().parents[3]
 LAUNCHED_BY = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -279,23 +280,17 @@ STARTERS: dict[str, Callable[[Sequence[str], int], list[list[str]]]] = {
     "by hand": by_hand}
 
 
-def started(starter: str, folder: Path, extra: str) -> tuple[list[int], str, float]:
+def started(starter: str, folder: Path, extra: str, port: int) -> tuple[list[int], str, float]:
     """Exit codes, everything on standard error, and the seconds it took."""
     wrapper = folder / "wrapper.py"
     wrapper.write_text(WRAPPER)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = int(probe.getsockname()[1])
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHED_BY}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(wrapper), *TINY, "--save", str(folder / "run"), extra]
     began = time.monotonic()
-    running = [subprocess.Popen(line, env=environment, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-                                text=True) for line in STARTERS[starter](command, port)]
-    try:
-        said = [process.communicate(timeout=90)[1] for process in running]
-    finally:
-        for process in running:
-            process.kill()
+    running = [begin(line, env=environment, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+               for line in STARTERS[starter](command, port)]
+    said = [process.communicate(timeout=90)[1] for process in running]
     return [process.returncode for process in running], "".join(said), time.monotonic() - began
 
 
@@ -308,13 +303,11 @@ def started(starter: str, folder: Path, extra: str) -> tuple[list[int], str, flo
     ({1: 2}, "no-such-host.invalid", 2, 5, "rank 0 did not answer at no-such-host.invalid:PORT within 2 s ("),
     ({0: 3, 1: 2}, "localhost", 600, 2, "started differently: WORLD_SIZE is 3 on rank 0, 2 on rank 1.")])
 def test_ranks_by_hand_that_do_not_find_each_other_say_who_is_missing(
-        sizes: Mapping[int, int], address: str, limit: int, code: int, words: str) -> None:
+        sizes: Mapping[int, int], address: str, limit: int, code: int, words: str, port: int) -> None:
     """One line a node, and no stack of torch's."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = int(probe.getsockname()[1])
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHED_BY}
     environment |= {"OMP_NUM_THREADS": "1", "MASTER_ADDR": address, "MASTER_PORT": str(port)}
-    running = [subprocess.Popen(
+    running = [begin(
         [sys.executable, "pretrain_gpt2.py", *TINY, "--startup-timeout-seconds", str(limit)], cwd=ROOT,
         env=environment | {"RANK": str(rank), "WORLD_SIZE": str(size)}, stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE, text=True) for rank, size in sizes.items()]
@@ -327,8 +320,8 @@ def test_ranks_by_hand_that_do_not_find_each_other_say_who_is_missing(
 
 @pytest.mark.parametrize("starter", [pytest.param(one, marks=[] if one in ("launcher", "by hand") else pytest.mark.slow)
                                      for one in STARTERS])
-def test_no_run_begins_whoever_started_it(starter: str, tmp_path: Path) -> None:
-    codes, said, _ = started(starter, tmp_path, "--lr 0.5 --zero-stage 1")
+def test_no_run_begins_whoever_started_it(starter: str, tmp_path: Path, port: int) -> None:
+    codes, said, _ = started(starter, tmp_path, "--lr 0.5 --zero-stage 1", port)
     errors = [line for line in said.splitlines() if line.startswith("error:")]
     assert 0 not in codes and (starter == "torchrun" or set(codes) == {2}), said
     assert len(errors) == 1, said
@@ -339,15 +332,15 @@ def test_no_run_begins_whoever_started_it(starter: str, tmp_path: Path) -> None:
 @pytest.mark.few(3)
 @pytest.mark.parametrize("extra", ["--model-parallel-size 2", "--batch-size 1", "--hidden-size 32", "--bf16",
                                    "--train-iters 4", "--distributed-timeout-seconds 99"])
-def test_differences_that_would_leave_ranks_waiting_are_named(extra: str, tmp_path: Path) -> None:
-    codes, said, _ = started("launcher", tmp_path, extra)
+def test_differences_that_would_leave_ranks_waiting_are_named(extra: str, tmp_path: Path, port: int) -> None:
+    codes, said, _ = started("launcher", tmp_path, extra, port)
     errors = [line for line in said.splitlines() if line.startswith("error:")]
     assert codes == [2] and len(errors) == 1, said
     assert f"{extra.split()[0]} is " in errors[0] and "on rank 1" in errors[0]
 
 
-def test_a_rank_whose_flags_are_refused_leaves_nobody_waiting(tmp_path: Path) -> None:
-    codes, said, seconds = started("launcher", tmp_path, "--no-such-flag 1")
+def test_a_rank_whose_flags_are_refused_leaves_nobody_waiting(tmp_path: Path, port: int) -> None:
+    codes, said, seconds = started("launcher", tmp_path, "--no-such-flag 1", port)
     assert codes == [2] and "--no-such-flag" in said and seconds < 30
 
 
@@ -360,13 +353,13 @@ ONE_RANK_ONLY = ("--valid-data corpus.jsonl", "--test-data corpus.jsonl", "--voc
 @pytest.mark.few(1)
 @pytest.mark.parametrize("extra", [flags if flags.split()[0] in ("--checkpoint-key", "--metrics-file") else
                                    pytest.param(flags, marks=pytest.mark.slow) for flags in ONE_RANK_ONLY])
-def test_a_place_that_is_given_on_one_rank_alone_is_named(extra: str, tmp_path: Path) -> None:
+def test_a_place_that_is_given_on_one_rank_alone_is_named(extra: str, tmp_path: Path, port: int) -> None:
     (tmp_path / "key").write_text("k" * 40)
     (tmp_path / "corpus.jsonl").write_text('{"text": "some text"}\n')
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text(json.dumps({
         "model_type": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 257, "n_positions": 16}))
-    codes, said, seconds = started("by hand", tmp_path, extra)
+    codes, said, seconds = started("by hand", tmp_path, extra, port)
     errors = [line for line in said.splitlines() if line.startswith("error:")]
     assert set(codes) == {2} and len(errors) == 1 and seconds < 60, said
     assert f"{extra.split()[0]} is " in errors[0] and " on rank 0, " in errors[0]
@@ -400,8 +393,8 @@ def test_programs_that_use_a_model_compare_whether_their_places_are_given() -> N
     "--lr 1", "--global-batch-size 8", "--weight-decay 0.5", "--zero-stage 2", "--fp16 --loss-scale 64", "--seed 5",
     "--clip-grad 3", "--adam-beta1 0.5", "--seq-length 8", "--lr-decay-style linear", "--warmup 0.5",
     "--attention-dropout 0.3"])
-def test_pairs_of_flags_that_change_numbers_do_not_train(extra: str, tmp_path: Path) -> None:
-    codes, said, _ = started("torchrun" if len(extra) % 2 else "launcher", tmp_path, extra)
+def test_pairs_of_flags_that_change_numbers_do_not_train(extra: str, tmp_path: Path, port: int) -> None:
+    codes, said, _ = started("torchrun" if len(extra) % 2 else "launcher", tmp_path, extra, port)
     assert 0 not in codes and "the ranks were started differently" in said, said
 
 

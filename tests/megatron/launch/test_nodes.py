@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -25,17 +25,12 @@ from megatron.launch import meeting, pulse
 from megatron.launch.link import Link
 from megatron.launch.nodes import Nodes, Place
 from tests.covering import cells
+from tests.megatron.launch.processes import MEET, PATIENCE, begin, wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 HOST = socket.gethostname()
 LIMIT = 5.0
 """Seconds within which nobody may be left after a failure (docs/launch.md)."""
-
-
-@pytest.fixture
-def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 class Node:
@@ -44,28 +39,28 @@ class Node:
     def __init__(self, folder: Path, port: int, node: int, body: str = "", *options: object, nodes: int = 2,
                  prefix: tuple[str, ...] = (), address: str = "127.0.0.1") -> None:
         script = folder / f"program{node}.py"
-        script.write_text(f"import os, signal, sys, time\nrank = int(os.environ['RANK'])\n{body}")
+        script.write_text(f"import os, signal, sys, time\nrank = int(os.environ['RANK'])\n{MEET}{body}")
         command = [*prefix, sys.executable, "-m", "megatron.launch", "--nnodes", nodes, "--node-rank", node,
                    "--master-addr", address, "--master-port", port, *options, script]
         environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-        self.process = subprocess.Popen([*map(str, command)], env=environment | {"PYTHONPATH": str(ROOT)}, text=True,
-                                        stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        self.process = begin([*map(str, command)], env=environment | {"PYTHONPATH": str(ROOT)}, text=True,
+                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
-    def end(self, limit: float = 2 * LIMIT) -> tuple[int, str, list[str]]:
+    def end(self, limit: float = PATIENCE) -> tuple[int, str, list[str]]:
         """Exit code, standard output and the error lines."""
-        try:
-            out, err = self.process.communicate(timeout=limit)
-        finally:
-            with suppress(ProcessLookupError):
-                self.process.kill()
+        out, err = self.process.communicate(timeout=limit)
         return self.process.returncode, out, [line for line in err.splitlines() if line.startswith("error:")]
 
 
-def when(condition: Callable[[], object], limit: float = LIMIT) -> None:
-    until = time.monotonic() + limit
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.02)
+def connected(port: int) -> socket.socket:
+    """As soon as somebody listens there."""
+    until = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port))
+        except ConnectionRefusedError:
+            assert time.monotonic() < until, "nobody listens"
+            time.sleep(0.01)
 
 
 TELL = "print(rank, *(os.environ[name] for name in ('LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')))"
@@ -103,7 +98,8 @@ def test_the_port_of_the_meeting_is_free_for_the_ranks(tmp_path: Path, port: int
 
 
 def test_a_node_that_does_not_come_is_named_to_all_that_came(tmp_path: Path, port: int) -> None:
-    came = [Node(tmp_path, port, node, TELL, "--meeting-timeout-seconds", 2, nodes=5) for node in (0, 3)]
+    came = [Node(tmp_path, port, node, TELL, "--meeting-timeout-seconds", limit, nodes=5)
+            for node, limit in ((3, PATIENCE), (0, 2))]  # the first to start has come when node 0 begins to wait
     for launcher in came:
         code, out, errors = launcher.end()
         assert (code, out) == (5, "") and len(errors) == 1
@@ -143,7 +139,7 @@ def test_nodes_that_come_after_a_difference_was_found_hear_of_it(port: int) -> N
         thread.start()
     for thread in threads:
         thread.join(20)
-    assert len(words) == nodes and time.monotonic() - began < LIMIT
+    assert len(words) == nodes and time.monotonic() - began < 2 * LIMIT
     assert len(set(words)) == 1 and "--nproc-per-node 4 on node 1 (host1)" in words[0], words
 
 
@@ -186,30 +182,43 @@ def test_an_error_that_is_longer_than_a_message_arrives_in_part(character: str) 
 
 
 def test_a_second_launcher_of_a_node_is_sent_away_and_the_job_is_not_disturbed(tmp_path: Path, port: int) -> None:
-    first, second = Node(tmp_path, port, 0, TELL, nodes=3), Node(tmp_path, port, 1, TELL, nodes=3)
-    time.sleep(0.7)
-    code, out, errors = Node(tmp_path, port, 1, TELL, nodes=3).end()
+    first, *both = (Node(tmp_path, port, node, TELL, nodes=3) for node in (0, 1, 1))
+    second, taken = the_one_sent_away_and_the_other(both)
+    code, out, errors = second.end()
     assert (code, out) == (2, "") and "--node-rank 1 was given twice" in errors[0] and HOST in errors[0]
     third = Node(tmp_path, port, 2, TELL, nodes=3)
-    assert [launcher.end()[0] for launcher in (first, second, third)] == [0, 0, 0]
+    assert [launcher.end()[0] for launcher in (first, taken, third)] == [0, 0, 0]
+
+
+def the_one_sent_away_and_the_other(both: list[Node]) -> list[Node]:
+    """Of two that are started as the same node; node 0 then has the other."""
+    wait_until(lambda: any(launcher.process.poll() is not None for launcher in both))
+    return sorted(both, key=lambda launcher: launcher.process.poll() is None)
 
 
 def test_a_launcher_that_left_before_the_job_began_may_come_again(tmp_path: Path, port: int) -> None:
-    first, second = Node(tmp_path, port, 0, TELL, nodes=3), Node(tmp_path, port, 1, TELL, nodes=3)
-    time.sleep(0.7)
-    second.process.kill()
-    second.end()
+    first, *both = (Node(tmp_path, port, node, TELL, nodes=3) for node in (0, 1, 1))
+    _, taken = the_one_sent_away_and_the_other(both)
+    taken.process.kill()
+    taken.end()
     others = [Node(tmp_path, port, node, TELL, nodes=3) for node in (1, 2)]
     assert [launcher.end()[0] for launcher in (first, *others)] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_launcher_that_is_asked_to_stop_while_it_waits_says_so(tmp_path: Path, port: int, node: int) -> None:
-    launcher = Node(tmp_path, port, node, TELL)
-    time.sleep(0.5)
-    launcher.process.send_signal(signal.SIGTERM)
-    code, out, errors = launcher.end()
+    """Node 0 for others, or node 1 for what node 0 answers."""
+    with socket.create_server(("127.0.0.1", port)) if node == 1 else nullcontext() as node_0:
+        launcher = Node(tmp_path, port, node, TELL)
+        with accepted(node_0) if node_0 else connected(port):
+            launcher.process.send_signal(signal.SIGTERM)
+            code, out, errors = launcher.end()
     assert (code, out) == (130, "") and len(errors) == 1 and "before a rank was started" in errors[0]
+
+
+def accepted(listener: socket.socket) -> socket.socket:
+    listener.settimeout(PATIENCE)
+    return listener.accept()[0]
 
 
 def test_the_port_of_another_program_is_named(tmp_path: Path) -> None:
@@ -267,8 +276,7 @@ def test_strangers_on_the_port_do_not_disturb_the_meeting(port: int, greeting: b
 
     threads = [threading.Thread(target=come, args=(node,)) for node in range(2)]
     threads[0].start()
-    time.sleep(0.2)
-    with socket.create_connection(("127.0.0.1", port)) as stranger:
+    with connected(port) as stranger:
         if greeting is not None:
             with suppress(OSError):
                 stranger.sendall(greeting)
@@ -324,7 +332,7 @@ def test_every_node_names_the_one_whose_rank_failed(tmp_path: Path, port: int, c
     bodies = {culprit: FAIL.format(folder=tmp_path), (culprit + 1) % 3: WAIT,
               (culprit + 2) % 3: slow_victim}
     launchers = [Node(tmp_path, port, node, ready(tmp_path) + bodies[node], nodes=3) for node in range(3)]
-    when(are_ready(tmp_path, 3), 2 * LIMIT)
+    wait_until(are_ready(tmp_path, 3))
     (tmp_path / "go").touch()
     began = time.monotonic()
     for node, launcher in enumerate(launchers):
@@ -332,14 +340,14 @@ def test_every_node_names_the_one_whose_rank_failed(tmp_path: Path, port: int, c
         expected = "error: the reason" if node == culprit else (
             f"error: node {culprit} ({HOST}, rank {culprit}): the reason")
         assert (code, errors) == (3, [expected])
-    assert time.monotonic() - began < LIMIT
+    assert time.monotonic() - began < 2 * LIMIT
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("culprit", range(3))
 def test_a_launcher_that_is_killed_ends_the_job_of_the_others(tmp_path: Path, port: int, culprit: int) -> None:
     launchers = [Node(tmp_path, port, node, ready(tmp_path) + WAIT, nodes=3) for node in range(3)]
-    when(are_ready(tmp_path, 3), 2 * LIMIT)
+    wait_until(are_ready(tmp_path, 3))
     began = time.monotonic()
     launchers[culprit].process.kill()
     for node, launcher in enumerate(launchers):
@@ -347,7 +355,7 @@ def test_a_launcher_that_is_killed_ends_the_job_of_the_others(tmp_path: Path, po
         if node != culprit:
             assert code == 5 and len(errors) == 1
             assert f"node {culprit} ({HOST}, rank {culprit}) is gone without a word" in errors[0], errors
-    assert time.monotonic() - began < LIMIT
+    assert time.monotonic() - began < 2 * LIMIT
 
 
 IN_A_STEP = """
@@ -360,6 +368,7 @@ def main():
     HERE.do("training")
     HERE.at_step(7)
     HERE.enter("backward", "blocks.1")
+    meet(r"{folder}")
     {then}
 sys.exit(exits.run(main))
 """
@@ -378,10 +387,11 @@ FAULTS = [
 def test_every_node_names_a_rank_of_another_one_that_hangs_or_leaves(tmp_path: Path, port: int, faulty: tuple[str, str],
                                                                      culprit: int) -> None:
     fault, words = faulty
-    launchers = [Node(tmp_path, port, node, IN_A_STEP.format(then=fault if node == culprit else WAITS))
+    launchers = [Node(tmp_path, port, node,
+                      IN_A_STEP.format(folder=tmp_path, then=fault if node == culprit else WAITS))
                  for node in range(2)]
     for node, launcher in enumerate(launchers):
-        code, _, errors = launcher.end(4 * LIMIT)
+        code, _, errors = launcher.end()
         assert code == 5 and len(errors) == 1, errors
         assert f"rank {culprit} (pid " in errors[0] and words in errors[0], errors
         assert errors[0].startswith(f"error: rank {culprit} " if node == culprit else f"error: node {culprit} ({HOST}")
@@ -390,8 +400,9 @@ def test_every_node_names_a_rank_of_another_one_that_hangs_or_leaves(tmp_path: P
 
 def test_ranks_that_leave_on_all_nodes_have_not_failed(tmp_path: Path, port: int) -> None:
     """A script may end itself in the middle of a step; on one node it is done, and two do it one after the other."""
-    launchers = [Node(tmp_path, port, node, IN_A_STEP.format(then=then), nodes=3) for node, then in enumerate(
-        ("os._exit(0)", "HERE.take_leave(); return", "time.sleep(1); os._exit(0)"))]
+    ends = ("os._exit(0)", "HERE.take_leave(); return", "time.sleep(1); os._exit(0)")
+    launchers = [Node(tmp_path, port, node, IN_A_STEP.format(folder=tmp_path, then=then), nodes=3)
+                 for node, then in enumerate(ends)]
     assert [launcher.end() for launcher in launchers] == [(0, "", [])] * 3
 
 
@@ -517,15 +528,15 @@ def test_a_node_that_stops_whole_is_named_and_hears_that_the_job_ended_without_i
     """As a machine that is suspended, or swaps: its connections stay, and no rank says a word."""
     launchers = [Node(tmp_path, port, node, STANDS_STILL.format(folder=tmp_path, seconds=60 if node == away else 8),
                       nodes=3) for node in range(3)]
-    when(are_ready(tmp_path, 3), 2 * LIMIT)
-    when((tmp_path / f"ready{away}").read_text)
+    wait_until(are_ready(tmp_path, 3))
+    wait_until((tmp_path / f"ready{away}").read_text)
     stopped = [launchers[away].process.pid, int((tmp_path / f"ready{away}").read_text())]
     for pid in stopped:
         os.kill(pid, signal.SIGSTOP)
     try:
         for node, launcher in enumerate(launchers):
             if node != away:
-                code, _, errors = launcher.end(4 * LIMIT)
+                code, _, errors = launcher.end()
                 assert code == 5 and len(errors) == 1, errors
                 assert errors[0].startswith(f"error: node {away} ({HOST}, rank {away}) did not answer for 1"), errors
                 assert "step 7: backward, blocks.1, exchange; it is stopped or suspended" in errors[0]
@@ -571,7 +582,7 @@ def two_machines() -> Iterator[tuple[str, str]]:
 def test_a_machine_that_loses_its_network_is_named(tmp_path: Path, two_machines: tuple[str, str]) -> None:
     launchers = [Node(tmp_path, 6000, node, ready(tmp_path) + WAIT, address="10.77.0.1",
                       prefix=("ip", "netns", "exec", two_machines[node])) for node in range(2)]
-    when(are_ready(tmp_path, 2), 2 * LIMIT)
+    wait_until(are_ready(tmp_path, 2))
     subprocess.run(["ip", "-n", two_machines[1], "link", "set", f"vb{os.getpid()}", "down"], check=True)
     began = time.monotonic()
     for node, launcher in enumerate(launchers):
@@ -588,7 +599,7 @@ def test_a_run_on_two_nodes_ends_without_a_word_of_torchs_about_its_store(tmp_pa
     """Rank 0 keeps the store in which ranks leave notes for each other, and leaves last."""
     flags = ("--preset tiny --mock-data --train-iters 2 --eval-interval 0 --num-layers 1 --hidden-size 16 "
              "--num-attention-heads 2").split()
-    launchers = [subprocess.Popen(
+    launchers = [begin(
         [sys.executable, "-m", "megatron.launch", "--nnodes", "2", "--node-rank", str(node), "--master-addr",
          "127.0.0.1", "--master-port", str(port), "pretrain_gpt2.py", *flags],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -607,18 +618,13 @@ FOR_LONG = ("--preset tiny --mock-data --train-iters 1000000 --log-interval 1 --
 def test_a_lost_node_0_leaves_one_line_and_no_stack_of_torchs(tmp_path: Path, port: int) -> None:
     """It keeps the store, and each connection to it that breaks is a warning of torch's with a stack in C++."""
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    launchers = [subprocess.Popen(
+    launchers = [begin(
         [sys.executable, "-m", "megatron.launch", "--nnodes", "2", "--node-rank", str(node), "--master-addr",
          "127.0.0.1", "--master-port", str(port), "pretrain_gpt2.py", *FOR_LONG], cwd=ROOT, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True, env=environment | {"OMP_NUM_THREADS": "1"}) for node in range(2)]
-    try:
-        assert launchers[0].stdout is not None
-        assert any("iteration  " in line for line in launchers[0].stdout)
-        launchers[0].kill()
-        _, err = launchers[1].communicate(timeout=30)
-    finally:
-        for launcher in launchers:
-            launcher.kill()
-            launcher.communicate()
+    assert launchers[0].stdout is not None
+    assert any("iteration  " in line for line in launchers[0].stdout)
+    launchers[0].kill()
+    _, err = launchers[1].communicate(timeout=PATIENCE)
     assert launchers[1].returncode == 5 and err.count("\n") == 1, err
     assert err.startswith(f"error: node 0 ({HOST}, rank 0) is gone without a word")

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -158,15 +157,13 @@ def test_a_program_without_a_launcher_does_the_same(phase, number, tmp_path):
 @pytest.mark.parametrize(("number", "debug"), [
     (SIGTERM, "0"), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
         (SIGINT, "1"), (SIGQUIT, "0"), (SIGQUIT, "1")))])
-def test_a_rank_that_nobody_started_the_others_of_does_not_wait_inside_torch(number, debug, tmp_path):
+def test_a_rank_that_nobody_started_the_others_of_does_not_wait_inside_torch(number, debug, tmp_path, port):
     """There is no launcher to end it, and its main thread hears nothing. Where it waits is shown to whoever debugs."""
     script = tmp_path / "program.py"
     script.write_text("import sys, pathlib\nimport pretrain_gpt2\nfrom megatron.launch import distributed\n"
                       "meet = distributed._store\n"
                       "def waits(*args):\n    pathlib.Path('waits').touch()\n    return meet(*args)\n"
                       "distributed._store = waits\nsys.exit(pretrain_gpt2.program())\n")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
     place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
              "MEGATRON_DEBUG": debug}
     process = subprocess.Popen([sys.executable, str(script), *TINY, "--mock-data", "--train-iters", "1"], cwd=tmp_path,

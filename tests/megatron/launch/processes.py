@@ -1,0 +1,41 @@
+"""Processes that tests begin, and how they wait; conftest.py ends those that a test leaves, as one does that fails."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable
+from typing import Any
+
+PATIENCE = 30.0
+"""Seconds for what takes less than one on a machine with nothing else to do."""
+MEET = """
+def meet(folder):
+    import os, time
+    met = os.path.join(folder, "met")
+    open(met + os.environ["RANK"], "w").close()
+    while not all(os.path.exists(f"{met}{rank}") for rank in range(int(os.environ["WORLD_SIZE"]))):
+        time.sleep(0.01)
+"""
+"""For programs of ranks: all begin what follows at the same time, however long each took to start."""
+
+_BEGUN: list[subprocess.Popen[Any]] = []
+
+
+def begin(command: list[str], **options: Any) -> subprocess.Popen[Any]:
+    _BEGUN.append(subprocess.Popen(command, **options))
+    return _BEGUN[-1]
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    until = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < until, "waited too long"
+        time.sleep(0.01)
+
+
+def end_all() -> None:
+    """And close their pipes."""
+    while _BEGUN:
+        with _BEGUN.pop() as process:
+            process.kill()
