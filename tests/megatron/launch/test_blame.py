@@ -35,6 +35,7 @@ def main():
     HERE.do("training")
     HERE.at_step(7)
     HERE.enter("backward", "blocks.1")
+    meet(here)
     if rank == 1:
         {fault}
     HERE.waits[0] = 2
@@ -63,7 +64,7 @@ def test_a_rank_that_leaves_is_named_with_its_place_whether_others_notice_or_not
     pid = job.pid(1)
     begun = time.monotonic()
     code, _, lines = job.end()
-    assert time.monotonic() - begun < LIMIT
+    assert time.monotonic() - begun < 2 * LIMIT
     assert code == {"3": 3, "6": 6}.get(words[-1], 5)
     assert len(lines) == 1 and lines[0].startswith(f"error: rank 1 (pid {pid} on {HOST}) {words} {AT}")
 
@@ -76,14 +77,15 @@ def test_a_rank_that_hangs_is_named_and_not_its_victims(fault, start):  # noqa: 
     pids = [job.pid(rank) for rank in range(3)]
     begun = time.monotonic()
     code, _, lines = job.end()
-    assert time.monotonic() - begun < 3 + LIMIT
+    assert time.monotonic() - begun < 3 + 2 * LIMIT
     assert code == 5 and len(lines) == 1
     who = f"rank 1 (pid {pids[1]} on {HOST})"
     assert lines[0].startswith(f"error: {who} hangs or is too slow: the others waited for it")
     assert AT in lines[0] and not any(map(alive, pids))
 
 
-def test_a_rank_that_has_not_begun_is_named(start):  # noqa: F811
+def test_a_rank_that_has_not_begun_is_named(start, tmp_path):  # noqa: F811
+    (tmp_path / "met1").touch()
     job = start("if rank == 1:\n    time.sleep(60)\n" + TRAINING.format(fault="pass", patience=3), ranks=2)
     code, _, lines = job.end()
     assert code == 5 and len(lines) == 1
@@ -241,7 +243,7 @@ def train(kind: str, phase: str, rank: int, stage: int, folder: Path, ranks: int
     seconds = ended - float((folder / "at").read_text())
     print(f"{seconds:.1f} s: {lines[0]}")
     slack = 0 if not hangs else 2 if limit == SECONDS else 15  # until the others wait, after their imports
-    assert seconds < LIMIT + slack + (limit if hangs else 0), f"{seconds:.1f} s: {lines[0]}"
+    assert seconds < 2 * LIMIT + slack + (limit if hangs else 0), f"{seconds:.1f} s: {lines[0]}"
     pids = [int((folder / f"at.{rank}").read_text()) for rank in range(ranks)]
     assert not any(map(alive, pids))
     assert lines[0].startswith(f"error: rank {rank} (pid {pids[rank]} on {HOST}) "), lines[0]

@@ -20,6 +20,7 @@ from megatron.launch import folders
 from megatron.launch.folders import LOCK, private_folder
 from tests.distributed import run_ranks
 from tests.megatron.helpers import ROOT, TINY, records, train_all
+from tests.megatron.launch.processes import begin
 from tests.megatron.serve.server import trained
 from tests.terminal import AtTerminal
 
@@ -286,12 +287,14 @@ def main():
         file.write("begun")
         file.flush()
         try:
+            pathlib.Path("begun").touch()
             time.sleep(60)
         except Exception:
             file.write("taken for a failure")
         finally:
-            pathlib.Path("tidying").touch()
-            time.sleep(0.3)
+            pathlib.Path("begun").rename("tidying")
+            while not pathlib.Path("enough").exists():
+                time.sleep(0.01)
             pathlib.Path("tidying").unlink()
 sys.exit(run(main))
 """
@@ -301,16 +304,17 @@ sys.exit(run(main))
 @pytest.mark.parametrize("number", ENDING)
 def test_a_program_that_saves_nothing_ends_with_a_line_and_leaves_nothing(home, number, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([sys.executable, "-c", PROGRAM.format(home=home)], cwd=tmp_path, env=environment,
-                               stderr=subprocess.PIPE, text=True)
-    wait_for(lambda: [*tmp_path.glob(".made.txt.*")])
-    time.sleep(0.1)
+    process = begin([sys.executable, "-c", PROGRAM.format(home=home)], cwd=tmp_path, env=environment,
+                    stderr=subprocess.PIPE, text=True)
+    wait_for((tmp_path / "begun").exists)
+    assert [*tmp_path.glob(".made.txt.*")]
     process.send_signal(number)
     wait_for((tmp_path / "tidying").exists)
     process.send_signal(number)  # changes nothing
-    _, err = process.communicate(timeout=LIMIT)
+    (tmp_path / "enough").touch()
+    _, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, err) == (130, f"error: interrupted by {number.name}\n")
-    assert not [*tmp_path.iterdir()]
+    assert [path.name for path in tmp_path.iterdir()] == ["enough"]
 
 
 @pytest.mark.slow

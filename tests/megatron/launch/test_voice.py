@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.megatron.launch.processes import PATIENCE, begin, wait_until
+from tests.megatron.launch.processes import PATIENCE, begin, catches, wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 RANK = """
@@ -56,9 +56,3 @@ def test_a_launcher_that_ends_the_speaker_learns_its_code(tmp_path: Path) -> Non
     wait_until(lambda: catches(speaker.pid, signal.SIGTERM))
     speaker.send_signal(signal.SIGTERM)
     assert speaker.wait(timeout=PATIENCE) == 2
-
-
-def catches(pid: int, number: signal.Signals) -> bool:
-    status = Path(f"/proc/{pid}/status").read_text()
-    caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
-    return bool(int(caught, 16) >> (number - 1) & 1)
