@@ -110,7 +110,7 @@ def test_one_that_has_taken_its_leave_is_not_blamed(start):  # noqa: F811
 
 def test_a_short_pause_is_not_blamed(start):  # noqa: F811
     """A network that fails at once: whoever computes at that time has nothing to do with it."""
-    code, _, lines = start(TRAINING.format(fault="time.sleep(60)", patience=0.3)).end()
+    code, _, lines = start(TRAINING.format(fault="HERE.waits[1] += 1; time.sleep(60)", patience=0.3)).end()
     assert code == 5 and lines == ["error: rank 0 waited in vain"]
 
 
