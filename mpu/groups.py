@@ -95,7 +95,7 @@ class Groups:
 def build(tp_size: int = 1, timeout: timedelta | None = None) -> Groups:
     """Create the groups of a tp_size x (world / tp_size) grid; without torch.distributed the world is one rank.
 
-    Collective. `timeout` is theirs, also that of groups which an earlier run of this process gave another.
+    Collective. `timeout` sets the waits of all three, also where an earlier run of this process left another limit.
     """
     if not (dist.is_available() and dist.is_initialized()):
         if tp_size != 1:

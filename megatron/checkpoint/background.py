@@ -11,8 +11,8 @@ rank, the next poll raises its error on all. There is one save at a time: start 
 
 A program that ends while a save is under way completes it first, where every rank comes to its end. A rank that ends by
 an error, or has left its process group, waits for nobody, and says what is not complete. What another engine of the
-program has under way in the same folder, one too that nobody has any more, is complete before a save begins there
-(`under_way_in`): or else it would come after, and be the newest.
+program has under way in the same folder, one too that nobody has any more, is complete before a save of an engine
+begins there (`under_way_in`): or else it would come after, and be the newest.
 
 Memory: one copy of what this rank writes, taken at the first save and used again by the next ones. On CUDA it is pinned
 (torch rounds pinned blocks up to a power of two), so that the copy runs at the speed of the bus.
@@ -70,13 +70,14 @@ class HostCopy:
 class Background:
     """At most one save under way. Every rank of `world` makes the same calls in the same order."""
 
-    def __init__(self, world: Group, meet: Callable[[str], None] = lambda where: None, run_id: str = "") -> None:
-        """`meet` is called before ranks agree on something, with the name of the place. `run_id` is whose saves these
-        are, for all ranks."""
-        self.world, self.run_id, self.root = world, run_id, Path()
+    def __init__(self, world: Group, meet: Callable[[str], None] = lambda where: None, owner: str = "") -> None:
+        """`meet` is called before ranks agree on something, with the name of the place. `owner` is whose saves these
+        are, for all ranks: drawn for this engine, not the id of the run that it goes on with."""
+        self.world, self.owner, self.root = world, owner, Path()
         self._meet, self._process, self._name = meet, os.getpid(), ""
         self._save: tuple[Saving, Callable[[SaveReport], None]] | None = None
         self._job: Future[Any] = Future()
+        self._commits = False  # the job is the last one
 
     @property
     def busy(self) -> bool:
@@ -85,16 +86,19 @@ class Background:
 
     def is_of(self, world: Group) -> bool:
         """These ranks can complete what it has under way."""
-        return self.world == world and not world.is_left and self._process == os.getpid()
+        names = (self.world.name, self.world.control)  # of another process group with the same ranks they differ
+        return (self.world, names) == (world, (world.name, world.control)) and not world.is_left and \
+            self._process == os.getpid()
 
     def start(self, steps: Saving, then: Callable[[SaveReport], None], root: Path = Path(),
               tag: str = "a checkpoint") -> None:
         """Begin a save of this tag into `root`; `then` is called when it is complete."""
         assert not self.busy, "wait for the save under way first"
         self._job, self.root, self._name = _in_thread(next(steps)), root, f"{tag} of {root}"
-        self._is_under_way(steps, then)
+        self._commits = False
+        self._put_under_way(steps, then)
 
-    def _is_under_way(self, steps: Saving, then: Callable[[SaveReport], None]) -> None:
+    def _put_under_way(self, steps: Saving, then: Callable[[SaveReport], None]) -> None:
         self._save = steps, then
         _UNDER_WAY.append(self)
         atexit.register(self._finish_at_exit)  # later than the process group's, and so called sooner
@@ -135,12 +139,17 @@ class Background:
         except StopIteration as end:
             then(end.value)
         else:
-            self._is_under_way(steps, then)
+            self._commits = True
+            self._put_under_way(steps, then)
 
-    def abandon(self) -> None:
-        """The save under way is not to be completed: the older tags stay the newest."""
-        if self.busy:
-            self._take()[0].close()
+    def abandon(self) -> bool:
+        """The save under way is not to be completed: the older tags stay the newest. Its last job makes it one, and is
+        waited for where it is at work: is the save complete? Sends nothing."""
+        if not self.busy:
+            return False
+        steps, _ = self._take()
+        self._job.add_done_callback(lambda job: steps.close())  # its folder is held as long as somebody writes there
+        return self._commits and self._job.exception() is None
 
     def _finish_at_exit(self) -> None:
         if os.getpid() != self._process:  # a fork of it
@@ -167,15 +176,15 @@ _UNDER_WAY: list[Background] = []
 
 def under_way_in(root: Path) -> list[str]:
     """Whose saves this process has under way in the same folder."""
-    return [save.run_id for save in _UNDER_WAY if _are_same(save.root, root)]
+    return [save.owner for save in _UNDER_WAY if _are_same(save.root, root)]
 
 
-def finish(run_ids: Sequence[str], world: Group) -> None:
+def finish_earlier(owners: Sequence[str], world: Group) -> None:
     """Wait for what these ranks have under way of them. Collective."""
-    saves = {save.run_id: save for save in _UNDER_WAY if save.is_of(world)}
-    for run_id in run_ids:
-        if run_id in saves:
-            saves[run_id].wait()
+    saves = {save.owner: save for save in _UNDER_WAY if save.is_of(world)}
+    for owner in owners:
+        if owner in saves:
+            saves[owner].wait()
 
 
 def _are_same(one: Path, other: Path) -> bool:

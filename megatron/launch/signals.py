@@ -50,6 +50,7 @@ class StopRequest:
         self._interrupts = 0
         self._began = time.monotonic()
         self._alarm: int | None = None
+        self._is_over = False
         self._former: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
 
     def __bool__(self) -> bool:
@@ -87,6 +88,7 @@ class StopRequest:
         try:
             yield self.listen()
         finally:
+            self._is_over = True
             for number, handler in self._former.items():
                 if signal.getsignal(number) == self._note:
                     signal.signal(number, signal.SIG_DFL if handler is None else handler)
@@ -131,6 +133,8 @@ class StopRequest:
 
     def _forget(self) -> None:
         """In a forked child, which ends as whoever forked it wants."""
+        if self._is_over:
+            return
         with contextlib.suppress(ValueError):
             signal.set_wakeup_fd(-1)
             for number in REQUESTS:

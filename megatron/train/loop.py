@@ -154,8 +154,9 @@ class Trainer:
             with suppress(TrainerError):  # the first error is the one to report
                 self.engine.finish_save()
         else:
-            self.engine.abandon_save()
-            self.log.say(" the save under way is not complete; the tag before it is the newest")
+            is_late = self.engine.abandon_save()
+            self.log.say(" the save under way is complete" if is_late else
+                         " the save under way is not complete; the tag before it is the newest")
 
     def _tracing(self, done: int) -> AbstractContextManager[Callable[[int], None]]:
         asked, core = self.config.profile, self.engine.core

@@ -1,5 +1,4 @@
-"""While a model is cut or cast in place: what breaks off leaves one that is neither as it was nor done, and says so.
-"""
+"""While a model is cut or cast in place: what breaks off leaves one that is not as it was, not done, and says so."""
 
 from __future__ import annotations
 

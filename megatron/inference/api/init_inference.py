@@ -201,10 +201,11 @@ def _cut(model: nn.Module, plan: Plan, proof: Proof | None, groups: Groups) -> N
 def _check_finite(model: nn.Module, dtype: torch.dtype | None) -> None:
     """In the precision to come, one parameter at a time."""
     for name, value in model.named_parameters():
-        require(not value.is_meta, f"init_inference: {name} is on the meta device, and has no values: load the model's "
-                "weights first")
-        cast = value.to(dtype or value.dtype) if value.is_floating_point() else value
-        if not bool(cast.isfinite().all()):
+        weights.require_values(name, value)
+        if not value.is_floating_point() or not value.numel():
+            continue
+        ends = torch.stack(value.aminmax())  # a cast keeps the order of numbers
+        if not bool(ends.to(dtype or value.dtype).isfinite().all()):
             raise CheckpointError(f"{name} is not finite in {str(dtype or 'its precision').removeprefix('torch.')}: "
                                   "ask for another dtype")
 

@@ -34,7 +34,8 @@ def layers_of_int8(model: nn.Module, plan: Plan) -> dict[str, Any]:
 def check_scales(model: nn.Module, plan: Plan) -> None:
     """What `quantise` would refuse, while the layers are whole."""
     for path, layer in layers_of_int8(model, plan).items():
-        scale_of(layer.weight.detach().abs().amax(1).float(), f"{path}.weight")
+        least, most = layer.weight.detach().aminmax(dim=1)
+        scale_of(torch.maximum(-least, most).float(), f"{path}.weight")
 
 
 @torch.no_grad()

@@ -82,9 +82,16 @@ def check_shape(wanted: ModelConfig, found: Found) -> None:
     _refuse_others(found, {name: (getattr(found.shape, name), getattr(wanted, name)) for name in SAME})
 
 
+def require_values(name: str, value: Tensor) -> None:
+    require(not value.is_meta, f"init_inference: {name} is on the meta device, and has no values: make the model on "
+            "another one, or load its weights first")
+
+
 def check_transformers(model: Any, found: Found) -> None:
     """A GPT-2 of transformers and the checkpoint that is to fill it: weights of the same names and shapes may be those
     of another model."""
+    for name, value in model.named_parameters():
+        require_values(name, value)
     said = model.config.to_dict()
     wanted = ModelConfig(**shape_of(said))
     gelu = said.get("activation_function", SAME_GELU[0])

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from megatron.checkpoint.agree import agree, called_alike, on_rank_0, same_key
-from megatron.checkpoint.background import Background, HostCopy, finish, under_way_in
+from megatron.checkpoint.background import Background, HostCopy, finish_earlier, under_way_in
 from megatron.checkpoint.choice import is_empty
 from megatron.checkpoint.commit import Keep, probe
 from megatron.checkpoint.manifest import step_tag
@@ -390,7 +390,7 @@ class Engine(EngineStatus):
         root, name = Path(save_dir), step_tag(self.global_steps) if tag is None else str(tag)
         earlier = on_rank_0(lambda: _prepared(root), self.groups.world)
         self.finish_save()
-        finish(earlier, self.groups.world)
+        finish_earlier(earlier, self.groups.world)
         who = Identity(self._run_id, self.config.as_dict(), self.layout)
         in_background &= not self.core.homes.are_elsewhere
         epochs = self.training_dataloader
@@ -419,9 +419,11 @@ class Engine(EngineStatus):
         """Wait for the save under way, if there is one; every rank calls it. Before leaving the process."""
         self._background.wait()
 
-    def abandon_save(self) -> None:
-        """The save under way, if there is one, will never be complete; of this rank alone."""
-        self._background.abandon()
+    def abandon_save(self) -> bool:
+        """The save under way, if there is one, is not to be completed. Sends nothing, so that a rank which leaves may
+        call it alone; where training goes on, every rank calls it between the same two steps. True where it was too
+        late: the save is complete."""
+        return self._background.abandon()
 
     def load_checkpoint(self, load_dir: str | os.PathLike[str], tag: str | int | None = None,
                         load_module_strict: bool = True, load_optimizer_states: bool = True,

@@ -35,5 +35,5 @@ def taking(model: nn.Module) -> Iterator[None]:
         yield
     except BaseException as error:
         for parameter in model.parameters():
-            _SPOILT[parameter] = type(error).__name__
+            _SPOILT[parameter] = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
         raise

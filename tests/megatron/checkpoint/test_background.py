@@ -107,7 +107,7 @@ def test_two_saves_under_way_in_one_folder_are_both_complete(second: int, tmp_pa
 
 def test_a_save_that_somebody_else_left_under_way_comes_before_the_next_one(tmp_path: Path) -> None:
     """An engine that a notebook dropped, and one that writes elsewhere."""
-    dropped, elsewhere = Background(SOLO, run_id="dropped"), Background(SOLO, run_id="elsewhere")
+    dropped, elsewhere = Background(SOLO, owner="dropped"), Background(SOLO, owner="elsewhere")
     for saver, root, step in ((dropped, tmp_path / "s", 9), (elsewhere, tmp_path / "other", 1)):
         root.mkdir()
         saver.start(save_of(root, step, torch.zeros(8), HostCopy(CPU)), lambda report: None, root)
@@ -156,7 +156,47 @@ def test_an_abandoned_save_never_comes(tmp_path: Path) -> None:
     assert tag_names(tmp_path) == ["global_step1"]
     save_solo(tmp_path, 3)
     assert open_checkpoint(tmp_path).tag == "global_step3"
-    assert [name for name in os.listdir(tmp_path) if name.startswith(".staging")] == []
+
+
+def test_one_that_is_abandoned_too_late_is_complete(tmp_path: Path) -> None:
+    """Nothing comes after `abandon`: its folder may be another run's by then."""
+    saver, began, go = Background(SOLO), threading.Event(), threading.Event()
+    commit = writer._commit
+
+    def slowly(*args: Any) -> Any:
+        began.set()
+        assert go.wait(60)
+        return commit(*args)
+
+    with mock.patch.object(writer, "_commit", slowly):
+        saver.start(save_of(tmp_path, 1, torch.zeros(8), HostCopy(CPU)), lambda report: None, tmp_path)
+        saver._advance()
+        assert began.wait(60)
+        threading.Timer(0.1, go.set).start()
+        assert saver.abandon() and tag_names(tmp_path) == ["global_step1"]
+
+
+def test_a_save_of_the_same_name_may_follow_an_abandoned_one_that_still_writes(tmp_path: Path) -> None:
+    write, saver, calls = writer._write_rank, Background(SOLO), iter(range(2))
+    began, go, done = threading.Event(), threading.Event(), threading.Event()
+
+    def at_once(*args: Any) -> Any:
+        if next(calls):
+            go.set()
+            assert done.wait(60)
+            return write(*args)
+        began.set()
+        assert go.wait(60)
+        try:
+            return write(*args)
+        finally:
+            done.set()
+
+    with mock.patch.object(writer, "_write_rank", at_once):
+        saver.start(save_of(tmp_path, 1, torch.zeros(8), HostCopy(CPU)), lambda report: None, tmp_path)
+        assert began.wait(60) and not saver.abandon()
+        complete(save_of(tmp_path, 1, torch.ones(8), HostCopy(CPU)), SOLO)
+    assert weight(tmp_path, 1, 8) == [1.0] * 8
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8, torch.bool])
