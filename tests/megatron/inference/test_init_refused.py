@@ -65,7 +65,7 @@ def test_wrong_arguments_change_no_model(make: Callable[[], Any], given: dict[st
 def test_a_model_without_values_is_refused() -> None:
     with torch.device("meta"):
         model = one_layer()
-    with pytest.raises(TrainerError, match="1.weight is on the meta device, and has no values: load"):
+    with pytest.raises(TrainerError, match="1.weight is on the meta device, and has no values: make"):
         init_inference(model)
 
 
