@@ -35,7 +35,7 @@ import torch
 
 from megatron.checkpoint.tensorfile import Item
 from megatron.checkpoint.writer import Job, SaveReport, Saving, answer
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, PeerError, TrainerError
 from megatron.launch import exits
 from mpu.groups import Group
 
@@ -78,6 +78,7 @@ class Background:
         self._save: tuple[Saving, Callable[[SaveReport], None]] | None = None
         self._job: Future[Any] = Future()
         self._commits = False  # the job is the last one
+        self._kept: TrainerError | None = None
 
     @property
     def busy(self) -> bool:
@@ -122,13 +123,31 @@ class Background:
     def poll(self, progress: Sequence[float]) -> None:
         """Continue if all ranks can, or if one has failed; otherwise return at once. `progress` is the sum of theirs,
         when it was asked for; a save that has ended since then, or gone on, takes no harm."""
+        self._raise_kept()
         if self.busy and progress and (progress[0] or progress[1] == self.world.size):
             self._advance()
 
     def wait(self) -> None:
         """Return when no save is under way."""
+        self._raise_kept()
         while self.busy:
             self._advance()
+
+    def finish_for_another(self) -> None:
+        """An error is this one's: it is raised by the next call here, or told at the end of the program."""
+        try:
+            self.wait()
+        except PeerError:
+            raise
+        except TrainerError as error:
+            self._kept = error
+            atexit.register(self._finish_at_exit)
+
+    def _raise_kept(self) -> None:
+        if self._kept is not None:
+            error, self._kept = self._kept, None
+            atexit.unregister(self._finish_at_exit)
+            raise error
 
     def _advance(self) -> None:
         """Wait for this rank's job, agree, and start the next one or end the save."""
@@ -184,7 +203,7 @@ def finish_earlier(owners: Sequence[str], world: Group) -> None:
     saves = {save.owner: save for save in _UNDER_WAY if save.is_of(world)}
     for owner in owners:
         if owner in saves:
-            saves[owner].wait()
+            saves[owner].finish_for_another()
 
 
 def _are_same(one: Path, other: Path) -> bool:

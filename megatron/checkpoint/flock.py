@@ -74,10 +74,12 @@ def _descriptor(folder: Path) -> Iterator[int | None]:
     except OSError:
         yield None
         return
+    owner = os.getpid()
     try:
         yield descriptor
     finally:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # for a forked child too, which has a copy of the descriptor
+        if os.getpid() == owner:  # no forked child, which would let go for us
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # for one too, which has a copy of the descriptor
         with suppress(OSError):  # nothing was written through it
             os.close(descriptor)

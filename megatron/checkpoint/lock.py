@@ -41,8 +41,10 @@ def locked(root: str | Path) -> Iterator[None]:
             file.truncate(0)
             file.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
             file.flush()
+        owner = os.getpid()
         try:
             yield
         finally:
-            with suppress(OSError):
-                fcntl.flock(file, fcntl.LOCK_UN)  # for a forked child too, which has a copy of the descriptor
+            if os.getpid() == owner:  # no forked child, which would let go for us
+                with suppress(OSError):
+                    fcntl.flock(file, fcntl.LOCK_UN)  # for one too, which has a copy of the descriptor

@@ -121,6 +121,20 @@ def test_a_save_that_somebody_else_left_under_way_comes_before_the_next_one(tmp_
     elsewhere.abandon()
 
 
+def test_the_error_of_another_ones_save_is_told_there_and_not_here(tmp_path: Path) -> None:
+    earlier = Background(SOLO, owner="earlier")
+    with mock.patch.object(writer, "_write_rank", side_effect=StorageError("No space left")):
+        earlier.start(save_of(tmp_path, 9, torch.zeros(8), HostCopy(CPU)), pytest.fail, tmp_path)
+        wait([earlier._job])
+    engine = zero.initialize(model=nn.Linear(2, 2), config={
+        "train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}})[0]
+    engine.save_checkpoint(tmp_path)
+    assert tag_names(tmp_path) == ["global_step0"]
+    with pytest.raises(StorageError, match="No space left"):
+        earlier.poll(())
+    earlier.wait()
+
+
 def dropped_on_ranks(rank: int, world: int, root: Path) -> list[str]:
     """Rank 0 says the folder; the last rank writes the first save later than the others."""
     def made() -> Any:

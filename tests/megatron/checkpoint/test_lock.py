@@ -61,6 +61,18 @@ def test_the_lock_goes_with_its_end_though_a_fork_has_it_too(tmp_path: Path) -> 
         os.waitpid(child, 0)
 
 
+def test_a_forked_child_that_leaves_does_not_let_go_for_us(tmp_path: Path) -> None:
+    block = locked(tmp_path)
+    with block:
+        if (child := os.fork()) == 0:
+            block.__exit__(None, None, None)
+            os._exit(0)
+        os.waitpid(child, 0)
+        told = subprocess.run([sys.executable, "-c", HOLD, str(tmp_path)], cwd=Path(__file__).parents[3],
+                              input=b"", capture_output=True)
+        assert b"held" not in told.stdout and f"locked by pid {os.getpid()}".encode() in told.stderr
+
+
 def test_a_link_in_place_of_the_lock_does_not_empty_what_it_leads_to(tmp_path: Path) -> None:
     (tmp_path / "thesis").write_text("two years of work")
     (tmp_path / ".lock").symlink_to("thesis")
