@@ -503,14 +503,15 @@ def test_an_error_that_one_rank_catches_is_no_good_end_for_the_others(tmp_path):
     (tmp_path / "script.py").write_text(f"""
 import os, sys
 import pretrain_gpt2
-sys.argv = ["x", "--train-iters", "2"] + {TINY!r} + (["--mock-data"], ["--data-path", "missing"])[int(os.environ["RANK"])]
+sys.argv = ["x", "--train-iters", "2"] + {TINY!r}
+sys.argv += (["--mock-data"], ["--data-path", "missing"])[int(os.environ["RANK"])]
 try:
     pretrain_gpt2.main()
 except Exception as error:
     print("caught", error)
 """)
-    job = subprocess.run([sys.executable, "-m", "megatron.launch", "--nproc-per-node", "2", str(tmp_path / "script.py")],
-                         capture_output=True, text=True, timeout=60, cwd=tmp_path,
+    command = [sys.executable, "-m", "megatron.launch", "--nproc-per-node", "2", str(tmp_path / "script.py")]
+    job = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path,
                          env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
     assert job.returncode == 5 and "caught" in job.stdout, job.stderr
     assert "error: rank 1 " in job.stderr and "left with exit code 0 at start-up, without the others" in job.stderr
