@@ -26,12 +26,6 @@ def check_free(model: nn.Module) -> None:
         if holder is not None and holder.is_settled:
             raise ConfigError(f"{name} belongs to another engine already: build one engine for a model, or destroy() "
                               "the other first")
-        if holder is None and parameter.is_meta:
-            raise ConfigError(f"{name} is on the meta device, and has no values: make it on another one, or inside "
-                              "zero.Init()")
-    for name, buffer in model.named_buffers():
-        if buffer.is_meta:
-            raise ConfigError(f"{name}, a buffer, is on the meta device, and has no values: make it on another one")
 
 
 @contextmanager
