@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from megatron.checkpoint.agree import agree, alike
+from megatron.checkpoint.agree import alike
 from megatron.config import ds_file, ds_together
 from megatron.config.draft import Draft
 from megatron.config.ds_batch import BATCH
@@ -96,7 +96,7 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
             device = torch.device("cuda", torch.cuda.current_device())
         torch.cuda.set_device(device)  # also where the script has met by itself: control messages go by way of it
     with config.words.speaking():
-        agree(lambda: check_free(model), groups.world)
+        check_free(model)
         rule, param_groups, defaults, client = _rule_and_groups(settings, model, model_parameters, optimizer)
         _check_groups(model, param_groups)
         if config.layer_drop.progressive_layer_drop:
