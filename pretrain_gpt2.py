@@ -34,8 +34,7 @@ def program() -> int:
 
 def main(stop: StopRequest | None = None) -> int:
     """One run. A process may make several, and whatever ends one leaves nothing of it behind."""
-    alone = read_environment().world_size == 1  # or else others wait for this rank, whoever catches its error
-    with HERE if alone else nullcontext(), StopRequest().heard() if stop is None else nullcontext(stop) as listening:
+    with StopRequest().heard() if stop is None else nullcontext(stop) as listening:
         return _run(listening)
 
 

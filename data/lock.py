@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from data.storage import StorageFault, writing
+from data.storage import StorageFault, letting_go, writing
 
 
 @contextmanager
@@ -40,15 +40,14 @@ def _held(place: str, name: str) -> Iterator[bool]:
     lock = Path(place).with_name(f".{Path(place).name}.writing")
     with writing(name):
         file, is_locked = _take(lock, name)
-    with file:
+    owner = os.getpid()
+    with file, letting_go(file):
         try:
             yield is_locked
         finally:
             with suppress(OSError):
-                if is_locked:
+                if is_locked and os.getpid() == owner:  # no forked child that ends its copy of the block
                     os.unlink(lock)  # before the lock goes: whoever opened the file meanwhile finds that it is gone
-            with suppress(OSError):
-                fcntl.flock(file, fcntl.LOCK_UN)  # for a forked child too, which has a copy of the descriptor
 
 
 def remove_leftovers(name: str, paths: Iterable[Path], why: str = "") -> None:

@@ -241,7 +241,20 @@ def exclusive(path: str | os.PathLike[str]) -> Iterator[None]:
     """
     with writing(path):
         file = open(path, "ab")
-    with file:
+    with file, letting_go(file):
         with writing(path):
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+@contextmanager
+def letting_go(file: IO[Any] | int) -> Iterator[None]:
+    """The kernel's lock on the file goes with the block: also where a forked child has a copy of the descriptor, and
+    not where such a child ends its copy of the block."""
+    owner = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() == owner:
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from data.storage import letting_go
 from megatron.errors import StorageError
 
 PATIENCE = 300.0
@@ -74,12 +75,9 @@ def _descriptor(folder: Path) -> Iterator[int | None]:
     except OSError:
         yield None
         return
-    owner = os.getpid()
     try:
-        yield descriptor
+        with letting_go(descriptor):
+            yield descriptor
     finally:
-        if os.getpid() == owner:  # no forked child, which would let go for us
-            with suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_UN)  # for one too, which has a copy of the descriptor
         with suppress(OSError):  # nothing was written through it
             os.close(descriptor)

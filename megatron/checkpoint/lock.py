@@ -10,9 +10,10 @@ import fcntl
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
+from data.storage import letting_go
 from megatron.checkpoint.commit import storing
 from megatron.errors import ConfigError
 
@@ -30,7 +31,7 @@ def locked(root: str | Path) -> Iterator[None]:
     path = Path(root) / LOCK
     with storing(path, 0):
         file = open(path, "a+", encoding="utf-8", errors="replace", opener=_no_link)
-    with file:
+    with file, letting_go(file):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -41,10 +42,4 @@ def locked(root: str | Path) -> Iterator[None]:
             file.truncate(0)
             file.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
             file.flush()
-        owner = os.getpid()
-        try:
-            yield
-        finally:
-            if os.getpid() == owner:  # no forked child, which would let go for us
-                with suppress(OSError):
-                    fcntl.flock(file, fcntl.LOCK_UN)  # for one too, which has a copy of the descriptor
+        yield

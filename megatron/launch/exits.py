@@ -201,8 +201,10 @@ def _early() -> str:
     return f"{who} left with exit code 0 at {HERE.place}, without the others; look for the sys.exit() in its program"
 
 
-def _answer_early_exit() -> NoReturn:
-    """Of a script, in the middle of a step."""
+def _answer_early_exit() -> None:
+    """Of a script, in the middle of a step. For a rank that is alone nobody waits."""
+    if not among_ranks():
+        return
     failure = explain(LeftEarly(_early()))
     write_error(failure.text)
     leave_now(failure.code)
