@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 import zlib
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from data.corpora import open_datasets
-from data.storage import DataError, StorageFault, crc32_file, make_folder, named_by, staged_file, write_json_atomic
+from data.storage import (DataError, StorageFault, crc32_file, exclusive, make_folder, named_by, staged_file,
+                          write_json_atomic)
 from data.tokenizer import ByteLevelTokenizer
 
 
@@ -130,3 +132,33 @@ def test_lack_of_memory_is_no_fault_of_the_target(tmp_path: Path, monkeypatch: p
         file.write(b"x")
     assert not isinstance(caught.value, StorageFault) and caught.value.errno == errno.ENOMEM
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_lock_is_that_of_the_block_and_not_of_a_forked_child(leaves: bool, tmp_path: Path) -> None:
+    """One that lives on does not keep it, and one that ends its copy of the block does not let it go."""
+    def is_free() -> bool:
+        with open(tmp_path / "lock", "ab") as other:
+            try:
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            return True
+
+    block, (ours, theirs) = exclusive(tmp_path / "lock"), os.pipe()
+    with block:
+        if (child := os.fork()) == 0:
+            if leaves:
+                block.__exit__(None, None, None)
+            os.close(theirs)
+            os.read(ours, 1)  # until the test is over, or at once
+            os._exit(0)
+        if leaves:
+            os.close(theirs)
+            os.waitpid(child, 0)
+        assert not is_free()
+    assert is_free()
+    if not leaves:
+        os.close(theirs)
+        os.waitpid(child, 0)
+    os.close(ours)
