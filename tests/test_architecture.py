@@ -83,10 +83,10 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero.homes.host megatron.zero.homes.streamed megatron.zero.homes.descent megatron.zero.homes.passing
         megatron.zero.homes.preflight megatron.zero.homes.room
         megatron.zero.homes.nvme megatron.zero.homes.depot megatron.zero.parked
-        megatron.zero.exchanges megatron.zero.turns megatron.zero.versions megatron.zero.sinks megatron.zero.gradients
+        megatron.zero.exchanges megatron.zero.turns megatron.zero.sinks megatron.zero.gradients
         megatron.zero.edits megatron.zero.loan megatron.zero.bucket megatron.zero.drift megatron.zero.buffers
         megatron.zero.rows megatron.zero.quantise megatron.zero.curvature megatron.zero.together megatron.zero.aside
-        megatron.zero.norm megatron.zero.roster megatron.zero.nested megatron.zero.hooks megatron.zero.utils
+        megatron.zero.norm megatron.zero.roster megatron.zero.nested megatron.zero.saved_weights megatron.zero.hooks megatron.zero.utils
         megatron.zero.units megatron.zero.hidden megatron.zero.residency megatron.zero.reductions megatron.zero.forwards
         megatron.zero.passes megatron.zero.state
         megatron.zero.own_exchange megatron.zero.renewal megatron.zero.wholes megatron.zero.update megatron.zero.step

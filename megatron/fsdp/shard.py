@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from megatron.errors import ConfigError
 from megatron.fsdp.rectangles import Rectangle, Rectangular, rectangles
 from megatron.zero.bucket import FlatBucket
+from megatron.zero.edits import count_versions
 from megatron.zero.holders import holder_of
 from megatron.zero.placeholder import ALLOWED, SIZES, Placeholder, vacate
 from megatron.zero.homes.shelf import WEIGHT
-from megatron.zero.versions import count_versions
 
 _TENSOR: Any = Tensor
 

@@ -5,16 +5,16 @@
 
 In the order to read them: layout.py (what lives where), policy.py (what is split), precision.py (in which dtypes),
 bucket.py (the buffers of one unit) with loan.py (its parameters in a user's hands), gradients.py (its gradients, in
-buffers of turns.py; sinks.py lets operations write them) and versions.py (weights that are away), hooks.py (module and
-gradient events; nested.py: the tensors in what modules are given and return), units.py (how a model is cut), hidden.py
-(which matrices are Muon's), residency.py (what is whole when), reductions.py (in which order gradients are summed),
-passes.py (a forward and a backward) with forwards.py (one that no step follows), roster.py and edits.py (whether the
-model and its weights are still the engine's), buffers.py (its buffers), norm.py (the gradient norm), own_exchange.py
-(what travels where an optimizer has an exchange of its own) and drift.py (weights of ranks that step by themselves),
-settings.py (what each rank steps with), verdict.py (what the ranks agree on in a step), step.py (the optimizer step)
-with update.py (the rule over all shards), wholes.py (parameters in one piece, for a rule that needs them so) and
-renewal.py (new weights from their masters), quantise.py (which are rounded, in groups of rows.py, and how soon, by
-curvature.py), state.py (what lasts from step to step), aside.py (what goes to the host between two phases of a
+buffers of turns.py; sinks.py lets operations write them) and saved_weights.py (what autograd saves of them), hooks.py
+(module and gradient events; nested.py: the tensors in what modules are given and return), units.py (how a model is
+cut), hidden.py (which matrices are Muon's), residency.py (what is whole when), reductions.py (in which order gradients
+are summed), passes.py (a forward and a backward) with forwards.py (one that no step follows), roster.py and edits.py
+(whether the model and its weights are still the engine's), buffers.py (its buffers), norm.py (the gradient norm),
+own_exchange.py (what travels where an optimizer has an exchange of its own) and drift.py (weights of ranks that step by
+themselves), settings.py (what each rank steps with), verdict.py (what the ranks agree on in a step), step.py (the
+optimizer step) with update.py (the rule over all shards), wholes.py (parameters in one piece, for a rule that needs
+them so) and renewal.py (new weights from their masters), quantise.py (which are rounded, in groups of rows.py, and how
+soon, by curvature.py), state.py (what lasts from step to step), aside.py (what goes to the host between two phases of a
 program), engine.py (all of it together). placeholder.py, holders.py, waiting.py, drawn.py and parked.py are about
 parameters outside of a step. tiling.py (large layers in tiles), estimate.py (DeepSpeed's memory estimates),
 accelerator.py, utils.py and ops/ (DeepSpeed's modules of these names) are used beside it. exchanges.py (what a rank

@@ -8,9 +8,9 @@
     lp_grads,                  the buffers that gradients come in. Between two steps there are no gradients, and a
     contiguous_grad_buffer     backward makes the buffers anew
 
-A storage gives its memory back and is filled again, so that views of it (parameters, shards) stay what they are; while
-their weights are away parameters are placeholders. What has its home on the host or on a drive is left there, and a few
-small buffers of a step stay.
+The engine's tensors drop their storage and get another one when they come back; a tensor that a user took of a weight
+keeps the old one, and its values. While their weights are away parameters are placeholders. What has its home on the
+host or on a drive is left there, and a few small buffers of a step stay.
 """
 
 from __future__ import annotations
@@ -75,9 +75,10 @@ def _value(member: object) -> object:
 
 @dataclass
 class _Piece:
-    """A storage whose content is on the host."""
+    """What was in one storage of the device, on the host."""
 
-    storage: torch.UntypedStorage
+    tensors: list[tuple[Tensor, int, torch.Size]]
+    """Those of the storage, flat, each with its offset and size."""
     device: torch.device
     copy: Tensor
     left: Mark
@@ -121,20 +122,21 @@ class Aside:
         if state in (GRADS, GRAD_BUFFERS):
             self._turns.clear()
             return
-        found = [(bucket, flat) for bucket in self._buckets for flat in _tensors(bucket, state)]
+        found = [(bucket, tensors) for bucket in self._buckets for tensors in _storages(bucket, state)]
         pieces = self._away.setdefault(state, []) if found else []
-        for bucket, flat in found:
+        for bucket, tensors in found:
             bucket.set_aside.add(state)
             if state == WEIGHTS:
                 bucket.clear_out()
-            storage = flat.untyped_storage()
+            storage, device = tensors[0].untyped_storage(), tensors[0].device
             copy = self._room(storage.nbytes(), pinned)
-            left = ferry.down.copy(copy, _bytes(storage, flat.device))
-            left.join()  # whoever has the memory next comes after the copy
+            left = ferry.down.copy(copy, _bytes(storage, device))
+            left.join()  # the lane lets go of the memory
             if not non_blocking:
                 left.wait()
-            pieces.append(_Piece(storage, flat.device, copy, left))
-            storage.resize_(0)
+            pieces.append(_Piece([(one, int(one.storage_offset()), one.shape) for one in tensors], device, copy, left))
+            for one in tensors:
+                one.set_(torch.UntypedStorage(0, device=device))
 
     def _room(self, nbytes: int, pinned: bool) -> Tensor:
         kept = self._locked.get(nbytes) if pinned else None
@@ -155,24 +157,27 @@ class Aside:
 
     def _bring(self, piece: _Piece, non_blocking: bool) -> None:
         assert self._ferry is not None
-        piece.storage.resize_(len(piece.copy))
-        came = self._ferry.up.copy(_bytes(piece.storage, piece.device), piece.copy, [piece.left])
+        storage = torch.UntypedStorage(len(piece.copy), device=piece.device)
+        came = self._ferry.up.copy(_bytes(storage, piece.device), piece.copy, [piece.left])
         came.join()
         if not non_blocking:
             came.wait()
+        for tensor, offset, size in piece.tensors:
+            tensor.set_(storage, offset, size, (1,))
         if piece.copy.is_pinned():
             self._locked.setdefault(len(piece.copy), []).append(piece.copy)
 
 
-def _tensors(bucket: FlatBucket, state: str) -> Iterator[Tensor]:
-    """Those of a bucket that are on the device; what somebody else refers to (NumPy does on a CPU) has to stay."""
+def _storages(bucket: FlatBucket, state: str) -> Iterator[list[Tensor]]:
+    """The tensors of each storage of a bucket that is on the device."""
     if state == WEIGHTS:
-        found = [bucket.work.at_hand(WEIGHT)]
-    elif state == MASTERS:
-        found = [bucket.kept.at_hand(WEIGHT)] if bucket.keeps_masters else []
-    else:
-        found = [bucket.kept.at_hand(kind) for kind in bucket.kept.kinds if kind != WEIGHT]
-    return (tensor for tensor in found if tensor is not None and tensor.untyped_storage().resizable())
+        if bucket.is_at_hand:
+            yield [bucket.shard] if bucket.comes_and_goes else [bucket.shard, bucket.gathered]
+        return
+    masters = [WEIGHT] if bucket.keeps_masters else []
+    for kind in masters if state == MASTERS else [one for one in bucket.kept.kinds if one != WEIGHT]:
+        if (tensor := bucket.kept.at_hand(kind)) is not None:
+            yield [tensor]
 
 
 def _bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:

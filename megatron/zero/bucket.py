@@ -12,9 +12,9 @@ Vocabulary
 One of the two groups is always a group of one: at stage 0 the shard is everything and the replicas are all of data
 parallel. This file moves numbers; *when* is decided by residency.py and passes.py, *what is split* by policy.py.
 
-A parameter that is away is a placeholder (placeholder.py): used outside its unit, it raises. The memory of `whole` is
-then given back, but its storage object lives on, because what autograd saved in forward are views of it: gathering
-again for backward fills the same storage.
+Every gather makes a new storage, and a release only drops the engine's references to it: a tensor that a user keeps
+(`p.detach()`, a state dict) stays valid. What autograd saves of weights in forward is no such reference
+(saved_weights.py). A parameter that is away is a placeholder (placeholder.py): used outside its unit, it raises.
 """
 
 from __future__ import annotations
@@ -173,6 +173,11 @@ class FlatBucket:
         return shard
 
     @property
+    def gathered(self) -> Tensor:
+        """All weights at work; without elements while they are split."""
+        return self._whole
+
+    @property
     def comes_and_goes(self) -> bool:
         """The parameters are whole only while they are used."""
         return self._policy.split_params
@@ -181,11 +186,8 @@ class FlatBucket:
         """Move the values of the first rank into the flat buffers: little exists twice, and the whole fp32 model is
         never on the device."""
         work, layout = self._dtypes.work, self.layout
-        make = torch.empty if self.comes_and_goes else torch.zeros  # on a CPU, what is not touched takes no memory
-        self._whole = make(layout.numel, dtype=work, device=self.device)
-        self._views = [self._whole[slot.offset : slot.end].view(slot.shape) for slot in layout.slots]
+        self._whole = torch.zeros(0 if self.comes_and_goes else layout.numel, dtype=work, device=self.device)
         if self.comes_and_goes:
-            self._whole.untyped_storage().resize_(0)
             self.place = Place.AWAY
             self.work: Shelf = homes.params.shelf(self.name, layout.shard_numel)
         else:
@@ -199,11 +201,11 @@ class FlatBucket:
             self._draw(sources)
         else:
             self._copy_values()
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            if self.is_here:
-                fill(parameter, view)
+        for parameter in self.parameters:
             hold(parameter, self, for_life=False)
-        if not self.is_here:
+        if self.is_here:
+            self._fill()
+        else:
             self.show_absent()
 
     def _draw(self, sources: Sequence[Source]) -> None:
@@ -241,11 +243,23 @@ class FlatBucket:
 
     def _values(self) -> Iterator[tuple[Slot, Tensor]]:
         """Each parameter, whole; the weights at work have it as well, where they are whole. Collective."""
-        for slot, view, parameter in zip(self.layout.slots, self._views, self.parameters, strict=True):
+        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
             value = whole_value(parameter, self._source, self.device)
             if self.is_here:
-                view.copy_(value)
+                self._view(slot).copy_(value)
             yield slot, value
+
+    def view(self, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
+        """A part of the gathered buffer."""
+        return self._whole.as_strided(size, stride, offset)
+
+    def _view(self, slot: Slot) -> Tensor:
+        return self.view(slot.shape, slot.stride, slot.offset)
+
+    def _fill(self) -> None:
+        """The parameters are views of the gathered buffer."""
+        for parameter, slot in zip(self.parameters, self.layout.slots, strict=True):
+            fill(parameter, self._view(slot))
 
     def _span(self, flat: Tensor) -> Tensor:
         start = self.shard_group.rank * self.layout.shard_numel
@@ -265,7 +279,7 @@ class FlatBucket:
     def prefetch(self) -> None:
         """Begin to make the parameters whole; `gather` completes it."""
         if not self.is_here:
-            self._whole.untyped_storage().resize_(self.layout.numel * self._whole.element_size())
+            self._whole = self._whole.new_empty(self.layout.numel)
             try:
                 if not self.is_at_hand and self._near_part is None:
                     self._bring_own(self._span(self._whole))
@@ -315,8 +329,7 @@ class FlatBucket:
     def _come_back(self) -> None:
         """What has arrived may be used."""
         if self._is_vacant:
-            for parameter, view in zip(self.parameters, self._views, strict=True):
-                fill(parameter, view)
+            self._fill()
             self._is_vacant = False
         if self._has_left:
             self._edits.shift(-1)
@@ -341,13 +354,13 @@ class FlatBucket:
             self._edits.leave()
             self._has_left = True
             self._move(Place.AWAY)
-        if self._whole.untyped_storage().nbytes():
+        if self._whole.numel():
             self._vacate()
 
     def _vacate(self) -> None:
-        """Make placeholders of the parameters. The memory goes last: without it, all of them are."""
+        """Make placeholders of the parameters. The buffer goes last: without it, all of them are."""
         self.show_absent()
-        self._whole.untyped_storage().resize_(0)
+        self._whole = self.nothing
 
     def forget_near(self) -> None:
         """The weights have changed."""
@@ -375,17 +388,23 @@ class FlatBucket:
 
     def check_places(self) -> None:
         """Refuse parameters that are whole, and elsewhere than in the buffers."""
-        views = self._views if self.is_here and not self._is_vacant else ()
-        for slot, parameter, view in zip(self.layout.slots, self.parameters, views):
-            if parameter.data_ptr() != view.data_ptr():
+        for slot, parameter in zip(self.layout.slots, self.parameters) if self.is_here and not self._is_vacant else ():
+            if not self._is_in_place(parameter, slot):
                 raise ConfigError(
                     f"{slot.name} has left the engine's buffers (half(), to() and `p.data = ...` do this), and would "
                     "not be trained: choose fp16 or bf16 in the configuration, and edit weights in place inside "
                     "zero.GatheredParameters")
 
-    def has(self, tensor: Tensor) -> bool:
-        """It is a view of the parameters."""
-        return tensor.untyped_storage().data_ptr() == self._whole.untyped_storage().data_ptr()
+    def _is_in_place(self, parameter: Tensor, slot: Slot) -> bool:
+        place = self._whole.data_ptr() + slot.offset * self._whole.element_size()
+        return parameter.data_ptr() == place or not slot.numel  # torch gives no address without elements
+
+    def offset_of(self, tensor: Tensor) -> int | None:
+        """Where in the gathered buffer the tensor begins, in elements; None if it is no view of it."""
+        first, size = self._whole.data_ptr(), self._whole.element_size()
+        offset = (tensor.data_ptr() - first) // size
+        is_view = 0 <= offset < self._whole.numel() and tensor.dtype == self._whole.dtype
+        return offset if is_view else None
 
     def heed_writes(self) -> bool:
         """Of parameters that may be written to where their shards are: whether one was, since the last call."""
@@ -448,7 +467,7 @@ class FlatBucket:
     # ---- lending parameters to the user (holders.py) ----------------------------------------------------------
 
     def shape_of(self, parameter: nn.Parameter) -> torch.Size:
-        return self._views[self._index(parameter)].shape
+        return torch.Size(self.slot_of(parameter).shape)
 
     def describe(self, parameter: Tensor) -> str:
         slot = self.slot_of(parameter)
@@ -491,9 +510,9 @@ class FlatBucket:
         assert self._loan is not None, f"bucket {self.name} was not lent"
         if editor is not None:
             self.check_common()
-        for slot, parameter, view in zip(self.layout.slots, self.parameters, self._views):
-            if parameter.data_ptr() != view.data_ptr():
-                bring_home(slot.name, parameter, view)
+        for slot, parameter in zip(self.layout.slots, self.parameters):
+            if not self._is_in_place(parameter, slot):
+                bring_home(slot.name, parameter, self._view(slot))
         if editor is None and (edited := self._loan.first_edited()) is not None:
             raise ConfigError(f"{edited} was edited inside GatheredParameters without modifier_rank, or by hand before "
                               "it: the edit would be lost; say which rank's edits count")
@@ -531,8 +550,7 @@ class FlatBucket:
 
     def cancel_loan(self) -> None:
         if self._loan is not None:
-            for parameter, view in zip(self.parameters, self._views):
-                fill(parameter, view)
+            self._fill()
             self._loan.undo()
             self._end(self._loan)
 

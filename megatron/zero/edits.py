@@ -3,7 +3,8 @@
 torch counts the writes to a parameter (`_version`): in-place operations on it and on what `detach()` gives, functions
 of `nn.init` and the like. Looking at the counts costs 0.1 ms for 1,200 parameters. Writes to `p.data` are not counted:
 those are found where values are compared, now and then (`Edits.check`, `thoroughly`). The engine itself writes to its
-flat buffers, which have other counts.
+flat buffers, which have other counts. While a parameter is split its count is one higher than before, so that a
+backward that comes to it then is refused (saved_weights.py).
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 from megatron.errors import ConfigError
 from megatron.zero.homes.shelf import WEIGHT, Shelf
 from megatron.zero.layout import FlatLayout
-from megatron.zero.versions import count_versions
 
 OfMasters = Callable[[slice, Tensor], Tensor]
 """A part of the masters -> the weights at work that it is, in the precision of either."""
@@ -64,7 +64,7 @@ class Edits:
         return next(slot.name for slot, now, before in zip(self._layout.slots, counts, self._counts) if now != before)
 
     def shift(self, by: int) -> None:
-        """Let the parameters leave (+1) or come back (-1), which is no write (versions.py)."""
+        """Let the parameters leave (+1) or come back (-1), which is no write."""
         count_versions(self._parameters, by)
         self._counts = [count + by for count in self._counts]
 
@@ -104,6 +104,11 @@ class Edits:
             f"{name} was written to in place since the last step (copy_(), `p.data.mul_()`, nn.init and the like), and "
             "that would not last: the engine keeps fp32 masters or shards beside it. Write inside "
             "zero.GatheredParameters(parameters, modifier_rank=0), or call engine.load_module_state_dict(state)")
+
+
+def count_versions(parameters: Sequence[Tensor], by: int) -> None:
+    """Add `by` to the counters."""
+    torch._C._autograd._unsafe_set_version_counter(tuple(parameters), tuple([one._version + by for one in parameters]))
 
 
 def _differ(work: Tensor, master: Tensor) -> bool:

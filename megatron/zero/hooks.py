@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from megatron.errors import ConfigError
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.nested import mapped, tensors_in
+from megatron.zero.saved_weights import SavedWeightHooks
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +54,7 @@ class Unit:
 
     def lends(self, tensor: Tensor) -> bool:
         """It is a view of parameters that come and go."""
-        return any(bucket.comes_and_goes and bucket.has(tensor) for bucket in self.buckets)
+        return any(bucket.comes_and_goes and bucket.offset_of(tensor) is not None for bucket in self.buckets)
 
     @cached_property
     def has_frozen(self) -> bool:
@@ -98,6 +99,9 @@ def attach(units: Sequence[Unit], events: Events) -> list[RemovableHandle]:
         handles.append(unit.module.register_forward_pre_hook(  # before those of the user, which see whole parameters
             _uncompiled(partial(_before, events, unit)), with_kwargs=True, prepend=True))
         handles.append(unit.module.register_forward_hook(_uncompiled(partial(_after, events, unit))))
+        split = [bucket for bucket in unit.buckets if bucket.comes_and_goes]
+        if split and not unit.is_root:  # the root is gathered until its backward is over
+            handles += _save_weights_by_reference(unit.module, SavedWeightHooks(split))
         for bucket in unit.buckets:
             for index, parameter in enumerate(bucket.parameters if bucket.trainable else ()):
                 ready = partial(_ready, ref(events), ref(unit), ref(bucket), index)
@@ -106,6 +110,11 @@ def attach(units: Sequence[Unit], events: Events) -> list[RemovableHandle]:
                 handles.append(parameter.register_post_accumulate_grad_hook(ready))
                 parameter.requires_grad_(is_trained)
     return handles
+
+
+def _save_weights_by_reference(module: nn.Module, saved: SavedWeightHooks) -> list[RemovableHandle]:
+    return [module.register_forward_pre_hook(_uncompiled(lambda module, args: saved.enter())),
+            module.register_forward_hook(_uncompiled(lambda module, args, output: saved.leave()), always_call=True)]
 
 
 def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 
 from mpu.split import Partition
@@ -33,6 +34,11 @@ class Slot:
     @property
     def numel(self) -> int:
         return prod(self.shape)
+
+    @cached_property
+    def stride(self) -> tuple[int, ...]:
+        """Of the parameter, which is contiguous."""
+        return tuple(prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
 
     @property
     def end(self) -> int:

@@ -27,7 +27,7 @@ from megatron.zero.exchanges import INTERRUPTED, ExchangeLog
 from megatron.zero.hooks import Call, Unit
 from megatron.zero.reductions import ReductionOrder
 from megatron.zero.residency import TRACES, Phase, Resident
-from megatron.zero.versions import is_of_old_version
+from megatron.zero.saved_weights import CHANGED
 
 
 class Passes:
@@ -73,7 +73,7 @@ class Passes:
             self.complete(ends_step=ends_step)
         except BaseException as error:
             self.fail(error)
-            if is_of_old_version(error) and self._splits_parameters:
+            if CHANGED in str(error) and self._splits_parameters:
                 raise ConfigError(f"the backward came to parameters that were away, or to a tensor that was changed in "
                                   f"place after the forward: {UNSEEN}. torch says: {error}") from error
             raise

@@ -91,13 +91,13 @@ class _Stream:
             self._held.append((source, mark))
             if len(self._held) > HELD:
                 self._held[0][1].join()
-                self._held.popleft()
         return mark
 
-    def let_go(self) -> None:
-        """Of what has ended."""
-        while self._held and self._held[0][1].done():
-            self._held.popleft()
+    def let_go(self, last: _Event) -> None:
+        """Of what the copies up to this one came from."""
+        if any(mark is last for _, mark in self._held):
+            while self._held.popleft()[1] is not last:
+                pass
 
     @contextmanager
     def leading(self) -> Iterator[None]:
@@ -113,10 +113,11 @@ class _Event:
 
     def join(self) -> None:
         torch.cuda.current_stream(self.device).wait_event(self.event)
+        self.lane.let_go(self)
 
     def wait(self) -> None:
         self.event.synchronize()
-        self.lane.let_go()
+        self.lane.let_go(self)
 
     def done(self) -> bool:
         is_over: bool = self.event.query()

@@ -105,7 +105,11 @@ def check(folder: Path, world: int, numbers: slice) -> None:
     assert run_ranks(differences, world, folder, numbers, timeout=900) == [[]] * world
 
 
-@pytest.mark.parametrize("place", [None, *waits("megatron.zero.aside", {"join"})], ids=str)
+NEEDED = [place for place in waits("megatron.zero.aside", {"join"}) if place.function != "Aside._take"]
+"""The lane holds what it copies to the host, so a join there only frees memory."""
+
+
+@pytest.mark.parametrize("place", [None, *NEEDED], ids=str)
 def test_what_comes_back_is_waited_for(place: Place | None) -> None:
     with accelerator_side(), late_ferry() as ferry, patch("megatron.zero.aside.ferry_for", lambda device: ferry):
         made = [engine_around(Net(), configure(zero_stage=2, bf16=True), groups.build(1), 2) for _ in range(2)]

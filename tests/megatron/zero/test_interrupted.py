@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.zero import placeholder, versions
+from megatron.zero import edits, placeholder
 from megatron.zero.api.engine import Engine
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.edits import Edits
@@ -22,7 +22,7 @@ from tests.megatron.zero.models import WIDTH, Net
 from tests.megatron.zero.run import configure, engine_around, weights
 
 COME = (FlatBucket.gather, FlatBucket.prefetch, FlatBucket._start_gather, FlatBucket.await_parameters)
-GO = (FlatBucket.leave, FlatBucket._vacate, placeholder.vacate, placeholder.fill, Edits.shift, versions.count_versions)
+GO = (FlatBucket.leave, FlatBucket._vacate, placeholder.vacate, placeholder.fill, Edits.shift, edits.count_versions)
 
 Line = tuple[CodeType, int]
 
