@@ -86,9 +86,9 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.zero.exchanges megatron.zero.turns megatron.zero.sinks megatron.zero.gradients
         megatron.zero.edits megatron.zero.loan megatron.zero.bucket megatron.zero.drift megatron.zero.buffers
         megatron.zero.rows megatron.zero.quantise megatron.zero.curvature megatron.zero.together megatron.zero.aside
-        megatron.zero.norm megatron.zero.roster megatron.zero.nested megatron.zero.saved_weights megatron.zero.hooks megatron.zero.utils
-        megatron.zero.units megatron.zero.hidden megatron.zero.residency megatron.zero.reductions megatron.zero.forwards
-        megatron.zero.passes megatron.zero.state
+        megatron.zero.norm megatron.zero.roster megatron.zero.nested megatron.zero.saved_weights megatron.zero.hooks
+        megatron.zero.utils megatron.zero.units megatron.zero.hidden megatron.zero.residency megatron.zero.reductions
+        megatron.zero.forwards megatron.zero.passes megatron.zero.state
         megatron.zero.own_exchange megatron.zero.renewal megatron.zero.wholes megatron.zero.update megatron.zero.step
         megatron.zero.engine
     """),
