@@ -3,7 +3,7 @@
 
 Every contender lives in processes of its own; they take steps in turn (A B C A B C ...), so drift of the machine hits
 all alike. Reported are medians, their ratio to the first contender, and the peak anonymous memory of one rank (what
-malloc took; files not counted).
+malloc took; files not counted). `NAME@FOLDER` is a contender of another checkout.
 """
 
 from __future__ import annotations
@@ -51,6 +51,9 @@ def serve(
     name: str, task, rank: int, world: int, store: str, threads: int, products: str, pipe: Connection
 ) -> None:
     """One rank of one contender: a step per request."""
+    name, _, checkout = name.partition("@")
+    if checkout:
+        sys.path[:0] = [str(Path(checkout) / "scripts/bench"), checkout]
     import torch
     import torch.distributed as dist
     from contenders import CONTENDERS
@@ -100,7 +103,7 @@ class Contender:
             mine, theirs = context.Pipe()
             arguments = (name, task, rank, world, store, threads, products, theirs)
             process = context.Process(target=serve, args=arguments, daemon=True)
-            with mock.patch.dict(os.environ, environment(name, task.device)):
+            with mock.patch.dict(os.environ, environment(name.partition("@")[0], task.device)):
                 process.start()
             theirs.close()
             self.pipes.append(mine)
