@@ -76,13 +76,13 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.optim.one_bit megatron.optim.one_bit_lamb megatron.optim.zero_one
         megatron.optim.cpu_adam megatron.optim.torch_rule megatron.optim.build
         megatron.zero.precision megatron.zero.verdict megatron.zero.settings megatron.zero.holders
-        megatron.zero.placeholder megatron.zero.waiting megatron.zero.drawn megatron.zero.tiling
+        megatron.zero.placeholder megatron.zero.tiling
         megatron.zero.homes.ferry megatron.zero.homes.shelf megatron.zero.homes.here megatron.zero.homes.lanes
         megatron.zero.homes.words megatron.zero.homes.used megatron.zero.homes.swapfolder megatron.zero.homes.blockfile
         megatron.zero.homes.memory megatron.zero.homes.tilefile
         megatron.zero.homes.host megatron.zero.homes.streamed megatron.zero.homes.descent megatron.zero.homes.passing
         megatron.zero.homes.preflight megatron.zero.homes.room
-        megatron.zero.homes.nvme megatron.zero.homes.depot megatron.zero.parked
+        megatron.zero.homes.nvme megatron.zero.initial_params
         megatron.zero.exchanges megatron.zero.turns megatron.zero.sinks megatron.zero.gradients
         megatron.zero.edits megatron.zero.loan megatron.zero.bucket megatron.zero.drift megatron.zero.buffers
         megatron.zero.rows megatron.zero.quantise megatron.zero.curvature megatron.zero.together megatron.zero.aside

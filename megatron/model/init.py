@@ -1,7 +1,7 @@
 """Initial weights: which numbers a parameter consists of follows from the seed, its name and its place (mpu/draws.py).
 
 So a tensor parallel run starts from the same numbers as one process, and no rank draws more than it keeps. `deferred`
-leaves the parameters unfilled: the engine draws its shards from their sources (zero/drawn.py).
+leaves the parameters unfilled: the engine draws its shards from their sources (zero/initial_params.py).
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ from megatron.whereabouts import HERE, START_UP
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.initialize import initialize
 from megatron.zero.api.schedule import schedule_of
-from megatron.zero.drawn import draw_later
 from megatron.zero.holders import shape_of
+from megatron.zero.initial_params import draw_later
 from megatron.zero.tiling import tile_linears
 from mpu.groups import Groups
 from mpu.random import model_parallel_cuda_manual_seed

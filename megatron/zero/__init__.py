@@ -15,7 +15,7 @@ themselves), settings.py (what each rank steps with), verdict.py (what the ranks
 optimizer step) with update.py (the rule over all shards), wholes.py (parameters in one piece, for a rule that needs
 them so) and renewal.py (new weights from their masters), quantise.py (which are rounded, in groups of rows.py, and how
 soon, by curvature.py), state.py (what lasts from step to step), aside.py (what goes to the host between two phases of a
-program), engine.py (all of it together). placeholder.py, holders.py, waiting.py, drawn.py and parked.py are about
+program), engine.py (all of it together). placeholder.py, holders.py and initial_params.py are about
 parameters outside of a step. tiling.py (large layers in tiles), estimate.py (DeepSpeed's memory estimates),
 accelerator.py, utils.py and ops/ (DeepSpeed's modules of these names) are used beside it. exchanges.py (what a rank
 exchanged last), together.py (calls that all ranks make) and watch.py end a run whose ranks wait for each other for

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron.errors import ConfigError
-from megatron.zero.drawn import draw_run, sources_of
 from megatron.zero.edits import Edits
 from megatron.zero.exchanges import NOTHING, ExchangeLog
 from megatron.zero.gradients import FlatGradients
@@ -37,13 +36,13 @@ from megatron.zero.homes.descent import Descent
 from megatron.zero.homes.ferry import Mark
 from megatron.zero.homes.here import HereShelf
 from megatron.zero.homes.shelf import HOST, WEIGHT, Homes, Shelf
+from megatron.zero.initial_params import draw_run, sources_of, whole_value
 from megatron.zero.layout import FlatLayout, Slot
 from megatron.zero.loan import Loan, bring_home
 from megatron.zero.placeholder import fill, vacate
 from megatron.zero.policy import Policy, Wire
 from megatron.zero.precision import Dtypes
 from megatron.zero.turns import Turns
-from megatron.zero.waiting import whole_value
 from mpu.collectives import Pending, all_gather_into, broadcast_into
 from mpu.draws import Source
 from mpu.groups import SOLO, Group

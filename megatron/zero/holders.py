@@ -2,7 +2,7 @@
 
 The record of it is the one piece of state that is global here: `zero.GatheredParameters(params)` is given parameters
 and nothing else. An entry goes with its parameter, and must not keep it: a bucket, which has its parameters, lives with
-the hooks of its model; a holder that nobody else has refers to its parameter weakly (waiting.py).
+the hooks of its model; a holder that nobody else has refers to its parameter weakly (initial_params.py).
 """
 
 from __future__ import annotations

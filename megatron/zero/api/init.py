@@ -27,11 +27,9 @@ from megatron.checkpoint.agree import agree
 from megatron.errors import ConfigError, TrainerError
 from megatron.launch.exits import answer_uncaught, explain
 from megatron.zero.api.meanwhile import depot, give_back_freed, meanwhile
-from megatron.zero.drawn import Drawn, is_unfilled
 from megatron.zero.holders import Holder, holder_of
-from megatron.zero.parked import Parked
+from megatron.zero.initial_params import Building, Drawn, Parked, is_unfilled
 from megatron.zero.together import meet, owner_of
-from megatron.zero.waiting import Building
 from mpu import groups as mpu_groups
 from mpu.draws import source_of
 from mpu.groups import Group, Groups

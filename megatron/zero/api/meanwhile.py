@@ -16,9 +16,8 @@ from megatron.launch import exits
 from megatron.launch.distributed import read_environment
 from megatron.zero.api.drives import name_of_command
 from megatron.zero.holders import holder_of
-from megatron.zero.homes.depot import Depot
 from megatron.zero.homes.swapfolder import SwapFolder, close_all, usable
-from megatron.zero.parked import Parked
+from megatron.zero.initial_params import Depot, Parked
 
 DEVICE, PATH = (f"zero_optimization.offload_param.{key}" for key in ("device", "nvme_path"))
 

@@ -8,5 +8,5 @@ Below nvme.py nothing knows a bucket or a step: memory.py (host buffers that a d
 words.py (bytes, times and refusals in words), swapfolder.py (one rank's own folder on a drive), blockfile.py
 (positioned reads and writes past the page cache), lanes.py (the threads that make them), tilefile.py (checksummed tiles
 at fixed places of one file), preflight.py (whether a drive will do, before the model is built; room.py asks the same of
-the host). depot.py is for what waits until there is an engine.
+the host).
 """

@@ -33,7 +33,7 @@ from megatron.checkpoint.piece import Deferred, Piece, sharding_of
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.config.tree import ModelConfig
 from megatron.model import GPT2
-from megatron.zero.drawn import draw_run
+from megatron.zero.initial_params import draw_run
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.layout import FlatLayout, Slot
 from mpu import draws, groups

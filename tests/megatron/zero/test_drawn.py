@@ -13,7 +13,7 @@ from megatron.config.tree import Config, build_config
 from megatron.errors import ConfigError
 from megatron.model import GPT2
 from megatron.train import build
-from megatron.zero import waiting
+from megatron.zero import initial_params
 from megatron.zero.api.saved import whole_weights
 from megatron.zero.placeholder import Placeholder
 from mpu import draws, groups
@@ -35,13 +35,13 @@ def start(rank: int, world: int, stage: int, precision: str, tp: int) -> tuple[d
     elements this rank has to keep."""
     config = config_of(stage, precision, tp)
     grid = groups.build(tp)
-    drawn, rows, sent = [0], draws.normal_rows, mock.Mock(wraps=waiting.broadcast_into)
+    drawn, rows, sent = [0], draws.normal_rows, mock.Mock(wraps=initial_params.broadcast_into)
 
     def counted(out: torch.Tensor, *places: Any) -> None:
         drawn[0] += out.numel()
         rows(out, *places)
 
-    with mock.patch.object(draws, "normal_rows", counted), mock.patch.object(waiting, "broadcast_into", sent):
+    with mock.patch.object(draws, "normal_rows", counted), mock.patch.object(initial_params, "broadcast_into", sent):
         engine = build.engine(config, build.model(config, grid), grid, CPU)
     kept = sum(bucket.layout.shard_numel for bucket in engine.core.buckets)
     return whole_weights(engine.core), drawn[0], sent.call_count, kept

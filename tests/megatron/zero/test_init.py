@@ -15,7 +15,7 @@ from megatron import zero
 from megatron.config.tree import build_config
 from megatron.errors import ConfigError
 from megatron.model import GPT2
-from megatron.zero.drawn import Drawn
+from megatron.zero.initial_params import Drawn
 from megatron.zero.holders import holder_of
 from megatron.zero.placeholder import Placeholder
 from tests.distributed import RankError, run_ranks

@@ -114,7 +114,8 @@ def test_so_does_that_of_compiled_blocks() -> None:
 
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_so_does_that_of_gpt2(checkpoints: bool) -> None:
-    engine = gpt2_engine(configure_gpt2(num_layers=4, zero_stage=3, checkpoint_activations=checkpoints), groups.build(1))
+    config = configure_gpt2(num_layers=4, zero_stage=3, checkpoint_activations=checkpoints)
+    engine = gpt2_engine(config, groups.build(1))
     rows = torch.randint(0, 61, (1, 17))
     with watched() as seen:
         loss = engine(rows[:, :-1], rows[:, 1:], grad_scale=1.0)
