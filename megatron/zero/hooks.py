@@ -98,10 +98,10 @@ def attach(units: Sequence[Unit], events: Events) -> list[RemovableHandle]:
     for unit in units:
         handles.append(unit.module.register_forward_pre_hook(  # before those of the user, which see whole parameters
             _uncompiled(partial(_before, events, unit)), with_kwargs=True, prepend=True))
-        handles.append(unit.module.register_forward_hook(_uncompiled(partial(_after, events, unit))))
         split = [bucket for bucket in unit.buckets if bucket.comes_and_goes]
         if split and not unit.is_root:  # the root is gathered until its backward is over
             handles += _save_weights_by_reference(unit.module, SavedWeightHooks(split))
+        handles.append(unit.module.register_forward_hook(_uncompiled(partial(_after, events, unit))))
         for bucket in unit.buckets:
             for index, parameter in enumerate(bucket.parameters if bucket.trainable else ()):
                 ready = partial(_ready, ref(events), ref(unit), ref(bucket), index)
