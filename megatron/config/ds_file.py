@@ -258,8 +258,7 @@ def _chosen(path: str, config: Config, dp_size: int) -> str:
         chosen = (config.global_batch_size(dp_size), config.train.batch_size, config.accumulation(dp_size))
         return str(chosen[BATCH.index(path)])
     if path == WARMUP_STEPS:
-        section, iters = config.schedule, config.schedule.lr_decay_iters or max(1, config.train.train_iters)
-        return f"{int(section.warmup * iters)} steps (--warmup {section.warmup:g} of {iters})"
+        return f"{config.warmup_steps} steps of {config.decay_iters}"
     if path.removeprefix(PARAMS) in FREEZE_STEPS:
         return "found while the run goes on"
     row = TABLE[path]

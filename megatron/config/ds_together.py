@@ -7,7 +7,6 @@ Each function yields (field, value, path of the key it came from). What does not
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -115,37 +114,30 @@ def scheduler(found: Found, flags: Mapping[str, Any], problems: Problems,
 def _warm_up(found: Found, kind: str, flags: Mapping[str, Any], problems: Problems, peak: float) -> Iterator[Setting]:
     if WARMUP_STEPS in found.refused or TOTAL_STEPS in found.refused:
         return
-    total = found.keys.get(TOTAL_STEPS)
-    warmup = found.keys.get(WARMUP_STEPS, 0 if WARMUP_STEPS in found.autos else DEEPSPEED_WARMUP_STEPS)
+    total, warmup = found.keys.get(TOTAL_STEPS), found.keys.get(WARMUP_STEPS)
+    if warmup is None and not (WARMUP_STEPS in found.autos or flags.keys() & {"warmup", "lr_warmup_iters"}):
+        warmup = DEEPSPEED_WARMUP_STEPS
     if kind == "WarmupLR":
-        total = max(1, warmup)  # a constant rate has no end; the warm-up is a share of this
+        total = max(1, warmup or 0)  # a constant rate has no end
     if total is None:
         problems.append(f"{kind} needs {TOTAL_STEPS} as a number")
-    elif warmup > total:
+        return
+    if warmup is not None and warmup > total:
         problems.append(f"{WARMUP_STEPS} {warmup} is above {TOTAL_STEPS} {total}")
-    else:
-        yield from _curve(found, kind, warmup, total)
-        yield from _warmup_type_and_floor(found, kind, flags, peak)
-
-
-def _curve(found: Found, kind: str, warmup: int, total: int) -> Iterator[Setting]:
+        return
     where = found.first(WARMUP_STEPS, "scheduler.type")
     yield "lr_decay_style", STYLES[kind], "scheduler.type"
-    by_flags = WARMUP_STEPS in found.autos
-    if not by_flags:
-        yield "warmup", _share(warmup, total), where
+    if warmup is not None:
+        yield "lr_warmup_iters", warmup, where
     if kind != "WarmupLR":
         yield "lr_decay_iters", total, TOTAL_STEPS
-    elif not by_flags:
+    elif warmup is not None:
         yield "lr_decay_iters", total, where
+    if warmup != 0 and "warmup_type" not in flags and not found.given(WARMUP_TYPE):
+        yield "warmup_type", "log", "scheduler.type"  # as in DeepSpeed
     if kind == "WarmupDecayLR":
         yield "min_lr", 0.0, "scheduler.type"
-
-
-def _warmup_type_and_floor(found: Found, kind: str, flags: Mapping[str, Any], peak: float) -> Iterator[Setting]:
-    if found.keys.get(WARMUP_STEPS) != 0 and "warmup_type" not in flags and not found.given(WARMUP_TYPE):
-        yield "warmup_type", "log", "scheduler.type"  # as in DeepSpeed
-    if kind == "WarmupCosineLR":  # its floor is a share of a peak that a flag may give
+    elif kind == "WarmupCosineLR":  # its floor is a share of a peak that a flag may give
         peak = flags.get("lr", found.keys.get("optimizer.params.lr", peak))
         floor = peak * found.keys.get(COSINE_FLOOR, DEEPSPEED_COSINE_FLOOR)
         yield "min_lr", floor, found.first(COSINE_FLOOR, "scheduler.type")
@@ -169,7 +161,7 @@ def _one_cycle(found: Found, problems: Problems) -> Iterator[Setting]:
     yield "lr_decay_style", STYLES["OneCycle"], "scheduler.type"
     yield "min_lr", *ends["cycle_min_lr"]
     yield "lr", *ends["cycle_max_lr"]
-    yield "warmup", _share(first, first + second), where
+    yield "lr_warmup_iters", first, where
     yield "lr_decay_iters", first + second, where_second
     for field, name in (("cycle_decay", "decay_lr_rate"), ("cycle_mom_growth", "decay_mom_rate")):
         rate, path = of(name, 0.0)
@@ -227,9 +219,3 @@ def weight_group(found: Found, flags: Mapping[str, Any]) -> Iterator[Setting]:
             yield field, value, f"{path}.{group}.params.{name}"
         elif field not in flags and not found.given(other):
             yield field, value, path
-
-
-def _share(part: int, whole: int) -> float:
-    """part / whole, such that int(share * whole) is part again."""
-    share = part / whole
-    return share if int(share * whole) == part else math.nextafter(share, math.inf)

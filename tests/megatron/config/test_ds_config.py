@@ -22,7 +22,7 @@ from megatron.config.ds_keys import OBJECTS, TABLE, Absent, NoEffect, Old, Only
 from megatron.config.flags import parse_args
 from megatron.config.setting import Key, flag_name
 from megatron.errors import ConfigError, StorageError
-from megatron.optim.schedule import Schedule, build_schedule
+from megatron.optim.schedule import Schedule
 from megatron.zero.api.schedule import schedule_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -64,10 +64,10 @@ COSINE = merged(WARMUP, {"scheduler": {"type": "WarmupCosineLR"}})
 CYCLE = {"scheduler": {"type": "OneCycle", "params": {
     "cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "cycle_first_step_size": 100}}}
 RANGE = {"scheduler": {"type": "LRRangeTest"}}
-TRIANGLE = {"lr_decay_style": "one-cycle", "lr": 1e-3, "min_lr": 1e-4, "warmup": 0.5, "lr_decay_iters": 200,
+TRIANGLE = {"lr_decay_style": "one-cycle", "lr": 1e-3, "min_lr": 1e-4, "lr_warmup_iters": 100, "lr_decay_iters": 200,
             "cycle_momentum": True}
 GROWTH = {"lr_decay_style": "range-test", "lr": 1e-3, "min_lr": 1e-3, "lr_decay_iters": 2000, "cycle_decay": 1.0}
-DECAY = {"lr_decay_style": "linear", "warmup": 0.1, "lr_decay_iters": 100}
+DECAY = {"lr_decay_style": "linear", "lr_warmup_iters": 10, "lr_decay_iters": 100}
 ADAM = {"optimizer": {"type": "Adam"}}
 FP16 = {"fp16": {"enabled": True}}
 
@@ -149,14 +149,14 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "optimizer.params.max_grad_norm": (0.5, {"clip_grad": 0.5}, ADAM),
     "scheduler.type": ("WarmupDecayLR", DECAY, WARMUP),
     "scheduler.params.warmup_max_lr": (1e-3, {"lr": 1e-3, **DECAY}, WARMUP),
-    "scheduler.params.warmup_num_steps": (20, {**DECAY, "warmup": 0.2}, WARMUP),
+    "scheduler.params.warmup_num_steps": (20, {**DECAY, "lr_warmup_iters": 20}, WARMUP),
     "scheduler.params.warmup_type": ("log", {**DECAY, "warmup_type": "log"}, WARMUP),
-    "scheduler.params.total_num_steps": (50, {**DECAY, "warmup": 0.2, "lr_decay_iters": 50}, WARMUP),
+    "scheduler.params.total_num_steps": (50, {**DECAY, "lr_decay_iters": 50}, WARMUP),
     "scheduler.params.cycle_min_lr": (1e-5, {**TRIANGLE, "min_lr": 1e-5}, CYCLE),
     "scheduler.params.cycle_max_lr": (1e-2, {**TRIANGLE, "lr": 1e-2}, CYCLE),
     "scheduler.params.cycle_first_step_size": (
-        25, {**TRIANGLE, "lr_decay_iters": 50}, CYCLE),
-    "scheduler.params.cycle_second_step_size": (300, {**TRIANGLE, "warmup": 0.25, "lr_decay_iters": 400}, CYCLE),
+        25, {**TRIANGLE, "lr_warmup_iters": 25, "lr_decay_iters": 50}, CYCLE),
+    "scheduler.params.cycle_second_step_size": (300, {**TRIANGLE, "lr_decay_iters": 400}, CYCLE),
     "scheduler.params.decay_step_size": (
         50, {**TRIANGLE, "cycle_decay": 0.01}, merged(CYCLE, nested("scheduler.params.decay_lr_rate", 0.5))),
     "scheduler.params.decay_lr_rate": (
@@ -172,7 +172,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "scheduler.params.lr_range_test_step_rate": (5, {**GROWTH, "cycle_decay": 5.0}, RANGE),
     "scheduler.params.lr_range_test_staircase": (True, {**GROWTH, "lr_decay_style": "range-test-stairs"}, RANGE),
     "scheduler.params.cos_min_ratio": (
-        0.1, {"lr_decay_iters": 100, "warmup": 0.1, "min_lr": pytest.approx(1.5e-5)}, COSINE),
+        0.1, {"lr_decay_iters": 100, "lr_warmup_iters": 10, "min_lr": pytest.approx(1.5e-5)}, COSINE),
     "zero_optimization": (True, {"zero_stage": 1}, {}),
     ZERO + "stage": (3, {"zero_stage": 3}, {}),
     ZERO + "overlap_comm": (False, {"overlap_comm": False}, {}),
@@ -393,11 +393,11 @@ def test_an_auto_warm_up_is_the_share_that_the_flags_say(kind, steps):
     params = {"warmup_num_steps": "auto", **({"total_num_steps": steps} if kind == "WarmupDecayLR" else {})}
     tree = {"scheduler": {"type": kind, "params": params}}
     config = build(tree, flags={"train_iters": steps, "warmup": 0.02})
-    assert f'{steps // 50} steps (--warmup 0.02 of {steps})' in " ".join(config.notes)
+    assert f'{steps // 50} steps of {steps}' in " ".join(config.notes)
     assert schedule_of(config).warmup_steps == steps // 50
     if kind == "WarmupLR":
         config = build(tree, in_engine=True)
-        assert schedule_of(config).warmup_steps == 1000 and ': 1000 steps' in " ".join(config.notes)
+        assert schedule_of(config).warmup_steps == 1000 and ': 1000 steps of 1000' in " ".join(config.notes)
 
 
 def test_a_note_about_a_flag_names_the_key_that_was_given():
@@ -809,9 +809,7 @@ def test_notes_are_told_and_not_saved():
 
 
 def curve(config: Config) -> Schedule:
-    part = config.schedule
-    return build_schedule(style=part.lr_decay_style, lr=part.lr, min_lr=part.min_lr, warmup=part.warmup,
-                          decay_iters=part.lr_decay_iters)
+    return schedule_of(config)
 
 
 def deepspeed_rate(kind: str, step: int, warmup: int, total: int, floor: float) -> float:
@@ -846,8 +844,8 @@ def test_every_number_of_warmup_steps_comes_out_exactly(wholes, more):
     pairs += [(rng.randrange(whole), whole) for whole in (rng.randrange(1, 10**9) for _ in range(more))]
     for part, whole in pairs:
         params = {"warmup_num_steps": part, "total_num_steps": whole, "warmup_type": "linear"}
-        schedule = build({"scheduler": {"type": "WarmupDecayLR", "params": params}}).schedule
-        assert int(schedule.warmup * whole) == part, (part, whole)
+        schedule = curve(build({"scheduler": {"type": "WarmupDecayLR", "params": params}}))
+        assert (schedule.warmup_steps, schedule.decay_steps) == (part, whole)
 
 
 def deepspeed_one_cycle(step: int, first: int, second: int, low: float, high: float, decay: float) -> float:

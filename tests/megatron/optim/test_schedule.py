@@ -6,11 +6,11 @@ import math
 
 import pytest
 
-from megatron.optim.schedule import FLOOR_OF_EXPONENTIAL, SHAPES, WITHOUT_WARMUP, build_schedule
+from megatron.optim.schedule import FLOOR_OF_EXPONENTIAL, SHAPES, WITHOUT_WARMUP, Schedule
 
 
 def schedule(style: str, *, lr: float = 1e-3, min_lr: float = 1e-4, warmup: float = 0.1, decay_iters: int = 100):
-    return build_schedule(style=style, lr=lr, min_lr=min_lr, warmup=warmup, decay_iters=decay_iters)
+    return Schedule(style, lr, min_lr, int(warmup * decay_iters), decay_iters, wsd_steps=decay_iters // 5)
 
 
 @pytest.mark.parametrize("style", [style for style in SHAPES if style not in WITHOUT_WARMUP])
