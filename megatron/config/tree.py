@@ -15,7 +15,6 @@ from typing import Any
 
 from megatron.config.autotuning import AutotuningConfig
 from megatron.config.data import DataConfig
-from megatron.config.draft import Draft
 from megatron.config.layer_drop import LayerDropConfig
 from megatron.config.log import LogConfig
 from megatron.config.model import ModelConfig
@@ -25,7 +24,7 @@ from megatron.config.optimizers import NEVER, ONE_BIT
 from megatron.config.parallel import ParallelConfig, data_parallel_size
 from megatron.config.precision import PrecisionConfig
 from megatron.config.presets import PRESETS
-from megatron.config.problems import Problems, sentences_of
+from megatron.config.problems import Draft, Problems, sentences_of
 from megatron.config.profile import ProfileConfig
 from megatron.config.quantize import QuantizeConfig
 from megatron.config.recompute import RecomputeConfig

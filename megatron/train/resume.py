@@ -317,7 +317,7 @@ def _agreed_schedule(config: Config, saved: Schedule, present: Schedule) -> Sche
     """The checkpoint's schedule and the flags' must agree unless a flag says which one wins."""
     if saved == present or config.schedule.override_lr_scheduler:
         return present
-    if config.schedule.use_checkpoint_lr_scheduler:
+    if config.schedule.use_checkpoint_lr_scheduler or config.train.skip_train:
         return saved
     rows = "; ".join(f"{flag} {getattr(saved, field)} in the checkpoint, {getattr(present, field)} here"
                      for field, flag in SCHEDULE_FLAGS.items() if getattr(saved, field) != getattr(present, field))
