@@ -18,6 +18,7 @@ from megatron.config.foreign import FOREIGN
 from megatron.config.help import everything, one_screen
 from megatron.config.tree import PRESETS, SECTIONS, Config
 from megatron.errors import ConfigError
+from megatron.tune.words import flags_of
 from megatron.version import DISTRIBUTION, __version__
 
 ROOT = Path(__file__).parents[3]
@@ -266,6 +267,15 @@ NO_OPS = {"--use-flash-attn": True, "--attention-backend auto": True, "--attenti
 def test_a_flag_of_megatron_that_changes_nothing_is_accepted(argv: str) -> None:
     config = parse_args([*argv.split(), "--lr", "1e-3"])
     assert config == parse_args(["--lr", "1e-3"]) and len(config.notes) == NO_OPS[argv]
+
+
+def test_a_schedule_of_wsd_is_told_to_ranks_and_to_trials() -> None:
+    config = parse_args("--lr-decay-style WSD --lr-wsd-decay-iters 5 --lr-wsd-decay-style minus_sqrt "
+                        "--lr-warmup-iters 3".split())
+    told = {flag: value for flag, value in config.told().items() if Config().told()[flag] != value}
+    assert told == {"--lr-decay-style": "WSD", "--lr-wsd-decay-iters": 5, "--lr-wsd-decay-style": "minus_sqrt",
+                    "--lr-warmup-iters": 3}
+    assert parse_args(flags_of(config)) == config
 
 
 def test_settings_of_the_wsd_decay_say_so_where_the_style_is_another() -> None:
