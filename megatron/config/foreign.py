@@ -20,17 +20,15 @@ class Foreign:
     """Values that are accepted and change nothing; "" is a switch, "*" any value."""
     noted: bool = False
     """An accepted one has an effect elsewhere, and is answered with a note."""
-    means: str = ""
-    """The flag that takes the other values."""
+    is_alias: bool = False
+    """Other values are those of a field that declares the name."""
 
 
 _ON = ("", "True", "true")
 _MODEL = "leave it out: the model is GPT-2: learned positions, LayerNorm, GELU and tied embeddings"
-_PRECISION = "use --bf16 or --fp16; fp32 is the default"
 _PIPELINE = "there is no pipeline parallelism; use --model-parallel-size and --zero-stage"
 _SEQUENCE = "sequences are not split over ranks; use --checkpoint-activations or --zero-stage to save memory"
 _KERNELS = "torch chooses the kernels, and --compile fuses the rest"
-_SAMPLES = "lengths are counted in optimizer steps: use "
 _RANKS = "gpus num-gpus nproc-per-node world-size"
 
 
@@ -42,18 +40,15 @@ def _table(rows: Mapping[str, Foreign | str]) -> dict[str, Foreign]:
 
 FOREIGN = _table({
     # precision and devices
-    "dtype": Foreign(_PRECISION, ("float32", "fp32")),
-    "mixed-precision": Foreign(_PRECISION, ("no",)),
-    "precision": _PRECISION,
+    "dtype precision mixed-precision": Foreign("use --bf16 or --fp16; fp32 is the default", ("float32", "fp32", "no")),
     "device use-cpu no-cuda": "leave it out: GPUs are used if there are any; CUDA_VISIBLE_DEVICES= trains on the CPU",
     _RANKS: "start one process per GPU: python -m megatron.launch --nproc-per-node N pretrain_gpt2.py ...",
     # length and batches
     "epochs num-epochs num-train-epochs": "use --train-iters STEPS; the data is repeated as often as that needs",
     "gradient-accumulation-steps": Foreign(
         "use --global-batch-size, which is --batch-size x data parallel size x accumulation", ("1",)),
-    "train-samples": _SAMPLES + "--train-iters",
-    "lr-decay-samples": _SAMPLES + "--lr-decay-iters",
-    "lr-warmup-samples": _SAMPLES + "--lr-warmup-iters",
+    "train-samples lr-decay-samples lr-warmup-samples":
+        "lengths are counted in optimizer steps: use --train-iters, --lr-decay-iters, --lr-warmup-iters",
     "rampup-batch-size": "the batch size is constant: use --global-batch-size",
     "per-device-eval-batch-size": "leave it out: evaluation uses --batch-size",
     # learning rate and optimizer
@@ -64,8 +59,8 @@ FOREIGN = _table({
     # model
     "dropout": "use --attention-dropout and --hidden-dropout",
     "bias": Foreign("leave it out: layers have biases, as in GPT-2", _ON),
-    "model config-name": "use --preset, or --load-hf FOLDER",
-    "model-name-or-path": "use --load-hf FOLDER for weights, or --preset for a shape; nothing is downloaded",
+    "model model-name-or-path config-name":
+        "use --load-hf FOLDER for weights, or --preset for a shape; nothing is downloaded",
     "tokenizer-name tokenizer-model": "use --tokenizer-type, and --tokenizer-path for its file",
     "init-from": Foreign("use --load FOLDER to resume, or --load-hf FOLDER for GPT-2's weights", ("scratch",)),
     "swiglu squared-relu use-rotary-position-embeddings rotary-percent rotary-base disable-bias-linear kv-channels "
@@ -89,7 +84,7 @@ FOREIGN = _table({
     "offload-optimizer": "use --offload-optimizer-device cpu or nvme",
     "offload-param offload-params cpu-offload-param cpu-offload-params":
         "use --offload-param-device cpu or nvme, at --zero-stage 3",
-    "remote-device": Foreign("use --offload-param-device cpu or nvme", ("none",), means="--offload-param-device"),
+    "remote-device": Foreign("use --offload-param-device cpu or nvme", ("none",), is_alias=True),
     "nvme-path": "use --offload-optimizer-nvme-path, and --offload-param-nvme-path for the parameters",
     "cpu-torch-adam use-torch-optimizer-for-cpu-offload": Foreign("the same optimizer runs on every device", _ON),
     "overlap-cpu-optimizer-d2h-h2d": Foreign("copies always run beside the update", _ON),
@@ -108,8 +103,7 @@ FOREIGN = _table({
     "no-gradient-accumulation-fusion attention-softmax-in-fp32": Foreign(_KERNELS, _ON, noted=True),
     # data, checkpoints, logs
     "cache-dir": Foreign("nothing is downloaded; sample indices are kept in --data-cache-path", ("*",), noted=True),
-    "dataset": "use --train-data",
-    "dataset-name": "use --train-data with files of your own; nothing is downloaded",
+    "dataset dataset-name": "use --train-data with files of your own; nothing is downloaded",
     "data-impl": Foreign("leave it out: corpora are always read where they are", ("mmap",)),
     "out-dir output-dir": "use --save FOLDER, and --load FOLDER to resume from it",
     "overwrite-output-dir": "leave it out: without --load a run starts from iteration 0",
@@ -149,8 +143,8 @@ def answers(words: Sequence[str], *, starts_ranks: bool = True) -> tuple[list[st
             index += bool(value)
         if value in known.harmless or value and "*" in known.harmless:
             notes += [f" note: {name} has no effect: {known.answer}"] if known.noted else []
-        elif known.means and value:
-            kept += [known.means, value]
+        elif known.is_alias and value:
+            kept += [name, value]
         else:
             sentences.append(f"{name}{f' {value}' if value else ''} is not a flag here: {known.answer}")
     return kept, sentences, notes

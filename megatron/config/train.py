@@ -39,7 +39,8 @@ class TrainConfig:
                 "to happen between blocks)")
     cuda_graphs: bool = setting(False, "--compile on a GPU: replay launches as CUDA graphs (torch's reduce-overhead); "
                                        "faster for small models, takes more memory; stages 0 to 2, no recomputation")
-    deterministic: bool = setting(False, "refuse kernels whose results vary from run to run")
+    deterministic: bool = setting(False, "on a GPU: only kernels that give the same bits in every run, slower ones if "
+                                         "need be (docs/training.md)")
 
     def __post_init__(self) -> None:
         problems = Problems()
