@@ -15,7 +15,6 @@ from datetime import timedelta
 from functools import partial
 from signal import SIGHUP
 
-from megatron.config.flags import asks_for_plan, parse_args
 from megatron.config.log import check_wandb
 from megatron.launch.distributed import read_environment, show_place
 from megatron.launch.exits import end_by_request, is_debugged, run
@@ -40,6 +39,9 @@ def main(stop: StopRequest | None = None) -> int:
 
 
 def _run(stop: StopRequest) -> int:
+    check_neighbours()
+    from megatron.config.flags import asks_for_plan, parse_args
+
     place = read_environment()
     world_size = place.world_size
     show_place(place)
@@ -54,7 +56,6 @@ def _run(stop: StopRequest) -> int:
     if place.rank == 0 and config.log.wandb_project is not None:
         with config.words.speaking():
             check_wandb("--wandb-project")
-    check_neighbours()
     from megatron.train.inputs import check_inputs
     check_inputs(config.data)  # and so do names of files that do not exist
 

@@ -155,19 +155,13 @@ def _number(flag: str, kind: type) -> Callable[[str], Any]:
     def convert(text: str) -> Any:
         try:
             value = float(text)
-            if kind is float:
-                return value
-            return int(text) if text.strip().lstrip("+-").isdigit() else _whole(value)
-        except (ValueError, OverflowError):
+            if kind is int and not value.is_integer():
+                raise ValueError
+            return value if kind is float else int(text) if text.strip().lstrip("+-").isdigit() else int(value)
+        except ValueError:
             raise ConfigError(f"{flag} is {text}: expected {'an integer' if kind is int else 'a number'}") from None
 
     return convert
-
-
-def _whole(value: float) -> int:
-    if not value.is_integer():
-        raise ValueError
-    return int(value)
 
 
 def _one_of(flag: str, words: tuple[str, ...]) -> Callable[[str], str]:

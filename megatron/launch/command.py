@@ -7,7 +7,7 @@ On one node the ranks meet through a file (MEGATRON_STORE_FILE) in a private fol
 listens outside the machine. A job of one rank on one node replaces the launcher's own process.
 
 Not here: watching the ranks (`supervise.py`), reading the variables (`distributed.py`), starting other nodes (Slurm, or
-one command typed on each). Why torchrun is not enough: `docs/decisions/001-own-launcher.md`. No torch.
+one command typed on each). Why torchrun is not enough: `docs/decisions/001-own-launcher.md`. Standard library only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NoReturn
 
-from data.cli import Parser, typed
 from megatron.errors import EXIT_PEER, ConfigError, TrainerError
 from megatron.launch.blame import Sight
 from megatron.launch.folders import private_folder
@@ -40,14 +39,22 @@ SHOWS_CRASHES = ("PYTHONFAULTHANDLER", "1")
 WITHOUT_VALUE = ("-h", "--help", "-m", "--module")
 
 
-class LauncherParser(Parser):
+def typed(otherwise: str) -> str:
+    """The command as it was typed: one of an installation's, or else `otherwise`."""
+    name = os.path.basename(sys.argv[0])
+    return name if name.startswith("gpt2-") else otherwise
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors look like every other error of the trainer."""
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"launcher: {message}; see {self.prog} --help")
 
 
-def parser() -> LauncherParser:
+def parser() -> Parser:
     usage = "%(prog)s [options] (script.py | -m module) [arguments of the script or module...]"
-    p = LauncherParser(typed("python -m megatron.launch"), usage=usage)
+    p = Parser(prog=typed("python -m megatron.launch"), usage=usage, allow_abbrev=False)
     p.add_argument("-m", "--module", action="store_true",
                    help="run an installed module in place of a script, as `python -m` does")
     p.add_argument("--nproc-per-node", type=int, default=1, metavar="N", help="ranks on this node, one per GPU (1)")

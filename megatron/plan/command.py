@@ -19,7 +19,7 @@ from data.cli import dashed
 from megatron.config.flags import parse_args
 from megatron.config.help import CommandParser
 from megatron.config.tree import Config, require
-from megatron.plan.footprint import Homes, Run, homes_of
+from megatron.plan.footprint import Run, homes_of
 from megatron.plan.forecast import forecast, measured, notes
 from megatron.plan.gpus import visible_gpus
 from megatron.plan.kept_rates import rates_for
@@ -61,7 +61,9 @@ def parse(argv: Sequence[str], ranks: int = 1, *, summary: bool = False) -> tupl
     config.check_world(options.ranks)
     is_timed_here = options.time or options.probe or config.log.metrics_file is not None and not summary
     options.device = options.device or ("cpu" if is_timed_here and not options.rates and not visible_gpus() else "cuda")
-    homes = _homes(config)
+    homes = homes_of(config)
+    require(config.zero.zero_stage >= homes.least_stage,
+            f"{homes.flags()} needs --zero-stage {homes.least_stage} or higher, not {config.zero.zero_stage}")
     here = replace(config.offload, offload_optimizer_device="none", offload_param_device="none")  # from now on in homes
     return options, Run(replace(with_vocabulary(config), offload=here), options.ranks, options.device, homes)
 
@@ -97,13 +99,6 @@ def with_vocabulary(config: Config) -> Config:
     from megatron.train import build
 
     return build.with_vocabulary(config, build.tokenizer(config))
-
-
-def _homes(config: Config) -> Homes:
-    homes = homes_of(config)
-    require(config.zero.zero_stage >= homes.least_stage,
-            f"{homes.flags()} needs --zero-stage {homes.least_stage} or higher, not {config.zero.zero_stage}")
-    return homes
 
 
 def plan(argv: Sequence[str], ranks: int = 1, ranks_per_node: int = RANKS_PER_NODE, *, summary: bool = False) -> int:
