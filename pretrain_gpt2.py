@@ -10,11 +10,11 @@ if __name__ == "__main__":
     end_when_asked()  # before the rest, which takes a while
 
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from signal import SIGHUP
 
-from megatron.config.flags import asks_for_plan, parse_args
 from megatron.config.log import check_wandb
 from megatron.launch.distributed import read_environment, show_place
 from megatron.launch.exits import end_by_request, is_debugged, run
@@ -39,6 +39,9 @@ def main(stop: StopRequest | None = None) -> int:
 
 
 def _run(stop: StopRequest) -> int:
+    check_neighbours()
+    from megatron.config.flags import asks_for_plan, parse_args
+
     place = read_environment()
     world_size = place.world_size
     show_place(place)
@@ -47,11 +50,12 @@ def _run(stop: StopRequest) -> int:
         return plan(sys.argv[1:], place.world_size, place.local_world_size, summary=True) if place.rank == 0 else 0
     HERE.do(START_UP)
     config = parse_args(sys.argv[1:], world_size)
+    if config.train.skip_train:
+        config = replace(config, save=replace(config.save, save=None))
     config.check_world(world_size)  # wrong flags end here, before torch is imported
     if place.rank == 0 and config.log.wandb_project is not None:
         with config.words.speaking():
             check_wandb("--wandb-project")
-    check_neighbours()
     from megatron.train.inputs import check_inputs
     check_inputs(config.data)  # and so do names of files that do not exist
 
@@ -99,10 +103,11 @@ def _run(stop: StopRequest) -> int:
             log.say(config.in_its_words(line))
         trainer = Trainer(config, engine, build.batch_rule(config, groups, tokenizer), device, log,
                           checkpoints.saver(engine, log.saved), stop, build.token_bytes(config, tokenizer))
-        if state.iteration >= config.train.train_iters > 0:
+        is_evaluation = config.train.skip_train
+        if state.iteration >= config.train.train_iters > 0 and not is_evaluation:
             log.say(facts.nothing_to_do(config, state.iteration))
             checkpoints.save_finished(engine, log.saved, state)
-        elif trainer.run(state, datasets.train, datasets.valid):
+        elif is_evaluation or trainer.run(state, datasets.train, datasets.valid):
             is_complete = trainer.finish(state, datasets.valid, datasets.test)
             if is_complete and config.log.sample_tokens and not config.data.mock_data:
                 log.say(f" sample: {printable(generate(engine, tokenizer, config))}")

@@ -12,9 +12,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from data.storage import DataError, StorageFault, UsageError
 
@@ -31,13 +31,61 @@ def typed(otherwise: str) -> str:
     return name if name.startswith("gpt2-") else otherwise
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse whose usage errors are one line and whose flags are never abbreviated."""
+def dashed(words: Sequence[str]) -> list[str]:
+    """Dashes and underscores are the same in the name of a flag; after a `--` of its own there are no flags."""
+    end = words.index("--") if "--" in words else len(words)
+    names = (word.partition("=") for word in words[:end])
+    return ["".join((name.replace("_", "-"), *rest)) if name.startswith("--") else "".join((name, *rest))
+            for name, *rest in names] + list(words[end:])
 
-    def __init__(self, prog: str, description: str) -> None:
+
+def misspelt(word: str, known: Iterable[str]) -> str:
+    """"did you mean X?" where `word` is X but for dashes, case and one letter in four, at most two; otherwise ""."""
+    def plain(name: str) -> str:
+        return name.lower().replace("-", "").replace("_", "")
+
+    found: dict[int, list[str]] = {}
+    for name in sorted(set(known)):
+        found.setdefault(_edits(plain(word), plain(name)), []).append(name)
+    least = min(found, default=99)
+    return f"did you mean {' or '.join(found[least])}?" if least <= min(2, len(plain(word)) // 4) else ""
+
+
+def _edits(one: str, other: str) -> int:
+    """Letters to insert, remove, replace or swap with the next in one text to get the other."""
+    rows = [list(range(len(other) + 1))]
+    for i, letter in enumerate(one):
+        rows.append([i + 1])
+        for j, opposite in enumerate(other):
+            costs = [rows[-2][j] + (letter != opposite), rows[-2][j + 1] + 1, rows[-1][j] + 1]
+            if i and j and one[i - 1:i + 1] == opposite + other[j - 1]:
+                costs.append(rows[-3][j - 1] + 1)
+            rows[-1].append(min(costs))
+    return rows[-1][-1]
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose usage errors are one line, and whose flags have dashes or underscores and no abbreviations."""
+
+    def __init__(self, prog: str, description: str | None = None, **more: Any) -> None:
         if prog.startswith("data."):  # otherwise a command of a command, whose prog argparse makes
             prog = typed(f"python -m {prog}")
-        super().__init__(prog=prog, description=description, allow_abbrev=False)
+        super().__init__(prog=prog, description=description, allow_abbrev=False, **more)
+
+    def parse_args(self, args: Sequence[str] | None = None) -> argparse.Namespace:  # type: ignore[override]
+        asked, unknown = self.parse_known_args(dashed(sys.argv[1:] if args is None else args))
+        if unknown:
+            flag = next((word.partition("=")[0] for word in unknown if word.startswith("-")), None)
+            hint = "" if flag is None else misspelt(flag, self.flags())
+            self.error(f"unexpected argument {unknown[0]}: flags begin with --" if flag is None else
+                       f"unknown flag {flag}{': ' * bool(hint)}{hint}")
+        return asked
+
+    def flags(self) -> set[str]:
+        """All names of flags, those of its commands as well."""
+        inner = [parser for action in self._actions if isinstance(action, argparse._SubParsersAction)
+                 for parser in action.choices.values()]
+        return {*self._option_string_actions, *(flag for parser in inner for flag in parser.flags())}
 
     def error(self, message: str) -> NoReturn:
         print(f"error: {self.prog.removeprefix('python -m ')}: {message} (see --help)", file=sys.stderr)

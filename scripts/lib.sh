@@ -103,19 +103,22 @@ add_corpus() {
 
 # Adds the preset's batch, length and learning rate: about three minutes on two CPU cores, or on one GPU.
 add_recipe() {
+    local warmup=0.1
     # No dropout: text is seen about once, and without it attention runs in its fused kernel on every device.
     FLAGS+=(--preset "$PRESET" --split 980,19,1 --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1
             --attention-dropout 0 --hidden-dropout 0)
     case "$DEVICE:$PRESET" in
-        *:tiny) FLAGS+=(--batch-size 8 --train-iters 500 --lr 3e-3 --min-lr 3e-4 --warmup 0.05
+        *:tiny) FLAGS+=(--batch-size 8 --train-iters 500 --lr 3e-3 --min-lr 3e-4
                         --eval-interval 250 --eval-iters 10 --save-interval 250) ;;
         cpu:*)  given --fp16 "$@" || FLAGS+=($(python -m megatron.train.processor))  # --bf16 where the processor has it
-                FLAGS+=(--batch-size 8 --train-iters 240 --lr 1e-3 --min-lr 1e-4 --warmup 0.1
+                FLAGS+=(--batch-size 8 --train-iters 240 --lr 1e-3 --min-lr 1e-4
                         --eval-interval 120 --eval-iters 5 --save-interval 60) ;;
         gpu:*)  given --fp16 "$@" || FLAGS+=(--bf16)
-                FLAGS+=(--batch-size 16 --train-iters 1500 --lr 6e-4 --min-lr 6e-5 --warmup 0.1
+                FLAGS+=(--batch-size 16 --train-iters 1500 --lr 6e-4 --min-lr 6e-5
                         --eval-interval 250 --eval-iters 10 --save-interval 500) ;;
     esac
+    if [[ "$PRESET" == tiny ]]; then warmup=0.05; fi
+    given --lr-warmup-iters "$@" || FLAGS+=(--warmup "$warmup")
     if [[ $DEVICE == gpu && ( -z "$DRY_RUN" || -n "${CARD_GB:-}" ) ]] && ! fits "$@"; then FLAGS+=(--checkpoint-activations); fi
 }
 

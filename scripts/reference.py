@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron.config import SECTIONS, flag_name  # noqa: E402
-from megatron.config.ds_batch import BATCH  # noqa: E402
+from megatron.config.ds_together import BATCH  # noqa: E402
 from megatron.config.ds_keys import TABLE, Absent, NoEffect, Old, Only  # noqa: E402
 from megatron.config.optimizers import DEEPSPEED_TYPES, OPTIMIZERS  # noqa: E402
 from megatron.config.setting import Key, declared, plain_type  # noqa: E402
@@ -116,7 +116,8 @@ def _key_rows(belongs: Callable[[str], bool]) -> Iterator[str]:
         elif isinstance(row, Key):
             yield f"| `{name}` | | {WORDS.get(path, '')} |"
         elif isinstance(row, Old):
-            yield f"| `{name}` | | deprecated: read as {' and '.join(f'`{new}`' for new in row.new)} |"
+            how = "deprecated: read as" if row.deprecated else "another name of"
+            yield f"| `{name}` | | {how} {' and '.join(f'`{new}`' for new in row.new)} |"
 
 
 WORDS = {"gradient_accumulation_steps": "micro-batches per optimizer step; 1 where nothing is said",

@@ -28,16 +28,15 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.errors megatron.ranges megatron.version megatron.neighbours megatron.whereabouts
         megatron.host_memory
         megatron.layer_drop megatron.quantize
-        megatron.config.kinds megatron.config.setting megatron.config.problems megatron.config.words
+        megatron.config.kinds megatron.config.setting megatron.config.words megatron.config.problems
         megatron.config.optimizers
         megatron.config.model megatron.config.data megatron.config.parallel megatron.config.optim
         megatron.config.schedule megatron.config.precision megatron.config.zero megatron.config.offload
         megatron.config.recompute megatron.config.layer_drop megatron.config.quantize megatron.config.train
         megatron.config.save megatron.config.log megatron.config.profile megatron.config.autotuning
-        megatron.config.draft megatron.config.presets megatron.config.tree megatron.config.idle
-        megatron.config.whole_run megatron.config.hf_shape megatron.config megatron.config.loose_json
-        megatron.config.ds_keys megatron.config.ds_reader megatron.config.ds_together megatron.config.ds_batch
-        megatron.config.ds_file
+        megatron.config.presets megatron.config.tree megatron.config.idle
+        megatron.config.hf_shape megatron.config megatron.config.loose_json
+        megatron.config.ds_keys megatron.config.ds_reader megatron.config.ds_together megatron.config.ds_file
         megatron.zero.layout megatron.zero.policy megatron.zero.homes megatron.zero.homes.parts
         megatron.optim megatron.optim.schedule megatron.optim.schedulers megatron.optim.loss_scale
         megatron.plan megatron.plan.activations megatron.plan.footprint megatron.plan.memory megatron.plan.ways
@@ -139,7 +138,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.fsdp.sharding megatron.fsdp.member megatron.fsdp.fully_shard megatron.fsdp.clip megatron.fsdp.summon
         megatron.fsdp.state_dict megatron.fsdp.optim_state megatron.fsdp.wrapper megatron.fsdp.wrap
         megatron.fsdp.checkpointing megatron.fsdp.checkpoint megatron.fsdp.distributed_state megatron.fsdp
-        megatron.inference.source megatron.inference.parser megatron.inference.former megatron.inference.request
+        megatron.inference.source megatron.inference.former megatron.inference.request
         megatron.inference.prompts megatron.inference.lines
         megatron.inference.cache megatron.inference.recorded megatron.inference.decoder megatron.inference.sampling
         megatron.inference.generation megatron.inference.wording megatron.inference.int8 megatron.inference.pages

@@ -14,15 +14,15 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from megatron.checkpoint.choice import all_tags, candidates, explain_choice, latest_tag, locate, unreadable
 from megatron.checkpoint.manifest import LATEST, Manifest
 from megatron.checkpoint.recognise import nothing_under, recognise
 from megatron.checkpoint.signature import Key, read_key
 from megatron.checkpoint.tags import complete, held, manifest_of, tag_names, verify
-from megatron.config.help import typed
-from megatron.errors import EXIT_STORAGE, CheckpointError, ConfigError, TrainerError, exit_code
+from megatron.config.help import CommandParser
+from megatron.errors import EXIT_STORAGE, CheckpointError, TrainerError, exit_code
 
 if TYPE_CHECKING:
     from megatron.checkpoint.reader import Checkpoint
@@ -144,16 +144,8 @@ def _tell_of_masters(found: Checkpoint) -> None:
 MODULE = "python -m megatron.checkpoint"
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse whose errors are ours: one `error:` line, exit code 2."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see --help")
-
-
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = Parser(prog=typed(MODULE), description=(__doc__ or "").replace(MODULE, typed(MODULE)),
-                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(MODULE, __doc__ or "")
     parser.add_argument("command", choices=["list", "verify", "digest", "merge", "convert"])
     parser.add_argument("dir", type=Path, metavar="DIR[:TAG]",
                         help="save root, or the folder of one tag; convert: also what another program saved")

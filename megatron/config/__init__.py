@@ -1,17 +1,16 @@
 """What a run is, decided once and frozen, before anything heavy is imported: no torch, no files but the named JSON.
 
     setting.py      how a field is declared: default, help, flag aliases, JSON keys
-    problems.py     errors, collected; words.py: the names of settings in them; draft.py: one run names all of them
+    problems.py     errors, collected: one run names all of them; words.py: the names of settings in them
     model.py, data.py, parallel.py, optim.py, schedule.py, precision.py, zero.py, offload.py, recompute.py,
     layer_drop.py, quantize.py, train.py, save.py, log.py, profile.py,
     autotuning.py    one section each
     optimizers.py   the optimizers and their parameters; presets.py
     tree.py         the whole Config, and checks across sections
-    idle.py         settings that were given and belong to what is switched off
-    whole_run.py    checks of a run whose length and model are known
+    idle.py         settings that were given and come to nothing
     flags.py        the command line; help.py, foreign.py: what it says to people and to other programs' flags
     hf_shape.py     the shape of a model in a Hugging Face folder
-    ds_file.py      DeepSpeed's JSON: ds_keys.py (table), ds_reader.py (walk), ds_together.py, ds_batch.py,
+    ds_file.py      DeepSpeed's JSON: ds_keys.py (table), ds_reader.py (walk), ds_together.py,
                     loose_json.py (grammar), kinds.py (values)
 """
 

@@ -19,16 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import ds_together
-from megatron.config.draft import Draft
-from megatron.config.ds_batch import BATCH, BATCH_FIELDS, solve_batch
 from megatron.config.ds_keys import TABLE, NoEffect, Old, keys_of_fields
 from megatron.config.ds_reader import Found, agree, plain, same, walk
-from megatron.config.ds_together import FREEZE_STEPS, PARAMS, WARMUP_STEPS, Setting
+from megatron.config.ds_together import (BATCH, BATCH_FIELDS, FREEZE_STEPS, PARAMS, WARMUP_STEPS, Setting,
+                                         solve_batch)
 from megatron.config.idle import idle
 from megatron.config.kinds import shown
 from megatron.config.loose_json import parse
 from megatron.config.optimizers import OPTIMIZERS
-from megatron.config.problems import Problems
+from megatron.config.problems import Draft, Problems
 from megatron.config.schedule import ScheduleConfig
 from megatron.config.setting import Key, flag_name, require
 from megatron.config.tree import Config, build_config, data_parallel_size
@@ -38,6 +37,9 @@ from megatron.errors import ConfigError
 FP16_ONLY = frozenset(row.field for path, row in TABLE.items()
                       if isinstance(row, Key) and path.startswith("fp16.") and path != "fp16.enabled")
 """Fields that mean something only with fp16 on; as in DeepSpeed, the file says nothing about them otherwise."""
+
+YIELDING = frozenset(path for path, row in TABLE.items() if isinstance(row, Key) and row.yields)
+"""Keys that flags may differ from."""
 
 
 def build(source: str | os.PathLike[str] | Mapping[str, Any], *, flags: Mapping[str, Any] | None = None,
@@ -58,7 +60,8 @@ def build(source: str | os.PathLike[str] | Mapping[str, Any], *, flags: Mapping[
     errors.words = Words(_keys(said, flags), others, in_engine, found.name)
     dp = 1
     with errors.collecting():
-        dp = _data_parallel_size(world_size, flags)
+        tp = flags.get("model_parallel_size", 1)
+        dp = data_parallel_size(world_size, max(1, tp))  # a wrong size is reported by its section
         values |= _batch(said, flags, dp)
     config = build_config({**fallback, **values}, errors)
     if draft is None:
@@ -127,9 +130,9 @@ def resolve(found: Found, flags: Mapping[str, Any], problems: Problems, peak: fl
     values: dict[str, Any] = {}
     conflicts = Problems()
     for name, value, path in _fields(found, flags, problems, peak):
-        if name in flags and not agree(flags[name], value):
-            meant = "" if same(found.said(path), value) else f" (that is {flag_name(name)} {_word(value)})"
-            conflicts.append(f"{flag_name(name)} is {_word(flags[name])}, but {found.written(path)} is "
+        if name in flags and not agree(flags[name], value) and path not in YIELDING:
+            meant = "" if same(found.said(path), value) else f" (that is {flag_name(name)} {in_words(value)})"
+            conflicts.append(f"{flag_name(name)} is {in_words(flags[name])}, but {found.written(path)} is "
                              f"{shown(found.said(path))}{meant}: give one of them, or the same value")
         values[name] = value
     given = {**values, **flags}
@@ -153,20 +156,13 @@ def _flags_of(paths: Iterable[str]) -> Iterator[str]:
 def _fields(found: Found, flags: Mapping[str, Any], problems: Problems,
             peak: float = ScheduleConfig.lr) -> Iterator[Setting]:
     """(field, value, path of the key) of everything but the batch sizes."""
-    yield from _agreed(chain(_simple(found), ds_together.weight_group(found, flags)), found, problems)
+    rows = ((TABLE[path], value, path) for path, value in found.keys.items())
+    alone = ((row.field, row.to(value), path) for row, value, path in rows if isinstance(row, Key) and row.alone)
+    yield from _agreed(chain(alone, ds_together.weight_group(found, flags)), found, problems)
     yield from ds_together.optimizer(found, flags, problems)
     yield from ds_together.scheduler(found, flags, problems, peak)
     yield from ds_together.monitors(found)
     yield from ds_together.layer_drop(found, flags)
-
-
-def _simple(found: Found) -> Iterator[Setting]:
-    """The keys that set a field alone."""
-    for path, value in found.keys.items():
-        row = TABLE[path]
-        assert isinstance(row, Key)
-        if row.alone:
-            yield row.field, row.to(value), path
 
 
 def _agreed(settings: Iterable[Setting], found: Found, problems: Problems) -> Iterator[Setting]:
@@ -178,11 +174,6 @@ def _agreed(settings: Iterable[Setting], found: Found, problems: Problems) -> It
                          f"{found.written(path, '')} {shown(found.said(path))} disagree on {flag_name(name)}; "
                          "leave one out")
         yield name, value, path
-
-
-def _data_parallel_size(world_size: int, flags: Mapping[str, Any]) -> int:
-    tp = flags.get("model_parallel_size", 1)
-    return data_parallel_size(world_size, tp if tp >= 1 else 1)  # a wrong size is reported by its section
 
 
 def _batch(found: Found, flags: Mapping[str, Any], dp_size: int) -> dict[str, int]:
@@ -202,7 +193,7 @@ def _batch(found: Found, flags: Mapping[str, Any], dp_size: int) -> dict[str, in
                              "value")
     problems.stop()
     total, micro, accumulation = (given.get(key) for key in BATCH)
-    return solve_batch(total, micro, accumulation, dp_size)
+    return dict(zip(("global_batch_size", "batch_size"), solve_batch(total, micro, accumulation, dp_size), strict=True))
 
 
 # ---- words -------------------------------------------------------------------------------------------------------
@@ -226,7 +217,7 @@ def _other_keys(flags: Mapping[str, Any], optimizer: str | None) -> dict[str, st
 
 def notes(found: Found, config: Config, dp_size: int, in_engine: bool = False) -> tuple[str, ...]:
     """What the user should read once: deprecated keys, keys without effect, the values chosen for "auto"."""
-    lines = [*found.notices, *(() if in_engine else _idle_in_trainer(found)),
+    lines = [*found.notices, *(() if in_engine else _idle_in_trainer(found)), *_overruled(found, config),
              *(f'{path} "auto": {_chosen(path, config, dp_size)}' for path in found.autos)]
     if not config.precision.fp16:
         idle = [path for path in found.keys if path.startswith("fp16.") and path != "fp16.enabled"]
@@ -245,11 +236,27 @@ def _idle_in_trainer(found: Found) -> Iterator[str]:
             yield f"{path} {shown(value)} has no effect: {row.reason}"
 
 
-def _word(value: Any) -> str:
+def _overruled(found: Found, config: Config) -> Iterator[str]:
+    for path in sorted(YIELDING & found.keys.keys()):
+        said, in_force = found.keys[path], _in_force(path, config)
+        if not in_force.endswith(f" {in_words(said)}"):
+            yield f"{path} {shown(said)} has no effect: {in_force} is given"
+
+
+def _in_force(path: str, config: Config) -> str:
+    """The flag of a key and its value; "" where the key sets no field."""
+    row = TABLE[path]
+    if not isinstance(row, Key) or not row.field:
+        return ""
+    flat = {name: value for section in config.as_dict().values() for name, value in section.items()}
+    return f"{flag_name(row.field)} {in_words(flat[row.field])}"
+
+
+def in_words(value: Any) -> str:
     """A field's value in a message."""
     if isinstance(value, bool):
         return "on" if value else "off"
-    return "not set" if value is None else str(value)
+    return "not set" if value is None else " ".join(value) if isinstance(value, tuple) else str(value)
 
 
 def _chosen(path: str, config: Config, dp_size: int) -> str:
@@ -258,11 +265,7 @@ def _chosen(path: str, config: Config, dp_size: int) -> str:
         chosen = (config.global_batch_size(dp_size), config.train.batch_size, config.accumulation(dp_size))
         return str(chosen[BATCH.index(path)])
     if path == WARMUP_STEPS:
-        section, iters = config.schedule, config.schedule.lr_decay_iters or max(1, config.train.train_iters)
-        return f"{int(section.warmup * iters)} steps (--warmup {section.warmup:g} of {iters})"
+        return f"{config.warmup_steps} steps of {config.decay_iters}"
     if path.removeprefix(PARAMS) in FREEZE_STEPS:
         return "found while the run goes on"
-    row = TABLE[path]
-    flat = {name: value for section in config.as_dict().values() for name, value in section.items()}
-    name = row.field if isinstance(row, Key) else ""
-    return f"{flag_name(name)} {_word(flat[name])}" if name else "the default"
+    return _in_force(path, config) or "the default"

@@ -4,7 +4,7 @@ A row is one of
     Key      has an effect: sets a field (declared with the field, in its section), or is used with others (ds_together)
     Only     known to DeepSpeed; accepted with the values that mean what happens here anyway
     NoEffect accepted with any value of its kind; a note says so unless the value is the default
-    Old      a deprecated name, read as the new key
+    Old      another name, read as the new key
     Absent   a section of DeepSpeed that does not exist here: accepted switched off, otherwise refused
 This file holds the rows that belong to no field. Reasons are true for any model and any caller.
 """
@@ -45,6 +45,8 @@ class Old:
     new: tuple[str, ...]
     kind: Kind
     to: Callable[[Any], Any] = lambda value: value
+    deprecated: bool = True
+    """In DeepSpeed; otherwise the two names are equals, and no note says so."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,11 @@ def _offload_to_cpu(kind: str) -> Old:
 
 _TOP: dict[str, Row] = {
     **_together("gradient_accumulation_steps", COUNT),
+    "managed_gradient_accumulation": Only(
+        (True,), "the engine counts micro-batches; set_gradient_accumulation_boundary says otherwise"),
+    "gradient_allreduce_op": Only(
+        ("mean",), "gradients are averaged over the ranks; for their sum multiply the loss by the data parallel size"),
+    "disable_python_gc": NoEffect(BOOLEAN, False, "--gc-interval says when garbage is collected"),
     "fp32_allreduce": Old(("communication_data_type",), BOOLEAN, lambda given: "fp32" if given else None),
     "data_types.grad_accum_dtype": Only((None, "fp32"), "sums over micro-batches are taken in fp32"),
     "sparse_gradients": Only((False,), "gradients are reduced as dense tensors; make embeddings without sparse=True"),
@@ -151,6 +158,10 @@ _SCHEDULER: dict[str, Row] = {
 
 _ZERO_OPTIMIZATION: dict[str, Row] = {
     "zero_optimization": Old((_ZERO + "stage",), SWITCH_OR_OBJECT, int),
+    **{_ZERO + name: Old((f"{_ZERO}stage3_{name}",), kind, deprecated=False) for kind, names in (
+        (INTEGER, "prefetch_bucket_size param_persistence_threshold max_live_parameters max_reuse_distance"),
+        (BOOLEAN, "gather_16bit_weights_on_model_save use_all_reduce_for_fetch_params allgather_sequential"),
+        (NUMBER, "model_persistence_threshold module_granularity_threshold")) for name in names.split()},
     _ZERO + "stage3_gather_fp16_weights_on_model_save": Old(
         (_ZERO + "stage3_gather_16bit_weights_on_model_save",), BOOLEAN),
     _ZERO + "cpu_offload": _offload_to_cpu("optimizer"),
@@ -163,6 +174,8 @@ _ZERO_OPTIMIZATION: dict[str, Row] = {
                          "stage3_param_persistence_threshold to save memory"),
     _ZERO + "stage3_module_granularity_threshold": NoEffect(COUNT_0, 0, _PURE_SPEED),
     _ZERO + "stage3_use_all_reduce_for_fetch_params": NoEffect(BOOLEAN, False, _PURE_SPEED),
+    _ZERO + "stage3_allgather_sequential": NoEffect(BOOLEAN, False, _PURE_SPEED),
+    _ZERO + "enable_sanity_checks": NoEffect(BOOLEAN, False, "ranks compare what they do at every step"),
     _ZERO + "use_multi_rank_bucket_allreduce": NoEffect(BOOLEAN, True, _PURE_SPEED),
     _ZERO + "save_muon_momentum_buffer_in_memory": NoEffect(
         BOOLEAN, False, "momenta are where offload_optimizer has the optimizer's state"),

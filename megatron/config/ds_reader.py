@@ -195,7 +195,8 @@ class _Reader:
                 self._take(new, converted)
                 self.origins[new] = path
                 self.raw[new] = value
-        self.notices.append(f"{path} is deprecated: read as {' and '.join(row.new)} {shown(converted)}")
+        if row.deprecated:
+            self.notices.append(f"{path} is deprecated: read as {' and '.join(row.new)} {shown(converted)}")
 
     def _compare(self, path: str, value: Any, new: str, converted: Any) -> None:
         """Both names may be given if they say the same."""
@@ -224,8 +225,10 @@ def _converted(path: str, value: Any, kind: Kind) -> Any:
 
 
 def same(value: Any, allowed: Any) -> bool:
-    """Equal, and true is not 1."""
-    return bool(value == allowed) and isinstance(value, bool) == isinstance(allowed, bool)
+    """Equal, whatever the case of a text; 1 is true, and true is not 1."""
+    if isinstance(value, str) and isinstance(allowed, str):
+        return value.lower() == allowed.lower()
+    return bool(value == allowed) and (isinstance(allowed, bool) or not isinstance(value, bool))
 
 
 def agree(one: Any, other: Any) -> bool:

@@ -1,13 +1,12 @@
 """JSON keys that mean something only together: an optimizer and its parameters, a scheduler and its, where
-scalars go, those of layer dropping.
+scalars go, those of layer dropping, the three batch sizes.
 
-Each function yields (field, value, path of the key it came from). What does not fit goes to `problems`.
+A generator yields (field, value, path of the key it came from). What does not fit goes to `problems`.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -17,6 +16,8 @@ from megatron.config.optimizers import AUTO, DEEPSPEED_TYPES, OPTIMIZERS, SWITCH
 from megatron.config.schedule import STYLES, ScheduleConfig
 from megatron.config.optim import OptimConfig
 from megatron.config.problems import Problems
+from megatron.config.setting import require
+from megatron.config.train import TrainConfig
 
 Setting = tuple[str, Any, str]
 """(field, value, path of the key)"""
@@ -115,37 +116,30 @@ def scheduler(found: Found, flags: Mapping[str, Any], problems: Problems,
 def _warm_up(found: Found, kind: str, flags: Mapping[str, Any], problems: Problems, peak: float) -> Iterator[Setting]:
     if WARMUP_STEPS in found.refused or TOTAL_STEPS in found.refused:
         return
-    total = found.keys.get(TOTAL_STEPS)
-    warmup = found.keys.get(WARMUP_STEPS, 0 if WARMUP_STEPS in found.autos else DEEPSPEED_WARMUP_STEPS)
+    total, warmup = found.keys.get(TOTAL_STEPS), found.keys.get(WARMUP_STEPS)
+    if warmup is None and not (WARMUP_STEPS in found.autos or flags.keys() & {"warmup", "lr_warmup_iters"}):
+        warmup = DEEPSPEED_WARMUP_STEPS
     if kind == "WarmupLR":
-        total = max(1, warmup)  # a constant rate has no end; the warm-up is a share of this
+        total = max(1, warmup or 0)  # a constant rate has no end
     if total is None:
         problems.append(f"{kind} needs {TOTAL_STEPS} as a number")
-    elif warmup > total:
+        return
+    if warmup is not None and warmup > total:
         problems.append(f"{WARMUP_STEPS} {warmup} is above {TOTAL_STEPS} {total}")
-    else:
-        yield from _curve(found, kind, warmup, total)
-        yield from _warmup_type_and_floor(found, kind, flags, peak)
-
-
-def _curve(found: Found, kind: str, warmup: int, total: int) -> Iterator[Setting]:
+        return
     where = found.first(WARMUP_STEPS, "scheduler.type")
     yield "lr_decay_style", STYLES[kind], "scheduler.type"
-    by_flags = WARMUP_STEPS in found.autos
-    if not by_flags:
-        yield "warmup", _share(warmup, total), where
+    if warmup is not None:
+        yield "lr_warmup_iters", warmup, where
     if kind != "WarmupLR":
         yield "lr_decay_iters", total, TOTAL_STEPS
-    elif not by_flags:
+    elif warmup is not None:
         yield "lr_decay_iters", total, where
+    if warmup != 0 and "warmup_type" not in flags and not found.given(WARMUP_TYPE):
+        yield "warmup_type", "log", "scheduler.type"  # as in DeepSpeed
     if kind == "WarmupDecayLR":
         yield "min_lr", 0.0, "scheduler.type"
-
-
-def _warmup_type_and_floor(found: Found, kind: str, flags: Mapping[str, Any], peak: float) -> Iterator[Setting]:
-    if found.keys.get(WARMUP_STEPS) != 0 and "warmup_type" not in flags and not found.given(WARMUP_TYPE):
-        yield "warmup_type", "log", "scheduler.type"  # as in DeepSpeed
-    if kind == "WarmupCosineLR":  # its floor is a share of a peak that a flag may give
+    elif kind == "WarmupCosineLR":  # its floor is a share of a peak that a flag may give
         peak = flags.get("lr", found.keys.get("optimizer.params.lr", peak))
         floor = peak * found.keys.get(COSINE_FLOOR, DEEPSPEED_COSINE_FLOOR)
         yield "min_lr", floor, found.first(COSINE_FLOOR, "scheduler.type")
@@ -169,7 +163,7 @@ def _one_cycle(found: Found, problems: Problems) -> Iterator[Setting]:
     yield "lr_decay_style", STYLES["OneCycle"], "scheduler.type"
     yield "min_lr", *ends["cycle_min_lr"]
     yield "lr", *ends["cycle_max_lr"]
-    yield "warmup", _share(first, first + second), where
+    yield "lr_warmup_iters", first, where
     yield "lr_decay_iters", first + second, where_second
     for field, name in (("cycle_decay", "decay_lr_rate"), ("cycle_mom_growth", "decay_mom_rate")):
         rate, path = of(name, 0.0)
@@ -229,7 +223,37 @@ def weight_group(found: Found, flags: Mapping[str, Any]) -> Iterator[Setting]:
             yield field, value, path
 
 
-def _share(part: int, whole: int) -> float:
-    """part / whole, such that int(share * whole) is part again."""
-    share = part / whole
-    return share if int(share * whole) == part else math.nextafter(share, math.inf)
+# ---- batch sizes: train batch = micro-batch x accumulation x data parallel size, solved or refused -----------------
+
+
+BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+BATCH_FIELDS = {"train_batch_size": "global_batch_size", "train_micro_batch_size_per_gpu": "batch_size"}
+
+Given = tuple[int, str] | None
+"""A number and the name of its source."""
+
+
+def solve_batch(total: Given, micro: Given, accumulation: Given, dp_size: int) -> tuple[int, int]:
+    """(train batch, micro-batch), with what is missing computed."""
+    if total is None:
+        size, steps = (micro or (TrainConfig.batch_size, ""))[0], (accumulation or (1, ""))[0]
+        return size * steps * dp_size, size
+    if micro is None:
+        return total[0], _quotient(total, "accumulation", accumulation, dp_size)
+    if accumulation is None:
+        _quotient(total, "micro_batch", micro, dp_size)
+        return total[0], micro[0]
+    product = micro[0] * accumulation[0] * dp_size
+    sources = dict.fromkeys((total[1], micro[1], accumulation[1]))
+    require(total[0] == product, f"train_batch_size {total[0]} != micro_batch {micro[0]} x accumulation "
+            f"{accumulation[0]} x data_parallel {dp_size} = {product} ({', '.join(sources)})")
+    return total[0], micro[0]
+
+
+def _quotient(total: tuple[int, str], name: str, given: Given, dp_size: int) -> int:
+    """total / (given x dp_size), which must be whole."""
+    product = (given[0] if given else 1) * dp_size
+    named = f"{name} {given[0]} ({given[1]}) x " if given else ""
+    require(total[0] % product == 0, f"train_batch_size {total[0]} ({total[1]}) is not divisible by {named}"
+            f"data_parallel {dp_size}" + (f" = {product}" if given else ""))
+    return total[0] // product

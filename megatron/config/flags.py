@@ -8,23 +8,22 @@ field's default. Not here: the texts of the help (help.py), and the flags of oth
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 import sys
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import Field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+from data.cli import dashed, misspelt
 from megatron.config import ds_file, foreign, help
-from megatron.config.draft import Draft
+from megatron.config.ds_file import in_words
 from megatron.config.hf_shape import shape_in, tokenizer_in
-from megatron.config.idle import idle
-from megatron.config.problems import Problems
+from megatron.config.idle import idle, problems_of_run
+from megatron.config.problems import Draft, Problems
 from megatron.config.setting import declared, field_name, flag_name, plain_type
 from megatron.config.tree import PRESETS, SECTIONS, Config, build_config
-from megatron.config.whole_run import problems_of_run
 from megatron.config.words import Words
 from megatron.errors import ConfigError
 from megatron.version import DISTRIBUTION, __version__
@@ -53,20 +52,20 @@ class _Help(argparse.Action):
         sys.exit(0)
 
 
-def parse_args(argv: Sequence[str], world_size: int = 1, *, planning: bool = False) -> Config:
+def parse_args(argv: Sequence[str], world_size: int = 1, *, beside: Collection[str] = ()) -> Config:
     """The configuration these flags describe; ConfigError names the flag that cannot be honoured.
 
-    `world_size` is what the batch sizes of a `--deepspeed_config` are solved with; `planning`: nothing is to be run.
+    `world_size` is what the batch sizes of a `--deepspeed_config` are solved with; `beside`: the options of another
+    command (the planner, the tuner) that these flags were given to.
     """
     parser = build_parser()
-    words, problems = switches(parser, [dashed(word) for word in argv])
-    table = foreign.OF_PLANNER if planning else foreign.FOREIGN
-    ours, foreigners, notes = foreign.answers(words, table)
+    words, problems = switches(parser, dashed(argv))
+    ours, foreigners, notes = foreign.answers(words, starts_ranks=not beside)
     problems += foreigners
     given = argparse.Namespace()
     try:
         given, unknown = parser.parse_known_args(ours)
-        problems += _unknown(parser, unknown, words, table)
+        problems += [*_unknown(parser, unknown, words, beside), *_conflicts(parser, ours)]
     except ConfigError as error:  # one line names everything that has to be changed
         problems.append(str(error))
     Problems(problems).stop()
@@ -100,7 +99,7 @@ def _built(values: dict[str, Any], preset: dict[str, Any], world_size: int, draf
 
 def asks_for_plan(argv: Sequence[str]) -> bool:
     """The run is not to be started, but planned: --dry-run."""
-    return "--dry-run" in switches(build_parser(), [dashed(word) for word in argv])[0]
+    return "--dry-run" in switches(build_parser(), dashed(argv))[0]
 
 
 def _said_by_hf(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,6 +120,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--preset", type=_one_of("--preset", tuple(PRESETS)))
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--cpu-optimizer", "--optimizer-cpu-offload", action=argparse.BooleanOptionalAction)
+    parser.add_argument("--use-distributed-optimizer", dest="zero_stage", action="store_const", const=1)
     parser.add_argument("--deepspeed-config", "--deepscale-config")
     parser.add_argument("--deepspeed", "--deepscale", action=argparse.BooleanOptionalAction)
     for section in SECTIONS.values():
@@ -136,12 +136,12 @@ def _add_flag(parser: argparse.ArgumentParser, item: Field[Any], kind: Any) -> N
     if kind is bool:
         action = "store_true" if item.name.startswith("no_") else argparse.BooleanOptionalAction
         parser.add_argument(*names, dest=item.name, action=action)
-    elif typing.get_origin(kind) is Literal:
-        parser.add_argument(*names, dest=item.name, type=_one_of(flag, typing.get_args(kind)))
     elif typing.get_origin(kind) is tuple:
         parser.add_argument(*names, dest=item.name, nargs="+", action=_TupleAction)
     else:
-        parser.add_argument(*names, dest=item.name, type=kind if kind is str else _number(flag, kind))
+        is_choice = typing.get_origin(kind) is Literal
+        convert = _one_of(flag, typing.get_args(kind)) if is_choice else kind if kind is str else _number(flag, kind)
+        parser.add_argument(*names, dest=item.name, type=convert)
 
 
 class _TupleAction(argparse.Action):
@@ -155,38 +155,23 @@ def _number(flag: str, kind: type) -> Callable[[str], Any]:
     def convert(text: str) -> Any:
         try:
             value = float(text)
-            if kind is float:
-                return value
-            return int(text) if text.strip().lstrip("+-").isdigit() else _whole(value)
-        except (ValueError, OverflowError):
+            if kind is int and not value.is_integer():
+                raise ValueError
+            return value if kind is float else int(text) if text.strip().lstrip("+-").isdigit() else int(value)
+        except ValueError:
             raise ConfigError(f"{flag} is {text}: expected {'an integer' if kind is int else 'a number'}") from None
 
     return convert
 
 
-def _whole(value: float) -> int:
-    if not value.is_integer():
-        raise ValueError
-    return int(value)
-
-
 def _one_of(flag: str, words: tuple[str, ...]) -> Callable[[str], str]:
     def convert(text: str) -> str:
         if text not in words:
-            near = difflib.get_close_matches(text, words, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = f"; {near}" if (near := misspelt(text, words)) else ""
             raise ConfigError(f"{flag} is {text}: expected {', '.join(words[:-1])} or {words[-1]}{hint}")
         return text
 
     return convert
-
-
-def dashed(word: str) -> str:
-    """Dashes and underscores are the same in the name of a flag."""
-    if not word.startswith("--"):
-        return word
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value
 
 
 def switches(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -218,7 +203,7 @@ def _opposite(name: str, action: argparse.Action) -> str:
 
 
 def _unknown(parser: argparse.ArgumentParser, unknown: Sequence[str], words: Sequence[str],
-             table: Mapping[str, foreign.Foreign]) -> list[str]:
+             beside: Collection[str]) -> list[str]:
     """One sentence for each unknown flag and switch with a value, or for the first word that belongs to none."""
     known = {option: action for action in parser._actions for option in action.option_strings}
     valued = [(before, word) for before, word in zip(words, words[1:])
@@ -227,11 +212,28 @@ def _unknown(parser: argparse.ArgumentParser, unknown: Sequence[str], words: Seq
                  + (before if word.lower() in YES else _opposite(before, known[before]) or "nothing")
                  for before, word in valued]
     for flag in (word.partition("=")[0] for word in unknown if word.startswith("-")):
-        near = next(iter(difflib.get_close_matches(flag, [*known, *(f"--{name}" for name in table)], n=1)), None)
-        sentences.append(f"unknown flag {flag}: " + (
-            "`--help-all` lists every flag" if near is None else
-            f"did you mean {near}?" if near in known else table[near[2:]].answer))
+        hint = misspelt(flag, {*known, *beside}) or "`--help-all` lists every flag"
+        sentences.append(f"unknown flag {flag}: {hint}")
     return sentences or [_stray(word, words) for word in unknown[:1]]
+
+
+def _conflicts(parser: argparse.ArgumentParser, words: Sequence[str]) -> Iterator[str]:
+    """A sentence for each setting whose names were given different values. Of one name the last value counts: a user's
+    flags follow those of a script."""
+    known, typed = parser._option_string_actions, dict[str, dict[str, list[str]]]()
+    said: list[str] = []
+    for word in words:
+        if word.startswith("--"):
+            said, action = [], known.get(word.partition("=")[0])
+            if action is not None:
+                typed.setdefault(action.dest, {})[word.partition("=")[0].replace("--no-", "--")] = said
+        said.append(word)
+    for field, names in typed.items():
+        if len(names) > 1:
+            values = {name: getattr(parser.parse_known_args(said)[0], field) for name, said in names.items()}
+            (first, value), *others = values.items()
+            yield from (f"{first} is {in_words(value)}, but {name} is {in_words(other)}: two names of one setting; "
+                        "give one of them" for name, other in others if other != value)
 
 
 def _stray(word: str, words: Sequence[str]) -> str:

@@ -1,18 +1,19 @@
-"""`--help`, one screen for people who are new here, and `--help-all`, every flag by topic."""
+"""The parser of all commands; and `--help`, one screen for people who are new here, and `--help-all`, every flag."""
 
 from __future__ import annotations
 
-import os
-import sys
+import argparse
 import textwrap
 import typing
 from collections.abc import Iterator
 from dataclasses import Field, fields
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
+from data.cli import Parser, typed
 from megatron.config.presets import PRESETS
 from megatron.config.setting import declared, flag_name, plain_type
 from megatron.config.tree import SECTIONS
+from megatron.errors import ConfigError
 
 WIDTH, COLUMN = 100, 34
 
@@ -36,10 +37,17 @@ RARER = {
 }
 
 
-def typed(otherwise: str) -> str:
-    """The command as it was typed: one of an installation's, or else `otherwise`."""
-    name = os.path.basename(sys.argv[0])
-    return name if name.startswith("gpt2-") else otherwise
+class CommandParser(Parser):
+    """The command line of `python -m megatron.NAME`; what is wrong with it is a ConfigError, and so one line."""
+
+    def __init__(self, module: str, description: str, examples: str = "", **more: Any) -> None:
+        """`module` as it is run; help and examples have what was typed in its place."""
+        program = typed(module)
+        super().__init__(program, description.replace(module, program), epilog=examples.replace(module, program),
+                         formatter_class=argparse.RawDescriptionHelpFormatter, **more)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see {self.prog} --help")
 
 
 def _beginning() -> list[str]:

@@ -1,4 +1,5 @@
-"""Settings that were given and that nothing reads, because what they belong to is switched off.
+"""Settings that were given and come to nothing: what they belong to is switched off (a note), or the run is over before
+it begins (an error, of a run of pretrain_gpt2.py alone: an engine has a loop and a model of its user's).
 
 One table says which switch a setting needs. A default that nobody gave is nothing to tell, nor is a setting whose
 switch was given as off: whoever writes that knows it. Not here: offloading (offload.py), and what only the device or
@@ -13,7 +14,7 @@ from typing import Any
 
 from megatron.config.layer_drop import LayerDropConfig
 from megatron.config.optim import OptimConfig
-from megatron.config.optimizers import OPTIMIZERS
+from megatron.config.optimizers import AUTO, NEVER, ONE_BIT, OPTIMIZERS
 from megatron.config.profile import ProfileConfig
 from megatron.config.quantize import QuantizeConfig
 from megatron.config.setting import flag_name, have
@@ -46,6 +47,8 @@ def idle(config: Config, asked: Collection[str], given: Collection[str]) -> Iter
         if (switch := _first_off(name, values)) and switch not in given:
             found.setdefault(switch, []).append(name)
     yield from (f"{have(names)} no effect without {flag_name(switch)}" for switch, names in found.items())
+    if config.schedule.lr_decay_style != "WSD" and (names := [name for name in on if name.startswith("lr_wsd_")]):
+        yield f"{have(names)} no effect without --lr-decay-style WSD"
     yield from _of_other_optimizers(config.optim, on)
 
 
@@ -62,3 +65,45 @@ def _of_other_optimizers(optim: OptimConfig, asked: Collection[str]) -> Iterator
             yield f"{flag_name(name)} has no effect with --optimizer {optim.optimizer}: {', '.join(readers)} read it"
     if "weight_decay" in asked and not OPTIMIZERS[optim.optimizer].decays:
         yield f"--weight-decay has no effect with --optimizer {optim.optimizer}: its weights do not decay"
+
+
+def problems_of_run(config: Config) -> Iterator[str]:
+    """A sentence for each method that would never begin, or that this model does not take."""
+    if config.optim.optimizer in ONE_BIT and config.optim.onebit_freeze_step != NEVER:
+        yield from _too_long_a_warm_up(config)
+    if config.quantize.quantize_training:
+        yield from _nothing_rounded(config)
+        yield from _groups_of_rows(config)
+
+
+def _too_long_a_warm_up(config: Config) -> Iterator[str]:
+    """A run that ends before its optimizer's warm-up does is another one than was asked for."""
+    warm_up, iters = config.optim.freeze_step, config.train.train_iters
+    what, instead = ("ranks would never step by themselves", " or never") if \
+        config.optim.optimizer == "zeroone_adam" else ("nothing would travel at one bit", "")
+    if warm_up is None:
+        beta2, each = config.optim.adam_beta2, max(1, round(1 / (1 - config.optim.adam_beta2)))
+        if 0 < iters <= 2 * each:
+            yield (f"--onebit-freeze-step {AUTO} looks at the variance every {each} steps with --adam-beta2 {beta2:g}, "
+                   f"and can freeze it after {2 * each}, which is not below --train-iters {iters}, so that {what}: "
+                   f"give a number, 15 to 25 % of the steps are usual{',' * bool(instead)}{instead}")
+    elif 0 < iters <= warm_up:
+        yield (f"--onebit-freeze-step {warm_up} is not below --train-iters {iters}, so that {what}: 15 to 25 % of the "
+               f"steps are usual, or give {AUTO}{instead}")
+
+
+def _nothing_rounded(config: Config) -> Iterator[str]:
+    offset, iters = config.quantize.quantize_offset, config.train.train_iters
+    if 0 < iters < offset:
+        yield (f"--quantize-offset {offset} is above --train-iters {iters}, so that nothing would be rounded: give 0 "
+               "to round from the first step on, or fewer steps than the run has")
+
+
+def _groups_of_rows(config: Config) -> Iterator[str]:
+    """As the engine finds it (zero/rows.py) for a model of any kind."""
+    groups, hidden = config.quantize.quantize_groups, config.model.hidden_size
+    rows = {"3 x --hidden-size": 3 * hidden, "--hidden-size": hidden, "--intermediate-size": config.model.ffn_size}
+    uneven = [f"{count} ({name})" for name, count in rows.items() if count % groups]
+    if uneven:
+        yield (f"--quantize-groups {groups} does not divide the rows of every matrix, {', '.join(uneven)}: give "
+               "a divisor of all")

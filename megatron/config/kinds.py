@@ -24,9 +24,10 @@ class Kind:
 
 
 def _boolean(value: Any) -> bool:
-    if not isinstance(value, bool):
+    """1 and 0 are true and false, as in DeepSpeed."""
+    if not isinstance(value, int) or value not in (0, 1):
         raise ValueError
-    return value
+    return bool(value)
 
 
 def _text(value: Any) -> str:

@@ -18,7 +18,8 @@ class LogConfig:
     log_interval: int | None = setting(
         None, "steps between console lines; 0 turns them off (default: a round number, at most 100, that gives at "
               "least ten lines)",
-        "logging-steps", newcomer=True, json=Key("steps_per_print", COUNT_0, nullable=True))
+        "logging-steps", newcomer=True,
+        json=Key("steps_per_print", COUNT_0, nullable=True, yields=True, help="a flag wins over it"))
     metrics_file: str | None = setting(None, "append one JSON object per step to this file", newcomer=True)
     tensorboard_dir: str | None = setting(None, "write tensorboard scalars to this folder", "logging-dir",
                                           newcomer=True, json=Key("tensorboard.enabled", BOOLEAN, alone=False))

@@ -39,7 +39,7 @@ class OffloadConfig:
         False, "the host updates beside the next forward and backward of the GPU, which use the weights of before: "
         "faster, and inexact", json=_OPTIMIZER + "delayed_param_update")
     offload_param_device: Literal["none", "cpu", "nvme"] = setting(
-        "none", "where parameters are kept; stage 3 only", json=_PARAM + "device")
+        "none", "where parameters are kept; stage 3 only", "remote-device", json=_PARAM + "device")
     offload_param_nvme_path: str | None = setting(
         None, "folder on the NVMe drive", json=_PARAM + "nvme_path", place=True)
     offload_param_buffer_count: int = setting(5, "host buffers in front of the NVMe drive",

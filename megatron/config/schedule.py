@@ -13,6 +13,7 @@ STYLES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "
           "LRRangeTest": "range-test"}
 """scheduler.type -> --lr-decay-style"""
 _PARAMS = "scheduler.params."
+DEFAULT_WARMUP = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,7 @@ class ScheduleConfig:
         Key(_PARAMS + "cycle_min_lr", NUMBER, alone=False, default="", help="of `OneCycle`"),
         Key(_PARAMS + "lr_range_test_min_lr", NUMBER, alone=False, default="0.001",
             help="of `LRRangeTest`: the first rate")))
-    lr_decay_style: Literal["constant", "linear", "cosine", "exponential", "inverse-square-root", "one-cycle",
+    lr_decay_style: Literal["constant", "linear", "cosine", "exponential", "inverse-square-root", "WSD", "one-cycle",
                             "range-test", "range-test-stairs"] = setting(
         "cosine", "shape of the decay", json=(
             Key("scheduler.type", choice(*STYLES), alone=False, default="",
@@ -46,15 +47,19 @@ class ScheduleConfig:
                 help="of `OneCycle`: the steps from the peak to the end of the cycle; by default those before it"),
             Key(_PARAMS + "lr_range_test_step_size", COUNT, alone=False, default="2000",
                 help="of `LRRangeTest`: steps in which the rate grows by `lr_range_test_step_rate`")))
-    warmup: float = setting(
-        0.01, "share of --lr-decay-iters spent warming up", "lr-warmup-fraction", "warmup-ratio", json=(
-            Key(_PARAMS + "warmup_num_steps", COUNT_0, alone=False, default="1000",
-                help="of the warm-up schedules, as a number of steps"),
+    warmup: float | None = setting(
+        None, "share of --lr-decay-iters spent warming up (default: 0.01)", "lr-warmup-fraction", "warmup-ratio")
+    lr_warmup_iters: int | None = setting(
+        None, "steps spent warming up, in place of --warmup", "warmup-iters", "warmup-steps", json=(
+            Key(_PARAMS + "warmup_num_steps", COUNT_0, alone=False, default="1000", help="of the warm-up schedules"),
             Key(_PARAMS + "cycle_first_step_size", COUNT, alone=False, default="2000",
-                help="of `OneCycle`, as a number of steps: from the start to the peak")))
+                help="of `OneCycle`: the steps from the start to the peak")))
     warmup_type: Literal["linear", "log"] = setting(
         "linear", "shape of the warm-up; log rises fast at first",
         json=Key("scheduler.params.warmup_type", default='"log"', help="the flag's own default is linear"))
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = setting(
+        "exponential", "WSD: shape of the decay")
+    lr_wsd_decay_iters: int | None = setting(None, "WSD: steps of the decay, the last ones of --lr-decay-iters")
     cycle_decay: float = setting(
         0.0, "one-cycle: after the cycle the rate is --min-lr / (1 + this x steps); range-test: growth of the rate, as "
              "a share of --min-lr, in --lr-decay-iters steps",
@@ -79,11 +84,14 @@ class ScheduleConfig:
         problems = Problems()
         problems.require_range(self, "lr min_lr", 0)
         problems.require_range(self, "warmup", 0, 1)
-        problems.require_range(self, "lr_decay_iters", 1)
+        problems.require_range(self, "lr_warmup_iters", 0)
+        problems.require_range(self, "lr_decay_iters lr_wsd_decay_iters", 1)
         problems.require_range(self, "cycle_decay cycle_mom_growth", 0)
         problems.require_range(self, "cycle_min_mom cycle_max_mom", 0, 0.9999999)
         problems.stop()
         require(self.min_lr <= self.lr, f"--min-lr {self.min_lr:g} is above --lr {self.lr:g}")
+        require(self.lr_decay_style != "WSD" or self.lr_wsd_decay_iters is not None,
+                "--lr-decay-style WSD needs --lr-wsd-decay-iters: the number of steps of its decay")
         require(not (self.override_lr_scheduler and self.use_checkpoint_lr_scheduler),
                 "--override-lr-scheduler and --use-checkpoint-lr-scheduler exclude each other: give at most one")
 

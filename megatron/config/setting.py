@@ -35,6 +35,8 @@ class Key:
     """Lower-case text that DeepSpeed accepts and we do not -> reason."""
     alone: bool = True
     """False: the field's value depends on further keys; ds_together.py finds it."""
+    yields: bool = False
+    """A flag that says otherwise wins, with a note; of other keys that is an error."""
     default: str | None = None
     """What the reference page calls the default, where it is not the field's."""
     help: str = ""

@@ -23,7 +23,9 @@ class TrainConfig:
         json=Key("train_batch_size", COUNT, alone=False, nullable=True))
     train_iters: int = setting(1000, "optimizer steps of the whole run", "max-iters", "max-steps", newcomer=True)
     eval_interval: int = setting(1000, "steps between evaluations; 0 turns them off", "eval-steps", newcomer=True)
-    eval_iters: int = setting(100, "global batches per evaluation")
+    eval_iters: int = setting(100, "global batches per evaluation; 0 turns evaluations off")
+    skip_train: bool = setting(False, "evaluate what --load or --load-hf names, and neither train nor save",
+                               "eval-only")
     exit_interval: int = setting(0, "exit after steps divisible by this; 0 turns it off")
     exit_duration_in_mins: float = setting(0.0, "exit after the step in which the run is this many minutes old; 0 "
                                                 "turns it off")
@@ -37,14 +39,22 @@ class TrainConfig:
                 "to happen between blocks)")
     cuda_graphs: bool = setting(False, "--compile on a GPU: replay launches as CUDA graphs (torch's reduce-overhead); "
                                        "faster for small models, takes more memory; stages 0 to 2, no recomputation")
-    deterministic: bool = setting(False, "refuse kernels whose results vary from run to run")
+    deterministic: bool = setting(False, "on a GPU: only kernels that give the same bits in every run, slower ones if "
+                                         "need be (docs/training.md)")
 
     def __post_init__(self) -> None:
         problems = Problems()
         problems.require_range(self, "batch_size global_batch_size", 1)
-        problems.require_range(self, "train_iters eval_interval exit_interval exit_duration_in_mins gc_interval", 0)
-        problems.require_range(self, "eval_iters", 1)
+        problems.require_range(self, "train_iters eval_interval eval_iters", 0)
+        problems.require_range(self, "exit_interval exit_duration_in_mins gc_interval", 0)
         problems.require_range(self, "seed", 0, 2**63 - 1)
         problems.stop()
         require(self.compile is not False or not self.cuda_graphs,
                 "--cuda-graphs and --no-compile exclude each other: only what is compiled is replayed; leave one out")
+        require(not self.skip_train or self.evaluates_every > 0,
+                "--skip-train leaves nothing to do with --eval-interval 0 or --eval-iters 0: leave that out")
+
+    @property
+    def evaluates_every(self) -> int:
+        """Steps between evaluations; 0: there are none."""
+        return self.eval_interval if self.eval_iters else 0

@@ -15,7 +15,6 @@ from typing import Any
 
 from megatron.config.autotuning import AutotuningConfig
 from megatron.config.data import DataConfig
-from megatron.config.draft import Draft
 from megatron.config.layer_drop import LayerDropConfig
 from megatron.config.log import LogConfig
 from megatron.config.model import ModelConfig
@@ -25,12 +24,12 @@ from megatron.config.optimizers import NEVER, ONE_BIT
 from megatron.config.parallel import ParallelConfig, data_parallel_size
 from megatron.config.precision import PrecisionConfig
 from megatron.config.presets import PRESETS
-from megatron.config.problems import Problems, sentences_of
+from megatron.config.problems import Draft, Problems, sentences_of
 from megatron.config.profile import ProfileConfig
 from megatron.config.quantize import QuantizeConfig
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.save import SaveConfig
-from megatron.config.schedule import ScheduleConfig
+from megatron.config.schedule import DEFAULT_WARMUP, ScheduleConfig
 from megatron.config.setting import declared, flag_name, place_told, require
 from megatron.config.train import TrainConfig
 from megatron.config.words import Words, flags_in
@@ -75,6 +74,7 @@ class Config:
     def __post_init__(self, conflicts: Problems | None) -> None:
         found = Problems() if conflicts is None else conflicts
         self._check_model(found)
+        self._check_schedule(found)
         self._check_stage(found)
         self._check_graphs(found)
         self._check_recomputation(found)
@@ -100,6 +100,22 @@ class Config:
                           f"{flag_name(name)} {value} is not divisible by --model-parallel-size {tp}")
         if self.model.memory_centric_tiled_linear:
             self._check_tiles(found, tp)
+
+    def _check_schedule(self, found: Problems) -> None:
+        section, whole = self.schedule, f"--lr-decay-iters {self.decay_iters}"
+        if section.lr_warmup_iters is not None and section.warmup is not None:
+            steps = int(section.warmup * self.decay_iters)
+            found.require(steps == section.lr_warmup_iters,
+                          f"--warmup {section.warmup:g} is {steps} steps of {whole}, but --lr-warmup-iters is "
+                          f"{section.lr_warmup_iters}: give one of them")
+        found.require(self.warmup_steps <= self.decay_iters,
+                      f"--lr-warmup-iters {self.warmup_steps} is above {whole} (default: --train-iters): the rate "
+                      "would never reach its peak")
+        if section.lr_decay_style == "WSD":
+            steps = section.lr_wsd_decay_iters or 0
+            found.require(self.warmup_steps + steps <= self.decay_iters,
+                          f"--lr-wsd-decay-iters {steps} and a warm-up of {self.warmup_steps} steps are more than "
+                          f"{whole} (default: --train-iters)")
 
     def _check_tiles(self, found: Problems, tp: int) -> None:
         found.require(tp == 1,
@@ -184,6 +200,18 @@ class Config:
     @property
     def seq_length(self) -> int:
         return self.data.seq_length or self.model.max_position_embeddings
+
+    @property
+    def decay_iters(self) -> int:
+        """The step at which the learning rate reaches its end."""
+        return self.schedule.lr_decay_iters or max(1, self.train.train_iters)
+
+    @property
+    def warmup_steps(self) -> int:
+        """The steps in which the learning rate rises to its peak."""
+        section = self.schedule
+        share = DEFAULT_WARMUP if section.warmup is None else section.warmup
+        return int(share * self.decay_iters) if section.lr_warmup_iters is None else section.lr_warmup_iters
 
     def check_world(self, world_size: int) -> None:
         """Refuse a world this configuration cannot fill, with every factor named."""

@@ -14,12 +14,13 @@ _HERE = "zero_optimization."
 class ZeroConfig:
     """What is partitioned over data parallel, and how it is communicated. Sizes are in elements, not bytes."""
 
-    zero_stage: int = setting(0, "partition 0: nothing; 1: optimizer state; 2: and gradients; 3: and parameters",
+    zero_stage: int = setting(0, "partition 0: nothing; 1: optimizer state (as --use-distributed-optimizer); 2: and "
+                                 "gradients; 3: and parameters",
                               json=_HERE + "stage", newcomer=True)
     contiguous_gradients: bool = setting(True, "write gradients into one buffer as they are computed",
                                          "zero-contiguous-gradients", "zero-contigious-gradients", json=_HERE)
     overlap_comm: bool = setting(
-        True, "overlap communication with computation",
+        True, "overlap communication with computation", "overlap-grad-reduce", "overlap-param-gather",
         json=Key(_HERE, nullable=True, help="DeepSpeed's default: at stage 3 only"))
     reduce_scatter: bool = setting(True, "reduce gradients to their owner only (--no-reduce-scatter: to all ranks)",
                                    "zero-reduce-scatter", json=_HERE)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from megatron.evaluate.parser import Chosen, chosen, parser_of
 from megatron.evaluate.request import PARTS, PROTOCOLS, Asked
-from megatron.inference.parser import Parser
+from megatron.inference.source import ModelParser
 
 MODULE = "python -m megatron.evaluate"
 
@@ -30,7 +30,7 @@ def task_name(word: str) -> str:
     return OLD_NAMES.get(word.lower(), word.lower())
 
 
-def build_parser() -> Parser:
+def build_parser() -> ModelParser:
     parser = parser_of(MODULE, "What a trained GPT-2 scores.", EXAMPLES)
     add = parser.add_argument
     add("--task", type=task_name, choices=tuple(PROTOCOLS), required=True)
@@ -48,7 +48,7 @@ def build_parser() -> Parser:
 
 def parse(argv: Sequence[str]) -> tuple[Chosen, Asked, bool]:
     """The model, the task, and whether the answer is to be JSON."""
-    flags = build_parser().read(argv)
+    flags = build_parser().parse_args(argv)
     model = chosen(flags)
     asked = Asked(task=flags.task, protocol=flags.protocol or PROTOCOLS[flags.task][0], data=flags.data,
                   strict=flags.strict, stride=flags.stride, part=flags.part)

@@ -18,7 +18,7 @@ from typing import Any
 from megatron.config.tree import require
 from megatron.errors import ConfigError
 from megatron.evaluate.parser import Chosen, chosen, parser_of
-from megatron.inference.parser import Parser
+from megatron.inference.source import ModelParser
 from megatron.launch.exits import run
 from megatron.neighbours import check_neighbours
 
@@ -51,7 +51,7 @@ class Run:
     as_json: bool
 
 
-def build_parser() -> Parser:
+def build_parser() -> ModelParser:
     parser = parser_of(MODULE, "lm-eval's tasks on a trained GPT-2.", EXAMPLES)
     add = parser.add_argument
     add("--tasks", required=True, metavar="A,B", help="names of lm-eval's tasks")
@@ -63,7 +63,7 @@ def build_parser() -> Parser:
 
 
 def parse(argv: Sequence[str]) -> Run:
-    flags = build_parser().read(argv)
+    flags = build_parser().parse_args(argv)
     require(flags.include_path is None or os.path.isdir(flags.include_path),
             f"--include-path {flags.include_path}: no such folder")
     require(flags.limit is None or flags.limit >= 1, f"--limit is {flags.limit}: expected 1 or more")

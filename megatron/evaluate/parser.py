@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from megatron.config.tree import require
 from megatron.inference import former
-from megatron.inference.parser import Parser
+from megatron.inference.source import ModelParser
 from megatron.inference.source import Source, source_of, told
 
 VALUES = (
@@ -32,8 +32,8 @@ class Chosen:
     """All flags, which are the same on every rank."""
 
 
-def parser_of(module: str, description: str, examples: str) -> Parser:
-    parser = Parser(module, description, examples)
+def parser_of(module: str, description: str, examples: str) -> ModelParser:
+    parser = ModelParser(module, description, examples)
     parser.add_argument("--batch-size", "--micro-batch-size", type=int, default=8, metavar="N",
                         help="windows at a time (8)")
     former.add_flags(parser, SWITCHES, VALUES)

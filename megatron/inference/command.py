@@ -22,7 +22,7 @@ from data.storage import check_not_over, named_by, read_for, staged_file
 from megatron.checkpoint.manifest import LATEST, MANIFEST
 from megatron.config.tree import require
 from megatron.inference import former, lines
-from megatron.inference.parser import Parser
+from megatron.inference.source import ModelParser
 from megatron.inference.prompts import Arriving, Given, Prompts
 from megatron.inference.request import Sampling, Wish
 from megatron.inference.source import source_of, told
@@ -42,8 +42,8 @@ Without prompts they are read from standard input, one a line; at a terminal tha
 explains the rest."""
 
 
-def build_parser() -> Parser:
-    parser = Parser(MODULE, "Text from a trained GPT-2.", EXAMPLES)
+def build_parser() -> ModelParser:
+    parser = ModelParser(MODULE, "Text from a trained GPT-2.", EXAMPLES)
     add = parser.add_argument
     add("prompts", nargs="*", metavar="PROMPT", help="a text to go on from")
     former.add_flags(parser)
@@ -139,7 +139,7 @@ def output_of(asked: argparse.Namespace) -> Iterator[IO[str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    asked = build_parser().read(sys.argv[1:] if argv is None else argv)
+    asked = build_parser().parse_args(sys.argv[1:] if argv is None else argv)
     notes = former.translate_samples(asked)
     check(asked)
     model, wish = replace(source_of(asked), shape=former.shape_of(asked)), wish_of(asked)

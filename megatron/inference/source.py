@@ -6,7 +6,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import final
 
+from megatron.config.help import CommandParser
 from megatron.config.setting import place_told
 from megatron.config.tree import require
 
@@ -37,19 +39,24 @@ class Source:
     """What flags say of the model; it has to be so."""
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--load", metavar="DIR", help="checkpoint folder of a run; DIR:TAG names a tag")
-    add("--ckpt-step", type=int, metavar="N", help="the checkpoint of iteration N (default: the latest)")
-    add("--checkpoint-key", metavar="FILE", help="take only a checkpoint of --load that is signed with this key")
-    add("--load-hf", metavar="DIR", help="folder of a Hugging Face GPT-2")
-    add("--model-parallel-size", "--tensor-model-parallel-size", type=int, default=1, metavar="N",
-        help="split each layer over so many ranks, whatever the model was trained on (1)")
-    add("--dtype", choices=("fp32", "bf16", "fp16", "int8"), help="of the weights (default: as it was trained)")
-    group = parser.add_argument_group("tokenizer", "that of the model, as its folder says it; these say another, or "
-                                      "where its files are now")
-    for name, (metavar, text) in TOKENIZER_FLAGS.items():
-        group.add_argument(f"--{name.replace('_', '-')}", metavar=metavar, help=text)
+@final
+class ModelParser(CommandParser):
+    """The command line of a program that uses a trained model."""
+
+    def __init__(self, module: str, description: str, examples: str) -> None:
+        super().__init__(module, description, examples)
+        add = self.add_argument
+        add("--load", metavar="DIR", help="checkpoint folder of a run; DIR:TAG names a tag")
+        add("--ckpt-step", type=int, metavar="N", help="the checkpoint of iteration N (default: the latest)")
+        add("--checkpoint-key", metavar="FILE", help="take only a checkpoint of --load that is signed with this key")
+        add("--load-hf", metavar="DIR", help="folder of a Hugging Face GPT-2")
+        add("--model-parallel-size", "--tensor-model-parallel-size", type=int, default=1, metavar="N",
+            help="split each layer over so many ranks, whatever the model was trained on (1)")
+        add("--dtype", choices=("fp32", "bf16", "fp16", "int8"), help="of the weights (default: as it was trained)")
+        group = self.add_argument_group("tokenizer", "that of the model, as its folder says it; these say another, or "
+                                        "where its files are now")
+        for name, (metavar, text) in TOKENIZER_FLAGS.items():
+            group.add_argument(f"--{name.replace('_', '-')}", metavar=metavar, help=text)
 
 
 def told(asked: argparse.Namespace) -> dict[str, object]:

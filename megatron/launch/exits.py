@@ -245,7 +245,8 @@ def explain(error: BaseException, environ: Mapping[str, str] = os.environ, *, is
             return Failure(EXIT_STORAGE, f"cannot write {where}: {error.strerror}; its reader has ended")
         where = error.filename or "standard output or a file"
         return Failure(EXIT_STORAGE, f"cannot write {where}: {error.strerror}; free space or choose another folder")
-    hint = "" if is_debugged() else " (run with --debug for the traceback)"
+    how = "run with --debug" if is_job else f"set {DEBUG_VARIABLE}=1"  # commands have no such flag
+    hint = "" if is_debugged() else f" ({how} for the traceback)"
     return Failure(own_failure, f"internal error in {rank}: {type(error).__name__}: {message}{hint}")
 
 

@@ -36,6 +36,9 @@ class Schedule:
     """one-cycle: the first moment's decay where the rate is highest; None leaves momentum alone."""
     momentum_high: float = 0.0
     momentum_tail: float = 0.0
+    wsd_style: str = "exponential"
+    wsd_steps: int = 0
+    """WSD: the shape of the decay, and how many steps before `decay_steps` it begins."""
 
     def __call__(self, step: int) -> float:
         if step < self.warmup_steps and self.style not in WITHOUT_WARMUP:
@@ -90,6 +93,12 @@ def _inverse_square_root(s: Schedule, step: int) -> float:
     return max(s.floor, s.peak * math.sqrt(start / max(start, step + 1)))
 
 
+def _wsd(s: Schedule, step: int) -> float:
+    """The peak, then one of Megatron-LM's four decays over the last `wsd_steps` before `decay_steps`."""
+    progress = min(1.0, max(0, step - (s.decay_steps - s.wsd_steps)) / max(1, s.wsd_steps))
+    return s.floor + (s.peak - s.floor) * WSD_SHAPES[s.wsd_style](progress)
+
+
 def _height(s: Schedule, step: int) -> float:
     """The cycle's triangle: 0 at both ends, 1 at `warmup_steps`."""
     if step <= s.warmup_steps:
@@ -112,16 +121,13 @@ def _range_test_stairs(s: Schedule, step: int) -> float:
 
 SHAPES: dict[str, Callable[[Schedule, int], float]] = {
     "constant": _constant, "linear": _linear, "cosine": _cosine, "exponential": _exponential,
-    "inverse-square-root": _inverse_square_root, "one-cycle": _one_cycle, "range-test": _range_test,
+    "inverse-square-root": _inverse_square_root, "WSD": _wsd, "one-cycle": _one_cycle, "range-test": _range_test,
     "range-test-stairs": _range_test_stairs,
 }
+WSD_SHAPES: dict[str, Callable[[float], float]] = {
+    "exponential": lambda t: 2 * 0.5**t - 1, "linear": lambda t: 1 - t,
+    "cosine": lambda t: 0.5 * (1 + math.cos(math.pi * t)), "minus_sqrt": lambda t: 1 - math.sqrt(t),
+}
+"""Style of the WSD decay -> the share of the peak, from 1 at t = 0 to 0 at t = 1."""
 WITHOUT_WARMUP = ("one-cycle", "range-test", "range-test-stairs")
 """Styles that say the rate of every step."""
-
-
-def build_schedule(*, style: str, lr: float, min_lr: float, warmup: float, decay_iters: int,
-                   warmup_type: str = "linear", tail: float = 0.0, momentum: tuple[float, float, float] | None = None,
-                   ) -> Schedule:
-    """`warmup` is a share of `decay_iters`; `momentum` is lowest, highest, and growth per step after the cycle."""
-    low, high, growth = (None, 0.0, 0.0) if momentum is None else momentum
-    return Schedule(style, lr, min_lr, int(warmup * decay_iters), decay_iters, warmup_type, tail, low, high, growth)

@@ -14,13 +14,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NoReturn
 
+from data.cli import dashed
 from megatron.config.flags import parse_args
-from megatron.config.help import typed
+from megatron.config.help import CommandParser
 from megatron.config.tree import Config, require
-from megatron.errors import ConfigError
-from megatron.plan.footprint import Homes, Run, homes_of
+from megatron.plan.footprint import Run, homes_of
 from megatron.plan.forecast import forecast, measured, notes
 from megatron.plan.gpus import visible_gpus
 from megatron.plan.kept_rates import rates_for
@@ -50,33 +49,28 @@ Every flag of pretrain_gpt2.py is a training flag; its --help lists them. One of
 MODULE = "python -m megatron.plan"
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see {self.prog} --help")
-
-
 def parse(argv: Sequence[str], ranks: int = 1, *, summary: bool = False) -> tuple[argparse.Namespace, Run]:
-    options, flags = _parser(ranks).parse_known_args(list(argv))
+    parser = _parser(ranks)
+    options, flags = parser.parse_known_args(dashed(argv))
     for name in ("ranks", "ranks_per_node"):
         count = getattr(options, name)
         require(count is None or count >= 1, f"--{name.replace('_', '-')} is {count}: expected 1 or more")
     require(min(options.card_gb) > 0, f"--card-gb is {min(options.card_gb):g}: expected more than 0")
     require(options.tflops is None or options.tflops > 0, f"--tflops is {options.tflops}: expected more than 0")
-    config = parse_args(flags, options.ranks, planning=True)
+    config = parse_args(flags, options.ranks, beside=parser.flags())
     config.check_world(options.ranks)
     is_timed_here = options.time or options.probe or config.log.metrics_file is not None and not summary
     options.device = options.device or ("cpu" if is_timed_here and not options.rates and not visible_gpus() else "cuda")
-    homes = _homes(config)
+    homes = homes_of(config)
+    require(config.zero.zero_stage >= homes.least_stage,
+            f"{homes.flags()} needs --zero-stage {homes.least_stage} or higher, not {config.zero.zero_stage}")
     here = replace(config.offload, offload_optimizer_device="none", offload_param_device="none")  # from now on in homes
     return options, Run(replace(with_vocabulary(config), offload=here), options.ranks, options.device, homes)
 
 
-def _parser(ranks: int) -> argparse.ArgumentParser:
-    program = typed(MODULE)
-    parser = _Parser(prog=program, allow_abbrev=False, usage="%(prog)s [options] TRAINING FLAGS...",
-                     description="The memory, the traffic and the time of a training run, before it starts.",
-                     epilog=EXAMPLES.replace(MODULE, program),
-                     formatter_class=argparse.RawDescriptionHelpFormatter)
+def _parser(ranks: int) -> CommandParser:
+    parser = CommandParser(MODULE, "The memory, the traffic and the time of a training run, before it starts.",
+                           EXAMPLES, usage="%(prog)s [options] TRAINING FLAGS...")
     parser.add_argument("--ranks", type=int, default=ranks, metavar="N",
                         help=f"ranks of the run ({ranks}); none is started")
     parser.add_argument("--ranks-per-node", type=int, metavar="N",
@@ -105,13 +99,6 @@ def with_vocabulary(config: Config) -> Config:
     from megatron.train import build
 
     return build.with_vocabulary(config, build.tokenizer(config))
-
-
-def _homes(config: Config) -> Homes:
-    homes = homes_of(config)
-    require(config.zero.zero_stage >= homes.least_stage,
-            f"{homes.flags()} needs --zero-stage {homes.least_stage} or higher, not {config.zero.zero_stage}")
-    return homes
 
 
 def plan(argv: Sequence[str], ranks: int = 1, ranks_per_node: int = RANKS_PER_NODE, *, summary: bool = False) -> int:

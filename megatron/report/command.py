@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from data.cli import counted
 from data.storage import check_not_over, named_by, staged_file
-from megatron.config.help import typed
+from megatron.config.help import CommandParser
 from megatron.errors import ConfigError
 from megatron.report.history import History
 from megatron.report.page import is_page, page
@@ -27,16 +25,8 @@ EXAMPLES = """examples:
 docs/report.md says what the page shows."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see {self.prog} --help")
-
-
-def _parser() -> _Parser:
-    program = typed(MODULE)
-    parser = _Parser(prog=program, description="One page of curves from what training runs have written.",
-                     epilog=EXAMPLES.replace(MODULE, program), allow_abbrev=False,
-                     formatter_class=argparse.RawDescriptionHelpFormatter)
+def _parser() -> CommandParser:
+    parser = CommandParser(MODULE, "One page of curves from what training runs have written.", EXAMPLES)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a metrics file, or the folder of a run that holds it")
     parser.add_argument("--output", default="report.html", metavar="FILE", help="the page to write (report.html)")
     return parser

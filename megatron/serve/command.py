@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron.config.tree import require
 from megatron.errors import ConfigError
-from megatron.inference.parser import Parser
+from megatron.inference.source import ModelParser
 from megatron.inference.source import source_of, told
 from megatron.launch import distributed
 from megatron.launch.signals import StopRequest, write_stderr
@@ -32,9 +32,9 @@ EXAMPLES = """examples:
 docs/serve.md explains the rest."""
 
 
-def build_parser() -> Parser:
-    parser = Parser(MODULE, "A trained GPT-2 behind HTTP: PUT /api, POST /v1/completions, and a page to try it.",
-                    EXAMPLES)
+def build_parser() -> ModelParser:
+    parser = ModelParser(MODULE, "A trained GPT-2 behind HTTP: PUT /api, POST /v1/completions, and a page to try it.",
+                         EXAMPLES)
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine only)")
     add("--port", type=int, default=5000, metavar="N", help="0: any that is free (5000)")
@@ -101,7 +101,7 @@ def name_of(asked: argparse.Namespace) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    asked = build_parser().read(sys.argv[1:] if argv is None else argv)
+    asked = build_parser().parse_args(sys.argv[1:] if argv is None else argv)
     check(asked)
     model, bounds, key = source_of(asked), limits.limits_of(asked), key_of(asked)
     hears = StopRequest(STOPPING, starting="before the model was loaded; start the same command again")

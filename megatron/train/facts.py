@@ -65,6 +65,8 @@ def _data(config: Config, groups: Groups, tokenizer: Tokenizer) -> str:
 
 def _saving(config: Config) -> str:
     section = config.save
+    if config.train.skip_train:
+        return " evaluates and saves nothing: --skip-train"
     if section.save is None:
         return " saves nothing: --save is not given"
     every = f"every {section.save_interval:,} iterations and " if section.save_interval else ""

@@ -107,7 +107,7 @@ class Trainer:
         began, limit = state.iteration, self.config.parallel.distributed_timeout_seconds
         stream = self._stream(samples, state)
         self.engine.train()
-        if state.owes_evaluation and due(state.iteration, self.config.train.eval_interval):
+        if state.owes_evaluation and due(state.iteration, self.config.train.evaluates_every):
             state.owes_evaluation = not self._evaluates("validation", state, valid)
         try:
             for batches in stream:
@@ -116,7 +116,7 @@ class Trainer:
                 if state.iteration - len(untold) == began + 1:  # a step is known, so all ranks have taken it
                     limit_waits(self.engine.groups, timedelta(seconds=limit))
                 if state.iteration < self.config.train.train_iters:  # at the end `finish` evaluates
-                    if due(state.iteration, self.config.train.eval_interval):
+                    if due(state.iteration, self.config.train.evaluates_every):
                         if not self._evaluates("validation", state, valid):
                             asked, state.owes_evaluation = self._to_stop(), True
                     reason = self._reason_to_leave(state.iteration, asked)
@@ -187,7 +187,7 @@ class Trainer:
     def finish(self, state: TrainState, valid: SizedSamples | None, test: SizedSamples | None) -> bool:
         """The evaluations at the end of training; False: asked to stop before they were complete."""
         for name, samples in (("validation", valid), ("test", test)):
-            if self.config.train.eval_interval and not self._evaluates(name, state, samples):
+            if self.config.train.evaluates_every and not self._evaluates(name, state, samples):
                 self.stop.is_heeded = True
                 if self.save is None:
                     raise Interrupted(_unsaved(state.iteration))
@@ -254,7 +254,7 @@ class Trainer:
         """What comes after this step depends on what it did: it is the last one, or something is saved or measured."""
         train, save = self.config.train, self.config.save
         return iteration == train.train_iters or any(
-            due(iteration, interval) for interval in (train.eval_interval, save.save_interval, train.exit_interval))
+            due(iteration, interval) for interval in (train.evaluates_every, save.save_interval, train.exit_interval))
 
     def _tell(self, untold: list[Taken], rates: Rates, rate: RateWatch, *, all_of_them: bool) -> Asked:
         """Log what is known by now. An accelerator tells of a step after the next one was given to it: waiting for the

@@ -317,9 +317,9 @@ def _agreed_schedule(config: Config, saved: Schedule, present: Schedule) -> Sche
     """The checkpoint's schedule and the flags' must agree unless a flag says which one wins."""
     if saved == present or config.schedule.override_lr_scheduler:
         return present
-    if config.schedule.use_checkpoint_lr_scheduler:
+    if config.schedule.use_checkpoint_lr_scheduler or config.train.skip_train:
         return saved
-    rows = "; ".join(f"{flag} {_in_flags(saved, field)} in the checkpoint, {_in_flags(present, field)} here"
+    rows = "; ".join(f"{flag} {getattr(saved, field)} in the checkpoint, {getattr(present, field)} here"
                      for field, flag in SCHEDULE_FLAGS.items() if getattr(saved, field) != getattr(present, field))
     raise ConfigError(
         f"the learning rate schedule of {config.save.load} differs: {rows}; --override-lr-scheduler takes the flags', "
@@ -327,14 +327,9 @@ def _agreed_schedule(config: Config, saved: Schedule, present: Schedule) -> Sche
     )
 
 
-SCHEDULE_FLAGS = {"style": "--lr-decay-style", "peak": "--lr", "floor": "--min-lr", "warmup_steps": "--warmup",
+SCHEDULE_FLAGS = {"style": "--lr-decay-style", "peak": "--lr", "floor": "--min-lr", "warmup_steps": "--lr-warmup-iters",
                   "decay_steps": "--lr-decay-iters", "warmup_type": "--warmup-type", "tail": "--cycle-decay",
+                  "wsd_style": "--lr-wsd-decay-style", "wsd_steps": "--lr-wsd-decay-iters",
                   "momentum_low": "--cycle-min-mom", "momentum_high": "--cycle-max-mom",
                   "momentum_tail": "--cycle-mom-growth"}
 """Field of a schedule -> the flag that sets it."""
-
-
-def _in_flags(schedule: Schedule, field: str) -> object:
-    """A field as its flag's value; the warm-up is a share of the decay there."""
-    value = getattr(schedule, field)
-    return f"{value / schedule.decay_steps:.4g} ({value} steps)" if field == "warmup_steps" else value

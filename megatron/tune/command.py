@@ -9,13 +9,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
 
+from data.cli import dashed
 from data.storage import make_folder, named_by, staged_file
 from megatron.config.flags import asks_for_plan, parse_args
-from megatron.config.help import typed
+from megatron.config.help import CommandParser
 from megatron.config.tree import require
-from megatron.errors import ConfigError, PeerError
+from megatron.errors import PeerError
 from megatron.plan.command import with_vocabulary
 from megatron.plan.footprint import Run, homes_of
 from megatron.plan.forecast import notes
@@ -47,16 +47,9 @@ Every flag of pretrain_gpt2.py is a training flag; those of the search begin wit
 searches."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see {self.prog} --help")
-
-
-def _parser() -> _Parser:
-    program = typed(MODULE)
-    parser = _Parser(prog=program, allow_abbrev=False, usage="%(prog)s [options] TRAINING FLAGS...",
-                     description="The fastest settings of this machine for a model and a batch, by a few real trials.",
-                     epilog=EXAMPLES.replace(MODULE, program), formatter_class=argparse.RawDescriptionHelpFormatter)
+def _parser() -> CommandParser:
+    parser = CommandParser(MODULE, "The fastest settings of this machine for a model and a batch, by a few real "
+                           "trials.", EXAMPLES, usage="%(prog)s [options] TRAINING FLAGS...")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="ranks of the run, all on this machine (1)")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="where it is to run (GPUs, if there are any)")
     parser.add_argument("--card-gb", type=float, metavar="X",
@@ -69,13 +62,14 @@ def _parser() -> _Parser:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Run]:
-    options, flags = _parser().parse_known_args(list(argv))
+    parser = _parser()
+    options, flags = parser.parse_known_args(dashed(argv))
     require(options.ranks >= 1, f"--ranks is {options.ranks}: expected 1 or more")
     for name in ("card_gb", "trial_seconds"):
         value = getattr(options, name)
         require(value is None or value > 0, f"--{name.replace('_', '-')} is {value}: expected more than 0")
     options.device = options.device or ("cuda" if visible_gpus() else "cpu")
-    config = parse_args(flags, options.ranks)  # its micro-batch need not fit: others are tried
+    config = parse_args(flags, options.ranks, beside=parser.flags())  # its micro-batch need not fit: others are tried
     with config.words.speaking():
         check_inputs(config.data)  # what no trial could run without, as training checks it
         config = with_vocabulary(config)

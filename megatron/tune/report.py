@@ -7,7 +7,7 @@ from math import isfinite
 from pathlib import Path
 from statistics import median
 
-from megatron.config.ds_batch import BATCH
+from megatron.config.ds_together import BATCH
 from megatron.plan.footprint import Run
 from megatron.plan.remedies import size
 from megatron.plan.table import aligned

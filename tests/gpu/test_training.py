@@ -34,6 +34,33 @@ def test_a_run_resumed_on_a_gpu_equals_one_that_was_not(precision: list[str], ex
     assert records(tmp_path / "parts") == records(tmp_path / "whole")
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns about torch
+@pytest.mark.parametrize("promised", [True, False], ids=["deterministic", "default"])
+def test_the_default_run_again_and_resumed(promised: bool, tmp_path: Path, device: torch.device,
+                                           capsys: pytest.CaptureFixture[str]) -> None:
+    """As a user starts it: compiled, bf16, 124M with 1,024 tokens, whose attention kernels may add in any order. With
+    --deterministic all bits are equal; without it the samples and the rates are, and the test says how far the losses
+    are apart."""
+    model = ["--preset", "124M", "--tokenizer-type", "ByteLevelTokenizer"] if device.type == "cuda" else SMALL[:2]
+    argv = [*model, "--bf16", "--mock-data", "--train-iters", "8", "--batch-size", "8", "--eval-interval", "0",
+            "--log-interval", "0", "--sample-tokens", "0", *["--deterministic"] * promised]
+    for name in ("first", "again"):
+        train([*argv, "--metrics-file", str(tmp_path / name)])
+    for _ in range(2):
+        train([*argv, "--metrics-file", str(tmp_path / "resumed"), "--save", str(tmp_path / "save"), "--load",
+               str(tmp_path / "save"), "--exit-interval", "4"])
+    first, *others = (steps(tmp_path / name) for name in ("first", "again", "resumed"))
+    for name, other in zip(("again", "resumed"), others, strict=True):
+        apart = max(abs(a["lm_loss"] - b["lm_loss"]) for a, b in zip(first, other, strict=True))
+        with capsys.disabled():
+            print(f"\n{' '.join(argv[-1:] * promised) or 'default'}, {name}: losses are at most {apart:.1e} apart, "
+                  f"{'equal' if other == first else 'not equal'} in all fields")
+        if promised:
+            assert other == first
+        same = [[(row["samples_digest"], row["learning_rate"]) for row in rows] for rows in (first, other)]
+        assert same[0] == same[1] and apart < 0.05
+
+
 @pytest.mark.parametrize("stage", ["0", "1", "2", "3"])
 def test_every_stage_trains_alike_on_one_gpu(stage: str, tmp_path: Path) -> None:
     dropout = ["--attention-dropout", "0", "--hidden-dropout", "0"]

@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron.checkpoint.agree import alike
 from megatron.config import ds_file, ds_together
-from megatron.config.draft import Draft
-from megatron.config.ds_batch import BATCH
+from megatron.config.problems import Draft
+from megatron.config.ds_together import BATCH
 from megatron.config.ds_reader import Found
 from megatron.config.optimizers import DEEPSPEED_TYPES, OPTIMIZERS
 from megatron.config.tree import Config

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron.config.tree import Config
-from megatron.optim.schedule import Schedule, build_schedule
+from megatron.optim.schedule import Schedule
 from megatron.optim.schedulers import Scheduler as Curve
 from megatron.zero.api.saved import Stateful
 
@@ -94,7 +94,7 @@ def _numbers_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def schedule_of(config: Config) -> Schedule:
     """The one reading of the configuration's schedule: the trainer and `zero.initialize` both train by it."""
     section = config.schedule
-    return build_schedule(style=section.lr_decay_style, lr=section.lr, min_lr=section.min_lr, warmup=section.warmup,
-                          decay_iters=section.lr_decay_iters or max(1, config.train.train_iters),
-                          warmup_type=section.warmup_type, tail=section.cycle_decay,
-                          momentum=section.cycled_momentum)
+    low, high, growth = section.cycled_momentum or (None, 0.0, 0.0)
+    return Schedule(section.lr_decay_style, section.lr, section.min_lr, config.warmup_steps, config.decay_iters,
+                    section.warmup_type, section.cycle_decay, low, high, growth, section.lr_wsd_decay_style,
+                    section.lr_wsd_decay_iters or 0)

@@ -18,6 +18,7 @@ from megatron.config.foreign import FOREIGN
 from megatron.config.help import everything, one_screen
 from megatron.config.tree import PRESETS, SECTIONS, Config
 from megatron.errors import ConfigError
+from megatron.tune.words import flags_of
 from megatron.version import DISTRIBUTION, __version__
 
 ROOT = Path(__file__).parents[3]
@@ -105,7 +106,7 @@ BAD = [
     (["--lr", "fast"], "--lr is fast: expected a number"),
     (["--lr-decay-style", "cosin"], "did you mean cosine?"),
     (["--learning-rate"], "--lr: expected one argument; `--help-all` lists every flag"),
-    (["--qwert", "--zuiop=3"], "unknown flag --qwert: `--help-all` lists every flag\n  (2) unknown flag --zuiop"),
+    (["--qwert", "--zuiopq=3"], "unknown flag --qwert: `--help-all` lists every flag\n  (2) unknown flag --zuiopq"),
     (["--deepspeed", "ds.json"], "use --deepspeed --deepspeed_config ds.json"),
     (["--bf16", "True"], "--bf16 is a switch, use --bf16"),
     (["--lr", "1", "--fp16", "1"], "use --fp16"),
@@ -120,19 +121,28 @@ BAD = [
     (["--no-save-optim=maybe"], "--no-save-optim is a switch, use --no-save-optim or leave it out"),
     (["--gradient_checkpointing", "False"], "use --no-gradient-checkpointing"),
     (["--dtype", "bfloat16"], "--dtype bfloat16 is not a flag here: use --bf16 or --fp16"),
-    (["--device=cuda"], "GPUs are used where there are any; CUDA_VISIBLE_DEVICES= trains on the CPU"),
+    (["--device=cuda"], "GPUs are used if there are any; CUDA_VISIBLE_DEVICES= trains on the CPU"),
     (["--epochs", "3"], "use --train-iters STEPS"),
     (["--pipeline-model-parallel-size", "2"], "there is no pipeline parallelism"),
     (["--init_from=gpt2", "--wandb_log=True"], "--load-hf FOLDER for GPT-2's weights\n  (2) --wandb-log True is not"),
     (["--dropout", "0.1"], "--attention-dropout and --hidden-dropout"),
-    (["--num_train_epochs", "3", "--warmup_steps", "5"], "--warmup-steps 5 is not a flag here: give --warmup"),
+    (["--num_train_epochs", "3", "--warmup", "0.1"], "use --train-iters STEPS"),
     (["--cpu_offload"], "use --offload-optimizer-device cpu, and --offload-param-device cpu at stage 3"),
     (["--remote-device"], "use --offload-param-device cpu or nvme"),
     (["--remote-device", "disk"], "--offload-param-device is disk: expected none, cpu or nvme"),
     (["--cpu-offload-params"], "use --offload-param-device cpu or nvme"),
     (["--no-pin-cpu-grads"], "use --no-offload-optimizer-pin-memory"),
-    (["--use-distributed-optimizer", "--lr", "1"], "use --zero-stage 1"),
-    (["--lr_schedular", "cosine"], "unknown flag --lr-schedular: use --lr-decay-style"),
+    (["--lr_scheduler", "cosine"], "use --lr-decay-style"),
+    (["--attention-backend"], "--attention-backend is not a flag here: torch chooses"),
+    (["--lr-decay-style", "WSD"], "--lr-decay-style WSD needs --lr-wsd-decay-iters"),
+    (["--lr-decay-style", "wsd"], "did you mean WSD?"),
+    (["--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "0"], "--lr-wsd-decay-iters is 0"),
+    (["--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "95", "--lr-warmup-iters", "6", "--train-iters", "100"],
+     "--lr-wsd-decay-iters 95 and a warm-up of 6 steps are more than --lr-decay-iters 100"),
+    (["--lr-warmup-iters", "11", "--train-iters", "10"], "--lr-warmup-iters 11 is above --lr-decay-iters 10"),
+    (["--lr-warmup-iters", "-1"], "--lr-warmup-iters is -1"),
+    (["--skip-train", "--eval-iters", "0"], "--skip-train leaves nothing to do"),
+    (["--eval_only", "--eval-interval", "0"], "--skip-train leaves nothing to do"),
     (["--seed", "-1"], "--seed is -1"),
     (["--warmup", "2"], "--warmup is 2"),
 ]
@@ -149,10 +159,10 @@ SAME = {
     "nanoGPT": ("--n_layer=3 --n_head=2 --n_embd=64 --block_size=128 --batch_size=8 --max_iters=50 "
                 "--learning_rate=1e-3 --grad_clip=0.5 --beta1=0.8 --beta2=0.95 --min_lr=1e-5 "
                 "--eval_interval=10 --backend=gloo --compile --init_from=scratch "
-                "--gradient_accumulation_steps=1 --dtype=float32 --bias=True",
+                "--gradient_accumulation_steps=1 --dtype=float32 --bias=True --warmup_iters=5 --eval_only=True",
                 "--num-layers 3 --num-attention-heads 2 --hidden-size 64 --max-position-embeddings 128 --batch-size 8 "
                 "--train-iters 50 --lr 1e-3 --clip-grad 0.5 --adam-beta1 0.8 --adam-beta2 0.95 --min-lr 1e-5 "
-                "--eval-interval 10 --distributed-backend gloo --compile"),
+                "--eval-interval 10 --distributed-backend gloo --compile --lr-warmup-iters 5 --skip-train"),
     "Hugging Face": ("--per_device_train_batch_size 8 --max_steps 50 --learning_rate 1e-3 --warmup_ratio 0.1 --seed 3 "
                      "--save_steps 10 --save_total_limit 2 --logging_steps 5 --eval_steps 20 --max_grad_norm 0.5 "
                      "--adam_beta1 0.8 --adam_epsilon 1e-6 --gradient_checkpointing --torch_compile --logging_dir b "
@@ -163,8 +173,10 @@ SAME = {
                      "--train-data a.jsonl"),
     "Megatron-LM": ("--micro-batch-size 2 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 "
                     "--context-parallel-size 1 --lr-warmup-fraction .01 --ffn-hidden-size 256 --data-impl mmap "
-                    "--position-embedding-type learned_absolute --use-checkpoint-opt-param_scheduler --data-path p",
-                    "--batch-size 2 --model-parallel-size 2 --warmup 0.01 --intermediate-size 256 "
+                    "--position-embedding-type learned_absolute --use-checkpoint-opt-param_scheduler --data-path p "
+                    "--use-distributed-optimizer --use-mcore-models --overlap-grad-reduce --eval-iters 0",
+                    "--zero-stage 1 --eval-iters 0 --batch-size 2 --model-parallel-size 2 --warmup 0.01 "
+                    "--intermediate-size 256 "
                     "--use-checkpoint-lr-scheduler --train-data p"),
     "Megatron-LM, offloaded": ("--zero-stage 1 --optimizer-cpu-offload --optimizer-offload-fraction 0.5 "
                                "--overlap-cpu-optimizer-d2h-h2d --use-torch-optimizer-for-cpu-offload --pin-cpu-grads",
@@ -181,6 +193,97 @@ SAME = {
 def test_names_of_other_programs_with_the_same_meaning_are_aliases(program: str) -> None:
     theirs, ours = SAME[program]
     assert parse_args(theirs.split()) == parse_args(ours.split()) != Config()
+
+
+UNKNOWN = ["--gas", "--fp8-format", "--use-dist-ckpt", "--rank", "--lr-schedular", "--amp", "--tp", "--save-hf"]
+"""Flags of others whose nearest names here mean something else."""
+
+
+@pytest.mark.parametrize("flag", UNKNOWN)
+def test_a_foreign_flag_that_is_not_in_the_table_gets_no_guess(flag: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_args([flag, "4"])
+    assert str(caught.value) == f"unknown flag {flag}: `--help-all` lists every flag"
+
+
+@pytest.mark.parametrize(("typed", "meant"), [
+    ("--num-layer", "--num-layers"), ("--Train-Iters", "--train-iters"), ("--warm_up", "--warmup"),
+    ("--train-dta", "--train-data"), ("--zero-staeg", "--zero-stage"), ("--adam-beta", "--adam-beta1 or --adam-beta2")])
+def test_a_misspelt_flag_is_answered_with_the_one_that_was_meant(typed: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean {re.escape(meant)}[?]"):
+        parse_args([typed, "4"])
+
+
+TWO_NAMES = {
+    "--max_steps 3 --train-iters 4": "--max-steps is 3, but --train-iters is 4: two names of one setting",
+    "--overlap-comm --no-overlap-grad-reduce": "--overlap-comm is on, but --overlap-grad-reduce is off",
+    "--zero-stage 2 --use-distributed-optimizer": "--zero-stage is 2, but --use-distributed-optimizer is 1",
+    "--data-path a b --train-data a": "--data-path is a b, but --train-data is a: two names",
+    "--warmup 0.1 --lr-warmup-iters 5 --train-iters 100": "--warmup 0.1 is 10 steps of --lr-decay-iters 100, but --lr-"
+                                                          "warmup-iters is 5: give one of them",
+    "--remote-device cpu --offload-param-device none": "--remote-device is cpu, but --offload-param-device is none",
+    "--cpu-optimizer --no-optimizer-cpu-offload": "--cpu-optimizer is on, but --optimizer-cpu-offload is off",
+}
+
+
+@pytest.mark.parametrize("argv", TWO_NAMES)
+def test_two_names_of_one_setting_with_different_values_conflict(argv: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_args(argv.split())
+    assert str(caught.value).startswith(TWO_NAMES[argv])
+
+
+def test_two_names_with_one_value_agree_and_of_one_name_the_last_value_counts() -> None:
+    """The flags of a script may be followed by those of its user."""
+    assert parse_args(["--max-steps", "4", "--train-iters", "4.0"]).train.train_iters == 4
+    assert parse_args(["--train-iters", "3", "--fp16", "--train_iters=4", "--no-fp16"]).train.train_iters == 4
+    config = parse_args("--lr-warmup-iters 10 --warmup 0.1 --train-iters 100".split())
+    assert config.warmup_steps == 10
+
+
+def test_a_key_and_a_flag_of_another_kind_for_one_setting_conflict_too(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 2}, "steps_per_print": 7, "scheduler": {
+        "type": "WarmupDecayLR", "params": {"total_num_steps": 100, "warmup_num_steps": 5}}}))
+    argv = ["--deepspeed-config", str(file)]
+    for more, told in (("--use-distributed-optimizer", "--zero-stage is 1, but zero_optimization.stage of"),
+                       ("--warmup 0.1", "--warmup 0.1 is 10 steps of scheduler.params.total_num_steps 100, but "
+                        "scheduler.params.warmup_num_steps is 5: give one of them"),
+                       ("--lr-warmup-iters 6", "--lr-warmup-iters is 6, but scheduler.params.warmup_num_steps of")):
+        with pytest.raises(ConfigError, match=re.escape(told)):
+            parse_args([*argv, *more.split()])
+    config = parse_args([*argv, "--warmup", "0.05", "--lr-warmup-iters", "5", "--log-interval", "3"])
+    assert config.warmup_steps == 5 and config.log.log_interval == 3
+    assert f" {file}: steps_per_print 7 has no effect: --log-interval 3 is given" in config.notes
+    assert parse_args(argv).log.log_interval == 7
+
+
+NO_OPS = {"--use-flash-attn": True, "--attention-backend auto": True, "--attention-backend=flash": True,
+          "--transformer-impl local": True, "--transformer_impl transformer_engine": True, "--use-mcore-models": False,
+          "--overlap-grad-reduce": False, "--overlap-param-gather": False, "--cache-dir /tmp/x": True,
+          "--no-masked-softmax-fusion": True, "--use-cpu-initialization": False, "--lazy_loader=False": False}
+
+
+@pytest.mark.parametrize("argv", NO_OPS)
+def test_a_flag_of_megatron_that_changes_nothing_is_accepted(argv: str) -> None:
+    config = parse_args([*argv.split(), "--lr", "1e-3"])
+    assert config == parse_args(["--lr", "1e-3"]) and len(config.notes) == NO_OPS[argv]
+
+
+def test_a_schedule_of_wsd_is_told_to_ranks_and_to_trials() -> None:
+    config = parse_args("--lr-decay-style WSD --lr-wsd-decay-iters 5 --lr-wsd-decay-style minus_sqrt "
+                        "--lr-warmup-iters 3".split())
+    told = {flag: value for flag, value in config.told().items() if Config().told()[flag] != value}
+    assert told == {"--lr-decay-style": "WSD", "--lr-wsd-decay-iters": 5, "--lr-wsd-decay-style": "minus_sqrt",
+                    "--lr-warmup-iters": 3}
+    assert parse_args(flags_of(config)) == config
+
+
+def test_settings_of_the_wsd_decay_say_so_where_the_style_is_another() -> None:
+    notes = parse_args(["--lr-wsd-decay-iters", "5", "--lr-wsd-decay-style", "linear"]).notes
+    assert notes == (
+        " note: --lr-wsd-decay-iters and --lr-wsd-decay-style have no effect without --lr-decay-style WSD",)
+    assert parse_args(["--lr-wsd-decay-iters", "5", "--lr-decay-style", "WSD"]).notes == ()
 
 
 def test_a_flag_that_would_do_more_elsewhere_is_accepted_with_a_note() -> None:
@@ -280,7 +383,7 @@ def test_every_switch_has_a_value_as_well(action: argparse.Action) -> None:
 
 def test_no_foreign_flag_hides_one_of_ours_and_every_answer_names_flags_that_exist() -> None:
     known = {option for action in build_parser()._actions for option in action.option_strings}
-    assert not {f"--{name}" for name in FOREIGN} & known
+    assert {name for name in FOREIGN if f"--{name}" in known} == {name for name in FOREIGN if FOREIGN[name].is_alias}
     for name, entry in FOREIGN.items():
         named = set(re.findall(r"--[a-z][\w-]*", entry.answer)) - {"--nproc-per-node"}
         assert named <= known, name

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config.draft import Draft
+from megatron.config.problems import Draft
 from megatron.config.ds_file import build
 from megatron.config.flags import parse_args
 from megatron.config.problems import ConfigErrors, sentences_of

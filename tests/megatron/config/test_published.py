@@ -18,6 +18,7 @@ ADAM = {"type": "Adam", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8
 FP16 = {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
 
 ACCEPTED: dict[str, dict[str, Any]] = {
+    "unprefixed": {"zero_optimization": {"stage": 3, "gather_16bit_weights_on_model_save": True}},
     "tutorial": {"optimizer": ADAM, "fp16": FP16, "steps_per_print": 2000, "wall_clock_breakdown": False,
                  "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-4,
                                                               "warmup_num_steps": 1000}}},
@@ -174,8 +175,6 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
                        ["optimizer.params.max_grad_norm 0.5 is the old name of gradient_clipping 1.0"]),
     "misspelt": ({"zero_optimization": {"stage": 3, "stage3_param_persitence_threshold": 1e5}},
                  ["did you mean zero_optimization.stage3_param_persistence_threshold?"]),
-    "unprefixed": ({"zero_optimization": {"stage": 3, "gather_16bit_weights_on_model_save": True}},
-                   ["did you mean zero_optimization.stage3_gather_16bit_weights_on_model_save?"]),
     "a chain": ({"fp16": {"enabled": True, "auto_cast": "yes"}, "zero_optimization": {"stage": "2", "overlap": True},
                  "amp": {"enabled": True}, "gradient_accumulation": 4, "steps_per_print": -1}, ["6 errors"]),
 }

@@ -100,12 +100,11 @@ KINDS = [
     Published(1, "sequences over ranks, and DeepCompile", {
         "sequence_parallel_size": 2, "compile": {"deepcompile": True, "passes": ["autosp"]}},
         ("compile is not supported", "sequence_parallel_size is 2")),
-    Published(1, "`tensor_parallel`, a key under another name, a schedule without its end", {
+    Published(1, "`tensor_parallel`, a schedule without its end", {
         "zero_optimization": {"stage": 2, "gather_16bit_weights_on_model_save": True},
         "tensor_parallel": {"autotp_size": 4},
         "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": "auto"}}},
-        ("unknown key zero_optimization.gather_16bit_weights_on_model_save; did you mean",
-         "tensor_parallel is not supported", "WarmupDecayLR needs scheduler.params.total_num_steps as a number")),
+        ("tensor_parallel is not supported", "WarmupDecayLR needs scheduler.params.total_num_steps as a number")),
     Published(1, "16-bit masters, and `torch_autocast`", {
         "bf16": {"enabled": True, "bf16_master_weights_and_grads": True}, "torch_autocast": {"enabled": True}},
         ("bf16.bf16_master_weights_and_grads is", "torch_autocast is not supported")),

@@ -514,7 +514,7 @@ def test_two_ranks_meet_over_gloo(start):
 def test_a_bug_in_one_rank_is_reported_and_its_victim_is_silent(start):
     code, _, lines = start(TWO_RANKS_OVER_GLOO, arguments=("fail",)).end(60)
     assert code == 5
-    assert lines == ["error: internal error in rank 1: ValueError: on purpose (run with --debug for the traceback)"]
+    assert lines == ["error: internal error in rank 1: ValueError: on purpose (set MEGATRON_DEBUG=1 for the traceback)"]
 
 
 BAR_AND_A_STEP = """

@@ -14,7 +14,7 @@ from megatron.config.tree import ModelConfig
 from megatron.model import GPT2
 from megatron.optim.adam import LARGEST_TILE, AdamW
 from megatron.optim.rule import Span
-from megatron.optim.schedule import build_schedule
+from megatron.optim.schedule import Schedule
 from megatron.zero.engine import ZeroEngine
 from mpu.groups import build
 from tests.distributed import run_ranks
@@ -185,7 +185,7 @@ def cut_into(model: GPT2, weights: dict[str, np.ndarray], rank: int, tp: int) ->
 
 
 def the_schedule():
-    return build_schedule(style="cosine", lr=2e-3, min_lr=1e-4, warmup=0.2, decay_iters=20)
+    return Schedule("cosine", peak=2e-3, floor=1e-4, warmup_steps=4, decay_steps=20)
 
 
 @pytest.mark.parametrize(("tp", "world", "accumulation"), [(1, 1, 1), (1, 1, 4), (2, 2, 1), (1, 2, 2)])

@@ -6,11 +6,13 @@ import math
 
 import pytest
 
-from megatron.optim.schedule import FLOOR_OF_EXPONENTIAL, SHAPES, WITHOUT_WARMUP, build_schedule
+from megatron.config.tree import build_config
+from megatron.optim.schedule import FLOOR_OF_EXPONENTIAL, SHAPES, WITHOUT_WARMUP, Schedule
+from megatron.zero.api.schedule import schedule_of
 
 
 def schedule(style: str, *, lr: float = 1e-3, min_lr: float = 1e-4, warmup: float = 0.1, decay_iters: int = 100):
-    return build_schedule(style=style, lr=lr, min_lr=min_lr, warmup=warmup, decay_iters=decay_iters)
+    return Schedule(style, lr, min_lr, int(warmup * decay_iters), decay_iters, wsd_steps=decay_iters // 5)
 
 
 @pytest.mark.parametrize("style", [style for style in SHAPES if style not in WITHOUT_WARMUP])
@@ -44,3 +46,24 @@ def test_exponential_is_exponential_without_a_floor_too() -> None:
 
 def test_linear_reaches_zero_where_zero_is_the_floor() -> None:
     assert schedule("linear", min_lr=0)(100) == 0
+
+
+WSD = {"linear": lambda t: 1 - t, "cosine": lambda t: (1 + math.cos(math.pi * t)) / 2,
+       "exponential": lambda t: 2 / 2**t - 1, "minus_sqrt": lambda t: 1 - t**0.5}
+
+
+@pytest.mark.parametrize("shape", WSD)
+@pytest.mark.parametrize(("warm", "whole", "decay"), [(10, 100, 20), (0, 7, 7), (3, 10, 1), (5, 25, 20)])
+def test_every_rate_of_wsd_is_the_closed_form(shape: str, warm: int, whole: int, decay: int) -> None:
+    s = schedule_of(build_config({
+        "lr_decay_style": "WSD", "lr_wsd_decay_style": shape, "lr_wsd_decay_iters": decay, "lr_warmup_iters": warm,
+        "train_iters": whole, "lr": 1e-3, "min_lr": 1e-4}))
+    for step in range(whole + 5):
+        if step < warm:
+            expected = 1e-3 * (step + 1) / warm
+        elif step <= whole - decay:
+            expected = 1e-3
+        else:
+            expected = 1e-4 + 9e-4 * WSD[shape](min(1.0, (step - whole + decay) / decay))
+        assert s(step) == pytest.approx(expected, rel=1e-12), step
+    assert s(whole) == s(whole + 4) == 1e-4

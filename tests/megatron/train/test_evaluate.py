@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from data.gpt2_dataset import MockDataset
 from megatron.config.flags import parse_args
+from megatron.errors import CheckpointError
 from megatron.train import build
 from megatron.train.batches import BatchRule
 from megatron.train.evaluation import evaluate
@@ -41,6 +42,41 @@ def test_evaluation_touches_neither_the_random_streams_nor_the_data_position(tp:
     assert evaluated == [2, 4, 6, 7, 7], "every two steps, then validation and test at the end"
     assert not [record for record in records(tmp_path / "without.jsonl") if record.get("eval")]
     assert len({total_digest(tmp_path / name) for name in ("without", "often", "always")}) == 1
+
+
+def evaluations(file: Path) -> list[dict[str, object]]:
+    return [record for record in records(file) if record.get("eval")]
+
+
+def only_evaluates(rank: int, world: int, folder: Path, corpus: str) -> None:
+    common = [*TINY, "--train-data", corpus, "--split", "6,2,2", "--eval-interval", 4, "--eval-iters", 2,
+              "--train-iters", 4, "--save", folder / "s"]
+    train([*common, "--metrics-file", folder / "trained.jsonl"])
+    train([*common, "--load", folder / "s", "--skip-train", "--lr", 1e-5, "--metrics-file", folder / "alone.jsonl"])
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_run_that_only_evaluates_has_the_figures_of_the_run_and_saves_nothing(world: int, tmp_path: Path) -> None:
+    run_ranks(only_evaluates, world, tmp_path, write_corpus(tmp_path / "corpus"))
+    assert evaluations(tmp_path / "alone.jsonl") == evaluations(tmp_path / "trained.jsonl") != []
+    assert not steps(tmp_path / "alone.jsonl")
+    assert [place.name for place in (tmp_path / "s").iterdir() if place.is_dir()] == ["global_step4"]
+
+
+def test_only_evaluating_needs_the_checkpoint_that_it_names_and_takes_the_folder_from_nobody(tmp_path: Path) -> None:
+    argv = [*TINY, "--train-data", write_corpus(tmp_path / "corpus"), "--split", "6,2,2", "--eval-interval", 1,
+            "--eval-iters", 1, "--skip-train", "--save", tmp_path / "s"]
+    with pytest.raises(CheckpointError, match="no committed checkpoint"):
+        train([*argv, "--load", tmp_path / "s"])
+    assert not (tmp_path / "s").exists()
+    assert "evaluates and saves nothing: --skip-train" in train(argv)
+
+
+def test_an_evaluation_of_no_batches_is_none(tmp_path: Path) -> None:
+    said = train([*TINY, "--train-data", write_corpus(tmp_path / "corpus"), "--train-iters", 3, "--eval-interval", 1,
+                  "--eval-iters", 0, "--metrics-file", tmp_path / "m"])
+    assert "validation" not in said and not evaluations(tmp_path / "m") and len(steps(tmp_path / "m")) == 3
 
 
 class Limited:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatron.config.tree import build_config
+from megatron.errors import ConfigError
 from megatron.optim.schedule import SHAPES, Schedule
 from megatron.train.rate import RateWatch, idle_steps
 from tests.megatron.helpers import TINY, steps, train
@@ -101,6 +102,21 @@ def test_a_finished_schedule_of_a_json_file_warns(tmp_path: Path) -> None:
         "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 3, "warmup_num_steps": 1}}}))
     first, _ = warnings(train([*TINY, "--mock-data", "--train-iters", 5, "--deepspeed_config", tmp_path / "ds.json"]))
     assert "0 from iteration 4 on" in first and "total_num_steps" in first
+
+
+@pytest.mark.parametrize("shape", ["linear", "exponential"])
+def test_a_run_of_wsd_resumes_bit_for_bit_within_every_phase(shape: str, tmp_path: Path) -> None:
+    wsd = [*RUN[:-2], "--lr-decay-style", "WSD", "--lr-wsd-decay-style", shape, "--lr-wsd-decay-iters", 3,
+           "--lr-warmup-iters", 2, "--train-iters", 8]
+    train([*wsd, "--metrics-file", tmp_path / "whole"])
+    part = [*wsd, "--save", tmp_path / "s", "--load", tmp_path / "s", "--metrics-file", tmp_path / "parts"]
+    for _ in range(8):
+        train([*part, "--exit-interval", 1])
+    assert steps(tmp_path / "parts") == steps(tmp_path / "whole")
+    rates = [step["learning_rate"] for step in steps(tmp_path / "whole")]
+    assert rates[:6] == [5e-4, *[1e-3] * 5] and rates[6] > rates[7] > 0
+    with pytest.raises(ConfigError, match="--lr-wsd-decay-iters 3 in the checkpoint, 4 here"):
+        train([*part, "--train-iters", 9, "--lr-decay-iters", 8, "--lr-wsd-decay-iters", 4])
 
 
 def test_no_steps_no_warning(saved: Path) -> None:
