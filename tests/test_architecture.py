@@ -111,7 +111,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.checkpoint.background megatron.checkpoint.reader megatron.checkpoint.export megatron.checkpoint.lock
         megatron.checkpoint.interchange megatron.checkpoint.interchange.zero_to_fp32
         megatron.checkpoint.interchange.fp32 megatron.checkpoint.interchange.names
-        megatron.checkpoint.interchange.foreign megatron.checkpoint.interchange.protobuf
+        megatron.checkpoint.interchange.foreign megatron.checkpoint.interchange.recorded
+        megatron.checkpoint.interchange.protobuf
         megatron.checkpoint.interchange.tokenizers
         megatron.checkpoint.interchange.huggingface megatron.checkpoint.interchange.nanogpt
         megatron.checkpoint.interchange.megatron_lm megatron.checkpoint.interchange.convert

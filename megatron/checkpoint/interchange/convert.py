@@ -22,6 +22,7 @@ from megatron.checkpoint.commit import probe
 from megatron.checkpoint.int8 import SCALE, LEVELS, Read, is_quantised, quantised, row_maxima, scale_of
 from megatron.checkpoint.interchange import huggingface, megatron_lm, nanogpt
 from megatron.checkpoint.interchange.foreign import Foreign, load_torch
+from megatron.checkpoint.interchange.recorded import recorded_model
 from megatron.checkpoint.lock import locked
 from megatron.checkpoint.manifest import step_tag
 from megatron.checkpoint.piece import Deferred, Piece
@@ -67,16 +68,18 @@ def quantise_weights(found: Checkpoint | Foreign, root: Path, key: Key | None = 
     the tag stays."""
     if tag_names(root):
         raise ConfigError(f"--output {root}: holds checkpoints already; choose another folder")
-    tag, iteration = (step_tag(0), 0) if isinstance(found, Foreign) else (found.tag, found.iteration)
-    config = Config(model=found.model).as_dict() if isinstance(found, Foreign) else found.config
-    shapes = found.shapes if isinstance(found, Foreign) else \
-        {name: found.shape("weight", name) for name in found.names("weight")}
+    if isinstance(found, Foreign):
+        tag, iteration, config, state = step_tag(0), 0, Config(model=found.model).as_dict(), {}
+        shapes = found.shapes
+    else:
+        recorded_model(found)  # or why it is no GPT-2 that could be loaded
+        tag, iteration, config, state = found.tag, found.iteration, found.config, found.shared_state["client_state"]
+        shapes = {name: found.shape("weight", name) for name in found.names("weight")}
     if "wte.weight" not in shapes:
         raise CheckpointError(f"tag {tag} is not of this program's GPT-2, which is what int8 is for")
     pieces = [piece for name, shape in shapes.items() for piece in
               (_int8(found, name, shape) if is_quantised(name, shape) else [_weight(found, name, shape)])]
-    said = {} if isinstance(found, Foreign) else found.shared_state["client_state"]
-    return _save(root, tag, pieces, config, iteration, {name: said[name] for name in ("tokenizer",) if name in said},
+    return _save(root, tag, pieces, config, iteration, {name: state[name] for name in ("tokenizer",) if name in state},
                  key)
 
 
