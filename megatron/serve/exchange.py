@@ -52,7 +52,7 @@ class Exchange:
         if "content-encoding" in self.head.headers:
             raise Refusal(415, "expected a body without Content-Encoding")
         expected = self.head.headers.get("expect")
-        if expected is not None:
+        if expected is not None and self.head.version == "1.1":  # HTTP/1.0 does not know it
             if expected.lower() != "100-continue":
                 raise Refusal(417, "the only thing that can be expected is 100-continue")
             self._reader.length()  # or why the body is not taken
