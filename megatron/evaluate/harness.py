@@ -18,7 +18,7 @@ from typing import Any
 from megatron.config.tree import require
 from megatron.errors import ConfigError
 from megatron.evaluate.parser import Chosen, chosen, parser_of
-from megatron.inference.parser import Parser
+from megatron.inference.source import Parser
 from megatron.launch.exits import run
 from megatron.neighbours import check_neighbours
 

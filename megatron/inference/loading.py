@@ -32,8 +32,7 @@ from megatron.checkpoint.reader import open_checkpoint
 from megatron.config.hf_shape import shape_in, tokenizer_in
 from megatron.config.tree import ModelConfig, require
 from megatron.errors import CheckpointError
-from megatron.inference.int8 import Int8, activations_on
-from megatron.inference.pages import Room
+from megatron.inference.int8 import Int8, Room, activations_on
 from megatron.inference.rounded import rounded_weights
 from megatron.inference.source import TOKENIZER_FLAGS, Source
 from megatron.model.gpt2 import GPT2

@@ -1,14 +1,20 @@
-"""Which model a program is to use, as its flags say it: of a run or of a Hugging Face folder, in which precision, on
-how many ranks, with which tokenizer files. No torch: flags are checked before it is imported."""
+"""The command line of a program that uses a trained model. Its first flags say which one: of a run or of a Hugging Face
+folder, in which precision, on how many ranks, with which tokenizer files. No torch: flags are checked before it is
+imported."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import difflib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn, final
 
+from megatron.config.flags import dashed
+from megatron.config.help import typed
 from megatron.config.setting import place_told
 from megatron.config.tree import require
+from megatron.errors import ConfigError
 
 TOKENIZER_FLAGS = {
     "tokenizer_type": ("KIND", "GPT2BPETokenizer, SentencePieceTokenizer, ByteLevelTokenizer, CharacterLevelTokenizer"),
@@ -68,3 +74,31 @@ def source_of(asked: argparse.Namespace) -> Source:
     return Source(load, asked.load_hf, step, asked.dtype, asked.model_parallel_size,
                   {name: value for name, value in said.items() if value is not None},
                   key_file=asked.checkpoint_key)
+
+
+@final
+class Parser(argparse.ArgumentParser):
+    """What is wrong with a flag is a ConfigError, so that it ends like every other error: in one line."""
+
+    def __init__(self, module: str, description: str, examples: str) -> None:
+        """`module` as it is run, `python -m megatron.NAME`; help and examples have what was typed in its place."""
+        program = typed(module)
+        super().__init__(prog=program, description=description, epilog=examples.replace(module, program),
+                         allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+        add_flags(self)
+
+    def read(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Dashes and underscores are the same, before a `--` of its own; for a flag that is not known, the nearest one
+        is named."""
+        end = argv.index("--") if "--" in argv else len(argv)
+        flags, unknown = self.parse_known_args([*map(dashed, argv[:end]), *argv[end:]])
+        if unknown:
+            flag = next((word.partition("=")[0] for word in unknown if word.startswith("-")), None)
+            if flag is None:
+                self.error(f"unexpected argument {unknown[0]}: flags begin with --")
+            near = difflib.get_close_matches(flag, self._option_string_actions, n=1, cutoff=0.7)
+            self.error(f"unknown flag {flag}" + (f": did you mean {near[0]}?" if near else ""))
+        return flags
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see {self.prog} --help")

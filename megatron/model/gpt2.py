@@ -51,9 +51,10 @@ class GPT2(nn.Module):
                 positions: Tensor | None = None, segments: Tensor | None = None, grad_scale: float = 1.0, *,
                 progressive_layer_drop: bool = False, pld_theta: float = 1.0, pld_step: int = 0) -> Tensor:
         """[b, s] tokens -> the mean loss over `targets` (weighted by `loss_weight`, or without one over those that are
-        not negative), or without targets [b, V] logits of the last position. `positions` and `segments` (document numbers) keep documents apart. `grad_scale` is the
-        factor the caller will multiply the loss by (see linear_cross_entropy). With `progressive_layer_drop` a model in
-        training leaves out the blocks that are drawn for the step `pld_step` at `pld_theta` (layer_drop.py)."""
+        not negative), or without targets [b, V] logits of the last position. `positions` and `segments` (document
+        numbers) keep documents apart. `grad_scale` is the factor the caller will multiply the loss by (see
+        linear_cross_entropy). With `progressive_layer_drop` a model in training leaves out the blocks that are drawn
+        for the step `pld_step` at `pld_theta` (layer_drop.py)."""
         drops = progressive_layer_drop and self.training
         blocks = self._kept_blocks(pld_step, pld_theta) if drops else None
         x = self.hidden_states(tokens, positions, segments, blocks)  # [b, s, h]

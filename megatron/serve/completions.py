@@ -9,10 +9,10 @@ from typing import Any, final
 
 from megatron.inference.generation import End, Text
 from megatron.inference.wording import Detokenizer, Wording
-from megatron.serve.asked import (LONGEST_STOP, MOST_STOPS, Asked, Subject, fresh_seed, sampling_of, temperature_of)
-from megatron.serve.fields import Fields, plain
-from megatron.serve.judge import Verdict
-from megatron.serve.refusal import Refusal, wrong
+from megatron.serve.asked import (LONGEST_STOP, MOST_STOPS, Asked, Fields, Subject, fresh_seed, plain, sampling_of,
+                                  temperature_of)
+from megatron.serve.leader import Verdict
+from megatron.serve.limits import Refusal, wrong
 
 MOST_LOGPROBS = 5
 REASONS: dict[End, str] = {"eod": "stop", "stop": "stop", "length": "length", "positions": "length",

@@ -1,8 +1,7 @@
-"""The library's own way: a GPT2 in a loop of a user's own, saved by the engine, leads to text, scores and other files."""
+"""A GPT2 in a loop of a user's own, saved by the engine, leads to text, scores and the files of other programs."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -32,8 +31,8 @@ from tests.megatron.inference.test_command import objects
 from tests.megatron.serve.server import served
 
 TOKENIZER = ByteLevelTokenizer()
-SHAPE = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=2, max_position_embeddings=32, layernorm_epsilon=1e-6,
-                    vocab_size=TOKENIZER.vocab_size, attention_dropout=0.0, hidden_dropout=0.0)
+SHAPE = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=2, max_position_embeddings=32,
+                    vocab_size=TOKENIZER.vocab_size, layernorm_epsilon=1e-6, attention_dropout=0.0, hidden_dropout=0.0)
 LINE = "abcdef"
 BYTES = ["--tokenizer-type", "ByteLevelTokenizer"]
 AS_FLAGS = ["--num-layers", 2, "--hidden-size", 32, "--num-attention-heads", 2, "--max-position-embeddings", 32,
@@ -61,7 +60,8 @@ def trained(rank: int, world: int, folder: Path, stage: int = 0, precision: str 
 @pytest.mark.parametrize(("stage", "precision", "tp"), [
     (0, "fp32", 1), (1, "bf16", 1), (2, "fp32", 1), (3, "bf16", 1),
     *(pytest.param(*cell, marks=pytest.mark.slow) for cell in (
-        (0, "bf16", 1), (1, "fp32", 1), (2, "bf16", 1), (3, "fp32", 1), (0, "fp32", 2), (2, "bf16", 2), (3, "fp32", 2)))])
+        (0, "bf16", 1), (1, "fp32", 1), (2, "bf16", 1), (3, "fp32", 1), (0, "fp32", 2), (2, "bf16", 2),
+        (3, "fp32", 2)))])
 def test_it_leads_to_text_scores_and_other_files(stage: int, precision: str, tp: int, tmp_path: Path) -> None:
     run, hf, int8 = (tmp_path / name for name in ("run", "hf", "int8"))
     run_ranks(trained, tp, run, stage, precision, tp)
@@ -74,7 +74,8 @@ def test_it_leads_to_text_scores_and_other_files(stage: int, precision: str, tp:
 
     assert checkpoint(["convert", str(run), "--output", str(hf)]) == 0
     assert checkpoint(["convert", str(run), "--output", str(int8), "--dtype", "int8"]) == 0
-    assert open_folder(hf).model.layernorm_epsilon == 1e-6 and json.loads((hf / "config.json").read_text())["n_head"] == 2
+    shape = open_folder(hf).model
+    assert (shape.num_attention_heads, shape.layernorm_epsilon) == (2, 1e-6)
     assert objects("--load-hf", hf, *asked)[0]["text"] == objects("--load", int8, *asked)[0]["text"] == found[0]["text"]
     ids = torch.tensor([TOKENIZER.encode("abcd")])
     answer = init_inference(checkpoint=str(run)).generate(ids, max_new_tokens=12, do_sample=False)

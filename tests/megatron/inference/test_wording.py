@@ -1,4 +1,4 @@
-"""Text from tokens as they come: the same as decoding every beginning, for a number of decoded tokens that is linear."""
+"""Text from tokens as they come: the same as decoding every beginning, in linear work."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.inference.request import Request, Sampling
 from megatron.inference.wording import WINDOW, Detokenizer, Wording
 from megatron.serve.asked import Subject
 from megatron.serve.completions import read
-from megatron.serve.judge import Verdict
+from megatron.serve.leader import Verdict
 from megatron.serve.limits import Limits
 
 WORDS = "the cat sat on the mat é ü 日本語"

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from megatron.serve.exchange import Exchange
+from megatron.serve.message import Exchange
 from megatron.serve.limits import Limits
 
 
