@@ -110,7 +110,8 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.checkpoint.background megatron.checkpoint.reader megatron.checkpoint.export megatron.checkpoint.lock
         megatron.checkpoint.interchange megatron.checkpoint.interchange.zero_to_fp32
         megatron.checkpoint.interchange.fp32 megatron.checkpoint.interchange.names
-        megatron.checkpoint.interchange.foreign megatron.checkpoint.interchange.protobuf
+        megatron.checkpoint.interchange.foreign megatron.checkpoint.interchange.recorded
+        megatron.checkpoint.interchange.protobuf
         megatron.checkpoint.interchange.tokenizers
         megatron.checkpoint.interchange.huggingface megatron.checkpoint.interchange.nanogpt
         megatron.checkpoint.interchange.megatron_lm megatron.checkpoint.interchange.convert
@@ -138,32 +139,26 @@ FLOORS: tuple[tuple[str, str], ...] = (
         megatron.fsdp.sharding megatron.fsdp.member megatron.fsdp.fully_shard megatron.fsdp.clip megatron.fsdp.summon
         megatron.fsdp.state_dict megatron.fsdp.optim_state megatron.fsdp.wrapper megatron.fsdp.wrap
         megatron.fsdp.checkpointing megatron.fsdp.checkpoint megatron.fsdp.distributed_state megatron.fsdp
-        megatron.inference.source megatron.inference.former megatron.inference.request
-        megatron.inference.prompts megatron.inference.lines
-        megatron.inference.cache megatron.inference.recorded megatron.inference.decoder megatron.inference.sampling
-        megatron.inference.generation megatron.inference.wording megatron.inference.int8 megatron.inference.pages
+        megatron.inference.source megatron.inference.former megatron.inference.request megatron.inference.prompts
+        megatron.inference.recorded megatron.inference.decoder megatron.inference.sampling
+        megatron.inference.generation megatron.inference.wording megatron.inference.int8
         megatron.inference.rounded
         megatron.inference.loading megatron.inference.live megatron.inference.answers megatron.inference.terminal
         megatron.inference.session megatron.inference.command
         megatron.inference.api megatron.inference.api.arguments megatron.inference.api.policy megatron.inference.api.cut
-        megatron.inference.api.changing
-        megatron.inference.api.example megatron.inference.api.same megatron.inference.api.proof
-        megatron.inference.api.quantise megatron.inference.api.weights
-        megatron.inference.api.fast megatron.inference.api.kept megatron.inference.api.answer
+        megatron.inference.api.same megatron.inference.api.proof megatron.inference.api.quantise
+        megatron.inference.api.weights megatron.inference.api.kept megatron.inference.api.answer
         megatron.inference.api.engine megatron.inference.api.init_inference
         megatron.inference
-        megatron.evaluate megatron.evaluate.request megatron.evaluate.windows megatron.evaluate.pieces
-        megatron.evaluate.likelihood megatron.evaluate.scorer megatron.evaluate.outcome megatron.evaluate.reading
-        megatron.evaluate.task
-        megatron.evaluate.stream megatron.evaluate.detokenise megatron.evaluate.wikitext megatron.evaluate.perplexity
-        megatron.evaluate.lambada megatron.evaluate.hellaswag megatron.evaluate.tasks megatron.evaluate.published
-        megatron.evaluate.progress megatron.evaluate.report megatron.evaluate.parser megatron.evaluate.writer
+        megatron.evaluate megatron.evaluate.request megatron.evaluate.pieces megatron.evaluate.scorer
+        megatron.evaluate.reading megatron.evaluate.task
+        megatron.evaluate.stream megatron.evaluate.wikitext megatron.evaluate.perplexity
+        megatron.evaluate.lambada megatron.evaluate.hellaswag megatron.evaluate.tasks
+        megatron.evaluate.report megatron.evaluate.parser megatron.evaluate.writer
         megatron.evaluate.setting megatron.evaluate.command megatron.evaluate.bridge megatron.evaluate.harness
-        megatron.serve megatron.serve.refusal megatron.serve.limits megatron.serve.message megatron.serve.door
-        megatron.serve.fields megatron.serve.judge megatron.serve.asked megatron.serve.megatron_api
-        megatron.serve.completions megatron.serve.metrics megatron.serve.orders megatron.serve.leader
-        megatron.serve.desk megatron.serve.exchange megatron.serve.page megatron.serve.answers megatron.serve.front
-        megatron.serve.service megatron.serve.command
+        megatron.serve megatron.serve.limits megatron.serve.message megatron.serve.door megatron.serve.leader
+        megatron.serve.asked megatron.serve.megatron_api megatron.serve.completions megatron.serve.metrics
+        megatron.serve.desk megatron.serve.page megatron.serve.answers megatron.serve.front megatron.serve.command
         megatron.report megatron.report.read megatron.report.source megatron.report.history megatron.report.thin
         megatron.report.charts megatron.report.tables megatron.report.page megatron.report.command
         megatron.trace megatron.trace.stretches megatron.trace.recorder megatron.trace.events megatron.trace.shares

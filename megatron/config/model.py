@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megatron.config.problems import Problems
 from megatron.config.setting import setting
+from megatron.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +49,9 @@ class ModelConfig:
 
     @property
     def tokens(self) -> int:
-        """The vocabulary size once the tokenizer is known."""
-        assert self.vocab_size is not None, "the vocabulary size is filled in from the tokenizer first"
+        """The vocabulary size, which has to be known: the trainer fills it in from its tokenizer."""
+        if self.vocab_size is None:
+            raise ConfigError("ModelConfig has no vocab_size; give ModelConfig(vocab_size=tokenizer.vocab_size)")
         return self.vocab_size
 
     def parameters(self, vocab_size: int | None = None) -> int:

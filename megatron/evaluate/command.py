@@ -59,8 +59,7 @@ def parse(argv: Sequence[str]) -> tuple[Chosen, Asked, bool]:
 def main(argv: Sequence[str] | None = None) -> int:
     model, asked, as_json = parse(sys.argv[1:] if argv is None else argv)
     from megatron.checkpoint.agree import agree
-    from megatron.evaluate.published import published
-    from megatron.evaluate.report import Report
+    from megatron.evaluate.report import Report, published
     from megatron.evaluate.setting import Setting
     from megatron.evaluate.tasks import prepare
     from megatron.launch import distributed

@@ -15,10 +15,9 @@ from typing import final
 
 from megatron.evaluate import reading
 from megatron.evaluate.lambada import pair_of
-from megatron.evaluate.outcome import Outcome
+from megatron.evaluate.task import Outcome, Subject
 from megatron.evaluate.pieces import Piece, Score, continuation
 from megatron.evaluate.request import Asked
-from megatron.evaluate.task import Subject
 
 
 @dataclass(frozen=True)

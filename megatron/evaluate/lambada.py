@@ -15,10 +15,9 @@ from typing import final
 from data.storage import DataError
 from data.tokenizer_base import Tokenizer
 from megatron.evaluate import reading
-from megatron.evaluate.outcome import Outcome
+from megatron.evaluate.task import Outcome, Subject
 from megatron.evaluate.pieces import Piece, Score, continuation
 from megatron.evaluate.request import Asked
-from megatron.evaluate.task import Subject
 
 Pair = tuple[list[int], list[int]]
 """What is read, and what is to come."""

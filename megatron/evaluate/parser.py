@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from megatron.config.tree import require
 from megatron.inference import former
-from megatron.inference.source import ModelParser
-from megatron.inference.source import Source, source_of, told
+from megatron.inference.source import ModelParser, Source, source_of, told
 
 VALUES = (
     "--activations-checkpoint-method", "--activations-checkpoint-num-layers", "--recompute-granularity",

@@ -2,8 +2,14 @@
 
 Batches are made from all pieces, long ones first, and dealt to the data parallel ranks: what runs together does not
 depend on their number, and neither does a result. Logits are made for the targets alone, a bounded number of rows at a
-time; tensor parallel ranks make those of their own columns and ask each other once a batch (likelihood.py). Shapes:
-b pieces, s positions, h hidden, n targets.
+time; tensor parallel ranks make those of their own columns and ask each other once a batch: no rank sees the logits of
+another. Of each row a rank finds four numbers among its own columns, and what all columns say follows from those of all
+ranks:
+
+    log-sum-exp, largest logit, whether the target is the first of the largest, the target's logit
+
+They are fp32, as the logits are. Columns that are padding are left out. Shapes: b pieces, s positions, h hidden,
+n targets, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,12 +23,34 @@ from torch import Tensor
 
 from data.storage import DataError
 from megatron.errors import NumericsError
-from megatron.evaluate.likelihood import found_here, of_all
 from megatron.evaluate.pieces import Piece, Score, digest
 from megatron.model.gpt2 import GPT2
-from mpu.collectives import all_gather_json, all_reduce
+from mpu.collectives import all_gather, all_gather_json, all_reduce
 from mpu.device import on_accelerator
-from mpu.groups import Groups
+from mpu.groups import Group, Groups
+from mpu.vocab_share import Share
+
+
+def found_here(logits: Tensor, targets: Tensor, tp: Group, tokens: int) -> Tensor:
+    """[n, V / tp], ids [n] -> [n, 4] of this rank's columns; `tokens` of all are real."""
+    share = Share.of(logits.shape[1], tp, tokens)
+    if not share.columns:
+        return torch.tensor([-torch.inf, -torch.inf, 0, -torch.inf], device=logits.device).expand(len(logits), 4)
+    real = logits[:, : share.columns].float()
+    mine, column = share.locate(targets)
+    likeliest = real.argmax(1, keepdim=True)
+    return torch.stack([real.logsumexp(1), real.gather(1, likeliest)[:, 0],
+                        (mine & (likeliest[:, 0] == column)).float(),
+                        real.gather(1, column[:, None])[:, 0].masked_fill(~mine, -torch.inf)], dim=1)
+
+
+def of_all(found: Tensor, tp: Group) -> tuple[Tensor, Tensor]:
+    """[n, 4] of every rank -> fp64 log-probabilities [n], and whether each target is the likeliest [n]. Of equal
+    logits the first one is. Collective."""
+    total, largest, greedy, at_target = all_gather(found[None], tp, 0).unbind(-1)  # each [tp, n]
+    first = largest.argmax(0, keepdim=True)
+    return (at_target.amax(0) - total.logsumexp(0)).double(), greedy.gather(0, first)[0].bool()
+
 
 CHUNK_BYTES, ON_ACCELERATORS = 64 << 20, 256 << 20
 """Of fp32 logits in a chunk, of this rank's columns."""

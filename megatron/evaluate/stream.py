@@ -10,10 +10,8 @@ from typing import final
 import numpy as np
 
 from data.storage import DataError
-from megatron.evaluate.outcome import Outcome
-from megatron.evaluate.pieces import Ids, Piece, Score, windows_of
-from megatron.evaluate.task import Subject
-from megatron.evaluate.windows import overlapping, rolling
+from megatron.evaluate.task import Outcome, Subject
+from megatron.evaluate.pieces import Ids, Piece, Score, overlapping, rolling, windows_of
 
 
 @dataclass(frozen=True)

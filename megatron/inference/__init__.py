@@ -1,18 +1,14 @@
 """What a trained model is for: text from it.
 
-    source.py       which model, as flags say it
-    parser.py       the command line of such a program
+    source.py       the command line of such a program: which model
     request.py      what is asked of it: prompts, how tokens are drawn, where a text ends
     int8.py         a matrix of 8 bits a number in the place of a weight, and the product with it
-    pages.py        where such matrices lie on a CPU
-    cache.py        keys and values of what has been read
     recorded.py     a step on an accelerator, recorded once for each size
-    decoder.py      the model over a cache: read a prompt, follow with a token of each text
+    decoder.py      the model over a cache of keys and values: read a prompt, follow with a token of each text
     sampling.py     the next token of one text, from its logits
     generation.py   many texts at a time; one that ends makes room for the next
-    prompts.py      where prompts come from: all at hand, or through a pipe
-    lines.py        prompts of a file or a pipe, each with its place
-    wording.py      the words of a text that is being made
+    prompts.py      where prompts come from: the command line, a file or a pipe
+    wording.py      text from tokens, as they come
     rounded.py      the weights of a run that was quantised in training, as they were at work
     loading.py      a model from a checkpoint or a Hugging Face folder, at any tensor parallel size: this rank's part
     live.py         the model of an engine in training

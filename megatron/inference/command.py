@@ -21,11 +21,10 @@ from typing import IO, TextIO
 from data.storage import check_not_over, named_by, read_for, staged_file
 from megatron.checkpoint.manifest import LATEST, MANIFEST
 from megatron.config.tree import require
-from megatron.inference import former, lines
-from megatron.inference.source import ModelParser
-from megatron.inference.prompts import Arriving, Given, Prompts
+from megatron.inference import former
+from megatron.inference.prompts import Arriving, Given, Prompts, of_arguments, of_file, of_stream
 from megatron.inference.request import Sampling, Wish
-from megatron.inference.source import source_of, told
+from megatron.inference.source import ModelParser, source_of, told
 from megatron.inference.terminal import Terminal, is_at_hand
 
 MODULE = "python -m megatron.generate"
@@ -115,11 +114,11 @@ def is_session(asked: argparse.Namespace) -> bool:
 def prompts_of(asked: argparse.Namespace, say: Callable[[str], None]) -> Prompts:
     """A pipe may be that of a program which waits for its answers."""
     if asked.prompts:
-        return Given(lines.of_arguments(asked.prompts))
+        return Given(of_arguments(asked.prompts))
     if asked.file is not None:
-        return Given(lines.of_file(asked.file, say))
+        return Given(of_file(asked.file, say))
     lasts = stat.S_ISFIFO(_mode(sys.stdin))
-    return (Arriving if lasts else Given)(lines.of_stream(sys.stdin, say))
+    return (Arriving if lasts else Given)(of_stream(sys.stdin, say))
 
 
 def _mode(stream: TextIO) -> int:

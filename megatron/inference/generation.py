@@ -31,7 +31,7 @@ End = Literal["eod", "stop", "length", "positions", "dropped", "not finite"]
 """The last one: the model gave a logit that is no number, or infinite."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Text:
     """What became of a request."""
 

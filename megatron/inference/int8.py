@@ -18,7 +18,10 @@ accelerator the whole matrix is made numbers of, which torch.compile makes part 
 from __future__ import annotations
 
 import copy
+import mmap
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from math import prod
 from typing import Any, final
 
 import torch
@@ -28,6 +31,43 @@ from torch.utils._pytree import tree_map
 
 from megatron.errors import ConfigError
 from mpu.device import on_accelerator
+
+LINE = 64
+"""Bytes at whose multiples a matrix begins: a line of the cache."""
+
+MADV_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", None)
+"""Linux's."""
+
+
+@final
+class Room:
+    """Room for many one-byte matrices side by side. On a CPU what is not used yet takes no memory, and the pages are as
+    large as the system gives: decoding reads all weights for every token, and a processor fetches ahead within a page
+    only. With pages of 2 MB it is up to a third faster than with 4 kB."""
+
+    def __init__(self, shapes: Sequence[Sequence[int]], device: torch.device) -> None:
+        size = max(1, sum(map(_length, shapes)))
+        self._flat = _mapped(size) if device.type == "cpu" else torch.empty(size, dtype=torch.int8, device=device)
+        self._used = 0
+
+    def take(self, shape: Sequence[int]) -> Tensor:
+        """[...] int8, of one of the shapes."""
+        taken = self._flat[self._used : self._used + prod(shape)].view(*shape)
+        self._used += _length(shape)
+        return taken
+
+
+def _length(shape: Sequence[int]) -> int:
+    return -(-prod(shape) // LINE) * LINE
+
+
+def _mapped(size: int) -> Tensor:
+    area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if MADV_HUGEPAGE is not None:
+        with suppress(OSError):  # a kernel without them
+            area.madvise(MADV_HUGEPAGE)
+    return torch.frombuffer(area, dtype=torch.int8)
+
 
 FEW = 12
 """Rows up to which the packed kernel is the faster one: its time grows with each (scripts/bench/int8_decode.py)."""

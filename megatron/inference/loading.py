@@ -20,24 +20,21 @@ from torch import Tensor, nn
 
 import data.tokenizer
 from data.default_corpus import DEFAULT_FOLDER
-from data.facts import TokenizerFacts, tokenizer_facts_in
+from data.facts import TokenizerFacts
 from data.tokenizer_base import Tokenizer
 from megatron.checkpoint.agree import agree, same_key
 from megatron.checkpoint.choice import locate, tag_of_step
 from megatron.checkpoint.int8 import LEVELS, SCALE, Read, is_quantised, quantise_into, row_maxima
 from megatron.checkpoint.interchange.foreign import same_weights
 from megatron.checkpoint.interchange.huggingface import open_folder
-from megatron.checkpoint.manifest import MANIFEST
-from megatron.checkpoint.part import SHARED_STATE
+from megatron.checkpoint.interchange.recorded import recorded_model
 from megatron.checkpoint.reader import open_checkpoint
-from megatron.checkpoint.strict import Record, sense_of
 from megatron.config.hf_shape import shape_in, tokenizer_in
 from megatron.config.tree import ModelConfig, require
 from megatron.errors import CheckpointError
-from megatron.inference.int8 import Int8, activations_on
-from megatron.inference.pages import Room
+from megatron.inference.int8 import Int8, Room, activations_on
 from megatron.inference.rounded import rounded_weights
-from megatron.inference.source import Source
+from megatron.inference.source import TOKENIZER_FLAGS, Source
 from megatron.model.gpt2 import GPT2
 from megatron.zero.tiling import tile_linears
 from mpu import groups as mpu_groups
@@ -75,11 +72,13 @@ class Found:
     name: str
     trained_with: TokenizerFacts | None = None
     """None: it does not say."""
-    assumes_tokenizer: bool = False
-    """Nothing says which it is: GPT-2's is taken."""
-
     has_own_levels: Callable[[str], bool] | None = None
     """Whether a matrix was quantised in training, to levels that are int8's."""
+
+    @property
+    def assumes_tokenizer(self) -> bool:
+        """Nothing says which it is: GPT-2's is taken."""
+        return not any(self.data.get(name) for name in TOKENIZER_FLAGS)
 
     def has_levels(self, name: str) -> bool:
         """It need not be quantised now."""
@@ -115,7 +114,7 @@ def open_source(source: Source, groups: Groups) -> Found:
     found = open_hf(source.load_hf, groups) if source.load_hf else \
         open_trained(source.load or "", groups, source.step, source.key_file)
     _check_split(found, groups.tp.size)
-    return replace(found, data={}, assumes_tokenizer=False) if is_hf and source.tokenizer else found
+    return replace(found, data=source.tokenizer if is_hf and source.tokenizer else {**found.data, **source.tokenizer})
 
 
 def load(source: Source, groups: Groups, device: torch.device) -> Loaded:
@@ -130,7 +129,7 @@ def load(source: Source, groups: Groups, device: torch.device) -> Loaded:
 
 def described(found: Found, dtype: str, tokenizer: Tokenizer) -> str:
     """In a line."""
-    doubt = " (assumed: the folder has no file of a tokenizer)" if found.assumes_tokenizer else ""
+    doubt = " (assumed: nothing beside the weights says which it is)" if found.assumes_tokenizer else ""
     return f"{found.name}: {found.shape.parameters():,} parameters in {dtype}, {tokenizer.facts.described}{doubt}"
 
 
@@ -142,15 +141,11 @@ def open_trained(folder: str, groups: Groups, step: int | None = None, key_file:
         require(tag is None, f"--load {folder} names a tag already: leave out --ckpt-step {step}")
         tag, _ = agree(lambda: tag_of_step(root, step), groups.world)
     found = open_checkpoint(root, tag, world=groups.world, int8=True, key=same_key(key_file, groups.world))
-    with sense_of(f"tag {found.tag}: {MANIFEST}: config"):
-        precision = next((name for name in ("bf16", "fp16") if found.config["precision"][name]), "fp32")
-        shape, data = ModelConfig(**found.config["model"]), dict(found.config["data"])
-    precision = "int8" if found.has(LEVELS) else precision
-    said = agree(lambda: Record(found.shared_state, f"tag {found.tag}: file {SHARED_STATE}").take("client_state", dict),
-                 groups.world)
+    recorded = agree(lambda: recorded_model(found), groups.world)
+    precision = "int8" if found.has(LEVELS) else recorded.precision
     rounded = None if precision == "int8" else agree(lambda: rounded_weights(found, DTYPES[precision]), groups.world)
-    return Found(rounded or found, shape, data, precision, f"{found.tag} of {root}", tokenizer_facts_in(said),
-                 has_own_levels=None if rounded is None else rounded.has_levels)
+    return Found(rounded or found, recorded.shape, recorded.data, precision, f"{found.tag} of {root}",
+                 recorded.tokenizer, has_own_levels=None if rounded is None else rounded.has_levels)
 
 
 def open_hf(folder: str, groups: Groups) -> Found:
@@ -159,7 +154,7 @@ def open_hf(folder: str, groups: Groups) -> Found:
     found = agree(lambda: open_folder(Path(folder)), groups.world)
     same_weights(found, groups.world)
     said = agree(lambda: tokenizer_in(folder), groups.world)
-    return Found(found, found.model, said, "fp32", folder, assumes_tokenizer=not said)
+    return Found(found, found.model, said, "fp32", folder)
 
 
 def check_shape(found: Found, said: Mapping[str, float]) -> None:

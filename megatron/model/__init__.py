@@ -4,6 +4,7 @@ gpt2.py (embeddings, blocks, logits), block.py (one transformer block), attentio
 (initial weights).
 """
 
+from megatron.config.tree import ModelConfig
 from megatron.model.gpt2 import GPT2
 
-__all__ = ["GPT2"]
+__all__ = ["GPT2", "ModelConfig"]

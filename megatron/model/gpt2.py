@@ -16,11 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron import layer_drop
-from megatron.config.tree import ModelConfig
+from megatron.config.tree import ModelConfig, require
 from megatron.model.attention import document_mask
 from megatron.model.block import Block
 from megatron.model.init import GPT2Init
 from mpu.cross_entropy import linear_cross_entropy
+from mpu.device import on_accelerator
 from mpu.few_rows import linear
 from mpu.groups import SOLO, Group
 from mpu.layers import VocabParallelEmbedding
@@ -49,16 +50,22 @@ class GPT2(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None, loss_weight: Tensor | None = None,
                 positions: Tensor | None = None, segments: Tensor | None = None, grad_scale: float = 1.0, *,
                 progressive_layer_drop: bool = False, pld_theta: float = 1.0, pld_step: int = 0) -> Tensor:
-        """[b, s] tokens -> the mean loss over `targets` (weighted by `loss_weight`), or without targets [b, V] logits
-        of the last position. `positions` and `segments` (document numbers) keep documents apart. `grad_scale` is the
-        factor the caller will multiply the loss by (see linear_cross_entropy). With `progressive_layer_drop` a model in
-        training leaves out the blocks that are drawn for the step `pld_step` at `pld_theta` (layer_drop.py)."""
+        """[b, s] tokens -> the mean loss over `targets` (weighted by `loss_weight`, or without one over those that are
+        not negative), or without targets [b, V] logits of the last position. `positions` and `segments` (document
+        numbers) keep documents apart. `grad_scale` is the factor the caller will multiply the loss by (see
+        linear_cross_entropy). With `progressive_layer_drop` a model in training leaves out the blocks that are drawn
+        for the step `pld_step` at `pld_theta` (layer_drop.py)."""
         drops = progressive_layer_drop and self.training
         blocks = self._kept_blocks(pld_step, pld_theta) if drops else None
         x = self.hidden_states(tokens, positions, segments, blocks)  # [b, s, h]
         if targets is None:
             return self.logits(x[:, -1])
-        weight = torch.ones_like(targets, dtype=torch.float32) if loss_weight is None else loss_weight
+        if not on_accelerator(targets) and targets.numel():
+            highest = int(targets.max())
+            require(highest < self.config.tokens, f"target {highest} is outside the vocabulary 0.."
+                    f"{self.config.tokens - 1}: the data was made with another tokenizer")
+        weight = loss_weight if loss_weight is not None else torch.ge(
+            targets, 0, out=torch.empty_like(targets, dtype=torch.float32))  # one launch
         return linear_cross_entropy(
             x.flatten(0, 1),
             self.wte.weight,
@@ -80,6 +87,9 @@ class GPT2(nn.Module):
                       blocks: Iterable[Callable[..., Tensor]] | None = None) -> Tensor:
         """[b, s] -> [b, s, h], after the final LayerNorm; through all blocks, or through these."""
         if positions is None:
+            length, longest = tokens.shape[1], self.config.max_position_embeddings
+            require(length <= longest, f"a sequence of {length} tokens is longer than the {longest} positions of the "
+                    "model; cut it, or give ModelConfig a larger max_position_embeddings")
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.wte(tokens) + self.wpe(positions)
         if self.config.hidden_dropout:

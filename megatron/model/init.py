@@ -32,12 +32,15 @@ class GPT2Init:
     def norm(self, size: int, eps: float) -> nn.LayerNorm:
         """One that changes no scale and adds nothing."""
         made = nn.LayerNorm(size, eps=eps)
-        mark_source(made.weight, Constant(1.0), self._deferred)
-        mark_source(made.bias, Constant(0.0), self._deferred)
+        mark_source(made.weight, Constant(1.0), deferred=True)  # torch has filled them with these numbers
+        mark_source(made.bias, Constant(0.0), deferred=True)
         return made
 
     def table(self, name: str, rows: int, width: int) -> nn.Embedding:
         """An embedding that is whole on every rank."""
-        made, how = nn.Embedding(rows, width, _weight=unfilled((rows, width), self._deferred)), self.weight(name)
-        mark_source(made.weight, Normal(how.key, how.std, blocks_of((rows, width), None, 0, 1)), how.deferred)
+        how, values = self.weight(name), unfilled((rows, width), self._deferred)
+        source = Normal(how.key, how.std, blocks_of((rows, width), None, 0, 1))
+        mark_source(values, source, how.deferred)  # before there is a module: zero.Init splits its parameters at once
+        made = nn.Embedding(rows, width, _weight=values)
+        mark_source(made.weight, source, deferred=True)
         return made

@@ -11,16 +11,13 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from megatron.serve import completions, megatron_api
-from megatron.serve.asked import Job, Subject
+from megatron.serve.asked import Job, Subject, parse
 from megatron.serve.desk import STOPPING, Desk, Ticket
 from megatron.serve.door import Door
-from megatron.serve.exchange import Exchange
-from megatron.serve.fields import parse
-from megatron.serve.limits import Limits
-from megatron.serve.message import Head
+from megatron.serve.message import Exchange, Head
+from megatron.serve.limits import Limits, Refusal
 from megatron.serve.metrics import Metrics
 from megatron.serve.page import Page
-from megatron.serve.refusal import Refusal
 
 READING = ("GET", "HEAD")
 

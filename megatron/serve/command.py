@@ -13,8 +13,7 @@ from pathlib import Path
 
 from megatron.config.tree import require
 from megatron.errors import ConfigError
-from megatron.inference.source import ModelParser
-from megatron.inference.source import source_of, told
+from megatron.inference.source import ModelParser, source_of, told
 from megatron.launch import distributed
 from megatron.launch.signals import StopRequest, write_stderr
 from megatron.serve import limits
@@ -108,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     listens = distributed.read_environment().rank == 0
     with hears.heard() as stop, listener_of(asked.host, asked.port) if listens else nullcontext() as listener:
         from megatron.inference import loading
-        from megatron.serve.service import serve, work
+        from megatron.serve.front import serve, work
 
         env = distributed.init(told=told(asked))
         groups = loading.groups_of(model, env.world_size, MODULE)

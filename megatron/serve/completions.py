@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 from megatron.inference.generation import End, Text
-from megatron.inference.wording import Wording
-from megatron.serve.asked import (LONGEST_STOP, MOST_STOPS, Asked, Subject, fresh_seed, sampling_of, temperature_of)
-from megatron.serve.fields import Fields, plain
-from megatron.serve.judge import Verdict
-from megatron.serve.refusal import Refusal, wrong
+from megatron.inference.wording import Detokenizer, Wording
+from megatron.serve.asked import (LONGEST_STOP, MOST_STOPS, Asked, Fields, Subject, fresh_seed, plain, sampling_of,
+                                  temperature_of)
+from megatron.serve.leader import Verdict
+from megatron.serve.limits import Refusal, wrong
 
 MOST_LOGPROBS = 5
 REASONS: dict[End, str] = {"eod": "stop", "stop": "stop", "length": "length", "positions": "length",
@@ -35,8 +35,12 @@ class Completion:
     """Of a stream: a last part says how many tokens were read and made."""
     created: int = field(default_factory=lambda: int(time.time()))
     _sent: dict[int, str] = field(default_factory=dict)
+    _wording: Wording = field(init=False)
     _tokens: dict[int, int] = field(default_factory=dict)
     _over: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._wording = Wording(self.subject.tokenizer)
 
     def whole(self, texts: Sequence[Text], verdicts: Mapping[int, Verdict]) -> dict[str, Any]:
         choices = [self._choice(place, text) for place, text in enumerate(texts)]
@@ -63,8 +67,7 @@ class Completion:
 
     def _choice(self, place: int, text: Text) -> dict[str, Any]:
         """What is new of a text since it was last asked for."""
-        wording = Wording(self.subject.tokenizer)
-        found, sent = self.shown[place // self.asked.samples] + wording.settled(text), self._sent.get(place, "")
+        found, sent = self.shown[place // self.asked.samples] + self._wording.settled(text), self._sent.get(place, "")
         self._sent[place] = found
         if text.ended is not None:
             self._over.add(place)
@@ -75,7 +78,7 @@ class Completion:
         """Of all tokens whose text is among the `length` characters of an answer."""
         decode, skipped = self.subject.tokenizer.decode, 0 if self.echoes else len(text.request.prompt)
         ids = text.ids[skipped:]
-        starts = [len(decode(ids[:number])) for number in range(len(ids))]
+        starts = Detokenizer(decode, ids).starts
         kept = sum(start < length for start in starts) if text.ended == "stop" else len(ids)
         likeliest = [None, *({decode([token]): value for token, value in reversed(place)}
                              for place in verdict.likeliest)][skipped:] if self.asked.top else None
@@ -88,10 +91,10 @@ class Completion:
         if not self.scored or self.asked.top is not None:
             return None
         decode, begun = self.subject.tokenizer.decode, len(self.shown[place // self.asked.samples])
-        tokens, first = text.tokens, self._tokens.get(place, 0)
+        tokens, first, starts = text.tokens, self._tokens.get(place, 0), self._wording.starts_of(text)
         names, values, offsets = [], [], []
         for number in range(first, len(tokens)):
-            start = begun + len(decode(tokens[:number]))
+            start = begun + starts[number]
             if start >= len(found) and (start > len(found) or text.ended is None):
                 break
             names.append(decode(tokens[number : number + 1]))

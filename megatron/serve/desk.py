@@ -12,11 +12,9 @@ from typing import final
 
 from megatron.inference.generation import Text
 from megatron.inference.request import Request
-from megatron.serve.judge import Verdict
-from megatron.serve.leader import Inbox
+from megatron.serve.leader import Begin, Closed, Drop, Inbox, News, Read, Verdict
 from megatron.serve.metrics import Metrics
-from megatron.serve.orders import Begin, Closed, Drop, News, Read
-from megatron.serve.refusal import Refusal
+from megatron.serve.limits import Refusal
 
 STOPPING = "the server is stopping"
 NO_NUMBERS = ("the model gives logits that are no numbers, or infinite, after this prompt: whoever runs the server may "

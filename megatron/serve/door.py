@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable
 from typing import final
 
-from megatron.serve.refusal import Refusal
+from megatron.serve.limits import Refusal
 
 LOOPBACK_NAMES = frozenset({"localhost", "localhost.localdomain"})
 

@@ -1,4 +1,4 @@
-"""Connections: the thread of the clients, one event loop for all of them."""
+"""A server: the thread of the clients, one event loop for all connections, beside the thread of the model."""
 
 from __future__ import annotations
 
@@ -6,19 +6,23 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, final
 
+from megatron.inference.answers import generator_of
+from megatron.inference.decoder import Decoder
+from megatron.inference.loading import Loaded
+from megatron.inference.wording import Wording
 from megatron.serve.answers import Answers
-from megatron.serve.desk import Desk
-from megatron.serve.exchange import Exchange
-from megatron.serve.judge import Verdict
-from megatron.serve.leader import Inbox
-from megatron.serve.limits import Limits
+from megatron.serve.asked import Subject
+from megatron.serve.desk import STOPPING, Desk
+from megatron.serve.door import Door
+from megatron.serve.leader import Broken, Hands, Inbox, Judge, Leader, News, Verdict, follow
+from megatron.serve.limits import Limits, Refusal
+from megatron.serve.message import Exchange
 from megatron.serve.metrics import Metrics
-from megatron.serve.orders import Broken, News
-from megatron.serve.refusal import Refusal
+from mpu.groups import Groups
 
 Log = Callable[[str], None]
 
@@ -122,3 +126,48 @@ class Front:
         tokens = f"{exchange.read}+{exchange.made}"
         self._log(f"{when} {exchange.client} {head.method} {head.target[:200]} {exchange.status} {tokens} tokens "
                   f"{seconds:.3f} s")
+
+
+LAST_SECONDS = 5.0
+"""For clients to take what is left, once the model has stopped."""
+LAST_SECONDS_OF_FAILURE = 1.0
+"""Shorter than a launcher waits before it ends all ranks."""
+
+
+def hands_of(loaded: Loaded, rows: int) -> Hands:
+    generator = generator_of(loaded, Decoder(loaded.model, rows), Wording(loaded.tokenizer), slides=False)
+    return Hands(generator, Judge(loaded.model, loaded.tokenizer.vocab_size))
+
+
+def work(loaded: Loaded, groups: Groups, rows: int) -> None:
+    """A rank that is told what to do."""
+    follow(hands_of(loaded, rows), groups.world)
+
+
+def subject_of(loaded: Loaded, name: str, limits: Limits) -> Subject:
+    shape, tokenizer = loaded.model.config, loaded.tokenizer
+    eod = tokenizer.eod if tokenizer.eod < shape.tokens else None
+    return Subject(name, tokenizer, shape.max_position_embeddings, eod, limits, int(time.time()))
+
+
+def serve(loaded: Loaded, groups: Groups, *, rows: int, name: str, listener: socket.socket, host: str, key: str | None,
+          allowed: Iterable[str], limits: Limits, log: Callable[[str], None], ready: Callable[[], None],
+          asked_to_stop: Callable[[], bool]) -> None:
+    """The rank that hears the clients; until it is asked to stop. `ready` is called when it listens."""
+    hands, inbox, metrics = hands_of(loaded, rows), Inbox(), Metrics()
+    desk = Desk(inbox, rows, limits.max_waiting, metrics)
+    answers = Answers(subject_of(loaded, name, limits), desk, Door(host, key, allowed), metrics, limits)
+    front = Front(listener, answers, desk, inbox, metrics, limits, log)
+    leader = Leader(hands, groups.world, inbox, front.tell)
+    late = Refusal(503, f"{STOPPING}, and this was not done in time", code="stopping")
+    front.start()
+    try:
+        ready()
+        if not leader.run(asked_to_stop, front.close, limits.grace):
+            front.fail(late)
+    except BaseException as error:
+        has_failed = isinstance(error, Exception)
+        front.fail(Refusal(500, "the model has failed, and the server ends") if has_failed else late)
+        front.finish(LAST_SECONDS_OF_FAILURE)
+        raise
+    front.finish(LAST_SECONDS)

@@ -1,7 +1,8 @@
-"""The model's loop. Between two steps texts begin where rows are free, and those go that nobody waits for any longer.
+"""The thread of the model: its loop, and what it and the thread of the clients say to each other.
 
-Rank 0 leads: it alone hears the clients, and before each step it tells the others what to do. While there is nothing
-to do they wait for its word, which comes every few seconds, lest a collective times out.
+Between two steps texts begin where rows are free, and those go whose client has left. Rank 0 leads: it alone hears the
+clients, and before each step it tells the others what to do. While there is nothing to do they wait for its word, which
+comes every few seconds, so that no collective times out.
 """
 
 from __future__ import annotations
@@ -13,12 +14,102 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, final
 
-from megatron.inference.generation import Generator, Text
+import torch
+
+from megatron.inference.generation import End, Generator, Text
 from megatron.inference.request import Request, Sampling
-from megatron.serve.judge import Judge, Verdict
-from megatron.serve.orders import Begin, Broken, Closed, Drop, News, Order, Read
+from megatron.model.gpt2 import GPT2
 from mpu.collectives import broadcast_json
 from mpu.groups import Group
+
+
+@dataclass(frozen=True)
+class Begin:
+    requests: tuple[Request, ...]
+
+
+@dataclass(frozen=True)
+class Read:
+    """A text that has ended, once more, for a verdict (Judge)."""
+
+    number: int
+    ids: tuple[int, ...]
+    top: int
+    """How many of the likeliest tokens are wanted in each place."""
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Texts that nobody waits for any longer."""
+
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Closed:
+    """No more will be asked for."""
+
+
+@dataclass(frozen=True)
+class Broken:
+    """The thread of the clients has failed."""
+
+    error: BaseException
+
+
+Order = Begin | Read | Drop | Closed | Broken
+
+
+@dataclass(frozen=True)
+class News:
+    """Of a text: it has so many tokens now, and this is the last of them; or it has ended."""
+
+    number: int
+    count: int
+    token: int
+    logprob: float
+    ended: End | None
+
+
+CHUNK_BYTES = 64 << 20
+"""Of logits that exist together."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Of a text's tokens from the second on: the first has nothing before it."""
+
+    number: int
+    logprobs: tuple[float, ...]
+    likeliest: tuple[tuple[tuple[int, float], ...], ...]
+    """In each place: tokens with their log-probabilities, the likeliest first."""
+
+
+@final
+class Judge:
+    """How likely the model finds each token of a text, and which it finds likeliest there: another reading of the whole
+    text, for clients that ask for more than the tokens that were taken."""
+
+    def __init__(self, model: GPT2, vocabulary: int) -> None:
+        """Tokens from `vocabulary` on are padding."""
+        self._model, self._vocabulary = model, vocabulary
+        self._rows = max(1, CHUNK_BYTES // (4 * vocabulary))
+
+    @torch.inference_mode()
+    def __call__(self, number: int, ids: tuple[int, ...], top: int) -> Verdict:
+        """Collective."""
+        tokens = torch.tensor(ids, device=self._model.wpe.weight.device)
+        logprobs: list[float] = []
+        likeliest: list[tuple[tuple[int, float], ...]] = []
+        if len(ids) > 1:
+            hidden = self._model.hidden_states(tokens[None, :-1])[0]  # [s - 1, h]
+            for rows, targets in zip(hidden.split(self._rows), tokens[1:].split(self._rows), strict=True):
+                found = self._model.logits(rows)[:, : self._vocabulary].float().log_softmax(-1)  # [n, V]
+                logprobs += found.gather(1, targets[:, None])[:, 0].tolist()
+                values, places = found.topk(min(top, self._vocabulary))
+                likeliest += [tuple(zip(*pair)) for pair in zip(places.tolist(), values.tolist(), strict=True)]
+        return Verdict(number, tuple(logprobs), tuple(likeliest))
+
 
 TICK_SECONDS = 0.2
 """How long a request to stop may go unnoticed while there is nothing to do."""

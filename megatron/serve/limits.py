@@ -1,9 +1,10 @@
-"""How much may be asked for, and how long a client may take. No torch: these are flags."""
+"""How much may be asked for, how long a client may take, and how a request is refused. No torch: these are flags."""
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, fields
+from typing import final
 
 from megatron.config.tree import require
 
@@ -67,3 +68,17 @@ def limits_of(asked: argparse.Namespace) -> Limits:
     require(found["max_texts"] <= room, f"--max-texts {asked.max_texts} is more than --max-waiting and --batch-size "
             f"have room for together, {room}: such a request could never be taken")
     return Limits(**found)
+
+
+@final
+class Refusal(Exception):
+    def __init__(self, status: int, message: str, *, name: str | None = None, code: str | None = None,
+                 headers: tuple[tuple[str, str], ...] = ()) -> None:
+        """`name` is that of the key that is wrong; `code` is a word for programs; `headers` go with the response."""
+        super().__init__(message)
+        self.status, self.message, self.name, self.code, self.headers = status, message, name, code, headers
+
+
+def wrong(name: str, message: str) -> Refusal:
+    """A key that cannot be honoured."""
+    return Refusal(400, f"{name}: {message}", name=name)

@@ -8,10 +8,9 @@ from typing import Any, final
 
 from megatron.inference.generation import Text
 from megatron.inference.request import Sampling
-from megatron.serve.asked import Asked, Subject, fresh_seed, sampling_of
-from megatron.serve.fields import Fields, plain
-from megatron.serve.judge import Verdict
-from megatron.serve.refusal import wrong
+from megatron.serve.asked import Asked, Fields, Subject, fresh_seed, plain, sampling_of
+from megatron.serve.leader import Verdict
+from megatron.serve.limits import wrong
 
 MOST_PROMPTS = 128
 DEFAULT_TOKENS = 64

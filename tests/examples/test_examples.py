@@ -84,3 +84,11 @@ def test_a_folder_of_text_becomes_a_model(tmp_path: Path) -> None:
     printed = run(tmp_path, "env", f"PATH={tmp_path}/bin:{os.environ['PATH']}", "bash",
                   ROOT / "examples" / "folder_of_text.sh", "texts", "--train-iters", 30)
     assert "texts: 3 files, 300 documents" in printed and (tmp_path / "runs" / "folder_of_text" / "latest").is_file()
+
+
+@pytest.mark.slow
+def test_own_loop_gpt2_leads_to_text_in_the_program_and_on_the_command_line(tmp_path: Path) -> None:
+    printed = run(tmp_path, sys.executable, ROOT / "examples" / "own_loop_gpt2.py", "saved")
+    assert printed.endswith("\nThe cat sat on the mat. The dog lay on the rug.\n")
+    asked = ["--load", "saved", "--greedy", "--max-new-tokens", 16, "The dog"]
+    assert run(tmp_path, sys.executable, "-m", "megatron.generate", *asked) == "The dog lay on the rug.\n"

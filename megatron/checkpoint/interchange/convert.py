@@ -22,6 +22,7 @@ from megatron.checkpoint.commit import probe
 from megatron.checkpoint.int8 import SCALE, LEVELS, Read, is_quantised, quantised, row_maxima, scale_of
 from megatron.checkpoint.interchange import huggingface, megatron_lm, nanogpt
 from megatron.checkpoint.interchange.foreign import Foreign, load_torch
+from megatron.checkpoint.interchange.recorded import recorded_model
 from megatron.checkpoint.lock import locked
 from megatron.checkpoint.manifest import step_tag
 from megatron.checkpoint.piece import Deferred, Piece
@@ -56,8 +57,6 @@ def open_foreign(source: Path, vocab_size: int | None = None, heads: int | None 
 
 def import_weights(found: Foreign, root: Path, key: Key | None = None) -> SaveReport:
     """Write the weights as a checkpoint of ours, signed with `key`, one tensor in memory at a time."""
-    if tag_names(root):
-        raise ConfigError(f"--output {root}: holds checkpoints already; choose another folder")
     pieces = [_weight(found, name, shape) for name, shape in found.shapes.items()]
     return _save(root, step_tag(0), pieces, Config(model=found.model).as_dict(), 0, key=key)
 
@@ -65,23 +64,26 @@ def import_weights(found: Foreign, root: Path, key: Key | None = None) -> SaveRe
 def quantise_weights(found: Checkpoint | Foreign, root: Path, key: Key | None = None) -> SaveReport:
     """Write the weights with matrices of int8 (int8.py), signed with `key`, one tensor in memory at a time; of a run
     the tag stays."""
-    if tag_names(root):
-        raise ConfigError(f"--output {root}: holds checkpoints already; choose another folder")
-    tag, iteration = (step_tag(0), 0) if isinstance(found, Foreign) else (found.tag, found.iteration)
-    config = Config(model=found.model).as_dict() if isinstance(found, Foreign) else found.config
-    shapes = found.shapes if isinstance(found, Foreign) else \
-        {name: found.shape("weight", name) for name in found.names("weight")}
+    if isinstance(found, Foreign):
+        pieces = _quantised(found, found.shapes)
+        return _save(root, step_tag(0), pieces, Config(model=found.model).as_dict(), 0, key=key)
+    recorded_model(found)  # or why it is no GPT-2 that could be loaded
+    shapes = {name: found.shape("weight", name) for name in found.names("weight")}
     if "wte.weight" not in shapes:
-        raise CheckpointError(f"tag {tag} is not of this program's GPT-2, which is what int8 is for")
-    pieces = [piece for name, shape in shapes.items() for piece in
-              (_int8(found, name, shape) if is_quantised(name, shape) else [_weight(found, name, shape)])]
-    said = {} if isinstance(found, Foreign) else found.shared_state["client_state"]
-    return _save(root, tag, pieces, config, iteration, {name: said[name] for name in ("tokenizer",) if name in said},
-                 key)
+        raise CheckpointError(f"tag {found.tag} is not of this program's GPT-2, which is what int8 is for")
+    state = {name: value for name, value in found.shared_state["client_state"].items() if name == "tokenizer"}
+    return _save(root, found.tag, _quantised(found, shapes), found.config, found.iteration, state, key)
+
+
+def _quantised(found: Checkpoint | Foreign, shapes: Mapping[str, tuple[int, ...]]) -> list[Piece]:
+    return [piece for name, shape in shapes.items() for piece in
+            (_int8(found, name, shape) if is_quantised(name, shape) else [_weight(found, name, shape)])]
 
 
 def _save(root: Path, tag: str, pieces: Sequence[Piece], config: Mapping[str, Any], iteration: int,
           client_state: Mapping[str, Any] = {}, key: Key | None = None) -> SaveReport:
+    if tag_names(root):
+        raise ConfigError(f"--output {root}: holds checkpoints already; choose another folder")
     run_id = secrets.token_hex(8)
     shared: dict[str, Any] = {"run_id": run_id, "engine": {}, "optimizer": None, "lr_scheduler": None, "buffers": {},
                               "client_state": dict(client_state)}

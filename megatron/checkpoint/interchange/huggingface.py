@@ -22,6 +22,7 @@ from megatron.checkpoint.commit import storing
 from megatron.checkpoint.export import logical
 from megatron.checkpoint.interchange.foreign import Foreign, load_torch, model_config, shapes_of
 from megatron.checkpoint.interchange.names import HUGGING_FACE
+from megatron.checkpoint.interchange.recorded import recorded_model
 from megatron.checkpoint.interchange.tokenizers import tokenizer_files
 from megatron.checkpoint.interchange.zero_to_fp32 import Entry, write
 from megatron.checkpoint.manifest import safe_name
@@ -117,13 +118,20 @@ def _torch(path: Path) -> dict[str, Tensor]:
 def export(found: Checkpoint, output: Path, shard_bytes: int = SHARD_BYTES, say: Say = say_stderr) -> list[Path]:
     """Write a folder that transformers loads: weights first, config.json last; the files. One tensor at a time is in
     memory. `say` prints why there are no tokenizer files, where there are none."""
-    model = _model_of(found)
+    recorded = recorded_model(found)
+    model, holds = recorded.shape, {name: found.shape("weight", name) for name in found.names("weight")}
+    if holds != shapes_of(model):
+        raise CheckpointError(f"tag {found.tag}: its weights are not those of this program's GPT-2 of "
+                              f"{model.num_layers} layers (another model, or --memory-centric-tiled-linear); "
+                              "zero_to_fp32.py writes any model")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"--output {output}: is not an empty folder; choose another, or remove it")
     entries = [_entry(found, name, shape) for name, shape in shapes_of(model).items()]
-    tokenizer = tokenizer_files(found.config["data"], model)
+    tokenizer = tokenizer_files(recorded.data, model, recorded.tokenizer)
     if tokenizer.note is not None:
         say(tokenizer.note)
+    elif not recorded.data["tokenizer_type"]:
+        say("GPT-2's tokenizer is assumed: the checkpoint does not record which it was trained with")
     with storing(output, sum(entry.nbytes for entry in entries), "--output"):
         make_folder(output)
         files = write(entries, output / SAFETENSORS, shard_bytes)
@@ -132,17 +140,6 @@ def export(found: Checkpoint, output: Path, shard_bytes: int = SHARD_BYTES, say:
                 file.write(content)
         write_json_atomic(output / CONFIG, _config(model, tokenizer.eod))
     return [*files, *(output / name for name in tokenizer.files), output / CONFIG]
-
-
-def _model_of(found: Checkpoint) -> ModelConfig:
-    """What the checkpoint says of its model; its weights have to be exactly those of this program's GPT-2."""
-    model = model_config(f"tag {found.tag}", **found.config["model"])
-    holds = {name: found.shape("weight", name) for name in found.names("weight")}
-    if model.vocab_size is None or holds != shapes_of(model):
-        raise CheckpointError(f"tag {found.tag}: its weights are not those of this program's GPT-2 of "
-                              f"{model.num_layers} layers (another model, or --memory-centric-tiled-linear); "
-                              "zero_to_fp32.py writes any model")
-    return model
 
 
 def _entry(found: Checkpoint, name: str, shape: tuple[int, ...]) -> Entry:

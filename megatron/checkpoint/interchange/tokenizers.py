@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from data.default_corpus import DEFAULT_FOLDER
+from data.facts import TokenizerFacts
 from data.gpt2_bpe import byte_alphabet, merges_and_vocabulary_in, parse_merges
 from data.storage import DataError
 from data.tokenizer import build
@@ -39,8 +40,9 @@ class TokenizerFiles:
     """Why the files are not what AutoTokenizer loads."""
 
 
-def tokenizer_files(section: Mapping[str, Any], model: ModelConfig) -> TokenizerFiles:
-    """`section` is the saved data configuration."""
+def tokenizer_files(section: Mapping[str, Any], model: ModelConfig, known: TokenizerFacts | None = None
+                    ) -> TokenizerFiles:
+    """`section` is the saved data configuration; `known` the tokenizer that the checkpoint records, if it does."""
     kind = section["tokenizer_type"] or DEFAULT_KIND
     path = section["tokenizer_path"] or section["vocab_file"]
     if kind == "SentencePieceTokenizer" and path is None and "default" in section["train_data"]:
@@ -50,6 +52,9 @@ def tokenizer_files(section: Mapping[str, Any], model: ModelConfig) -> Tokenizer
         if ours.vocab_size > model.tokens:
             return TokenizerFiles(note=f"no tokenizer files: {ours.name} has {ours.vocab_size} tokens, and the model "
                                        f"{model.tokens}: it was trained with another one")
+        if known is not None and known != ours.facts:
+            return TokenizerFiles(note=f"no tokenizer files: the model was trained with {known.described}, and its "
+                                       f"files make {ours.facts.described}")
         return WRITERS[ours.name](section, path, ours.eod, model.max_position_embeddings)
     except (DataError, ImportError) as error:
         return TokenizerFiles(note=f"no tokenizer files: {error}; copy the tokenizer beside the model yourself")

@@ -3,13 +3,10 @@
     arguments.py        every argument of DeepSpeed's call: what it means here, or what to do instead
     policy.py           which layers of a model that is not ours are cut, and how: the plan of a cut
     cut.py              the plan done: each rank keeps its part of the layers
-    changing.py         a model that is refused when it is partly cut or cast says so from then on
-    example.py          inputs that a model takes
     same.py             whether all ranks were given the same
-    proof.py            the cut model computes what the whole one did, or is refused
+    proof.py            the cut model computes what the whole one did on an example, or is refused
     quantise.py         int8 weights for the layers that are cut
-    weights.py          where the weights of a GPT-2 come from: a checkpoint, or a model in memory
-    fast.py             our GPT-2 out of the layers of transformers' one
+    weights.py          where the weights of a GPT-2 come from: a checkpoint, or a model in memory, of transformers too
     kept.py             the decoder that stays from answer to answer
     answer.py           `generate` as transformers types it, over the cache
     engine.py           what a script holds

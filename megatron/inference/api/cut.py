@@ -1,18 +1,45 @@
-"""The plan of a cut done: each layer of it becomes a parallel layer that holds this rank's part of the weights."""
+"""The plan of a cut done: each layer of it becomes a parallel layer that holds this rank's part of the weights. A model
+whose cut or cast breaks off is refused from then on (`changing`)."""
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn, cast, final
 
 import torch
 from torch import Tensor, nn
 
 from megatron.config.setting import require
+from megatron.errors import ConfigError
 from megatron.inference.api.policy import Place, Plan, is_turned, widths
 from mpu.groups import Group
 from mpu.layers import ColumnParallelLinear, RowParallelLinear
 from mpu.partition import local_slice, mark_partition
 from mpu.split import Partition
+
+LOAD_AGAIN = "this model was refused by init_inference and is partly cut or cast: load it again"
+
+
+@contextmanager
+def changing(model: nn.Module) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        model.forward = _Refusal()
+        raise
+
+
+def check_unbroken(model: nn.Module) -> None:
+    require(not isinstance(model.forward, _Refusal), f"init_inference: {LOAD_AGAIN}")
+
+
+@final
+class _Refusal:
+    """In place of a forward."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ConfigError(LOAD_AGAIN)
 
 
 def check_even(model: nn.Module, plan: Plan, tp: Group) -> None:

@@ -26,10 +26,9 @@ from megatron.errors import CheckpointError, ConfigError, TrainerError
 from megatron.inference import loading
 from megatron.inference.api import arguments, weights
 from megatron.inference.api.arguments import Asked
-from megatron.inference.api.changing import changing, check_unbroken
-from megatron.inference.api.cut import check_even, cut
+from megatron.inference.api.cut import changing, check_even, check_unbroken, cut
 from megatron.inference.api.engine import InferenceEngine, share_random_state
-from megatron.inference.api.fast import HEADED, ours_of
+from megatron.inference.api.weights import HEADED, ours_of
 from megatron.inference.api.policy import Plan, plan_of
 from megatron.inference.api.proof import Proof
 from megatron.inference.api.quantise import check_scales, layers_of_int8, quantise

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -17,12 +18,52 @@ from torch import Tensor, nn
 
 from megatron.config.setting import require
 from megatron.errors import ConfigError
-from megatron.inference.api.example import example_of
-from megatron.inference.api.policy import Plan
+from megatron.inference.api.policy import Plan, is_linear, widths
 from megatron.inference.api.same import check_tensors
 from megatron.launch.exits import is_peer_loss
 from megatron.zero.nested import tensors_in
 from mpu.groups import Group
+
+ROWS, LENGTH = 2, 8
+
+
+@final
+@dataclass(frozen=True)
+class Example:
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def example_of(model: nn.Module, given: Any) -> Example | None:
+    """None where nothing can be made up."""
+    given = getattr(model, "dummy_inputs", None) if given is None else given
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    if isinstance(given, Mapping):
+        return Example(kwargs={name: _there(value, device) for name, value in given.items()})
+    if given is not None:
+        several = given if isinstance(given, (tuple, list)) else (given,)
+        return Example(tuple(_there(value, device) for value in several))
+    made = _made(model)
+    return None if made is None else Example((made,))
+
+
+def _there(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def _made(model: nn.Module) -> Tensor | None:
+    """For the first layer that reads: tokens for a table, numbers for a linear layer."""
+    generator = torch.Generator().manual_seed(1234)  # the same on every rank
+    tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            shape = ROWS, min(LENGTH, *tables)
+            return torch.randint(module.num_embeddings, shape, generator=generator).to(module.weight.device)
+        if is_linear(module):
+            weight = next(module.parameters())
+            return torch.randn(ROWS, LENGTH, widths(module)[0], generator=generator).to(weight)
+    return None
+
 
 ROUNDINGS = {torch.float32: 64, torch.float64: 64, torch.float16: 16, torch.bfloat16: 8}
 """By so many last bits of its largest number an output may differ: sums come in another order."""

@@ -16,8 +16,7 @@ from megatron.checkpoint.agree import agree
 from megatron.checkpoint.int8 import Read, quantise_into, row_maxima, scale_of
 from megatron.config.setting import require
 from megatron.inference.api.policy import Plan
-from megatron.inference.int8 import Int8
-from megatron.inference.pages import Room
+from megatron.inference.int8 import Int8, Room
 from mpu.collectives import all_reduce
 from mpu.groups import Groups
 from mpu.layers import RowParallelLinear

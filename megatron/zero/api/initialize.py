@@ -14,7 +14,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 from zlib import crc32
 
@@ -28,7 +28,7 @@ from megatron.config.problems import Draft
 from megatron.config.ds_together import BATCH
 from megatron.config.ds_reader import Found
 from megatron.config.optimizers import DEEPSPEED_TYPES, OPTIMIZERS
-from megatron.config.tree import Config
+from megatron.config.tree import Config, ModelConfig
 from megatron.errors import ConfigError
 from megatron.launch import distributed, exits
 from megatron.optim.adam import LARGEST_TILE
@@ -86,6 +86,8 @@ def initialize(args: argparse.Namespace | None = None, model: nn.Module | None =
         init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     groups = groups_of(mpu)
     settings = _settings(source, argument, groups)
+    if isinstance(shape := getattr(model, "config", None), ModelConfig):  # a checkpoint records it
+        settings = replace(settings, config=replace(settings.config, model=shape))
     config = settings.config
     with config.words.speaking():
         alike(config.told(), groups.world,

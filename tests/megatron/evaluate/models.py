@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from data.tokenizer import ByteLevelTokenizer
 from megatron.config.tree import ModelConfig
-from megatron.evaluate.outcome import Outcome
+from megatron.evaluate.task import Outcome, Subject
 from megatron.evaluate.request import Asked
 from megatron.evaluate.scorer import Scorer
-from megatron.evaluate.task import Subject
 from megatron.evaluate.tasks import prepare
 from megatron.model.gpt2 import GPT2
 from mpu.groups import SOLO, Groups

@@ -23,8 +23,8 @@ from data.tokenizer import Tokenizer
 from megatron.checkpoint.command import main as convert
 from megatron.errors import ConfigError
 from megatron.evaluate import harness
-from megatron.evaluate.detokenise import articles, detokenised
-from megatron.evaluate.windows import rolling
+from megatron.evaluate.wikitext import articles, detokenised
+from megatron.evaluate.pieces import rolling
 from tests.distributed import run_ranks
 from tests.megatron.evaluate.models import WIKITEXT, write_lines
 from tests.megatron.evaluate.test_command import said, values

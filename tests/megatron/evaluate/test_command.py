@@ -19,7 +19,7 @@ from megatron.config.presets import PRESETS
 from megatron.config.tree import ModelConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.evaluate.command import main
-from megatron.evaluate.published import published
+from megatron.evaluate.report import published
 from tests.distributed import run_ranks
 from tests.megatron.evaluate.models import WIKITEXT, write_lines
 from tests.megatron.helpers import ROOT, train, write_corpus

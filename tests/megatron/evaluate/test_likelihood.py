@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from megatron.checkpoint.int8 import quantised
 from megatron.evaluate import scorer
-from megatron.evaluate.likelihood import found_here, of_all
+from megatron.evaluate.scorer import Scorer, found_here, of_all
 from megatron.evaluate.pieces import Piece
-from megatron.evaluate.scorer import Scorer
 from megatron.inference.int8 import Int8
 from megatron.model.gpt2 import GPT2
 from mpu import groups as mpu_groups

@@ -6,7 +6,7 @@ import json
 import math
 
 from data.facts import TokenizerFacts
-from megatron.evaluate.outcome import Outcome
+from megatron.evaluate.task import Outcome
 from megatron.evaluate.report import Report
 from megatron.evaluate.request import Asked
 

@@ -15,9 +15,8 @@ import torch
 from data.storage import DataError
 from megatron.errors import NumericsError
 from megatron.evaluate import scorer
-from megatron.evaluate.pieces import Piece, Score, windows_of
+from megatron.evaluate.pieces import Piece, Score, overlapping, windows_of
 from megatron.evaluate.scorer import Scorer
-from megatron.evaluate.windows import overlapping
 from megatron.model.gpt2 import GPT2
 from mpu import groups as mpu_groups
 from mpu.groups import Groups

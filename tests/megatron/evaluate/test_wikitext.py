@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.errors import ConfigError
-from megatron.evaluate.detokenise import articles, detokenised
+from megatron.evaluate.wikitext import articles, detokenised
 from megatron.model.gpt2 import GPT2
 from tests.megatron.evaluate.models import (BYTES, LENGTH, SHAPE, WIKITEXT, logprob, outcome, write_lines)
 

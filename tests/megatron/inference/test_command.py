@@ -227,7 +227,7 @@ def test_a_hugging_face_folder_says_its_tokenizer(folder: Path, tmp_path: Path) 
         said(*typed)
     assert "assumed" not in said(*typed, "--tokenizer-type", "ByteLevelTokenizer")[1]
     with patch.object(loading, "tokenizer_of", lambda *_: ByteLevelTokenizer()):
-        assert "(assumed: the folder has no file of a tokenizer), loaded" in said(*typed)[1]
+        assert "(assumed: nothing beside the weights says which it is), loaded" in said(*typed)[1]
     fast["model"] = {**fast["model"], "type": "Unigram"}
     (hf / "tokenizer.json").write_text(json.dumps(fast))
     with pytest.raises(DataError, match="its model is Unigram.*; give the tokenizer of the model, --tokenizer-type"):

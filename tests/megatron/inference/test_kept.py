@@ -16,7 +16,7 @@ import torch
 from megatron.errors import TrainerError
 from megatron.inference import init_inference
 from megatron.inference.api import kept
-from megatron.inference.cache import Cache
+from megatron.inference.decoder import Cache
 from tests.megatron.inference.gpt2s import PROMPTS, ours, theirs
 
 LONG = 300

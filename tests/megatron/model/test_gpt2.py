@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron.config.tree import PRESETS, ModelConfig
+from megatron.errors import ConfigError
 from megatron.model import GPT2
 from megatron.model.attention import document_mask
 from mpu.groups import build
@@ -133,3 +134,24 @@ def test_dropout_is_equal_where_activations_are_replicated_and_different_elsewhe
     hidden, heads = zip(*run_ranks(dropout_masks, 4), strict=True)
     assert hidden[0].equal(hidden[1]) and hidden[2].equal(hidden[3]) and not hidden[0].equal(hidden[2])
     assert not any(heads[a].equal(heads[b]) for a in range(4) for b in range(a))
+
+
+def test_negative_targets_are_left_out_of_loss_and_gradients_as_torch_does() -> None:
+    model, draw = GPT2(tiny_model(attention_dropout=0.0, hidden_dropout=0.0)), torch.Generator().manual_seed(1)
+    tokens, targets = (torch.randint(257, (2, 8), generator=draw) for _ in range(2))
+    targets[0, :3] = targets[1, 7] = -100
+    logits = model.logits(model.hidden_states(tokens))
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    wanted = torch.autograd.grad(expected, list(model.parameters()))
+    loss = model(tokens, targets)
+    torch.testing.assert_close(loss, expected)
+    for mine, theirs in zip(torch.autograd.grad(loss, list(model.parameters())), wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("length", "target", "words"), [
+    (8, 257, r"target 257 is outside the vocabulary 0\.\.256"), (33, 0, "33 tokens is longer than the 32 positions")])
+def test_what_the_model_has_no_place_for_is_refused(length: int, target: int, words: str) -> None:
+    tokens = torch.zeros(1, length, dtype=torch.int64)
+    with pytest.raises(ConfigError, match=words):
+        GPT2(tiny_model(max_position_embeddings=32))(tokens, tokens + target)

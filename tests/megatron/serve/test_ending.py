@@ -25,7 +25,7 @@ from megatron.inference.source import Source
 from megatron.serve import command
 from megatron.serve.command import listener_of, main
 from megatron.serve.limits import Limits
-from megatron.serve.service import serve
+from megatron.serve.front import serve
 from mpu import groups
 from tests.megatron.helpers import ROOT, own_signals
 from tests.megatron.serve.server import JSON, Server, served, trained

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from megatron.serve.exchange import Exchange
+from megatron.serve.message import Exchange
 from megatron.serve.limits import Limits
 
 
@@ -66,3 +66,17 @@ def test_a_client_that_reads_slowly_gets_all() -> None:
         return found
 
     assert b"Content-Length: 100000" in asyncio.run(work())
+
+
+@pytest.mark.parametrize(("version", "first"), [("1.1", b"HTTP/1.1 100 Continue\r\n\r\n"), ("1.0", b"HTTP/1.1 200 OK")])
+def test_only_a_client_of_http_1_1_is_told_to_continue(version: str, first: bytes) -> None:
+    async def work() -> bytes:
+        async with exchange_with(Limits()) as (exchange, theirs):
+            theirs.sendall(f"POST / HTTP/{version}\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: 2\r\n"
+                           "Content-Type: application/json\r\n\r\n{}".encode())
+            await exchange.read_head()
+            assert await exchange.read_json() == b"{}"
+            await exchange.reply(200, b"")
+            return theirs.recv(4096)
+
+    assert asyncio.run(work()).startswith(first)

@@ -17,8 +17,7 @@ from megatron.inference.generation import Generator
 from megatron.inference.request import Request, Sampling
 from megatron.model.gpt2 import GPT2
 from megatron.serve import leader
-from megatron.serve.judge import Judge
-from megatron.serve.orders import Begin, Closed, Drop, News, Read
+from megatron.serve.leader import Begin, Closed, Drop, Judge, News, Read
 from mpu import groups
 from tests.distributed import run_ranks
 from tests.megatron.helpers import tiny_model

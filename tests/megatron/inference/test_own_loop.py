@@ -1,0 +1,168 @@
+"""A GPT2 in a loop of a user's own, saved by the engine, leads to text, scores and the files of other programs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from data.tokenizer import ByteLevelTokenizer
+from megatron import zero
+from megatron.checkpoint.command import main as checkpoint
+from megatron.checkpoint.interchange.huggingface import open_folder
+from megatron.errors import CheckpointError, ConfigError, TrainerError
+from megatron.evaluate.command import main as evaluate
+from megatron.inference import init_inference
+from megatron.inference.command import main as generate
+from megatron.model import GPT2, ModelConfig
+from mpu import groups as mpu_groups
+from mpu.groups import SOLO
+from tests.distributed import run_ranks
+from tests.megatron.evaluate.test_command import values
+from tests.megatron.helpers import train
+from tests.megatron.inference.test_command import objects
+from tests.megatron.serve.server import served
+
+TOKENIZER = ByteLevelTokenizer()
+SHAPE = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=2, max_position_embeddings=32,
+                    vocab_size=TOKENIZER.vocab_size, layernorm_epsilon=1e-6, attention_dropout=0.0, hidden_dropout=0.0)
+LINE = "abcdef"
+BYTES = ["--tokenizer-type", "ByteLevelTokenizer"]
+AS_FLAGS = ["--num-layers", 2, "--hidden-size", 32, "--num-attention-heads", 2, "--max-position-embeddings", 32,
+            "--layernorm-epsilon", 1e-6, *BYTES, "--mock-data", "--eval-interval", 0, "--batch-size", 2]
+
+
+def trained(rank: int, world: int, folder: Path, stage: int = 0, precision: str = "fp32", tp: int = 1,
+            records: bool = True, model: Callable[[], nn.Module] | None = None) -> None:
+    """A GPT2 that has learned one line by heart."""
+    groups = mpu_groups.build(tp) if tp > 1 else None
+    ids = torch.tensor(TOKENIZER.encode(LINE * 8))
+    config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+              "zero_optimization": {"stage": stage}, **({} if precision == "fp32" else {precision: {"enabled": True}})}
+    with zero.Init(mpu=groups, config_dict_or_path=config) if stage == 3 else nullcontext():
+        gpt2 = model() if model is not None else GPT2(SHAPE, groups.tp if groups else SOLO)
+    engine, *_ = zero.initialize(model=gpt2, config=config, mpu=groups)
+    for step in range(40):
+        rows = torch.stack([ids[start:start + 17] for start in range(step % 4, 16, 4)])
+        engine.backward(engine(rows[:, :-1], rows[:, 1:]))
+        engine.step()
+    engine.save_checkpoint(folder, client_state={"tokenizer": asdict(TOKENIZER.facts)} if records else {})
+    engine.destroy()
+
+
+@pytest.mark.parametrize(("stage", "precision", "tp"), [
+    (0, "fp32", 1), (1, "bf16", 1), (2, "fp32", 1), (3, "bf16", 1),
+    *(pytest.param(*cell, marks=pytest.mark.slow) for cell in (
+        (0, "bf16", 1), (1, "fp32", 1), (2, "bf16", 1), (3, "fp32", 1), (0, "fp32", 2), (2, "bf16", 2),
+        (3, "fp32", 2)))])
+def test_it_leads_to_text_scores_and_other_files(stage: int, precision: str, tp: int, tmp_path: Path) -> None:
+    run, hf, int8 = (tmp_path / name for name in ("run", "hf", "int8"))
+    run_ranks(trained, tp, run, stage, precision, tp)
+    asked = ["abcd", "--greedy", "--max-new-tokens", 12]
+    found = objects("--load", run, *asked)
+    assert found[0]["text"] == "efabcdefabcd" and found == objects("--load", run, *asked, *BYTES)
+    (tmp_path / "line.txt").write_text(LINE)
+    scores = values("--load", run, "--task", "perplexity", "--data", tmp_path / "line.txt")
+    assert scores["tokenizer"]["name"] == TOKENIZER.name and scores["loss"] < 1 and scores["dtype"] == precision
+
+    assert checkpoint(["convert", str(run), "--output", str(hf)]) == 0
+    assert checkpoint(["convert", str(run), "--output", str(int8), "--dtype", "int8"]) == 0
+    shape = open_folder(hf).model
+    assert (shape.num_attention_heads, shape.layernorm_epsilon) == (2, 1e-6)
+    assert objects("--load-hf", hf, *asked)[0]["text"] == objects("--load", int8, *asked)[0]["text"] == found[0]["text"]
+    ids = torch.tensor([TOKENIZER.encode("abcd")])
+    answer = init_inference(checkpoint=str(run)).generate(ids, max_new_tokens=12, do_sample=False)
+    assert TOKENIZER.decode(answer[0].tolist()) == "abcdefabcdefabcd"
+
+
+@pytest.mark.slow
+def test_it_is_served(tmp_path: Path) -> None:
+    run_ranks(trained, 1, tmp_path / "run", 2)
+    with served(tmp_path / "run", tmp_path) as server:
+        assert server.text(prompt="abcd", temperature=0, max_tokens=12) == "efabcdefabcd"
+
+
+def test_it_is_where_the_trainer_starts_and_a_run_of_the_trainer_is_where_it_starts(tmp_path: Path) -> None:
+    run_ranks(trained, 1, tmp_path / "run")
+    assert "loaded weights of global_step40" in train([*AS_FLAGS, "--train-iters", 1, "--load", tmp_path / "run",
+                                                       "--finetune", "--save", tmp_path / "next"])
+    with pytest.raises(CheckpointError, match="--num-layers 2 in the checkpoint, 3 here"):
+        train([*AS_FLAGS, "--num-layers", 3, "--train-iters", 1, "--load", tmp_path / "run", "--finetune"])
+    run_ranks(goes_on, 1, tmp_path / "next")
+    assert objects("--load", tmp_path / "next" / "own", "x", *BYTES, "--max-new-tokens", 1)
+
+
+def goes_on(rank: int, world: int, folder: Path) -> None:
+    """From the weights of a run of the trainer."""
+    engine, *_ = zero.initialize(model=GPT2(SHAPE), config={"train_batch_size": 4, "optimizer": {"type": "AdamW"}})
+    assert engine.load_checkpoint(folder, load_module_only=True)[0] is not None
+    tokens = torch.zeros(4, 8, dtype=torch.int64)
+    engine.backward(engine(tokens, tokens))
+    engine.step()
+    engine.save_checkpoint(folder, tag="own")
+
+
+class Other(nn.Module):
+    """Of a user's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(TOKENIZER.vocab_size, TOKENIZER.vocab_size)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.table(tokens).flatten(0, 1), targets.flatten())
+
+
+class OtherWithShape(Other):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SHAPE
+
+
+@pytest.mark.parametrize(("model", "words"), [
+    (Other, "does not record the shape of its model: expected a GPT2"),
+    (OtherWithShape, "holds no weight 'wte.weight'|not those of this program's GPT-2|not of this program's GPT-2")])
+def test_another_model_is_refused_by_every_program(model: Callable[[], nn.Module], words: str, tmp_path: Path,
+                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    run_ranks(trained, 1, run, 0, "fp32", 1, True, model)
+    (tmp_path / "line.txt").write_text(LINE)
+    programs: list[tuple[Callable[[list[str]], Any], list[str]]] = [
+        (generate, ["--load", str(run), "x"]),
+        (evaluate, ["--load", str(run), "--task", "perplexity", "--data", str(tmp_path / "line.txt")])]
+    for program, argv in programs:
+        with pytest.raises(CheckpointError, match=words):
+            program(argv)
+    with pytest.raises(CheckpointError, match=words):
+        init_inference(checkpoint=str(run))
+    for more in ([], ["--dtype", "int8"]):
+        assert checkpoint(["convert", str(run), "--output", str(tmp_path / "out"), *more]) == 4
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(said) == 2 and all(re.search(words, line) for line in said)
+
+
+def test_a_tokenizer_that_nobody_recorded_is_asked_for_and_another_one_is_refused(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, records in (("silent", False), ("said", True)):
+        run_ranks(trained, 1, tmp_path / name, 0, "fp32", 1, records)
+    with pytest.raises(ConfigError, match=r"257 tokens, fewer than the 50257 of GPT2BPE.*give .*--tokenizer-type"):
+        generate(["--load", str(tmp_path / "silent"), "x"])
+    assert objects("--load", tmp_path / "silent", "x", *BYTES, "--max-new-tokens", 1)
+    (tmp_path / "abc.txt").write_text("abc")
+    with pytest.raises(TrainerError, match="was trained with ByteLevelTokenizer .*and this is CharacterLevelTokenizer"):
+        generate(["--load", str(tmp_path / "said"), "x", "--tokenizer-type", "CharacterLevelTokenizer", "--vocab-file",
+                  str(tmp_path / "abc.txt")])
+    assert checkpoint(["convert", str(tmp_path / "silent"), "--output", str(tmp_path / "hf")]) == 0
+    assert "note: no tokenizer files" in capsys.readouterr().out
+
+
+def test_a_model_without_a_vocabulary_says_what_to_give() -> None:
+    with pytest.raises(ConfigError, match=r"give ModelConfig\(vocab_size=tokenizer.vocab_size\)"):
+        GPT2(ModelConfig())
