@@ -16,7 +16,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
-from data.storage import DataError, StorageFault, UsageError
+from data.storage import DataError, StorageFault, UsageError, one_line
 
 
 REQUESTS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
@@ -40,7 +40,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog=prog, description=description, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        print(f"error: {self.prog.removeprefix('python -m ')}: {message} (see --help)", file=sys.stderr)
+        print(f"error: {self.prog.removeprefix('python -m ')}: {one_line(message)} (see --help)", file=sys.stderr)
         sys.exit(2)
 
 
@@ -106,7 +106,7 @@ def run(main: Callable[[], None]) -> NoReturn:
         code = 128 + signal.SIGPIPE
     except (DataError, StorageFault, KeyboardInterrupt) as error:
         message = " ".join(str(error).split()) or "interrupted"
-        print(f"error: {message}", file=sys.stderr)
+        print(f"error: {one_line(message)}", file=sys.stderr)
         code = next(code for kind, code in CODES if isinstance(error, kind))
     sys.exit(code)
 

@@ -60,7 +60,7 @@ FLOORS: tuple[tuple[str, str], ...] = (
         data.webtext.prescan data.webtext.legacy data.webtext.charset data.webtext.reading data.webtext.record
         data.webtext.folder data.webtext.shards data.webtext.runner
         data.webtext.external data.webtext.words data.webtext.minhash data.webtext.signatures data.webtext.near
-        data.webtext.url_lists data.webtext.urls data.webtext.markup data.webtext.extract data.webtext.clean
+        data.webtext.url_lists data.webtext.urls data.webtext.extract data.webtext.clean
         data.webtext.samples data.webtext.codes data.webtext.language data.webtext.dedup data.webtext.decontaminate
         data.webtext.shuffle data.webtext.split data.webtext.flags data.webtext.report data.webtext.pipeline
         data.webtext.sample data.webtext.__main__
