@@ -49,7 +49,8 @@ def cached_corpus(source: str, tokenizer: Tokenizer, reading: Reading, cache_pat
         is_new = not prefix.with_name(prefix.name + ".idx").exists()
         if is_new:
             if size >= LARGE:
-                print(f"{one_line(source)}: {doing} {size / 1e9:.2f} GB into {prefix} (once)", file=sys.stderr, flush=True)
+                print(one_line(f"{source}: {doing} {size / 1e9:.2f} GB into {prefix} (once)"), file=sys.stderr,
+                      flush=True)
             _build(found.files, prefix, tokenizer, reading)
             if _contents(found.files, Sums(None))[0] != contents:
                 prefix.with_name(prefix.name + ".idx").unlink()

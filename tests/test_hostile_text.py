@@ -1,5 +1,5 @@
-"""Text that commands a terminal, breaks lines or is HTML, wherever a program shows text of somebody else's: it stays one
-line, moves no cursor, and adds no element to a page."""
+"""Text that commands a terminal, breaks lines or is HTML, wherever a program shows text of others: it stays one line,
+moves no cursor, and adds no element to a page."""
 
 from __future__ import annotations
 
@@ -220,7 +220,8 @@ def test_a_page_has_the_same_elements_whatever_it_shows(made: Callable[[str], st
 
 
 @pytest.mark.parametrize("name", [name for name, text in TEXTS.items() if not set("\0/") & set(text)])
-def test_a_run_in_a_folder_of_any_name_is_reported(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_in_a_folder_of_any_name_is_reported(name: str, tmp_path: Path,
+                                                   capfd: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / TEXTS[name]
     folder.mkdir()
     write(folder / "metrics.jsonl", CONFIG, step(1), end="{")

@@ -12,13 +12,9 @@ import html
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from data.storage import DataError
 from data.webtext.document import Document, Drop, Function
-
-if TYPE_CHECKING:
-    from resiliparse.parse.html import HTMLTree
 
 EXTRACTORS = ("resiliparse", "markup")
 """The main content; all visible text."""
@@ -31,10 +27,10 @@ _RENAMED = {"noscript": "noembed", "menu": "ul", "dir": "ul", "listing": "pre", 
             **dict.fromkeys(("figure", "figcaption", "summary", "legend", "search"), "div")}
 _RENAME = re.compile(rf"(</?)({'|'.join(_RENAMED)})(?=[\s/>])", re.IGNORECASE)
 _XML_EMPTY = re.compile(r"""<(?!(?:area|base|br|col|embed|hr|img|input|link|meta|param|source|track|wbr)\b)
-                            ([a-z][\w.:-]*+)((?:[^<>"'/]|"[^"<]*"|'[^'<]*')*+)/>""", re.IGNORECASE | re.VERBOSE)
+                            ([a-z][\w.:-]*+) ((?:[^<>"'/]|"[^"<]*"|'[^'<]*')*+) />""", re.IGNORECASE | re.VERBOSE)
 
-_NO_TEXT = ("title", "noembed", "noframes", "canvas", "object", "svg", "annotation", "annotation-xml", "button", "select",
-            "datalist", "textarea", "input")
+_NO_TEXT = tuple("title noembed noframes canvas object svg annotation annotation-xml button select datalist textarea "
+                 "input".split())
 _HIDDEN = ("[hidden]", "[dialog]:not([open])",
            *(f'[style*="{style}" i]' for style in ("display:none", "display: none", "visibility:hidden",
                                                    "visibility: hidden")))
@@ -95,10 +91,10 @@ def page_text(main_content: bool) -> Callable[[str], str]:
     def text(page: str) -> str:
         tree = HTMLTree.parse(_in_known_elements(page))
         # Looking into each of many nested elements would take quadratic time.
-        many = len(tree.document.query_selector_all(around)) * len(page) > _TIME
-        around_here = around if many else f"{around}:not({_KEPT})"
+        many = tree.document is not None and len(tree.document.query_selector_all(around)) * len(page) > _TIME
+        selector = around if many else f"{around}:not({_KEPT})"
         # If nothing is left, all of the page is in an element like <nav>, or shown by a script.
-        texts = (text_of(tree, *left_out) for left_out in ((*_HIDDEN, around_here), _HIDDEN, ()))
+        texts = (text_of(tree, *left_out) for left_out in ((*_HIDDEN, selector), _HIDDEN, ()))
         return next(filter(str.strip, texts), "")
 
     return text

@@ -134,13 +134,13 @@ def _source(path: Path, name: str, format: str) -> Source:
 
 
 def _check_is_no_archive(path: Path, format: str) -> None:
-    """Else all that is in it would be one document, the records' headers included."""
+    """All that is in one would become one document, the headers of records included."""
     head = b""
     with suppress(OSError), opened(str(path)) as file:  # what cannot be read is counted where it is read
         head, _ = before_damage(file, 512)
     for kind, start, mark in ARCHIVES:
         if head.startswith(mark, start):
-            raise DataError(f"{path}: expected one file of --format {format}, found {kind} data in it; archives are not "
+            raise DataError(f"{path}: expected one file of --format {format}, found {kind} data; archives are not "
                             "read; unpack it into a folder and give that")
 
 

@@ -64,11 +64,11 @@ CONSTRUCTS = {  # between two paragraphs: a piece of HTML, what is shown of it, 
     "style": ("a<style>p::after { content: '<HIDDEN>' }</style>b", "ab", "HIDDEN"),
     "nested tables": ("<table><tr><td>a<table><tr><td>b<td>c</table><td>d</table>", "a b c d", ""),
     "text between rows": ("<table><tr><td>b</td></tr>a</table>", "a b", ""),
-    "captions": ("<table><caption>one</caption><tr><td>two</table><figure><img alt=HIDDEN><figcaption>three</figcaption>"
-                 "</figure>", "one two three", "HIDDEN"),
+    "captions": ("<table><caption>one</caption><tr><td>two</table><figure><img alt=HIDDEN><figcaption>three"
+                 "</figcaption></figure>", "one two three", "HIDDEN"),
     "pre": ("<pre>\nx\n\ty   z\n</pre>", "x\n\ty   z", ""),
-    "hidden elements": ("a<p hidden>HIDDEN</p><p style='color: red; display:none'>HIDDEN</p><p style='visibility: hidden'>"
-                        "HIDDEN</p><p>b", "a b", "HIDDEN"),
+    "hidden elements": ("a<p hidden>HIDDEN</p><p style='color: red; display:none'>HIDDEN</p>"
+                        "<p style='visibility: hidden'>HIDDEN</p><p>b", "a b", "HIDDEN"),
     "dialogs": ("<dialog>HIDDEN</dialog><dialog open>shown</dialog>", "shown", "HIDDEN"),
     "details": ("<details><summary>one</summary>two</details>", "one two", ""),
     "entities": ("&lt;p&gt; &amp;amp; caf&eacute;&#x20AC; &copy 5 &notanentity;", "<p> &amp; caf\u00e9\u20ac \u00a9 5 "
@@ -93,7 +93,7 @@ SWALLOWS = {"a tag that never ends": "the rest of the page is its attribute"}
 
 
 @pytest.mark.few(90)
-@pytest.mark.parametrize(("extractor", "context", "construct"), 
+@pytest.mark.parametrize(("extractor", "context", "construct"),
                          [*product(EXTRACTORS, CONTEXTS, CONSTRUCTS)])
 def test_what_a_browser_shows_is_kept(extractor: str, context: str, construct: str) -> None:
     markup, shown, hidden = CONSTRUCTS[construct]
@@ -135,18 +135,18 @@ def test_the_main_content_is_without_what_is_around_it(page: str) -> None:
 
 def test_manuals_keep_their_lists_tables_and_links() -> None:
     """Of a page made like Debian's manuals, no word is lost with either extractor."""
-    rows = "".join(f"<tr><td><a href='p{k}'><code>package{k}</code></a></td><td><a href='c{k}'>V:{k}, I:{k}</a></td></tr>"
+    rows = "".join(f"<tr><td><a href='p{k}'><code>package{k}</code></a></td><td><a href='c{k}'>V:{k}, I:{k}</a></td>"
                    for k in range(30))
     page = ("<html><body><div class=navheader>AROUND</div><div class=chapter><div class=section><div class=titlepage>"
             "<h2 class=title>Chapter</h2></div><p>See <a href=m>bash(1)</a>, <a href=m>sh(1)</a>.</p><div class=note>"
             "<ul class=itemizedlist><li class=listitem><p><a href=x>First link</a></p></li><li><p>Second.</p></li></ul>"
             f"</div><div class=table><div class=table-contents><table>{rows}</table></div></div></div></div>"
             "<div class=navfooter>AROUND</div></body></html>")
-    words = ["Chapter", "bash(1)", "sh(1)", "First", "link", "Second.", "package29", "V:29,"]
     for extractor in EXTRACTORS:
         found = extract.make(ExtractOptions(extractor))(Document(page))
-        assert isinstance(found, Document) and set(words) <= set(found.text.replace(".", ". ").replace(",", ", ").split()
-                                                                 ) | {"bash(1)", "sh(1)"}, found
+        assert isinstance(found, Document)
+        for part in ("Chapter", "See bash(1), sh(1).", "First link", "Second.", "package29\t\tV:29, I:29"):
+            assert part in found.text, found.text
         assert ("AROUND" in found.text) == (extractor == "markup")
 
 

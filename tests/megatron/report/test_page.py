@@ -15,11 +15,10 @@ import pytest
 
 from data.storage import one_line
 from megatron.report import page as page_module
-from megatron.report.charts import drawing
+from megatron.report.charts import MOST_POINTS, drawing
 from megatron.report.history import History
 from megatron.report.page import page
 from megatron.report.read import MetricsLines
-from megatron.report.thin import MOST_POINTS
 from tests.megatron.report.written import CONFIG, evaluation, save, start, step, write
 
 
